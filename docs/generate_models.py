@@ -25,8 +25,10 @@ run of the tests, all of them in `make test-long`.
   *snapshots*: from the last checkpoint before they differ, because a running state cannot be cut at a token;
   [Kept prompts](cache.md) says where these are. *in windows*: at any token as long as it fits the sliding
   windows, later from snapshots too.
-- **speculation**: drafts can be taken back, *in windows* as long as the text fits these. *no*: they could
-  not, so none are tried.
+- **speculation**: drafts can be taken back, *in windows* as long as the text fits these. *again*: a wrong
+  draft undoes its whole pass, because a running state has no earlier tokens, and the next pass computes again
+  what was right in it. *no*: blocks of tokens give other bits than single ones, so no drafts are tried. On a
+  GPU the probe of each load decides, whatever stands here.
 - **sparse**: smart prefill may leave tokens out of the prompt; *text*: it shortens the text instead.
 - **any chunks**: on a CPU in f32, *yes* means that a prompt gives the same bytes wherever it is cut into
   chunks; *no* means that the last bits differ, with and without stages, so that only the same chunks give
@@ -79,6 +81,19 @@ WINDOWS = {
     "olmo3",
 }
 
+# Types whose running state is computed by other sums for a block of tokens than for a single one, on a CPU.
+# `tests/engine/test_speculation_states.py` asks the probe.
+OTHER_BLOCKS = {
+    "bailing_hybrid",
+    "bailing_moe_v3",
+    "falcon_h1",
+    "granitemoehybrid",
+    "kimi_linear",
+    "mamba2",
+    "nemotron_h",
+    "plamo2",
+}
+
 
 def _row(name: str, kind: Architecture) -> str:
     within = "in windows" if name in WINDOWS else "yes"
@@ -87,11 +102,17 @@ def _row(name: str, kind: Architecture) -> str:
         "yes",
         "yes",
         "snapshots" if kind.keeps_state else within,
-        "no" if kind.keeps_state else within,
+        _drafts(name, kind, within),
         "text" if kind.whole else "yes",
         _ANY[kind.chunks],
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _drafts(name: str, kind: Architecture, within: str) -> str:
+    if not kind.keeps_state:
+        return within
+    return "no" if name in OTHER_BLOCKS else "again"
 
 
 def page() -> str:

@@ -69,6 +69,9 @@ from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.kv_fetching import messages as fetching_messages
 from fleetd.requests.kv_fetching.client import BlockFetching
+from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
+from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
+from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
 from fleetd.requests.kv_fetching.server import BlockServer
 from fleetd.requests.members import Members
 from fleetd.requests.model_copies import ModelCopies
@@ -189,8 +192,13 @@ class Daemon:
         )
         self._sharing = self._sharer(self._fleet) if self._fleet else None
         fetches = self._fleet is not None and self._disk_cache.for_workers is not None
+        self._fetch_counts = FetchCounts(self._metrics.fetched)
+        self._kept = KeptPrompts(self._disk_cache, lambda model: self._members.here().model(model))
+        survey = PromptSurvey(self._fleet, self._members, self._kept) if self._fleet else None
         self._fetching = (
-            BlockFetching(self._fleet, self._pool, self._members) if self._fleet and fetches else None
+            BlockFetching(self._fleet, self._pool, self._members, self._fetch_counts)
+            if self._fleet and fetches
+            else None
         )
         request = self._fleet.request if self._fleet else DisabledFleet().request
         wake = self._fleet.waker.wake if self._fleet else None
@@ -216,12 +224,14 @@ class Daemon:
             smart=self._smart,
             drafting=self._drafting,
             fetching=self._fetching,
+            kept=self._kept if self._fleet else None,
+            survey=survey,
             speeds=self._speeds,
             members=self._members,
             record=self._traces.record,
         )
         self._plans = PlanService(
-            placer, self._runner.locate, self._smart, self._drafting, config.smart_prefill.policy
+            placer, self._runner.locate, self._smart, self._drafting, config.smart_prefill.policy, survey
         )
         self._assists = self._serve_peers(self._node) if self._node else None
         self._card: CardMaker | None = None
@@ -269,8 +279,11 @@ class Daemon:
         node.handle(messages.RUN_UNAIDED, unaided)
         node.handle(smart_messages.SCORE, ScoreServer(self._pool, host, self._ledger))
         node.handle(drafting_messages.FOLLOW, DraftServer(dialer, self._pool, host))
-        blocks = BlockServer(dialer, self._disk_cache, host, self._sees_prompts)
+        blocks = BlockServer(
+            dialer, self._disk_cache, self._kept, host, self._sees_prompts, self._fetch_counts, name_of
+        )
         node.handle(fetching_messages.FIND, blocks.find)
+        node.handle(fetching_messages.LOOK, blocks.look)
         node.handle(fetching_messages.FETCH, blocks.fetch)
         node.handle(sharing_messages.ASSIST, assists.assist)
         node.handle(sharing_messages.WARM, assists.warm)
@@ -437,9 +450,11 @@ class Daemon:
                 smart_defaults=self._config.smart_prefill.policy,
                 compressing=self._compressing,
                 disk_cache=self._disk_cache,
+                fetches=self._fetch_counts.machines,
                 models_changed=self._models_changed,
                 running=self._runner.running,
                 ended=self._traces.ended,
+                answer_tokens=self._config.engine.answer_tokens or None,
                 settings=setting_views(self._config),
             )
         )
@@ -517,7 +532,7 @@ class Daemon:
 
     async def _end_engines(self) -> None:
         await self._runner.abandon()
-        for work in (self._sharing, self._assists, self._drafting, self._fetching):
+        for work in (self._sharing, self._assists, self._drafting, self._fetching, self._kept):
             if work is not None:
                 await work.close()
         within_s = limits.STOP_S / 2 if self._hurry.is_set() else 2 * limits.ENGINE_STOP_S

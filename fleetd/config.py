@@ -28,7 +28,7 @@ from msgspec import Meta
 from fleetd.compression.policy import MIN_PROMPT_TOKENS, SmartPrefillPolicy
 from fleetd.control.setting_view import SettingView
 from fleetd.errors import ConfigError
-from fleetd.limits import GIB, KIB, MEMBERS_CONFIGURED, MIB
+from fleetd.limits import ANSWER_TOKENS, GIB, KIB, MEMBERS_CONFIGURED, MIB
 from fleetd.models.model_names import ModelNames
 
 DEFAULT_PORT = 8114
@@ -159,6 +159,14 @@ class EngineSettings(msgspec.Struct, frozen=True):
     prefix_cache_bytes: Annotated[
         int, Meta(ge=0, le=_MOST_BYTES, description="RAM for prompts seen before; 0 chooses by memory.")
     ] = 0
+    answer_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=ANSWER_TOKENS,
+            description="Most tokens of an answer whose request names no max_tokens; 0 fills the context.",
+        ),
+    ] = 32_768
     threads: Annotated[
         int, Meta(ge=0, le=1024, description="CPU threads of an engine worker; 0 means all cores.")
     ] = 0

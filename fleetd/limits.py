@@ -74,7 +74,10 @@ EVENT_TRACES = 64
 MESSAGES = 4096
 STOP_STRINGS = 16
 STOP_STRING_CHARS = 1024
-CHOICES = 8
+# As other servers have it. Choices beyond those that run at once wait for a turn, so that one request takes
+# no more streams and memory than a few clients do.
+CHOICES = 128
+CHOICES_AT_ONCE = 8
 TOP_LOGPROBS = 20
 TOOLS = 256
 # Free-form JSON (tools, arguments, template options): schemas nest a dozen deep, and a template's own code
@@ -84,7 +87,7 @@ QUEUED_REQUESTS = 64
 # Ours have 34; this one is written into logs and the ledger.
 REQUEST_ID_CHARS = 128
 # Answers one /v1/completions body may ask for: its prompts times n.
-COMPLETIONS_PER_REQUEST = 64
+COMPLETIONS_PER_REQUEST = 128
 # Jinja renders in the worker: a template that has produced nothing for this long never will.
 RENDER_S = 30.0
 RENDERED_CHARS = 64 * MIB
@@ -578,6 +581,8 @@ PROBE_S = 2.0
 CACHE_BLOCK_TOKENS = 256
 # Most blocks in the index, at some 250 bytes each: 32 GiB in blocks of half a megabyte.
 CACHE_BLOCKS = 65_536
+# Most beginnings of texts in the index, at some 200 bytes each; 512 characters apart, they cover 30 million.
+CACHE_BEGINNINGS = 65_536
 # Of the disk that is free, unless the settings say otherwise.
 CACHE_QUOTA_SHARE, CACHE_QUOTA_BYTES = 0.1, 32 * GIB
 # Bounds of one block's header, of its payload, and of the buffers in that: keys and values of each head of
@@ -608,12 +613,15 @@ FETCH_BLOCKS = 4096
 FETCH_MESSAGE_BYTES = 40 * FETCH_BLOCKS + 64 * KIB
 # Machines that are asked at once what they have of a prompt, and how long for. A prompt waits for the answer.
 FETCH_ASKED, FETCH_FIND_S = 8, 0.5
+# Beginnings of a text in one question, 512 characters apart, and how long the placement of a long prompt
+# waits for the answers: a round trip on any network, and no more than a person notices.
+FETCH_LINKS, FETCH_LOOK_S = 8192, 0.15
 # How long a worker waits to hear what it gets, whatever its daemon does.
 FETCH_DECIDE_S = 3.0
 # Fewer tokens are computed sooner than asked for.
 FETCH_LEAST_TOKENS = 512
 # What a fetch takes besides its bytes and round trips, and the part of computing it must save.
-FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.05, 0.1
+FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.03, 0.1
 # A block that takes so many times as long as planned, and at least this, ends the fetch.
 FETCH_LATE, FETCH_BLOCK_S = 5.0, 2.0
 # Fetches that a machine serves at once: each reads its disk as fast as it can.

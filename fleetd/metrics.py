@@ -112,6 +112,16 @@ class Metrics:
         self._restored = histogram(
             "fleetd_disk_cache_restore_seconds", "Reading a prompt's KV from the disk.", REQUEST_BUCKETS_S
         )
+        self._fetched_tokens = counter(
+            "fleetd_fetched_tokens", "Prompt tokens whose KV another machine sent.", "model_name"
+        )
+        self._fetched = histogram(
+            "fleetd_fetch_seconds", "Fetching a prompt's KV from another machine.", REQUEST_BUCKETS_S
+        )
+        self._fetches = counter(
+            "fleetd_fetches", "Prompts whose KV another machine was asked to send.", "outcome"
+        )
+        self._fetched_bytes = counter("fleetd_fetched_bytes", "KV that other machines sent.")
         self._disk_written = counter(
             "fleetd_disk_cache_written_bytes", "Sealed KV written to the disk: its wear.", "model_name"
         )
@@ -216,6 +226,9 @@ class Metrics:
         if timings.restored_tokens:
             self._restored_tokens.labels(model).inc(timings.restored_tokens)
             self._restored.labels(model).observe(timings.restore_s)
+        if timings.fetched_tokens:
+            self._fetched_tokens.labels(model).inc(timings.fetched_tokens)
+            self._fetched.labels(model).observe(timings.fetch_s)
         self._queue.labels(model).observe(timings.queue_s)
         self._prefill.labels(model).observe(timings.prefill_s)
         self._decode.labels(model).observe(timings.decode_s)
@@ -235,6 +248,11 @@ class Metrics:
         """Count a shared prefill; kind and outcome come from closed lists."""
         self._shares.labels(kind, outcome).inc()
         self._share_bytes.inc(n_bytes)
+
+    def fetched(self, outcome: str, n_bytes: int) -> None:
+        """Outcome: "done" or an error's code."""
+        self._fetches.labels(outcome if outcome == "done" or outcome in BY_CODE else _OTHER).inc()
+        self._fetched_bytes.inc(n_bytes)
 
     def smart(self, outcome: str, form: str, kept: int, dropped: int) -> None:
         """Outcome: "used", a code of ``SKIPS``, or an error's; form "" where all of it is read."""

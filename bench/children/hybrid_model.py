@@ -6,12 +6,11 @@ workers of this machine. What it says means nothing.
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+from bench.children import random_weights
 from bench.harness.child import serve
 
 LAYERS = 16
@@ -38,32 +37,18 @@ _TEXT: dict[str, Any] = {
 
 def write(folder: Path, tokenizer: Path) -> None:
     import mlx.core as mx
-    from mlx.utils import tree_flatten, tree_map
     from mlx_lm.models import qwen3_5
 
-    given = json.loads((tokenizer / "config.json").read_text())
+    given = random_weights.of_tokenizer(tokenizer)
     config = {
         "model_type": "qwen3_5",
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "text_config": _TEXT | {"vocab_size": given["vocab_size"]},
-        "eos_token_id": given.get("eos_token_id"),
+        "eos_token_id": given["eos_token_id"],
         "torch_dtype": "float32",
     }
     mx.set_default_device(mx.cpu)
-    model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config))
-    mx.random.seed(7)
-
-    def drawn(array: mx.array) -> mx.array:
-        noise = mx.random.normal(array.shape)
-        return noise * 0.04 if array.ndim > 1 else 1.0 + noise * 0.1
-
-    weights = dict(tree_flatten(tree_map(drawn, model.parameters())))
-    folder.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config))
-    for pattern in ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt"):
-        for path in tokenizer.glob(pattern):
-            shutil.copy(path, folder / path.name)
+    random_weights.save(qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config)), config, folder, tokenizer)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ plain       no speculation
 auto        as shipped
 published   a remote n-gram drafter as it was published to lose (reference below): blocks of 4 padded with
             token 0, n-grams from 1 token on, two forward passes per round, always on
+played      as shipped, and a source that knows the answer and says each token wrongly with a given chance
 idle        no answer: what drafts cost beside an answer that uses none of them
 
 The published figures: 31.13 tok/s without, 15.76 tok/s with it, 23 of 181 drafts accepted in 48 tokens
@@ -12,6 +13,7 @@ The published figures: 31.13 tok/s without, 15.76 tok/s with it, 23 of 181 draft
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 import tracemalloc
@@ -61,7 +63,7 @@ class _Runs:
             case "idle":
                 return self._idle(question["tokens"], question["answer"])
             case mode:
-                return self._decode(question, self._speculation if mode == "auto" else None)
+                return self._decode(question, None if mode == "plain" else self._speculation)
 
     def _verdict(self) -> dict[str, Any]:
         from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
@@ -112,6 +114,8 @@ class _Runs:
                 str(i), TokenPrompt(tokens), sampling, max_tokens=question["max_tokens"], top_logprobs=0
             )
             scheduler.inbox.put(PreparedPrompt(request, tokens))
+            if question["mode"] == "played":
+                scheduler.decoding.attach(str(i), _Played(question["truth"], question["acceptance"], i))
 
         def came(i: int) -> int:
             if (done := _finished(events, str(i))) is not None:
@@ -121,8 +125,11 @@ class _Runs:
 
         # A pass may give several tokens at once: what the first one gave came before the clock started.
         marks: list[tuple[float, int]] = []
+        seen: list[int] = []
         while not marks or marks[-1][1] < question["max_tokens"] * len(prompts):
             scheduler.turn()
+            if alone := next(iter([*scheduler.decoding.batch.values(), *scheduler.decoding.apart]), None):
+                seen = list(alone.tokens)
             counts = [came(i) for i in range(len(prompts))]
             if sum(counts) > (marks[-1][1] if marks else 0):
                 marks.append((time.perf_counter(), sum(counts)))
@@ -131,6 +138,8 @@ class _Runs:
         return {
             "rate": (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0]),
             "priced": self._priced(marks[-1][1]),
+            # Of a lone answer; what its last turn gave is missing.
+            "seen": seen,
             "answers": [_answer(events, str(i)) for i in range(len(prompts))],
         }
 
@@ -164,6 +173,25 @@ class _Runs:
             text.append(token)
         took_s = time.perf_counter() - begun
         return {"each_s": took_s / len(answer), "held_bytes": held}
+
+
+class _Played:
+    """A source at a given acceptance: ``truth`` is prompt and answer."""
+
+    name = "played"
+
+    def __init__(self, truth: Sequence[int], acceptance: float, seed: int) -> None:
+        self._truth, self._acceptance, self._chance = truth, acceptance, random.Random(seed)
+
+    def propose(self, tokens: Sequence[int], width: int) -> list[int]:
+        rest = self._truth[len(tokens) : len(tokens) + width]
+        return [token if self._chance.random() < self._acceptance else (token + 1) % 1000 for token in rest]
+
+    def committed(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def _noted_costs(seconds: dict[int, float]) -> Any:

@@ -25,6 +25,8 @@ def options_table(options: Sequence[OptionView], local_s: float | None, width: i
     ]
     if any(option.cached_tokens for option in options):
         columns.append(Column("KNOWN", [count(option.cached_tokens) for option in options], 6, right=True))
+    if any(option.restored_tokens or option.fetched_tokens for option in options):
+        columns.append(Column("FROM", [_from(option) for option in options], 4))
     header, *rows = drawn(fitted(columns, width))
     lines = [header]
     for option, row in zip(options, rows, strict=True):
@@ -37,6 +39,12 @@ def options_table(options: Sequence[OptionView], local_s: float | None, width: i
 def _machines(option: OptionView, *, cut: bool) -> str:
     named = machines(option)
     return shortened(named, _MACHINES_CHARS) if cut else named
+
+
+def _from(option: OptionView) -> str:
+    """Where the known tokens come from, if not all are in memory."""
+    disk = ["disk"] if option.restored_tokens else []
+    return ", ".join([*disk, *([one_line(option.fetched_from)] if option.fetched_tokens else [])])
 
 
 def _against(seconds: float | None, local_s: float | None) -> str:

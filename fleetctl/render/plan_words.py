@@ -77,13 +77,18 @@ def local_s(options: Sequence[OptionView]) -> float | None:
     return next((option.predicted_s for option in options if option.kind == "local"), None)
 
 
-def prompt(tokens: int, cached: int, kept: int = 0, restored: int = 0) -> str:
+def prompt(
+    tokens: int, cached: int, kept: int = 0, restored: int = 0, fetched: int = 0, fetched_from: str = ""
+) -> str:
     """A prompt's length, with the tokens that were kept of it and those that were known already, some of
-    which may have been ``restored`` from the disk."""
+    which may have been ``restored`` from the disk or ``fetched`` from another machine."""
     read = f", {count(kept)} of them kept" if kept else ""
     known = f", {count(cached)} of them known already" if cached else ""
-    if restored:
-        known += f" ({count(restored)} from the disk)"
+    sources = [f"{count(restored)} from the disk"] if restored else []
+    if fetched:
+        sources.append(f"{count(fetched)} from {one_line(fetched_from) or 'another machine'}")
+    if sources:
+        known += f" ({', '.join(sources)})"
     return f"{count(tokens)} tokens{read}{known}"
 
 

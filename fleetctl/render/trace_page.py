@@ -91,7 +91,14 @@ def _story(trace: Trace) -> Iterable[tuple[str, str]]:
     if trace.prompt_tokens:
         yield (
             "prompt",
-            prompt(trace.prompt_tokens, trace.cached_tokens, trace.kept_tokens, trace.restored_tokens),
+            prompt(
+                trace.prompt_tokens,
+                trace.cached_tokens,
+                trace.kept_tokens,
+                trace.restored_tokens,
+                trace.fetched_tokens,
+                trace.fetched_from,
+            ),
         )
     for attempt in trace.earlier:
         yield "tried first", f"{_answering(attempt)}, for {brief(attempt.took_s)}: {_why(attempt)}"

@@ -10,9 +10,10 @@ from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.exits import ClientError
 from fleetctl.render.text import clause, count, duration, one_line, size, table
 from fleetctl.replies import read
-from fleetd.control.cache_report import CacheReport, ModelBlocks
+from fleetd.control.cache_report import CacheReport, MachineFetches, ModelBlocks
 
 _HEADER = ("MODEL", "TOKENS", "SIZE", "HITS", "RESTORED", "SAVED", "WRITTEN")
+_MACHINES = ("MACHINE", "FETCHED", "SIZE", "HITS", "FAILED", "SAVED", "SENT")
 
 
 @click.group("cache", invoke_without_command=True)
@@ -33,6 +34,8 @@ def show(session: CliSession) -> None:
     TOKENS and SIZE are on the disk now. HITS counts prompts whose beginning was read from it, of RESTORED
     tokens in all; SAVED is how much longer computing those would have taken, as predicted. WRITTEN is what
     the disk has had to take since the beginning.
+
+    Below, since the daemon's start, what other machines sent (FETCHED are tokens) and got (SENT are bytes).
     """
     report = session.client().get("/fleet/v1/cache")
     session.emit(report, lambda: render(read(report, CacheReport)))
@@ -70,7 +73,22 @@ def render(report: CacheReport) -> str:
             "",
             table(_HEADER, [_cells(model) for model in report.models], right=range(1, len(_HEADER))),
         ]
+    if report.machines:
+        rows = [_machine_cells(each) for each in report.machines]
+        lines += ["", table(_MACHINES, rows, right=range(1, len(_MACHINES)))]
     return "\n".join(lines)
+
+
+def _machine_cells(each: MachineFetches) -> tuple[str, ...]:
+    return (
+        one_line(each.machine),
+        count(each.tokens),
+        size(each.n_bytes),
+        count(each.prompts),
+        count(each.failed),
+        duration(each.saved_s),
+        size(each.sent_bytes),
+    )
 
 
 def _cells(model: ModelBlocks) -> tuple[str, ...]:

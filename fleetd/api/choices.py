@@ -1,8 +1,8 @@
 """Runs several answers at once: their event streams become one, each event with the index of its choice.
 
-The queue between is short, so a slow reader slows the streams instead of filling memory. Leaving the context
-cancels every stream that still runs and waits until each is closed, which frees the slots of a client that
-has left.
+A few run at a time; the others wait for their turn. The queue between is short, so a slow reader slows the
+streams instead of filling memory. Leaving the context cancels every stream that still runs and waits until
+each is closed, which frees the slots of a client that has left.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class Choices:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
-        # A batch of prompts does not take more slots at a time than one request's n may.
-        self._slots = asyncio.Semaphore(limits.CHOICES)
+        self._slots = asyncio.Semaphore(limits.CHOICES_AT_ONCE)
         self._queue: asyncio.Queue[tuple[int, Planned | Loading | Event | Exception | None]] = asyncio.Queue(
             _QUEUED
         )

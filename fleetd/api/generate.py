@@ -60,12 +60,12 @@ class GenerationRequest:
 
 
 def _choices(request: web.Request, work: GenerationRequest) -> Choices:
-    runner = request.app[SERVICES].runner
+    services = request.app[SERVICES]
     origin: Origin = "socket" if is_trusted(request) else "http"
     jobs = [
         Job(
             work.model,
-            generate,
+            _bounded(generate, services.answer_tokens),
             origin,
             work.route,
             local_only=work.local_only,
@@ -74,7 +74,13 @@ def _choices(request: web.Request, work: GenerationRequest) -> Choices:
         )
         for generate in work.generates
     ]
-    return Choices([partial(runner.run, job) for job in jobs])
+    return Choices([partial(services.runner.run, job) for job in jobs])
+
+
+def _bounded(generate: Generate, answer_tokens: int | None) -> Generate:
+    if answer_tokens is None or generate.max_tokens is not None:
+        return generate
+    return msgspec.structs.replace(generate, max_tokens=max(answer_tokens, generate.min_tokens))
 
 
 _LOSS: Mapping[str, int] = {"exact": 0, "plan": 1, "lossy": 2}

@@ -9,6 +9,7 @@ from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.api.page.sessions import PageSessions
 from fleetd.cache.service import DiskCache
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.cache_report import MachineFetches
 from fleetd.control.daemon_status import DaemonStatus
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_plan import PlanQuestion, PlanView
@@ -45,9 +46,11 @@ class Services:
         smart_defaults: what smart prefill does where a request leaves it open.
         compressing: shortens a prompt for /v1/compress.
         disk_cache: prompts on the disk; its methods block.
+        fetches: prompts that came from other machines' disks, and went there.
         models_changed: told when a model came or went; other machines hear of it at once.
         running: requests that have not ended.
         ended: those that have since a number, and the number for the next time.
+        answer_tokens: most tokens of an answer whose request does not say; None is what the context holds.
         settings: as the daemon runs with them.
         page: who has opened the page.
         listeners: one object for each listener to events.
@@ -73,9 +76,11 @@ class Services:
     smart_defaults: SmartPrefillPolicy = field(default_factory=SmartPrefillPolicy)
     compressing: CompressionService | None = None
     disk_cache: DiskCache | None = None
+    fetches: Callable[[], list[MachineFetches]] = list
     models_changed: Callable[[], None] = lambda: None
     running: Callable[[], Sequence[RunningRequest]] = tuple
     ended: Callable[[int], tuple[int, Sequence[Trace]]] = lambda number: (number, ())
+    answer_tokens: int | None = None
     settings: Sequence[SettingView] = ()
     page: PageSessions = field(default_factory=PageSessions)
     listeners: set[object] = field(default_factory=set)

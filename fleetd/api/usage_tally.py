@@ -93,6 +93,9 @@ def _work(
             restore_s=max((event.timings.restore_s for event in events), default=0.0),
             fetched_tokens=sum(event.timings.fetched_tokens for event in events),
             fetch_s=max((event.timings.fetch_s for event in events), default=0.0),
+            fetched_from=next(
+                (event.timings.fetched_from for event in events if event.timings.fetched_from), ""
+            ),
         ),
         streams=max(1, len(events)),
         not_prefilled=sum(each.dropped_tokens for each in found if each.form == "sparse"),

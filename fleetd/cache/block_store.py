@@ -23,7 +23,7 @@ from pathlib import Path
 from fleetd import limits
 from fleetd.cache import block_file, machine_key
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
-from fleetd.cache.index import FoundBlocks, Index, KeyReplaced, NewBlock, NoRoom
+from fleetd.cache.index import FoundBlocks, FoundText, Index, KeyReplaced, NewBlock, NoRoom
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.settings import DiskCacheSettings, default_quota
 from fleetd.control.cache_report import CacheReport
@@ -124,6 +124,20 @@ class BlockStore:
                 index.forget(file_name)
                 return None
             return header
+
+    # ---- beginnings of texts -----------------------------------------------------------------------------
+
+    def begin_with(self, beginnings: Sequence[tuple[bytes, bytes]]) -> None:
+        """Remember which block the beginnings of a text fill: (link, name). Raises CacheUnavailable."""
+        with self._open() as (index, key):
+            index.begin_with(
+                key.id, [(key.file_name(link), key.file_name(name)) for link, name in beginnings]
+            )
+
+    def longest(self, links: Sequence[bytes]) -> FoundText:
+        """What is here of a text with these beginnings. Raises CacheUnavailable, NotKept."""
+        with self._open() as (index, key):
+            return index.longest(key.id, [key.file_name(link) for link in links])
 
     # ---- writing -----------------------------------------------------------------------------------------
 
@@ -229,6 +243,11 @@ class BlockStore:
         """Count a prompt whose beginning was read."""
         with self._open() as (index, _):
             index.restored(model, tokens, n_bytes, seconds, saved_s)
+
+    def sent(self, n_bytes: int, seconds: float) -> None:
+        """Count what was read for another machine."""
+        with self._open() as (index, _):
+            index.sent(n_bytes, seconds)
 
     def report(self) -> CacheReport:
         with self._open() as (index, _):

@@ -26,11 +26,12 @@ def send(
     names: Sequence[bytes],
     read: Callable[[bytes, Callable[[BlockHeader], Sequence[memoryview]]], BlockHeader | None],
 ) -> int:
-    """Send the blocks of these names; returns how many. ``read``: ``BlockStore.read``.
+    """Send the blocks of these names; returns the bytes of their payloads. ``read``: ``BlockStore.read``.
 
     Raises PeerLost.
     """
-    for sent, name in enumerate(names):
+    sent = 0
+    for name in names:
         payload: list[memoryview] = []
 
         def targets(header: BlockHeader, payload: list[memoryview] = payload) -> list[memoryview]:
@@ -39,14 +40,14 @@ def send(
 
         header = read(name, targets)
         if header is None:
-            sender.finish()
-            return sent
+            break
         text = msgspec.msgpack.encode(header)
         sender.send(_LENGTH.pack(len(text)) + text)
         for buffer in payload:
             sender.send(buffer)
+        sent += header.nbytes
     sender.finish()
-    return len(names)
+    return sent
 
 
 def _split(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:

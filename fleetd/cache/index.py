@@ -17,7 +17,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 from fleetd import limits
 from fleetd.control.cache_report import ModelBlocks
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE blocks (
     name     TEXT PRIMARY KEY,
@@ -52,6 +52,10 @@ CREATE TABLE models (
     read_bytes    INTEGER NOT NULL DEFAULT 0,
     written_bytes INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
+CREATE TABLE beginnings (
+    link  TEXT PRIMARY KEY,
+    block TEXT NOT NULL
+);
 CREATE TRIGGER block_added AFTER INSERT ON blocks BEGIN
     UPDATE totals SET bytes = bytes + new.bytes, blocks = blocks + 1;
 END;
@@ -61,6 +65,8 @@ END;
 """
 # Another process's transaction takes some milliseconds.
 _BUSY_S = 2.0
+# Values of one statement.
+_AT_ONCE = 500
 # How fast the measured speed follows new figures.
 _SPEED_WEIGHT = 0.3
 
@@ -105,6 +111,15 @@ class FoundBlocks:
         return self.states[-1][1] if self.states else 0
 
 
+@dataclass(frozen=True, slots=True)
+class FoundText:
+    """The beginning of a text that is on the disk: up to which link, its bytes, the speed of reading."""
+
+    links: int = 0
+    nbytes: int = 0
+    bytes_per_s: float = 0.0
+
+
 class Index:
     """One connection, for one thread at a time. Every method may raise sqlite3.Error."""
 
@@ -114,9 +129,11 @@ class Index:
         quota_bytes: int = 0,
         *,
         most_blocks: int = limits.CACHE_BLOCKS,
+        most_beginnings: int = limits.CACHE_BEGINNINGS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.quota_bytes = quota_bytes
+        self._most_beginnings = most_beginnings
         self._most_blocks = most_blocks
         self._clock = clock
         self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
@@ -151,18 +168,22 @@ class Index:
         """Go on under another key; blocks under the old one are forgotten."""
         with self._transaction():
             if self.key_id != key_id:
-                self._db.execute("DELETE FROM blocks")
+                self._forget_content()
                 self._db.execute("UPDATE totals SET key_id = ?", (key_id,))
 
     def forget_all(self) -> None:
         """Forget every block."""
         with self._transaction():
-            self._db.execute("DELETE FROM blocks")
+            self._forget_content()
             self._db.execute("UPDATE totals SET key_id = ''")
         # The file gives its room back, unless another process reads it just now.
         with suppress(sqlite3.OperationalError):
             self._db.execute("VACUUM")
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _forget_content(self) -> None:
+        self._db.execute("DELETE FROM blocks")
+        self._db.execute("DELETE FROM beginnings")
 
     # ---- looking -----------------------------------------------------------------------------------------
 
@@ -204,6 +225,43 @@ class Index:
     def names(self) -> dict[str, int]:
         """Every block's file and its size."""
         return {str(name): int(size) for name, size in self._db.execute("SELECT name, bytes FROM blocks")}
+
+    # ---- beginnings of texts -----------------------------------------------------------------------------
+
+    def begin_with(self, key_id: str, beginnings: Sequence[tuple[str, str]]) -> None:
+        """Remember, for beginnings of a text, the last whole block that each fills: (link, block).
+
+        The block need not be on the disk yet. The oldest go where there are too many. Raises KeyReplaced.
+        """
+        with self._transaction():
+            if self.key_id != key_id:
+                raise KeyReplaced
+            # Replacing gives a row a new number, so the numbers tell which were used last.
+            self._db.executemany("INSERT OR REPLACE INTO beginnings (link, block) VALUES (?, ?)", beginnings)
+            over = int(self._one("SELECT count(*) FROM beginnings")) - self._most_beginnings
+            self._db.execute(
+                "DELETE FROM beginnings WHERE rowid IN (SELECT rowid FROM beginnings ORDER BY rowid LIMIT ?)",
+                (max(0, over),),
+            )
+
+    def longest(self, key_id: str, links: Sequence[str]) -> FoundText:
+        """What is on the disk of a text with these beginnings, by its last block. Raises KeyReplaced."""
+        found = FoundText()
+        for start in range(0, len(links), _AT_ONCE):
+            asked = links[start : start + _AT_ONCE]
+            places = {link: start + number for number, link in enumerate(asked, start=1)}
+            rows = self._db.execute(
+                "SELECT link, (depth + 1) * bytes FROM beginnings JOIN blocks ON name = block"  # noqa: S608
+                f" WHERE ready AND link IN ({', '.join('?' * len(asked))})",
+                asked,
+            )
+            for link, n_bytes in rows:
+                found = max(found, FoundText(places[link], int(n_bytes)), key=lambda each: each.links)
+        if not found.links:
+            return found
+        if self.key_id != key_id:
+            raise KeyReplaced
+        return replace(found, bytes_per_s=self.read_bytes_per_s)
 
     # ---- writing -----------------------------------------------------------------------------------------
 
@@ -323,11 +381,18 @@ class Index:
         """Count a prompt whose beginning was read from the disk."""
         with self._transaction():
             self._count(model, hits=1, tokens=tokens, saved_s=max(0.0, saved_s), read_bytes=n_bytes)
-            if n_bytes >= limits.CACHE_SPEED_BYTES and seconds > 0:
-                before = float(self._one("SELECT read_bytes_per_s FROM totals"))
-                now = n_bytes / seconds
-                speed = now if not before else before + _SPEED_WEIGHT * (now - before)
-                self._db.execute("UPDATE totals SET read_bytes_per_s = ?", (speed,))
+            self._read_in(n_bytes, seconds)
+
+    def sent(self, n_bytes: int, seconds: float) -> None:
+        """Count blocks that were read for another machine: how fast the disk is."""
+        with self._transaction():
+            self._read_in(n_bytes, seconds)
+
+    def _read_in(self, n_bytes: int, seconds: float) -> None:
+        if n_bytes >= limits.CACHE_SPEED_BYTES and seconds > 0:
+            before, now = self.read_bytes_per_s, n_bytes / seconds
+            speed = now if not before else before + _SPEED_WEIGHT * (now - before)
+            self._db.execute("UPDATE totals SET read_bytes_per_s = ?", (speed,))
 
     def _count(self, model: str, **more: float) -> None:
         self._db.execute("INSERT OR IGNORE INTO models (model) VALUES (?)", (model,))

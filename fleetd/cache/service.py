@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 import msgspec
 
-from fleetd.cache.block_store import BlockStore, CacheUnavailable
-from fleetd.cache.index import FoundBlocks
+from fleetd.cache import text_links
+from fleetd.cache.block_store import BlockStore, CacheUnavailable, NotKept
+from fleetd.cache.index import FoundBlocks, FoundText
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.control.cache_report import CacheReport
 from fleetd.errors import ConfigError
 from fleetd.observe import get_logger
 
 log = get_logger("fleetd.cache")
+
+_Found = TypeVar("_Found", FoundBlocks, FoundText)
 
 
 class DiskCache:
@@ -56,13 +61,35 @@ class DiskCache:
 
     def find(self, names: Sequence[bytes]) -> FoundBlocks:
         """How many of these blocks, from the first on, are here; none where the disk cannot tell."""
+        return self._looked_up(lambda: self._store.find(names), FoundBlocks(0, 0, 0.0))
+
+    def _looked_up(self, find: Callable[[], _Found], nothing: _Found) -> _Found:
+        if self._on:
+            with self._lock, suppress(CacheUnavailable, NotKept):
+                return find()
+        return nothing
+
+    def begin_with(self, digest: str, links: Sequence[bytes], names: Sequence[bytes], filled: float) -> None:
+        """Remember which blocks a text fills, so that it is found before it is tokenized.
+
+        Args:
+            links: of the text's beginnings, as ``text_links.links``.
+            names: of the blocks that its tokens fill.
+            filled: how many blocks the text between two links fills, about.
+        """
         if not self._on:
-            return FoundBlocks(0, 0, 0.0)
+            return
+        beginnings = text_links.filled_blocks(digest, links, names, filled)
         with self._lock:
             try:
-                return self._store.find(names)
-            except CacheUnavailable:
-                return FoundBlocks(0, 0, 0.0)
+                self._store.begin_with(beginnings)
+            except (CacheUnavailable, NotKept):
+                pass  # it is found once it is tokenized
+
+    def longest(self, digest: str, links: Sequence[bytes]) -> FoundText:
+        """What is here of a text, about; nothing where the disk cannot tell."""
+        asked = [text_links.kept_as(digest, link) for link in links]
+        return self._looked_up(lambda: self._store.longest(asked), FoundText())
 
     def report(self) -> CacheReport:
         """Never fails: what cannot be told is named in the note."""

@@ -24,6 +24,25 @@ class ModelBlocks(msgspec.Struct, frozen=True):
     written_bytes: int = 0
 
 
+class MachineFetches(msgspec.Struct, frozen=True):
+    """What another machine sent of prompts, and what was sent to it, since the daemon started.
+
+    ``prompts``: whose beginning it sent, ``tokens`` in all, in ``took_s`` where ``predicted_s`` were
+    expected; ``saved_s``: seconds that computing them would have taken longer. ``failed``: such fetches.
+    """
+
+    machine: str
+    prompts: int = 0
+    tokens: int = 0
+    n_bytes: int = 0
+    took_s: float = 0.0
+    predicted_s: float = 0.0
+    saved_s: float = 0.0
+    failed: int = 0
+    sent_prompts: int = 0
+    sent_bytes: int = 0
+
+
 class CacheReport(msgspec.Struct, frozen=True):
     """``on``: whether prompts are kept on the disk; ``note``: why nothing is written at the moment, "" if it
     is. ``read_bytes_per_s``: as measured; 0 before that."""
@@ -35,3 +54,4 @@ class CacheReport(msgspec.Struct, frozen=True):
     quota_bytes: int = 0
     read_bytes_per_s: float = 0.0
     models: list[ModelBlocks] = []
+    machines: list[MachineFetches] = []

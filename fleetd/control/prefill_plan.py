@@ -47,7 +47,9 @@ class OptionView(msgspec.Struct, frozen=True):
     ``prefill``: how that machine prefills, of remote; the way to answer what is kept, of smart.
     ``predicted_s``: seconds to the first token, None where the way is impossible. ``cuts`` are tokens or
     layers, as in ``plan.split.Split``. ``cached_tokens``: of the prompt's, those that the machine which
-    answers has probably read before. ``code`` and ``reason``: why it was not chosen, "" for the chosen one.
+    answers probably does not compute. Of these come ``restored_tokens`` from its disk, and
+    ``fetched_tokens`` from the machine ``fetched_from``. ``code`` and ``reason``: why it was not chosen, ""
+    for the chosen one.
     """
 
     kind: str = ""
@@ -61,6 +63,9 @@ class OptionView(msgspec.Struct, frozen=True):
     chunk: int = 0
     prefill: str = ""
     cached_tokens: int = 0
+    restored_tokens: int = 0
+    fetched_tokens: int = 0
+    fetched_from: str = ""
 
 
 class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):

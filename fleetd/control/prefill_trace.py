@@ -64,7 +64,8 @@ class Trace(msgspec.Struct, frozen=True):
 
     ``prefill_s``: from the decision to the first token, to be compared with ``chosen.predicted_s``.
     ``ttft_s``: from the request's arrival, so with queueing and tokenizing. Both None if no token came.
-    ``restored_tokens``: of the cached ones, those that came from the disk of the machine that answered.
+    ``restored_tokens``: of the cached ones, those that came from the disk of the machine that answered;
+    ``fetched_tokens``: those that the machine ``fetched_from`` sent it.
     ``kept_tokens``: of the prompt's, those that were prefilled, where some were left out; else 0.
     ``code`` and ``reason``: why it was not done as chosen. ``exactness``: exact, plan or lossy.
     ``speculation``: what drafts did for the answer; ``drafter``: the source of those named "drafter".
@@ -103,6 +104,8 @@ class Trace(msgspec.Struct, frozen=True):
     earlier: list[Trace] = []
     capped: list[str] = []
     restored_tokens: int = 0
+    fetched_tokens: int = 0
+    fetched_from: str = ""
     kept_where: str = ""
 
 

@@ -30,7 +30,7 @@ from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.failures import require
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
-from fleetd.engine.protocol import FinishReason, Report
+from fleetd.engine.protocol import FinishReason, Generate, Report
 from fleetd.engine.sampling import (
     LogitsProcessor,
     Sampler,
@@ -38,6 +38,7 @@ from fleetd.engine.sampling import (
     SeededSampler,
     make_processors,
     make_sampler,
+    without_ends,
 )
 from fleetd.engine.sequence import ScheduledSequence
 from fleetd.engine.sequence_state import rollback
@@ -73,11 +74,12 @@ class DecodingSequence:
 
 @dataclass(frozen=True, slots=True)
 class _BatchedPass:
-    """What one sequence's pass gave, in ``seconds``."""
+    """What one sequence's pass gave, in ``seconds``. ``again``: tokens that it computed a second time."""
 
     running: DecodingSequence
     draft: Draft
     chosen: list[Chosen]
+    again: int
     seconds: float
 
 
@@ -189,7 +191,7 @@ class Decoding:
             sequence,
             list(tokens),
             make_sampler(request.sampling, self.defaults),
-            make_processors(request.sampling, self.defaults, len(tokens)),
+            self._processors(request, len(tokens)),
             # The slots of a sparse prompt are not its positions: only the batch can decode it.
             self.speculation.new_drafts(request) if self.speculation and sequence.kept is None else None,
         )
@@ -200,6 +202,13 @@ class Decoding:
             self._begin_apart(running, copy_on_write(cache))
         else:
             self._insert(running, cache)
+
+    def _processors(self, request: Generate, prompt_tokens: int) -> list[LogitsProcessor]:
+        processors = make_processors(request.sampling, self.defaults, prompt_tokens)
+        if request.min_tokens and self._ends and not request.ignore_eos:
+            # The last, so that a bias does not bring them back.
+            processors.append(without_ends(self._ends, request.min_tokens, prompt_tokens))
+        return processors
 
     def turn(self) -> None:
         """A token for every sequence, or several."""
@@ -261,6 +270,9 @@ class Decoding:
     def _join(self) -> None:
         """Put all sequences that are apart into the batch."""
         self.rounds.ended()
+        for running in self.apart:
+            if running.row is not None:
+                running.row.settle()
         rows = [(running, running.row.cache) for running in self.apart if running.row is not None]
         self.apart = []
         for running, cache in rows:
@@ -313,7 +325,7 @@ class Decoding:
             all_tokens=[running.tokens[:-1]],
             samplers=[running.sampler],
             logits_processors=[running.processors],
-            stop_sequences=[self._stop_tokens],
+            stop_sequences=[StopSequences() if sequence.prepared.request.ignore_eos else self._stop_tokens],
         )
         self.batch[running.uid] = running
         self._settled = 0
@@ -352,10 +364,12 @@ class Decoding:
     # ---- apart -----------------------------------------------------------------------------------------
 
     def _room(self, running: DecodingSequence, cache: list[Any]) -> int:
-        """Tokens that one pass may have."""
+        """Tokens that one pass may have, besides what it computes again."""
         if self.speculation is None:
             return 0
-        return min(rollback.room(cache), self.speculation.verdict.context - len(running.tokens))
+        verdict = self.speculation.verdict
+        pending = running.row.pending if running.row is not None else 0
+        return min(rollback.room(cache), verdict.width - pending, verdict.context - len(running.tokens))
 
     def _turn_apart(self, *, moving: bool = False) -> None:
         """A pass for each; before they move into the batch, only for those whose step is under way.
@@ -376,12 +390,13 @@ class Decoding:
         for p in passes:
             if p.running.drafts is not None:
                 saved_s = None if step_s is None else len(p.chosen) * step_s - (now - begun)
-                p.running.drafts.verified(p.draft, [c.token for c in p.chosen], p.seconds, saved_s)
+                emitted = [c.token for c in p.chosen]
+                p.running.drafts.verified(p.draft, emitted, p.seconds, saved_s, again=p.again)
             self._on_tokens(p.running.sequence, p.chosen, now)
 
     def _pass(self, running: DecodingSequence, row: VerifyRow, *, moving: bool) -> _BatchedPass:
         begun = time.monotonic()
-        sequence, draft = running.sequence, Draft()
+        sequence, draft, again = running.sequence, Draft(), row.pending
         if running.drafts is not None:
             # No draft past the sequence's end, nor past the memory that is promised.
             most = min(sequence.max_tokens - sequence.generated - 1, sequence.promised - sequence.held)
@@ -398,7 +413,7 @@ class Decoding:
         self.steps += 1
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
-        return _BatchedPass(running, draft, chosen, time.monotonic() - begun)
+        return _BatchedPass(running, draft, chosen, again, time.monotonic() - begun)
 
     def _ahead(self, running: DecodingSequence) -> bool:
         """True if steps are begun ahead. Not where there may be drafts and a pass computes while it is being
@@ -407,7 +422,7 @@ class Decoding:
 
     def _on_tokens(self, sequence: ScheduledSequence, chosen: Sequence[Chosen], now: float) -> None:
         for one in chosen:
-            ended = one.token in self._ends
+            ended = one.token in self._ends and not sequence.prepared.request.ignore_eos
             _count(sequence, now)
             try:
                 if not ended:
@@ -479,7 +494,7 @@ class Decoding:
         entry = None
         if sequence.logprobs is not None:
             entry = sequence.logprobs.of(token, logprobs, sequence.text.length)
-        for piece in sequence.text.push(token, entry):
+        for piece in sequence.text.push(token, entry, silent=token in self._ends):
             self.emit(piece)
 
     def _grow(self, sequence: ScheduledSequence) -> bool:

@@ -75,6 +75,7 @@ class Fetching:
         self._sock: socket.socket | None = None
         self.hit: Hit | None = None
         self._cache: list[Any] = []
+        self._receiving = False
         self._targets: block_stream.Targets | None = None
         # Whole blocks that have come, those before ``_first`` included.
         self._blocks = self._first
@@ -125,9 +126,11 @@ class Fetching:
     def close(self) -> None:
         """The request has ended."""
         self._state, self._targets = FetchState.DONE, None
-        if self._sock is not None:
+        if self._sock is not None and self._receiving:
             # Wakes the thread, which closes it.
             _shut(self._sock)
+        elif self._sock is not None:
+            self._sock.close()
 
     def told(self) -> Fetched | None:
         """What came of it; None if nothing was fetched."""
@@ -162,6 +165,7 @@ class Fetching:
             return _rows(buffers, number)
 
         self._targets = targets
+        self._receiving = True
         receiver = SealedReceiver(sock, self._tag.key, self._tag.role)
         threading.Thread(
             target=self._receive, args=(receiver, sock, numbers), name="block-fetch", daemon=True

@@ -77,8 +77,8 @@ class AnswerText:
     tool call, the call itself); ``primed`` is the part of a tool call that was put into the prompt.
     ``follows`` is the token before a plain continuation: detokenizers drop the first space of a text, which
     there belongs to the answer. ``offset`` counts characters shown before the answer (an echoed prompt).
-    ``call_pieces`` tells arguments while they are written. ``cut_call``: the answer ended inside a call,
-    which is then no text either.
+    ``call_pieces`` tells arguments while they are written. ``min_tokens``: stop strings are looked for
+    after so many. ``cut_call``: the answer ended inside a call, which is then no text either.
     """
 
     request_id: str
@@ -90,9 +90,11 @@ class AnswerText:
     follows: int | None = None
     offset: int = 0
     call_pieces: bool = False
+    min_tokens: int = 0
     reasoning_tokens: int = 0
     tool_calls: int = 0
     cut_call: bool = False
+    _tokens: int = field(init=False, default=0)
     _before: int = field(init=False, default=0)
     _detokenizer: Any = field(init=False)
     _stop: StopFilter = field(init=False)
@@ -134,15 +136,25 @@ class AnswerText:
         """Where the next token's text begins, in characters, before any filter."""
         return self.offset + len(self._detokenizer.text) - self._before
 
-    def push(self, token: int, logprob: TokenLogprob | None = None) -> list[AnswerPiece]:
-        """One sampled token (not the end token). Returns what has become certain."""
+    def push(
+        self, token: int, logprob: TokenLogprob | None = None, *, silent: bool = False
+    ) -> list[AnswerPiece]:
+        """One sampled token. Returns what has become certain.
+
+        ``silent``: it has no text, as an end token that does not end the answer.
+        """
+        self._tokens += 1
         self._pending_tokens += 1
         if logprob is not None:
             self._pending_logprobs.append(logprob)
         if self._state == _REASONING:
             self.reasoning_tokens += 1
+        if silent:
+            # Told at once: text may not come for the rest of the answer.
+            return self._delta("reasoning" if self._state == _REASONING else "content", "", force=True)
         self._decode(token)
-        return self._release(self._stop.feed(self._detokenizer.last_segment))
+        text = self._detokenizer.last_segment
+        return self._release(text if self._tokens <= self.min_tokens else self._stop.feed(text))
 
     def _decode(self, token: int) -> None:
         try:
@@ -207,14 +219,20 @@ class AnswerText:
         return str(getattr(self.tokenizer, "init_kwargs", {}).get("tool_parser_type") or "")
 
     def _begin_calls(self) -> None:
-        self._written = ToolCallText(self._format if self.tools else "", self._names)
+        parser, tools = self.tokenizer.tool_parser, self.tools
+        self._written = ToolCallText(
+            self._format if tools else "", self._names, lambda text: parser(text, tools)
+        )
 
     def _call_text(self, text: str) -> list[AnswerPiece]:
         """More of a section of tool calls."""
         self._tool_text += text
         self._written.feed(text)
+        return self._tell_calls(self._written)
+
+    def _tell_calls(self, written: ToolCallText) -> list[AnswerPiece]:
         out: list[AnswerPiece] = []
-        for call in self._written.calls:
+        for call in written.calls:
             if call.told:
                 continue
             if self.call_pieces and call.fresh:
@@ -293,11 +311,12 @@ class AnswerText:
         written = self._written
         self._begin_calls()
         if written.calls:
-            last = written.calls[-1]
+            if not cut and self.stopped_by is None:
+                written.close()
             if not written.begun:
-                return []
-            if not ended:  # its braces do not match, and the model has closed the section
-                return self._written_call(last)
+                return self._tell_calls(written)
+            if not ended:  # its arguments are not whole, and the model has closed the section
+                return self._written_call(written.calls[-1])
             self.cut_call = True
             return self._told([])
         if cut and self.tokenizer.tool_call_end:

@@ -11,6 +11,7 @@ import jinja2
 
 from fleetd import limits
 from fleetd.engine.control_tokens import Rendered, control_tokens
+from fleetd.engine.null_content import with_content
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
 from fleetd.engine.sparse_prefill.kept_tokens import (
     NotSparse,
@@ -120,6 +121,7 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
         )
 
     controls = control_tokens(tokenizer)
+    messages = with_content(prompt.messages, tokenizer)
 
     def template(messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
         rendered: str = tokenizer.apply_chat_template(
@@ -131,7 +133,7 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
         return controls.render(template, messages, tools, prompt.template_kwargs)
 
     try:
-        rendered = render(prompt.messages)
+        rendered = render(messages)
     except jinja2.TemplateSyntaxError as error:
         raise BadRequest(
             f"The model's chat template has an error in line {error.lineno}: {error.message}.",
@@ -182,7 +184,7 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
         return prepared
 
     def gaps() -> list[Range]:
-        return dropped_of_messages(rendered.text, prompt.messages, keep.parts, lambda m: render(m).text)
+        return dropped_of_messages(rendered.text, messages, keep.parts, lambda m: render(m).text)
 
     return _follow(prepared, lambda: offsets or _offsets(tokenizer, text, tokens, special=False), gaps)
 

@@ -135,8 +135,11 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``keep``: prefill only this of it, where the worker can.
     ``local_only``: no other machine may learn anything of the prompt, now or later.
     ``fetches``: other machines may have keys and values of it; the worker asks for them by a Lacking.
+    ``tells_blocks``: once the prompt is read, a Kept says which blocks it fills.
     ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
-    ``call_pieces``: tell the arguments of tool calls while they are written, where their format allows it.
+    ``ignore_eos``: end tokens do not end the answer, and have no text.
+    ``min_tokens``: before the answer has so many, no end token is chosen and no stop string looked for.
+    ``call_pieces``: tell the arguments of tool calls while they are written, if their format is known.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
@@ -153,7 +156,10 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     count_only: bool = False
     local_only: bool = False
     fetches: bool = False
+    tells_blocks: bool = False
     call_pieces: bool = False
+    ignore_eos: bool = False
+    min_tokens: Natural = 0
 
 
 class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
@@ -548,7 +554,8 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds, measured in the worker: waiting for a turn, prefill, and first to last token.
 
     ``restored_tokens``: of the cached ones, those whose keys and values were read from the disk, in
-    ``restore_s``, before the prefill; ``fetched_tokens`` and ``fetch_s``: the same of another machine's.
+    ``restore_s``, before the prefill; ``fetched_tokens`` and ``fetch_s``: the same of another machine's,
+    which the daemon names in ``fetched_from``.
     """
 
     queue_s: Seconds = 0.0
@@ -558,6 +565,7 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     restore_s: Seconds = 0.0
     fetched_tokens: Natural = 0
     fetch_s: Seconds = 0.0
+    fetched_from: Text = ""
 
 
 class Lacking(msgspec.Struct, frozen=True, tag="lacking"):
@@ -572,6 +580,13 @@ class Lacking(msgspec.Struct, frozen=True, tag="lacking"):
     names: list[bytes]
     computed_s: list[Seconds]
     block_bytes: Natural
+
+
+class Kept(msgspec.Struct, frozen=True, tag="kept"):
+    """The blocks that a prompt fills, which are being written: their names, as in Lacking."""
+
+    id: str
+    names: list[bytes]
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched", omit_defaults=True):
@@ -653,7 +668,7 @@ Command = (
     | Shutdown
 )
 # What the daemon and the worker settle between them; no client sees it.
-Aside = Shared | Lacking | Fetched | Assisted | Scored | Followed
+Aside = Shared | Lacking | Fetched | Kept | Assisted | Scored | Followed
 Event = Accepted | Prefill | Delta | ToolCallPiece | ToolCall | Finished | Failed | Aside
 Report = Loading | Ready | MeasuredAgain | LoadFailed | Heartbeat | Event
 

@@ -8,7 +8,7 @@ generator, so neighbours in a batch cannot shift it, and speculative verificatio
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -121,6 +121,18 @@ def make_sampler(sampling: Sampling, defaults: SamplingDefaults = _NEUTRAL) -> S
         shared: Sampler = greedy_sampler
         return shared
     return SeededSampler(choice, sampling.seed)
+
+
+def without_ends(ends: Collection[int], min_tokens: int, prompt_tokens: int) -> LogitsProcessor:
+    """Keeps end tokens from being chosen until the answer has ``min_tokens`` tokens."""
+    columns = mx.array(sorted(ends))
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size - prompt_tokens >= min_tokens:
+            return logits
+        return mx.put_along_axis(logits, columns[None], mx.array(-mx.inf, logits.dtype), axis=-1)
+
+    return processor
 
 
 def make_processors(

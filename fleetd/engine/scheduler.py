@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
+from fleetd import limits
 from fleetd.cache.write_behind import WriterFigures
 from fleetd.engine.awaited_prefixes import AwaitedPrefixes
 from fleetd.engine.chunk_size import Chunks
@@ -43,6 +44,7 @@ from fleetd.engine.protocol import (
     FinishReason,
     Heartbeat,
     IdleTime,
+    Kept,
     Prefill,
     PrefillAlone,
     PrefillShared,
@@ -467,10 +469,17 @@ class Scheduler(ComputeLoop):
         else:
             states = prefiller.states if isinstance(prefiller, Prefiller) else None
             self.decoding.remember(sequence, prefiller.tokens[:-1], cache, states)
+            self._tell_blocks(sequence)
         if sequence.max_tokens <= 0:
             self._finish(sequence, "length")
             return
         self.decoding.begin(sequence, prefiller.tokens, cache)
+
+    def _tell_blocks(self, sequence: ScheduledSequence) -> None:
+        request = sequence.prepared.request
+        if self.disk is not None and request.tells_blocks and not request.local_only:
+            names = self.disk.names_for_others(sequence.prepared.tokens[:-1])
+            self.emit(Kept(sequence.id, names[: limits.FETCH_BLOCKS]))
 
     def _remember_leading(self, sequence: ScheduledSequence, kept: list[int], cache: list[Any]) -> None:
         """Keep the part that a sparse prompt shares with a dense one: the system prompt, as a rule."""

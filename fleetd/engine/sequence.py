@@ -193,6 +193,7 @@ def new_sequence(
             prepared.primed,
             None if isinstance(request.prompt, ChatPrompt) else prepared.tokens[-1],
             call_pieces=request.call_pieces,
+            min_tokens=request.min_tokens,
         ),
         max_tokens=max_tokens,
         promised=slots + min(max_tokens, GROWTH_TOKENS),

@@ -1,14 +1,19 @@
-"""The arguments of a tool call while the model writes them, for formats whose arguments are JSON. Pure.
+"""The arguments of a tool call while the model writes them, as the text of one JSON object. Pure.
 
-A format is the text before the arguments: what is around the name, and what ends it. The arguments are one
-JSON object, and its end is found by its braces. Text that never matches is no call and is left to the parser.
+A format is the text before the arguments: what is around the name, and what ends it. Most models write the
+arguments as JSON, whose end is found by its braces; others in a way of their own, which is turned into JSON.
+Text that never matches is no call and is left to the format's parser.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fleetd.engine.gemma_arguments import GEMMA_HEAD, GemmaArguments
+from fleetd.engine.tagged_arguments import TAGGED_FORMATS, TaggedArguments
 
 _NAME = r"(?P<name>[^\"\s\[\]<>{}]+)"
 _BETWEEN = r"[\s,;\[\]}]*"
@@ -31,6 +36,8 @@ HEADS = {
         r"(?P<id>(?:functions\.)?(?P<name>[^\s<>{}]+?):\d+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
     ),
     "harmony": re.compile(r"(?P<name>[\w.-]+)[^{}]*?<\|message\|>\s*(?=\{)"),
+    "gemma4": GEMMA_HEAD,
+    **{name: each.head for name, each in TAGGED_FORMATS.items()},
 }
 
 # Longest text before the arguments: more of it is no call, and would be read again with every token.
@@ -38,6 +45,19 @@ _HEAD_CHARS = 1024
 
 # Control characters that models write into strings as they are, which JSON does not allow.
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+class ArgumentsReader(Protocol):
+    """Reads what follows a call's head, in pieces of any size."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    def feed(self, text: str) -> tuple[str, int]:
+        """More of the arguments as JSON, and how many characters of ``text`` belong to the call."""
+
+    def close(self) -> str | None:
+        """The last of the arguments where the section has ended the call; None if that leaves half a call."""
 
 
 @dataclass(slots=True)
@@ -73,6 +93,9 @@ class JsonObjectText:
                 self.ended = self._depth == 0
             out.append(char)
         return "".join(out), len(text)
+
+    def close(self) -> str | None:
+        return None
 
 
 @dataclass(slots=True)
@@ -124,24 +147,26 @@ class ToolCallText:
     Args:
         format: the parser's name; one that is not in HEADS finds no call.
         names: of the request's tools.
+        parse: the parser, which reads one call; formats whose arguments are JSON do without it.
     """
 
     format: str
     names: Collection[str]
+    parse: Callable[[str], Any]
     calls: list[WrittenCall] = field(default_factory=list)
     _text: str = ""
-    _object: JsonObjectText | None = None
+    _reader: ArgumentsReader | None = None
 
     @property
     def begun(self) -> bool:
         """True while a call's arguments are not whole."""
-        return self._object is not None
+        return self._reader is not None
 
     def feed(self, text: str) -> None:
         """Raises nothing: what is no call leaves ``calls`` as it is."""
         self._text += text
         while self._text:
-            if self._object is None:
+            if self._reader is None:
                 head = HEADS.get(self.format)
                 if head is None or len(self._text) > _HEAD_CHARS + len(text):
                     return
@@ -152,12 +177,25 @@ class ToolCallText:
                 name = groups.get("name") or groups.get("named") or ""
                 self.calls.append(WrittenCall(tool_name(name, self.names), groups.get("id") or ""))
                 self._text = self._text[found.end() :]
-                self._object = JsonObjectText()
-            piece, read = self._object.feed(self._text)
+                self._reader = self._begin(found[0])
+            piece, read = self._reader.feed(self._text)
             self._text = self._text[read:]
             call = self.calls[-1]
             call.arguments += piece
             call.fresh += piece
-            if not self._object.ended:
+            if not self._reader.ended:
                 return
-            call.whole, self._object = True, None
+            call.whole, self._reader = True, None
+
+    def close(self) -> None:
+        """The section has ended, and with it a call that only its end ends."""
+        if self._reader is not None and (piece := self._reader.close()) is not None:
+            call, self._reader = self.calls[-1], None
+            call.arguments += piece
+            call.fresh += piece
+            call.whole = True
+
+    def _begin(self, head: str) -> ArgumentsReader:
+        if self.format in TAGGED_FORMATS:
+            return TaggedArguments(TAGGED_FORMATS[self.format], head, self.parse)
+        return GemmaArguments() if self.format == "gemma4" else JsonObjectText()

@@ -1,6 +1,7 @@
 """Where a request runs: every machine is priced in seconds, or rejected with a reason.
 
-    price = waking + waiting for a turn + loading the model + prefill + decode + network
+    price = waking + waiting for a turn + loading the model + what is kept of the prompt + prefill + decode
+            + network
 
 Pure. A digest stands for a model's files: machines compete only with the same files. The machine of the
 session wins, or else this one, unless another is clearly faster.
@@ -49,8 +50,9 @@ class Candidate:
     there; 0 if unknown. ``helped_s``: how long the prefill takes with the helpers that it would get; None
     until they are priced. ``evictable_bytes``: memory that idle models would give back. ``context_tokens``:
     the longest prompt that the model takes; 0 if unknown. ``cached_tokens``: how much of this prompt is
-    probably in its prefix cache. ``session``: the last request of this session ran there. ``wake_s``: it
-    sleeps, and waking it takes so long.
+    probably in its prefix cache, after ``bring_s`` for what comes from a disk or another machine.
+    ``session``: the last request of this session ran there. ``wake_s``: it sleeps, and waking it takes so
+    long.
     """
 
     node_id: str
@@ -83,6 +85,7 @@ class Candidate:
     context_tokens: int = 0
     can_pull: bool = False
     cached_tokens: int = 0
+    bring_s: float = 0.0
     session: bool = False
     wake_s: float = 0.0
 
@@ -123,7 +126,9 @@ class RouteQuestion:
 
 @dataclass(frozen=True, slots=True)
 class RoutePrice:
-    """Seconds until the answer is complete. ``modelled``: from the chip's figures, not from measurements."""
+    """Seconds until the answer is complete. ``bring_s``: until what is kept of the prompt is in memory.
+    ``modelled``: from the chip's figures, not from measurements.
+    """
 
     queue_s: float
     load_s: float
@@ -132,10 +137,16 @@ class RoutePrice:
     network_s: float
     modelled: bool = False
     wake_s: float = 0.0
+    bring_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.wake_s + self.queue_s + self.load_s + self.prefill_s + self.decode_s + self.network_s
+        """All of them."""
+        return self.before_prefill_s + self.prefill_s + self.decode_s
+
+    @property
+    def before_prefill_s(self) -> float:
+        return self.wake_s + self.queue_s + self.load_s + self.bring_s + self.network_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +228,7 @@ def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
         network_s=network_s,
         modelled=not (c.prefill_tok_s and c.decode_tok_s),
         wake_s=c.wake_s,
+        bring_s=c.bring_s,
     )
 
 

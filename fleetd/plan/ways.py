@@ -1,6 +1,7 @@
 """All ways to answer a prompt: which machine answers, and which others help it with the prefill.
 
-    seconds to the first token = waking + waiting for a turn + loading + prefill + the first token + network
+    seconds to the first token = waking + waiting for a turn + loading + what is kept of the prompt + prefill
+                                 + the first token + network
 
 One planner for requests and for people. Each machine that has the model is priced with the help that it would
 get itself: here that of the other machines, elsewhere that of its own helpers. The machine whose answer would
@@ -12,7 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fleetd import limits
 from fleetd.errors import InvalidValue
+from fleetd.plan.beginnings import Beginning
+from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.choice import choose, described, options, percent
 from fleetd.plan.prefill.options import HelperSpec, OptionCode, PlanChoice, PrefillOption
@@ -41,7 +45,9 @@ class Home:
     """A machine that may answer. ``prompt`` and ``spec`` are None where it does not have the model.
 
     ``prompt``: what it would prefill. ``spec``: its own speed. ``helpers``: the machines that it could ask,
-    with their links to it. ``previous``: how its prompt before this one was prefilled.
+    with their links to it. ``previous``: how its prompt before this one was prefilled. ``beginnings``: what
+    it could bring into its memory instead of computing it; ``begun``: the one that is priced; ``declined``:
+    with its helpers it computes sooner than with any.
     """
 
     candidate: Candidate
@@ -49,6 +55,9 @@ class Home:
     spec: HelperSpec | None = None
     helpers: tuple[HelperSpec, ...] = ()
     previous: PrefillOption | None = None
+    beginnings: tuple[Beginning, ...] = ()
+    begun: Beginning | None = None
+    declined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,8 @@ class Way:
     """One way to answer. ``prefill`` is None where the machine would fetch the model first.
 
     ``code`` and ``reason`` say why it was not chosen; both are "" for the chosen way. ``cached_tokens``: of
-    the prompt's, those that the machine has probably read before.
+    the prompt's, those that are probably not computed; ``begun``: where they come from, if not from its
+    memory; ``declined``: as of Home.
     """
 
     node_id: str
@@ -66,13 +76,22 @@ class Way:
     code: OptionCode = ""
     reason: str = ""
     cached_tokens: int = 0
+    begun: Beginning | None = None
+    declined: bool = False
 
     @property
     def first_token_s(self) -> float | None:
         """Seconds to the first token; None for a way that is impossible."""
         if self.prefill is None:
             return self.price.total_s
-        return self._around_s + self.prefill.predicted_s if self.prefill.priced else None
+        price, prefill = self.price, self.prefill
+        return price.before_prefill_s + prefill.predicted_s if prefill.priced else None
+
+    @property
+    def brought_by(self) -> str:
+        """The name of the step that brings what is kept of the prompt."""
+        fetched = self.begun is not None and self.begun.fetched
+        return step_names.RECEIVED if fetched else step_names.RESTORED
 
     @property
     def steps(self) -> tuple[tuple[str, float], ...]:
@@ -83,21 +102,24 @@ class Way:
             (step_names.WOKEN, price.wake_s),
             (step_names.QUEUED, price.queue_s),
             (loaded, price.load_s),
+            (self.brought_by, price.bring_s),
         )
         steps = (*before, *(first.steps if first is not None else ()), (step_names.NETWORK, price.network_s))
-        passing = (step_names.WOKEN, step_names.QUEUED, step_names.LOADED, step_names.NETWORK)
+        passing = (
+            step_names.WOKEN,
+            step_names.QUEUED,
+            step_names.LOADED,
+            step_names.RESTORED,
+            step_names.NETWORK,
+        )
         return tuple((name, seconds) for name, seconds in steps if seconds or name not in passing)
-
-    @property
-    def _around_s(self) -> float:
-        return self.price.wake_s + self.price.queue_s + self.price.load_s + self.price.network_s
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
     """``chosen`` is None where no machine can answer. ``others``: this machine's other ways and the best one
     of each other machine, cheapest first. ``ranked``: the machines that can answer, and why others cannot.
-    ``known``: by node id, how many of the prompt's tokens machines have probably read before.
+    ``known``: by node id, how many of the prompt's tokens machines probably have, in memory or on the disk.
     """
 
     chosen: Way | None
@@ -121,6 +143,9 @@ class Ways:
         if self.chosen is None or most is None:
             return ""
         best = self.chosen
+        if best.begun is not None and best.begun.fetched:
+            fetched = f"about {best.begun.fetched} tokens of the prompt from {best.begun.name}"
+            return f"{_named(best)} fetches {fetched}, which has read them before."
         if self.known.get(best.node_id, 0) == self.known[most]:
             return f"{_named(best)} has read about {self.known[most]} tokens of the prompt before."
         passed = next((way for way in self.others if way.node_id == most), None)
@@ -134,21 +159,24 @@ class Ways:
 
 def plan(ask: RouteQuestion, homes: Sequence[Home]) -> Ways:
     """Price every way, and choose. The order of ``homes`` changes nothing."""
-    homes = _like_their_twins(homes)
+    told = _like_their_twins(homes)
+    homes = [_begun(ask, home) for home in told]
     alone = route(ask, [home.candidate for home in homes])
     others = [placed.node_id for placed in alone.placements if placed.node_id != THIS_NODE]
     helped = {THIS_NODE, *others[:HELPED]}
-    choices = {
-        home.candidate.node_id: choice
-        for home in homes
-        if home.candidate.node_id in helped and (choice := _choice(home)) is not None
-    }
+    choices: dict[str, PlanChoice] = {}
+    for number, home in enumerate(homes):
+        if home.candidate.node_id in helped:
+            homes[number], choice = _better(home, told[number])
+            if choice is not None:
+                choices[home.candidate.node_id] = choice
     ranked = route(ask, [_with_help(home.candidate, choices) for home in homes])
-    candidates = {home.candidate.node_id: home.candidate for home in homes}
+    by_id = {home.candidate.node_id: home for home in homes}
+    candidates = {node_id: home.candidate for node_id, home in by_id.items()}
     found = [
         way
         for placed in ranked.placements
-        for way in _ways(placed, choices.get(placed.node_id), candidates[placed.node_id])
+        for way in _ways(placed, choices.get(placed.node_id), by_id[placed.node_id])
     ]
     if not found:
         return Ways(None, (), ranked)
@@ -158,7 +186,7 @@ def plan(ask: RouteQuestion, homes: Sequence[Home]) -> Ways:
         for way in passed
     ]
     judged.sort(key=lambda way: (way.first_token_s is None, way.first_token_s or 0.0))
-    known = {c.node_id: c.cached_tokens for c in candidates.values() if c.cached_tokens}
+    known = {home.candidate.node_id: tokens for home in told if (tokens := _kept_tokens(home))}
     return Ways(best, tuple(judged), ranked, known)
 
 
@@ -167,6 +195,50 @@ def _like_their_twins(homes: Sequence[Home]) -> list[Home]:
     ordered = sorted(homes, key=lambda home: home.candidate.node_id)
     candidates = like_their_twins([home.candidate for home in ordered])
     return [replace(home, candidate=c) for home, c in zip(ordered, candidates, strict=True)]
+
+
+def _kept_tokens(home: Home) -> int:
+    """Tokens of the prompt that the machine has itself."""
+    on_disk = (each.tokens for each in home.beginnings if not each.fetched)
+    return max(home.candidate.cached_tokens, *on_disk, 0)
+
+
+def _begun(ask: RouteQuestion, home: Home) -> Home:
+    """With the beginning that saves most, if any saves something: compared with computing it alone."""
+    c = home.candidate
+    if c.absent or not home.beginnings:
+        return home
+    speed = prefill_speed(c)
+
+    def seconds(tokens: int) -> float:
+        return speed.total(1.0, range(min(tokens, ask.prompt_tokens), ask.prompt_tokens), MEASURED_TOKENS)
+
+    best, best_s = None, seconds(c.cached_tokens)
+    for each in home.beginnings:
+        saved_s = seconds(c.cached_tokens) - seconds(each.tokens)
+        least_s = saved_s * limits.FETCH_LEAST_GAIN if each.fetched else 0.0
+        if saved_s - each.seconds > least_s and each.seconds + seconds(each.tokens) < best_s:
+            best, best_s = each, each.seconds + seconds(each.tokens)
+    return home if best is None else _with_beginning(home, best)
+
+
+def _with_beginning(home: Home, begun: Beginning) -> Home:
+    prompt = home.prompt
+    if prompt is not None:
+        prompt = replace(prompt, cached=min(begun.tokens, prompt.tokens))
+    candidate = replace(home.candidate, cached_tokens=begun.tokens, bring_s=begun.seconds)
+    return replace(home, candidate=candidate, prompt=prompt, begun=begun)
+
+
+def _better(home: Home, told: Home) -> tuple[Home, PlanChoice | None]:
+    """The machine with its beginning or, if its helpers compute that sooner, without; and its prefill."""
+    choice = _choice(home)
+    if home.begun is None or choice is None or not home.helpers:
+        return home, choice
+    computed = _choice(told)
+    if computed is None or computed.best.predicted_s >= home.begun.seconds + choice.best.predicted_s:
+        return home, choice
+    return replace(told, declined=True), computed
 
 
 def _choice(home: Home) -> PlanChoice | None:
@@ -191,15 +263,17 @@ def _with_help(c: Candidate, choices: Mapping[str, PlanChoice]) -> Candidate:
     return replace(c, helped_s=choice.best.predicted_s - decoded_s)
 
 
-def _ways(placed: PricedMachine, choice: PlanChoice | None, c: Candidate) -> list[Way]:
+def _ways(placed: PricedMachine, choice: PlanChoice | None, home: Home) -> list[Way]:
     """The best way on a machine and, on this one, the others."""
+    c, price, begun = home.candidate, placed.price, home.begun
     cached = c.cached_tokens
     if choice is None:
         prefill = None if c.absent else _alone(placed)
-        return [Way(placed.node_id, placed.name, placed.price, prefill, cached_tokens=cached)]
+        return [Way(c.node_id, c.name, price, prefill, cached_tokens=cached, begun=begun)]
     options = [choice.best, *(choice.rejected if c.here else ())]
     return [
-        Way(c.node_id, c.name, placed.price, option, option.code, option.reason, cached) for option in options
+        Way(c.node_id, c.name, price, option, option.code, option.reason, cached, begun, home.declined)
+        for option in options
     ]
 
 

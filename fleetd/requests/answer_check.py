@@ -113,8 +113,8 @@ class AnswerCheck:
         _require(usage.completion_tokens <= self._most_tokens, "counts more tokens than were asked for")
         _require(usage.reasoning_tokens <= usage.completion_tokens, "counts more reasoning than answer")
         _require(usage.cached_tokens <= usage.prompt_tokens, "counts more of the prompt than it has")
-        restored = event.timings.restored_tokens
-        _require(restored <= usage.cached_tokens, "reads more of the prompt from its disk than it had")
+        brought = event.timings.restored_tokens + event.timings.fetched_tokens
+        _require(brought <= usage.cached_tokens, "reads more of the prompt from disks than it had")
 
     def _idle(self) -> None:
         self._empty += 1

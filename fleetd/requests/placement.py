@@ -5,7 +5,7 @@ A request that must stay runs here, and so does every request without a fleet; t
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import needed_bytes
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.plan.beginnings import Beginning, KeptBeginning, from_disk, from_peer
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import Candidate, RouteQuestion
@@ -25,6 +26,10 @@ from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, Exactness, Job, Planned
 from fleetd.requests.members import Member, Members, eligible
 from fleetd.requests.prefill_sharing import planner_facts
 
+#: By node id, what machines keep of a prompt.
+PromptPlaces = Mapping[str, KeptBeginning]
+_NOWHERE: PromptPlaces = {}
+
 # Assumed length of an answer without a limit.
 ANSWER_TOKENS = 256
 
@@ -32,7 +37,8 @@ ANSWER_TOKENS = 256
 @dataclass(frozen=True, slots=True)
 class Placement:
     """``node_id`` is THIS_NODE or a peer's. ``digest``: of the files that it would run, "" if unknown.
-    ``prefill_s``: by the plan, None if it was not priced. ``capped``: claims of others that are not believed.
+    ``prefill_s``: by the plan, None if it was not priced. ``fetches``: what others keep of the prompt may be
+    fetched; helpers compute it sooner otherwise. ``capped``: claims of others that are not believed.
     ``asleep``: it has to be woken first. ``kept_where``: which machine has read its beginning before, and if
     another one was chosen, why; "" where none has.
     """
@@ -44,6 +50,7 @@ class Placement:
     asleep: bool = False
     capped: tuple[str, ...] = ()
     kept_where: str = ""
+    fetches: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +100,18 @@ class Placer:
         self._facts = facts
 
     def choose(
-        self, job: Job, model: WantedModel, *, tried: frozenset[str], why: FleetError | None
+        self,
+        job: Job,
+        model: WantedModel,
+        *,
+        tried: frozenset[str],
+        why: FleetError | None,
+        places: PromptPlaces = _NOWHERE,
     ) -> Placement:
         """Where to run it next.
 
         Args:
+            places: what each machine keeps of the prompt, as far as it was asked.
             tried: where it failed already.
             why: the failure there, or why the model is not here; raised if no machine is left.
         """
@@ -113,7 +127,7 @@ class Placer:
             return staying
         capped = tuple(self.capped(model.name))
         staying = replace(staying, capped=capped)
-        ways = self.rank(job, model, others, tried=tried)
+        ways = self.rank(job, model, others, tried=tried, places=places)
         if not ways.placements:
             if possible:
                 # Its engine knows its memory best, and refuses with the figures.
@@ -121,7 +135,8 @@ class Placer:
             raise no_machine(model.name, ways, why, tried=bool(tried))
         best = ways.placements[0]
         if best.node_id == THIS_NODE:
-            return replace(staying, kept_where=ways.kept_where)
+            declined = ways.chosen is not None and ways.chosen.declined
+            return replace(staying, kept_where=ways.kept_where, fetches=not declined)
         member = next(member for member in others if member.node_id == best.node_id)
         card = member.card
         exactness: Exactness = "exact" if alike(self._members.here().card, card, model.name) else "plan"
@@ -140,7 +155,15 @@ class Placer:
         """A sentence for each machine that claims a speed which its hardware cannot have."""
         return self._members.capped(model)
 
-    def rank(self, job: Job, model: WantedModel, others: Sequence[Member], *, tried: frozenset[str]) -> Ways:
+    def rank(
+        self,
+        job: Job,
+        model: WantedModel,
+        others: Sequence[Member],
+        *,
+        tried: frozenset[str],
+        places: PromptPlaces = _NOWHERE,
+    ) -> Ways:
         """Every way to answer a request, priced or refused."""
         text = job.prompt_text
         ask = RouteQuestion(
@@ -153,7 +176,7 @@ class Placer:
         )
 
         session = self._members.sessions.last(job.session, model.name)
-        return self.ways(ask, model, self.known(model, text), others, session=session)
+        return self.ways(ask, model, self.known(model, text), others, session=session, places=places)
 
     def known(self, model: WantedModel, *texts: str) -> Callable[[Member], int]:
         """For a machine, about how many tokens at the beginning of one of the texts it has read before."""
@@ -177,6 +200,7 @@ class Placer:
         others: Sequence[Member] | None = None,
         kept: int = 0,
         session: str = "",
+        places: PromptPlaces = _NOWHERE,
     ) -> Ways:
         """Every way to answer a prompt, priced or refused.
 
@@ -185,13 +209,16 @@ class Placer:
             others: the other machines that may answer; None for all of them.
             kept: of the prompt's tokens, those that are computed, where not all are.
             session: the ``life`` of the machine on which the session's last request ran.
+            places: what each machine keeps of the prompt.
         """
         others = self._members.others("answer") if others is None else others
         here = self._members.here()
         helping = [here, *self._members.others("prefill")]
         if not ask.counted and ask.prompt_tokens < limits.SHARE_LEAST_TOKENS:
             helping = []  # only people want to hear why no machine helps with so short a prompt
-        homes = [self._home(ask, model, each, helping, cached(each), kept) for each in (here, *others)]
+        homes = [
+            self._home(ask, model, each, helping, cached(each), kept, places) for each in (here, *others)
+        ]
         if session:
             homes = [
                 replace(home, candidate=replace(home.candidate, session=member.life == session))
@@ -207,11 +234,15 @@ class Placer:
         helping: Sequence[Member],
         cached: int,
         kept: int,
+        places: PromptPlaces,
     ) -> Home:
         """``helping``: the machines that could help it."""
         if not member.here and self._members.unaided():
             helping = ()  # it is asked to read the prompt alone
         found = self._model(model, member)
+        told = places.get(member.node_id)
+        if told is not None and found is not None and found.state == "loaded":
+            cached = max(cached, told.memory_tokens)  # unloading gives the prefix cache back
         able = candidate(member, found, can_pull=model.can_pull and member.here, cached_tokens=cached)
         if found is None:
             return Home(able)
@@ -232,7 +263,24 @@ class Placer:
             spec,
             tuple(helpers),
             self._members.last_prefill.get(model.name) if member.here else None,
+            self._beginnings(model, member, cached, places),
         )
+
+    def _beginnings(
+        self, model: WantedModel, member: Member, cached: int, places: PromptPlaces
+    ) -> tuple[Beginning, ...]:
+        """What a machine can have of the prompt besides what is in its memory."""
+        told = places.get(member.node_id)
+        own = from_disk(told, cached) if told is not None else None
+        found = [] if own is None else [own]
+        if member.here:
+            for other in self._members.others("fetch"):
+                kept, link = places.get(other.node_id), other.link
+                if kept is None or link is None or not alike(member.card, other.card, model.name):
+                    continue
+                if (theirs := from_peer(kept, cached, own, link, other.name)) is not None:
+                    found.append(theirs)
+        return tuple(found)
 
     def _decode_correction(self, member: Member, found: ModelCard) -> float:
         """How many times as long a token of an answer takes there as its card says."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.engine.protocol import ChatPrompt, Generate
 from fleetd.errors import ContextLengthExceeded, FleetError
+from fleetd.plan.beginnings import KeptBeginning
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import RouteQuestion
 from fleetd.plan.ways import Ways
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, prompt_text
-from fleetd.requests.placement import ANSWER_TOKENS, Placement, Placer, no_machine
+from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
+from fleetd.requests.placement import ANSWER_TOKENS, Placement, Placer, PromptPlaces, no_machine
 from fleetd.requests.request import LocatedModel
 from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
 from fleetd.requests.way_views import way_views
@@ -26,6 +28,7 @@ class PlanService:
 
     Args:
         locate: as ``Runner.locate``.
+        survey: asks where a prompt is kept; None where no other machine could tell.
         policy: what smart prefill does where the question leaves it open.
     """
 
@@ -36,15 +39,18 @@ class PlanService:
         smart: SmartPrefill,
         drafting: DrafterService,
         policy: SmartPrefillPolicy,
+        survey: PromptSurvey | None = None,
     ) -> None:
         self._placer = placer
         self._locate = locate
         self._smart = smart
         self._drafting = drafting
         self._policy = policy
+        self._survey = survey
 
     async def plan(self, question: PlanQuestion) -> PlanView:
-        """Every way to answer such a prompt. No token of a text leaves this machine, and nothing is loaded.
+        """Every way to answer such a prompt. Nothing is loaded, and no text leaves this machine: others that
+        may see prompts are told hashes of its beginnings.
 
         Raises:
             ContextLengthExceeded: no way is left because the prompt is longer than the model's context.
@@ -55,9 +61,13 @@ class PlanService:
         cached = min(question.cached, tokens)
         ask = RouteQuestion(model.name, tokens, ANSWER_TOKENS, counted=True)
         wanted = model.wanted
-        known = self._placer.known(wanted, *_as_prompts(question.text or ""))
+        prompts = _as_prompts(question.text or "")
+        known = self._placer.known(wanted, *prompts)
         whole = ways = self._placer.ways(
-            ask, wanted, lambda member: max(known(member), cached if member.here else 0)
+            ask,
+            wanted,
+            lambda member: max(known(member), cached if member.here else 0),
+            places=await self._places(prompts, model.name),
         )
         capped = self._placer.capped(model.name)
         view = PlanView(model.name, tokens, cached, way_views(ways), capped=capped)
@@ -69,6 +79,21 @@ class PlanService:
         if not any(option.chosen for option in view.options):
             raise _nowhere(model, whole)
         return view if model.folder is None else await self._drafting.plan(view, model.folder)
+
+    async def _places(self, prompts: Sequence[str], model: str) -> PromptPlaces:
+        """What machines keep of a text in one of its forms."""
+        if self._survey is None:
+            return {}
+        found: dict[str, KeptBeginning] = {}
+        for places in await asyncio.gather(*(self._survey.of_text(text, model) for text in prompts)):
+            for node_id, kept in places.items():
+                found[node_id] = _more(kept, found.get(node_id, kept))
+        return found
+
+
+def _more(a: KeptBeginning, b: KeptBeginning) -> KeptBeginning:
+    most = max(a, b, key=lambda each: each.disk_tokens)
+    return replace(most, memory_tokens=max(a.memory_tokens, b.memory_tokens))
 
 
 def _as_prompts(text: str) -> tuple[str, str]:

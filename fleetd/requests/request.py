@@ -38,7 +38,7 @@ from fleetd.plan.prefill.choice import PlanChoice
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import Exactness, Job, Planned
-from fleetd.requests.placement import Placement, WantedModel
+from fleetd.requests.placement import Placement, PromptPlaces, WantedModel
 from fleetd.requests.ports import MetricsPort
 
 if TYPE_CHECKING:  # what steps keep here; they import this module
@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # what steps keep here; they import this module
     from fleetd.requests.remote import RemoteJob
     from fleetd.requests.smart_prefill.bill import ScoringBill
 
+_NOWHERE: PromptPlaces = {}
 # A helper's name, and what it did by its own account.
 Account = tuple[str, Sequence[StepTime]]
 
@@ -89,10 +90,12 @@ class Request:
         *,
         arrived_s: float,
         at_s: float,
+        places: PromptPlaces = _NOWHERE,
     ) -> None:
         self.asked = self.job = job
         self.model = model
         self.placement = placement
+        self._places = places
         self.arrived_s = arrived_s
         self.at_s = at_s
         self.running = False
@@ -165,6 +168,16 @@ class Request:
         self.read_share = 0.0
 
     # ---- what is known -----------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> PromptPlaces:
+        """What machines keep of its prompt, as it is asked now."""
+        return self._places if self.job is self.asked else _NOWHERE
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of its prompt, 0 until the engine has counted them."""
+        return self._prompt_tokens
 
     @property
     def id(self) -> str:

@@ -42,6 +42,8 @@ def trace_of(request: Request) -> Trace:
         cached_tokens=cached_tokens,
         kept_tokens=kept_tokens,
         restored_tokens=0 if finished is None else finished.timings.restored_tokens,
+        fetched_tokens=0 if finished is None else finished.timings.fetched_tokens,
+        fetched_from="" if finished is None else finished.timings.fetched_from,
         chosen=chosen,
         losers=losers,
         steps=[*load_steps(request), *_steps(request, smart_plan)],

@@ -53,9 +53,11 @@ from fleetd.requests import remote
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
 from fleetd.requests.kv_fetching.client import BlockFetching
+from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
+from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import Pipeline
-from fleetd.requests.placement import AnswerTokens, Placement, Placer, canonical
+from fleetd.requests.placement import AnswerTokens, Placement, Placer, PromptPlaces, canonical
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.pulls import ModelSource, Pulls
@@ -87,6 +89,7 @@ class Runner:
         placing: None for a machine that runs everything itself.
         sharing: None for one whose prompts no other machine helps with.
         smart: shortens prompts that ask for it; without, they are read whole.
+        kept: notes what is read here; ``survey``: asks where a prompt is kept, before it is placed.
         fetching: brings keys and values that other machines have of a prompt.
         drafting: finds drafters for answers that are decoded here.
         speeds: told what each answer that was computed here took.
@@ -109,6 +112,8 @@ class Runner:
         smart: SmartPrefill | None = None,
         drafting: DrafterService | None = None,
         fetching: BlockFetching | None = None,
+        kept: KeptPrompts | None = None,
+        survey: PromptSurvey | None = None,
         speeds: ModelSpeeds | None = None,
         members: Members | None = None,
         record: Callable[[Trace], None] = lambda trace: None,
@@ -128,7 +133,8 @@ class Runner:
         self._remote_traces = remote.RemoteTraces()
         self._members = members or Members()
         own = (self._remote_traces, ReadPrompts(self._members))
-        steps = [step for step in (fetching, sharing, drafting, smart, *own) if step is not None]
+        self._survey = survey
+        steps = [step for step in (kept, fetching, sharing, drafting, smart, *own) if step is not None]
         self._pipeline = Pipeline(steps, record, monotonic=monotonic)
         self._speeds = speeds or ModelSpeeds()
         self._monotonic = monotonic
@@ -190,8 +196,11 @@ class Runner:
         reservation: Reservation | None = None
         try:
             model = await asyncio.to_thread(self.locate, job.model, job.digest)
-            placement = self._choose(job, model, frozenset(), model.missing)
-            request = Request(job, model, placement, self._metrics, arrived_s=arrived_s, at_s=at_s)
+            places = await self._survey.of_job(job, model.name) if self._survey is not None else {}
+            placement = self._choose(job, model, frozenset(), model.missing, places)
+            request = Request(
+                job, model, placement, self._metrics, arrived_s=arrived_s, at_s=at_s, places=places
+            )
             self._requests.add(request)
             node = _node_of(placement.planned)
             reservation = Reservation(request.id, model.name, node, job.route, at_s)
@@ -358,7 +367,7 @@ class Runner:
         if request.answering or isinstance(error, _DETERMINISTIC) or len(tried) >= limits.ATTEMPTS:
             raise error from failure
         log.warning("request.elsewhere", request=request.id, left=placement.planned.nodes[0], code=error.code)
-        request.placement = self._choose(request.job, request.model, frozenset(tried), error)
+        request.placement = self._choose(request.job, request.model, frozenset(tried), error, request.places)
         self._metrics.fallback(error.code)
 
     def _place_again(self, request: Request) -> None:
@@ -370,7 +379,9 @@ class Runner:
         if request.job.request.keep is not None:
             return
         try:
-            request.placement = self._choose(request.job, request.model, frozenset(), request.model.missing)
+            request.placement = self._choose(
+                request.job, request.model, frozenset(), request.model.missing, request.places
+            )
         except FleetError as error:
             self._try_whole(request, error)
 
@@ -381,14 +392,19 @@ class Runner:
         self._place_again(request)
 
     def _choose(
-        self, job: Job, model: LocatedModel, tried: frozenset[str], why: FleetError | None
+        self,
+        job: Job,
+        model: LocatedModel,
+        tried: frozenset[str],
+        why: FleetError | None,
+        places: PromptPlaces,
     ) -> Placement:
         """Raises FleetError where no machine is left."""
         if self._placing is None:
             if why is not None and not (model.can_pull and not tried):
                 raise why
             return Placement(THIS_NODE, LOCAL)
-        return self._placing.choose(job, model.wanted, tried=tried, why=why)
+        return self._placing.choose(job, model.wanted, tried=tried, why=why, places=places)
 
     def locate(self, named: str, digest: str = "") -> LocatedModel:
         """Where the model is on this machine, if it is, and with that content if it matters. Blocks.

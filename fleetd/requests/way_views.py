@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fleetd.control.prefill_plan import OptionView, StepView
+from fleetd.plan.beginnings import Beginning
+from fleetd.plan.prefill import step_names
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import Rejection
 from fleetd.plan.ways import Way, Ways
@@ -26,7 +30,11 @@ def way_views(ways: Ways) -> list[OptionView]:
 
 def _view(way: Way, *, chosen: bool = False) -> OptionView:
     here, option = way.node_id == THIS_NODE, way.prefill
-    steps = [StepView(name, seconds) for name, seconds in way.steps]
+    fetched_from = way.begun.name if way.begun is not None else ""
+    steps = [
+        StepView(name, seconds, machine=fetched_from if name == step_names.RECEIVED else "")
+        for name, seconds in way.steps
+    ]
     if option is None or option.kind == "any":
         kind = "any" if option is not None else "local" if here else "remote"
         nodes = list(option.names) if option is not None else [way.name]
@@ -38,7 +46,7 @@ def _view(way: Way, *, chosen: bool = False) -> OptionView:
             chosen,
             way.code,
             way.reason,
-            cached_tokens=way.cached_tokens,
+            **_known(way),
         )
     shown = planner_facts.view(option)
     return OptionView(
@@ -52,8 +60,19 @@ def _view(way: Way, *, chosen: bool = False) -> OptionView:
         cuts=shown.cuts if here else [],
         chunk=shown.chunk,
         prefill="" if here else shown.kind,
-        cached_tokens=way.cached_tokens,
+        **_known(way),
     )
+
+
+def _known(way: Way) -> dict[str, Any]:
+    """Which of the prompt's tokens are not computed, and where they come from."""
+    begun = way.begun or Beginning(0, 0.0)
+    return {
+        "cached_tokens": way.cached_tokens,
+        "restored_tokens": begun.restored,
+        "fetched_tokens": begun.fetched,
+        "fetched_from": begun.name,
+    }
 
 
 def _rejected(rejected: Rejection, *, able: bool) -> OptionView:

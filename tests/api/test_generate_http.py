@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from api_fakes import MODEL, FakeRunner, Site, Step, frames, post_bytes, read_until, speak
+from api_fakes import MODEL, FakeRunner, Site, Step, frames, post_bytes, read_until, serve, services, speak
 
 from fleetd import errors, limits
 from fleetd.engine import protocol as p
@@ -378,7 +378,64 @@ async def test_a_batch_of_prompts_takes_no_more_slots_than_choices_may(
     prompts = [f"p{i}" for i in range(limits.COMPLETIONS_PER_REQUEST)]
     async with client.post(TEXT, json=body(TEXT, prompt=prompts, max_tokens=1)) as response:
         assert len((await response.json())["choices"]) == len(prompts)
-    assert 1 < most <= limits.CHOICES
+    assert 1 < most <= limits.CHOICES_AT_ONCE
+
+
+async def test_many_choices_run_a_few_at_a_time_and_one_more_is_refused(
+    client: aiohttp.ClientSession, runner: FakeRunner
+) -> None:
+    most = 0
+
+    def script(job: Job) -> Iterable[Step]:
+        nonlocal most
+        most = max(most, runner.running)
+        return speak(job)
+
+    runner.script = script
+    async with client.post(CHAT, json=body(CHAT, n=limits.CHOICES)) as response:
+        choices = (await response.json())["choices"]
+    assert [choice["index"] for choice in choices] == list(range(128))
+    assert 1 < most <= limits.CHOICES_AT_ONCE
+    async with client.post(CHAT, json=body(CHAT, n=limits.CHOICES + 1)) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "n"
+
+
+@pytest.mark.parametrize("bound", [None, 100])
+async def test_an_answer_without_max_tokens_has_the_bound_of_the_settings(bound: int | None) -> None:
+    """In every dialect but /v1/completions, whose default is its own."""
+    question = {"messages": [{"role": "user", "content": "x"}], "stream": False}
+    asked: list[tuple[str, dict[str, Any], int | None]] = [
+        (CHAT, question, bound),
+        ("/v1/messages", question, bound),
+        ("/v1/responses", {"input": "x"}, bound),
+        ("/api/chat", question | {"model": MODEL}, bound),
+        (CHAT, question | {"max_tokens": 7}, 7),
+        (CHAT, question | {"min_tokens": 200}, bound and 200),
+        (TEXT, {"prompt": "x"}, 16),
+    ]
+    runner = FakeRunner()
+    async with serve(services(runner, answer_tokens=bound)) as site, site.client() as session:
+        for path, fields, most in asked:
+            async with session.post(path, json=fields) as response:
+                assert response.status == 200, await response.text()
+            assert runner.jobs[-1].request.max_tokens == most
+
+
+async def test_an_anthropic_answer_that_meets_the_bound_says_max_tokens() -> None:
+    def script(job: Job) -> Iterable[Step]:
+        yield p.Delta(job.request.id, "a", tokens=5)
+        yield p.Finished(job.request.id, "length", p.Usage(3, 0, 5), p.Timings())
+
+    question = {"messages": [{"role": "user", "content": "x"}]}
+    for bound, reason in ((5, "max_tokens"), (6, "model_context_window_exceeded")):
+        made = services(FakeRunner(script), answer_tokens=bound)
+        async with (
+            serve(made) as site,
+            site.client() as session,
+            session.post("/v1/messages", json=question) as response,
+        ):
+            assert (await response.json())["stop_reason"] == reason
 
 
 # ---- Bodies ----------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ RANGES = [
     ("stop", ["x", ["x"] * limits.STOP_STRINGS, []], ["", ["x"] * (limits.STOP_STRINGS + 1), [""], 1]),
     ("stop", ["x" * limits.STOP_STRING_CHARS], ["x" * (limits.STOP_STRING_CHARS + 1)]),
     ("logit_bias", [{"5": -100}, {"0": 100}, {}], [{"5": 101}, {"x": 1}, {"-1": 1}, [1]]),
+    ("ignore_eos", [True, False], ["true", 1]),
+    ("min_tokens", [0, 5], [-1, 2**31, "5"]),
     ("stream", [True, False], ["true", 1]),
     ("stream_options", [{"include_usage": True}, {}], [True]),
     ("user", ["me"], [1]),

@@ -323,6 +323,22 @@ def test_too_many_answers_are_refused() -> None:
         translate.completion(completion(prompt=["a"] * limit, n=2), "r")
 
 
+@pytest.mark.parametrize(("make", "translated"), [(chat, translate.chat), (completion, translate.completion)])
+def test_benchmarks_choose_how_long_answers_get(make: Any, translated: Any) -> None:
+    (made,) = translated(make(ignore_eos=True, min_tokens=30, max_tokens=30), "r")
+    assert (made.ignore_eos, made.min_tokens, made.max_tokens) == (True, 30, 30)
+    (made,) = translated(make(), "r")
+    assert (made.ignore_eos, made.min_tokens) == (False, 0)
+    with pytest.raises(InvalidValue) as caught:
+        translated(make(min_tokens=31, max_tokens=30), "r")
+    assert caught.value.param == "min_tokens"
+
+
+def test_a_completion_without_max_tokens_has_room_for_its_min_tokens() -> None:
+    (made,) = translate.completion(completion(min_tokens=50), "r")
+    assert made.max_tokens == 50
+
+
 def test_best_of_is_refused_unless_it_is_n() -> None:
     assert len(translate.completion(completion(n=2, best_of=2), "r")) == 2
     with pytest.raises(UnsupportedParameter):

@@ -41,6 +41,15 @@ def test_sizes_and_what_they_were_good_for(daemon: FakeDaemon, run: Run) -> None
     assert json.loads(run("cache", "--json", home=daemon.home).stdout) == REPORT
 
 
+def test_what_other_machines_sent_and_got() -> None:
+    machine = {
+        "machine": "studio", "prompts": 2, "tokens": 8192, "n_bytes": 1_500_000_000, "saved_s": 75.0,
+        "failed": 1, "sent_bytes": 18_000_000,
+    }  # fmt: skip
+    shown = render(read({**REPORT, "machines": [machine]}, CacheReport)).splitlines()
+    assert " ".join(shown[-1].split()) == "studio 8,192 1.5 GB 2 1 1 min 15 s 18.0 MB"
+
+
 def test_why_nothing_is_written_and_that_it_is_off() -> None:
     full = read({**REPORT, "models": [], "note": "the disk is full"}, CacheReport)
     assert "Nothing is written at the moment: the disk is full." in render(full)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shares import LAYERS, LOCAL, PLAN
 
 from fleetctl.exits import Exit
-from fleetctl.render.plan_words import deviation, division
+from fleetctl.render.plan_words import deviation, division, prompt
 from fleetctl.render.text import brief
 from fleetctl.replies import read
 from fleetctl.verbs.plan import render
@@ -129,6 +129,15 @@ def test_a_narrow_terminal_keeps_the_plans_and_their_prices() -> None:
 def test_a_prompt_that_is_known_in_part_says_so() -> None:
     said = page({**PLAN, "cached_tokens": 1024}).splitlines()[0]
     assert said == "smollm2-135m · a prompt of 4,000 tokens, 1,024 of them known already"
+
+
+def test_where_what_is_not_computed_comes_from() -> None:
+    told = {"cached_tokens": 3072, "restored_tokens": 1024, "fetched_tokens": 2048, "fetched_from": "studio"}
+    shown = page({**PLAN, "options": [{**LOCAL, **told}, {**LOCAL, "cached_tokens": 512}]}, None)
+    header, first, _, second, _ = shown.splitlines()[2:7]
+    assert header.endswith("KNOWN  FROM")
+    assert first.endswith("3,072  disk, studio")
+    assert second.endswith("512")
 
 
 def test_a_daemon_without_others_has_one_plan() -> None:
@@ -263,3 +272,10 @@ def test_a_file_that_is_missing_no_text_or_too_long(run: Run, planning: FakeDaem
 def test_a_daemon_without_plans_is_an_error(run: Run, daemon: FakeDaemon) -> None:
     done = run("plan", "--tokens", "4000", home=daemon.home)
     assert (done.returncode, done.stdout) == (Exit.REFUSED, "")
+
+
+def test_a_prompt_says_where_its_known_part_came_from() -> None:
+    assert prompt(4000, 3072) == "4,000 tokens, 3,072 of them known already"
+    assert prompt(4000, 3072, restored=1024, fetched=2048, fetched_from="studio").endswith(
+        "known already (1,024 from the disk, 2,048 from studio)"
+    )

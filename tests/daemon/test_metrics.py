@@ -46,11 +46,21 @@ def exercised() -> Metrics:
     metrics.running("m", +1)
     metrics.first_token("m", 400.0)
     metrics.tokens("m", 4, 0.2)
-    metrics.finished("m", "tool_calls", Usage(10, 4, 5), Timings(0.1, 0.2, 0.3, 3, 0.4), 0.6)
+    metrics.finished("m", "tool_calls", Usage(10, 4, 5), Timings(0.1, 0.2, 0.3, 3, 0.4, 1, 0.05), 0.6)
     metrics.failed("engine_died")
     metrics.plan("local", "only")
     metrics.auth_failure("host")
+    metrics.fetched("done", 1000)
+    metrics.fetched("made up by another machine", 0)
     return metrics
+
+
+def test_fetches_are_counted_by_outcome_and_only_known_ones() -> None:
+    shown = exercised()
+    assert value(shown, "fleetd_fetches_total", outcome="done") == 1
+    assert value(shown, "fleetd_fetches_total", outcome="other") == 1
+    assert value(shown, "fleetd_fetched_bytes_total") == 1000
+    assert value(shown, "fleetd_fetched_tokens_total", model_name="m") == 1
 
 
 def test_every_name_of_the_contract_is_there() -> None:
@@ -64,6 +74,8 @@ def test_every_name_of_the_contract_is_there() -> None:
         "fleetd_disk_cache_restored_tokens_total",
         "fleetd_disk_cache_restore_seconds_bucket",
         "fleetd_disk_cache_written_bytes_total",
+        "fleetd_fetched_tokens_total",
+        "fleetd_fetch_seconds_bucket",
         "fleetd_disk_cache_dropped_total",
         "fleetd_disk_cache_queued_bytes",
         "vllm:prompt_tokens_total",

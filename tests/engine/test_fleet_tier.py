@@ -22,7 +22,7 @@ from fleetd.cache import block_names, block_stream
 from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.protocol import BLOCKS, Cancel, FetchBlocks, Fetched, Finished, Lacking, StreamTag
+from fleetd.engine.protocol import BLOCKS, Cancel, FetchBlocks, Fetched, Finished, Kept, Lacking, StreamTag
 from fleetd.errors import FleetError
 from fleetd.sealed.stream import SealedSender
 
@@ -304,3 +304,28 @@ def test_a_request_that_is_cancelled_meanwhile_leaves_nothing(machines: Machines
     assert machines.here.finish("second").reason == "cancelled"
     over.set()
     machines.here.scheduler.validate()
+
+
+def test_a_worker_tells_which_blocks_a_prompt_fills_if_others_may_know(machines: Machines) -> None:
+    def told(name: str, **fields: Any) -> list[Kept]:
+        machines.here.ask(name, PROMPT, **fields)
+        return [e for e in machines.here.events if isinstance(e, Kept)]
+
+    assert told("not asked") == []
+    assert told("stays", tells_blocks=True, local_only=True) == []
+    (kept,) = told("asked", tells_blocks=True)
+    # By the names under which another machine asks for them.
+    store = BlockStore(machines.settings)
+    assert store.find([block_names.kept_as(name, local_only=False) for name in kept.names]).blocks == WHOLE
+    store.close()
+
+
+def test_a_stream_that_is_not_wanted_any_more_is_closed(machines: Machines) -> None:
+    machines.ask()
+    machines.lacking()
+    near, far = socket.socketpair()
+    with near, far:
+        machines.here.scheduler.put_stream(StreamTag("second", BLOCKS, os.urandom(32), "connector"), near)
+        machines.decide(0)
+        assert machines.finish()[1] is None
+        assert near.fileno() == -1

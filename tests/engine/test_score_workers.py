@@ -86,6 +86,7 @@ async def test_closing_cancels(pool: EnginePool, chain: ModelFolder) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.one_loop
 async def test_one_familys_scores_choose_another_familys_tokens(
     pool: EnginePool, chain: ModelFolder, embedded_model: ModelFolder

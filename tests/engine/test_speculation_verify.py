@@ -9,13 +9,20 @@ import mlx.core as mx
 import pytest
 import speculating
 import tiny_architectures
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from mlx_lm.sample_utils import greedy_sampler
 
 from fleetd.engine.protocol import Sampling
 from fleetd.engine.sampling import make_processors, make_sampler
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.speculation import exactness_probe as probing
 from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
 from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
@@ -100,7 +107,7 @@ def test_a_quantised_cache_takes_tokens_back(llama: Any) -> None:
     expected = plain(row(llama, speculating.GREEDY, quantised()), 12)
     truth = [one.token for one in expected]
     blocks, found = row(llama, speculating.GREEDY, quantised()), []
-    assert rollback.room(blocks.cache) == rollback.ANY
+    assert rollback.room(blocks.cache) == ANY
     while len(found) < 12:
         rest = truth[len(found) : len(found) + 5]
         found += blocks.advance([*rest[:2], *[(t + 1) % VOCAB for t in rest[2:]]])
@@ -119,8 +126,8 @@ def test_a_window_takes_tokens_back_until_it_moves() -> None:
 
 
 def test_what_cannot_be_taken_back_is_declined_by_name() -> None:
-    assert rollback.room([KVCache(), ArraysCache(2)]) == 0
-    assert "ArraysCache" in rollback.declined([KVCache(), ArraysCache(2)])
+    assert rollback.room([KVCache(), ChunkedKVCache(8)]) == 0
+    assert "ChunkedKVCache" in rollback.declined([KVCache(), ChunkedKVCache(8)])
     assert rollback.declined([KVCache(), RotatingKVCache(8)]) == ""
     assert rollback.room([]) == 0
 
@@ -153,7 +160,7 @@ def test_exact_arithmetic_is_found_to_be_exact(llama: Any) -> None:
     assert verdict.text.startswith("exact: blocks of up to 16 tokens, contexts of up to 100")
     assert verdict.context == 104
     assert set(verdict.seconds) == {1, 2, 3, 4, 8, 16}
-    assert ask(llama, ProbePlan.of("cpu", 0.0)).context == rollback.ANY
+    assert ask(llama, ProbePlan.of("cpu", 0.0)).context == ANY
 
 
 class Inexact:
@@ -215,8 +222,8 @@ def test_a_kernel_that_changes_with_the_context_is_found_there(llama: Any) -> No
 def test_a_cache_that_cannot_go_back_is_declined_without_computing(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probing, "make_prompt_cache", lambda model: [ArraysCache(2)])
-    assert ask(llama).text == "declined: a ArraysCache cannot take tokens back"
+    monkeypatch.setattr(probing, "make_prompt_cache", lambda model: [ChunkedKVCache(8)])
+    assert ask(llama).text == "declined: a ChunkedKVCache cannot take tokens back"
 
 
 def test_a_slow_model_is_probed_with_less() -> None:

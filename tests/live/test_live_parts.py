@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import shutil
 import string
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from sharing import write
 
 from fleetd.models.memory_need import WORKING_BYTES
 
-pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.one_loop, pytest.mark.timeout(600)]
 
 NAME = "random"
 LAYERS = 8
@@ -67,13 +69,33 @@ def trace_of(daemon: LiveDaemon, request_id: str) -> dict[str, Any]:
     return found[0]
 
 
+def asked_until_shared(fleet: LiveFleet) -> tuple[str, str, dict[str, Any]]:
+    """A prompt whose plan is not to stay at home, that plan, and the body.
+
+    Beside other programs beta's layers may be measured as so slow that their help does not pay. Then they are
+    loaded and measured again: what a load found out is thrown away.
+    """
+    for seed in itertools.count(1):
+        text = prompt(seed)
+        plan, got = ask(fleet["alpha"], text)
+        if plan != "local; nodes=this":
+            return text, plan, got
+        fleet["beta"].control("POST", "/fleet/v1/models/unload", {"model": NAME})
+        until(lambda: not part(fleet)[1], LOAD_S)
+        shutil.rmtree(fleet["beta"].home / "cache" / "loads", ignore_errors=True)
+        # It helps the next time: this prompt finds it without its layers.
+        ask(fleet["alpha"], prompt(1000 + seed))
+        until(lambda: part(fleet)[1], LOAD_S)
+    raise AssertionError("unreachable")
+
+
 def test_a_machine_that_has_room_for_half_of_a_model_shares_its_prompts(model: Path, make_fleet: Any) -> None:
     weights = (model / "model.safetensors").stat().st_size
     most = WORKING_BYTES + weights * 3 // 4
     settings = {
-        # Nothing is known already; and help pays, whatever else had the processors when beta was measured.
+        # Nothing is known already, and each has a processor of its own.
         "alpha": {"FLEETD_ENGINE_PREFIX_CACHE_BYTES": "1", "FLEETD_ENGINE_THREADS": "1"},
-        "beta": {"FLEETD_ENGINE_MAX_MEMORY_BYTES": str(most)},
+        "beta": {"FLEETD_ENGINE_MAX_MEMORY_BYTES": str(most), "FLEETD_ENGINE_THREADS": "1"},
     }
     fleet = make_fleet({"alpha": [model], "beta": [model]}, settings=settings)
     fleet.until_usable()
@@ -91,9 +113,9 @@ def test_a_machine_that_has_room_for_half_of_a_model_shares_its_prompts(model: P
     assert engine["weights_bytes"] == pytest.approx(weights * last / LAYERS, rel=0.05)
     assert engine["prefill_tok_s"] > 0
 
-    text = prompt(1)
-    plan, shared = ask(fleet["alpha"], text)
+    text, plan, shared = asked_until_shared(fleet)
     assert plan == "layers; nodes=beta,this"
+    first, last = part(fleet)
     plan, alone = ask(fleet["alpha"], text, local_only=True)
     assert plan == "local; nodes=this"
     assert shared["choices"] == alone["choices"]

@@ -162,7 +162,8 @@ def shared(daemon: LiveDaemon) -> Iterator[tuple[Heard, str, str]]:
     pytest.fail("no prompt was shared")
 
 
-@pytest.mark.parametrize("harm", ["engine killed", pytest.param("engine stopped", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("harm", ["engine killed", "engine stopped"])
 def test_a_helper_that_is_lost_in_mid_prefill_changes_no_answer(ready: LiveFleet, harm: str) -> None:
     with shared(ready["alpha"]) as (stream, helper, text):
         engine = ready[helper].engine_pid(SMOL)

@@ -59,7 +59,7 @@ def loaded(live: LiveDaemon) -> LiveDaemon:
     return live
 
 
-@pytest.mark.parametrize("mode", ["text", "auto"])
+@pytest.mark.parametrize("mode", [pytest.param("text", marks=pytest.mark.long), "auto"])
 def test_the_needle_is_found_in_what_is_left(loaded: LiveDaemon, mode: str) -> None:
     wanted = {"target_ratio": 0.15, "mode": mode, "compressor_model": SMOL}
     headers, reply = post(loaded, "/v1/chat/completions", asked(smart_prefill=wanted))
@@ -96,6 +96,7 @@ def test_a_short_prompt_is_read_whole_and_says_why(loaded: LiveDaemon) -> None:
     assert headers["x-fleet-exactness"] == "exact"
 
 
+@pytest.mark.long
 def test_a_text_is_compressed_for_its_own_sake(loaded: LiveDaemon) -> None:
     body = {"prompt": haystack(), "question": QUESTION, "target_ratio": 0.2}
     _, reply = post(loaded, "/v1/compress", body)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from api_fakes import Target
 
-pytestmark = [pytest.mark.model, pytest.mark.one_loop]
+pytestmark = [pytest.mark.long, pytest.mark.model, pytest.mark.one_loop]
 
 LITELLM = """
 import json, sys

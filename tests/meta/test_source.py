@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,20 @@ PACKAGES = ("fleetd", "fleetctl")
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def walked(tree: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 def modules() -> Iterator[tuple[Path, ast.Module]]:
     for package in PACKAGES:
         for path in sorted((REPO / package).rglob("*.py")):
-            yield path.relative_to(REPO), ast.parse(path.read_text(encoding="utf-8"))
+            yield path.relative_to(REPO), parsed(path)
 
 
 def dotted(node: ast.AST) -> str:
@@ -87,7 +98,7 @@ CODE_CARRIERS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 def test_no_code_is_ever_made_from_data() -> None:
     found = []
     for path, tree in modules():
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if isinstance(node, ast.Call):
                 name = dotted(node.func)
                 shell = any(
@@ -119,7 +130,7 @@ def test_a_class_name_means_one_thing() -> None:
     """A name in two places sends a reader to the wrong one."""
     places: dict[str, list[str]] = {}
     for path, tree in modules():
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name.lstrip("_"), []).append(str(path))
     twice = {name: found for name, found in places.items() if len(found) > 1}
@@ -133,7 +144,7 @@ def test_every_bound_is_applied_somewhere() -> None:
     """A bound that nothing reads protects nothing."""
     read: set[str] = set()
     for path, tree in modules():
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if isinstance(node, ast.Attribute) and dotted(node.value).endswith("limits"):
                 read.add(node.attr)
             elif isinstance(node, ast.ImportFrom) and node.module == "fleetd.limits":
@@ -212,7 +223,7 @@ def test_every_class_of_the_glossary_is_where_it_says() -> None:
     places = {
         (node.name, ".".join(path.with_suffix("").parts))
         for path, tree in modules()
-        for node in ast.walk(tree)
+        for node in walked(tree)
         if isinstance(node, ast.ClassDef)
     }
     terms = TERM.findall((REPO / "docs" / "glossary.md").read_text(encoding="utf-8"))
@@ -248,7 +259,7 @@ def test_no_pattern_of_a_field_lets_a_newline_follow() -> None:
     """To Python's ``$`` a string may go on with one newline, which msgspec's patterns inherit."""
     found = 0
     for path in sorted((REPO / "fleetd").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in walked(parsed(path)):
             if (
                 isinstance(node, ast.keyword)
                 and node.arg == "pattern"

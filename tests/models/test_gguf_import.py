@@ -215,6 +215,7 @@ def test_embedded_model_round_trips_text(embedded_model: ModelFolder) -> None:
     assert tokenizer.encode("<|im_end|>").ids == [2]
 
 
+@pytest.mark.long
 @pytest.mark.model
 def test_embedded_model_answers_a_question(embedded_model: ModelFolder) -> None:
     model, config = mlx_utils.load_model(embedded_model.path)

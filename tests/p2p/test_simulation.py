@@ -111,7 +111,7 @@ def comes_together(seeds: range) -> None:
 
 
 def test_whatever_happened_a_fleet_comes_together() -> None:
-    comes_together(range(200))
+    comes_together(range(100))
 
 
 @pytest.mark.long

@@ -6,8 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fleetd.limits import GIB
+from fleetd.plan.beginnings import Beginning
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.options import HelperSpec
@@ -186,3 +189,79 @@ def test_only_the_machines_in_front_are_priced_with_help() -> None:
 def test_the_order_of_the_machines_changes_nothing() -> None:
     fleet = [home("", helper("a")), home("a", helper(""), faster=1.1), home("b", faster=0.9), absent("c")]
     assert plan(ASK, fleet) == plan(ASK, fleet[::-1])
+
+
+def disk(tokens: int, seconds: float) -> Beginning:
+    return Beginning(tokens, seconds, restored=tokens)
+
+
+def peer(tokens: int, seconds: float, name: str = "a") -> Beginning:
+    return Beginning(tokens, seconds, fetched=tokens, name=name)
+
+
+def test_reading_from_here_fetching_routing_there_and_computing_are_one_comparison() -> None:
+    """Another machine has 7,900 of 8,000 tokens on its disk: what it costs to bring them here decides."""
+    there = replace(home("a"), beginnings=(disk(7900, 0.3),))
+
+    def chosen(*beginnings: Beginning) -> Way:
+        found = plan(ASK, [replace(home(""), beginnings=beginnings), there]).chosen
+        assert found is not None
+        return found
+
+    # Nothing comes here: the prompt goes there.
+    gone = chosen()
+    assert (gone.node_id, gone.begun) == ("a", disk(7900, 0.3))
+    assert (step_names.RESTORED, 0.3) in gone.steps
+    # It comes over a fast link, or over a slow one.
+    assert (chosen(peer(7900, 0.5)).node_id, chosen(peer(7900, 0.5)).begun) == ("", peer(7900, 0.5))
+    assert (step_names.RECEIVED, 0.5) in chosen(peer(7900, 0.5)).steps
+    assert chosen(peer(7900, 9.0)).node_id == "a"
+    # This machine's own disk is preferred to either.
+    assert chosen(peer(7900, 0.5), disk(7900, 0.2)).begun == disk(7900, 0.2)
+
+
+def test_what_costs_more_than_computing_is_not_brought() -> None:
+    tokens_s = 800 / TOK_S
+    assert plan(ASK, [replace(home(""), beginnings=(disk(800, tokens_s + 0.1),))]).chosen.begun is None  # type: ignore[union-attr]
+    # Another machine must save a tenth.
+    nearly = peer(800, 0.95 * tokens_s)
+    assert plan(ASK, [replace(home(""), beginnings=(nearly,))]).chosen.begun is None  # type: ignore[union-attr]
+    enough = peer(800, 0.85 * tokens_s)
+    assert plan(ASK, [replace(home(""), beginnings=(enough,))]).chosen.begun == enough  # type: ignore[union-attr]
+
+
+def test_what_helpers_compute_sooner_than_it_comes_is_not_fetched() -> None:
+    slow = peer(7900, 15.0)
+    alone = plan(ASK, [replace(home(""), beginnings=(slow,))]).chosen
+    assert alone is not None
+    assert alone.begun == slow
+    helped = plan(ASK, [replace(home("", helper("a", 8.0)), beginnings=(slow,))]).chosen
+    assert helped is not None
+    assert helped.declined
+    assert (helped.begun, helped.prefill.kind != "local") == (None, True)  # type: ignore[union-attr]
+
+
+def test_people_are_told_which_machine_a_prompt_is_fetched_from() -> None:
+    there = replace(home("a"), beginnings=(disk(7900, 0.3),))
+    ways = plan(ASK, [replace(home(""), beginnings=(peer(7900, 0.5, "studio"),)), there])
+    assert ways.kept_where == (
+        "This machine fetches about 7900 tokens of the prompt from studio, which has read them before."
+    )
+    gone = plan(ASK, [home(""), there])
+    assert gone.kept_where == "a has read about 7900 tokens of the prompt before."
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9000), st.floats(0, 60), st.booleans()), max_size=4),
+    st.integers(0, 8000),
+)
+def test_bringing_a_beginning_never_makes_a_prompt_dearer(
+    brought: list[tuple[int, float, bool]], cached: int
+) -> None:
+    beginnings = tuple(disk(n, s) if own else peer(n, s) for n, s, own in brought)
+    with_, without = (
+        plan(ASK, [replace(home("", cached=cached), beginnings=each)]).chosen for each in (beginnings, ())
+    )
+    assert with_ is not None
+    assert without is not None
+    assert with_.price.total_s <= without.price.total_s + 1e-9

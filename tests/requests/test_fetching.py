@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
 import kv_blocks
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "p2p"))
-
-import fleet_nodes
-from fakes import FakeEngine, FakeFolder, FakeModels
+from fakes import FakeEngine, FakeFolder
+from keepers import SIZE, Keeper, fleet
 from requests_driver import answered, request_of
 from sharing_fakes import HomePartners, own_card
 
 from fleetd.cache import block_names, block_stream
 from fleetd.cache.block_file import BlockHeader
-from fleetd.cache.block_store import BlockStore
-from fleetd.cache.service import DiskCache
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
@@ -32,69 +25,19 @@ from fleetd.engine.protocol import (
     Finished,
     Generate,
     Lacking,
+    Timings,
 )
 from fleetd.errors import Forbidden, PeerLost
 from fleetd.p2p.node import Node
-from fleetd.requests.admission import ServingContext
-from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.job import Job
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.client import BlockFetching
-from fleetd.requests.kv_fetching.server import BlockServer
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import Pipeline
 from fleetd.sealed.stream import SealedReceiver
 
 TARGET = FakeFolder("m")
 NAMES = kv_blocks.prompt(1, 4)
-SIZE = 500
-
-
-class Keeper:
-    """A machine whose disk has blocks, and no engine."""
-
-    def __init__(self, node: Node, folder: Path, *, may_see: bool = True) -> None:
-        self.node = node
-        self.card = own_card(node.name)
-        self.outcomes: list[str] = []
-        settings = kv_blocks.settings(folder)
-        self.cache = DiskCache(settings, on=True, note=lambda: "")
-        self.cache.start()
-        self.store = BlockStore(settings)
-        host = ServingContext(
-            FakeModels(),
-            lambda: self.card,
-            draining=lambda: False,
-            finished=lambda _kind, outcome: self.outcomes.append(outcome),
-        )
-        server = BlockServer(BulkDialer(node), self.cache, host, lambda peer: may_see)
-        node.handle(messages.FIND, server.find)
-        node.handle(messages.FETCH, server.fetch)
-
-    @property
-    def node_id(self) -> str:
-        return self.node.identity.node_id
-
-    def keep(self, names: list[bytes], *, local_only: bool = False) -> None:
-        kv_blocks.write(self.store, [block_names.kept_as(n, local_only=local_only) for n in names], SIZE)
-
-
-@contextlib.asynccontextmanager
-async def fleet(folder: Path, *may_see: bool) -> AsyncIterator[tuple[Node, list[Keeper]]]:
-    home = Node(fleet_nodes.settings(folder, "home"))
-    keepers = [
-        Keeper(Node(fleet_nodes.settings(folder, f"keeper{n}")), folder / f"disk{n}", may_see=sees)
-        for n, sees in enumerate(may_see)
-    ]
-    nodes = [home, *(keeper.node for keeper in keepers)]
-    try:
-        async with fleet_nodes.running(*nodes):
-            await fleet_nodes.introduce(*nodes)
-            await fleet_nodes.together(nodes)
-            yield home, keepers
-    finally:
-        for keeper in keepers:
-            keeper.store.close()
 
 
 class Pool:
@@ -117,6 +60,7 @@ class Home:
         self.request = request_of(Job("m", Generate("r1", content), "socket", "chat"), TARGET)
         self.ended = asyncio.Event()
         self.asked: Generate | None = None
+        self.fetched_tokens = 0
 
     async def run(self, lacking: Lacking, fetched: Callable[[], Fetched | None] = lambda: None) -> list[Any]:
         """The request, whose engine reports ``lacking`` and, once it has its answer, what came of it."""
@@ -130,7 +74,7 @@ class Home:
                 if (told := await asyncio.to_thread(fetched)) is not None:
                     yield told
             yield Delta("r1", "ok", 1)
-            yield Finished("r1", "stop")
+            yield Finished("r1", "stop", timings=Timings(fetched_tokens=self.fetched_tokens))
 
         pipeline = Pipeline([self.step])
         try:
@@ -180,6 +124,28 @@ async def test_blocks_come_from_the_machine_that_has_most_of_them(tmp_path: Path
         assert (home.request.fetched.machine, home.request.fetched.n_bytes) == ("keeper1", 4 * SIZE)
         assert home.partners.came == [(keepers[1].node_id, 4 * SIZE, 0.5, False)]
         assert keepers[0].outcomes == []
+
+
+async def test_what_came_is_counted_on_both_sides_and_named_in_the_answer(tmp_path: Path) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        home = Home(node, keepers)
+        home.fetched_tokens = 1024
+
+        def fetched() -> Fetched:
+            home.receive(NAMES)
+            return Fetched("r1", 4, 4 * SIZE, 0.5)
+
+        finished = (await home.run(lacking(NAMES), fetched))[-1]
+        assert finished.timings.fetched_from == "keeper0"
+        (came,) = home.step.counts.machines()
+        assert (came.machine, came.prompts, came.tokens, came.n_bytes) == ("keeper0", 1, 1024, 4 * SIZE)
+        # Four blocks of five seconds each.
+        assert (came.took_s, came.saved_s, came.failed) == (0.5, 19.5, 0)
+        assert 0 < came.predicted_s < 1
+        await keepers[0].served()
+        (sent,) = keepers[0].counts.machines()
+        assert (sent.machine, sent.sent_prompts, sent.sent_bytes) == ("home", 1, 4 * SIZE)
 
 
 async def test_what_is_computed_sooner_is_not_fetched(tmp_path: Path) -> None:
@@ -233,6 +199,7 @@ async def test_a_machine_whose_bytes_were_wrong_is_left_out(tmp_path: Path) -> N
 
         await home.run(lacking(NAMES), wrong)
         assert home.members.left_out(keepers[0].node_id, "fetch")
+        assert [(each.prompts, each.failed) for each in home.step.counts.machines()] == [(0, 1)]
 
 
 async def test_a_machine_that_is_gone_costs_no_answer(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -51,6 +52,21 @@ def write(
     )
     store.price(names, worth)
     return written
+
+
+def keep(store: BlockStore, names: Sequence[bytes], size: int = 500, *, local_only: bool = False) -> None:
+    """Write blocks as a worker does: by these names other machines ask for them, unless they are local."""
+    write(store, [block_names.kept_as(name, local_only=local_only) for name in names], size)
+
+
+@contextmanager
+def opened(chosen: DiskCacheSettings) -> Iterator[BlockStore]:
+    """A store, closed at the end."""
+    store = BlockStore(chosen)
+    try:
+        yield store
+    finally:
+        store.close()
 
 
 def read(store: BlockStore, name: bytes, number: int, size: int = 500) -> bytes | None:

@@ -59,6 +59,18 @@ _HARMONY = """
 {%- endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
 """
 
+# A macro for contents, which may be parts; what is neither text nor parts is printed.
+_GLM = """
+{%- macro visible(content) %}{% if content is string %}{{ content }}
+{%- elif content is iterable and content is not mapping %}{% for p in content %}{{ p.text }}{% endfor %}
+{%- else %}{{ content }}{% endif %}{% endmacro %}
+{%- for m in messages %}{{ '<|' + m.role + '|>\n' + visible(m.content) }}
+{%- for call in m.tool_calls or [] %}{{ '\n<tool_call>' + call.function.name }}
+{%- for key, value in call.function.arguments.items() %}{{ '\n<arg_key>' + key + '</arg_key>\n<arg_value>' }}
+{{- (value if value is string else value | tojson) + '</arg_value>' }}{% endfor %}{{ '\n</tool_call>' }}
+{%- endfor %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
+
 _PIECES = """
 {%- for m in messages %}{{ '<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n' }}
 {%- endfor %}
@@ -90,6 +102,16 @@ def llama3() -> Any:
     reserved = [f"reserved_special_token_{i}" for i in range(240)]
     return _wrapped(
         _bytes([f"<|{name}|>" for name in names + reserved], []), _LLAMA, bos_token="<|begin_of_text|>"
+    )
+
+
+def glm() -> Any:
+    special = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+    return _wrapped(
+        _bytes(special, ["<tool_call>", "</tool_call>"]),
+        _GLM,
+        tool_call_start="<tool_call>",
+        tool_call_end="</tool_call>",
     )
 
 

@@ -25,7 +25,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     options = MessageOptions(
         id=f"msg_{uuid.uuid4().hex}",
         model=services.names.named(body.model),
-        max_tokens=body.max_tokens,
+        max_tokens=services.answer_tokens if body.max_tokens is None else body.max_tokens,
         parallel_tools=translate.parallel_tools(body),
         marked=translate.marks_cache(body),
         smart=resolve(body.smart_prefill, services.smart_defaults),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from aiohttp import web
 
 from fleetd.api.body import json_answer
@@ -12,8 +13,11 @@ from fleetd.control.cache_report import CacheReport
 
 
 async def show(request: web.Request) -> web.StreamResponse:
-    disk_cache = request.app[SERVICES].disk_cache
-    return json_answer(CacheReport() if disk_cache is None else await asyncio.to_thread(disk_cache.report))
+    services = request.app[SERVICES]
+    if services.disk_cache is None:
+        return json_answer(CacheReport())
+    report = await asyncio.to_thread(services.disk_cache.report)
+    return json_answer(msgspec.structs.replace(report, machines=services.fetches()))
 
 
 async def clear(request: web.Request) -> web.StreamResponse:

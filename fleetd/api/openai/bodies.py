@@ -195,6 +195,16 @@ class Common(FleetFields, frozen=True, kw_only=True):
     repetition_penalty: Repetition | None = None
     logit_bias: dict[TokenKey, Bias] | None = None
     n: Choices | None = None
+    ignore_eos: Annotated[
+        bool | None,
+        Meta(description="For benchmarks: only max_tokens and stop strings end the answer, not the model."),
+    ] = None
+    min_tokens: Annotated[
+        Natural | None,
+        Meta(
+            description="For benchmarks: the answer does not end before so many tokens, nor at a stop string."
+        ),
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -232,8 +242,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "functions", "audio", "web_search_options", "guided_json", "guided_regex", "guided_choice",
-            "guided_grammar", "structured_outputs", "grammar", "json_schema", "ignore_eos", "min_tokens",
-            "stop_token_ids", "bad_words", "continue_final_message", "logits_processors", "use_beam_search",
+            "guided_grammar", "structured_outputs", "grammar", "json_schema", "stop_token_ids",
+            "bad_words", "continue_final_message", "logits_processors", "use_beam_search",
             "prompt_logprobs", "mirostat", "xtc_probability", "dry_multiplier", "suffix", "specprefill",
         ),
         _NOTHING,
@@ -245,7 +255,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 # Fields of other servers: harmless, and too close to a known field for the spelling check.
-_FOREIGN = frozenset({"models", "user_id", "top_a", "usage", "min_tokens"})
+_FOREIGN = frozenset({"models", "user_id", "top_a", "usage"})
 _TYPO_CUTOFF = 0.86
 # Other servers' names for a known field.
 _ELSEWHERE: Mapping[str, str] = {

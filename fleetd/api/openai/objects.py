@@ -39,7 +39,8 @@ class TimingReport(Struct, frozen=True):
     """llama.cpp's ``timings``: ``prompt_n`` leaves out the ``cache_n`` tokens taken from the prefix cache.
 
     ``restored_n``: of ``cache_n``, the tokens whose keys and values were read from the disk, in
-    ``restore_ms``, before ``prompt_ms``; ``fetched_n`` and ``fetch_ms``: the same from another machine.
+    ``restore_ms``, before ``prompt_ms``; ``fetched_n`` and ``fetch_ms``: the same from the machine
+    ``fetched_from``.
     ``score_ms``: with smart prefill, from the request to the shortened prompt; it comes before ``prompt_ms``.
     ``draft_n`` and ``draft_n_accepted``: tokens that were guessed and verified, where any were.
     """
@@ -56,6 +57,7 @@ class TimingReport(Struct, frozen=True):
     restore_ms: float | UnsetType = UNSET
     fetched_n: int | UnsetType = UNSET
     fetch_ms: float | UnsetType = UNSET
+    fetched_from: str | UnsetType = UNSET
     score_ms: float | UnsetType = UNSET
     draft_n: int | UnsetType = UNSET
     draft_n_accepted: int | UnsetType = UNSET

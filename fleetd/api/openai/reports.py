@@ -41,6 +41,7 @@ def timing_report(work: EngineWork) -> o.TimingReport:
         restore_ms=_ms(timings.restore_s) if timings.restored_tokens else UNSET,
         fetched_n=timings.fetched_tokens or UNSET,
         fetch_ms=_ms(timings.fetch_s) if timings.fetched_tokens else UNSET,
+        fetched_from=timings.fetched_from or UNSET,
         score_ms=UNSET if work.smart is None else _ms(work.smart.score_s),
         draft_n=sum(each.drafted for each in drafts) if drafts else UNSET,
         draft_n_accepted=sum(each.accepted for each in drafts) if drafts else UNSET,

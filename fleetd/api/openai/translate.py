@@ -68,6 +68,8 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             speculate=speculate(body.speculate),
             call_pieces=bool(tools and body.stream),
+            ignore_eos=bool(body.ignore_eos),
+            min_tokens=_min_tokens(body, limit),
         )
         for i in range(body.n or 1)
     ]
@@ -85,6 +87,8 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
             f"best_of {body.best_of} is not supported with n {n}.", hint="Leave it out.", param="best_of"
         )
     prompts = _prompts(body.prompt)
+    # The endpoint's default in OpenAI's API.
+    limit = max(16, body.min_tokens or 0) if body.max_tokens is None else body.max_tokens
     if len(prompts) * n > limits.COMPLETIONS_PER_REQUEST:
         raise InvalidValue(
             f"{len(prompts)} prompts times n {n} is over {limits.COMPLETIONS_PER_REQUEST} answers.",
@@ -96,12 +100,13 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
             id=f"{request_id}-{p * n + i}",
             prompt=prompt,
             sampling=_sampling(body, i),
-            # The endpoint's default in OpenAI's API.
-            max_tokens=16 if body.max_tokens is None else body.max_tokens,
+            max_tokens=limit,
             stop=_stop(body),
             top_logprobs=body.logprobs,
             echo=bool(body.echo),
             speculate=speculate(body.speculate),
+            ignore_eos=bool(body.ignore_eos),
+            min_tokens=_min_tokens(body, limit),
         )
         for p, prompt in enumerate(prompts)
         for i in range(n)
@@ -124,6 +129,17 @@ def _sampling(body: Common, choice: int) -> Sampling:
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
     )
+
+
+def _min_tokens(body: Common, limit: int | None) -> int:
+    least = body.min_tokens or 0
+    if limit is not None and least > limit:
+        raise InvalidValue(
+            f"min_tokens {least} is more than the answer may have, which is {limit}.",
+            hint="Raise max_tokens or lower min_tokens.",
+            param="min_tokens",
+        )
+    return least
 
 
 def speculate(asked: bool | SpeculateBody | None) -> Speculate | None:

@@ -5,13 +5,14 @@
     QuantisedRows  QuantizedKVCache     any                                 rows
     JoinedRows     ConcatenateKVCache   any                                 no
     Window         RotatingKVCache      until it has moved, or a snapshot   whole
-    Running        ArraysCache          a snapshot                          whole
+    Running        ArraysCache          a snapshot, or a mark               whole
     Several        CacheList            as its parts                        as its parts
     BatchRows      BatchKVCache         of all sequences in step            no
     StateKind      any other            a snapshot                          no
 
 Rows past a cache's end are never read, so taking tokens back is exact. A window that has moved has lost its
-oldest rows, and a state that was advanced cannot be gone back on.
+oldest rows, and a state that was advanced cannot be gone back on. But the state before a pass can be kept, as
+a mark, and all of the pass undone.
 """
 
 from __future__ import annotations
@@ -59,6 +60,19 @@ class StateKind:
     def room(self, cache: Any) -> int:
         """Tokens that can be added and taken back again, bit for bit; 0 if none can."""
         return 0
+
+    def needs_mark(self, cache: Any) -> bool:
+        """True if what is added can only be taken back all at once, to a ``mark``."""
+        return False
+
+    def mark(self, cache: Any) -> Any:
+        """What ``return_to`` needs to come back to where ``cache`` is now."""
+        return None
+
+    def return_to(self, cache: Any, mark: Any, tokens: int) -> None:
+        """Undo the last ``tokens``, all that were added since ``mark``, and that ``room`` allowed."""
+        if tokens:
+            cache.trim(tokens)
 
     def can_go_back(self, cache: Any) -> bool:
         """True if it can be cut at any of its tokens now."""
@@ -219,6 +233,20 @@ class Running(StateKind):
     shared = stored = True
     attention = False
 
+    def room(self, cache: Any) -> int:
+        return ANY
+
+    def needs_mark(self, cache: Any) -> bool:
+        return True
+
+    def mark(self, cache: Any) -> Any:
+        # The list is the cache's own, which writes into it.
+        return list(cache.cache), cache.left_padding, cache.lengths
+
+    def return_to(self, cache: Any, mark: Any, tokens: int) -> None:
+        arrays, left_padding, lengths = mark
+        cache.state = list(arrays), left_padding, lengths
+
     def arrays(self, cache: Any) -> tuple[Any, ...]:
         return tuple(cache.cache)
 
@@ -247,6 +275,16 @@ class Several(StateKind):
 
     def room(self, cache: Any) -> int:
         return min(kind_of(part).room(part) for part in cache.caches)
+
+    def needs_mark(self, cache: Any) -> bool:
+        return any(kind_of(part).needs_mark(part) for part in cache.caches)
+
+    def mark(self, cache: Any) -> list[Any]:
+        return [kind_of(part).mark(part) for part in cache.caches]
+
+    def return_to(self, cache: Any, mark: list[Any], tokens: int) -> None:
+        for part, each in zip(cache.caches, mark, strict=True):
+            kind_of(part).return_to(part, each, tokens)
 
     def can_go_back(self, cache: Any) -> bool:
         return all(kind_of(part).can_go_back(part) for part in cache.caches)

@@ -1,13 +1,14 @@
-"""Going back to an earlier token of a sequence: how far, exactly, and how."""
+"""Going back to an earlier token of a sequence: how far, exactly, and how.
+
+A mark is set before a pass and undoes all of it: what was right in the pass is computed again, in the next
+one. It costs no memory but the states themselves.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fleetd.engine.sequence_state import kinds
 from fleetd.engine.sequence_state.kinds import first_held, kind_of
-
-ANY = kinds.ANY
 
 
 def room(cache: list[Any]) -> int:
@@ -23,8 +24,24 @@ def declined(cache: list[Any]) -> str:
     return ""
 
 
+def needs_mark(cache: list[Any]) -> bool:
+    """Whether ``take_back`` cannot undo a pass, and only ``return_to`` can."""
+    return any(kind_of(layer).needs_mark(layer) for layer in cache)
+
+
+def mark(cache: list[Any]) -> list[Any]:
+    """What ``return_to`` needs to come back to where ``cache`` is now."""
+    return [kind_of(layer).mark(layer) for layer in cache]
+
+
+def return_to(cache: list[Any], marked: list[Any], tokens: int) -> None:
+    """Undo the last ``tokens``, all that were added since ``marked``, and that ``room`` allowed."""
+    for layer, each in zip(cache, marked, strict=True):
+        kind_of(layer).return_to(layer, each, tokens)
+
+
 def take_back(cache: list[Any], tokens: int) -> None:
-    """Undo the last ``tokens``, which ``room`` allowed."""
+    """Undo the last ``tokens``, which ``room`` allowed, where nothing needs a mark."""
     for layer in cache:
         if tokens:
             layer.trim(tokens)

@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.kinds import kind_of
 
 # Rows of a step where it is widened, and how many times as long as one row it may take.
@@ -42,11 +43,7 @@ class WideSteps:
         return getattr(self._model, name)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:  # (1, 1) -> (1, 1, V)
-        if (
-            tokens.size > 1
-            or not can_widen(cache)
-            or (kind_of(cache[0]).held(cache[0]) or 0) >= self._context
-        ):
+        if tokens.size > 1 or not can_widen(cache) or (rollback.held(cache) or 0) >= self._context:
             narrow: mx.array = self._model(tokens, cache=cache)
             return narrow
         logits: mx.array = self._model(mx.repeat(tokens, ROWS, axis=1), cache=cache)

@@ -4,6 +4,10 @@ With acceptance a, k drafts bring (1 - a^(k+1)) / (1 - a) tokens (Leviathan et a
 tv(k+1) / t1 plain steps; the k with the most tokens per time is taken, or none where that is not clearly more
 than one.
 
+Where a wrong draft undoes its whole pass (``rollback.mark``), what was right in it is computed again in the
+next pass, which is so much wider. That is taken into account at its most: all k tokens, as often as any is
+wrong.
+
 A draft that is not verified is judged all the same, by the tokens that come without it: so a source that is
 off costs nothing and is on again as soon as it would have been right.
 
@@ -71,6 +75,7 @@ class Controller:
     costs: Costs
     most: int  # drafts in one pass
     always: bool = False  # verify whatever there is; for measuring
+    again: bool = False  # what was right beside a wrong draft is computed again
     records: dict[str, SourceStats] = field(default_factory=dict)
     saved_s: float = 0.0
     passes: int = 0
@@ -100,27 +105,36 @@ class Controller:
     def promise(self, draft: Draft) -> Promise:
         """What the pass over ``draft`` is expected to bring."""
         acceptance = self._record(draft.source).acceptance if draft.tokens else 0.0
-        tokens = sum(acceptance**k for k in range(len(draft.tokens) + 1))
-        return Promise(tokens, self.costs.ratio(1 + len(draft.tokens)) * self.costs.step_s)
+        count = len(draft.tokens)
+        tokens = sum(acceptance**k for k in range(count + 1))
+        return Promise(tokens, self._ratio(count, acceptance**count) * self.costs.step_s)
 
     def verified(
-        self, draft: Draft, emitted: Sequence[int], seconds: float, saved_s: float | None = None
+        self,
+        draft: Draft,
+        emitted: Sequence[int],
+        seconds: float,
+        saved_s: float | None = None,
+        *,
+        again: int = 0,
     ) -> None:
         """The pass over ``draft`` gave ``emitted`` tokens, one more than were right, in ``seconds``.
 
-        ``saved_s`` where plain decoding would not have been a step per token: in a batch.
+        ``saved_s`` where plain decoding would not have been a step per token: in a batch. ``again``: tokens
+        that the pass computed a second time.
         """
         step_s = self.costs.step_s
-        self.costs.took(1 + len(draft.tokens), seconds)
+        self.costs.took(again + 1 + len(draft.tokens), seconds)
         self.on_tokens(emitted)
         self.passes += 1
         self.tokens += len(emitted)
-        if not draft.tokens:
+        if draft.tokens:
+            record = self._record(draft.source)
+            record.drafted += len(draft.tokens)
+            record.accepted += len(emitted) - 1
+            record.passes += 1
+        elif not again:
             return
-        record = self._record(draft.source)
-        record.drafted += len(draft.tokens)
-        record.accepted += len(emitted) - 1
-        record.passes += 1
         alone_s = len(emitted) * step_s - seconds
         self.saved_s += alone_s if saved_s is None else saved_s
         self._bearable += alone_s / step_s
@@ -150,11 +164,18 @@ class Controller:
         """
         best, gain, expected, power = 0, 1.0, 1.0, 1.0
         for k in range(1, most + 1):
-            if (ratio := self.costs.ratio(k + 1)) - 1 > self._bearable:
+            at_worst = self.costs.ratio(k + 1) - 1 + (self.costs.ratio(2) - 1 if self.again else 0.0)
+            if at_worst > self._bearable:
                 break
             power *= acceptance
             expected += power
-            found = expected / ratio
+            found = expected / self._ratio(k, power)
             if found > gain:
                 best, gain = k, found
         return best, gain
+
+    def _ratio(self, drafts: int, all_right: float) -> float:
+        """Plain steps that a pass over so many drafts takes, with what the next one computes again because of
+        it; ``all_right``: the chance that none is wrong."""
+        ratio = self.costs.ratio(1 + drafts)
+        return ratio + (1 - all_right) * (ratio - 1) if self.again else ratio

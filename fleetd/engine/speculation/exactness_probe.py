@@ -25,15 +25,15 @@ from typing import Annotated, Any
 import mlx.core as mx
 import msgspec
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from msgspec import Meta
 
 from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.sequence_state import rollback
-from fleetd.engine.sequence_state.copies import cache_of, copy_on_write
-from fleetd.engine.sequence_state.kinds import all_plain
+from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.kinds import ANY, kind_of
+from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.speculation.canonical_width import DEAREST, ROWS, WideSteps, can_widen
 
 # So that two steps lie on both sides of where sums over keys change their shape in cpu.py: fewer than COLUMNS
@@ -54,7 +54,7 @@ MADE_UP_BYTES = 512 * limits.MIB
 # Steps of one row and of two that are timed in turn; the quickest of each are held against each other.
 PRICED_STEPS = 16
 # Raised when a verdict of before would not be one any more: other comparisons, other arithmetic.
-PROBE_VERSION = 2
+PROBE_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ class ExactnessVerdict(msgspec.Struct, frozen=True):
     """``width``: tokens of one pass that are exact, 1 where none are; ``context``: up to so many tokens.
 
     ``rows``: of a single step up to there, more than one if that is what makes blocks exact. ``seconds``: of
-    a pass by its width, where it was probed.
+    a pass by its width, where it was probed. ``again``: a wrong draft undoes its whole pass
+    (``rollback.mark``), and what was right is computed a second time.
     """
 
     width: Annotated[int, Meta(ge=1, le=limits.SPEC_WIDTH)] = 1
@@ -89,6 +90,7 @@ class ExactnessVerdict(msgspec.Struct, frozen=True):
     text: str = ""
     seconds: dict[Annotated[int, Meta(ge=1)], Annotated[float, Meta(gt=0)]] = {}
     rows: Annotated[int, Meta(ge=1, le=ROWS)] = 1
+    again: bool = False
 
     @property
     def exact(self) -> bool:
@@ -118,7 +120,7 @@ def probe(
     most = min(context_tokens, rollback.room(empty))
     verdict = _Probing(model, vocab_size, plan, clock).all(most)
     if not verdict.exact and can_widen(empty):
-        wide = _Probing(WideSteps(model, rollback.ANY), vocab_size, plan, clock, narrow=model).all(most)
+        wide = _Probing(WideSteps(model, ANY), vocab_size, plan, clock, narrow=model).all(most)
         also = wide.text.partition(": ")[2]
         verdict = (
             wide
@@ -144,6 +146,7 @@ class _Probing:
         self._narrow = narrow
         # The highest price that was accepted.
         self._price = 0.0
+        self._again = rollback.needs_mark(make_prompt_cache(model))
         self._width = max(plan.widths)
         self._context = 0
         self._seconds: dict[int, float] = {}
@@ -174,11 +177,13 @@ class _Probing:
             text += f", contexts of up to {self._context}"
         if self._narrow is not None:
             text += f"; single tokens are computed as {ROWS} rows, {self._price:.2f} times as long as one"
+        if self._again:
+            text += "; what was right beside a wrong draft is computed again"
         if self._why:
             text += f"; {self._why}"
-        until = rollback.ANY if self._plan.every else self._context + self._plan.steps
+        until = ANY if self._plan.every else self._context + self._plan.steps
         rows = 1 if self._narrow is None else ROWS
-        return ExactnessVerdict(self._width, until, text, self._seconds, rows)
+        return ExactnessVerdict(self._width, until, text, self._seconds, rows, self._again)
 
     def _too_dear(self, context: int, base: list[Any]) -> str:
         """What a wide step costs behind ``base``, if it is more than it may cost; else ""."""
@@ -203,23 +208,26 @@ class _Probing:
 
     def _at(self, context: int, base: list[Any]) -> None:
         tokens = [(7919 * i + 3) % self._vocab_size for i in range(max(self._width, self._plan.steps))]
-        logits, rows = self._single_steps(base, tokens[: self._plan.steps])
+        logits, kept = self._single_steps(base, context, tokens[: self._plan.steps])
         exact = [1]
         # A single step outside of a batch, too: answers without drafts are decoded so while they are alone.
         for width in (1, *sorted(w for w in self._plan.widths if w <= self._width)):
-            found, found_rows = self._blocks(base, tokens, width)
+            found, found_kept = self._blocks(base, context, tokens, width)
             count = min(len(found), len(logits))
             if not _same(found[:count], logits[:count]):
                 self._why = f"blocks of {width} tokens give other logits at {context} tokens of context"
                 break
-            if not _same(found_rows, rows):
-                self._why = f"blocks of {width} tokens give other keys or values at {context} of context"
+            if not _same(found_kept, kept):
+                what = "keys, values or states"
+                self._why = f"blocks of {width} tokens give other {what} at {context} tokens of context"
                 break
             exact.append(width)
         self._width = exact[-1]
 
-    def _single_steps(self, base: list[Any], tokens: Sequence[int]) -> tuple[list[mx.array], list[mx.array]]:
-        """Logits (V,) of each step and the rows that the steps wrote, as a batch computes them."""
+    def _single_steps(
+        self, base: list[Any], context: int, tokens: Sequence[int]
+    ) -> tuple[list[mx.array], list[mx.array]]:
+        """Logits (V,) of each step and what the steps left behind, as a batch computes them."""
         batched = all(hasattr(layer, "merge") for layer in base)
         cache = copy_on_write(base)
         if batched:
@@ -227,22 +235,27 @@ class _Probing:
         logits = [self._pass(cache, [token])[0] for token in tokens]
         if batched:
             cache = [layer.extract(0) for layer in cache]
-        return logits, _rows(cache, rollback.held(base) or 0, len(tokens))
+        return logits, _kept(cache, context, len(tokens))
 
     def _blocks(
-        self, base: list[Any], tokens: Sequence[int], width: int
+        self, base: list[Any], context: int, tokens: Sequence[int], width: int
     ) -> tuple[list[mx.array], list[mx.array]]:
         """The same, at least as many tokens, ``width`` per pass."""
         cache = copy_on_write(base)
         logits: list[mx.array] = []
         while len(logits) < self._plan.steps:
             at = len(logits)
+            mark = rollback.mark(cache)
             rows = self._pass(cache, tokens[at : at + width])
             # What a rejected draft leaves behind must not matter to the next block.
             undone = len(rows) - min(len(rows), self._plan.steps - at)
             logits += rows[: len(rows) - undone]
-            rollback.take_back(cache, undone)
-        return logits, _rows(cache, rollback.held(base) or 0, self._plan.steps)
+            if not self._again:
+                rollback.take_back(cache, undone)
+            elif undone:
+                rollback.return_to(cache, mark, len(rows))
+                self._pass(cache, tokens[at : at + len(rows) - undone])
+        return logits, _kept(cache, context, self._plan.steps)
 
     def _pass(self, cache: list[Any], tokens: Sequence[int]) -> list[mx.array]:
         inputs = mx.array([list(tokens)])
@@ -257,41 +270,46 @@ class _Probing:
     def _base(self, context: int) -> list[Any] | None:
         """A cache with ``context`` tokens, computed if short, else made up; None if it would be too large."""
         cache: list[Any] = make_prompt_cache(self._model)
-        rows = all_plain(cache)
-        computed = min(context, COMPUTED if rows else COMPUTED_MOST)
+        can = all(kind_of(part).plain or kind_of(part).needs_mark(part) for part in all_parts(cache))
+        computed = min(context, COMPUTED if can else COMPUTED_MOST)
         prompt = mx.array([[(31 * i + 7) % self._vocab_size for i in range(computed)]])
         self._model(prompt, cache=cache)
         mx.eval([layer.state for layer in cache])
         if computed == context:
             return cache
-        if not rows:
+        if not can:
             return None
-        row_bytes = sum((c.keys.nbytes + c.values.nbytes) // c.keys.shape[2] for c in cache)
-        if row_bytes * context > MADE_UP_BYTES:
+        rows = [part for part in all_parts(cache) if kind_of(part).plain]
+        if context * sum(kind_of(part).row_bytes(part) for part in rows) > MADE_UP_BYTES:
             return None
-        return [_made_up(layer, context, seed) for seed, layer in enumerate(cache)]
+        for seed, part in enumerate(rows):
+            _make_up(part, context, seed)
+        return cache
 
 
-def _made_up(like: Any, context: int, seed: int) -> Any:
-    """``like``'s rows over and over with a little noise, so that no two of them are equal."""
+def _make_up(cache: Any, context: int, seed: int) -> None:
+    """Repeat its rows with a little noise, so that no two of them are equal. A running state beside them is
+    as large behind any context, and stays as it is."""
     keys = mx.random.split(mx.random.key(seed), 2)
     parts = []
-    for key, part in zip(keys, like.keys_and_values(), strict=True):
+    for key, part in zip(keys, cache.keys_and_values(), strict=True):
         times = -(-context // part.shape[2])
         rows = mx.concatenate([part] * times, axis=2)[:, :, :context]
         noise = mx.random.normal(rows.shape, key=key).astype(rows.dtype)
         parts.append(rows * (1 + noise / 8))
-    mx.eval(parts)
-    keys, values = parts
-    return cache_of(keys, values, context)
+    cache.keys, cache.values = parts
+    cache.offset = context
+    mx.eval(cache.state)
 
 
-def _rows(cache: list[Any], first: int, count: int) -> list[mx.array]:
-    """All keys and values of ``count`` tokens from ``first`` on, where they lie by position."""
+def _kept(cache: list[Any], first: int, count: int) -> list[mx.array]:
+    """All keys and values of ``count`` tokens from ``first`` on, where they lie by position, and the running
+    states after them."""
     arrays = []
-    for _, array in tree_flatten([layer.state for layer in cache]):
-        if isinstance(array, mx.array) and array.ndim == 4:
-            arrays.append(array[:, :, first : first + count])
+    for part in all_parts(cache):
+        kind = kind_of(part)
+        kept = [array for array in kind.kept(part) if array is not None]
+        arrays += kept if kind.needs_mark(part) else [rows[..., first : first + count, :] for rows in kept]
     return arrays
 
 

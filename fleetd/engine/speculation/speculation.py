@@ -62,7 +62,9 @@ class WorkerSpeculation:
                 if names is None or source.name in names
             ],
             names=names,
-            controller=Controller(self.costs, most=width - 1, always=self.mode == "on"),
+            controller=Controller(
+                self.costs, most=width - 1, always=self.mode == "on", again=self.verdict.again
+            ),
             vocab_size=self.vocab_size,
         )
 
@@ -102,10 +104,16 @@ class SequenceDrafts:
         return self.controller.promise(draft)
 
     def verified(
-        self, draft: Draft, emitted: Sequence[int], seconds: float, saved_s: float | None = None
+        self,
+        draft: Draft,
+        emitted: Sequence[int],
+        seconds: float,
+        saved_s: float | None = None,
+        *,
+        again: int = 0,
     ) -> None:
         """``Controller.verified``, and the sources are told."""
-        self.controller.verified(draft, emitted, seconds, saved_s)
+        self.controller.verified(draft, emitted, seconds, saved_s, again=again)
         self._committed(emitted)
 
     def on_token(self, token: int) -> None:

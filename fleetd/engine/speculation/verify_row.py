@@ -4,6 +4,12 @@
     out     x1 | x2 x3 x4           what follows each of them; x2 counts only if x1 = d1, x3 only if x2 = d2 …
     x1 = d1, x2 ≠ d2: x1 and x2 are the answer's next tokens, x2 is due in the next pass, d2 and d3 are undone
 
+Where a pass can only be undone as a whole, because a running state has no earlier tokens
+(``rollback.mark``), a wrong draft undoes all of it. What was right is then ``pending``: the next pass
+computes it again, before the token that is due.
+
+    in    [ due x1 | x2 | d4 d5 ]   after a pass as above; only what follows x2 counts
+
 Without drafts a pass is a single step, and the next one can be begun before its token is read: the device
 computes while the host shows the token. The step over the due token is then ``under_way``.
 
@@ -39,8 +45,8 @@ class Chosen:
 
 @dataclass(slots=True)
 class VerifyRow:
-    """``tokens``: prompt and answer. All but the last, which is due, have their rows in ``cache``; the last
-    has one too while its step is under way.
+    """``tokens``: prompt and answer. All but the last, which is due, and ``pending`` ones before it have
+    their rows in ``cache``; the last has one too while its step is under way.
 
     ``generated``: how many of them are the answer's. Both lists belong to this object.
     """
@@ -51,6 +57,9 @@ class VerifyRow:
     sampler: Sampler
     processors: Sequence[LogitsProcessor] = ()
     generated: int = 0
+    pending: int = field(init=False, default=0)
+    # Where a pass can only be undone as a whole: the tokens held before the last one, and the mark.
+    _before: tuple[int, list[Any]] | None = field(init=False, default=None)
     # Of the step over the due token: the token that it chooses, (1,), and log-probabilities, (1, V).
     _next: tuple[mx.array, mx.array] | None = field(init=False, default=None)
     # The tokens so far, as far as processors have asked for them.
@@ -65,40 +74,60 @@ class VerifyRow:
     @property
     def held(self) -> int:
         """Tokens whose rows are in the cache."""
-        return len(self.tokens) - 1 + self.under_way
+        return len(self.tokens) - 1 - self.pending + self.under_way
 
     def advance(self, drafts: Sequence[int]) -> list[Chosen]:
         """One pass; at least one token, at most one more than ``drafts``.
 
-        ``drafts`` must fit in ``rollback.room(cache)``, with one more for the token that is due.
+        ``drafts`` must fit in ``rollback.room(cache)``, with the token that is due and what is ``pending``.
         """
         if not drafts:
             return [self.step()]
-        logits = self.model(mx.array([[self.tokens[-1], *drafts]]), cache=self.cache)  # (1, n, V)
-        rows = [logits[:, i, :] for i in range(len(drafts) + 1)]
+        known = self.tokens[self.held :]
+        if rollback.needs_mark(self.cache):
+            self._before = self.held, rollback.mark(self.cache)
+        logits = self.model(mx.array([[*known, *drafts]]), cache=self.cache)  # (1, n, V)
+        rows = [logits[:, i, :] for i in range(len(known) - 1, len(known) + len(drafts))]
         chosen = self._choose(rows, drafts)
         # The cache has the due token and all drafts; what was accepted is due token and all but the last.
-        rollback.take_back(self.cache, len(rows) - len(chosen))
+        undone = len(rows) - len(chosen)
+        if self._before is None:
+            rollback.take_back(self.cache, undone)
+        elif undone:
+            rollback.return_to(self.cache, self._before[1], len(known) + len(drafts))
+            self.pending = len(known) + len(chosen) - 1
+        else:
+            self.pending = 0
         self._commit([c.token for c in chosen])
         return chosen
 
+    def settle(self) -> None:
+        """Compute what is ``pending``, so that all tokens but the last have their rows in ``cache``."""
+        if self.pending:
+            self.model(mx.array([self.tokens[self.held : -1]]), cache=self.cache)
+            self.pending = 0
+            self._before = None
+
     def step(self, *, ahead: bool = False) -> Chosen:
         """A single step. ``ahead``: begin the step after it before this one's token is read."""
-        token, logprobs = self._next or self._begin(mx.array([self.tokens[-1]]), self.generated)
+        token, logprobs = self._next or self._begin(mx.array(self.tokens[self.held :]), self.generated)
+        self.pending = 0
         self._next = self._begin(token, self.generated + 1, unread=True) if ahead else None
         mx.eval(token, logprobs)
         chosen = Chosen(int(np.array(token)[0]), logprobs[0])
         self._commit([chosen.token])
         return chosen
 
-    def _begin(self, token: mx.array, index: int, *, unread: bool = False) -> tuple[mx.array, mx.array]:
-        """The step over ``token``, which chooses the answer's token ``index``; computed in the background."""
-        logits = self.model(token[None], cache=self.cache)[:, -1, :]
+    def _begin(self, tokens: mx.array, index: int, *, unread: bool = False) -> tuple[mx.array, mx.array]:
+        """The step over the last of ``tokens``, which chooses the answer's token ``index``; computed in the
+        background. Before it is what is pending."""
+        self._before = None
+        logits = self.model(tokens[None], cache=self.cache)[:, -1, :]
         context = None
         if self.processors:
             context = self._seen()
             if unread:
-                context = self._context_with(token)
+                context = self._context_with(tokens)
         logprobs, chosen = self._sample(logits, index, context)
         mx.async_eval(chosen, logprobs)  # type: ignore[no-untyped-call]
         return chosen, logprobs
@@ -155,9 +184,16 @@ class VerifyRow:
         self.generated += len(tokens)
 
     def taken(self, tokens: int) -> tuple[list[int], list[Any]]:
-        """The text's first ``tokens`` tokens, as far as their rows are known, and those rows; ends this."""
+        """The text's first ``tokens`` tokens, as far as their rows are known, and those rows; ends this.
+
+        Fewer where the last pass went past them and can only be undone as a whole."""
         kept = min(tokens, self.held)
-        rollback.take_back(self.cache, self.held - kept)
+        undone = self.held - kept
+        if undone and self._before is not None:
+            kept, marked = self._before
+            rollback.return_to(self.cache, marked, self.held - kept)
+        else:
+            rollback.take_back(self.cache, undone)
         self._next = None
         return self.tokens[:kept], rollback.compact(self.cache)
 

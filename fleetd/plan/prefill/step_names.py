@@ -23,9 +23,9 @@ DECODED: Final = "first token"
 # Measured only: the machine that answers computes some of a helper's rows to compare them.
 SPOT_CHECK: Final = "spot check"
 LATER_CHECK: Final = "check of later tokens"
-# Measured only: keys and values of the prompt's beginning were read from this machine's disk.
+# Predicted and measured: keys and values of the prompt's beginning are read from this machine's disk.
 RESTORED: Final = "restored from disk"
-# Measured only: another machine sent them.
+# Predicted and measured: another machine sends them.
 RECEIVED: Final = "received"
 # Smart prefill: a compressor scores the prompt, then what is kept is prefilled.
 SCORED: Final = "scored"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fleetd import limits
+from fleetd.plan.beginnings import fetch_s
 from fleetd.plan.costs import LinkSpeed
 
 
@@ -21,7 +22,7 @@ class FetchSource:
 
     def seconds(self, block_bytes: int) -> float:
         """From the decision to the last byte."""
-        return limits.FETCH_FIXED_S + 4 * self.link.rtt_s + self.blocks * self.block_s(block_bytes)
+        return fetch_s(self.blocks * block_bytes, self.link, self.bytes_per_s)
 
     def block_s(self, block_bytes: int) -> float:
         disk = self.bytes_per_s or limits.CACHE_READ_BYTES_PER_S

@@ -15,7 +15,7 @@ import msgspec
 from fleetd import limits
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import BLOCKS, Event, FetchBlocks, Fetched, Lacking, Loading, StreamTag
+from fleetd.engine.protocol import BLOCKS, Event, FetchBlocks, Fetched, Finished, Lacking, Loading, StreamTag
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, PeerError, from_code
 from fleetd.observe import get_logger
@@ -24,6 +24,7 @@ from fleetd.plan.prefill import step_names
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.choice import FetchSource, best_source
+from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
 from fleetd.requests.members import Member, Members, eligible
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.ports import FleetPort
@@ -38,9 +39,13 @@ class BlockFetching(PipelineStep):
 
     Args:
         members: the machines that may have some of it, and what was learned of them.
+        counts: told what came.
     """
 
-    def __init__(self, partners: FleetPort, pool: EnginePool, members: Members) -> None:
+    def __init__(
+        self, partners: FleetPort, pool: EnginePool, members: Members, counts: FetchCounts | None = None
+    ) -> None:
+        self.counts = counts or FetchCounts()
         self.partners = partners
         self.members = members
         self._pool = pool
@@ -48,7 +53,8 @@ class BlockFetching(PipelineStep):
 
     def prepare(self, request: Request) -> None:
         folder = request.folder_here
-        if folder is not None and request.job.shareable and self._sources(folder.name):
+        fetches = request.placement.fetches and request.job.shareable
+        if folder is not None and fetches and self._sources(folder.name):
             request.generate = msgspec.structs.replace(request.generate, fetches=True)
 
     def _sources(self, model: str) -> list[Member]:
@@ -70,6 +76,9 @@ class BlockFetching(PipelineStep):
             if (fetch := self._running.get(request.id)) is not None:
                 fetch.ended(request, event)
             return None
+        if isinstance(event, Finished) and event.timings.fetched_tokens and request.fetched is not None:
+            timings = msgspec.structs.replace(event.timings, fetched_from=request.fetched.machine)
+            return msgspec.structs.replace(event, timings=timings)
         return event
 
     def closed(self, request: Request) -> asyncio.Task[None] | None:
@@ -146,6 +155,7 @@ class _Fetch:
 
     def _failed(self, error: FleetError) -> None:
         if self._source is not None and isinstance(error, PeerError):
+            self._fetching.counts.failed(self._source.name, error.code)
             self._fetching.members.failed(self._source.node_id, "fetch", error)
             log.warning("fetching.failed", peer=self._source.name, code=error.code, reason=error.message)
 
@@ -157,6 +167,17 @@ class _Fetch:
         else:
             self._fetching.members.succeeded(source.node_id, "fetch")
             self._fetching.partners.carried(source.node_id, fetched.n_bytes, fetched.seconds)
+        if fetched.blocks:
+            lacking = self._lacking
+            computed_s = lacking.computed_s[min(fetched.blocks, len(lacking.computed_s)) - 1]
+            self._fetching.counts.received(
+                source.name,
+                fetched.blocks * limits.CACHE_BLOCK_TOKENS,
+                fetched.n_bytes,
+                took_s=fetched.seconds,
+                predicted_s=source.seconds(lacking.block_bytes),
+                saved_s=computed_s - fetched.seconds,
+            )
         request.fetched = StepView(step_names.RECEIVED, fetched.seconds, fetched.n_bytes, source.name)
 
 

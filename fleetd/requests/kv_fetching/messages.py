@@ -3,11 +3,15 @@
     → FIND   BlocksQuestion          how many of these blocks, from the first on, are there
     ← BlocksFound
 
+    → LOOK   TextQuestion            how much of this text, before it is tokenized
+    ← TextFound
+
     → FETCH  FetchQuestion           the first so many of them
     ← FetchOffer                     where their stream is expected; it carries them (``cache.block_stream``)
 
 A name is a hash over the model's files, the arithmetic and all tokens before the block's end: only a machine
-that has the prompt can ask for it. Errors and cancellation are the stream's own.
+that has the prompt can ask for it. A link is the same of a text, for prices only. Errors and cancellation
+are the stream's own.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ from fleetd import limits
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.message_reader import reader
 from fleetd.requests import message_codec
-from fleetd.requests.message_codec import RequestId
+from fleetd.requests.message_codec import Digest, RequestId
 
-FIND, FETCH = "blocks.find", "blocks.fetch"
+FIND, LOOK, FETCH = "blocks.find", "blocks.look", "blocks.fetch"
 
 _Name = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Names = Annotated[list[_Name], Meta(min_length=1, max_length=limits.FETCH_BLOCKS)]
+_Link = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_LinkCount = Annotated[int, Meta(ge=0, le=limits.FETCH_LINKS)]
 _Count = Annotated[int, Meta(ge=0, le=limits.FETCH_BLOCKS)]
 _Speed = Annotated[float, Meta(ge=0, le=1e13)]
 
@@ -43,6 +49,22 @@ class BlocksFound(msgspec.Struct, frozen=True):
     bytes_per_s: _Speed = 0.0
 
 
+class TextQuestion(msgspec.Struct, frozen=True):
+    """``digest``: of the model's files. ``links``: of the text's beginnings, the shortest first."""
+
+    digest: Digest
+    links: Annotated[list[_Link], Meta(min_length=1, max_length=limits.FETCH_LINKS)]
+
+
+class TextFound(msgspec.Struct, frozen=True):
+    """Up to which link the text is in the prefix cache and on the disk; then as in BlocksFound."""
+
+    in_memory: _LinkCount = 0
+    on_disk: _LinkCount = 0
+    n_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
+    bytes_per_s: _Speed = 0.0
+
+
 class FetchQuestion(msgspec.Struct, frozen=True):
     """``id``: of the request, as the machine that asks has it."""
 
@@ -54,11 +76,11 @@ class FetchOffer(msgspec.Struct, frozen=True):
     invitation: Invitation
 
 
-_Message = BlocksQuestion | BlocksFound | FetchQuestion | FetchOffer
+_Message = BlocksQuestion | BlocksFound | TextQuestion | TextFound | FetchQuestion | FetchOffer
 _T = TypeVar("_T")
 _readers: dict[type, Callable[[bytes], Any]] = {
     kind: reader(kind, f"A peer's {kind.__name__}", limits.FETCH_MESSAGE_BYTES)
-    for kind in (BlocksQuestion, BlocksFound, FetchQuestion, FetchOffer)
+    for kind in (BlocksQuestion, BlocksFound, TextQuestion, TextFound, FetchQuestion, FetchOffer)
 }
 
 

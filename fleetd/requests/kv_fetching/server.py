@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from fleetd import limits
 from fleetd.cache import block_names, block_stream
+from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore, CacheUnavailable
 from fleetd.cache.service import DiskCache
 from fleetd.errors import Forbidden
@@ -19,14 +21,18 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.kv_fetching import messages
+from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
+from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.remote import own_id
 from fleetd.sealed.stream import SealedSender
 
 
 class BlockServer:
-    """The handlers of ``messages.FIND`` and ``FETCH``.
+    """The handlers of ``messages.FIND``, ``LOOK`` and ``FETCH``.
 
     Args:
+        prompts: what this machine keeps, by text.
+        counts: told what is sent, by ``name_of`` the machine.
         may_see: whether a machine may see this one's prompts; it gets nothing otherwise.
     """
 
@@ -34,12 +40,18 @@ class BlockServer:
         self,
         dialer: BulkDialer,
         cache: DiskCache,
+        prompts: KeptPrompts,
         host: ServingContext,
         may_see: Callable[[str], bool],
+        counts: FetchCounts,
+        name_of: Callable[[str], str],
     ) -> None:
         self._dialer = dialer
         self._cache = cache
+        self._prompts = prompts
         self._may_see = may_see
+        self._counts = counts
+        self._name_of = name_of
         self._host = host
         self._served = ConcurrencyLimit(host, "fetch", limits.FETCHES, f"sends {limits.FETCHES} prompts")
 
@@ -49,6 +61,12 @@ class BlockServer:
         found = await asyncio.to_thread(self._cache.find, _kept(asked.names))
         stream.send(messages.encode(messages.BlocksFound(found.blocks, found.bytes_per_s)))
 
+    async def look(self, peer: str, body: bytes, stream: PeerStream) -> None:
+        asked = messages.decode(body, messages.TextQuestion)
+        self._check(peer)
+        found = await asyncio.to_thread(self._prompts.look, asked.digest, asked.links)
+        stream.send(messages.encode(found))
+
     async def fetch(self, peer: str, body: bytes, stream: PeerStream) -> None:
         asked = messages.decode(body, messages.FetchQuestion)
         self._check(peer)
@@ -56,15 +74,15 @@ class BlockServer:
             with self._dialer.expect() as expected:
                 stream.send(messages.encode(messages.FetchOffer(invitation(expected))))
                 sock = await expected.socket()
-            await self._send(sock, expected.key, _kept(asked.names))
+            await self._send(self._name_of(peer), sock, expected.key, _kept(asked.names))
 
     def _check(self, peer: str) -> None:
         self._host.admit()
         if not self._may_see(peer):
             raise Forbidden("This machine's prompts are not for that one.")
 
-    async def _send(self, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
-        work = asyncio.create_task(asyncio.to_thread(self._send_all, sock, key, names))
+    async def _send(self, machine: str, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
+        work = asyncio.create_task(asyncio.to_thread(self._send_all, machine, sock, key, names))
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -74,15 +92,27 @@ class BlockServer:
             await asyncio.wait({work})
             raise
 
-    def _send_all(self, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
+    def _send_all(self, machine: str, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
         store: BlockStore = self._cache.open_store()
-        with sock:
+        read_s = 0.0
+
+        def read(name: bytes, targets: Callable[[BlockHeader], Sequence[memoryview]]) -> BlockHeader | None:
+            nonlocal read_s
+            begun_s = time.monotonic()
             try:
-                block_stream.send(SealedSender(sock, key, "acceptor"), names, store.read)
-            except CacheUnavailable:
-                pass  # the stream ends early: what was sent is whole
+                return store.read(name, targets)
             finally:
-                store.close()
+                read_s += time.monotonic() - begun_s
+
+        try:
+            with sock:
+                sent = block_stream.send(SealedSender(sock, key, "acceptor"), names, read)
+            self._counts.sent(machine, sent)
+            store.sent(sent, read_s)
+        except CacheUnavailable:
+            pass  # the stream ends early: what was sent is whole
+        finally:
+            store.close()
 
 
 def _kept(names: list[bytes]) -> list[bytes]:

@@ -1,0 +1,55 @@
+"""What it costs a hybrid to keep states at earlier tokens of a prompt, and what an edit then reads again."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from bench.figures import Figure, Measured, alternated, at_most
+from bench.harness import prompts
+from bench.harness.child import Child
+from bench.harness.daemon import MODEL
+from bench.harness.samples import Samples
+
+LENGTH, QUICK_LENGTH = 4000, 1500
+EDITED = 200
+
+
+def measure(runs: int) -> Measured:
+    seen, length = Samples(), LENGTH if runs > 1 else QUICK_LENGTH
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "hybrid"
+        with Child("hybrid_model", str(model), str(MODEL)):
+            pass
+        with Child("prompt_states", str(model)) as child:
+            child.ask(tokens=prompts.tokens(MODEL, 1, 300), states=True, edited=EDITED)
+            for run in range(runs):
+                tokens = prompts.tokens(MODEL, 60_000 + run, length)
+                for states in alternated(run, (False, True)):
+                    said = child.ask(tokens=tokens, states=states, edited=EDITED)
+                    seen[states].append(said["seconds"])
+                    seen[states, "again"].append(said["again"])
+                    seen[states, "held"].append(said["held_bytes"] / 1e6)
+    extra = [ratio - 1 for ratio in seen.ratios(True, False)]
+    return Measured(
+        [
+            Figure(f"States kept, share of the prefill of {length:,} tokens", "%", extra, at_most(0.02)),
+            Figure(
+                f"Computed again after the last {EDITED} of {length:,} tokens changed",
+                "count",
+                seen[True, "again"],
+                at_most(456),
+                of="worst",
+                note=f"without states: {max(seen[False, 'again']):.0f}",
+            ),
+            Figure("Memory of the states of one prompt", "MB", seen[True, "held"]),
+            Figure("Prefill without states", "s", seen[False]),
+        ],
+        _HOW,
+    )
+
+
+_HOW = (
+    "One process with the engine's own prefill and a model of Qwen 3.5's shape with random weights, with and "
+    "without states in turn, in chunks of 256 tokens. Each run has a prompt of its own."
+)

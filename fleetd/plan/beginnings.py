@@ -1,0 +1,77 @@
+"""What of a prompt need not be computed: where it lies, and how soon it is where it is needed. Pure.
+
+own memory < own disk < another machine's disk < compute < compute together, whatever costs least
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleetd import limits
+from fleetd.cache.pricing import restore_s
+from fleetd.plan.costs import LinkSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBeginning:
+    """What one machine has of a prompt, about: tokens in its prefix cache, and on its disk.
+
+    ``n_bytes``: of those on the disk; ``bytes_per_s``: at which it reads them, 0 if that is not measured.
+    """
+
+    memory_tokens: int = 0
+    disk_tokens: int = 0
+    n_bytes: int = 0
+    bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The first ``tokens`` of a prompt, which a machine can have in its caches after ``seconds``.
+
+    ``restored``: of these, what comes from its own disk; ``fetched``: from the machine called ``name``.
+    """
+
+    tokens: int
+    seconds: float
+    restored: int = 0
+    fetched: int = 0
+    name: str = ""
+
+
+def from_disk(kept: KeptBeginning, known_tokens: int) -> Beginning | None:
+    """A machine's own blocks, beyond the tokens that its memory has; None where the disk has no more."""
+    lacking = kept.disk_tokens - known_tokens
+    if lacking <= 0:
+        return None
+    n_bytes = kept.n_bytes * lacking // kept.disk_tokens
+    return Beginning(kept.disk_tokens, restore_s(n_bytes, kept.bytes_per_s), restored=lacking)
+
+
+def from_peer(
+    kept: KeptBeginning, known_tokens: int, own: Beginning | None, link: LinkSpeed, name: str
+) -> Beginning | None:
+    """Another machine's blocks, beyond what is here; None where it has too few more.
+
+    Args:
+        own: what is read from this machine's disk first.
+    """
+    first_s, restored = 0.0, 0
+    if own is not None:
+        known_tokens, first_s, restored = own.tokens, own.seconds, own.restored
+    lacking = kept.disk_tokens - known_tokens
+    if lacking < limits.FETCH_LEAST_TOKENS or link.bytes_per_s <= 0:
+        return None
+    n_bytes = kept.n_bytes * lacking // kept.disk_tokens
+    fetched_s = fetch_s(n_bytes, link, kept.bytes_per_s)
+    return Beginning(kept.disk_tokens, first_s + fetched_s, restored, lacking, name)
+
+
+def fetch_s(n_bytes: int, link: LinkSpeed, bytes_per_s: float) -> float:
+    """How long another machine's blocks take, from the decision to the last byte.
+
+    Args:
+        bytes_per_s: of its disk, 0 if that is not measured.
+    """
+    disk = bytes_per_s or limits.CACHE_READ_BYTES_PER_S
+    return limits.FETCH_FIXED_S + 4 * link.rtt_s + n_bytes / max(1.0, min(link.bytes_per_s, disk))

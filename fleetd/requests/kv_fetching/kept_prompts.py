@@ -1,0 +1,103 @@
+"""What this machine keeps of prompts, by their texts: for its own placement, and for machines that ask.
+
+A prompt is tokenized only where it is answered. Where that should be is decided before, so what is kept must
+be found by the text: in memory by what was read lately, on the disk by the blocks that the text fills.
+Prompts that may not leave this machine are in neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from fleetd import limits
+from fleetd.cache.service import DiskCache
+from fleetd.engine.protocol import Delta, Event, Kept, Loading, ToolCall
+from fleetd.errors import EngineDied
+from fleetd.p2p.membership.cards import ModelCard
+from fleetd.plan.affinity import BLOCK_CHARS, Affinity, chain
+from fleetd.plan.beginnings import KeptBeginning
+from fleetd.requests.job import CHARS_PER_TOKEN
+from fleetd.requests.kv_fetching.messages import TextFound
+from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.request import Request
+
+# The same on all machines: links are compared. Only those that may see prompts are told any.
+_KEY = b"fleetd text 1"
+LINK_TOKENS = BLOCK_CHARS // CHARS_PER_TOKEN
+
+
+def links(text: str) -> list[bytes]:
+    """Of the beginnings of a text that may be asked for, the shortest first."""
+    return chain(text, _KEY)[: limits.FETCH_LINKS]
+
+
+def beginning_of(found: TextFound) -> KeptBeginning:
+    """In tokens, as prices count them before a prompt is tokenized."""
+    return KeptBeginning(
+        found.in_memory * LINK_TOKENS, found.on_disk * LINK_TOKENS, found.n_bytes, found.bytes_per_s
+    )
+
+
+class KeptPrompts(PipelineStep):
+    """The step that notes which texts were read here.
+
+    Args:
+        disk: where their blocks are.
+        own_model: the model of a name as this machine's card has it.
+    """
+
+    def __init__(self, disk: DiskCache, own_model: Callable[[str], ModelCard | None]) -> None:
+        self._disk = disk
+        self._own_model = own_model
+        self._memory = Affinity(_KEY)
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def look(self, digest: str, asked: list[bytes]) -> TextFound:
+        """How much of a text is here; for this machine itself, too. Blocks."""
+        on_disk = self._disk.longest(digest, asked)
+        in_memory = self._memory.cached_chars("", digest, asked) // BLOCK_CHARS
+        return TextFound(in_memory, on_disk.links, on_disk.nbytes, on_disk.bytes_per_s)
+
+    # ---- the step ----------------------------------------------------------------------------------------
+
+    def prepare(self, request: Request) -> None:
+        if self._tellable(request):
+            request.generate = msgspec.structs.replace(request.generate, tells_blocks=True)
+
+    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
+        if isinstance(event, Kept):
+            self._on_disk(request, event.names)
+            return None
+        if isinstance(event, Delta | ToolCall) and not request.answering and self._tellable(request):
+            self._memory.computed("", self._digest(request), links(request.job.prompt_text))
+        return event
+
+    def closed(self, request: Request) -> asyncio.Task[None] | None:
+        if isinstance(request.error, EngineDied) and request.folder_here is not None:
+            self._memory.forget("", self._digest(request))
+        return None
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._writing, return_exceptions=True)
+
+    def _tellable(self, request: Request) -> bool:
+        """True for a whole prompt that is read here and that other machines may know of."""
+        whole = request.job.request.keep is None
+        return whole and request.folder_here is not None and request.job.shareable
+
+    def _digest(self, request: Request) -> str:
+        found = self._own_model(request.model.name)
+        return found.digest if found is not None else ""
+
+    def _on_disk(self, request: Request, names: list[bytes]) -> None:
+        text, tokens = request.job.prompt_text, request.prompt_tokens
+        asked, digest = links(text), self._digest(request)
+        if not asked or not names or not digest:
+            return
+        filled = tokens * BLOCK_CHARS / len(text) / limits.CACHE_BLOCK_TOKENS
+        writing = asyncio.create_task(asyncio.to_thread(self._disk.begin_with, digest, asked, names, filled))
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)

@@ -1,0 +1,83 @@
+"""Before a prompt is placed: how much of it this machine and the others keep.
+
+One question to each machine that may see it, all at once, and one look at this machine's disk. What is not
+told in time counts as nothing; the prompt waits no longer for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fleetd import limits
+from fleetd.errors import FleetError
+from fleetd.observe import get_logger
+from fleetd.plan.beginnings import KeptBeginning
+from fleetd.plan.refusals import THIS_NODE
+from fleetd.requests.job import CHARS_PER_TOKEN, Job
+from fleetd.requests.kv_fetching import messages
+from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts, beginning_of, links
+from fleetd.requests.members import Member, Members, eligible
+from fleetd.requests.placement import PromptPlaces
+from fleetd.requests.ports import FleetPort
+
+log = get_logger("fleetd.survey")
+
+
+class PromptSurvey:
+    """Args:
+    here: what this machine keeps.
+    """
+
+    def __init__(self, partners: FleetPort, members: Members, here: KeptPrompts) -> None:
+        self._partners = partners
+        self._members = members
+        self._here = here
+
+    async def of_job(self, job: Job, model: str) -> PromptPlaces:
+        """For a request, unless it must stay here or all of it was read here just before."""
+        text, own = job.prompt_text, self._members.here()
+        if job.local_only or job.request.keep is not None:
+            return {}
+        found = own.model(model)
+        loaded = found is not None and found.state == "loaded"
+        known = self._members.known_tokens(THIS_NODE, model, text) if loaded else 0
+        if len(text) // CHARS_PER_TOKEN - known < limits.FETCH_LEAST_TOKENS:
+            return {}
+        return await self.of_text(text, model)
+
+    async def of_text(self, text: str, model: str) -> PromptPlaces:
+        """Nothing where no other machine may be asked: then everything is answered here."""
+        asked, digest = links(text), self._digest(model)
+        sources = self._sources()
+        if not asked or not digest or not sources:
+            return {}
+        questions = (self._ask(member, digest, asked) for member in sources)
+        here, *others = await asyncio.gather(self._look(digest, asked), *questions)
+        nodes = [THIS_NODE, *(member.node_id for member in sources)]
+        return {node: found for node, found in zip(nodes, [here, *others], strict=True) if found is not None}
+
+    def _sources(self) -> list[Member]:
+        """The machines to ask, those with the fastest links first."""
+        found = [member for member in self._members.others("fetch") if eligible(member) is None]
+        return sorted(found, key=lambda member: -member.bytes_per_s)[: limits.FETCH_ASKED]
+
+    def _digest(self, model: str) -> str:
+        """Of the files that the name stands for: here, or on the first machine that has them."""
+        machines = (self._members.here(), *self._members.others("answer"))
+        models = (member.model(model) for member in machines)
+        return next((found.digest for found in models if found is not None and found.digest), "")
+
+    async def _look(self, digest: str, asked: list[bytes]) -> KeptBeginning:
+        return beginning_of(await asyncio.to_thread(self._here.look, digest, asked))
+
+    async def _ask(self, member: Member, digest: str, asked: list[bytes]) -> KeptBeginning | None:
+        body = messages.encode(messages.TextQuestion(digest, asked))
+        try:
+            answer = await self._partners.ask(
+                member.node_id, messages.LOOK, body, within_s=limits.FETCH_LOOK_S
+            )
+            found = messages.decode(answer, messages.TextFound)
+        except FleetError as error:
+            log.debug("survey.no_answer", peer=member.node_id[:7], reason=str(error))
+            return None
+        return beginning_of(found)
