@@ -147,7 +147,7 @@ class _Sides:
         from fleetd.engine.prompt_encoding import PreparedPrompt
         from fleetd.engine.protocol import Finished, Generate, Report, Sampling, TokenPrompt
         from fleetd.engine.scheduler import Scheduler
-        from fleetd.engine.sequence_state import rollback
+        from fleetd.engine.sequence_state.kinds import ANY
         from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
         from fleetd.engine.speculation.speculation import WorkerSpeculation
         from fleetd.engine.worker import DaemonSocket
@@ -163,7 +163,7 @@ class _Sides:
             finished.extend([report] if isinstance(report, Finished) else [])
             link.send(report)
 
-        verdict = ExactnessVerdict(16, rollback.ANY, "exact: to be measured", {1: 1.0, 16: 1.5})
+        verdict = ExactnessVerdict(16, ANY, "exact: to be measured", {1: 1.0, 16: 1.5})
         scheduler = Scheduler(
             model=self._model,
             tokenizer=self._tokenizer,

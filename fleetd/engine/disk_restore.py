@@ -16,7 +16,7 @@ from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
 _BLOCK = limits.CACHE_BLOCK_TOKENS
 
 
-class KeptPrompts(Protocol):
+class BlockTier(Protocol):
     """What has to be known of a disk tier. ``empty``: its model's caches in which nothing is."""
 
     reader: BlockReader
@@ -32,7 +32,7 @@ class Restoring:
     """``have``: tokens of the prompt that the prefix cache holds."""
 
     def __init__(
-        self, tier: KeptPrompts, tokens: list[int], prefix: PrefixCache, have: int, restore: Restore
+        self, tier: BlockTier, tokens: list[int], prefix: PrefixCache, have: int, restore: Restore
     ) -> None:
         self._tier = tier
         self._tokens = tokens

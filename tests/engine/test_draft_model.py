@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+import tiny_architectures
 import tiny_models
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -60,6 +61,9 @@ def test_a_long_text_is_prefilled_in_pieces(model: Any) -> None:
     assert drafting.guess([]).first == fresh(model, text)
 
 
-def test_a_cache_that_rotates_cannot_be_rolled_back() -> None:
+def test_a_cache_that_rotates_or_runs_cannot_be_rolled_back() -> None:
     with pytest.raises(ModelUnsupported):
         DraftModel(tiny_models.sliding())
+    # A mark undoes a pass as a whole, and a drafter goes back to any token.
+    with pytest.raises(ModelUnsupported):
+        DraftModel(tiny_architectures.tiny("lfm2"))

@@ -13,7 +13,7 @@ from asking import folder_of
 
 from fleetd.engine import loading
 from fleetd.engine.protocol import Loading
-from fleetd.engine.sequence_state import rollback
+from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.verdicts import VerdictKey
@@ -22,7 +22,7 @@ from fleetd.home import durable
 from fleetd.models import digest as digests
 
 KEY = VerdictKey("ab" * 32, "cpu", "x86_64 AVX2", "Linux-6", {"mlx": "0.32"}, {"MKL_CBWR": "AVX2,STRICT"}, 2)
-FOUND = ExactnessVerdict(8, rollback.ANY, "exact: blocks of up to 8 tokens", {1: 0.01, 4: 0.012, 8: 0.02})
+FOUND = ExactnessVerdict(8, ANY, "exact: blocks of up to 8 tokens", {1: 0.01, 4: 0.012, 8: 0.02})
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from fleetd.engine.protocol import Sampling
 from fleetd.engine.sampling import make_processors, make_sampler
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.speculation import exactness_probe as probing
 from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
 from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
@@ -106,7 +107,7 @@ def test_a_quantised_cache_takes_tokens_back(llama: Any) -> None:
     expected = plain(row(llama, speculating.GREEDY, quantised()), 12)
     truth = [one.token for one in expected]
     blocks, found = row(llama, speculating.GREEDY, quantised()), []
-    assert rollback.room(blocks.cache) == rollback.ANY
+    assert rollback.room(blocks.cache) == ANY
     while len(found) < 12:
         rest = truth[len(found) : len(found) + 5]
         found += blocks.advance([*rest[:2], *[(t + 1) % VOCAB for t in rest[2:]]])
@@ -159,7 +160,7 @@ def test_exact_arithmetic_is_found_to_be_exact(llama: Any) -> None:
     assert verdict.text.startswith("exact: blocks of up to 16 tokens, contexts of up to 100")
     assert verdict.context == 104
     assert set(verdict.seconds) == {1, 2, 3, 4, 8, 16}
-    assert ask(llama, ProbePlan.of("cpu", 0.0)).context == rollback.ANY
+    assert ask(llama, ProbePlan.of("cpu", 0.0)).context == ANY
 
 
 class Inexact:

@@ -13,13 +13,13 @@ from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Report, Sampling, TokenPrompt
 from fleetd.engine.scheduler import Scheduler
-from fleetd.engine.sequence_state import rollback
+from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.sources import DraftSource
 from fleetd.engine.speculation.speculation import Mode, WorkerSpeculation
 
 GREEDY = Sampling(temperature=0.0)
-EXACT = ExactnessVerdict(16, rollback.ANY, "exact: for the test", {1: 1.0, 16: 1.5})
+EXACT = ExactnessVerdict(16, ANY, "exact: for the test", {1: 1.0, 16: 1.5})
 
 
 def speculation(vocab_size: int, mode: Mode = "on", **changes: Any) -> WorkerSpeculation:

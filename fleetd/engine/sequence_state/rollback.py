@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleetd.engine.sequence_state import kinds
 from fleetd.engine.sequence_state.kinds import first_held, kind_of
-
-ANY = kinds.ANY
 
 
 def room(cache: list[Any]) -> int:

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from fleetd import limits
 from fleetd.engine.prefix_cache import Hit
 from fleetd.engine.sequence_state import rollback
+from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.speculation import draft_messages as wire
 from fleetd.engine.speculation.lookahead import Guess, Lookahead
 from fleetd.engine.streams.frames import Frame, FrameHeader, FramePipe, Place
@@ -51,7 +52,7 @@ class DraftModel:
         self._fetch = fetch
         self._cache = make_prompt_cache(model)
         # A window's cache can be rolled back only until it is full.
-        if rollback.room(self._cache) < rollback.ANY:
+        if rollback.needs_mark(self._cache) or rollback.room(self._cache) < ANY:
             raise ModelUnsupported(
                 "A model of this kind cannot draft: what it has read cannot be taken back."
             )
