@@ -14,6 +14,7 @@ from bench.scenarios import (
     block_fetching,
     decode,
     demo,
+    dialects,
     drafter_beside_local,
     drafts,
     fetch_modelled,
@@ -127,6 +128,9 @@ FAMILIES = {
     "batching": Family("Eight streams at once", 3, 1, batching.measure, (*_SERVED, *_scenario("batching"))),
     "prefill": Family("Prefill on the CPU", 5, 1, prefill.measure, (*_WORKER, *_scenario("prefill"))),
     "turns": Family("Second turn of a chat", 5, 1, turns.measure, (*_SERVED, *_scenario("turns"))),
+    "dialects": Family(
+        "Dialects beside OpenAI's chat", 9, 1, dialects.measure, (*_SERVED, *_scenario("dialects"))
+    ),
     "kept": Family(
         "Prompts kept on the disk",
         5,

@@ -99,11 +99,14 @@ def test_reasoning_code_points_and_stop_strings_of_a_real_engine(client: openai.
     assert (counted.message.content, counted.finish_reason) == ("1 2 3", "length")
 
 
-def test_a_prompt_over_the_context(client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_over_the_context_is_a_400_in_the_words_that_litellm_looks_for(
+    client: openai.OpenAI, stream: bool
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="chain", messages=said("x" * 5000 + "<hello>"))
+        client.chat.completions.create(model="chain", messages=said("x" * 5000 + "<hello>"), stream=stream)
     assert caught.value.code == "context_length_exceeded"
-    assert "4096" in str(caught.value)
+    assert "This model's maximum context length is 4096 tokens" in str(caught.value)
 
 
 def test_eight_at_once_say_what_each_says_alone(live: LiveDaemon, target: Any) -> None:

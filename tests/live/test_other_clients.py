@@ -37,6 +37,14 @@ try:
     litellm.completion(model=f"openai/{model}", **{**ask, "temperature": 9})
 except litellm.BadRequestError as error:
     out["error"] = str(error)
+long = [{"role": "user", "content": "x" * 5000 + "<hello>"}]
+out["too long"] = []
+for stream in (False, True):
+    try:
+        asked = litellm.completion(model="openai/chain", stream=stream, **{**ask, "messages": long})
+        list(asked) if stream else asked
+    except litellm.ContextWindowExceededError as error:
+        out["too long"].append(type(error).__name__)
 print(json.dumps(out))
 """
 
@@ -59,6 +67,7 @@ def test_litellm(target: Target) -> None:
         assert seen["whole"] == seen["streamed"]
         assert seen["streamed_tokens"][-1:] == [seen["tokens"]]
     assert "temperature" in out["error"]
+    assert out["too long"] == ["ContextWindowExceededError"] * 2
 
 
 def test_llm_command_line(target: Target, tmp_path: Path) -> None:

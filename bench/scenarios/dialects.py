@@ -1,0 +1,166 @@
+"""What a dialect costs beside OpenAI's chat completions: until the first token, and for each token."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from bench.figures import Figure, Measured, alternated, at_most
+from bench.harness import prompts
+from bench.harness.client import Stream
+from bench.harness.daemon import MODEL, Daemon
+from bench.harness.samples import Samples
+from fleetd.api.anthropic.dialect import ANTHROPIC
+from fleetd.api.anthropic.render import MessageOptions, MessageStream
+from fleetd.api.dialect import Dialect
+from fleetd.api.ollama.dialect import OLLAMA
+from fleetd.api.ollama.render import OllamaReplyOptions, OllamaStream
+from fleetd.api.openai.dialect import OPENAI
+from fleetd.api.openai.render import ChatStream, ReplyOptions
+from fleetd.api.responses.dialect import RESPONSES
+from fleetd.api.responses.objects import Response
+from fleetd.api.responses.render import ResponseOptions, ResponseStream
+from fleetd.api.responses.tools import ToolTable
+from fleetd.api.streamer import Streamer
+from fleetd.engine.protocol import Accepted, Delta, Event
+from fleetd.models.catalog import DEFAULT_MODEL
+
+PROMPT_TOKENS = 1000
+TOKENS = 5000
+_ANSWER_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class BenchedDialect:
+    """Args:
+    address, body: a request of ``text`` whose answer is streamed.
+    piece: the text in one object of the stream; "" if it has none.
+    streamer: what makes an answer's objects, and ``dialect`` their bytes.
+    """
+
+    address: str
+    body: Callable[[str], dict[str, Any]]
+    piece: Callable[[dict[str, Any]], str]
+    streamer: Callable[[], Streamer]
+    dialect: Dialect
+
+
+def _said(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _chat_piece(frame: dict[str, Any]) -> str:
+    return "".join(choice["delta"].get("content") or "" for choice in frame["choices"])
+
+
+DIALECTS = {
+    "OpenAI's chat": BenchedDialect(
+        "/v1/chat/completions",
+        lambda text: {"messages": _said(text), "max_tokens": 2, "temperature": 0},
+        _chat_piece,
+        lambda: ChatStream(ReplyOptions(id="x", created=0, model=DEFAULT_MODEL, fingerprint="f")),
+        OPENAI,
+    ),
+    "Responses": BenchedDialect(
+        "/v1/responses",
+        lambda text: {"input": text, "max_output_tokens": 2, "temperature": 0},
+        lambda frame: frame["delta"] if frame["type"] == "response.output_text.delta" else "",
+        lambda: ResponseStream(
+            ResponseOptions(response=Response(id="x", created_at=0, model=DEFAULT_MODEL), tools=ToolTable())
+        ),
+        RESPONSES,
+    ),
+    "Messages": BenchedDialect(
+        "/v1/messages",
+        lambda text: {"messages": _said(text), "max_tokens": 2, "temperature": 0},
+        lambda frame: frame["delta"].get("text", "") if frame["type"] == "content_block_delta" else "",
+        lambda: MessageStream(MessageOptions(id="x", model=DEFAULT_MODEL)),
+        ANTHROPIC,
+    ),
+    "Ollama's chat": BenchedDialect(
+        "/api/chat",
+        lambda text: {
+            "model": DEFAULT_MODEL,
+            "messages": _said(text),
+            "options": {"num_predict": 2, "temperature": 0},
+        },
+        lambda frame: frame["message"]["content"],
+        lambda: OllamaStream(
+            OllamaReplyOptions(model=DEFAULT_MODEL, chat=True, began=datetime.now(UTC), elapsed_s=lambda: 0.0)
+        ),
+        OLLAMA,
+    ),
+}
+_BASELINE = "OpenAI's chat"
+
+
+def measure(runs: int) -> Measured:
+    seen = Samples()
+    with Daemon() as daemon:
+        daemon.warm()
+        for run in range(runs):
+            for at, name in enumerate(alternated(run, list(DIALECTS))):
+                # A text of its own: none may find another's in the prefix cache.
+                text = prompts.text(MODEL, 9000 + 10 * run + at, PROMPT_TOKENS)
+                seen["first", name].append(_first_s(daemon, DIALECTS[name], text))
+    for run in range(runs):
+        for name in alternated(run, list(DIALECTS)):
+            seen["token", name].append(1000 * _token_s(DIALECTS[name]))
+    return Measured(_figures(seen), _HOW)
+
+
+def _figures(seen: Samples) -> list[Figure]:
+    figures = [
+        Figure(f"{_BASELINE}, first token", "s", seen["first", _BASELINE]),
+        Figure(f"{_BASELINE}, host time of a token's bytes", "ms", seen["token", _BASELINE]),
+    ]
+    for name in DIALECTS:
+        if name == _BASELINE:
+            continue
+        later = [ratio - 1 for ratio in seen.ratios(("first", name), ("first", _BASELINE))]
+        pairs = zip(seen["token", name], seen["token", _BASELINE], strict=True)
+        figures += [
+            Figure(f"{name}, first token later by", "%", later, at_most(0.01)),
+            Figure(
+                f"{name}, a token costs more by", "ms", [ours - base for ours, base in pairs], at_most(0.05)
+            ),
+        ]
+    return figures
+
+
+def _first_s(daemon: Daemon, asked: BenchedDialect, text: str) -> float:
+    """Seconds from sending a request to the first text of its answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=_ANSWER_S)
+    with Stream(connection, daemon.token, asked.address, {"stream": True, **asked.body(text)}) as stream:
+        for frame in stream.frames():
+            line = frame.line.removeprefix("data: ")
+            if line.startswith("{") and asked.piece(json.loads(line)):
+                return frame.at_s
+    raise RuntimeError(f"{asked.address} ended without a text")
+
+
+def _token_s(asked: BenchedDialect) -> float:
+    """Seconds of the daemon's event loop in which one token becomes the bytes of its dialect."""
+    streamer, writer = asked.streamer(), asked.dialect.stream()
+    events: list[Event] = [Delta("x", " word") for _ in range(TOKENS)]
+    streamer.feed(0, Accepted("x", 1))
+    for opening in streamer.opening():
+        writer.frame(opening)
+    begun = time.perf_counter()
+    for event in events:
+        for item in streamer.feed(0, event):
+            writer.frame(item)
+    return (time.perf_counter() - begun) / TOKENS
+
+
+_HOW = (
+    f"First token: a daemon on loopback and prompts of {PROMPT_TOKENS:,} tokens, each with a text of its "
+    "own, the dialects in turns; the time runs from sending the request to the first text of the answer. "
+    "Token: the daemon's code that makes a dialect's bytes of the engine's events, alone, over "
+    f"{TOKENS:,} tokens; what follows, writing to the socket, is the same for all."
+)
