@@ -70,13 +70,14 @@ TAGGED_FORMATS = {
 _SAMPLES = ("1", "1.5", "true", "[1]", '{"a": 1}', '"x"', "'x'", "None")
 # What some parsers read as null even where a string is expected, in any case.
 _NULLS = ("null", "none", "nil")
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 # Longest text between two parameters that may still be the beginning of a tag.
 _TAG_CHARS = 1024
 
 
 def escaped(text: str) -> str:
     """Text as it stands inside a JSON string. What is escaped piece by piece is what is escaped at once."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return _JSON.encode(text)[1:-1]
 
 
 def open_end(text: str, tag: str) -> int:
@@ -98,6 +99,7 @@ class TaggedArguments:
     parse: CallParser
     ended: bool = False
     _text: str = ""  # what was read and is not told yet
+    _searched: int = 0  # of it, for the tag that ends a value
     _tag: str = ""  # the open parameter's; "" between parameters
     _is_string: bool = False
     _nulls: tuple[str, ...] = ()
@@ -142,19 +144,21 @@ class TaggedArguments:
         self._is_string = samples == [(key, sample) for sample in _SAMPLES]
         self._nulls = tuple(word for word in _NULLS if self._parsed(word) == (key, None))
         self._in_string = False
-        self._out.append(f"{', ' if self._parameters else ''}{json.dumps(key, ensure_ascii=False)}: ")
+        self._out.append(f"{', ' if self._parameters else ''}{_JSON.encode(key)}: ")
         self._parameters += 1
         return True
 
     def _value(self) -> bool:
         """More of a value. False if more text is needed."""
-        at = self._text.find(self.format.closes)
+        at = self._text.find(self.format.closes, self._searched)
+        self._searched = 0
         if at >= 0:
             text, self._text = self._text[:at], self._text[at + len(self.format.closes) :]
             self._out.append(f'{escaped(self._trimmed_end(text))}"' if self._in_string else self._whole(text))
             self._tag = ""
             return True
         if not self._is_string:
+            self._searched = max(0, len(self._text) - len(self.format.closes) + 1)
             return False
         certain = self._trimmed_end(self._text[: len(self._text) - open_end(self._text, self.format.closes)])
         if not self._in_string:
@@ -174,10 +178,10 @@ class TaggedArguments:
         found = self._parsed(text)
         try:
             if found is not None:
-                return json.dumps(found[1], ensure_ascii=False, allow_nan=False)
+                return _JSON.encode(found[1])
         except (TypeError, ValueError):
             pass  # JSON has no such value
-        return json.dumps(self._trimmed_end(self._trimmed_start(text)), ensure_ascii=False)
+        return _JSON.encode(self._trimmed_end(self._trimmed_start(text)))
 
     def _parsed(self, value: str) -> tuple[str, Any] | None:
         """The parameter's name and value as the format's parser reads them; None where it refuses."""

@@ -6,15 +6,21 @@ import itertools
 import json
 from collections.abc import Iterable
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import chain_model
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_model
+from speculating import GREEDY, Run
 
 from fleetd.engine.output_text import AnswerText
-from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
+from fleetd.engine.prompt_encoding import PreparedPrompt
+from fleetd.engine.protocol import Delta, Generate, TokenPrompt, ToolCall, ToolCallPiece
 from fleetd.engine.tagged_arguments import TAGGED_FORMATS, escaped
 
 PARSERS = [*TAGGED_FORMATS, "gemma4"]
@@ -325,3 +331,35 @@ def test_what_is_no_call_is_left_to_the_parser() -> None:
         (0, "write_file", '{"path": "a"}')
     ]
     assert Written("qwen3_coder", list(answer("qwen3_coder", "Hm.")), STRINGS).text == "Hm."
+
+
+# ---- In a worker -----------------------------------------------------------------------------------------
+
+WRITES = [
+    *("<tool_call>", "\n<function=", "write_file", ">\n<parameter=", "content", ">\n", "one\n", "two</par"),
+    *("three\n", "</parameter>\n", "</function>\n", "</tool_call>", chain_model.EOS),
+]
+
+
+@pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize("most", [40, 8, None])
+def test_a_model_writes_a_file(most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_model, "CHAINS", {"<write>": WRITES, "<count>": chain_model.CHAINS["<count>"]})
+    folder = chain_model.build(tmp_path)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tool_parser_type": "qwen3_coder"}))
+    tokenizer = load_tokenizer(folder)
+    tokens = list(tokenizer.encode("<write>"))
+    run = Run(load_model(folder)[0], tokenizer)
+    request = Generate("r", TokenPrompt(tokens), GREEDY, max_tokens=most, call_pieces=True)
+    run.scheduler.inbox.put(PreparedPrompt(request, tokens, tools=STRINGS))
+    run.finish()
+    written = "".join(e.text for e in run.events if isinstance(e, ToolCallPiece))
+    calls = [e.arguments for e in run.events if isinstance(e, ToolCall)]
+    if most == 8:  # cut in the middle of the value
+        assert (written, calls) == ('{"content": "one\\ntwo', [])
+        assert run.finished("r").reason == "length"
+    else:
+        assert calls == [written] == ['{"content": "one\\ntwo</parthree"}']
+        assert run.finished("r").reason == "tool_calls"
+    assert not any(e.text for e in run.events if isinstance(e, Delta))
