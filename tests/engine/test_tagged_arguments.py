@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import chain_model
 import pytest
+from call_formats import spelling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -71,27 +71,9 @@ class Written:
         stops: tuple[str, ...] = (),
     ) -> None:
         words = [word for word in words if word]
-        self.module = import_module(f"mlx_lm.tool_parsers.{parser}")
-        made = SimpleNamespace(
-            detokenizer=SimpleNamespace(text="", last_segment="", finalize=lambda: None),
-            init_kwargs={"tool_parser_type": parser},
-            has_thinking=False,
-            has_tool_calling=True,
-            tool_call_start=self.module.tool_call_start,
-            tool_call_end=self.module.tool_call_end,
-            tool_parser=self.module.parse_tool_call,
-            structural_markers=[],
-            response_transitions={},
-            response_initial_state=None,
-        )
-
-        def add_token(token: int) -> None:
-            made.detokenizer.last_segment = words[token]
-
-        made.detokenizer.add_token = add_token
+        made = spelling(parser, words)
         self.state = AnswerText("r", made, list(stops), tools, call_pieces=pieces)
         self.by_word = [self.state.push(token) for token in range(len(words))]
-        made.detokenizer.last_segment = ""
         events = [*itertools.chain(*self.by_word), *self.state.finish(cut=cut)]
         self.text = "".join(e.text for e in events if isinstance(e, Delta))
         self.calls = [(e.index, e.name, e.arguments) for e in events if isinstance(e, ToolCall)]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
-from types import SimpleNamespace
-from typing import Any
 
 import miniature_tokenizers as miniature
 import pytest
+from call_formats import spelling
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,49 +63,10 @@ ANSWERS = [
 ]
 
 
-def tokenizer(parser: str, words: list[str]) -> Any:
-    """A tokenizer whose tokens are given pieces of text, with the format of a family."""
-    fields: dict[str, Any]
-    if parser == "llama3":
-        fields = {"start": tool_formats.LLAMA3_START, "end": "", "parse": tool_formats.parse_llama3}
-    elif parser == "harmony":
-        fields = {"start": tool_formats.HARMONY_START, "end": "<|call|>", "parse": tool_formats.parse_harmony}
-    else:
-        module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
-        fields = {
-            "start": module.tool_call_start,
-            "end": module.tool_call_end,
-            "parse": module.parse_tool_call,
-        }
-    response = tool_formats.HARMONY_FORMAT if parser == "harmony" else {}
-
-    class Detokenizer:
-        text = last_segment = ""
-
-        def add_token(self, token: int) -> None:
-            self.last_segment = words[token]
-
-        def finalize(self) -> None:
-            self.last_segment = ""
-
-    return SimpleNamespace(
-        detokenizer=Detokenizer(),
-        init_kwargs={"tool_parser_type": parser},
-        has_thinking=False,
-        has_tool_calling=True,
-        tool_call_start=fields["start"],
-        tool_call_end=fields["end"],
-        tool_parser=fields["parse"],
-        structural_markers=[],
-        response_transitions=response.get("transitions", {}),
-        response_initial_state=response.get("initial_state"),
-    )
-
-
 class Answer:
     def __init__(self, parser: str, words: list[str], *, pieces: bool = True, cut: bool = False) -> None:
         words = [word for word in words if word]
-        made = tokenizer(parser, words)
+        made = spelling(parser, words)
         initial = made.response_initial_state or "normal"
         self.state = AnswerText("r", made, [], TOOLS, initial, call_pieces=pieces)
         events = [e for token in range(len(words)) for e in self.state.push(token)]
