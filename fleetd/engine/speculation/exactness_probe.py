@@ -32,7 +32,7 @@ from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
-from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state.kinds import ANY, kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.speculation.canonical_width import DEAREST, ROWS, WideSteps, can_widen
 
@@ -120,7 +120,7 @@ def probe(
     most = min(context_tokens, rollback.room(empty))
     verdict = _Probing(model, vocab_size, plan, clock).all(most)
     if not verdict.exact and can_widen(empty):
-        wide = _Probing(WideSteps(model, rollback.ANY), vocab_size, plan, clock, narrow=model).all(most)
+        wide = _Probing(WideSteps(model, ANY), vocab_size, plan, clock, narrow=model).all(most)
         also = wide.text.partition(": ")[2]
         verdict = (
             wide
@@ -181,7 +181,7 @@ class _Probing:
             text += "; what was right beside a wrong draft is computed again"
         if self._why:
             text += f"; {self._why}"
-        until = rollback.ANY if self._plan.every else self._context + self._plan.steps
+        until = ANY if self._plan.every else self._context + self._plan.steps
         rows = 1 if self._narrow is None else ROWS
         return ExactnessVerdict(self._width, until, text, self._seconds, rows, self._again)
 
