@@ -35,6 +35,7 @@ from fleetd.engine.protocol import (
     Heartbeat,
     IdleTime,
     Keep,
+    Kept,
     Lacking,
     LoadFailed,
     Loading,
@@ -114,6 +115,7 @@ REPORTS: list[Any] = [
     Followed("f", 3, 2, 1),
     Lacking("a", [b"n" * 32], [0.5], 4096),
     Fetched("a", 1, 4096, 0.5, "peer_lost", "gone"),
+    Kept("a", [b"n" * 32]),
     Heartbeat(3, 1, 2, 3, 4, True, 5, 6, 7, 8, 9),
     Heartbeat(3, scoring=ScoringState("unmeasured", 5000)),
 ]
