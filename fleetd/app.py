@@ -327,6 +327,7 @@ class Daemon:
             stack.push_async_callback(asyncio.to_thread, self._store.close)
             await self._open_ledger()
             token = await asyncio.to_thread(paths.load_token, self._home.token)
+            stack.push_async_callback(asyncio.to_thread, self._disk_cache.close)
             await asyncio.to_thread(self._disk_cache.start)
             if self._node is not None:
                 await self._node.open()

@@ -55,6 +55,11 @@ class DiskCache:
             finally:
                 self._store.close()
 
+    def close(self) -> None:
+        """Close the index; the next look opens it again."""
+        with self._lock:
+            self._store.close()
+
     def open_store(self) -> BlockStore:
         """For one thread, which closes it."""
         return BlockStore(self._settings)

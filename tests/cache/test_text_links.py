@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import kv_blocks
@@ -21,10 +22,11 @@ LINKS = chain(TEXT, b"k")
 
 
 @pytest.fixture
-def cache(settings: DiskCacheSettings) -> DiskCache:
+def cache(settings: DiskCacheSettings) -> Iterator[DiskCache]:
     made = DiskCache(settings, on=True, note=lambda: "")
     made.start()
-    return made
+    yield made
+    made.close()
 
 
 def test_a_text_is_found_as_far_as_its_blocks_are_on_the_disk(store: BlockStore, cache: DiskCache) -> None:
@@ -53,6 +55,7 @@ def test_what_is_evicted_is_not_found_by_its_text(tmp_path: Path) -> None:
     write(store, prompt(2, 6), worth=9.0)
     assert cache.longest("digest", LINKS).links < 8
     store.close()
+    cache.close()
 
 
 def test_clearing_forgets_texts_and_an_old_key_finds_none(store: BlockStore, cache: DiskCache) -> None:

@@ -94,3 +94,4 @@ async def fleet(folder: Path, *may_see: bool) -> AsyncIterator[tuple[Node, list[
     finally:
         for keeper in keepers:
             keeper.store.close()
+            keeper.cache.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,21 @@ async def read(prompts: KeptPrompts, asked: Job, names: list[bytes] = NAMES) -> 
     return told[0]
 
 
+_opened: list[Asking] = []
+
+
+def closing_later(home: Asking) -> Asking:
+    _opened.append(home)
+    return home
+
+
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests wait for answers, however busy the machine is."""
+def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """These tests wait for answers, however busy the machine is; what they opened is closed."""
     monkeypatch.setattr(limits, "FETCH_LOOK_S", 60.0)
+    yield
+    while _opened:
+        _opened.pop().close()
 
 
 class Asking:
@@ -86,6 +98,9 @@ class Asking:
         self.placer = Placer(self.members, self.partners.request)
         self.wanted = WantedModel("m", here=True, folder=FOLDER)  # type: ignore[arg-type]
 
+    def close(self) -> None:
+        self.disk.close()
+
     async def places(self, asked: Job) -> Any:
         return await self.survey.of_job(asked, "m")
 
@@ -96,7 +111,7 @@ class Asking:
 
 async def test_a_machine_tells_how_much_of_a_text_its_memory_and_its_disk_have(tmp_path: Path) -> None:
     async with fleet(tmp_path, True) as (node, [keeper]):
-        home = Asking(tmp_path, node, [keeper])
+        home = closing_later(Asking(tmp_path, node, [keeper]))
         assert await home.places(job()) == {THIS_NODE: KeptBeginning(), keeper.node_id: KeptBeginning()}
         await read(keeper.prompts, job())
         keeper.keep(NAMES)
@@ -110,7 +125,7 @@ async def test_a_machine_tells_how_much_of_a_text_its_memory_and_its_disk_have(t
 
 async def test_what_others_keep_decides_between_fetching_going_there_and_computing(tmp_path: Path) -> None:
     async with fleet(tmp_path, True) as (node, [keeper]):
-        home = Asking(tmp_path, node, [keeper])
+        home = closing_later(Asking(tmp_path, node, [keeper]))
         assert (await home.choose(job())).node_id == THIS_NODE
         await read(keeper.prompts, job())
         keeper.keep(NAMES)
@@ -131,7 +146,7 @@ async def test_what_others_keep_decides_between_fetching_going_there_and_computi
 
 async def test_the_plan_of_a_text_says_what_is_restored_fetched_and_computed(tmp_path: Path) -> None:
     async with fleet(tmp_path, True) as (node, [keeper]):
-        home = Asking(tmp_path, node, [keeper])
+        home = closing_later(Asking(tmp_path, node, [keeper]))
         await read(keeper.prompts, job())
         keeper.keep(NAMES)
         keeper.card = replace(
@@ -170,7 +185,7 @@ async def test_the_plan_of_a_text_says_what_is_restored_fetched_and_computed(tmp
 
 async def test_prompts_that_stay_are_asked_for_nowhere_and_found_by_nobody(tmp_path: Path) -> None:
     async with fleet(tmp_path, True, False) as (node, keepers):
-        home = Asking(tmp_path, node, keepers)
+        home = closing_later(Asking(tmp_path, node, keepers))
         asked = await read(keepers[0].prompts, job(local_only=True))
         assert not asked.tells_blocks
         assert (await home.places(job()))[keepers[0].node_id] == KeptBeginning()
@@ -186,14 +201,14 @@ async def test_machines_that_may_not_be_asked_are_told_no_links(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     async with fleet(tmp_path, True) as (node, keepers):
-        home = Asking(tmp_path, node, keepers, **fields)
+        home = closing_later(Asking(tmp_path, node, keepers, **fields))
         assert await home.places(job()) == {}
         assert home.partners.asked == []
 
 
 async def test_short_prompts_and_those_that_were_just_read_here_ask_nobody(tmp_path: Path) -> None:
     async with fleet(tmp_path, True) as (node, keepers):
-        home = Asking(tmp_path, node, keepers)
+        home = closing_later(Asking(tmp_path, node, keepers))
         assert await home.places(job("hi")) == {}
         home.members.read(THIS_NODE, "m", job())
         assert await home.places(job(TEXT + "and a question?")) == {}
@@ -206,7 +221,7 @@ async def test_a_machine_that_does_not_answer_in_time_counts_as_having_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, True, True) as (node, keepers):
-        home = Asking(tmp_path, node, keepers)
+        home = closing_later(Asking(tmp_path, node, keepers))
         await read(keepers[1].prompts, job())
         ask = home.partners.ask
 
