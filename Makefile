@@ -60,16 +60,22 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# Two halves of about the same work, each in a process of its own; what fails in lint ends both.
-LIVE = tests/live tests/p2p tests/models tests/client
+# Three parts of about the same work, each in a process of its own, because tests of live daemons often wait.
+# What fails in lint ends all.
+LIVE = tests/live tests/p2p tests/models
+ENGINE = tests/engine
+PYTEST = $(BIN)/python -m pytest -q -p no:cacheprovider
 test: $(DEV)
-	@trap 'kill $$live 2>/dev/null || true' EXIT; \
-	$(BIN)/python -m pytest -q -p no:cacheprovider $(LIVE) > .live-tests.log 2>&1 & live=$$!; \
+	@trap 'kill $$live $$engine 2>/dev/null || true' EXIT; \
+	$(PYTEST) $(LIVE) > .live-tests.log 2>&1 & live=$$!; \
+	$(PYTEST) $(ENGINE) > .engine-tests.log 2>&1 & engine=$$!; \
 	$(MAKE) --no-print-directory lint || exit 1; \
-	$(BIN)/python -m pytest -q $(LIVE:%=--ignore=%) && rest=0 || rest=$$?; \
-	wait $$live && ended=0 || ended=$$?; \
+	$(PYTEST) $(patsubst %,--ignore=%,$(LIVE) $(ENGINE)) && rest=0 || rest=$$?; \
+	wait $$engine && engine_ended=0 || engine_ended=$$?; \
+	echo "tests of $(ENGINE):"; cat .engine-tests.log; rm .engine-tests.log; \
+	wait $$live && live_ended=0 || live_ended=$$?; \
 	echo "tests of $(LIVE):"; cat .live-tests.log; rm .live-tests.log; \
-	exit $$((rest + ended))
+	exit $$((rest + engine_ended + live_ended))
 
 # More generated cases, and what runs for minutes on purpose.
 test-long: $(DEV)

@@ -70,8 +70,18 @@ SOURCES: dict[str, Callable[[list[int]], list[Scripted]]] = {
 }
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [
+        pytest.param(kind, sampling, id=f"{kind}-{name}", marks=() if kind in quick else pytest.mark.long)
+        for name, sampling, quick in (
+            ("greedy", GREEDY, SOURCES),
+            ("sampled", SAMPLED, ("one right", "all at once")),
+            ("penalised", PENALISED, ("perfect", "lying")),
+        )
+        for kind in SOURCES
+    ],
+)
 def test_any_source_gives_the_plain_answer(llama: Any, tokenizer: Any, kind: str, sampling: Sampling) -> None:
     plain = one(llama, tokenizer, None, sampling=sampling, top_logprobs=2)
     sources = SOURCES[kind](plain.tokens["r"])

@@ -246,6 +246,7 @@ async def test_what_is_too_short_or_scored_is_not_offered(model: Path) -> None:
             assert sharing.told.finished.usage.completion_tokens > 0
 
 
+@pytest.mark.long
 async def test_cancelling_either_side_leaves_nothing_behind(model: Path) -> None:
     async with workers(model) as (home, helper):
         before = await warm(home), await warm(helper)

@@ -109,6 +109,7 @@ def test_a_prompt_over_the_context_is_a_400_in_the_words_that_litellm_looks_for(
     assert "This model's maximum context length is 4096 tokens" in str(caught.value)
 
 
+@pytest.mark.long
 def test_eight_at_once_say_what_each_says_alone(live: LiveDaemon, target: Any) -> None:
     assert live.control("POST", "/fleet/v1/models/load", {"model": target.model}) == {"ok": True}
     (engine,) = [found for found in live.status()["engines"] if found["model"] == target.model]
