@@ -128,8 +128,8 @@ class CardMaker:
         """Send the first card at once, then one at each change, and after each CARD_REPEAT_S without one."""
         async with asyncio.TaskGroup() as group:
             group.create_task(keep_running("list models", self._list_models), name="list models")
-            if self._publish is not None:
-                group.create_task(keep_running("find digests", self._find_digests), name="find digests")
+            # Also without a fleet: what a load finds out, and prompts on the disk, are kept by digest.
+            group.create_task(keep_running("find digests", self._find_digests), name="find digests")
             told, told_at = None, 0.0
             loop = asyncio.get_running_loop()
             while True:

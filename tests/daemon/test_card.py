@@ -47,7 +47,7 @@ def part(pid: int, first: int, last: int, **fields: Any) -> EngineStatus:
 class Daemon:
     """A card maker with everything it looks at."""
 
-    def __init__(self, profiles: ProfileStore | None = None, **limits: Any) -> None:
+    def __init__(self, profiles: ProfileStore | None = None, *, alone: bool = False, **limits: Any) -> None:
         self.engines: list[EngineStatus] = []
         self.listing = asyncio.Event()
         # The folder's profile is known, which is looked up after it is listed.
@@ -64,7 +64,7 @@ class Daemon:
             counts=RequestCounts,
             draining=lambda: False,
             max_streams=4,
-            publish=self.published,
+            publish=None if alone else self.published,
             speeds=self.speeds,
             profiles=profiles,
             budget=lambda machine, free: budget(MemoryReading(machine.memory_bytes, free), **limits),
@@ -121,6 +121,17 @@ async def test_a_card_says_whether_a_model_can_score_at_once(tmp_path: Path) -> 
         daemon = Daemon(profiles=store)
         await daemon.listed()
         assert daemon.model.scoring == scoring
+
+
+@pytest.mark.one_loop
+async def test_digests_are_found_also_without_a_fleet() -> None:
+    """Prompts on the disk are named by them."""
+    daemon = Daemon(alone=True)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        running = group.create_task(daemon.maker.run())
+        while not (models := daemon.maker.card().models) or models[0].digest != "d":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        running.cancel()
 
 
 @pytest.mark.one_loop
