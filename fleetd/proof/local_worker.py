@@ -89,8 +89,8 @@ class LocalWorker:
             raise EngineError("The engine does not share this prompt.")
         split = make_split(accepted)
         part = f"{request}.0"
+        # All of it before the next turn: the engine waits only seconds for a decision and its streams.
         self.compute.tell(AssistPrefill(part, split, 0))
-        self._until(Accepted, part)
         streams = {"home": "helper0"} | ({"out": "in"} if split.has_next(0) else {})
         for name, theirs in streams.items():
             near, far = _tcp_pair()

@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -162,16 +163,22 @@ def shared(worker: LocalWorker, within_s: float) -> Iterator[SharedProof]:
     kinds: tuple[SplitKind, ...] = ("layers", "tokens")
     for kind in kinds:
         tokens = _drawn(worker, count + 1)
-
-        def split(accepted: Accepted, kind: SplitKind = kind) -> Split:
-            new = accepted.prompt_tokens - 1
-            cuts = (0, layers // 2, layers) if kind == "layers" else (0, new // 2, new)
-            return Split(kind, cuts, layers, accepted.cached, new, SHARE_CHUNK)
-
-        worker.share(tokens, split)
+        worker.share(tokens, partial(in_two, kind, layers))
         hit = worker.compute.prefix.fetch(tokens, DENSE, PLAN)
         same = _same(hit.cache, _local(worker, tokens)) if hit.tokens == count else None
         yield SharedProof(kind, count, same)
+
+
+def in_two(kind: SplitKind, layers: int, accepted: Accepted) -> Split:
+    """The first half for the helper.
+
+    Of a small vocabulary a drawn prompt may begin as an earlier one did: that much is cached then, and chunks
+    are counted from there.
+    """
+    cached, end = accepted.cached, accepted.prompt_tokens - 1
+    cut = layers // 2 if kind == "layers" else cached + SHARE_CHUNK * (SHARE_CHUNKS // 2)
+    cuts = (0, cut, layers) if kind == "layers" else (cached, cut, end)
+    return Split(kind, cuts, layers, cached, end, SHARE_CHUNK)
 
 
 def _local(worker: LocalWorker, tokens: list[int]) -> list[Any]:
@@ -198,7 +205,7 @@ _random = random.Random(20)  # noqa: S311 — prompts, not secrets
 
 
 def _drawn(worker: LocalWorker, count: int) -> list[int]:
-    """Tokens that no cache has seen."""
+    """Tokens of which no cache has seen more than the first few."""
     return [_random.randrange(worker.facts.vocab_size) for _ in range(count)]
 
 

@@ -20,7 +20,9 @@ from fleetctl.home import locate
 from fleetctl.render.proof_page import page
 from fleetd.control.hardware_proof import HardwareProof, ProofStep
 from fleetd.engine import cpu
-from fleetd.proof import sleep_assertion
+from fleetd.engine.protocol import Accepted
+from fleetd.plan.prefill.split import SplitKind, checked
+from fleetd.proof import measurements, sleep_assertion
 
 # What a test's own machine may say in a report: its home, its user, the models and peers of the fakes.
 _SECRETS = ("studio", "air", "k3f9a2b", "192.168.1", "smollm2", "Qwen3", "/home", "capital")
@@ -189,6 +191,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[HardwareProof, s
     done = subprocess.run(
         [*command, "--share", "0.005"], env=environ, capture_output=True, text=True, timeout=110, check=True
     )
+    sys.stderr.write(done.stderr)  # why a step failed, where one did
     fields = prove.collect(done.stdout.splitlines(), lambda _: None)
     assert [p.name for p in folder.iterdir()] == ["model"], "the home is as it was"
     return msgspec.convert(fields, HardwareProof), done.stdout
@@ -220,6 +223,14 @@ def test_the_real_arithmetic_is_proved(measured: tuple[HardwareProof, str]) -> N
     assert [shared.same for shared in proof.shared] == [True, True]
     assert proof.widths
     assert all(width.same for width in proof.widths)
+
+
+@pytest.mark.parametrize("cached", [0, 1, 200])
+@pytest.mark.parametrize("kind", ["layers", "tokens"])
+def test_a_prompt_that_begins_as_an_earlier_one_is_halved_too(kind: SplitKind, cached: int) -> None:
+    split = measurements.in_two(kind, 4, Accepted("proof-1", 513, cached))
+    assert checked(split) == split
+    assert (split.cached, split.tokens, split.layers) == (cached, 512, 4)
 
 
 def test_the_measurements_name_nothing_of_the_owner(measured: tuple[HardwareProof, str]) -> None:
