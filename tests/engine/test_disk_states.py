@@ -33,7 +33,7 @@ from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.rings import RingState
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
+pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 ROOM = 1 << 30
 # What docs/models.md says.
 WINDOWS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate_models.py"))["WINDOWS"]

@@ -26,7 +26,7 @@ from fleetd.engine.protocol import BLOCKS, Cancel, FetchBlocks, Fetched, Finishe
 from fleetd.errors import FleetError
 from fleetd.sealed.stream import SealedSender
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
+pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 # Three blocks and more.
 PROMPT = tiny_models.prompt(900)
 WHOLE = 3
