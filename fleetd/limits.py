@@ -65,8 +65,9 @@ PAGE_TICKETS = 8
 # Unused: a working day. Browsers of one person; the oldest gives way.
 PAGE_SESSION_S = 12 * 3600.0
 PAGE_SESSIONS = 16
-# How often a listener's state is compared with what it knows. A machine that is gone is seen within 3 s.
-EVENTS_S = 0.5
+# How often a listener's state is compared with what it knows. With SUSPECT_S, a machine that is gone is seen
+# within 3 s.
+EVENTS_S = 0.25
 # Open pages, several tabs of each; one costs some thousandths of a core.
 EVENT_LISTENERS = 32
 # Ended requests that are told to listeners: as many as could end between two looks.
