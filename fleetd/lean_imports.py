@@ -1,8 +1,9 @@
 """The daemon's libraries without what they bring along and a daemon never uses.
 
-structlog imports rich and Pygments, for coloured tracebacks, wherever they are installed. aiohttp reads every
-certificate authority of the system, for the HTTPS of its client; a daemon only serves. Its lists that can be
-frozen come with C++'s library, and save no measurable time with the few lists that an application has.
+structlog imports rich and Pygments, for coloured tracebacks, and greenlet, for contexts that no daemon has,
+wherever they are installed. aiohttp reads every certificate authority of the system, for the HTTPS of its
+client; a daemon only serves. Its lists that can be frozen come with C++'s library, and save no measurable time
+with the few lists that an application has.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 
 def load() -> None:
     """Import structlog and aiohttp, before any other module does."""
-    with _absent("rich"):
+    with _absent("rich"), _absent("greenlet"):
         import structlog  # noqa: F401
     os.environ["FROZENLIST_NO_EXTENSIONS"] = "1"
     try:
