@@ -2,8 +2,8 @@
 
 structlog imports rich and Pygments, for coloured tracebacks, and greenlet, for contexts that no daemon has,
 wherever they are installed. aiohttp reads every certificate authority of the system, for the HTTPS of its
-client; a daemon only serves. Its lists that can be frozen come with C++'s library, and save no measurable time
-with the few lists that an application has.
+client; a daemon only serves. Its lists that can be frozen come with C++'s library, and save no measurable
+time with the few lists that an application has.
 """
 
 from __future__ import annotations
