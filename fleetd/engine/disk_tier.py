@@ -40,8 +40,8 @@ def namespace(arithmetic: str, *, local_only: bool) -> str:
 
 @dataclass
 class DiskTier:
-    """``basis``: decides the bytes besides the tokens; nothing has a name until it is known. ``cost``: of this
-    model's prefill on this machine. ``most_queued_bytes``: of what waits to be written."""
+    """``basis``: decides the bytes besides the tokens; nothing has a name until it is known.
+    ``cost``: of this model's prefill on this machine. ``most_queued_bytes``: of what waits to be written."""
 
     settings: DiskCacheSettings
     model: Any
