@@ -25,8 +25,7 @@ from fleetd.engine.disk_restore import Restoring
 from fleetd.engine.load_findings import LateBasis
 from fleetd.engine.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.sequence_state import checkpoints
-from fleetd.engine.sequence_state.blocks import BlockLayout, block_rows, can_be_blocks
-from fleetd.engine.sequence_state.kinds import all_plain
+from fleetd.engine.sequence_state.blocks import BlockLayout, block_rows, can_be_blocks, can_be_checked
 from fleetd.engine.sequence_state.row_memory import RowBuffer
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
@@ -152,8 +151,8 @@ class DiskTier:
 
     def names_for_others(self, tokens: list[int]) -> list[bytes]:
         """What other machines call the whole blocks of ``tokens``, if they compute the same bytes; none where
-        rows are not all that the model keeps: snapshots stay here."""
-        return self._named(DENSE, tokens) if all_plain(self.empty) else []
+        what they sent could not be checked."""
+        return self._named(DENSE, tokens) if can_be_checked(self.empty) else []
 
     def worth(self, tokens: int, n_bytes: int) -> float:
         """Of the blocks of a prompt's first ``tokens``, as ``Index.price`` has it."""

@@ -570,18 +570,21 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     fetched_from: Text = ""
 
 
-class Lacking(msgspec.Struct, frozen=True, tag="lacking"):
+class Lacking(msgspec.Struct, frozen=True, tag="lacking", omit_defaults=True):
     """The blocks of a prompt whose keys and values are neither in memory nor on the disk; answered by a
     FetchBlocks.
 
     ``names``: 32 bytes each, in the prompt's order. ``computed_s``: what computing the first one takes, the
-    first two, and so on. ``block_bytes``: of each.
+    first two, and so on, less what a check of theirs takes. ``block_bytes``: of each.
+    ``rows``: whether the model keeps rows; ``states``: whether it needs snapshots at the ends of blocks.
     """
 
     id: str
     names: list[bytes]
     computed_s: list[Seconds]
     block_bytes: Natural
+    rows: bool = True
+    states: bool = False
 
 
 class Kept(msgspec.Struct, frozen=True, tag="kept"):

@@ -14,6 +14,7 @@ import mlx.nn as nn
 import pytest
 from asking import folder_of
 
+from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.models.folder import ModelFolder
@@ -50,6 +51,13 @@ async def make_pool() -> AsyncIterator[Callable[..., EnginePool]]:
 @pytest.fixture
 def pool(make_pool: Callable[..., EnginePool]) -> EnginePool:
     return make_pool()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks and other machines are waited for however busy this one is."""
+    for name in ("CACHE_LOOKUP_S", "CACHE_BLOCK_S", "FETCH_DECIDE_S", "FETCH_BLOCK_S"):
+        monkeypatch.setattr(limits, name, 60.0)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.rings import RingState
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
+pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 ROOM = 1 << 30
 # What docs/models.md says.
 WINDOWS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate_models.py"))["WINDOWS"]
@@ -180,10 +180,6 @@ def test_a_model_that_keeps_no_rows_has_snapshots_alone(settings: DiskCacheSetti
     model = tiny_architectures.tiny("mamba2")
     kept(model, settings, prompt_of(5 * BLOCK + 20))
     assert len(blocks_of(settings)) == 3
-
-
-def test_a_hybrid_is_not_fetched_from_other_machines(hybrid: Any, settings: DiskCacheSettings) -> None:
-    assert tier(hybrid, settings).names_for_others(prompt_of(5 * BLOCK)) == []
 
 
 # ---- Damage ----------------------------------------------------------------------------------------------

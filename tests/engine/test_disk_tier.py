@@ -40,7 +40,7 @@ from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
+pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 SLOW = PrefillCost(token_s=1.0)
 BLOCK = 256
 # Two blocks and more.

@@ -134,11 +134,14 @@ class _Fetch:
                 self._engine.fetch(FetchBlocks(self._lacking.id))
 
     def _order(self, source: FetchSource) -> bytes:
-        return messages.encode(messages.FetchQuestion(self._lacking.names[: source.blocks], self._lacking.id))
+        lacking = self._lacking
+        asked = lacking.names[: source.blocks]
+        return messages.encode(messages.FetchQuestion(asked, lacking.id, lacking.rows, lacking.states))
 
     async def _ask(self, member: Member) -> FetchSource | None:
         """What it has, and how soon that would be here; None for nothing."""
-        body = messages.encode(messages.BlocksQuestion(self._lacking.names))
+        lacking = self._lacking
+        body = messages.encode(messages.BlocksQuestion(lacking.names, lacking.rows, lacking.states))
         try:
             answer = await self._fetching.partners.ask(
                 member.node_id, messages.FIND, body, within_s=limits.FETCH_FIND_S
@@ -148,10 +151,10 @@ class _Fetch:
             log.debug("fetching.no_answer", peer=member.node_id[:7], reason=str(error))
             return None
         link = member.link
-        blocks = min(found.blocks, len(self._lacking.names))
-        if not blocks or link is None:
+        blocks = min(found.blocks, len(lacking.names))
+        if not blocks or link is None or (lacking.states and not found.state_bytes):
             return None
-        return FetchSource(member.node_id, member.name, link, blocks, found.bytes_per_s)
+        return FetchSource(member.node_id, member.name, link, blocks, found.bytes_per_s, found.state_bytes)
 
     def _failed(self, error: FleetError) -> None:
         if self._source is not None and isinstance(error, PeerError):
