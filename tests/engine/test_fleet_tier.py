@@ -26,7 +26,9 @@ from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
+from fleetd.engine.architectures import CUT
 from fleetd.engine.protocol import BLOCKS, Cancel, FetchBlocks, Fetched, Finished, Kept, Lacking, StreamTag
+from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.errors import FleetError
 from fleetd.requests.kv_fetching import messages
@@ -61,18 +63,18 @@ def settings_in(folder: Path) -> DiskCacheSettings:
 class Machines:
     """One that has read PROMPT and keeps it, ``there``, and one that has not, ``here``."""
 
-    def __init__(self, model: Any, tokenizer: Any, root: Path) -> None:
-        self.model, self.tokenizer, self.root = model, tokenizer, root
+    def __init__(self, model: Any, tokenizer: Any, root: Path, prompt: list[int]) -> None:
+        self.model, self.tokenizer, self.root, self.prompt = model, tokenizer, root, prompt
         self.settings = settings_in(root / "there")
         there = Worker(model, tokenizer, self.settings)
-        there.ask("first", PROMPT)
+        there.ask("first", prompt)
         there.stop()
         self.expected = there.text("first")
         self.here = Worker(model, tokenizer, settings_in(root / "here"))
         self.threads: list[threading.Thread] = []
 
     def ask(self, **fields: Any) -> None:
-        self.here.put("second", PROMPT, fetches=True, **fields)
+        self.here.put("second", self.prompt, fetches=True, **fields)
 
     def lacking(self) -> Lacking:
         while not (found := [e for e in self.here.events if isinstance(e, Lacking)]):
@@ -122,11 +124,11 @@ class Machines:
 
 
 @pytest.fixture
-def make_machines(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[[Any], Machines]]:
+def make_machines(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., Machines]]:
     with ExitStack() as stack:
 
-        def make(model: Any) -> Machines:
-            made = Machines(model, tokenizer, tmp_path)
+        def make(model: Any, prompt: list[int] = PROMPT) -> Machines:
+            made = Machines(model, tokenizer, tmp_path, prompt)
             stack.callback(made.close)
             return made
 
@@ -134,14 +136,8 @@ def make_machines(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[[Any], Ma
 
 
 @pytest.fixture
-def machines(model: Any, make_machines: Callable[[Any], Machines]) -> Machines:
+def machines(model: Any, make_machines: Callable[..., Machines]) -> Machines:
     return make_machines(model)
-
-
-def of_kind(kind: str) -> Any:
-    vocab = {"vocab_size": tiny_models.VOCAB}
-    text = tiny_architectures.config_of(kind).get("text_config")
-    return tiny_architectures.tiny(kind, **({"text_config": text | vocab} if text else vocab))
 
 
 def test_what_another_machine_has_read_is_not_read_again(machines: Machines) -> None:
@@ -370,25 +366,33 @@ def test_a_stream_that_is_not_wanted_any_more_is_closed(machines: Machines) -> N
 KINDS = ["qwen3_5", "gemma3_text", "mamba2"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_snapshots_are_fetched_and_the_answer_is_that_of_a_machine_alone(
-    kind: str, make_machines: Callable[[Any], Machines]
+def of_kind(kind: str) -> tuple[Any, list[int]]:
+    """A model of a family, and a prompt for it."""
+    return tiny_architectures.tiny(kind), [token % tiny_architectures.VOCAB for token in PROMPT]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in sorted(CUT.keys() - set(KINDS)))],
+)
+def test_every_family_is_fetched_and_the_answer_is_that_of_a_machine_alone(
+    kind: str, make_machines: Callable[..., Machines]
 ) -> None:
-    machines = make_machines(of_kind(kind))
+    machines = make_machines(*of_kind(kind))
     machines.ask()
     lacking = machines.lacking()
-    assert lacking.states
-    assert lacking.rows is (kind != "mamba2")
+    assert lacking.states is checkpoints.needed(machines.here.tier.empty)
+    assert lacking.rows is checkpoints.any_rows(machines.here.tier.empty)
     machines.send(machines.honest)
     done, told = machines.finish()
     assert (done.usage.cached_tokens, done.timings.fetched_tokens) == (WHOLE * BLOCK, WHOLE * BLOCK)
     assert told is not None
     assert (told.blocks, told.code) == (WHOLE, "")
-    assert told.n_bytes > WHOLE * lacking.block_bytes
+    assert (told.n_bytes > WHOLE * lacking.block_bytes) is lacking.states
     # What came lies on the own disk afterwards.
     machines.here.stop()
     again = Worker(machines.model, machines.tokenizer, settings_in(machines.root / "here"))
-    assert again.ask("third", PROMPT).timings.restored_tokens == WHOLE * BLOCK
+    assert again.ask("third", machines.prompt).timings.restored_tokens == WHOLE * BLOCK
     assert again.text("third") == machines.expected
     again.stop()
 
@@ -405,9 +409,9 @@ def refused(machines: Machines, change: Callable[[int, int, int, memoryview], No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_snapshot_of_other_numbers_is_found_and_not_used(
-    kind: str, make_machines: Callable[[Any], Machines]
+    kind: str, make_machines: Callable[..., Machines]
 ) -> None:
-    machines = make_machines(of_kind(kind))
+    machines = make_machines(*of_kind(kind))
     last = 1 if kind == "mamba2" else WHOLE + 1
 
     def numbers(number: int, part: int, parts: int, buffer: memoryview) -> None:
@@ -418,9 +422,9 @@ def test_a_snapshot_of_other_numbers_is_found_and_not_used(
 
 
 def test_where_bytes_must_be_equal_one_changed_bit_of_a_state_is_found(
-    make_machines: Callable[[Any], Machines],
+    make_machines: Callable[..., Machines],
 ) -> None:
-    machines = make_machines(of_kind("qwen3_5"))
+    machines = make_machines(*of_kind("qwen3_5"))
     machines.here.scheduler.sharable = SimpleNamespace(any_chunks=True)  # type: ignore[assignment]
 
     def one_bit(number: int, part: int, parts: int, buffer: memoryview) -> None:
@@ -431,14 +435,14 @@ def test_where_bytes_must_be_equal_one_changed_bit_of_a_state_is_found(
 
 
 def test_windows_that_say_they_turned_otherwise_are_not_used(
-    make_machines: Callable[[Any], Machines],
+    make_machines: Callable[..., Machines],
 ) -> None:
     def turned(number: int, part: int, parts: int, buffer: memoryview) -> None:
         if number == WHOLE + 1 and not part:
             rings = msgspec.msgpack.decode(buffer, type=list[RingState])
             buffer[:] = msgspec.msgpack.encode([dataclasses.replace(r, index=r.index - 1) for r in rings])
 
-    refused(make_machines(of_kind("gemma3_text")), turned)
+    refused(make_machines(*of_kind("gemma3_text")), turned)
 
 
 def test_a_machine_with_one_snapshot_or_none_within_reach_has_nothing_to_send() -> None:
