@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import chain_model
 import openai
 import pytest
-import tiny_architectures
+import tiny_hybrid
 from forked_programs import Programs
 from live_daemon import LiveDaemon, until
 
@@ -44,30 +42,21 @@ def restored(reply: Any) -> int:
     return int(reply.timings.get("restored_n", 0))
 
 
-HYBRID = "tiny-hybrid"
-
-
-def hybrid_folder(models: Path) -> Path:
-    """A models folder with a hybrid of Qwen's kind in it, which lies there as a user put it there."""
-    folder = chain_model.build(models / HYBRID)
-    eos = json.loads((folder / "config.json").read_text())["eos_token_id"]
-    tiny_architectures.write(folder, "qwen3_next", vocab_size=chain_model.HIDDEN, eos_token_id=eos)
-    return models
-
-
 def test_a_prompt_is_read_once_also_after_an_unload_and_a_restart_until_it_is_cleared(
     tmp_path: Path, short_dir: Path, programs: Programs
 ) -> None:
-    text = LONG[:900]
-    with LiveDaemon(short_dir / "hybrid", hybrid_folder(tmp_path), programs=programs) as daemon:
-        first = ask(daemon, text, model=HYBRID)
+    text, model = LONG[:900], tiny_hybrid.NAME
+    # As a user put it there.
+    tiny_hybrid.build(tmp_path / model)
+    with LiveDaemon(short_dir / "hybrid", tmp_path, programs=programs) as daemon:
+        first = ask(daemon, text, model=model)
         places = (first.usage.prompt_tokens - 1) // 256 * 256
         assert places >= 768
         assert first.usage.prompt_tokens_details.cached_tokens == 0
-        for warm in (partial(daemon.fleetctl, "models", "unload", HYBRID), daemon.restart):
+        for warm in (partial(daemon.fleetctl, "models", "unload", model), daemon.restart):
             until(lambda: kept_snapshots(daemon) >= 2)
             warm()
-            again = ask(daemon, text, model=HYBRID)
+            again = ask(daemon, text, model=model)
             assert again.usage.prompt_tokens_details.cached_tokens == restored(again) == places
             assert again.timings["restore_ms"] > 0
             assert again.choices == first.choices
@@ -77,7 +66,7 @@ def test_a_prompt_is_read_once_also_after_an_unload_and_a_restart_until_it_is_cl
         assert f"({places:,} from the disk)" in told.stdout
         assert "are gone" in daemon.fleetctl("cache", "clear", "--yes").stdout
         # From memory they are gone, too.
-        computed = ask(daemon, text, model=HYBRID)
+        computed = ask(daemon, text, model=model)
         assert computed.usage.prompt_tokens_details.cached_tokens == 0
         assert computed.choices == first.choices
 
