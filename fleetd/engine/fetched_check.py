@@ -6,65 +6,59 @@ earlier one the tokens up to the later one are computed, and all that the model 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from fleetd import limits
+from fleetd.engine.prefill import Prefiller
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.shared_prefill.spot_check import alike, same
 from fleetd.errors import PeerWrong
 
-_BLOCK = limits.CACHE_BLOCK_TOKENS
-
 
 class FetchedCheck:
-    """``exact``: bytes must be those that are computed here, wherever chunks end; else they must be alike.
+    """Its methods yield after each chunk, so that answers that run go on meanwhile, and raise PeerWrong.
 
-    Every method raises PeerWrong.
+    Args:
+        exact: bytes must be those that are computed here, wherever chunks end; else they must be alike.
+        chunk: how many tokens may be computed at once now.
     """
 
-    def __init__(self, model: Any, tokens: Sequence[int], draw: random.Random, *, exact: bool) -> None:
+    def __init__(self, model: Any, tokens: list[int], chunk: Callable[[], int], *, exact: bool) -> None:
         self._model = model
         self._tokens = tokens
-        self._draw = draw
+        self._chunk = chunk
         self._agree = same if exact else alike
 
     def rows(
-        self, cache_of: Callable[[int], list[Any]], theirs: Sequence[Any], first: int, last: int
-    ) -> None:
-        """``theirs``: parts with a row per token, of which those of tokens [first, last) came.
-
-        Args:
-            cache_of: caches of so many of the tokens, to be added to.
-        """
-        count = limits.SHARE_SPOT_TOKENS
-        start = self._draw.randint(first, last - count)
+        self, earlier: list[Any], at: int, theirs: Sequence[Any], first: int, last: int
+    ) -> Iterator[None]:
+        """``theirs``: parts with a row per token, of which those of tokens [first, last) came. ``earlier``:
+        caches of the first ``at`` tokens, to be added to."""
+        stop = min(at + limits.SHARE_SPOT_TOKENS, last)
         self._finite(theirs, first, last)
-        self._compare_rows(
-            self._computed(cache_of(start), start, start + count), theirs, start, start + count
-        )
+        yield from self._compute(earlier, at, stop)
+        self._compare_rows(earlier, theirs, at, stop)
 
-    def states(self, earlier: list[Any], at: int, theirs: list[Any], first: int, last: int) -> None:
-        """``earlier``, to be added to, as it was after ``at`` tokens; ``theirs`` as it was after ``last``, of
-        whose rows those of tokens [first, last) came."""
-        ours = self._computed(earlier, at, last)
+    def states(self, earlier: list[Any], at: int, theirs: list[Any], first: int, last: int) -> Iterator[None]:
+        """``theirs``: as they were after ``last`` tokens."""
         in_rows = [part for part in all_parts(theirs) if kind_of(part).has_rows(part)]
         self._finite(in_rows, first, last)
-        self._compare_rows(ours, in_rows, at, last)
-        for mine, sent in zip(_states(ours), _states(theirs), strict=True):
+        yield from self._compute(earlier, at, last)
+        self._compare_rows(earlier, in_rows, at, last)
+        for mine, sent in zip(_states(earlier), _states(theirs), strict=True):
             for a, b in zip(_lasting(mine), _lasting(sent), strict=True):
                 self._compare(a, b)
 
-    def _computed(self, cache: list[Any], start: int, stop: int) -> list[Any]:
-        for at in range(start, stop, _BLOCK):
-            self._model(mx.array([self._tokens[at : min(at + _BLOCK, stop)]]), cache=cache)
-            mx.eval([layer.state for layer in cache])
-        return cache
+    def _compute(self, cache: list[Any], start: int, stop: int) -> Iterator[None]:
+        prefiller = Prefiller(self._model, self._tokens[: stop + 1], cache, start)
+        while prefiller.remaining:
+            prefiller.step(self._chunk())
+            yield
 
     def _finite(self, parts: Sequence[Any], first: int, last: int) -> None:
         for part in parts:

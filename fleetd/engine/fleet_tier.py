@@ -14,7 +14,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -31,6 +31,7 @@ from fleetd.errors import FleetError, PeerLate, PeerWrong
 from fleetd.sealed.stream import SealedReceiver
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
+_CHECKED = object()
 
 
 class FetchState(Enum):
@@ -45,6 +46,7 @@ class Fetching:
     Args:
         have: tokens of the prompt's beginning that memory and disk hold; ``held`` gives their caches.
         exact: whether the other machine's bytes must be those that are computed here, wherever chunks end.
+        chunk: how many tokens a step may compute.
         wake: called on any thread when there is something to do.
     """
 
@@ -57,6 +59,7 @@ class Fetching:
         held: Callable[[], Hit],
         *,
         exact: bool,
+        chunk: Callable[[], int],
         wake: Callable[[], None],
         draw: random.Random,
     ) -> None:
@@ -66,7 +69,7 @@ class Fetching:
         self.tokens = 0
         self.seconds = 0.0
         self._tier, self._id, self._prompt = tier, request_id, tokens
-        self._exact, self._wake, self._draw = exact, wake, draw
+        self._exact, self._chunk, self._wake, self._draw = exact, chunk, wake, draw
         self._first = have // _BLOCK
         self._names = tier.names_for_others(tokens[:-1])[self._first :][: limits.FETCH_BLOCKS]
         self._state = FetchState.WAITING
@@ -80,6 +83,7 @@ class Fetching:
         self._targets: block_stream.Targets | None = None
         # Whole blocks that have come and serve, those before ``_first`` included.
         self._blocks = self._first
+        self._checking: Iterator[None] | None = None
         self._error: FleetError | None = None
         self._begun_s = time.monotonic()
 
@@ -131,8 +135,10 @@ class Fetching:
             self._give_up()
         if self._state is not FetchState.DONE:
             return False
-        self.hit = self._hit()
-        return True
+        if self._checking is None:
+            self.seconds = self.elapsed_s
+            self._checking = self._check()
+        return next(self._checking, _CHECKED) is _CHECKED
 
     def close(self) -> None:
         """The request has ended."""
@@ -142,6 +148,11 @@ class Fetching:
             _shut(self._sock)
         elif self._sock is not None:
             self._sock.close()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the others were asked, with what checking took."""
+        return time.monotonic() - self._begun_s
 
     def told(self) -> Fetched | None:
         """What came of it; None if nothing was fetched."""
@@ -203,35 +214,37 @@ class Fetching:
             self._error = PeerLate("Its keys and values came too late.")
         self.close()
 
-    def _hit(self) -> Hit | None:
-        self.seconds = time.monotonic() - self._begun_s
+    def _check(self) -> Iterator[None]:
+        """Take what came if it is right; yields after each step."""
         first, last = self._first * _BLOCK, self._blocks * _BLOCK
         if not self._receiving or last <= self.have:
-            return None
+            return
         try:
-            cache = self._checked(first, last)
+            cache = yield from self._checked(first, last)
         except (PeerWrong, BlockDamaged) as error:
             self._error = error if isinstance(error, PeerWrong) else PeerWrong(f"It sent {error}.")
-            return None
+            return
         self.tokens = last - first
-        return Hit(last, cache, DENSE)
+        self.hit = Hit(last, cache, DENSE)
 
-    def _checked(self, first: int, last: int) -> list[Any]:
+    def _checked(self, first: int, last: int) -> Generator[None, None, list[Any]]:
         """The caches after ``last`` tokens, of which those of tokens [first, last) came. Raises PeerWrong,
         BlockDamaged."""
         tier = self._tier
-        check = FetchedCheck(tier.model, self._prompt, self._draw, exact=self._exact)
+        check = FetchedCheck(tier.model, self._prompt, self._chunk, exact=self._exact)
 
         def after(tokens: int, snapshot: ArrivingSnapshot) -> list[Any]:
             return snapshot.cache(tier.empty, [truncated(part, tokens) for part in self._parts])
 
         if not self._snapshots:
             whole = ArrivingSnapshot(tier.layout())
-            check.rows(lambda start: after(start, whole), self._parts, first, last)
+            start = self._draw.randint(first, last - limits.SHARE_SPOT_TOKENS)
+            yield from check.rows(after(start, whole), start, self._parts, first, last)
             return after(last, whole)
         earlier, later = self._snapshots
-        check.states(after(earlier.tokens, earlier), earlier.tokens, after(last, later), first, last)
-        return after(last, later)
+        theirs = after(last, later)
+        yield from check.states(after(earlier.tokens, earlier), earlier.tokens, theirs, first, last)
+        return theirs
 
     # ---- on the thread -----------------------------------------------------------------------------------
 

@@ -347,6 +347,7 @@ class Scheduler(ComputeLoop):
             have,
             lambda: sequence.hit or self.prefix.fetch(tokens, DENSE),
             exact=self.sharable is not None and self.sharable.any_chunks,
+            chunk=lambda: self._chunk_tokens,
             wake=self.inbox.wake,
             draw=random.Random(),  # noqa: S311 — which tokens are checked; nobody can know it before
         )
@@ -367,7 +368,7 @@ class Scheduler(ComputeLoop):
         if fetching.hit is not None:
             sequence.hit = fetching.hit
             sequence.fetched = fetching.tokens
-        sequence.fetch_s = fetching.seconds
+        sequence.fetch_s = fetching.elapsed_s
         if not sequence.accepted:
             self._accept(sequence)
 

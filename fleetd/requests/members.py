@@ -65,8 +65,8 @@ class Member:
 
     @property
     def life(self) -> str:
-        """The machine from one start of its daemon to the next, as long as its prefix caches last; and as long
-        as it is paired: what it had of prompts is forgotten then."""
+        """The machine from one start of its daemon to the next, as long as its prefix caches last, and no
+        longer than it is paired: then what it has of prompts is forgotten."""
         return f"{self.node_id} {0 if self.here else self.card.epoch} {self.pairing}"
 
     @property
