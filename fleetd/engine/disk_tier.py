@@ -149,10 +149,10 @@ class DiskTier:
         basis = self.basis.value
         return block_names.names(basis, within, tokens) if basis else []
 
-    def names_for_others(self, tokens: list[int]) -> list[bytes]:
+    def names_for_others(self, tokens: list[int], arithmetic: str = DENSE) -> list[bytes]:
         """What other machines call the whole blocks of ``tokens``, if they compute the same bytes; none where
         what they sent could not be checked."""
-        return self._named(DENSE, tokens) if can_be_checked(self.empty) else []
+        return self._named(arithmetic, tokens) if can_be_checked(self.empty) else []
 
     def worth(self, tokens: int, n_bytes: int) -> float:
         """Of the blocks of a prompt's first ``tokens``, as ``Index.price`` has it."""

@@ -23,7 +23,7 @@ from fleetd.cache import block_stream
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.fetched_check import FetchedCheck
-from fleetd.engine.prefix_cache import DENSE, Hit
+from fleetd.engine.prefix_cache import DENSE, PLAN, Hit
 from fleetd.engine.protocol import FetchBlocks, Fetched, Lacking, StreamTag
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, block_rows
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated, truncated
@@ -45,6 +45,7 @@ class Fetching:
 
     Args:
         have: tokens of the prompt's beginning that memory and disk hold; ``held`` gives their caches.
+        plan: whether blocks will do, too, in which another accelerator had a part.
         exact: whether the other machine's bytes must be those that are computed here, wherever chunks end.
         chunk: how many tokens a step may compute.
         wake: called on any thread when there is something to do.
@@ -58,6 +59,7 @@ class Fetching:
         have: int,
         held: Callable[[], Hit],
         *,
+        plan: bool,
         exact: bool,
         chunk: Callable[[], int],
         wake: Callable[[], None],
@@ -71,7 +73,10 @@ class Fetching:
         self._tier, self._id, self._prompt = tier, request_id, tokens
         self._exact, self._chunk, self._wake, self._draw = exact, chunk, wake, draw
         self._first = have // _BLOCK
-        self._names = tier.names_for_others(tokens[:-1])[self._first :][: limits.FETCH_BLOCKS]
+        asked = slice(self._first, self._first + limits.FETCH_BLOCKS)
+        self._names = tier.names_for_others(tokens[:-1])[asked]
+        self._plan_names = tier.names_for_others(tokens[:-1], PLAN)[asked] if plan else []
+        self._namespace = DENSE
         self._state = FetchState.WAITING
         self._decision: FetchBlocks | None = None
         self._sock: socket.socket | None = None
@@ -104,6 +109,7 @@ class Fetching:
             layout.header(0).nbytes,
             rows=bool(layout.rows),
             states=bool(layout.states),
+            plan_names=self._plan_names,
         )
 
     # ---- on the compute thread ---------------------------------------------------------------------------
@@ -175,6 +181,8 @@ class Fetching:
             # What was here has gone meanwhile, and was not asked for.
             self.close()
             return
+        # The rest of a beginning of other numbers is one of other numbers, too.
+        self._namespace = PLAN if decision.plan else held.namespace
         before = [None] * len(layout.rows) if held.cache is None else layout.in_rows(held.cache)
         self._parts = [
             preallocated(shape, len(self._prompt), prefix)
@@ -225,13 +233,13 @@ class Fetching:
             self._error = error if isinstance(error, PeerWrong) else PeerWrong(f"It sent {error}.")
             return
         self.tokens = last - first
-        self.hit = Hit(last, cache, DENSE)
+        self.hit = Hit(last, cache, self._namespace)
 
     def _checked(self, first: int, last: int) -> Generator[None, None, list[Any]]:
         """The caches after ``last`` tokens, of which those of tokens [first, last) came. Raises PeerWrong,
         BlockDamaged."""
-        tier = self._tier
-        check = FetchedCheck(tier.model, self._prompt, self._chunk, exact=self._exact)
+        tier, exact = self._tier, self._exact and self._namespace == DENSE
+        check = FetchedCheck(tier.model, self._prompt, self._chunk, exact=exact)
 
         def after(tokens: int, snapshot: ArrivingSnapshot) -> list[Any]:
             return snapshot.cache(tier.empty, [truncated(part, tokens) for part in self._parts])

@@ -24,12 +24,27 @@ from fleetd import limits
 from fleetd.cache import block_names, block_stream
 from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore
+from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.architectures import CUT
-from fleetd.engine.protocol import BLOCKS, Cancel, FetchBlocks, Fetched, Finished, Kept, Lacking, StreamTag
+from fleetd.engine.prefix_cache import DENSE, PLAN
+from fleetd.engine.protocol import (
+    BLOCKS,
+    Accepted,
+    Cancel,
+    FetchBlocks,
+    Fetched,
+    Finished,
+    Kept,
+    Lacking,
+    PrefillAlone,
+    StreamTag,
+)
 from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.sequence_state.rings import RingState
+from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.choice import checked_by
@@ -81,22 +96,27 @@ class Machines:
             self.here.turn()
         return found[0]
 
-    def decide(self, blocks: int) -> None:
-        self.here.scheduler.tell(FetchBlocks("second", blocks))
+    def decide(self, blocks: int, *, plan: bool = False) -> None:
+        self.here.scheduler.tell(FetchBlocks("second", blocks, plan=plan))
 
     def send(
-        self, work: Callable[[socket.socket, SealedSender, list[bytes]], None], blocks: int = WHOLE
+        self,
+        work: Callable[[socket.socket, SealedSender, list[bytes]], None],
+        blocks: int = WHOLE,
+        *,
+        plan: bool = False,
     ) -> None:
         """``work`` is what the other machine does with its end of the stream."""
         asked = self.lacking()
         cache = DiskCache(self.settings, on=True, note=lambda: "")
-        question = messages.FetchQuestion(asked.names[:blocks], "second", asked.rows, asked.states)
+        wanted = (asked.plan_names if plan else asked.names)[:blocks]
+        question = messages.FetchQuestion(wanted, "second", asked.rows, asked.states)
         names = parts_to_send(cache, question)
         cache.close()
         near, far = socket.socketpair()
         key = os.urandom(32)
         self.here.scheduler.put_stream(StreamTag("second", BLOCKS, key, "connector"), near)
-        self.decide(blocks)
+        self.decide(blocks, plan=plan)
 
         def run() -> None:
             with far, suppress(FleetError, OSError):
@@ -450,3 +470,62 @@ def test_a_machine_with_one_snapshot_or_none_within_reach_has_nothing_to_send() 
     assert checked_by([(1, 7), (2, 8), (4, 9)]) == ((2, 8), (4, 9))
     assert checked_by([(1, 7), (2, 8), (9, 9)]) == ((1, 7), (2, 8))
     assert checked_by([(1, 7), (2, 8), (9, 9)], blocks=9) == ()
+
+
+# ---- Numbers in which another accelerator had a part -----------------------------------------------------
+
+
+def keep_as_plan(worker: Worker, tokens: list[int]) -> None:
+    """As if a helper of another kind had computed some of it."""
+    worker.ask("kept", tokens)
+    found = worker.scheduler.prefix.fetch([*tokens, 0])
+    assert found.cache
+    worker.tier.store(tokens[: found.tokens], found.cache, PLAN, local_only=False)
+    worker.stop()
+
+
+@pytest.mark.parametrize("where", ["there", "here"])
+def test_an_answer_that_begins_with_other_numbers_is_labelled_wherever_these_lie(
+    where: str, machines: Machines
+) -> None:
+    # Those that another machine keeps, or the own disk's, before blocks of the other one that are exact.
+    model, tokenizer, own = machines.model, machines.tokenizer, settings_in(machines.root / "own")
+    at, tokens = (machines.settings, PROMPT) if where == "there" else (own, PROMPT[: BLOCK + 10])
+    keep_as_plan(Worker(model, tokenizer, at), tokens)
+    if where == "here":
+        forget_exact(own, machines, tokens)
+    machines.here.stop()
+    sharable = Sharable.of(Stage.of(model), "cpu", {"mlx-lm": "1"})
+    machines.here = Worker(model, tokenizer, own, sharable=sharable)
+    machines.ask(shared=True)
+    lacking = machines.lacking()
+    assert len(lacking.plan_names) == len(lacking.names) == WHOLE - (where == "here")
+    assert not set(lacking.plan_names) & set(lacking.names)
+    machines.send(machines.honest, len(lacking.names), plan=where == "there")
+    while not (accepted := [e for e in machines.here.events if isinstance(e, Accepted)]):
+        machines.here.turn()
+    assert (accepted[0].cached, accepted[0].exact) == (WHOLE * BLOCK, False)
+    machines.here.scheduler.tell(PrefillAlone("second"))
+    done, told = machines.finish()
+    assert done.timings.fetched_tokens == len(lacking.names) * BLOCK
+    assert told is not None
+    # An exact answer never begins with it.
+    assert machines.here.scheduler.prefix.longest(PROMPT, DENSE) == 0
+    assert machines.here.scheduler.prefix.longest(PROMPT, PLAN) == len(PROMPT) - 1
+
+
+def forget_exact(settings: DiskCacheSettings, machines: Machines, tokens: list[int]) -> None:
+    """Leave only the blocks of other numbers on the disk."""
+    key = MachineKey.load_or_create(Path(settings.key_file))
+    store = BlockStore(settings)
+    for name in machines.here.tier._names(tokens, DENSE, local_only=False):
+        (Path(settings.folder) / "blocks" / key.file_name(name)).unlink()
+        assert store.read(name, lambda header: []) is None
+    store.close()
+
+
+def test_a_prompt_whose_answer_must_be_exact_asks_for_no_other_numbers(machines: Machines) -> None:
+    machines.ask()
+    assert machines.lacking().plan_names == []
+    machines.decide(0)
+    machines.finish()

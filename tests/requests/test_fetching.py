@@ -150,6 +150,26 @@ async def test_where_a_model_needs_snapshots_the_last_two_come_after_the_rows(
         assert home.engine.fetches[0].blocks == 3
 
 
+@pytest.mark.parametrize("exact_ones", [False, True])
+async def test_blocks_of_other_numbers_come_where_there_are_fewer_exact_ones(
+    tmp_path: Path, exact_ones: bool
+) -> None:
+    others = kv_blocks.prompt(1, 4, namespace="plan")
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(others)
+        if exact_ones:
+            keepers[0].keep(NAMES)
+        home = Home(node, keepers)
+        wanted = NAMES if exact_ones else others
+
+        def fetched() -> Fetched:
+            assert home.receive(wanted) == payloads(wanted)
+            return Fetched("r1", 4, 4 * SIZE, 0.5)
+
+        await home.run(msgspec.structs.replace(lacking(NAMES), plan_names=others), fetched)
+        assert [(fetch.blocks, fetch.plan) for fetch in home.engine.fetches] == [(4, not exact_ones)]
+
+
 @pytest.mark.parametrize("states", [[], [3], [0, 3]])
 async def test_a_snapshot_that_could_not_be_checked_is_not_offered(tmp_path: Path, states: list[int]) -> None:
     async with fleet(tmp_path, True) as (node, keepers):

@@ -14,7 +14,7 @@ from fleetd.plan.costs import LinkSpeed
 @dataclass(frozen=True, slots=True)
 class FetchSource:
     """A machine that has the first ``blocks`` of those that lack; ``bytes_per_s``: of its disk, 0 unknown.
-    ``state_bytes``: of the snapshots that come with them."""
+    ``state_bytes``: of the snapshots that come with them. ``plan``: other numerics had a part."""
 
     node_id: str
     name: str
@@ -22,6 +22,7 @@ class FetchSource:
     blocks: int
     bytes_per_s: float = 0.0
     state_bytes: int = 0
+    plan: bool = False
 
     def seconds(self, block_bytes: int) -> float:
         """From the decision to the last byte."""
