@@ -16,13 +16,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
 from fleetd.cache import block_names
+from fleetd.cache.block_names import LateBasis
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.pricing import PrefillCost, worth_per_gib
 from fleetd.cache.restoring import BlockNames, BlockReader
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.cache.write_behind import BlocksToWrite, StateToWrite, WriteBehind, WriterFigures
 from fleetd.engine.disk_restore import Restoring
-from fleetd.engine.load_findings import LateBasis
 from fleetd.engine.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.sequence_state.blocks import BlockLayout, block_rows, can_be_blocks, can_be_checked

@@ -8,9 +8,7 @@ doubt are kept too, until they have been measured again in idle time.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -65,22 +63,6 @@ class FindingsKey(msgspec.Struct, frozen=True):
         """Where they are stored. ``cache``: the home's folder for what can be found out again."""
         name = f"{self.model.digest[:32]}-{self.model.device}.json"
         return CachedResult(cache / _FOLDER / name if self.model.digest else None, self, LoadFindings)
-
-
-@dataclass
-class LateBasis:
-    """``block_basis`` from the moment on at which the model's digest is known: as a rule at the load, else as
-    soon as the daemon has hashed the files. ``find``: b"" until then; ``look`` calls it on any thread."""
-
-    find: Callable[[], bytes]
-    value: bytes = field(default=b"", init=False)
-
-    def __post_init__(self) -> None:
-        self.look()
-
-    def look(self) -> None:
-        with suppress(OSError):
-            self.value = self.value or self.find()
 
 
 class BlockBasis(msgspec.Struct, frozen=True):

@@ -23,11 +23,12 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
 
 from fleetd import limits
+from fleetd.cache.block_names import LateBasis
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine import address_space, cpu, device_memory
 from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Speeds, calibrate
 from fleetd.engine.failures import over_files
-from fleetd.engine.load_findings import FindingsKey, LateBasis, LoadFindings, block_basis
+from fleetd.engine.load_findings import FindingsKey, LoadFindings, block_basis
 from fleetd.engine.memory import admit_weights, human
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import SamplingDefaults

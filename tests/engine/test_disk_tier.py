@@ -14,12 +14,12 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from fleetd import limits
+from fleetd.cache.block_names import LateBasis
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.index import FoundBlocks
 from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.disk_tier import DiskTier
-from fleetd.engine.load_findings import LateBasis
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.prompt_encoding import prepare

@@ -10,8 +10,8 @@ from typing import Any
 import jinja2
 import pytest
 
+from fleetd.cache.block_names import LateBasis
 from fleetd.engine import prompt_encoding, protocol, worker
-from fleetd.engine.load_findings import LateBasis
 from fleetd.engine.protocol import (
     AssistPrefill,
     Cancel,
