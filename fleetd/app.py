@@ -38,7 +38,7 @@ from fleetd.control.fleet_view import PeerView
 from fleetd.descriptors import UNSCALED, connection_caps, open_limit, raise_limit
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.engine.scoring.known_profiles import ProfileStore
-from fleetd.errors import ConfigError, Draining, PortInUse
+from fleetd.errors import ConfigError, Draining, FleetError, PortInUse
 from fleetd.fleet import Fleet, default_name
 from fleetd.hardware.memory import machine_budget
 from fleetd.hardware.probe import HardwareProbe
@@ -50,6 +50,7 @@ from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.models.catalog import CATALOG, find
 from fleetd.models.model_store import ModelStore
+from fleetd.models.pinned import PinnedModels
 from fleetd.models.verify import verify
 from fleetd.notify import Notifier
 from fleetd.observe import get_logger
@@ -147,6 +148,7 @@ class Daemon:
             Path(config.models.dir).expanduser().absolute() if config.models.dir else home.models,
             hub_cache=Path(config.models.hub_cache).expanduser() if config.models.hub_cache else None,
         )
+        self._pinned = PinnedModels(home.pinned_models)
         self._disk_cache = DiskCache(
             _cache_settings(config, home), on=config.cache.disk, note=lambda: self._pool.disk_note
         )
@@ -154,6 +156,7 @@ class Daemon:
             _pool_options(config, home, self._disk_cache.for_workers),
             record_path=self._models.record_path,
             pressure=lambda: self._prober.read().pressure,
+            pinned=lambda: self._pinned.names,
         )
         self._metrics = Metrics(__version__, engines=self._pool.status, peers=self._peers)
         self._node = (
@@ -343,6 +346,8 @@ class Daemon:
                 if self._fleet is not None:
                     background.append(group.create_task(self._fleet.run(), name="fleet"))
                 background.append(group.create_task(keep_running("card", self._card.run), name="card"))
+                pinned = keep_running("pinned models", self._load_pinned)
+                background.append(group.create_task(pinned, name="pinned models"))
                 try:
                     async with AsyncExitStack() as sites:
                         self._http = await self._listen(sites, token)
@@ -371,6 +376,14 @@ class Daemon:
         else:
             if lost:
                 log.info("ledger.recovered", refunded=lost)
+
+    async def _load_pinned(self) -> None:
+        """One after another: each takes the disk for itself, and says what memory is left for the next."""
+        for name in sorted(self._pinned.names):
+            try:
+                await self._pool.load(await asyncio.to_thread(self._models.resolve, name))
+            except FleetError as error:
+                log.warning("pinned.not_loaded", model=name, code=error.code, error=error.message)
 
     def _card_maker(self, node: Node | None) -> CardMaker:
         return CardMaker(
@@ -447,6 +460,7 @@ class Daemon:
                 origins=frozenset(http.allowed_origins),
                 fleet=self._fleet or DisabledFleet(),
                 plan=self._plans.plan,
+                pinned=self._pinned,
                 traces=self._traces.newest,
                 smart_defaults=self._config.smart_prefill.policy,
                 compressing=self._compressing,

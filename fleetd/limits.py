@@ -24,6 +24,8 @@ ASSUMED_MEMORY_BYTES = 8 * GIB
 # Linux is short of memory where programs wait for it this share of the time, and less than this is free.
 STALLED_PERCENT = 10.0
 WARNING_FREE_SHARE, CRITICAL_FREE_SHARE = 0.10, 0.05
+# Models that are to stay loaded, and the file with their names: far more than fit in any memory.
+PINNED_MODELS, PINNED_MODELS_BYTES = 64, 64 * KIB
 # While the system is short of memory, models that were idle for this long are unloaded; all idle ones where
 # it is critically short, one after the other: freed memory shows after a moment.
 PRESSURE_IDLE_S, PRESSURE_STEP_S = 60.0, 3.0
@@ -63,8 +65,9 @@ PAGE_TICKETS = 8
 # Unused: a working day. Browsers of one person; the oldest gives way.
 PAGE_SESSION_S = 12 * 3600.0
 PAGE_SESSIONS = 16
-# How often a listener's state is compared with what it knows. A machine that is gone is seen within 3 s.
-EVENTS_S = 0.5
+# How often a listener's state is compared with what it knows. With SUSPECT_S, a machine that is gone is seen
+# within 3 s.
+EVENTS_S = 0.25
 # Open pages, several tabs of each; one costs some thousandths of a core.
 EVENT_LISTENERS = 32
 # Ended requests that are told to listeners: as many as could end between two looks.

@@ -11,6 +11,7 @@ from typing import Any
 
 import forked_programs
 import pytest
+import set_speeds
 import uvloop
 from forked_programs import Programs
 from hypothesis import HealthCheck, settings
@@ -51,8 +52,13 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> d
 
 @pytest.fixture(scope="session", autouse=True)
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
-    """Forks real workers and daemons; it starts with the first. Here every worker is forked by it."""
-    made = Programs(tmp_path_factory.mktemp("programs") / "log")
+    """Forks real workers and daemons; it starts with the first. Here every worker is forked by it.
+
+    Their speeds are set: which plan is cheaper must not depend on what else the processors do.
+    """
+    made = Programs(
+        tmp_path_factory.mktemp("programs") / "log", limits=set_speeds.LIMITS, install=["set_speeds"]
+    )
     with pytest.MonkeyPatch.context() as patch:
         if forked_programs.AVAILABLE:
             patch.setattr(asyncio, "create_subprocess_exec", made.exec)

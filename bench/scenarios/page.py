@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,9 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, sync_playw
 
 from bench.figures import Figure, Measured, at_most
 from bench.harness.daemon import Daemon
+from bench.harness.fleet import Fleet
 
+_HERE, _OTHER = "here", "other"
 _MACHINES, _REQUESTS = 64, 1000
 _VIEWS = ("fleet", "requests", "history", "models", "pairing", "fleet", "requests")
 _WINDOW_S = 20.0
@@ -54,6 +57,7 @@ def measure(runs: int) -> Measured:
         before = _page_figures(session)
         opened = _busy(process)
         after = _page_figures(session)
+        gone = [_seen_gone(browser, number) for number in (signal.SIGKILL, signal.SIGSTOP) * runs]
         browser.close()
     drawing = (after["TaskDuration"] - before["TaskDuration"]) / _WINDOW_S
     return Measured(
@@ -66,6 +70,13 @@ def measure(runs: int) -> Measured:
                 at_most(100),
                 "worst",
                 f"{_MACHINES} simulated machines, {_REQUESTS} requests, while views change",
+            ),
+            Figure(
+                "A machine that is killed, or falls silent, seen on another one's page",
+                "s",
+                gone,
+                at_most(3.0),
+                "worst",
             ),
             Figure("A page that is open, share of a core in the browser", "%", [drawing], at_most(0.01)),
             Figure("The same, in the daemon", "%", [max(0.0, opened - closed)], at_most(0.01)),
@@ -91,6 +102,18 @@ def _first_paint(browser: Browser, daemon: Daemon) -> float:
         page = _opened(context, daemon)
         said = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
         return float(page.evaluate(said))
+
+
+def _seen_gone(browser: Browser, number: signal.Signals) -> float:
+    """Seconds from a signal to a machine until another one's page shows it as gone."""
+    with Fleet([_HERE, _OTHER]) as fleet, browser.new_context() as context:
+        fleet.start_all()
+        fleet.until_usable(_HERE, _OTHER)
+        page = _opened(context, fleet[_HERE])
+        page.wait_for_selector(".machines li:nth-child(2):not(.out)")
+        begun = fleet.signal(_OTHER, number)
+        page.wait_for_selector(".machines li.out")
+        return time.perf_counter() - begun
 
 
 def _longest_task(browser: Browser, daemon: Daemon) -> float:

@@ -1,4 +1,4 @@
-"""`fleetctl models`: list, pull, add, verify, load, unload and remove models."""
+"""`fleetctl models`: list, pull, add, verify, load, unload, pin and remove models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fleetd.control.model_listing import InstalledModel, ModelListing, ModelVerd
 @json_option
 @click.pass_context
 def command(context: click.Context) -> None:
-    """List models; pull, add, verify, load, unload or remove one."""
+    """List models; pull, add, verify, load, unload, pin or remove one."""
     if context.invoked_subcommand is None:
         context.invoke(list_models)
 
@@ -135,6 +135,29 @@ def unload(session: CliSession, name: str) -> None:
     session.emit(done, f"{name} is not loaded any more.")
 
 
+@command.command("pin")
+@click.argument("name")
+@json_option
+@pass_session
+def pin(session: CliSession, name: str) -> None:
+    """Load a model and keep it loaded, also after a restart."""
+    with Progress() as progress:
+        progress.update(f"loading {name}")
+        body = {"model": name}
+        done = session.client().post("/fleet/v1/models/pin", body, timeout_s=limits.CLIENT_LONG_CALL_S)
+    session.emit(done, f"{name} stays loaded. `fleetctl models unpin {name}` ends that.")
+
+
+@command.command("unpin")
+@click.argument("name")
+@json_option
+@pass_session
+def unpin(session: CliSession, name: str) -> None:
+    """Let a model be unloaded as any other."""
+    done = session.client().post("/fleet/v1/models/unpin", {"model": name})
+    session.emit(done, f"{name} is not pinned any more. It is unloaded once it was idle for long.")
+
+
 @command.command("remove")
 @click.argument("name")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
@@ -187,7 +210,7 @@ def _installed(model: InstalledModel) -> tuple[str, ...]:
         *_abilities(model),
         ", ".join(model.roles) or "-",
         model.source or "-",
-        "loaded" if model.loaded else "",
+        ", ".join(word for word, is_so in (("loaded", model.loaded), ("pinned", model.pinned)) if is_so),
     )
 
 

@@ -279,6 +279,8 @@ FLEET: tuple[Route, ...] = (
     _post("/fleet/v1/models/add", daemon.add, CONTROL),
     _post("/fleet/v1/models/load", daemon.load, CONTROL, page=True),
     _post("/fleet/v1/models/unload", daemon.unload, CONTROL, page=True),
+    _post("/fleet/v1/models/pin", daemon.pin, CONTROL, page=True),
+    _post("/fleet/v1/models/unpin", daemon.unpin, CONTROL, page=True),
     _post("/fleet/v1/models/verify", daemon.verify, CONTROL),
     _post("/fleet/v1/models/remove", daemon.remove, CONTROL, page=True),
     _get("/fleet/v1/cache", cache.show, CONTROL),

@@ -22,6 +22,7 @@ from fleetd.metrics import Metrics
 from fleetd.models.catalog import CatalogEntry
 from fleetd.models.model_names import ModelNames
 from fleetd.models.model_store import ModelStore
+from fleetd.models.pinned import PinnedModels
 from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill.compression_job import CompressionService
@@ -43,6 +44,7 @@ class Services:
         origins: web origins that may call from a browser. Without any there are no CORS headers.
         plan: how a prompt would be answered now; raises FleetError where no machine can.
         traces: the newest so many, or those of one request.
+        pinned: models that stay loaded; to change them blocks.
         smart_defaults: what smart prefill does where a request leaves it open.
         compressing: shortens a prompt for /v1/compress.
         disk_cache: prompts on the disk; its methods block.
@@ -68,6 +70,7 @@ class Services:
     version: str
     names: ModelNames
     plan: Callable[[PlanQuestion], Awaitable[PlanView]]
+    pinned: PinnedModels
     catalog: Sequence[CatalogEntry] = ()
     hosts: frozenset[str] = field(default_factory=frozenset)
     origins: frozenset[str] = field(default_factory=frozenset)

@@ -142,6 +142,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     decoding: int = 0
     waiting: int = 0
     assisting: int = 0
+    pinned: bool = False
     steps: int = 0
     progress_age_s: float = 0.0
     idle_s: float = 0.0
@@ -157,7 +158,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     @property
     def evictable(self) -> bool:
         """True while the worker would give its memory back to a model that needs it."""
-        return self.state == "ready" and not self.busy and not self.assisting
+        return self.state == "ready" and not self.busy and not self.assisting and not self.pinned
 
 
 class RequestCounts(msgspec.Struct, frozen=True):

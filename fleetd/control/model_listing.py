@@ -10,6 +10,8 @@ from fleetd.control.daemon_status import MemoryBudget
 class InstalledModel(msgspec.Struct, frozen=True):
     """A model on this machine. ``digest`` is None: computing it may take minutes, so only ``verify`` does.
 
+    ``pinned``: it stays loaded while nothing asks for it, and is loaded at the daemon's start.
+
     ``tools``: how it writes tool calls, by the name of the format; "" if it writes none. ``thinking``: it can
     reason before it answers.
     """
@@ -22,6 +24,7 @@ class InstalledModel(msgspec.Struct, frozen=True):
     roles: list[str] = []
     path: str = ""
     loaded: bool = False
+    pinned: bool = False
     digest: str | None = None
     tools: str = ""
     thinking: bool = False

@@ -75,7 +75,7 @@ class DiskTier:
     def close(self) -> None:
         """Write what is queued, within ``limits.CACHE_FLUSH_S``."""
         self.reader.close()
-        self.writer.close()
+        self.writer.close(limits.CACHE_FLUSH_S)
 
     def layout(self) -> BlockLayout:
         """Computed from one token if no prompt was computed yet."""

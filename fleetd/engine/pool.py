@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from fleetd import limits
@@ -59,6 +60,8 @@ class EnginePool:
     record_path: Callable[[ModelFolder], Path | None] = lambda folder: None
     # How short the system is of memory.
     pressure: Callable[[], Pressure] = lambda: ""
+    # Models that stay loaded unless the system is critically short of memory.
+    pinned: Callable[[], Collection[str]] = frozenset
     _engines: dict[str, EngineProcess] = field(default_factory=dict, init=False)
     _deaths: dict[str, int] = field(default_factory=dict, init=False)
     _starting: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
@@ -94,6 +97,8 @@ class EnginePool:
 
     def stays_s(self, name: str) -> float:
         """After so many seconds of idleness a model is unloaded; infinite if it stays."""
+        if name in self.pinned():
+            return math.inf
         return self._stays_s.get(name, self.options.idle_unload_s or math.inf)
 
     async def relieve(self, pressure: Pressure) -> None:
@@ -114,7 +119,8 @@ class EnginePool:
             for engine in self._engines.values():
                 engine.free_memory(prompts=critical)
         idle_s = 0.0 if critical else limits.PRESSURE_IDLE_S
-        await self._evict_idle(f"the system is short of memory ({pressure})", idle_s=idle_s)
+        kept = () if critical else self.pinned()
+        await self._evict_idle(f"the system is short of memory ({pressure})", idle_s=idle_s, kept=kept)
 
     @property
     def disk_note(self) -> str:
@@ -302,7 +308,11 @@ class EnginePool:
         return any(engine.busy or engine.state == "loading" for engine in self._engines.values())
 
     def status(self) -> list[EngineStatus]:
-        return [engine.status for engine in self._engines.values()]
+        pinned = self.pinned()
+        return [
+            msgspec.structs.replace(engine.status, pinned=True) if name in pinned else engine.status
+            for name, engine in self._engines.items()
+        ]
 
     async def close(self) -> None:
         """End all workers."""
@@ -336,7 +346,9 @@ class EnginePool:
                 async for progress in engine.loaded():
                     yield progress
             except OutOfMemory:
-                if not evict or not await self._evict_idle("memory is needed", besides=wanted.name):
+                if not evict or not await self._evict_idle(
+                    "memory is needed", besides=wanted.name, kept=self.pinned()
+                ):
                     raise
                 continue
             yield engine
@@ -389,12 +401,18 @@ class EnginePool:
             **{name: getattr(self.options, name) for name in WorkerOptions.__struct_fields__},
         )
 
-    async def _evict_idle(self, reason: str, *, besides: str = "", idle_s: float = 0.0) -> bool:
+    async def _evict_idle(
+        self, reason: str, *, besides: str = "", idle_s: float = 0.0, kept: Collection[str] = ()
+    ) -> bool:
         """Unload the model that has been idle longest, at least for ``idle_s``. False if there is none."""
         idle = [
             (e.idle_s, n)
             for n, e in self._engines.items()
-            if n != besides and e.state == "ready" and not self._in_use(n) and e.idle_s >= idle_s
+            if n != besides
+            and n not in kept
+            and e.state == "ready"
+            and not self._in_use(n)
+            and e.idle_s >= idle_s
         ]
         if not idle:
             return False

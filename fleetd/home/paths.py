@@ -54,6 +54,11 @@ class HomeFolder:
         return self.root / "fleetd.db"
 
     @property
+    def pinned_models(self) -> Path:
+        """Names of models that stay loaded."""
+        return self.root / "pinned-models.json"
+
+    @property
     def log(self) -> Path:
         """Where launchd puts the daemon's output; other systems keep it elsewhere."""
         return self.root / "fleetd.log"

@@ -243,6 +243,17 @@ class FakePool:
         return True
 
 
+@dataclass
+class FakePinned:
+    names: set[str] = field(default_factory=set)
+
+    def pin(self, name: str) -> None:
+        self.names.add(name)
+
+    def unpin(self, name: str) -> None:
+        self.names.discard(name)
+
+
 class FakeCompressing:
     """Keeps every other line, and plays ``trouble``."""
 
@@ -380,6 +391,7 @@ def services(runner: Any = None, **changes: Any) -> Services:
         version="0.1.0",
         names=ModelNames(MODEL),
         plan=no_plan,
+        pinned=FakePinned(),
         compressing=FakeCompressing(),
     )
     made = replace(made, **changes)

@@ -78,7 +78,7 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: Daemon) -> No
     first = listing["installed"][0]
     assert set(first) == {
         "name", "source", "architecture", "weights_bytes", "context_tokens", "roles", "path", "loaded",
-        "digest", "tools", "thinking",
+        "pinned", "digest", "tools", "thinking",
     }  # fmt: skip
     assert (first["name"], first["loaded"]) == (MODEL, True)
     assert len(listing["catalog"]) == len(CATALOG)
@@ -111,6 +111,25 @@ async def test_load_and_unload(daemon: Daemon) -> None:
     assert await daemon.post("/fleet/v1/models/unload") == {"ok": True}
     assert daemon.pool.loaded == []
     assert (await daemon.post("/fleet/v1/models/unload", expected=404))["error"]["code"] == "model_not_found"
+
+
+async def test_a_pinned_model_is_loaded_and_listed_as_such_until_it_is_unpinned_or_removed(
+    daemon: Daemon,
+) -> None:
+    async def pinned() -> list[str]:
+        installed = (await daemon.get("/fleet/v1/models"))["installed"]
+        return [model["name"] for model in installed if model["pinned"]]
+
+    assert await daemon.post("/fleet/v1/models/pin") == {"ok": True}
+    assert (daemon.pool.loaded, await pinned()) == ([MODEL], [MODEL])
+    assert await daemon.post("/fleet/v1/models/unpin") == {"ok": True}
+    # It stays loaded until it was idle for long, as any other.
+    assert (daemon.pool.loaded, await pinned()) == ([MODEL], [])
+    await daemon.post("/fleet/v1/models/pin")
+    await daemon.post("/fleet/v1/models/remove")
+    assert await pinned() == []
+    refused = await daemon.post("/fleet/v1/models/unpin", expected=404)
+    assert refused["error"]["code"] == "model_not_found"
 
 
 async def test_a_model_whose_folder_is_gone_is_unloaded_by_its_name(daemon: Daemon) -> None:
@@ -154,7 +173,7 @@ async def test_a_folder_is_added_at_once_and_a_file_is_imported_first(daemon: Da
     assert (await daemon.get("/fleet/v1/models"))["importable"] == [found]
 
 
-@pytest.mark.parametrize("verb", ["load", "unload", "verify"])
+@pytest.mark.parametrize("verb", ["load", "unload", "pin", "unpin", "verify"])
 async def test_unknown_models_and_odd_bodies_are_refused(daemon: Daemon, verb: str) -> None:
     path = f"/fleet/v1/models/{verb}"
     assert (await daemon.post(path, "nobody", 404))["error"]["code"] == "model_not_found"

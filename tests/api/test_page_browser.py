@@ -348,3 +348,33 @@ def test_attack_no_secret_of_a_session_can_be_read_from_the_page(world: World) -
     for path in ("/fleet/v1/env", "/fleet/v1/page/ticket"):
         asked = "path => fetch(path, {headers: {'X-Fleet-Page': localStorage['fleetd-page-key']}})"
         assert page.evaluate(f"{asked}.then(answer => answer.status)", path) in (404, 405)
+
+
+# What moves although nobody did anything, with the elements that moved: as browsers score it.
+WATCH_SHIFTS = """
+window.shifts = [];
+new PerformanceObserver((list) => {
+  for (const one of list.getEntries()) {
+    const moved = one.sources.map(({ node }) => node?.outerHTML?.slice(0, 80) ?? node?.data ?? "?");
+    if (!one.hadRecentInput) window.shifts.push([one.value, ...moved]);
+  }
+}).observe({ type: "layout-shift", buffered: true });
+"""
+
+
+@pytest.mark.parametrize("width", [320, 1440])
+def test_nothing_on_a_page_moves_while_it_opens(world: World, width: int) -> None:
+    world.traces = [trace(n) for n in range(60)]
+    world.fleet.fleet = fleet_of(12)
+    visit = world.visit(viewport={"width": width, "height": 700})
+    visit.context.add_init_script(WATCH_SHIFTS)
+    page = visit.open(world.link)
+    for view in ("fleet", "requests", "models", f"requests/{world.traces[0].id}"):
+        page.wait_for_selector(".link.live")
+        goto(page, view)
+        page.reload()
+        page.wait_for_selector(".link.live")
+        page.wait_for_selector("main:not(:has-text('Waiting for the'))")
+        # Two frames: what the last one moved is known then.
+        page.evaluate("() => new Promise((then) => requestAnimationFrame(() => requestAnimationFrame(then)))")
+        assert page.evaluate("window.shifts") == [], view

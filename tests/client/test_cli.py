@@ -104,6 +104,7 @@ def test_a_mistyped_verb_gets_the_nearest(run: Run) -> None:
         ["models", "verify", "x"],
         ["models", "load", "x"],
         ["models", "unload", "x"],
+        ["models", "pin", "x"],
         ["models", "remove", "-y", "x"],
         ["env"],
         ["usage"],
@@ -427,13 +428,13 @@ def test_ctrl_c_stops_a_pull(daemon: FakeDaemon, env: dict[str, str]) -> None:
     assert reply.gone.wait(10)
 
 
-@pytest.mark.parametrize("verb", ["verify", "load", "unload"])
+@pytest.mark.parametrize("verb", ["verify", "load", "unload", "pin", "unpin"])
 def test_verbs_on_one_model(run: Run, daemon: FakeDaemon, verb: str) -> None:
     answer = {"ok": True, "digest": "abc"} if verb == "verify" else {"ok": True}
     daemon.on("POST", f"/fleet/v1/models/{verb}", Reply(answer))
     done = run("models", verb, "m", home=daemon.home)
     assert (done.returncode, daemon.seen[-1].body) == (0, {"model": "m"})
-    assert done.stdout.startswith("m is ")
+    assert done.stdout.startswith("m stays " if verb == "pin" else "m is ")
     assert json.loads(run("models", verb, "m", "--json", home=daemon.home).stdout) == answer
 
 

@@ -12,6 +12,7 @@ import forked_programs
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+import set_speeds
 from asking import folder_of
 
 from fleetd import limits
@@ -28,6 +29,13 @@ def chain_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def chain(chain_path: Path) -> ModelFolder:
     return folder_of(chain_path)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk is waited for, as the programs of ``set_speeds`` wait."""
+    for name, value in (set_speeds.LIMITS | {"CACHE_FLUSH_S": 60.0}).items():
+        monkeypatch.setattr(limits, name, value)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from fleetd.engine.protocol import BLOCKS, FetchBlocks, Finished, Lacking, Strea
 from fleetd.sealed.stream import SealedSender
 
 __all__ = ["model", "tokenizer"]
-pytestmark = pytest.mark.usefixtures("on_cpu")
+pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 
 SMALL = Session(system_tokens=600, scale=0.35)
 

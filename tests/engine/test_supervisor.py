@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -392,6 +393,29 @@ async def test_a_warning_ends_what_was_idle_for_a_while(
     monkeypatch.setattr(limits, "PRESSURE_STEP_S", 0.0)
     await pool.relieve("warning")
     assert pool.engine(FOLDER) is None
+
+
+@pytest.mark.one_loop
+async def test_a_pinned_model_ends_only_where_the_shortage_is_critical(
+    pool: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave("answers")
+    monkeypatch.setattr(limits, "PRESSURE_IDLE_S", 0.0)
+    monkeypatch.setattr(limits, "PRESSURE_STEP_S", 0.0)
+    pinned = {"fake"}
+    monkeypatch.setattr(pool, "pinned", lambda: pinned)
+    await pool.load(FOLDER)
+    await pool.relieve("warning")
+    assert not await pool._evict_idle("memory is needed", kept=pool.pinned())
+    assert pool.stays_s("fake") == math.inf
+    (status,) = pool.status()
+    assert status.pinned
+    assert not status.evictable
+    pinned.clear()
+    assert pool.status()[0].evictable
+    pinned.add("fake")
+    await pool.relieve("critical")
+    assert pool.status() == []
 
 
 async def test_the_pool_asks_by_itself(make_pool: Callable[..., EnginePool], behave: Misbehave) -> None:

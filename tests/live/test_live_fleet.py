@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.model, pytest.mark.one_loop]
 SMOL, CHAIN = "smollm2-135m", "chain"
 HELLO = "Hello there, world!"
 COUNTED = [str(number) for number in range(1, 151)]
-FAST_S = 60.0
 
 MakeFleet = Callable[..., LiveFleet]
 
@@ -63,25 +62,8 @@ def trio(three: LiveFleet) -> LiveFleet:
     three["gamma"].control("POST", "/fleet/v1/models/unload", {"model": CHAIN})
     three.until_has("alpha", "gamma", CHAIN, "installed")
     three.load("beta", CHAIN, seen_by="alpha")
-
-    def fast() -> bool:
-        speeds = {name: speed(three.peers("alpha")[name]) for name in ("beta", "gamma")}
-        if speeds["beta"] >= 0.5 * speeds["gamma"]:
-            return True
-        # Something else had the processors while it was measured, and then loading pays at gamma.
-        three["beta"].control("POST", "/fleet/v1/models/unload", {"model": CHAIN})
-        three.until_has("alpha", "beta", CHAIN, "installed")
-        three.load("beta", CHAIN, seen_by="alpha")
-        return False
-
-    until(fast, FAST_S)
     until(lambda: three.peers("alpha")["beta"]["running"] == 0)
     return three
-
-
-def speed(peer: dict[str, Any]) -> float:
-    (found,) = [model["decode_tok_s"] for model in peer["models"] if model["name"] == CHAIN]
-    return float(found)
 
 
 def ledger(daemon: LiveDaemon) -> int:

@@ -80,6 +80,7 @@ def test_the_default_model_reads_a_prompt_once_also_after_a_restart(
     whole_blocks = (first.usage.prompt_tokens - 1) // 256 * 256
     assert (first.usage.prompt_tokens_details.cached_tokens, restored(first)) == (0, 0)
     assert whole_blocks >= 256
+    until(lambda: daemon.control("GET", "/fleet/v1/cache")["models"][0]["block_tokens"] == whole_blocks, 60)
 
     daemon.restart()
     second = ask(daemon, LONG)

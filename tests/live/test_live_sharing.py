@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,23 +36,9 @@ def pair(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[Liv
 
 @pytest.fixture
 def ready(pair: LiveFleet) -> LiveFleet:
-    """Where sharing pays: what was measured at load says that both are about as fast, and nobody is avoided
-    for what happened a while ago."""
+    """Nobody is avoided for what happened a while ago."""
     for name, other in (NAMES, NAMES[::-1]):
         pair.load(name, SMOL, seen_by=other)
-
-    def alike() -> bool:
-        speeds = {name: speed(pair[name]) for name in NAMES}
-        if min(speeds.values()) > 0.4 * max(speeds.values()):
-            return True
-        # Something else had the processors while it was measured, and a load keeps what was found.
-        slower, other = sorted(NAMES, key=lambda name: speeds[name])
-        pair[slower].control("POST", "/fleet/v1/models/unload", {"model": SMOL})
-        shutil.rmtree(pair[slower].home / "cache" / "loads", ignore_errors=True)
-        pair.load(slower, SMOL, seen_by=other)
-        return False
-
-    until(alike, LOAD_S)
     until(lambda: planned(pair["alpha"])["nodes"] == ["beta", "this"], LOAD_S)
     return pair
 
@@ -64,11 +49,6 @@ def planned(daemon: LiveDaemon) -> dict[str, Any]:
     assert (found["model"], found["prompt_tokens"]) == (SMOL, 800)
     best: dict[str, Any] = found["options"][0]
     return best
-
-
-def speed(daemon: LiveDaemon) -> float:
-    (found,) = [e["prefill_tok_s"] for e in daemon.status()["engines"] if e["model"] == SMOL]
-    return float(found)
 
 
 def prompt(seed: int, words: int) -> str:
@@ -90,7 +70,7 @@ def essence(got: dict[str, Any]) -> Any:
 
 
 def trace_of(fleet: LiveFleet, request_id: str) -> tuple[str, dict[str, Any]]:
-    """Which machine answered, as far as speeds that were measured alike decide it, and what it wrote down."""
+    """Which machine answered, and what it wrote down."""
     found: list[tuple[str, dict[str, Any]]] = []
 
     def written() -> bool:

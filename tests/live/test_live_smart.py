@@ -133,8 +133,12 @@ def test_a_text_is_scored_by_the_machine_that_has_a_compressor(
         _, reply = post(fleet["alpha"], "/v1/compress", body)
         assert (reply["nodes"], reply["model"]) == (["beta"], SMOL)
         assert NEEDLE in reply["prompt"]
-        rows = fleet["beta"].control("GET", "/fleet/v1/usage?days=1")["rows"]
-        assert [row["requests"] - row["failed"] for row in rows if row["model"] == SMOL] == [1]
+
+        def answered() -> list[int]:
+            rows = fleet["beta"].control("GET", "/fleet/v1/usage?days=1")["rows"]
+            return [row["requests"] - row["failed"] for row in rows if row["model"] == SMOL]
+
+        until(lambda: answered() == [1])
         _, refused = post(fleet["alpha"], "/v1/compress", {**body, "local_only": True}, status=503)
         assert refused["error"]["code"] == "no_machine"
 

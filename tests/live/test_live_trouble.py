@@ -36,6 +36,16 @@ def counted(chunks: Iterable[dict[str, Any]]) -> list[int]:
     return [int(word) for word in "".join(map(text_of, chunks)).split()]
 
 
+def test_a_pinned_model_is_loaded_again_after_a_restart(make_daemon: Callable[..., LiveDaemon]) -> None:
+    daemon = make_daemon()
+    assert "stays loaded" in daemon.fleetctl("models", "pin", "chain").stdout
+    daemon.restart()
+    until(lambda: [(e["state"], e["pinned"]) for e in daemon.status()["engines"]] == [("ready", True)], 60)
+    assert "loaded, pinned" in daemon.fleetctl("models").stdout
+    assert "not pinned" in daemon.fleetctl("models", "unpin", "chain").stdout
+    assert [engine["pinned"] for engine in daemon.status()["engines"]] == [False]
+
+
 # ---- The worker ------------------------------------------------------------------------------------------
 
 

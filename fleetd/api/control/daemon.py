@@ -94,6 +94,7 @@ def _listing(
                 roles=list(entry.roles) if entry is not None else ["chat"],
                 path=str(folder.path),
                 loaded=folder.name in loaded,
+                pinned=folder.name in services.pinned.names,
                 tools=able.tools,
                 thinking=able.thinking,
             )
@@ -175,6 +176,24 @@ async def unload(request: web.Request) -> web.StreamResponse:
     return json_answer({"ok": True})
 
 
+async def pin(request: web.Request) -> web.StreamResponse:
+    """Load it too: what is pinned can be loaded here."""
+    services = request.app[SERVICES]
+    folder = await _resolve(request)
+    await services.pool.load(folder)
+    await asyncio.to_thread(services.pinned.pin, folder.name)
+    return json_answer({"ok": True})
+
+
+async def unpin(request: web.Request) -> web.StreamResponse:
+    services = request.app[SERVICES]
+    name = await _installed_name(services, (await _ref(request)).model)
+    if name not in services.pinned.names:
+        raise ModelNotFound(f"{name} is not pinned.", hint="`fleetctl models` lists what is.")
+    await asyncio.to_thread(services.pinned.unpin, name)
+    return json_answer({"ok": True})
+
+
 async def remove(request: web.Request) -> web.StreamResponse:
     await remove_model(request.app[SERVICES], (await _ref(request)).model)
     return json_answer({"ok": True})
@@ -185,6 +204,7 @@ async def remove_model(services: Services, ref: str) -> None:
     name = await _installed_name(services, ref)
     await services.pool.unload(name)
     await asyncio.to_thread(services.models.remove, name)
+    await asyncio.to_thread(services.pinned.unpin, name)
     services.models_changed()
 
 

@@ -37,6 +37,8 @@ function draw() {
     document.title = "fleetd";
     return patch(root, loginView());
   }
+  // The frame comes with what is in it: nothing has to make room for the machine's name afterwards.
+  if (state.status === null && state.link === "connecting") return undefined;
   const [name, rest] = place();
   const [title, view] = VIEWS[name];
   const machine = state.fleet?.name || state.status?.machine.hostname || "";

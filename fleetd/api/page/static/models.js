@@ -109,13 +109,16 @@ function installedRow(model) {
   return h("li", { key: model.name },
     h("div", null, h("h3", null, short(model.name)),
       h("p", { class: "quiet" }, [bytes(model.weights_bytes), `${count(model.context_tokens)} tokens of context`, model.architecture, model.roles.join(", ")].join(" · "))),
-    h("div", null, h("p", null, h("span", { class: `tag ${at}` }, at), engine?.memory_bytes > 0 && h("span", { class: "quiet" }, ` ${memory(engine.memory_bytes)}`)),
+    h("div", null, h("p", null, h("span", { class: `tag ${at}` }, at), model.pinned && h("span", { class: "tag" }, "pinned"), engine?.memory_bytes > 0 && h("span", { class: "quiet" }, ` ${memory(engine.memory_bytes)}`)),
       engine?.state === "loading" && [h("p", { class: "quiet" }, engine.stage), engine.total > 0 && bar(engine.done, engine.total, engine.stage)],
       engine?.error && h("p", { class: "why" }, engine.error), progress(model.name)),
     h("p", { class: "buttons" },
       engine?.state === "ready"
         ? h("button", { key: "unload", disabled: busy, onclick: () => act(model.name, "unloading", "/fleet/v1/models/unload") }, "Unload")
         : h("button", { key: "load", disabled: busy || engine, onclick: () => act(model.name, "loading", "/fleet/v1/models/load") }, "Load"),
+      model.pinned
+        ? h("button", { key: "unpin", class: "plain", disabled: busy, onclick: () => act(model.name, "unpinning", "/fleet/v1/models/unpin") }, "Unpin")
+        : h("button", { key: "pin", class: "plain", disabled: busy, title: "Load it and keep it loaded, also after a restart", onclick: () => act(model.name, "loading", "/fleet/v1/models/pin") }, "Pin"),
       removing === model.name
         ? [h("button", { key: "sure", class: "danger", onclick: () => { removing = ""; act(model.name, "removing", "/fleet/v1/models/remove"); } }, `Remove ${bytes(model.weights_bytes)} for good`),
            h("button", { key: "keep", class: "plain", onclick: () => { removing = ""; redraw(); } }, "Keep it")]

@@ -1,0 +1,68 @@
+"""Workers and daemons whose speeds are set instead of measured, for tests of what real daemons decide.
+
+The tests share their processors with each other: what is measured there says how busy they were, and the same
+prompt would be planned in one way now and in another one then. Speeds follow from a model's size, every path
+between machines is as fast, and nothing that a request takes corrects any of it. All are slow, so that
+deadlines, which come from them, are long.
+
+Calibration, corrections and probes have tests of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+# Bytes of weights that are computed with in a second of prefill, by the token, and of decoding.
+PREFILL_BYTES_PER_S, DECODE_BYTES_PER_S = 60e9, 6e9
+MOST_PREFILL_TOK_S, MOST_DECODE_TOK_S = 5_000.0, 100.0
+RTT_S, BYTES_PER_S = 0.0005, 200e6
+# How long is waited for a disk, and for another machine's look at its own, which others use, too.
+LIMITS = {
+    "CACHE_LOOKUP_S": 30.0,
+    "CACHE_BLOCK_S": 60.0,
+    "FETCH_LOOK_S": 30.0,
+    "FETCH_FIND_S": 30.0,
+    "FETCH_DECIDE_S": 60.0,
+    "FETCH_BLOCK_S": 60.0,
+}
+
+
+def install() -> None:
+    """Called in the process that all programs are forked from."""
+    from fleetd.engine import loading
+    from fleetd.fleet import Fleet
+    from fleetd.plan.model_speeds import ModelSpeeds
+    from fleetd.plan.speed_corrections import SpeedCorrections
+    from fleetd.requests.members import Member
+
+    loading.calibrate = _speeds
+    found = Fleet.machines
+
+    def machines(self: Fleet) -> Iterator[Member]:
+        for member in found(self):
+            known = member.bytes_per_s > 0
+            yield replace(member, rtt_s=RTT_S, bytes_per_s=BYTES_PER_S) if known else member
+
+    Fleet.machines = machines
+    ModelSpeeds.ran = _nothing
+    SpeedCorrections.ran = _nothing
+
+
+def _speeds(model: Any, **_: Any) -> Any:
+    """In the place of ``calibrate``."""
+    from mlx.utils import tree_flatten
+
+    from fleetd.engine.calibrate import CHUNKS, Speeds
+
+    n_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    prefill_tok_s = min(MOST_PREFILL_TOK_S, PREFILL_BYTES_PER_S / n_bytes)
+    return Speeds(
+        prefill_tok_s=prefill_tok_s,
+        decode_tok_s=min(MOST_DECODE_TOK_S, DECODE_BYTES_PER_S / n_bytes),
+        chunk_s={size: size / prefill_tok_s for size in CHUNKS},
+    )
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
