@@ -62,13 +62,6 @@ def pool(make_pool: Callable[..., EnginePool]) -> EnginePool:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disks and other machines are waited for however busy this one is."""
-    for name in ("CACHE_LOOKUP_S", "CACHE_BLOCK_S", "FETCH_DECIDE_S", "FETCH_BLOCK_S"):
-        monkeypatch.setattr(limits, name, 60.0)
-
-
-@pytest.fixture
 def on_cpu() -> Iterator[None]:
     """MLX computes on the CPU, whatever the machine has."""
     before = mx.default_device()
