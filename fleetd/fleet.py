@@ -91,6 +91,7 @@ class Fleet:
                     member.sees_prompts and self.node.prompt_rules.allows(card.node_id),
                     (connection.rtt_s or 0.0) if connection is not None else 0.0,
                     path.expected_bytes_per_s if path is not None else 0.0,
+                    pairing=peer.pairing,
                 )
         for node_id in self.node.mesh.peers:
             if wake_s := self.waker.seconds(node_id):
@@ -105,6 +106,7 @@ class Fleet:
             "It is probably asleep.",
             member.sees_prompts and self.node.prompt_rules.allows(member.node_id),
             wake_s=wake_s,
+            pairing=self.node.mesh.peers[member.node_id].pairing,
         )
 
     def unaided(self) -> bool:

@@ -625,6 +625,8 @@ FETCH_DECIDE_S = 3.0
 FETCH_LEAST_TOKENS = 512
 # A machine that had less than this share of what it said is left out; estimates of texts are better.
 FETCH_BELIEVED = 0.3
+# A snapshot is checked by the one before it, if that is no more blocks away: so much is computed here, too.
+FETCH_CHECK_BLOCKS = 2
 # What a fetch takes besides its bytes and round trips, and the part of computing it must save.
 FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.03, 0.1
 # A block that takes so many times as long as planned, and at least this, ends the fetch.

@@ -9,12 +9,30 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from fleetd import limits
 
 _LENGTH = struct.Struct("<Q")
 _TOKENS = struct.Struct(f"<{limits.CACHE_BLOCK_TOKENS}i")
+
+
+@dataclass
+class LateBasis:
+    """A model's basis from the moment on at which its digest is known: as a rule at the load, else as soon as
+    its files are hashed. ``find`` gives b"" until then; ``look`` calls it, on any thread."""
+
+    find: Callable[[], bytes]
+    value: bytes = field(default=b"", init=False)
+
+    def __post_init__(self) -> None:
+        self.look()
+
+    def look(self) -> None:
+        with suppress(OSError):
+            self.value = self.value or self.find()
 
 
 def names(basis: bytes, namespace: str, tokens: Sequence[int]) -> list[bytes]:

@@ -64,9 +64,10 @@ class DiskCache:
         """For one thread, which closes it."""
         return BlockStore(self._settings)
 
-    def find(self, names: Sequence[bytes]) -> FoundBlocks:
-        """How many of these blocks, from the first on, are here; none where the disk cannot tell."""
-        return self._looked_up(lambda: self._store.find(names), FoundBlocks(0, 0, 0.0))
+    def find(self, names: Sequence[bytes], states: Sequence[bytes] = ()) -> FoundBlocks:
+        """How many of these blocks, from the first on, are here; see ``Index.find``. None where the disk
+        cannot tell."""
+        return self._looked_up(lambda: self._store.find(names, states), FoundBlocks(0, 0, 0.0))
 
     def _looked_up(self, find: Callable[[], _Found], nothing: _Found) -> _Found:
         if self._on:

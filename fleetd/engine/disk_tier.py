@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
 from fleetd.cache import block_names
+from fleetd.cache.block_names import LateBasis
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.pricing import PrefillCost, worth_per_gib
 from fleetd.cache.restoring import BlockNames, BlockReader
@@ -24,8 +25,7 @@ from fleetd.cache.write_behind import BlocksToWrite, StateToWrite, WriteBehind, 
 from fleetd.engine.disk_restore import Restoring
 from fleetd.engine.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.sequence_state import checkpoints
-from fleetd.engine.sequence_state.blocks import BlockLayout, block_rows, can_be_blocks
-from fleetd.engine.sequence_state.kinds import all_plain
+from fleetd.engine.sequence_state.blocks import BlockLayout, block_rows, can_be_blocks, can_be_checked
 from fleetd.engine.sequence_state.row_memory import RowBuffer
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
@@ -39,13 +39,13 @@ def namespace(arithmetic: str, *, local_only: bool) -> str:
 
 @dataclass
 class DiskTier:
-    """``basis``: decides the bytes besides the tokens. ``cost``: of this model's prefill on this machine.
-    ``most_queued_bytes``: of what waits to be written."""
+    """``basis``: decides the bytes besides the tokens; nothing has a name until it is known.
+    ``cost``: of this model's prefill on this machine. ``most_queued_bytes``: of what waits to be written."""
 
     settings: DiskCacheSettings
     model: Any
     model_name: str
-    basis: bytes
+    basis: LateBasis
     cost: PrefillCost
     most_queued_bytes: int
     wake: Callable[[], None] = field(default=lambda: None, init=False)
@@ -142,13 +142,17 @@ class DiskTier:
         }
 
     def _names(self, tokens: list[int], arithmetic: str, *, local_only: bool) -> list[bytes]:
-        found = block_names.names(self.basis, namespace(arithmetic, local_only=local_only), tokens)
+        found = self._named(namespace(arithmetic, local_only=local_only), tokens)
         return [block_names.kept_as(name, local_only=local_only) for name in found]
 
-    def names_for_others(self, tokens: list[int]) -> list[bytes]:
+    def _named(self, within: str, tokens: list[int]) -> list[bytes]:
+        basis = self.basis.value
+        return block_names.names(basis, within, tokens) if basis else []
+
+    def names_for_others(self, tokens: list[int], arithmetic: str = DENSE) -> list[bytes]:
         """What other machines call the whole blocks of ``tokens``, if they compute the same bytes; none where
-        rows are not all that the model keeps: snapshots stay here."""
-        return block_names.names(self.basis, DENSE, tokens) if all_plain(self.empty) else []
+        what they sent could not be checked."""
+        return self._named(arithmetic, tokens) if can_be_checked(self.empty) else []
 
     def worth(self, tokens: int, n_bytes: int) -> float:
         """Of the blocks of a prompt's first ``tokens``, as ``Index.price`` has it."""

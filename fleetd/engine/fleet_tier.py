@@ -4,7 +4,8 @@
                    └────── FetchBlocks(n), stream ──► RECEIVING ──►───┘
 
 A thread receives; the compute thread says where to. A prompt never waits for more than one late block: what
-has come by then counts, and the rest is computed here.
+has come by then counts, and the rest is computed here. Where a model cannot be cut at a token, two snapshots
+come after the rows: the one at their end, and one before it, by which it is checked.
 """
 
 from __future__ import annotations
@@ -13,25 +14,24 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
-
-import mlx.core as mx
 
 from fleetd import limits
 from fleetd.cache import block_stream
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.engine.disk_tier import DiskTier
-from fleetd.engine.prefix_cache import DENSE, Hit
+from fleetd.engine.fetched_check import FetchedCheck
+from fleetd.engine.prefix_cache import DENSE, PLAN, Hit
 from fleetd.engine.protocol import FetchBlocks, Fetched, Lacking, StreamTag
-from fleetd.engine.sequence_state.blocks import block_rows as _rows
+from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, block_rows
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated, truncated
-from fleetd.engine.shared_prefill.spot_check import alike, same
 from fleetd.errors import FleetError, PeerLate, PeerWrong
 from fleetd.sealed.stream import SealedReceiver
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
+_CHECKED = object()
 
 
 class FetchState(Enum):
@@ -45,7 +45,9 @@ class Fetching:
 
     Args:
         have: tokens of the prompt's beginning that memory and disk hold; ``held`` gives their caches.
+        plan: whether blocks will do, too, in which another accelerator had a part.
         exact: whether the other machine's bytes must be those that are computed here, wherever chunks end.
+        chunk: how many tokens a step may compute.
         wake: called on any thread when there is something to do.
     """
 
@@ -57,7 +59,9 @@ class Fetching:
         have: int,
         held: Callable[[], Hit],
         *,
+        plan: bool,
         exact: bool,
+        chunk: Callable[[], int],
         wake: Callable[[], None],
         draw: random.Random,
     ) -> None:
@@ -67,18 +71,24 @@ class Fetching:
         self.tokens = 0
         self.seconds = 0.0
         self._tier, self._id, self._prompt = tier, request_id, tokens
-        self._exact, self._wake, self._draw = exact, wake, draw
+        self._exact, self._chunk, self._wake, self._draw = exact, chunk, wake, draw
         self._first = have // _BLOCK
-        self._names = tier.names_for_others(tokens[:-1])[self._first :][: limits.FETCH_BLOCKS]
+        asked = slice(self._first, self._first + limits.FETCH_BLOCKS)
+        self._names = tier.names_for_others(tokens[:-1])[asked]
+        self._plan_names = tier.names_for_others(tokens[:-1], PLAN)[asked] if plan else []
+        self._namespace = DENSE
         self._state = FetchState.WAITING
         self._decision: FetchBlocks | None = None
         self._sock: socket.socket | None = None
         self.hit: Hit | None = None
-        self._cache: list[Any] = []
+        # The parts that have rows, and the snapshots in the order in which they come.
+        self._parts: list[Any] = []
+        self._snapshots: list[ArrivingSnapshot] = []
         self._receiving = False
         self._targets: block_stream.Targets | None = None
-        # Whole blocks that have come, those before ``_first`` included.
+        # Whole blocks that have come and serve, those before ``_first`` included.
         self._blocks = self._first
+        self._checking: Iterator[None] | None = None
         self._error: FleetError | None = None
         self._begun_s = time.monotonic()
 
@@ -87,9 +97,20 @@ class Fetching:
         return len(self._names) * _BLOCK >= limits.FETCH_LEAST_TOKENS
 
     def question(self) -> Lacking:
-        cost, start = self._tier.cost, self._first * _BLOCK
-        computed_s = [cost.seconds(self.have, start + (i + 1) * _BLOCK) for i in range(len(self._names))]
-        return Lacking(self._id, list(self._names), computed_s, self._tier.layout().header(0).nbytes)
+        cost, start, layout = self._tier.cost, self._first * _BLOCK, self._tier.layout()
+        ends = [start + (i + 1) * _BLOCK for i in range(len(self._names))]
+        # What a snapshot is checked by is computed all the same.
+        checked = _BLOCK if layout.states else 0
+        computed_s = [cost.seconds(self.have, max(self.have, end - checked)) for end in ends]
+        return Lacking(
+            self._id,
+            list(self._names),
+            computed_s,
+            layout.header(0).nbytes,
+            rows=bool(layout.rows),
+            states=bool(layout.states),
+            plan_names=self._plan_names,
+        )
 
     # ---- on the compute thread ---------------------------------------------------------------------------
 
@@ -120,8 +141,10 @@ class Fetching:
             self._give_up()
         if self._state is not FetchState.DONE:
             return False
-        self.hit = self._hit()
-        return True
+        if self._checking is None:
+            self.seconds = self.elapsed_s
+            self._checking = self._check()
+        return next(self._checking, _CHECKED) is _CHECKED
 
     def close(self) -> None:
         """The request has ended."""
@@ -132,13 +155,19 @@ class Fetching:
         elif self._sock is not None:
             self._sock.close()
 
+    @property
+    def elapsed_s(self) -> float:
+        """Since the others were asked, with what checking took."""
+        return time.monotonic() - self._begun_s
+
     def told(self) -> Fetched | None:
         """What came of it; None if nothing was fetched."""
-        if not self._cache:
+        if not self._receiving:
             return None
         code, reason = (self._error.code, self._error.message) if self._error is not None else ("", "")
         blocks = self.tokens // _BLOCK
         n_bytes = blocks * self._tier.layout().header(0).nbytes
+        n_bytes += sum(snapshot.nbytes for snapshot in self._snapshots) if blocks else 0
         return Fetched(self._id, blocks, n_bytes, self.seconds, code, reason)
 
     def _begin(self) -> None:
@@ -147,28 +176,44 @@ class Fetching:
             self._state = FetchState.DONE
             return
         layout, first = self._tier.layout(), self._first
-        held = self._held() if self._first else Hit(0, None)
-        self._first = self._blocks = min(self._first, held.tokens // _BLOCK)
-        before = held.cache or [None] * len(layout.rows)
-        self._cache = [
+        held = self._held() if first else Hit(0, None)
+        if held.tokens // _BLOCK < first:
+            # What was here has gone meanwhile, and was not asked for.
+            self.close()
+            return
+        # The rest of a beginning of other numbers is one of other numbers, too.
+        self._namespace = PLAN if decision.plan else held.namespace
+        before = [None] * len(layout.rows) if held.cache is None else layout.in_rows(held.cache)
+        self._parts = [
             preallocated(shape, len(self._prompt), prefix)
             for shape, prefix in zip(layout.rows, before, strict=True)
         ]
-        buffers = [RowBuffer(layer) for layer in self._cache]
-        numbers = range(first, first + min(decision.blocks, len(self._names)))
+        buffers = [RowBuffer(part) for part in self._parts]
+        blocks = min(decision.blocks, len(self._names))
+        in_rows = blocks if layout.rows else 0
+        self._snapshots = [ArrivingSnapshot(layout) for _ in range(2 if layout.states else 0)]
         self._late_s = max(limits.FETCH_BLOCK_S, limits.FETCH_LATE * decision.block_s)
         self._state, self.due_s = FetchState.RECEIVING, time.monotonic() + self._late_s
 
-        def targets(number: int, header: BlockHeader) -> list[memoryview]:
-            if header != layout.header(number):
-                raise BlockDamaged("a block of another layout")
-            return _rows(buffers, number)
+        def targets(number: int, header: BlockHeader) -> Sequence[memoryview]:
+            if number < in_rows:
+                if header != layout.header(first + number):
+                    raise BlockDamaged("a block of another layout")
+                return block_rows(buffers, first + number)
+            at = header.tokens // _BLOCK - first
+            later = number > in_rows
+            if not (at == blocks if later else blocks - limits.FETCH_CHECK_BLOCKS <= at < blocks and at > 0):
+                raise BlockDamaged("a snapshot of another place")
+            return self._snapshots[later].targets(first + at - 1, header)
 
         self._targets = targets
         self._receiving = True
         receiver = SealedReceiver(sock, self._tag.key, self._tag.role)
+        # Rows serve one by one, or not without the last snapshot.
+        useful = [first if self._snapshots else first + number + 1 for number in range(in_rows)]
+        useful += [first, first + blocks] if self._snapshots else []
         threading.Thread(
-            target=self._receive, args=(receiver, sock, numbers), name="block-fetch", daemon=True
+            target=self._receive, args=(receiver, sock, useful), name="block-fetch", daemon=True
         ).start()
 
     def _give_up(self) -> None:
@@ -177,38 +222,43 @@ class Fetching:
             self._error = PeerLate("Its keys and values came too late.")
         self.close()
 
-    def _hit(self) -> Hit | None:
-        self.seconds = time.monotonic() - self._begun_s
-        fetched = (self._blocks - self._first) * _BLOCK
-        if not self._cache or self._blocks * _BLOCK <= self.have:
-            return None
-        for layer in self._cache:
-            layer.offset = self._blocks * _BLOCK
-        try:
-            self._check()
-        except PeerWrong as error:
-            self._error = error
-            return None
-        self.tokens = fetched
-        return Hit(self._blocks * _BLOCK, list(self._cache), DENSE)
-
-    def _check(self) -> None:
-        """Compute a few of the tokens that came, drawn now, and compare. Raises PeerWrong."""
+    def _check(self) -> Iterator[None]:
+        """Take what came if it is right; yields after each step."""
         first, last = self._first * _BLOCK, self._blocks * _BLOCK
-        count = limits.SHARE_SPOT_TOKENS
-        start = self._draw.randint(first, last - count)
-        ours = [truncated(layer, start) for layer in self._cache]
-        self._tier.model(mx.array([self._prompt[start : start + count]]), cache=ours)
-        agree = same if self._exact else alike
-        for mine, theirs in zip(ours, self._cache, strict=True):
-            for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
-                rows = slice(start, start + count)
-                if not _finite(b[..., first:last, :]) or not agree(a[..., rows, :], b[..., rows, :]):
-                    raise PeerWrong("Its keys and values are not those that this machine computes.")
+        if not self._receiving or last <= self.have:
+            return
+        try:
+            cache = yield from self._checked(first, last)
+        except (PeerWrong, BlockDamaged) as error:
+            self._error = error if isinstance(error, PeerWrong) else PeerWrong(f"It sent {error}.")
+            return
+        self.tokens = last - first
+        self.hit = Hit(last, cache, self._namespace)
+
+    def _checked(self, first: int, last: int) -> Generator[None, None, list[Any]]:
+        """The caches after ``last`` tokens, of which those of tokens [first, last) came. Raises PeerWrong,
+        BlockDamaged."""
+        tier, exact = self._tier, self._exact and self._namespace == DENSE
+        check = FetchedCheck(tier.model, self._prompt, self._chunk, exact=exact)
+
+        def after(tokens: int, snapshot: ArrivingSnapshot) -> list[Any]:
+            return snapshot.cache(tier.empty, [truncated(part, tokens) for part in self._parts])
+
+        if not self._snapshots:
+            whole = ArrivingSnapshot(tier.layout())
+            start = self._draw.randint(first, last - limits.SHARE_SPOT_TOKENS)
+            yield from check.rows(after(start, whole), start, self._parts, first, last)
+            return after(last, whole)
+        earlier, later = self._snapshots
+        theirs = after(last, later)
+        yield from check.states(after(earlier.tokens, earlier), earlier.tokens, theirs, first, last)
+        return theirs
 
     # ---- on the thread -----------------------------------------------------------------------------------
 
-    def _receive(self, receiver: SealedReceiver, sock: socket.socket, numbers: range) -> None:
+    def _receive(self, receiver: SealedReceiver, sock: socket.socket, useful: Sequence[int]) -> None:
+        """``useful``: how many blocks of the prompt serve once each part has come."""
+
         def targets(number: int, header: BlockHeader) -> Sequence[memoryview]:
             if self._targets is None:
                 raise PeerLate("Its keys and values came too late.")
@@ -219,13 +269,13 @@ class Fetching:
                 return False
             # In this order: whoever gives up between the two takes one block less.
             self.due_s = time.monotonic() + self._late_s
-            self._blocks = number + 1
+            self._blocks = useful[number]
             return True
 
         error: FleetError | None = None
         try:
             with sock:
-                block_stream.receive(receiver, numbers, targets, came)
+                block_stream.receive(receiver, range(len(useful)), targets, came)
         except FleetError as caught:
             error = caught
         except OSError as caught:
@@ -235,10 +285,6 @@ class Fetching:
             self._error = error
             self._state = FetchState.DONE
             self._wake()
-
-
-def _finite(array: mx.array) -> bool:
-    return bool(mx.all(mx.isfinite(array)))
 
 
 def _shut(sock: socket.socket) -> None:

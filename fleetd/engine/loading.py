@@ -23,6 +23,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
 
 from fleetd import limits
+from fleetd.cache.block_names import LateBasis
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine import address_space, cpu, device_memory
 from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Speeds, calibrate
@@ -46,6 +47,7 @@ from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
 from fleetd.models import digest as digests
+from fleetd.models import manifest
 from fleetd.models.memory_need import WORKING_BYTES, weights_in_memory
 from fleetd.models.verify import verify
 
@@ -81,8 +83,8 @@ class Loaded:
     keep_speeds: Callable[[Speeds], None]
     # Seconds of a chunk of prompt, by its tokens.
     chunk_s: dict[int, float]
-    # What decides the bytes of keys and values besides the tokens; b"" if the model's digest is unknown.
-    basis: bytes
+    # What decides the bytes of keys and values besides the tokens.
+    basis: LateBasis
 
 
 def pick_device(wanted: str) -> Device:
@@ -132,6 +134,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     path = Path(settings.path)
     config = verified_config(settings, report)
     room = memory_budget(device, settings)
+    stats = manifest.part_stats(path)
     # Hub caches hold links; the size that counts is the target's.
     files = sorted(path.glob("model*.safetensors"))
     on_disk = sum(f.stat().st_size for f in files)
@@ -156,6 +159,13 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     vocabulary, context = _vocabulary(config, tokenizer), context_tokens(config)
     key = VerdictKey.now(_digest(settings), device, accelerator_name(device), versions())
     findings = FindingsKey.now(key)
+
+    def basis() -> bytes:
+        # Files that were replaced since are hashed like any, and are not those of this model.
+        digest = key.digest or (_digest(settings) if manifest.part_stats(path) == stats else "")
+        known_by = msgspec.structs.replace(findings, model=msgspec.structs.replace(key, digest=digest))
+        return block_basis(known_by, sharable.arithmetic if sharable else None)
+
     cached = findings.cached(Path(settings.cache))
     known = cached.find()
     if known is None:
@@ -245,7 +255,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         search,
         keep_speeds,
         speeds.chunk_s,
-        block_basis(findings, sharable.arithmetic if sharable else None),
+        LateBasis(basis),
     )
 
 

@@ -165,12 +165,13 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
 class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
     """The answer to a Lacking: its first ``blocks`` come on the stream "blocks"; 0: none come.
 
-    ``block_s``: what one probably takes.
+    ``block_s``: what one probably takes. ``plan``: they are those of its ``plan_names``.
     """
 
     id: str
     blocks: Natural = 0
     block_s: Seconds = 0.0
+    plan: bool = False
 
 
 class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
@@ -570,18 +571,24 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     fetched_from: Text = ""
 
 
-class Lacking(msgspec.Struct, frozen=True, tag="lacking"):
+class Lacking(msgspec.Struct, frozen=True, tag="lacking", omit_defaults=True):
     """The blocks of a prompt whose keys and values are neither in memory nor on the disk; answered by a
     FetchBlocks.
 
     ``names``: 32 bytes each, in the prompt's order. ``computed_s``: what computing the first one takes, the
-    first two, and so on. ``block_bytes``: of each.
+    first two, and so on, less what a check of theirs takes. ``block_bytes``: of each.
+    ``rows``: whether the model keeps rows; ``states``: whether it needs snapshots at the ends of blocks.
+    ``plan_names``: of the same blocks, where another accelerator had a part in them; none if the answer must
+    be exact.
     """
 
     id: str
     names: list[bytes]
     computed_s: list[Seconds]
     block_bytes: Natural
+    rows: bool = True
+    states: bool = False
+    plan_names: list[bytes] = []
 
 
 class Kept(msgspec.Struct, frozen=True, tag="kept"):

@@ -313,13 +313,16 @@ class Scheduler(ComputeLoop):
         request = sequence.prepared.request
         if self.disk is None or (request.echo and sequence.logprobs is not None):
             return
-        offered = request.shared and self.sharable is not None and not sequence.accepted
-        arithmetics = (DENSE, PLAN) if offered else (DENSE,)
+        arithmetics = (DENSE, PLAN) if self._offered(sequence) else (DENSE,)
         sequence.restoring = self.disk.begin(
             sequence.dense_tokens, self.prefix, arithmetics, local_only=request.local_only
         )
         if sequence.restoring is None:
             self._ask_others(sequence)
+
+    def _offered(self, sequence: ScheduledSequence) -> bool:
+        """True if a prompt may have other accelerators' numbers in it: what it is labelled is not decided."""
+        return sequence.prepared.request.shared and self.sharable is not None and not sequence.accepted
 
     def _restore(self, sequence: ScheduledSequence) -> None:
         """Take what has come from the disk, and go on once nothing more comes."""
@@ -346,7 +349,9 @@ class Scheduler(ComputeLoop):
             tokens,
             have,
             lambda: sequence.hit or self.prefix.fetch(tokens, DENSE),
+            plan=self._offered(sequence),
             exact=self.sharable is not None and self.sharable.any_chunks,
+            chunk=lambda: self._chunk_tokens,
             wake=self.inbox.wake,
             draw=random.Random(),  # noqa: S311 — which tokens are checked; nobody can know it before
         )
@@ -367,7 +372,7 @@ class Scheduler(ComputeLoop):
         if fetching.hit is not None:
             sequence.hit = fetching.hit
             sequence.fetched = fetching.tokens
-        sequence.fetch_s = fetching.seconds
+        sequence.fetch_s = fetching.elapsed_s
         if not sequence.accepted:
             self._accept(sequence)
 

@@ -218,6 +218,8 @@ class Front:
         meanwhile = facts.kv_budget_bytes + WORKING_BYTES
         with address_space.at_most(meanwhile + limits.RENDER_BYTES, facts.device):
             prepared = prepare(request, self._loaded.tokenizer, facts.vocab_size)
+        # Files that fleetd did not pull are hashed while their model is in use already.
+        self._loaded.basis.look()
         if not request.count_only:
             # Here and not first where it is scheduled: that waits for the step under way.
             check_length(prepared, facts.context_tokens)
@@ -367,7 +369,7 @@ def _disk(settings: WorkerSettings, loaded: Loaded) -> DiskTier | None:
     from fleetd.cache.pricing import PrefillCost
     from fleetd.engine.disk_tier import DiskTier
 
-    if settings.blocks is None or not loaded.basis or not DiskTier.suits(make_prompt_cache(loaded.model)):
+    if settings.blocks is None or not DiskTier.suits(make_prompt_cache(loaded.model)):
         return None
     return DiskTier(
         settings=settings.blocks,

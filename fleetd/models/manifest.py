@@ -62,6 +62,12 @@ def part_files(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if is_part(file.name) and file.is_file())
 
 
+def part_stats(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Equal while no file that decides what a model computes was changed or replaced."""
+    stats = ((file.name, file.stat()) for file in part_files(path))
+    return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats}
+
+
 def hash_file(path: Path, progress: Callable[[int], None] = lambda count: None) -> str:
     """BLAKE3 of a file's content; ``progress`` is told of every piece. Read, not mapped: a file that shrinks
     while it is read must end in a wrong hash, not in SIGBUS."""

@@ -12,6 +12,7 @@ daemon and, in virtual time, in the simulation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from fleetd import limits
@@ -52,6 +53,7 @@ class Mesh:
         self.cards = CardTable()
         self._inbox = RosterInbox()
         self.peers: dict[str, Peer] = {}
+        self._pairings = itertools.count()
         self.links: dict[int, PeerSession] = {}
         self.static = {
             address: StaticAddress(PeerPath(address, "static", kind_of(address[0]), due_s=now))
@@ -318,7 +320,7 @@ class Mesh:
             self._inbox.forget(node_id)
         for node_id in members:
             if node_id not in self.peers:
-                self.peers[node_id] = Peer(node_id, PeerPaths(self._kind_of))
+                self.peers[node_id] = Peer(node_id, PeerPaths(self._kind_of), next(self._pairings))
 
     def _greet(self, link: PeerSession) -> None:
         """Send card, roster and addresses on a new session, and the new machine's address to the others."""

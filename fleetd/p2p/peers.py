@@ -51,6 +51,8 @@ class Peer:
 
     node_id: str
     paths: PeerPaths
+    #: Another number after it was unpaired and paired again.
+    pairing: int = 0
     #: The session in use; for a moment there may be others.
     link: PeerSession | None = None
     dialling: set[Address] = field(default_factory=set)

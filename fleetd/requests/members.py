@@ -43,7 +43,8 @@ class Member:
     ``unusable``: why it cannot be reached, "" if it can. ``bytes_per_s``: what the path that a stream would
     take carries at least. ``left_out``: why it is not asked for a while after a failure, "" if it may be.
     ``capped``: by model, the speeds that its own card claims and ``card`` does not have, as a clause.
-    ``wake_s``: what waking it probably takes; 0 for a machine that is awake or not to be woken.
+    ``wake_s``: what waking it probably takes; 0 for a machine that is awake or not to be woken. ``pairing``:
+    another number once it was unpaired and paired again.
     """
 
     card: Card
@@ -56,6 +57,7 @@ class Member:
     left_out: str = ""
     capped: Mapping[str, str] = field(default_factory=dict)
     wake_s: float = 0.0
+    pairing: int = 0
 
     @property
     def node_id(self) -> str:
@@ -63,8 +65,9 @@ class Member:
 
     @property
     def life(self) -> str:
-        """The machine from one start of its daemon to the next: as long as its prefix caches last."""
-        return f"{self.node_id} {0 if self.here else self.card.epoch}"
+        """The machine from one start of its daemon to the next, as long as its prefix caches last, and no
+        longer than it is paired: then what it has of prompts is forgotten."""
+        return f"{self.node_id} {0 if self.here else self.card.epoch} {self.pairing}"
 
     @property
     def link(self) -> LinkSpeed | None:

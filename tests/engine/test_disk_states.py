@@ -182,10 +182,6 @@ def test_a_model_that_keeps_no_rows_has_snapshots_alone(settings: DiskCacheSetti
     assert len(blocks_of(settings)) == 3
 
 
-def test_a_hybrid_is_not_fetched_from_other_machines(hybrid: Any, settings: DiskCacheSettings) -> None:
-    assert tier(hybrid, settings).names_for_others(prompt_of(5 * BLOCK)) == []
-
-
 # ---- Damage ----------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from fleetd import limits
+from fleetd.cache.block_names import LateBasis
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.index import FoundBlocks
 from fleetd.cache.pricing import PrefillCost
@@ -158,7 +159,8 @@ def bytes_of(cache: list[Any] | None) -> list[bytes]:
 
 
 def tier(model: Any, settings: DiskCacheSettings, **options: Any) -> DiskTier:
-    fields = {"basis": b"this model on this machine", "cost": SLOW, "most_queued_bytes": 1 << 30} | options
+    basis = LateBasis(lambda: b"this model on this machine")
+    fields = {"basis": basis, "cost": SLOW, "most_queued_bytes": 1 << 30} | options
     return DiskTier(settings=settings, model=model, model_name="tiny", **fields)
 
 
@@ -240,7 +242,7 @@ def test_prompts_that_stay_here_are_kept_apart(
 
 def test_another_basis_is_another_prompt(model: Any, tokenizer: Any, settings: DiskCacheSettings) -> None:
     kept(model, tokenizer, settings, PROMPT)
-    worker = Worker(model, tokenizer, settings, basis=b"another version of a library")
+    worker = Worker(model, tokenizer, settings, basis=LateBasis(lambda: b"another version of a library"))
     assert worker.ask("new", PROMPT).timings.restored_tokens == 0
     worker.stop()
 

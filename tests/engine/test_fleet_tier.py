@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import pytest
 import tiny_architectures
 import tiny_models
@@ -21,9 +24,31 @@ from fleetd import limits
 from fleetd.cache import block_names, block_stream
 from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore
+from fleetd.cache.machine_key import MachineKey
+from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.protocol import BLOCKS, Cancel, FetchBlocks, Fetched, Finished, Kept, Lacking, StreamTag
+from fleetd.engine.architectures import CUT
+from fleetd.engine.prefix_cache import DENSE, PLAN
+from fleetd.engine.protocol import (
+    BLOCKS,
+    Accepted,
+    Cancel,
+    FetchBlocks,
+    Fetched,
+    Finished,
+    Kept,
+    Lacking,
+    PrefillAlone,
+    StreamTag,
+)
+from fleetd.engine.sequence_state import checkpoints
+from fleetd.engine.sequence_state.rings import RingState
+from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError
+from fleetd.requests.kv_fetching import messages
+from fleetd.requests.kv_fetching.choice import checked_by
+from fleetd.requests.kv_fetching.server import parts_to_send
 from fleetd.sealed.stream import SealedSender
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
@@ -53,35 +78,45 @@ def settings_in(folder: Path) -> DiskCacheSettings:
 class Machines:
     """One that has read PROMPT and keeps it, ``there``, and one that has not, ``here``."""
 
-    def __init__(self, model: Any, tokenizer: Any, root: Path) -> None:
+    def __init__(self, model: Any, tokenizer: Any, root: Path, prompt: list[int]) -> None:
+        self.model, self.tokenizer, self.root, self.prompt = model, tokenizer, root, prompt
         self.settings = settings_in(root / "there")
         there = Worker(model, tokenizer, self.settings)
-        there.ask("first", PROMPT)
+        there.ask("first", prompt)
         there.stop()
         self.expected = there.text("first")
         self.here = Worker(model, tokenizer, settings_in(root / "here"))
         self.threads: list[threading.Thread] = []
 
     def ask(self, **fields: Any) -> None:
-        self.here.put("second", PROMPT, fetches=True, **fields)
+        self.here.put("second", self.prompt, fetches=True, **fields)
 
     def lacking(self) -> Lacking:
         while not (found := [e for e in self.here.events if isinstance(e, Lacking)]):
             self.here.turn()
         return found[0]
 
-    def decide(self, blocks: int) -> None:
-        self.here.scheduler.tell(FetchBlocks("second", blocks))
+    def decide(self, blocks: int, *, plan: bool = False) -> None:
+        self.here.scheduler.tell(FetchBlocks("second", blocks, plan=plan))
 
     def send(
-        self, work: Callable[[socket.socket, SealedSender, list[bytes]], None], blocks: int = WHOLE
+        self,
+        work: Callable[[socket.socket, SealedSender, list[bytes]], None],
+        blocks: int = WHOLE,
+        *,
+        plan: bool = False,
     ) -> None:
         """``work`` is what the other machine does with its end of the stream."""
-        names = [block_names.kept_as(name, local_only=False) for name in self.lacking().names[:blocks]]
+        asked = self.lacking()
+        cache = DiskCache(self.settings, on=True, note=lambda: "")
+        wanted = (asked.plan_names if plan else asked.names)[:blocks]
+        question = messages.FetchQuestion(wanted, "second", asked.rows, asked.states)
+        names = parts_to_send(cache, question)
+        cache.close()
         near, far = socket.socketpair()
         key = os.urandom(32)
         self.here.scheduler.put_stream(StreamTag("second", BLOCKS, key, "connector"), near)
-        self.decide(blocks)
+        self.decide(blocks, plan=plan)
 
         def run() -> None:
             with far, suppress(FleetError, OSError):
@@ -96,6 +131,11 @@ class Machines:
         block_stream.send(sender, names, store.read)
         store.close()
 
+    def close(self) -> None:
+        self.here.stop()
+        for thread in self.threads:
+            thread.join(10)
+
     def finish(self) -> tuple[Finished, Fetched | None]:
         done = self.here.finish("second")
         assert self.here.text("second") == self.expected
@@ -104,12 +144,20 @@ class Machines:
 
 
 @pytest.fixture
-def machines(model: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Machines]:
-    made = Machines(model, tokenizer, tmp_path)
-    yield made
-    made.here.stop()
-    for thread in made.threads:
-        thread.join(10)
+def make_machines(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., Machines]]:
+    with ExitStack() as stack:
+
+        def make(model: Any, prompt: list[int] = PROMPT) -> Machines:
+            made = Machines(model, tokenizer, tmp_path, prompt)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def machines(model: Any, make_machines: Callable[..., Machines]) -> Machines:
+    return make_machines(model)
 
 
 def test_what_another_machine_has_read_is_not_read_again(machines: Machines) -> None:
@@ -183,8 +231,9 @@ def test_a_prompt_that_may_not_leave_is_not_asked_for(machines: Machines) -> Non
     assert not [e for e in machines.here.events if isinstance(e, Lacking)]
 
 
-def damaged(machines: Machines, change: Callable[[int, memoryview], None]) -> Callable[..., None]:
-    """Blocks sent with other bytes than those on the disk."""
+def damaged(machines: Machines, change: Callable[[int, int, int, memoryview], None]) -> Callable[..., None]:
+    """Blocks sent with other bytes than those on the disk. ``change`` is told the number of what is sent, and
+    of the buffer in it."""
 
     def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
         store = BlockStore(machines.settings)
@@ -200,8 +249,8 @@ def damaged(machines: Machines, change: Callable[[int, memoryview], None]) -> Ca
 
             header = store.read(name, kept)
             number = next(count)
-            for buffer in held:
-                change(number, buffer)
+            for part, buffer in enumerate(held):
+                change(number, part, len(held), buffer)
             return header
 
         block_stream.send(sender, names, read)
@@ -210,11 +259,11 @@ def damaged(machines: Machines, change: Callable[[int, memoryview], None]) -> Ca
     return work
 
 
-def every_byte(number: int, buffer: memoryview) -> None:
+def every_byte(number: int, part: int, parts: int, buffer: memoryview) -> None:
     buffer[:] = bytes(b ^ 1 for b in buffer)
 
 
-def not_a_number(number: int, buffer: memoryview) -> None:
+def not_a_number(number: int, part: int, parts: int, buffer: memoryview) -> None:
     if number == 1:
         buffer[:4] = b"\xff\xff\xff\x7f"
 
@@ -329,3 +378,154 @@ def test_a_stream_that_is_not_wanted_any_more_is_closed(machines: Machines) -> N
         machines.decide(0)
         assert machines.finish()[1] is None
         assert near.fileno() == -1
+
+
+# ---- Models that cannot be cut at a token: snapshots come after the rows ---------------------------------
+
+# A gated delta rule beside attention, sliding windows beside it, Mamba 2 alone, which has no rows.
+KINDS = ["qwen3_5", "gemma3_text", "mamba2"]
+
+
+def of_kind(kind: str) -> tuple[Any, list[int]]:
+    """A model of a family, and a prompt for it."""
+    return tiny_architectures.tiny(kind), [token % tiny_architectures.VOCAB for token in PROMPT]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in sorted(CUT.keys() - set(KINDS)))],
+)
+def test_every_family_is_fetched_and_the_answer_is_that_of_a_machine_alone(
+    kind: str, make_machines: Callable[..., Machines]
+) -> None:
+    machines = make_machines(*of_kind(kind))
+    machines.ask()
+    lacking = machines.lacking()
+    assert lacking.states is checkpoints.needed(machines.here.tier.empty)
+    assert lacking.rows is checkpoints.any_rows(machines.here.tier.empty)
+    machines.send(machines.honest)
+    done, told = machines.finish()
+    assert (done.usage.cached_tokens, done.timings.fetched_tokens) == (WHOLE * BLOCK, WHOLE * BLOCK)
+    assert told is not None
+    assert (told.blocks, told.code) == (WHOLE, "")
+    assert (told.n_bytes > WHOLE * lacking.block_bytes) is lacking.states
+    # What came lies on the own disk afterwards.
+    machines.here.stop()
+    again = Worker(machines.model, machines.tokenizer, settings_in(machines.root / "here"))
+    assert again.ask("third", machines.prompt).timings.restored_tokens == WHOLE * BLOCK
+    assert again.text("third") == machines.expected
+    again.stop()
+
+
+def refused(machines: Machines, change: Callable[[int, int, int, memoryview], None]) -> None:
+    """What is sent otherwise is found, not used and not forgiven."""
+    machines.ask()
+    machines.send(damaged(machines, change))
+    done, told = machines.finish()
+    assert (done.timings.fetched_tokens, done.usage.cached_tokens) == (0, 0)
+    assert told is not None
+    assert (told.code, told.blocks) == ("peer_wrong", 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_snapshot_of_other_numbers_is_found_and_not_used(
+    kind: str, make_machines: Callable[..., Machines]
+) -> None:
+    machines = make_machines(*of_kind(kind))
+    last = 1 if kind == "mamba2" else WHOLE + 1
+
+    def numbers(number: int, part: int, parts: int, buffer: memoryview) -> None:
+        if number == last and part:
+            every_byte(number, part, parts, buffer)
+
+    refused(machines, numbers)
+
+
+def test_where_bytes_must_be_equal_one_changed_bit_of_a_state_is_found(
+    make_machines: Callable[..., Machines],
+) -> None:
+    machines = make_machines(*of_kind("qwen3_5"))
+    machines.here.scheduler.sharable = SimpleNamespace(any_chunks=True)  # type: ignore[assignment]
+
+    def one_bit(number: int, part: int, parts: int, buffer: memoryview) -> None:
+        if number == WHOLE + 1 and part == parts - 1:
+            buffer[-2] ^= 64
+
+    refused(machines, one_bit)
+
+
+def test_windows_that_say_they_turned_otherwise_are_not_used(
+    make_machines: Callable[..., Machines],
+) -> None:
+    def turned(number: int, part: int, parts: int, buffer: memoryview) -> None:
+        if number == WHOLE + 1 and not part:
+            rings = msgspec.msgpack.decode(buffer, type=list[RingState])
+            buffer[:] = msgspec.msgpack.encode([dataclasses.replace(r, index=r.index - 1) for r in rings])
+
+    refused(make_machines(*of_kind("gemma3_text")), turned)
+
+
+def test_a_machine_with_one_snapshot_or_none_within_reach_has_nothing_to_send() -> None:
+    assert checked_by([]) == checked_by([(4, 9)]) == checked_by([(1, 9), (4, 9)]) == ()
+    assert checked_by([(1, 7), (2, 8), (4, 9)]) == ((2, 8), (4, 9))
+    assert checked_by([(1, 7), (2, 8), (9, 9)]) == ((1, 7), (2, 8))
+    assert checked_by([(1, 7), (2, 8), (9, 9)], blocks=9) == ()
+
+
+# ---- Numbers in which another accelerator had a part -----------------------------------------------------
+
+
+def keep_as_plan(worker: Worker, tokens: list[int]) -> None:
+    """As if a helper of another kind had computed some of it."""
+    worker.ask("kept", tokens)
+    found = worker.scheduler.prefix.fetch([*tokens, 0])
+    assert found.cache
+    worker.tier.store(tokens[: found.tokens], found.cache, PLAN, local_only=False)
+    worker.stop()
+
+
+@pytest.mark.parametrize("where", ["there", "here"])
+def test_an_answer_that_begins_with_other_numbers_is_labelled_wherever_these_lie(
+    where: str, machines: Machines
+) -> None:
+    # Those that another machine keeps, or the own disk's, before blocks of the other one that are exact.
+    model, tokenizer, own = machines.model, machines.tokenizer, settings_in(machines.root / "own")
+    at, tokens = (machines.settings, PROMPT) if where == "there" else (own, PROMPT[: BLOCK + 10])
+    keep_as_plan(Worker(model, tokenizer, at), tokens)
+    if where == "here":
+        forget_exact(own, machines, tokens)
+    machines.here.stop()
+    sharable = Sharable.of(Stage.of(model), "cpu", {"mlx-lm": "1"})
+    machines.here = Worker(model, tokenizer, own, sharable=sharable)
+    machines.ask(shared=True)
+    lacking = machines.lacking()
+    assert len(lacking.plan_names) == len(lacking.names) == WHOLE - (where == "here")
+    assert not set(lacking.plan_names) & set(lacking.names)
+    machines.send(machines.honest, len(lacking.names), plan=where == "there")
+    while not (accepted := [e for e in machines.here.events if isinstance(e, Accepted)]):
+        machines.here.turn()
+    assert (accepted[0].cached, accepted[0].exact) == (WHOLE * BLOCK, False)
+    machines.here.scheduler.tell(PrefillAlone("second"))
+    done, told = machines.finish()
+    assert done.timings.fetched_tokens == len(lacking.names) * BLOCK
+    assert told is not None
+    # An exact answer never begins with it.
+    assert machines.here.scheduler.prefix.longest(PROMPT, DENSE) == 0
+    assert machines.here.scheduler.prefix.longest(PROMPT, PLAN) == len(PROMPT) - 1
+
+
+def forget_exact(settings: DiskCacheSettings, machines: Machines, tokens: list[int]) -> None:
+    """Leave only the blocks of other numbers on the disk."""
+    key = MachineKey.load_or_create(Path(settings.key_file))
+    store = BlockStore(settings)
+    for name in machines.here.tier._names(tokens, DENSE, local_only=False):
+        (Path(settings.folder) / "blocks" / key.file_name(name)).unlink()
+        assert store.read(name, lambda header: []) is None
+    store.close()
+
+
+def test_a_prompt_whose_answer_must_be_exact_asks_for_no_other_numbers(machines: Machines) -> None:
+    machines.ask()
+    assert machines.lacking().plan_names == []
+    machines.decide(0)
+    machines.finish()

@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 import pytest
 
+from fleetd.cache.block_names import LateBasis
 from fleetd.engine import prompt_encoding, protocol, worker
 from fleetd.engine.protocol import (
     AssistPrefill,
@@ -45,6 +46,7 @@ class Ends:
         self.inbox = self
         self.front = worker.Front(self.link, self, self)  # type: ignore[arg-type]  # stands for both
         self.tokenizer = None
+        self.basis = LateBasis(lambda: b"")
         self.facts = protocol.Ready("x", "cpu", "f32", 1, 8, 64, 1, 1, 1, True, False, False, 0.0, {})
 
     def _exit(self, status: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -186,3 +187,25 @@ def test_the_second_load_only_reads_and_warms_up(
     )
     assert again.together == first.together
     assert (again.sparse is None) == (first.sparse is None)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_prompts_are_kept_as_soon_as_the_files_of_their_model_are_hashed(
+    chain_path: Path, tmp_path: Path, cpu_installed: None, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    monkeypatch.setattr(loading, "calibrate", lambda *args, **kwargs: Speeds(300.0, 12.0))
+    model, record = shutil.copytree(chain_path, tmp_path / "m"), tmp_path / "record.json"
+    settings = WorkerSettings(
+        "m", str(model), str(record), device="cpu", cache=str(tmp_path), speculation="off"
+    )
+    early = loading.load(settings, "cpu", lambda _: None).basis
+    assert early.value == b""
+    if replaced:
+        # Then what is hashed is not what was loaded.
+        config = model / "config.json"
+        config.write_text(config.read_text() + "\n")
+    digests.digest(folder_of(model), record)
+    early.look()
+    later = loading.load(settings, "cpu", lambda _: None).basis
+    assert later.value
+    assert early.value == (b"" if replaced else later.value)

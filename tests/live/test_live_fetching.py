@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_hybrid
 from forked_programs import Programs
 from live_daemon import LiveDaemon, until
 from live_fleet import LiveFleet, answer, body
@@ -15,18 +16,20 @@ from live_fleet import LiveFleet, answer, body
 # The engine's and the daemon's sides are tested quickly elsewhere; these start and end daemons several times.
 pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.long, pytest.mark.timeout(300)]
 
-SMOL = "smollm2-135m"
+SMOL, HYBRID = "smollm2-135m", tiny_hybrid.NAME
 NAMES = ("alpha", "beta")
 WRITTEN_S = 60.0
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "as", "with", "they"]
 
 
 @pytest.fixture(scope="module")
-def pair(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
-    """Two machines that have the same model, which neither has loaded."""
-    with LiveFleet(
-        short_dir / "fetching", {name: [live_models / SMOL] for name in NAMES}, programs=programs
-    ) as fleet:
+def pair(
+    live_models: Path, short_dir: Path, programs: Programs, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveFleet]:
+    """Two machines that have the same models, of which neither has loaded one."""
+    hybrid = tiny_hybrid.build(tmp_path_factory.mktemp("models") / HYBRID)
+    models = {name: [live_models / SMOL, hybrid] for name in NAMES}
+    with LiveFleet(short_dir / "fetching", models, programs=programs) as fleet:
         fleet.until_usable()
         yield fleet
 
@@ -37,8 +40,8 @@ def prompt(seed: int, words: int) -> str:
     return f"{seed}: " + " ".join(draw.choice(WORDS) for _ in range(words))
 
 
-def ask(daemon: LiveDaemon, text: str, **fields: Any) -> dict[str, Any]:
-    status, _, got = answer(daemon, body(SMOL, text, max_tokens=8, logprobs=True, **fields))
+def ask(daemon: LiveDaemon, text: str, model: str = SMOL, **fields: Any) -> dict[str, Any]:
+    status, _, got = answer(daemon, body(model, text, max_tokens=8, logprobs=True, **fields))
     assert status == 200, got
     return got
 
@@ -47,17 +50,17 @@ def essence(got: dict[str, Any]) -> Any:
     return got["choices"][0]["message"], got["choices"][0]["logprobs"]
 
 
-def read_by_alpha(fleet: LiveFleet, text: str, **fields: Any) -> dict[str, Any]:
+def read_by_alpha(fleet: LiveFleet, text: str, model: str = SMOL, **fields: Any) -> dict[str, Any]:
     """Its answer, while it is alone; then its engine ends, so that only beta can answer, and alone."""
     fleet["beta"].stop()
-    fleet["alpha"].control("POST", "/fleet/v1/models/load", {"model": SMOL})
+    fleet["alpha"].control("POST", "/fleet/v1/models/load", {"model": model})
     before = kept_tokens(fleet["alpha"])
-    got = ask(fleet["alpha"], text, **fields)
+    got = ask(fleet["alpha"], text, model, **fields)
     until(lambda: kept_tokens(fleet["alpha"]) >= before + 512, WRITTEN_S)
-    fleet["alpha"].control("POST", "/fleet/v1/models/unload", {"model": SMOL})
+    fleet["alpha"].control("POST", "/fleet/v1/models/unload", {"model": model})
     fleet.start("beta")
     fleet.until_usable()
-    fleet.load("beta", SMOL, seen_by="alpha")
+    fleet.load("beta", model, seen_by="alpha")
     return got
 
 
@@ -66,13 +69,14 @@ def kept_tokens(daemon: LiveDaemon) -> int:
     return sum(model["block_tokens"] for model in models)
 
 
-def test_what_another_machine_has_read_is_fetched(pair: LiveFleet) -> None:
+@pytest.mark.parametrize("model", [SMOL, HYBRID])
+def test_what_another_machine_has_read_is_fetched(pair: LiveFleet, model: str) -> None:
     text = prompt(1, 620)
-    first = read_by_alpha(pair, text)
+    first = read_by_alpha(pair, text, model)
     # What lies on alpha's disk is known before, by the text.
-    planned = pair["beta"].control("POST", "/fleet/v1/plan", {"model": SMOL, "text": text})["options"]
+    planned = pair["beta"].control("POST", "/fleet/v1/plan", {"model": model, "text": text})["options"]
     assert any(option["restored_tokens"] or option["fetched_from"] == "alpha" for option in planned), planned
-    second = ask(pair["beta"], text)
+    second = ask(pair["beta"], text, model)
     assert second["timings"]["fetched_n"] >= 512
     assert second["timings"]["fetched_from"] == "alpha"
     assert essence(first) == essence(second)

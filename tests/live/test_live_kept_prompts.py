@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import tiny_hybrid
+from forked_programs import Programs
 from live_daemon import LiveDaemon, until
 
 from fleetd.cache.block_store import BlockStore
@@ -25,15 +28,51 @@ def ask(daemon: LiveDaemon, text: str, **fields: Any) -> Any:
     with openai.OpenAI(base_url=daemon.base_url, api_key=daemon.key, max_retries=0, timeout=90) as client:
         messages: Any = [{"role": "user", "content": text}]
         return client.chat.completions.create(
-            model=MODEL, messages=messages, temperature=0, logprobs=True, **{"max_tokens": 4} | fields
+            messages=messages, temperature=0, logprobs=True, **{"model": MODEL, "max_tokens": 4} | fields
         )
+
+
+def kept_snapshots(daemon: LiveDaemon) -> int:
+    """Files that are whole, besides those of the three blocks of rows."""
+    models = daemon.control("GET", "/fleet/v1/cache")["models"]
+    return sum(model["blocks"] for model in models) - 3
 
 
 def restored(reply: Any) -> int:
     return int(reply.timings.get("restored_n", 0))
 
 
-def test_a_prompt_is_read_once_also_after_a_restart_until_it_is_cleared(
+def test_a_prompt_is_read_once_also_after_an_unload_and_a_restart_until_it_is_cleared(
+    tmp_path: Path, short_dir: Path, programs: Programs
+) -> None:
+    text, model = LONG[:900], tiny_hybrid.NAME
+    # As a user put it there.
+    tiny_hybrid.build(tmp_path / model)
+    with LiveDaemon(short_dir / "hybrid", tmp_path, programs=programs) as daemon:
+        first = ask(daemon, text, model=model)
+        places = (first.usage.prompt_tokens - 1) // 256 * 256
+        assert places >= 768
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+        for warm in (partial(daemon.fleetctl, "models", "unload", model), daemon.restart):
+            until(lambda: kept_snapshots(daemon) >= 2)
+            warm()
+            again = ask(daemon, text, model=model)
+            assert again.usage.prompt_tokens_details.cached_tokens == restored(again) == places
+            assert again.timings["restore_ms"] > 0
+            assert again.choices == first.choices
+
+        until(lambda: daemon.control("GET", "/fleet/v1/cache")["models"][0]["hits"] == 2)
+        told = daemon.fleetctl("trace", daemon.control("GET", "/fleet/v1/traces?last=1")["traces"][0]["id"])
+        assert f"({places:,} from the disk)" in told.stdout
+        assert "are gone" in daemon.fleetctl("cache", "clear", "--yes").stdout
+        # From memory they are gone, too.
+        computed = ask(daemon, text, model=model)
+        assert computed.usage.prompt_tokens_details.cached_tokens == 0
+        assert computed.choices == first.choices
+
+
+@pytest.mark.long
+def test_the_default_model_reads_a_prompt_once_also_after_a_restart(
     make_daemon: Callable[..., LiveDaemon],
 ) -> None:
     daemon = make_daemon()
@@ -47,15 +86,6 @@ def test_a_prompt_is_read_once_also_after_a_restart_until_it_is_cleared(
     second = ask(daemon, LONG)
     assert second.usage.prompt_tokens_details.cached_tokens == restored(second) == whole_blocks
     assert second.choices == first.choices
-    until(lambda: daemon.control("GET", "/fleet/v1/cache")["models"][0]["hits"] == 1)
-    told = daemon.fleetctl("trace", daemon.control("GET", "/fleet/v1/traces?last=1")["traces"][0]["id"])
-    assert f"({whole_blocks:,} from the disk)" in told.stdout
-
-    assert "are gone" in daemon.fleetctl("cache", "clear", "--yes").stdout
-    # From memory they are gone, too.
-    again = ask(daemon, LONG)
-    assert again.usage.prompt_tokens_details.cached_tokens == 0
-    assert again.choices == first.choices
 
 
 @pytest.mark.long

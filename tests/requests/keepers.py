@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import kv_blocks
@@ -74,8 +74,8 @@ class Keeper:
     def node_id(self) -> str:
         return self.node.identity.node_id
 
-    def keep(self, names: list[bytes], *, local_only: bool = False) -> None:
-        kv_blocks.keep(self.store, names, SIZE, local_only=local_only)
+    def keep(self, names: list[bytes], *, local_only: bool = False, states: Sequence[int] = ()) -> None:
+        kv_blocks.keep(self.store, names, SIZE, local_only=local_only, states=states)
 
 
 @contextlib.asynccontextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import kv_blocks
+import msgspec
 import pytest
 from fakes import FakeEngine, FakeFolder
 from keepers import SIZE, Keeper, fleet
@@ -84,17 +85,20 @@ class Home:
             self.engine.close()
 
     def receive(self, names: list[bytes]) -> list[bytes]:
-        """What the stream that the engine was given brings. Blocks."""
+        return self.receive_kept(range(len(names)))
+
+    def receive_kept(self, numbers: Sequence[int]) -> list[bytes]:
+        """What the stream that the engine was given brings: blocks or snapshots of these numbers. Blocks."""
         tag, sock = self.engine.tags["blocks"], self.engine.streams["blocks"]
         wholes: list[bytearray] = []
 
         def targets(number: int, header: BlockHeader) -> list[memoryview]:
-            assert header == kv_blocks.header(number, SIZE)
+            assert header == kv_blocks.header(numbers[number], SIZE)
             wholes.append(bytearray(header.nbytes))
             return [memoryview(wholes[-1])[: header.sizes[0]], memoryview(wholes[-1])[header.sizes[0] :]]
 
         block_stream.receive(
-            SealedReceiver(sock, tag.key, tag.role), range(len(names)), targets, lambda number: True
+            SealedReceiver(sock, tag.key, tag.role), range(len(numbers)), targets, lambda number: True
         )
         return [bytes(whole) for whole in wholes]
 
@@ -124,6 +128,56 @@ async def test_blocks_come_from_the_machine_that_has_most_of_them(tmp_path: Path
         assert (home.request.fetched.machine, home.request.fetched.n_bytes) == ("keeper1", 4 * SIZE)
         assert home.partners.came == [(keepers[1].node_id, 4 * SIZE, 0.5, False)]
         assert keepers[0].outcomes == []
+
+
+@pytest.mark.parametrize("rows", [True, False])
+async def test_where_a_model_needs_snapshots_the_last_two_come_after_the_rows(
+    tmp_path: Path, rows: bool
+) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES, states=[1, 2])
+        home = Home(node, keepers)
+        kept = [block_names.kept_as(name, local_only=False) for name in NAMES[:3]]
+        sent = [*(kept if rows else []), *(block_names.state_name(name) for name in kept[1:])]
+
+        def fetched() -> Fetched:
+            numbers = [*(range(3) if rows else []), 1, 2]
+            assert home.receive_kept(numbers) == [kv_blocks.payload(name, SIZE) for name in sent]
+            return Fetched("r1", 3, 5 * SIZE, 0.5)
+
+        await home.run(msgspec.structs.replace(lacking(NAMES), rows=rows, states=True), fetched)
+        # Rows past the last snapshot are of no use.
+        assert home.engine.fetches[0].blocks == 3
+
+
+@pytest.mark.parametrize("exact_ones", [False, True])
+async def test_blocks_of_other_numbers_come_where_there_are_fewer_exact_ones(
+    tmp_path: Path, exact_ones: bool
+) -> None:
+    others = kv_blocks.prompt(1, 4, namespace="plan")
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(others)
+        if exact_ones:
+            keepers[0].keep(NAMES)
+        home = Home(node, keepers)
+        wanted = NAMES if exact_ones else others
+
+        def fetched() -> Fetched:
+            assert home.receive(wanted) == payloads(wanted)
+            return Fetched("r1", 4, 4 * SIZE, 0.5)
+
+        await home.run(msgspec.structs.replace(lacking(NAMES), plan_names=others), fetched)
+        assert [(fetch.blocks, fetch.plan) for fetch in home.engine.fetches] == [(4, not exact_ones)]
+
+
+@pytest.mark.parametrize("states", [[], [3], [0, 3]])
+async def test_a_snapshot_that_could_not_be_checked_is_not_offered(tmp_path: Path, states: list[int]) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES, states=states)
+        body = messages.encode(messages.BlocksQuestion(NAMES, states=True))
+        answer = await node.ask(keepers[0].node_id, messages.FIND, body, within_s=10)
+        found = messages.decode(answer, messages.BlocksFound)
+        assert (found.blocks, found.state_bytes) == (0, 0)
 
 
 async def test_what_came_is_counted_on_both_sides_and_named_in_the_answer(tmp_path: Path) -> None:

@@ -143,6 +143,24 @@ async def test_a_rule_outlives_a_restart_and_what_others_sign_and_ends_with_unpa
         assert c.node.node_id not in file.read_text()
 
 
+async def test_unpairing_forgets_on_both_machines_what_the_other_has_of_prompts(tmp_path: Path) -> None:
+    job = Job("m", Generate("r", TextPrompt("x" * 4096)), "http", "chat")
+    async with three(tmp_path) as (a, b, c):
+        both = ((a, c.node.node_id), (c, a.node.node_id))
+        for machine, other in both:
+            machine.members.read(other, "m", job)
+            assert machine.members.known_tokens(other, "m", job.prompt_text) > 0
+        await a.fleet.unpair("c")
+        await until(c.node, lambda: c.node.roster.removed_by is not None)
+        assert list(c.fleet.machines()) == []
+        # Paired again, with the same daemons and the same prompts in their memory.
+        c.node.roster.reset()
+        await introduce(a.node, b.node, c.node)
+        for machine, other in both:
+            await until(machine.node, lambda m=machine, o=other: o in [f.node_id for f in m.fleet.machines()])
+            assert machine.members.known_tokens(other, "m", job.prompt_text) == 0
+
+
 async def test_who_answers_for_a_machine_with_a_rule_gets_no_help(tmp_path: Path) -> None:
     """It knows nothing of the rule, and could share the prompt with the machine that the rule is about."""
     async with three(tmp_path) as (a, b, c):

@@ -54,9 +54,22 @@ def write(
     return written
 
 
-def keep(store: BlockStore, names: Sequence[bytes], size: int = 500, *, local_only: bool = False) -> None:
-    """Write blocks as a worker does: by these names other machines ask for them, unless they are local."""
-    write(store, [block_names.kept_as(name, local_only=local_only) for name in names], size)
+def keep(
+    store: BlockStore,
+    names: Sequence[bytes],
+    size: int = 500,
+    *,
+    local_only: bool = False,
+    states: Sequence[int] = (),
+) -> None:
+    """Write blocks as a worker does: by these names other machines ask for them, unless they are local.
+    ``states``: the numbers of those that have a snapshot at their end."""
+    kept = [block_names.kept_as(name, local_only=local_only) for name in names]
+    write(store, kept, size)
+    snapshots = {number: block_names.state_name(kept[number]) for number in states}
+    prompt = store.prompt(kept, 1.0, snapshots)
+    for number, name in snapshots.items():
+        store.write(prompt, number, "tiny", header(number, size), partial(buffers, name, size), state=True)
 
 
 @contextmanager

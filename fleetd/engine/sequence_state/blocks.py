@@ -36,6 +36,15 @@ def can_be_blocks(empty: Sequence[Any]) -> bool:
     return bool(found) and all(kind_of(part).stored for part in found)
 
 
+def can_be_checked(empty: Sequence[Any]) -> bool:
+    """True if what another machine sends of such caches can be compared with what is computed here."""
+    found = all_parts(empty)
+    # A window that keeps its first rows has others in between, as its chunks were cut.
+    return can_be_blocks(empty) and all(
+        kind_of(part).shared and not getattr(part, "keep", 0) for part in found
+    )
+
+
 def block_rows(buffers: Sequence[RowBuffer], number: int) -> list[memoryview]:
     """The memory of a block's rows."""
     return [row for buffer in buffers for row in buffer.rows(number * _BLOCK, (number + 1) * _BLOCK)]
@@ -112,7 +121,9 @@ class BlockLayout:
                 fits = own == [math.prod(array) * dtype.size for array, dtype in shape.arrays]
             else:
                 held = own[0] // shape.sizes(1)[0]
-                fits = tuple(own) == shape.sizes(held) and held >= min(tokens, shape.window)
+                # With room to grow, which is never more than the window.
+                fits = tuple(own) == shape.sizes(held)
+                fits = fits and min(tokens, shape.window) <= held <= max(tokens, shape.window)
             if not fits:
                 raise BlockDamaged("a snapshot of other shapes")
 
@@ -122,17 +133,17 @@ def _arrays(shape: KvShape | RunningShape) -> int:
 
 
 class ArrivingSnapshot:
-    """Memory for a snapshot, and the caches that it becomes."""
+    """Memory for a snapshot after ``tokens``, and the caches that it becomes."""
 
     def __init__(self, layout: BlockLayout) -> None:
         self._layout = layout
-        self._tokens = 0
+        self.tokens = 0
         self._buffers: list[memoryview] = []
 
     def targets(self, number: int, header: BlockHeader) -> list[memoryview]:
         """Of the one at the end of the block of this number. Raises BlockDamaged for another one."""
-        self._tokens = (number + 1) * _BLOCK
-        self._layout.check_snapshot(header, self._tokens)
+        self.tokens = (number + 1) * _BLOCK
+        self._layout.check_snapshot(header, self.tokens)
         self._buffers = [memoryview(empty_bytes(size)).cast("B") for size in header.sizes]
         return self._buffers
 
@@ -155,7 +166,7 @@ class ArrivingSnapshot:
                 windows.append(len(self._buffers[at]) // shape.sizes(1)[0])
             at += _arrays(shape)
         fits = [
-            ring.held == held and ring.seen == self._tokens and 0 < ring.index <= held
+            ring.held == held and ring.seen == self.tokens and 0 < ring.index <= held
             for ring, held in zip(rings, windows, strict=False)
         ]
         if len(rings) != len(windows) or not all(fits):

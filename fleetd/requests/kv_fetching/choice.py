@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,21 +13,25 @@ from fleetd.plan.costs import LinkSpeed
 
 @dataclass(frozen=True, slots=True)
 class FetchSource:
-    """A machine that has the first ``blocks`` of those that lack; ``bytes_per_s``: of its disk, 0 unknown."""
+    """A machine that has the first ``blocks`` of those that lack; ``bytes_per_s``: of its disk, 0 unknown.
+    ``state_bytes``: of the snapshots that come with them. ``plan``: other numerics had a part."""
 
     node_id: str
     name: str
     link: LinkSpeed
     blocks: int
     bytes_per_s: float = 0.0
+    state_bytes: int = 0
+    plan: bool = False
 
     def seconds(self, block_bytes: int) -> float:
         """From the decision to the last byte."""
-        return fetch_s(self.blocks * block_bytes, self.link, self.bytes_per_s)
+        return fetch_s(self.blocks * block_bytes + self.state_bytes, self.link, self.bytes_per_s)
 
     def block_s(self, block_bytes: int) -> float:
+        """What a block takes, or a snapshot."""
         disk = self.bytes_per_s or limits.CACHE_READ_BYTES_PER_S
-        return block_bytes / max(1.0, min(self.link.bytes_per_s, disk))
+        return max(block_bytes, self.state_bytes) / max(1.0, min(self.link.bytes_per_s, disk))
 
 
 def best_source(
@@ -46,3 +51,16 @@ def best_source(
         if fetched_s <= (1 - limits.FETCH_LEAST_GAIN) * alone_s and alone_s - fetched_s > most_s:
             best, most_s = source, alone_s - fetched_s
     return best
+
+
+def checked_by(states: Sequence[tuple[int, int]], blocks: int = 0) -> tuple[tuple[int, int], ...]:
+    """The furthest snapshot that can be checked by the one before it: both, or none.
+
+    Args:
+        states: at the ends of how many blocks there are some, ascending, with the bytes of each.
+        blocks: only the one at the end of so many will do.
+    """
+    for earlier, later in reversed(list(itertools.pairwise(states))):
+        if later[0] - earlier[0] <= limits.FETCH_CHECK_BLOCKS and blocks in (0, later[0]):
+            return earlier, later
+    return ()

@@ -105,7 +105,9 @@ class _Fetch:
     async def _run(self, sources: list[Member]) -> None:
         decided = False
         try:
-            asked = [self._ask(member) for member in sources]
+            # Of two that save as much, the first: the answer stays exact.
+            asked = [self._ask(member, plan=False) for member in sources]
+            asked += [self._ask(member, plan=True) for member in sources if self._lacking.plan_names]
             found = [source for source in await asyncio.gather(*asked) if source is not None]
             source = best_source(found, self._lacking.computed_s, self._lacking.block_bytes)
             if source is None:
@@ -117,9 +119,8 @@ class _Fetch:
                 sock = await self._fetching.partners.connect(source.node_id, offer.invitation)
                 tag = StreamTag(self._lacking.id, BLOCKS, offer.invitation.key, "connector")
                 await self._engine.give_stream(tag, sock)
-                self._engine.fetch(
-                    FetchBlocks(self._lacking.id, source.blocks, source.block_s(self._lacking.block_bytes))
-                )
+                block_s = source.block_s(self._lacking.block_bytes)
+                self._engine.fetch(FetchBlocks(self._lacking.id, source.blocks, block_s, source.plan))
                 decided = True
                 await _until_end(stream)
             finally:
@@ -134,11 +135,17 @@ class _Fetch:
                 self._engine.fetch(FetchBlocks(self._lacking.id))
 
     def _order(self, source: FetchSource) -> bytes:
-        return messages.encode(messages.FetchQuestion(self._lacking.names[: source.blocks], self._lacking.id))
+        lacking = self._lacking
+        asked = self._names(plan=source.plan)[: source.blocks]
+        return messages.encode(messages.FetchQuestion(asked, lacking.id, lacking.rows, lacking.states))
 
-    async def _ask(self, member: Member) -> FetchSource | None:
+    def _names(self, *, plan: bool) -> list[bytes]:
+        return self._lacking.plan_names if plan else self._lacking.names
+
+    async def _ask(self, member: Member, *, plan: bool) -> FetchSource | None:
         """What it has, and how soon that would be here; None for nothing."""
-        body = messages.encode(messages.BlocksQuestion(self._lacking.names))
+        lacking = self._lacking
+        body = messages.encode(messages.BlocksQuestion(self._names(plan=plan), lacking.rows, lacking.states))
         try:
             answer = await self._fetching.partners.ask(
                 member.node_id, messages.FIND, body, within_s=limits.FETCH_FIND_S
@@ -148,10 +155,11 @@ class _Fetch:
             log.debug("fetching.no_answer", peer=member.node_id[:7], reason=str(error))
             return None
         link = member.link
-        blocks = min(found.blocks, len(self._lacking.names))
-        if not blocks or link is None:
+        blocks = min(found.blocks, len(lacking.names))
+        if not blocks or link is None or (lacking.states and not found.state_bytes):
             return None
-        return FetchSource(member.node_id, member.name, link, blocks, found.bytes_per_s)
+        node_id, name = member.node_id, member.name
+        return FetchSource(node_id, name, link, blocks, found.bytes_per_s, found.state_bytes, plan)
 
     def _failed(self, error: FleetError) -> None:
         if self._source is not None and isinstance(error, PeerError):

@@ -6,7 +6,7 @@
     → LOOK   TextQuestion            how much of this text, before it is tokenized
     ← TextFound
 
-    → FETCH  FetchQuestion           the first so many of them
+    → FETCH  FetchQuestion           the first so many of them; two snapshots after them, where it needs some
     ← FetchOffer                     where their stream is expected; it carries them (``cache.block_stream``)
 
 A name is a hash over the model's files, the arithmetic and all tokens before the block's end: only a machine
@@ -35,18 +35,26 @@ _Names = Annotated[list[_Name], Meta(min_length=1, max_length=limits.FETCH_BLOCK
 _Link = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _LinkCount = Annotated[int, Meta(ge=0, le=limits.FETCH_LINKS)]
 _Count = Annotated[int, Meta(ge=0, le=limits.FETCH_BLOCKS)]
+_Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 _Speed = Annotated[float, Meta(ge=0, le=1e13)]
 
 
 class BlocksQuestion(msgspec.Struct, frozen=True):
+    """``rows``: whether the model has rows in these blocks; ``states``: whether it needs a snapshot at the
+    end of the last one, and one before that to check it by."""
+
     names: _Names
+    rows: bool = True
+    states: bool = False
 
 
 class BlocksFound(msgspec.Struct, frozen=True):
-    """``bytes_per_s``: at which the machine reads them; 0 if it has not measured that."""
+    """``bytes_per_s``: at which the machine reads them; 0 if it has not measured that. ``state_bytes``: of
+    both snapshots."""
 
     blocks: _Count = 0
     bytes_per_s: _Speed = 0.0
+    state_bytes: _Bytes = 0
 
 
 class TextQuestion(msgspec.Struct, frozen=True):
@@ -61,15 +69,17 @@ class TextFound(msgspec.Struct, frozen=True):
 
     in_memory: _LinkCount = 0
     on_disk: _LinkCount = 0
-    n_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
+    n_bytes: _Bytes = 0
     bytes_per_s: _Speed = 0.0
 
 
 class FetchQuestion(msgspec.Struct, frozen=True):
-    """``id``: of the request, as the machine that asks has it."""
+    """``id``: of the request, as the machine that asks has it. The others as in BlocksQuestion."""
 
     names: _Names
     id: RequestId
+    rows: bool = True
+    states: bool = False
 
 
 class FetchOffer(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.kv_fetching import messages
+from fleetd.requests.kv_fetching.choice import checked_by
 from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.remote import own_id
@@ -58,8 +59,13 @@ class BlockServer:
     async def find(self, peer: str, body: bytes, stream: PeerStream) -> None:
         asked = messages.decode(body, messages.BlocksQuestion)
         self._check(peer)
-        found = await asyncio.to_thread(self._cache.find, _kept(asked.names))
-        stream.send(messages.encode(messages.BlocksFound(found.blocks, found.bytes_per_s)))
+        found = await asyncio.to_thread(self._cache.find, *_kept(asked))
+        blocks, state_bytes = found.blocks, 0
+        if asked.states:
+            snapshots = checked_by(found.states)
+            blocks = snapshots[-1][0] if snapshots else 0
+            state_bytes = sum(n_bytes for _, n_bytes in snapshots)
+        stream.send(messages.encode(messages.BlocksFound(blocks, found.bytes_per_s, state_bytes)))
 
     async def look(self, peer: str, body: bytes, stream: PeerStream) -> None:
         asked = messages.decode(body, messages.TextQuestion)
@@ -70,11 +76,12 @@ class BlockServer:
     async def fetch(self, peer: str, body: bytes, stream: PeerStream) -> None:
         asked = messages.decode(body, messages.FetchQuestion)
         self._check(peer)
+        names = await asyncio.to_thread(parts_to_send, self._cache, asked)
         with self._served.visit(peer, own_id(asked.id)):
             with self._dialer.expect() as expected:
                 stream.send(messages.encode(messages.FetchOffer(invitation(expected))))
                 sock = await expected.socket()
-            await self._send(self._name_of(peer), sock, expected.key, _kept(asked.names))
+            await self._send(self._name_of(peer), sock, expected.key, names)
 
     def _check(self, peer: str) -> None:
         self._host.admit()
@@ -115,5 +122,17 @@ class BlockServer:
             store.close()
 
 
-def _kept(names: list[bytes]) -> list[bytes]:
-    return [block_names.kept_as(name, local_only=False) for name in names]
+def parts_to_send(cache: DiskCache, asked: messages.FetchQuestion) -> list[bytes]:
+    """The names of the blocks and then of the snapshots, as they lie here. Blocks."""
+    names, states = _kept(asked)
+    if not asked.states:
+        return names
+    found = cache.find(names, states)
+    return names + [states[n - 1] for n, _ in checked_by(found.states, blocks=len(states))]
+
+
+def _kept(asked: messages.BlocksQuestion | messages.FetchQuestion) -> tuple[list[bytes], list[bytes]]:
+    """Under which names its blocks and its snapshots lie here."""
+    kept = [block_names.kept_as(name, local_only=False) for name in asked.names]
+    states = [block_names.state_name(name) for name in kept] if asked.states else []
+    return kept if asked.rows else [], states

@@ -1,0 +1,96 @@
+"""Whether what another machine sent of a prompt is what this one computes: a little of it is computed here.
+
+Rows: a few tokens at a place drawn now. Of snapshots, which cannot be cut at a token, two come: from the
+earlier one the tokens up to the later one are computed, and all that the model keeps then must be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from fleetd import limits
+from fleetd.engine.prefill import Prefiller
+from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state.parts import all_parts
+from fleetd.engine.sequence_state.rings import RingState
+from fleetd.engine.shared_prefill.spot_check import alike, same
+from fleetd.errors import PeerWrong
+
+
+class FetchedCheck:
+    """Its methods yield after each chunk, so that answers that run go on meanwhile, and raise PeerWrong.
+
+    Args:
+        exact: bytes must be those that are computed here, wherever chunks end; else they must be alike.
+        chunk: how many tokens may be computed at once now.
+    """
+
+    def __init__(self, model: Any, tokens: list[int], chunk: Callable[[], int], *, exact: bool) -> None:
+        self._model = model
+        self._tokens = tokens
+        self._chunk = chunk
+        self._agree = same if exact else alike
+
+    def rows(
+        self, earlier: list[Any], at: int, theirs: Sequence[Any], first: int, last: int
+    ) -> Iterator[None]:
+        """``theirs``: parts with a row per token, of which those of tokens [first, last) came. ``earlier``:
+        caches of the first ``at`` tokens, to be added to."""
+        stop = min(at + limits.SHARE_SPOT_TOKENS, last)
+        self._finite(theirs, first, last)
+        yield from self._compute(earlier, at, stop)
+        self._compare_rows(earlier, theirs, at, stop)
+
+    def states(self, earlier: list[Any], at: int, theirs: list[Any], first: int, last: int) -> Iterator[None]:
+        """``theirs``: as they were after ``last`` tokens."""
+        in_rows = [part for part in all_parts(theirs) if kind_of(part).has_rows(part)]
+        self._finite(in_rows, first, last)
+        yield from self._compute(earlier, at, last)
+        self._compare_rows(earlier, in_rows, at, last)
+        for mine, sent in zip(_states(earlier), _states(theirs), strict=True):
+            for a, b in zip(_lasting(mine), _lasting(sent), strict=True):
+                self._compare(a, b)
+
+    def _compute(self, cache: list[Any], start: int, stop: int) -> Iterator[None]:
+        prefiller = Prefiller(self._model, self._tokens[: stop + 1], cache, start)
+        while prefiller.remaining:
+            prefiller.step(self._chunk())
+            yield
+
+    def _finite(self, parts: Sequence[Any], first: int, last: int) -> None:
+        for part in parts:
+            for array in kind_of(part).arrays(part):
+                if not mx.all(mx.isfinite(array[..., first:last, :])):
+                    raise _wrong()
+
+    def _compare_rows(self, ours: list[Any], theirs: Sequence[Any], start: int, stop: int) -> None:
+        mine = [part for part in all_parts(ours) if kind_of(part).has_rows(part)]
+        for own, sent in zip(mine, theirs, strict=True):
+            for a, b in zip(kind_of(own).arrays(own), kind_of(sent).arrays(sent), strict=True):
+                self._compare(a[..., start:stop, :], b[..., start:stop, :])
+
+    def _compare(self, ours: mx.array, theirs: mx.array) -> None:
+        # An index of the context has keys only.
+        if ours.shape != theirs.shape or (ours.size and not self._agree(ours, theirs)):
+            raise _wrong()
+
+
+def _states(cache: list[Any]) -> list[Any]:
+    return [part for part in all_parts(cache) if not kind_of(part).has_rows(part)]
+
+
+def _lasting(part: Any) -> list[mx.array]:
+    """What the next token reads of it: a window's rows in the order of their tokens, wherever it has rotated,
+    without those that the last chunk left besides."""
+    arrays = list(kind_of(part).kept(part))
+    if (window := kind_of(part).window(part)) is None:
+        return arrays
+    at = RingState.of(part).index
+    return [mx.concatenate([a[..., at:, :], a[..., :at, :]], axis=-2)[..., -window:, :] for a in arrays]
+
+
+def _wrong() -> PeerWrong:
+    return PeerWrong("Its keys and values are not those that this machine computes.")
