@@ -1,4 +1,4 @@
-"""Write a small model that takes 32,768 tokens, with random weights: ``long_model FOLDER TOKENIZER_FOLDER [LAYERS]``.
+"""``long_model FOLDER TOKENIZER_FOLDER [LAYERS]``: write a small model with random weights for 32,768 tokens.
 
 Small enough that a session of an agent takes seconds, deep enough that computing its beginning takes some.
 """

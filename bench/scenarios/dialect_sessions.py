@@ -29,8 +29,7 @@ def measure() -> Measured:
     with tempfile.TemporaryDirectory(prefix="fleetd-bench-") as folder:
         with Child("long_model", str(Path(folder) / DEFAULT_MODEL), str(MODEL), str(_LAYERS)) as child:
             child.ask()
-        chunk = {"FLEETD_ENGINE_PREFILL_CHUNK_TOKENS": str(CHUNK_TOKENS)}
-        with Daemon(models=Path(folder), **chunk) as daemon:
+        with Daemon(models=Path(folder), FLEETD_ENGINE_PREFILL_CHUNK_TOKENS=str(CHUNK_TOKENS)) as daemon:
             daemon.warm()
             _session(daemon, seen)
     figures = [
@@ -47,7 +46,7 @@ def measure() -> Measured:
             seen["again"],
             at_most(CHUNK_TOKENS),
             of="worst",
-            note=f"of prompts of {max(seen['second']):,.0f} tokens, of which {max(seen['new']):,.0f} were new",
+            note=f"{seen['new'][0]:,} of its {seen['second'][0]:,} tokens were new",
         ),
     ]
     return Measured(figures, _HOW)

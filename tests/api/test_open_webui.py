@@ -1,4 +1,4 @@
-"""The requests of Open WebUI 0.12.4, replayed: a sample of what test_open_webui_program.py does with the program.
+"""The requests of Open WebUI 0.12.4, replayed; test_open_webui_program.py runs the program.
 
 It is reached as from a container: by a name of its own, which ``http.allowed_hosts`` lists.
 """
