@@ -1,4 +1,4 @@
-"""What a dialect costs beside OpenAI's chat completions: until its first event and token, and for each token."""
+"""What a dialect costs beside OpenAI's chat: until its first event and first token, and for each token."""
 
 from __future__ import annotations
 
