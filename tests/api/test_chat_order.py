@@ -30,13 +30,10 @@ def asked(**fields: Any) -> ReplyOptions:
 def replies(draw: st.DrawFn) -> tuple[Fed, ReplyOptions]:
     """The events of several choices, mixed, and what their request asked for."""
     each = draw(st.lists(answers(), min_size=1, max_size=3))
-    left = {index: list(events) for index, events in enumerate(each)}
-    fed: Fed = []
-    while left:
-        index = draw(st.sampled_from(sorted(left)))
-        fed.append((index, left[index].pop(0)))
-        if not left[index]:
-            del left[index]
+    turns = [index for index, events in enumerate(each) for _ in events]
+    draw(st.randoms(use_true_random=False)).shuffle(turns)
+    left = [iter(events) for events in each]
+    fed: Fed = [(index, next(left[index])) for index in turns]
     options = asked(
         choices=len(each),
         per_prompt=len(each),
@@ -88,6 +85,7 @@ def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @settings(max_examples=10_000, deadline=None)
 @given(replies(), st.integers(0, 3))
 def test_ten_thousand_streams_keep_the_order(made: tuple[Fed, ReplyOptions], comments_every: int) -> None:
