@@ -33,7 +33,7 @@ from fleetd.models.catalog import DEFAULT_MODEL
 PROMPT_TOKENS = 500
 TOKENS = 5000
 _ANSWER_S = 600.0
-# Between two requests: a worker puts a prompt away once it is answered.
+# Between two requests: one that follows at once gets its first event later.
 _REST_S = 0.5
 
 
@@ -125,7 +125,9 @@ def _figures(seen: Samples) -> list[Figure]:
         Figure(f"{_BASELINE}, host time of a token's bytes", "ms", seen["token", _BASELINE]),
     ]
     for name in DIALECTS:
-        sent = Figure(f"{name}, first event", "ms", seen["event", name], at_most(100), of="worst")
+        sent = Figure(
+            f"{name}, first event from an idle worker", "ms", seen["event", name], at_most(100), of="worst"
+        )
         figures.append(sent)
         if name == _BASELINE:
             continue
