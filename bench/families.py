@@ -14,6 +14,7 @@ from bench.scenarios import (
     block_fetching,
     decode,
     demo,
+    dialect_sessions,
     dialects,
     drafter_beside_local,
     drafts,
@@ -129,7 +130,11 @@ FAMILIES = {
     "prefill": Family("Prefill on the CPU", 5, 1, prefill.measure, (*_WORKER, *_scenario("prefill"))),
     "turns": Family("Second turn of a chat", 5, 1, turns.measure, (*_SERVED, *_scenario("turns"))),
     "dialects": Family(
-        "Dialects beside OpenAI's chat", 9, 1, dialects.measure, (*_SERVED, *_scenario("dialects"))
+        "Dialects beside OpenAI's chat",
+        9,
+        1,
+        lambda runs: merged(dialects.measure(runs), dialect_sessions.measure()),
+        (*_SERVED, *_scenario("dialects"), *_scenario("dialect_sessions")),
     ),
     "kept": Family(
         "Prompts kept on the disk",

@@ -1,4 +1,4 @@
-"""Write a small model that takes 32,768 tokens, with random weights: ``long_model FOLDER TOKENIZER_FOLDER``.
+"""``long_model FOLDER TOKENIZER_FOLDER [LAYERS]``: write a small model with random weights for 32,768 tokens.
 
 Small enough that a session of an agent takes seconds, deep enough that computing its beginning takes some.
 """
@@ -18,7 +18,6 @@ _SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_hidden_layers": 12,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
@@ -30,15 +29,15 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def write(folder: Path, tokenizer: Path) -> None:
+def write(folder: Path, tokenizer: Path, layers: int = 12) -> None:
     import mlx.core as mx
     from mlx_lm.models import llama
 
     mx.set_default_device(mx.cpu)
-    config = _SHAPE | random_weights.of_tokenizer(tokenizer)
+    config = _SHAPE | {"num_hidden_layers": layers} | random_weights.of_tokenizer(tokenizer)
     random_weights.save(llama.Model(llama.ModelArgs.from_dict(config)), config, folder, tokenizer)
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]))
+    write(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
     serve(lambda question: {"context_tokens": CONTEXT_TOKENS})

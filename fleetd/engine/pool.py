@@ -92,8 +92,12 @@ class EnginePool:
                     await self.unload(name)
 
     def keep(self, name: str, idle_s: float) -> None:
-        """Unload a model after so many seconds of idleness, until it is unloaded; infinite is never."""
-        self._stays_s[name] = idle_s
+        """Unload a model after so many seconds of idleness, until it is unloaded; infinite is never.
+
+        Nothing is noted of a model that is not loaded.
+        """
+        if name in self._engines:
+            self._stays_s[name] = idle_s
 
     def stays_s(self, name: str) -> float:
         """After so many seconds of idleness a model is unloaded; infinite if it stays."""

@@ -225,7 +225,8 @@ class FakePool:
     kept: dict[str, float] = field(default_factory=dict)
 
     def keep(self, name: str, idle_s: float) -> None:
-        self.kept[name] = idle_s
+        if name in self.loaded:
+            self.kept[name] = idle_s
 
     def stays_s(self, name: str) -> float:
         return self.kept.get(name, 1800.0)

@@ -117,6 +117,18 @@ def test_counting_agrees_with_asking(messages_client: anthropic.Anthropic, targe
     assert counted.input_tokens == asked.input_tokens + (asked.cache_read_input_tokens or 0)
 
 
+def test_unknown_betas_and_fields_are_ignored(messages_client: anthropic.Anthropic, target: Target) -> None:
+    ask: Any = {"model": target.model, "messages": ASK, "max_tokens": 5, "extra_body": {"seed": 1}}
+    plain = messages_client.messages.create(**ask)
+    other = messages_client.beta.messages.create(
+        **{**ask, "extra_body": {"seed": 1, "a_new_field": {"on": True}}},
+        betas=["of-another-year-2031-01-01"],
+    )
+    assert [block.text for block in other.content if block.type == "text"] == [
+        block.text for block in plain.content if block.type == "text"
+    ]
+
+
 def test_models_in_anthropics_shape(messages_client: anthropic.Anthropic, target: Target) -> None:
     page = messages_client.models.list(limit=1000)
     names = [model.id for model in page]

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from api_fakes import TOKEN, FakeModels, FakeRunner, Site, serve, services
+from api_fakes import TOKEN, FakeModels, FakePool, FakeRunner, Site, serve, services
 from test_web_attacks import ODD_HOSTS
 
 JSON = {"Content-Type": "application/json"}
@@ -94,3 +94,13 @@ async def test_an_address_with_v1_too_much_is_told(tokenless: Site) -> None:
 @pytest.mark.parametrize(("method", "path"), [("POST", "/api/create"), ("HEAD", "/api/blobs/sha256:1")])
 async def test_what_is_not_served_is_refused_by_name(tokenless: Site, method: str, path: str) -> None:
     assert (await ask(tokenless, JSON, path, "{}", method))[0] == 501
+
+
+async def test_keep_alive_reaches_a_model_whose_folder_is_gone() -> None:
+    pool = FakePool(loaded=["gone"])
+    async with serve(services(pool=pool)) as site, site.client() as session:
+        body = {"model": "gone", "prompt": "", "keep_alive": 0}
+        async with session.post("/api/generate", json=body) as answer:
+            assert answer.status == 200
+            assert (await answer.json())["done_reason"] == "unload"
+    assert pool.kept == {"gone": 0}

@@ -1,4 +1,4 @@
-"""The requests of Open WebUI, replayed from what its public source sends (0.12.4); the program is not run.
+"""The requests of Open WebUI 0.12.4, replayed; test_open_webui_program.py runs the program.
 
 It is reached as from a container: by a name of its own, which ``http.allowed_hosts`` lists.
 """

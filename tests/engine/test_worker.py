@@ -442,7 +442,8 @@ async def test_a_client_says_how_long_a_model_stays(
 ) -> None:
     monkeypatch.setattr("fleetd.engine.pool._CHECK_S", 0.05)
     pool = make_pool(idle_unload_s=0.0)
-    assert pool.stays_s("chain") == math.inf
+    pool.keep("chain", 5.0)
+    assert pool.stays_s("chain") == math.inf  # it is not loaded
     unload, unloaded = pool.unload, asyncio.Event()
 
     async def noted(name: str) -> None:

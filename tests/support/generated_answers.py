@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -26,6 +27,15 @@ def deltas() -> st.SearchStrategy[p.Event]:
 
 
 @st.composite
+def _beginning(draw: st.DrawFn, arguments: str) -> list[str]:
+    """What is told of a call before it is whole, in pieces; nothing of one whose arguments are no object."""
+    if not arguments.endswith("}"):
+        return []
+    cuts = sorted(draw(st.lists(st.integers(1, len(arguments)), max_size=4, unique=True)))
+    return [arguments[begin:end] for begin, end in itertools.pairwise([0, *cuts])]
+
+
+@st.composite
 def answers(draw: st.DrawFn) -> list[Any]:
     body: list[Any] = draw(st.lists(st.one_of(deltas(), ARGUMENTS), max_size=8))
     calls, events = 0, list[Any]([LOCAL])
@@ -36,6 +46,9 @@ def answers(draw: st.DrawFn) -> list[Any]:
     for item in body:
         if isinstance(item, str):
             name = draw(st.sampled_from(TOOL_NAMES))
+            events += [
+                p.ToolCallPiece("r", calls, f"call_{calls}", name, text) for text in draw(_beginning(item))
+            ]
             events.append(p.ToolCall("r", calls, f"call_{calls}", name, item))
             calls += 1
         else:

@@ -12,7 +12,7 @@ from fleetd.api.context import SERVICES
 from fleetd.api.ollama.render import timestamp
 from fleetd.control.daemon_status import EngineStatus
 from fleetd.engine.pool import EnginePool
-from fleetd.errors import FleetError
+from fleetd.errors import FleetError, ModelCorrupt, ModelNotFound
 
 # "For ever", for clients that read a date.
 _FOREVER = timedelta(days=36_500)
@@ -26,11 +26,14 @@ async def keep(request: web.Request, model: str, seconds: float | None) -> None:
     if seconds is None:
         return
     services = request.app[SERVICES]
+    name = services.names.here(model)
     try:
-        located = await asyncio.to_thread(services.models.resolve, services.names.here(model))
+        name = (await asyncio.to_thread(services.models.resolve, name)).name
+    except (ModelNotFound, ModelCorrupt):
+        pass  # one whose folder is gone may still be loaded
     except FleetError:
         return
-    services.pool.keep(located.name, seconds)
+    services.pool.keep(name, seconds)
 
 
 def expires_at(pool: EnginePool, engine: EngineStatus) -> str:
