@@ -2,13 +2,17 @@
 
 import { h } from "/page/dom.js";
 import { picture } from "/page/picture.js";
-import { state } from "/page/store.js";
+import { redraw, state } from "/page/store.js";
 import { bytes, count, counted, memory, none, percent, seconds, speed } from "/page/units.js";
 
 const WORDS = {
   usable: "usable", connecting: "connecting", quiet: "silent", draining: "stopping", unreachable: "unreachable",
   refused: "refused", incompatible: "other version",
 };
+
+// The first drawing is the slow one. Of a large fleet it lists some machines, and more with each further frame.
+const LISTED = 16;
+let listed = 0;
 
 /** All machines in one form, this one first. */
 export function machines() {
@@ -58,6 +62,10 @@ export function fleetView() {
   const usable = all.filter((machine) => machine.state === "usable");
   const total = usable.reduce((sum, machine) => sum + machine.total, 0);
   const { requests } = state.status;
+  if (listed < all.length) {
+    listed += LISTED;
+    if (listed < all.length) redraw();
+  }
   return [
     h("div", { class: "stage" },
       picture(all),
@@ -69,7 +77,7 @@ export function fleetView() {
         figure("Answered", count(requests.completed), requests.failed ? `${count(requests.failed)} failed` : "since the start"))),
     h("section", { "aria-labelledby": "machines" },
       h("h2", { id: "machines" }, "Machines"),
-      h("ul", { class: "rows machines" }, all.map(machineRow))),
+      h("ul", { class: "rows machines" }, all.slice(0, listed).map(machineRow))),
     all.length === 1 && !state.fleet.neighbours.length && h("p", { class: "quiet" },
       state.fleet.enabled
         ? ["This machine is alone. ", h("a", { href: "#pairing" }, "Pair another one"), ", and long prompts are read together."]
