@@ -33,6 +33,7 @@ from bench.scenarios import (
     one_card,
     padding,
     page,
+    page_open,
     prefill,
     prefill_hybrid,
     prefill_no_helper,
@@ -188,6 +189,13 @@ FAMILIES = {
     "service": Family("The daemon", 10, 3, service.measure, ("fleetd", "fleetctl", *_scenario("service"))),
     "page": Family(
         "The page", 5, 1, page.measure, ("fleetd/api/page", "fleetd/api/control", *_scenario("page"))
+    ),
+    "page-open": Family(
+        "The page, left open (a run is a minute)",
+        60,
+        1,
+        page_open.measure,
+        ("fleetd/api/page", "fleetd/api/control", *_scenario("page_open")),
     ),
     "streams": Family(
         "Sealed streams", 10, 3, sealed_streams.measure, ("fleetd/sealed", *_scenario("sealed_streams"))

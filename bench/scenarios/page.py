@@ -1,4 +1,4 @@
-"""The page in headless Chromium: its first paint, a large fleet on it, and what it costs to leave it open."""
+"""The page in headless Chromium: its first paint, a large fleet on it, and a machine that is gone."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import psutil
 from playwright.sync_api import Browser, BrowserContext, Page, Route, sync_playwright
 
 from bench.figures import Figure, Measured, at_most
@@ -19,7 +19,6 @@ from bench.harness.fleet import Fleet
 _HERE, _OTHER = "here", "other"
 _MACHINES, _REQUESTS = 64, 1000
 _VIEWS = ("fleet", "requests", "history", "models", "pairing", "fleet", "requests")
-_WINDOW_S = 20.0
 _CHANGES_S = 5.0
 _WAIT_MS = 60_000
 _FLAGS = (
@@ -39,27 +38,13 @@ new PerformanceObserver((list) => {
 
 def measure(runs: int) -> Measured:
     """Raises RuntimeError where there is no browser."""
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        raise RuntimeError("there is no Chromium on this machine")
     paints: list[float] = []
     longest: list[float] = []
-    with Daemon() as daemon, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=[*_FLAGS])
+    with Daemon() as daemon, browsing() as browser:
         for _ in range(runs):
             paints.append(_first_paint(browser, daemon))
             longest.append(_longest_task(browser, daemon))
-        process = psutil.Process(daemon.process.pid)
-        closed = _busy(process)
-        context = browser.new_context()
-        page = _opened(context, daemon)
-        session = context.new_cdp_session(page)
-        before = _page_figures(session)
-        opened = _busy(process)
-        after = _page_figures(session)
         gone = [_seen_gone(browser, number) for number in (signal.SIGKILL, signal.SIGSTOP) * runs]
-        browser.close()
-    drawing = (after["TaskDuration"] - before["TaskDuration"]) / _WINDOW_S
     return Measured(
         [
             Figure("First paint of the page", "ms", paints, at_most(300)),
@@ -78,17 +63,25 @@ def measure(runs: int) -> Measured:
                 at_most(3.0),
                 "worst",
             ),
-            Figure("A page that is open, share of a core in the browser", "%", [drawing], at_most(0.01)),
-            Figure("The same, in the daemon", "%", [max(0.0, opened - closed)], at_most(0.01)),
-            Figure(
-                "Memory that an open page takes more", "MB", [_grown(before, after)], at_most(1.0), note=_HEAP
-            ),
         ],
         _HOW,
     )
 
 
-def _opened(context: BrowserContext, daemon: Daemon) -> Page:
+@contextmanager
+def browsing() -> Iterator[Browser]:
+    """A headless Chromium. Raises RuntimeError where there is none."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        raise RuntimeError("there is no Chromium on this machine")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=[*_FLAGS])
+        yield browser
+        browser.close()
+
+
+def opened_page(context: BrowserContext, daemon: Daemon) -> Page:
+    """A page that is logged in and live."""
     link = json.loads(daemon.control("POST", "/fleet/v1/page/ticket", {}))["url"]
     page = context.new_page()
     page.set_default_timeout(_WAIT_MS)
@@ -99,7 +92,7 @@ def _opened(context: BrowserContext, daemon: Daemon) -> Page:
 
 def _first_paint(browser: Browser, daemon: Daemon) -> float:
     with browser.new_context() as context:
-        page = _opened(context, daemon)
+        page = opened_page(context, daemon)
         said = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
         return float(page.evaluate(said))
 
@@ -109,7 +102,7 @@ def _seen_gone(browser: Browser, number: signal.Signals) -> float:
     with Fleet([_HERE, _OTHER]) as fleet, browser.new_context() as context:
         fleet.start_all()
         fleet.until_usable(_HERE, _OTHER)
-        page = _opened(context, fleet[_HERE])
+        page = opened_page(context, fleet[_HERE])
         page.wait_for_selector(".machines li:nth-child(2):not(.out)")
         begun = fleet.signal(_OTHER, number)
         page.wait_for_selector(".machines li.out")
@@ -213,32 +206,8 @@ def _trace(number: int) -> dict[str, Any]:
     }
 
 
-def _busy(process: psutil.Process) -> float:
-    """The share of a core that a process takes while nothing happens."""
-
-    def busy_s() -> float:
-        times = process.cpu_times()
-        return float(times.user + times.system)
-
-    before = busy_s()
-    time.sleep(_WINDOW_S)
-    return (busy_s() - before) / _WINDOW_S
-
-
-def _page_figures(session: Any) -> Mapping[str, float]:
-    session.send("HeapProfiler.collectGarbage")
-    session.send("Performance.enable")
-    return {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
-
-
-def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    return max(0.0, after["JSHeapUsedSize"] - before["JSHeapUsedSize"]) / 1e6
-
-
-_HEAP = f"after {_WINDOW_S:.0f} s, with what is garbage collected"
 _HOW = (
     "The page: headless Chromium without a GPU beside the daemon on the same processor. First paint counts "
     "from the opening of the link, with an empty cache. For the longest task, simulated events and requests "
-    "take the place of the daemon's. Shares of a core are of a daemon without peers, with the page open and "
-    "closed."
+    "take the place of the daemon's. A machine of two is killed (SIGKILL) or falls silent (SIGSTOP)."
 )
