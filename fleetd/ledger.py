@@ -73,15 +73,36 @@ class Ledger:
         done.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait([done], timeout=limits.LEDGER_WAIT_S)
 
-    def settle(self, reservation: Reservation, usage: Usage, timings: Timings, reason: str) -> None:
-        """Record what was computed; does not wait. ``reason`` is the finish reason, or "cancelled"."""
-        self._close(reservation, "settled", reason, usage, timings)
+    def settle(
+        self,
+        reservation: Reservation,
+        usage: Usage,
+        timings: Timings,
+        reason: str,
+        *,
+        first_s: float | None = None,
+        saved_s: float = 0.0,
+    ) -> None:
+        """Record what was computed; does not wait. ``reason`` is the finish reason, or "cancelled".
+
+        ``first_s``: from the request's arrival to its first token. ``saved_s``: as ``Trace`` has it.
+        """
+        self._close(reservation, "settled", reason, usage, timings, first_s, saved_s)
 
     def refund(self, reservation: Reservation, reason: str) -> None:
         """Record that nothing was delivered; does not wait. ``reason`` is an error code."""
         self._close(reservation, "refunded", reason, Usage(), Timings())
 
-    def _close(self, row: Reservation, state: str, reason: str, usage: Usage, timings: Timings) -> None:
+    def _close(
+        self,
+        row: Reservation,
+        state: str,
+        reason: str,
+        usage: Usage,
+        timings: Timings,
+        first_s: float | None = None,
+        saved_s: float = 0.0,
+    ) -> None:
         ended_s = self._now()
 
         def write(db: sqlite3.Connection) -> None:
@@ -89,7 +110,8 @@ class Ledger:
             _insert(db, row)
             db.execute(
                 "UPDATE usage SET state = ?, reason = ?, ended_s = ?, prompt_tokens = ?, cached_tokens = ?,"
-                " completion_tokens = ?, queue_s = ?, prefill_s = ?, decode_s = ?, node = ?"
+                " completion_tokens = ?, queue_s = ?, prefill_s = ?, decode_s = ?, first_s = ?, saved_s = ?,"
+                " node = ?"
                 " WHERE request_id = ? AND state = 'reserved'",
                 (
                     state,
@@ -101,6 +123,8 @@ class Ledger:
                     timings.queue_s,
                     timings.prefill_s,
                     timings.decode_s,
+                    first_s,
+                    saved_s,
                     row.node,  # where it ended up, which need not be where it was first sent
                     row.request_id,
                 ),
@@ -181,7 +205,7 @@ def _report(db: sqlite3.Connection, now_s: float, days: int) -> list[UsageRow]:
     found = db.execute(
         "SELECT sum(answers), sum(answers AND state = 'refunded'), sum(answers * prompt_tokens),"
         " sum(cached_tokens), sum(completion_tokens), sum(answers * prefill_s), sum(decode_s),"
-        " sum((NOT answers) * prompt_tokens),"
+        " sum((NOT answers) * prompt_tokens), count(first_s), total(first_s), sum(saved_s),"
         " date(started_s, 'unixepoch', 'localtime') AS day, model, node"
         " FROM (SELECT *, route <> ? AS answers FROM usage)"
         " WHERE date(started_s, 'unixepoch', 'localtime') > date(?, 'unixepoch', 'localtime', ?)"

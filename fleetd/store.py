@@ -57,6 +57,10 @@ MIGRATIONS: Sequence[str] = (
     );
     CREATE INDEX trace_by_request ON trace (request_id);
     """,
+    """
+    ALTER TABLE usage ADD COLUMN first_s REAL;
+    ALTER TABLE usage ADD COLUMN saved_s REAL NOT NULL DEFAULT 0;
+    """,
 )
 
 # A whole-file check at start costs about a second per gigabyte; a bigger file is checked on request only.

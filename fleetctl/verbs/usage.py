@@ -5,11 +5,14 @@ from __future__ import annotations
 import click
 
 from fleetctl.cli import CliSession, json_option, pass_session
-from fleetctl.render.text import count, table
+from fleetctl.render.text import brief, count, table
 from fleetctl.replies import read
 from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 
-_HEADER = ("DAY", "MODEL", "REQUESTS", "FAILED", "PROMPT", "CACHED", "ANSWER", "PREFILL", "DECODE", "SCORED")
+_HEADER = (
+    *("DAY", "MODEL", "REQUESTS", "FAILED", "PROMPT", "CACHED", "ANSWER"),
+    *("PREFILL", "DECODE", "SCORED", "FIRST", "SAVED"),
+)
 
 
 @click.command("usage")
@@ -20,6 +23,8 @@ def command(session: CliSession, days: int) -> None:
     """Show tokens and speeds per day and model. Prompts and answers are never recorded.
 
     SCORED counts prompt tokens that a model scored for smart prefill; scoring is not one of the REQUESTS.
+    FIRST is the mean time from a request to its first token. SAVED is what other machines and drafts saved,
+    as estimated.
     """
     usage = session.client().get(f"/fleet/v1/usage?days={days}")
     session.emit(usage, lambda: render(read(usage, UsageReport), days))
@@ -51,8 +56,14 @@ def _cells(day: str, model: str, used: UsageTotals) -> tuple[str, ...]:
         _speed(used.prompt_tokens - used.cached_tokens, used.prefill_s),
         _speed(used.completion_tokens, used.decode_s),
         count(used.scored_tokens) if used.scored_tokens else "-",
+        brief(used.first_s / used.first_tokens) if used.first_tokens else "-",
+        _signed(used.saved_s) if used.saved_s else "-",
     )
 
 
 def _speed(tokens: int, seconds: float) -> str:
     return f"{count(tokens / seconds)} tok/s" if seconds and tokens > 0 else "-"
+
+
+def _signed(seconds: float) -> str:
+    return f"-{brief(-seconds)}" if seconds < 0 else brief(seconds)

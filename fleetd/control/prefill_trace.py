@@ -69,6 +69,8 @@ class Trace(msgspec.Struct, frozen=True):
     ``kept_tokens``: of the prompt's, those that were prefilled, where some were left out; else 0.
     ``code`` and ``reason``: why it was not done as chosen. ``exactness``: exact, plan or lossy.
     ``speculation``: what drafts did for the answer; ``drafter``: the source of those named "drafter".
+    ``saved_s``: what the prefill took less than this machine alone was expected to, and what drafts saved;
+    None if neither is known.
     ``took_s``: from the request's arrival to its end; of an earlier attempt, as long as that took.
     ``capped``: sentences about speeds that other machines claim and that were not believed. ``kept_where``:
     which machine had read the beginning of the prompt before, and if it did not get the request, why.
@@ -98,6 +100,7 @@ class Trace(msgspec.Struct, frozen=True):
     drafter: DrafterView | None = None
     completion_tokens: int = 0
     took_s: float | None = None
+    saved_s: float | None = None
     asked_by: str = ""
     answered_by: str = ""
     there: Trace | None = None

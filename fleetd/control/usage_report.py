@@ -10,6 +10,8 @@ class UsageTotals(msgspec.Struct, frozen=True):
 
     ``scored_tokens``: tokens of prompts that the model scored for smart prefill. Scoring a prompt is no
     request, and its time is not in ``prefill_s``.
+    ``first_tokens``: requests of which a first token came, after ``first_s`` of waiting in all.
+    ``saved_s``: as traces have it; below 0 where other ways than this machine alone took longer.
     """
 
     requests: int = 0
@@ -20,6 +22,9 @@ class UsageTotals(msgspec.Struct, frozen=True):
     prefill_s: float = 0.0
     decode_s: float = 0.0
     scored_tokens: int = 0
+    first_tokens: int = 0
+    first_s: float = 0.0
+    saved_s: float = 0.0
 
 
 class UsageRow(UsageTotals, frozen=True):

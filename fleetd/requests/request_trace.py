@@ -8,7 +8,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.control.prefill_plan import OptionView, StepView
-from fleetd.control.prefill_trace import Trace
+from fleetd.control.prefill_trace import Speculated, Trace
 from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import THIS_NAME
@@ -34,6 +34,9 @@ def trace_of(request: Request) -> Trace:
     if smart is not None and not code:
         code, reason = (smart.code, smart.reason) if smart.code else request.lost_scorer
     usage, finished = request.so_far(first_s or since_s)[0], request.finished
+    prefill_s = None if first_s is None else first_s - since_s
+    speculation = finished.speculation if finished is not None else None
+    there_speculation = request.there.speculation if request.there is not None else None
     return Trace(
         id=request.id,
         at_s=request.at_s,
@@ -49,14 +52,15 @@ def trace_of(request: Request) -> Trace:
         steps=[*load_steps(request), *_steps(request, smart_plan)],
         outcome=request.outcome,
         exactness=request.exactness,
-        prefill_s=None if first_s is None else first_s - since_s,
+        prefill_s=prefill_s,
         ttft_s=None if first_s is None else first_s - request.arrived_s,
         code=code,
         reason=reason,
         verified_tokens=request.sharing_ended.verified if request.sharing_ended is not None else 0,
-        speculation=finished.speculation if finished is not None else None,
+        speculation=speculation,
         drafter=request.drafter,
         completion_tokens=usage.completion_tokens,
+        saved_s=_saved_s(chosen, losers, prefill_s, speculation or there_speculation),
         took_s=None if request.ended_s is None else request.ended_s - request.arrived_s,
         asked_by=request.asked.asked_by,
         answered_by=request.answered_by,
@@ -65,6 +69,17 @@ def trace_of(request: Request) -> Trace:
         capped=list(request.placement.capped),
         kept_where=request.placement.kept_where,
     )
+
+
+def _saved_s(
+    chosen: OptionView, losers: Sequence[OptionView], prefill_s: float | None, drafts: Speculated | None
+) -> float | None:
+    """As ``Trace`` has it; a prompt that was read here alone saved nothing."""
+    alone_s = next((option.predicted_s for option in losers if option.kind == "local"), None)
+    found = [drafts.saved_s] if drafts is not None else []
+    if chosen.kind != "local" and alone_s is not None and prefill_s is not None:
+        found.append(alone_s - prefill_s)
+    return sum(found) if found else None
 
 
 def attempt_of(request: Request, now_s: float) -> Trace:

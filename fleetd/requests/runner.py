@@ -63,6 +63,7 @@ from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.pulls import ModelSource, Pulls
 from fleetd.requests.read_prompts import ReadPrompts
 from fleetd.requests.request import LocatedModel, Request
+from fleetd.requests.request_trace import trace_of
 from fleetd.requests.running import running_request
 from fleetd.requests.smart_prefill.client import SmartPrefill
 
@@ -471,7 +472,10 @@ class Runner:
         took_s = now_s - request.arrived_s
         usage, timings = request.so_far(now_s)
         if reservation is not None:
-            self._ledger.settle(reservation, usage, timings, reason)
+            trace = trace_of(request)
+            self._ledger.settle(
+                reservation, usage, timings, reason, first_s=trace.ttft_s, saved_s=trace.saved_s or 0.0
+            )
         self._metrics.finished(request.model.name, reason, usage, timings, took_s)
         if reason == "cancelled":
             return

@@ -505,11 +505,14 @@ def test_usage(daemon: FakeDaemon, run: Run) -> None:
         "prefill_s": 10.0,
         "decode_s": 10.0,
         "scored_tokens": 7,
+        "first_tokens": 2,
+        "first_s": 5.0,
+        "saved_s": 61.0,
     }
     daemon.on("GET", "/fleet/v1/usage", Reply({"rows": [row], "totals": {**row, "day": None}}))
     shown = run("usage", "--days", "30", home=daemon.home).stdout.splitlines()
     assert daemon.seen[-1].path == "/fleet/v1/usage?days=30"
-    assert " ".join(shown[1].split()) == "2026-11-20 m 3 1 4,100 100 210 400 tok/s 21 tok/s 7"
+    assert " ".join(shown[1].split()) == "2026-11-20 m 3 1 4,100 100 210 400 tok/s 21 tok/s 7 2.50 s 61.0 s"
     assert shown[2].split()[0] == "total"
     assert json.loads(run("usage", "--json", home=daemon.home).stdout)["rows"] == [row]
 

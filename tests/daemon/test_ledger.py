@@ -97,6 +97,7 @@ async def test_usage_adds_up_by_day_and_model(store: Store) -> None:
     assert len(ledger.usage(1).rows) == 2
     names = {"day", "model", "node", "requests", "failed", "prompt_tokens", "cached_tokens"}
     names |= {"completion_tokens", "prefill_s", "decode_s", "scored_tokens"}
+    names |= {"first_tokens", "first_s", "saved_s"}
     assert set(msgspec.to_builtins(report)["rows"][0]) == names
 
 
@@ -112,6 +113,15 @@ async def test_scoring_is_counted_in_tokens_and_is_no_request(store: Store) -> N
         else:
             ledger.refund(scored, "declined")
     assert ledger.usage(1).totals == UsageTotals(1, 0, 10, 4, 5, 1.0, 2.0, scored_tokens=200)
+
+
+async def test_first_tokens_and_what_was_saved_add_up(store: Store) -> None:
+    ledger = Ledger(store, now=lambda: NOON_S)
+    for name, first_s, saved_s in (("a", 0.5, 3.0), ("b", 1.5, -1.0), ("cancelled", None, 0.0)):
+        await ledger.reserve(row(name))
+        ledger.settle(row(name), USED, TOOK, "stop", first_s=first_s, saved_s=saved_s)
+    totals = ledger.usage(1).totals
+    assert (totals.requests, totals.first_tokens, totals.first_s, totals.saved_s) == (3, 2, 2.0, 2.0)
 
 
 async def test_old_rows_are_pruned(store: Store) -> None:

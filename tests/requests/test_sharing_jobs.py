@@ -131,6 +131,11 @@ async def test_a_trace_names_who_drafted(tmp_path: Path) -> None:
         assert trace.drafter == DrafterView("small", "studio")
         assert trace.chosen.kind != "local"
         assert home.traces == [trace]
+        # By the plan's own price for this machine alone.
+        (alone_s,) = [option.predicted_s for option in trace.losers if option.kind == "local"]
+        assert alone_s is not None
+        assert trace.prefill_s is not None
+        assert trace.saved_s == alone_s - trace.prefill_s
 
 
 async def test_a_prompt_that_was_shortened_and_shared_leaves_one_trace(tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 import { get } from "/page/calls.js";
 import { h } from "/page/dom.js";
-import { savedBySharing } from "/page/requests.js";
-import { redraw, refreshTraces, state } from "/page/store.js";
+import { redraw, state } from "/page/store.js";
 import { count, day, none, seconds, speed } from "/page/units.js";
 
 const DAYS = 30;
@@ -15,7 +14,6 @@ let fetched = 0;
 async function refresh() {
   fetched = Date.now();
   try {
-    if (!state.allTraces) refreshTraces(true);
     usage = await get(`/fleet/v1/usage?days=${DAYS}`);
     trouble = null;
   } catch (error) {
@@ -25,11 +23,11 @@ async function refresh() {
 }
 
 /** One entry per day of the last `DAYS`, oldest first. */
-export function days(rows, traces, now) {
+export function days(rows, now) {
   const found = new Map();
   for (let back = DAYS - 1; back >= 0; back--) {
     const name = day(new Date(now.getFullYear(), now.getMonth(), now.getDate() - back));
-    found.set(name, { day: name, requests: 0, failed: 0, read: 0, read_s: 0, written: 0, written_s: 0, ttft: [], saved_s: 0, known: false });
+    found.set(name, { day: name, requests: 0, failed: 0, read: 0, read_s: 0, written: 0, written_s: 0, first: 0, first_s: 0, saved_s: 0 });
   }
   for (const row of rows) {
     const one = found.get(row.day);
@@ -40,23 +38,13 @@ export function days(rows, traces, now) {
     one.read_s += row.prefill_s;
     one.written += row.completion_tokens;
     one.written_s += row.decode_s;
+    one.first += row.first_tokens;
+    one.first_s += row.first_s;
+    one.saved_s += row.saved_s;
   }
-  for (const trace of traces) {
-    const one = found.get(day(new Date(trace.at_s * 1000)));
-    if (!one) continue;
-    if (trace.ttft_s !== null) one.ttft.push(trace.ttft_s);
-    one.known = true;
-    one.saved_s += (savedBySharing(trace) ?? 0) + ((trace.speculation ?? trace.there?.speculation)?.saved_s ?? 0);
-  }
-  return [...found.values()].map((one) => ({ ...one, ttft_s: median(one.ttft),
+  return [...found.values()].map((one) => ({ ...one, ttft_s: one.first > 0 ? one.first_s / one.first : null,
     read_tok_s: one.read_s > 0 ? one.read / one.read_s : null, written_tok_s: one.written_s > 0 ? one.written / one.written_s : null,
-    saved_s: one.known ? one.saved_s : null }));
-}
-
-function median(values) {
-  if (!values.length) return null;
-  const sorted = [...values].sort((one, other) => one - other);
-  return sorted[Math.floor(sorted.length / 2)];
+    saved_s: one.requests > 0 ? one.saved_s : null }));
 }
 
 export function historyView() {
@@ -64,17 +52,17 @@ export function historyView() {
   if (usage === null) {
     return trouble ? h("p", { class: "trouble" }, trouble.message, " ", h("button", { onclick: refresh }, "Try again")) : h("p", { class: "quiet" }, "Waiting for the figures …");
   }
-  const all = days(usage.rows, state.traces ?? [], new Date());
-  const used = all.filter((one) => one.requests || one.known);
+  const all = days(usage.rows, new Date());
+  const used = all.filter((one) => one.requests);
   if (!used.length) return h("p", { class: "quiet" }, `No request in the last ${DAYS} days.`);
   return [
     h("div", { class: "charts" },
-      chart(all, "First token", "ttft_s", seconds, "median of a day"),
+      chart(all, "First token", "ttft_s", seconds, "mean of a day"),
       chart(all, "Prompt tokens read", "read_tok_s", speed, "while reading"),
       chart(all, "Tokens written", "written_tok_s", speed, "while writing"),
       chart(all, "Time saved", "saved_s", seconds, "a day, as estimated"),
       chart(all, "Requests", "requests", count, "a day")),
-    h("p", { class: "quiet" }, "First token and time saved are of the requests that are kept, at most 500. Saved is what this machine alone was expected to take, less what it took, and what drafts saved."),
+    h("p", { class: "quiet" }, "Saved is what this machine alone was expected to take, less what it took, and what drafts saved."),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Figures by day" },
       h("table", null,
         h("thead", null, h("tr", null, h("th", { scope: "col" }, "Day"),

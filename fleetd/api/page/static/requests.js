@@ -131,13 +131,6 @@ function promptText({ prompt_tokens, cached_tokens, kept_tokens }) {
 
 // ---- One past request ------------------------------------------------------------------------------------
 
-/** Seconds that other machines saved of one prompt by the plan's own price for this machine alone; null if unknown. */
-export function savedBySharing(trace) {
-  if (trace.chosen.kind === "local" || trace.prefill_s === null) return null;
-  const alone = trace.losers.find((option) => option.kind === "local")?.predicted_s;
-  return alone === undefined || alone === null ? null : alone - trace.prefill_s;
-}
-
 function detail(trace) {
   const drafts = trace.speculation ?? trace.there?.speculation;
   const travelled = stepsOf(trace).reduce((sum, step) => sum + (step.seconds === null ? 0 : step.bytes), 0);
