@@ -18,8 +18,11 @@ from typing import Any
 PREFILL_BYTES_PER_S, DECODE_BYTES_PER_S = 60e9, 6e9
 MOST_PREFILL_TOK_S, MOST_DECODE_TOK_S = 5_000.0, 100.0
 RTT_S, BYTES_PER_S = 0.0005, 200e6
-# How long is waited for a disk, and for another machine's look at its own, which others use, too.
+# How long is waited for scores and helpers, for a disk, and for another machine's look at its own: other
+# tests use the same processors and the same disk.
 LIMITS = {
+    "SMART_GRACE_S": 300.0,
+    "SHARE_GRACE_S": 20.0,
     "CACHE_LOOKUP_S": 30.0,
     "CACHE_BLOCK_S": 60.0,
     "FETCH_LOOK_S": 30.0,
