@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 import tiny_architectures
 import tiny_models
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
@@ -79,7 +79,11 @@ def test_places_bound_what_is_computed_again(tokens: int, data: st.DataObject) -
     assert tokens - begin <= (changed + block if changed <= block else 2 * changed + 2 * block)
 
 
-@given(st.integers(1, 20_000), st.lists(st.integers(0, 20_000), max_size=8), st.integers(0, 20_000))
+TOKENS = st.integers(0, 20_000) | st.integers(0, 80).map(lambda n: n * limits.CHECKPOINT_BLOCK_TOKENS)
+
+
+@given(st.integers(1, 20_000), st.lists(TOKENS, max_size=8), TOKENS)
+@example(3000, [2048], 0)  # where the rule has a place, too
 def test_borders_have_places_of_their_own_and_there_are_no_more_places_for_it(
     tokens: int, borders: list[int], done: int
 ) -> None:

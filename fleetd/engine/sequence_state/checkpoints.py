@@ -52,7 +52,8 @@ def places(tokens: int, borders: Sequence[int] = (), done: int = 0) -> list[int]
         # The state after the last token that is computed is kept with the rows.
         if done < at < tokens - 1 and at not in found:
             found.append(at)
-    return sorted([*found, *doubling[2:][: limits.CHECKPOINTS_PER_PROMPT - len(found)]])
+    farther = [place for place in doubling[2:] if place not in found]
+    return sorted([*found, *farther[: limits.CHECKPOINTS_PER_PROMPT - len(found)]])
 
 
 def saved(cache: list[Any]) -> list[Any]:
