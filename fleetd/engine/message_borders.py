@@ -26,8 +26,8 @@ def borders(
     """Numbers of tokens after which a later prompt may go on in another way, the most probable first.
 
     The end of the last message, the client's marks from the last to the first, the last whole block of what
-    comes before the first message, and the beginning of the last message. Each lies a token before the border
-    itself. They are in no order of place, may be 0 and may repeat.
+    comes before the first message, the beginning of the last message, and the last whole block before that.
+    Each lies a token before the border itself. They are in no order of place, may be 0 and may repeat.
 
     Args:
         text: ``render(messages)``.
@@ -51,11 +51,14 @@ def borders(
         # The last token before the border may be another one where other text follows.
         return max(0, bisect_right(ends, char) - 1)
 
-    block = limits.CHECKPOINT_BLOCK_TOKENS
+    def whole_blocks(char: int) -> int:
+        # Only at the end of a block can a state be written to the disk, for requests after a restart.
+        return tokens(char) // limits.CHECKPOINT_BLOCK_TOKENS * limits.CHECKPOINT_BLOCK_TOKENS
+
     return [
         tokens(shown[last].end),
         *(tokens(shown[i].place(chars)) for i, chars in reversed(known)),
-        # Only at the end of a block can a state be written to the disk, for sessions after a restart.
-        tokens(shown[first].start) // block * block,
+        whole_blocks(shown[first].start),
         tokens(shown[last].start),
+        whole_blocks(shown[last].start),
     ]

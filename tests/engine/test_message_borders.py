@@ -90,6 +90,17 @@ def test_a_new_session_departs_less_than_a_block_behind_a_border(name: str) -> N
     assert max(at for at in found.borders if at <= common(found.tokens, other.tokens)) % BLOCK == 0
 
 
+def test_an_edit_of_a_long_message_departs_about_a_block_behind_what_the_disk_can_have() -> None:
+    tokenizer = FAMILIES["qwen3"]()
+    long = [*FIRST, ANSWER, {"role": "user", "content": "Which city is that? " * 60}]
+    found = prepared(tokenizer, long)
+    edited = prepared(tokenizer, [*long[:-1], {"role": "user", "content": "Other words?"}])
+    shared = common(found.tokens, edited.tokens)
+    on_disk = [at for at in found.borders if at % BLOCK == 0 and at <= shared]
+    assert len(found.tokens) - shared > 2 * BLOCK
+    assert 0 < shared - max(on_disk) <= BLOCK + 8
+
+
 def test_a_mark_is_a_border_also_where_the_template_trims() -> None:
     tokenizer = FAMILIES["llama3"]()
     content = f"  {'The user asks. ' * 20}And then a question?"
