@@ -10,9 +10,9 @@ const WORDS = {
   refused: "refused", incompatible: "other version",
 };
 
-// The first drawing is the slow one. Of a large fleet it lists some machines, and more with each further frame.
-const LISTED = 16;
-let listed = 0;
+// The first drawing is the slow one. Of a large fleet it shows some machines, and more with each further frame.
+const STEP = 8;
+let shown = 0;
 
 /** All machines in one form, this one first. */
 export function machines() {
@@ -62,13 +62,13 @@ export function fleetView() {
   const usable = all.filter((machine) => machine.state === "usable");
   const total = usable.reduce((sum, machine) => sum + machine.total, 0);
   const { requests } = state.status;
-  if (listed < all.length) {
-    listed += LISTED;
-    if (listed < all.length) redraw();
+  if (shown < all.length) {
+    shown += STEP;
+    if (shown < all.length) redraw();
   }
   return [
     h("div", { class: "stage" },
-      picture(all),
+      picture(all, shown),
       h("dl", { class: "figures" },
         figure("Machines", all.length === usable.length ? count(all.length) : `${usable.length} of ${all.length}`,
           all.length === usable.length ? "all usable" : "usable"),
@@ -77,7 +77,7 @@ export function fleetView() {
         figure("Answered", count(requests.completed), requests.failed ? `${count(requests.failed)} failed` : "since the start"))),
     h("section", { "aria-labelledby": "machines" },
       h("h2", { id: "machines" }, "Machines"),
-      h("ul", { class: "rows machines" }, all.slice(0, listed).map(machineRow))),
+      h("ul", { class: "rows machines" }, all.slice(0, shown).map(machineRow))),
     all.length === 1 && !state.fleet.neighbours.length && h("p", { class: "quiet" },
       state.fleet.enabled
         ? ["This machine is alone. ", h("a", { href: "#pairing" }, "Pair another one"), ", and long prompts are read together."]

@@ -27,7 +27,8 @@ export function places(number, [width, height]) {
   return found;
 }
 
-export function picture([here, ...others]) {
+/** `shown`: so many of them are drawn, at the places that all of them give. */
+export function picture([here, ...others], shown = Infinity) {
   const [width, height] = size(others.length);
   const spots = places(others.length, [width, height]);
   const labels = others.length <= (narrow.matches ? MOST_LABELS / 2 : MOST_LABELS);
@@ -35,8 +36,8 @@ export function picture([here, ...others]) {
   const usable = others.filter((machine) => machine.state === "usable").length;
   const label = others.length ? `${here.name} in the middle, ${usable} of ${others.length} other machines connected. The list below has every figure.` : `${here.name}, alone.`;
   return h("svg", { class: "picture", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
-    others.map((machine, at) => line(machine, centre, spots[at], labels)),
-    others.map((machine, at) => spot(machine, spots[at], labels)),
+    others.slice(0, shown).map((machine, at) => line(machine, centre, spots[at], labels)),
+    others.slice(0, shown).map((machine, at) => spot(machine, spots[at], labels)),
     spot(here, centre, true));
 }
 
