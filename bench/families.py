@@ -245,8 +245,10 @@ FAMILIES = {
         1,
         prompt_states.measure,
         (
+            "fleetd/engine/message_borders.py",
             "fleetd/engine/prefill.py",
             "fleetd/engine/prefix_cache.py",
+            "fleetd/engine/prompt_encoding.py",
             "fleetd/engine/sequence_state",
             *_scenario("prompt_states"),
             "bench/children/hybrid_model.py",

@@ -83,6 +83,8 @@ CHOICES = 128
 CHOICES_AT_ONCE = 8
 TOP_LOGPROBS = 20
 TOOLS = 256
+# Marks of a client in one prompt, after which its next requests go on: as many as Anthropic's API has.
+CACHE_MARKS = 4
 # Free-form JSON (tools, arguments, template options): schemas nest a dozen deep, and a template's own code
 # recurses with what it is given.
 JSON_DEPTH = 64
@@ -299,6 +301,12 @@ CLOCK_WITHIN_S = 2.0
 CHECKPOINT_BLOCK_TOKENS = 256
 # The last two blocks, then at doubling distances: six reach back 8,000 tokens from the end.
 CHECKPOINTS_PER_PROMPT = 6
+# So many of them at borders of messages and at clients' marks. The other two are at ends of blocks, where the
+# disk has them, and from where another machine's are checked.
+CHECKPOINTS_AT_BORDERS = 4
+# A border so few tokens behind another place has none of its own: to read these again takes no longer than to
+# stop there.
+CHECKPOINT_APART_TOKENS = 32
 # One prompt's take at most this part of the prefix cache: a large model's state may be 150 MB.
 CHECKPOINT_SHARE = 4
 

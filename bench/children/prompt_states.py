@@ -26,27 +26,38 @@ def main(model_path: Path) -> None:
     if device == "cpu":
         cpu.install()
     loaded = loading.load(WorkerSettings("bench", str(model_path)), device, lambda report: None)
-    serve(lambda question: answer(loaded.model, **question))
+    serve(lambda question: answer(loaded.model, loaded.tokenizer, loaded.facts.vocab_size, **question))
 
 
-def answer(model: Any, tokens: list[int], states: bool, edited: int) -> dict[str, Any]:
-    """Seconds to prefill ``tokens``, bytes of the states, and how many tokens would be computed for the same
-    prompt with its last ``edited`` tokens changed."""
+def answer(
+    model: Any,
+    tokenizer: Any,
+    vocab_size: int,
+    messages: list[dict[str, Any]],
+    edited: list[dict[str, Any]],
+    states: bool,
+) -> dict[str, Any]:
+    """Seconds to render and prefill ``messages``, bytes of the states, and how many tokens would be computed
+    for ``edited`` after it."""
     from mlx_lm.models.cache import make_prompt_cache
 
     from fleetd.engine.prefill import Prefiller
     from fleetd.engine.prefix_cache import PrefixCache
+    from fleetd.engine.prompt_encoding import prepare
+    from fleetd.engine.protocol import ChatPrompt, Generate
     from fleetd.engine.sequence_state import checkpoints
 
     prefix = PrefixCache(CACHE_BYTES)
-    cache = make_prompt_cache(model)
-    prefiller = Prefiller(model, tokens, cache, state_bytes=prefix.state_bytes if states else 0)
+    room = prefix.state_bytes if states else 0
     begun = time.perf_counter()
+    prompt = prepare(Generate("first", ChatPrompt(messages)), tokenizer, vocab_size, borders=states)
+    cache = make_prompt_cache(model)
+    prefiller = Prefiller(model, prompt.tokens, cache, state_bytes=room, borders=prompt.borders)
     while prefiller.remaining:
         prefiller.step(CHUNK_TOKENS)
     took_s = time.perf_counter() - begun
-    prefix.store(tokens[:-1], cache, states=prefiller.states)
-    other = [*tokens[:-edited], *((token + 1) % 1000 for token in tokens[-edited:])]
+    prefix.store(prompt.tokens[:-1], cache, states=prefiller.states)
+    other = prepare(Generate("other", ChatPrompt(edited)), tokenizer, vocab_size).tokens
     held = sum(checkpoints.nbytes(state) for state in prefiller.states.values())
     return {"seconds": took_s, "held_bytes": held, "again": len(other) - prefix.longest(other)}
 

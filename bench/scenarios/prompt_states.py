@@ -22,11 +22,11 @@ def measure(runs: int) -> Measured:
         with Child("hybrid_model", str(model), str(MODEL)):
             pass
         with Child("prompt_states", str(model)) as child:
-            child.ask(tokens=prompts.tokens(MODEL, 1, 300), states=True, edited=EDITED)
+            child.ask(messages=_chat(1, 300, 1), edited=_chat(1, 300, 2), states=True)
             for run in range(runs):
-                tokens = prompts.tokens(MODEL, 60_000 + run, length)
+                asked, edited = (_chat(60_000 + run, length, last) for last in (1, 2))
                 for states in alternated(run, (False, True)):
-                    said = child.ask(tokens=tokens, states=states, edited=EDITED)
+                    said = child.ask(messages=asked, edited=edited, states=states)
                     seen[states].append(said["seconds"])
                     seen[states, "again"].append(said["again"])
                     seen[states, "held"].append(said["held_bytes"] / 1e6)
@@ -35,7 +35,7 @@ def measure(runs: int) -> Measured:
         [
             Figure(f"States kept, share of the prefill of {length:,} tokens", "%", extra, at_most(0.02)),
             Figure(
-                f"Computed again after the last {EDITED} of {length:,} tokens changed",
+                f"Computed after the last message of {EDITED} in {length:,} tokens was edited",
                 "count",
                 seen[True, "again"],
                 at_most(456),
@@ -49,7 +49,20 @@ def measure(runs: int) -> Measured:
     )
 
 
+def _chat(seed: int, tokens: int, last: int) -> list[dict[str, str]]:
+    """A chat of about so many tokens. Its last message, of ``EDITED``, is chosen by ``last``."""
+    rules, question, answer = (
+        prompts.text(MODEL, seed + 1000 * i, (tokens - EDITED) * part // 10)
+        for i, part in enumerate((5, 3, 2))
+    )
+    edited = prompts.text(MODEL, seed + 10_000 * last, EDITED)
+    roles = ("system", "user", "assistant", "user")
+    texts = (rules, question, answer, edited)
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+
+
 _HOW = (
     "One process with the engine's own prefill and a model of Qwen 3.5's shape with random weights, with and "
-    "without states in turn, in chunks of 256 tokens. Each run has a prompt of its own."
+    "without states in turn, in chunks of 256 tokens. Each run has a chat of its own, which the model's "
+    "template renders; with states that includes finding where messages end."
 )

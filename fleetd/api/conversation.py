@@ -18,6 +18,8 @@ from fleetd.engine.protocol import ChatPrompt, Sampling
 from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
 
 Plain = dict[str, Any]
+# Of a ChatPrompt: the index of a message and characters of its content.
+CacheMark = tuple[int, int]
 
 # For an image that a tool returned: a refusal would end the session for good.
 LEFT_OUT_IMAGE = "[An image was left out here: this model reads text only.]"
@@ -125,12 +127,20 @@ def forced_tool(name: str | None, tools: Sequence[Plain] | None, where: str) -> 
 
 
 def prompt(
-    messages: list[Plain], tools: list[Plain] | None, tool_choice: Any, kwargs: Plain | None = None
+    messages: list[Plain],
+    tools: list[Plain] | None,
+    tool_choice: Any,
+    kwargs: Plain | None = None,
+    cache_marks: Sequence[CacheMark] = (),
 ) -> ChatPrompt:
-    """The whole conversation. Raises InvalidValue if there are too many messages."""
+    """The whole conversation. Of ``cache_marks``, as ChatPrompt has them, the last are taken.
+
+    Raises InvalidValue if there are too many messages.
+    """
     if len(messages) > limits.MESSAGES:
         raise InvalidValue(f"There are more than {limits.MESSAGES} messages.", param="messages")
-    return ChatPrompt(messages, tools or None, tool_choice, kwargs or {})
+    marks = list(cache_marks)[-limits.CACHE_MARKS :]
+    return ChatPrompt(messages, tools or None, tool_choice, kwargs or {}, marks)
 
 
 def sampling(

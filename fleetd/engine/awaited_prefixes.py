@@ -125,8 +125,8 @@ class AwaitedPrefixes:
         except Exception:
             # The leader must not fail of it; if memory is short, the prompt's own prefill will say so.
             return
-        own, room = sequence.prepared.tokens, self._prefix.state_bytes
-        sequence.prefiller = Prefiller(self._model, own, cache, tokens, state_bytes=room)
+        own, room, borders = sequence.prepared.tokens, self._prefix.state_bytes, sequence.prepared.borders
+        sequence.prefiller = Prefiller(self._model, own, cache, tokens, state_bytes=room, borders=borders)
         sequence.cached = tokens
 
     def _waiting_for(self, leader: ScheduledSequence) -> list[tuple[ScheduledSequence, AwaitedPrefix]]:

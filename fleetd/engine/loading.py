@@ -34,6 +34,7 @@ from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.engine.scoring.profile_search import ProfileSearch
+from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.settings import WorkerSettings
@@ -85,6 +86,8 @@ class Loaded:
     chunk_s: dict[int, float]
     # What decides the bytes of keys and values besides the tokens.
     basis: LateBasis
+    # Whether some layers cannot be taken back to an earlier token, so that states are kept at some.
+    keeps_states: bool
 
 
 def pick_device(wanted: str) -> Device:
@@ -256,6 +259,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         keep_speeds,
         speeds.chunk_s,
         LateBasis(basis),
+        checkpoints.needed(make_prompt_cache(model)),
     )
 
 

@@ -6,7 +6,7 @@ prompt gives the same cache here as in ``mlx_lm.generate``. The finished cache i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ class Prefiller:
     the first step belongs to token 1.
 
     ``states``: by token, the states of layers that cannot be taken back later, at most ``state_bytes`` of
-    them. A step ends where one is kept.
+    them, at ``checkpoints.places``, which ``borders`` are for. A step ends where one is kept.
     """
 
     model: Any
@@ -40,12 +40,13 @@ class Prefiller:
     done: int = 0
     score: Callable[[mx.array], None] | None = None
     state_bytes: int = 0
+    borders: Sequence[int] = ()
     states: dict[int, list[Any]] = field(default_factory=dict, init=False)
     _places: list[int] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         if self.state_bytes and checkpoints.needed(self.cache):
-            self._places = [at for at in checkpoints.places(len(self.tokens)) if at > self.done]
+            self._places = checkpoints.places(len(self.tokens), self.borders, self.done)
             if self.done and not self.done % limits.CHECKPOINT_BLOCK_TOKENS:
                 # What it begins from may come from the disk, or leave memory before this prompt does.
                 self._save(self.done)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
 
 from fleetd import limits
+from fleetd.engine import message_borders
 from fleetd.engine.control_tokens import Rendered, control_tokens
 from fleetd.engine.null_content import with_content
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
+from fleetd.engine.shown_contents import NotShown
 from fleetd.engine.sparse_prefill.kept_tokens import (
     NotSparse,
     Range,
@@ -42,6 +45,7 @@ class PreparedPrompt:
     ``initial`` is the marker state the prompt ends in (see ``text.AnswerText``), ``primed`` the part of a
     required tool call that the prompt already contains. ``kept``: indices of the tokens that the request's
     Keep leaves, ascending; None if there is none or where ``dense_reason`` says why it is not followed.
+    ``borders``: of a chat, as ``message_borders`` has them; empty if they were not asked for or not found.
     """
 
     request: Generate
@@ -51,10 +55,14 @@ class PreparedPrompt:
     tools: list[dict[str, Any]] | None = None
     kept: list[int] | None = None
     dense_reason: str = ""
+    borders: Sequence[int] = ()
 
 
-def prepare(request: Generate, tokenizer: Any, vocab_size: int) -> PreparedPrompt:
+def prepare(request: Generate, tokenizer: Any, vocab_size: int, *, borders: bool = False) -> PreparedPrompt:
     """Render and tokenize. Runs outside the compute thread.
+
+    Args:
+        borders: find where a chat's messages end.
 
     Raises:
         BadRequest: no template, a template that rejects the messages, an empty prompt.
@@ -80,7 +88,7 @@ def prepare(request: Generate, tokenizer: Any, vocab_size: int) -> PreparedPromp
                     prepared, lambda: _offsets(tokenizer, text, tokens, special=True), lambda: gaps
                 )
         case ChatPrompt():
-            prepared = _chat(request, request.prompt, tokenizer)
+            prepared = _chat(request, request.prompt, tokenizer, borders=borders)
     outside = next((t for t in request.sampling.logit_bias if not 0 <= t < vocab_size), None)
     if outside is not None:
         raise InvalidValue(
@@ -105,7 +113,7 @@ def check_length(prepared: PreparedPrompt, context_tokens: int) -> None:
         )
 
 
-def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedPrompt:
+def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: bool) -> PreparedPrompt:
     if not tokenizer.has_chat_template:
         raise BadRequest(
             "This model has no chat template.",
@@ -162,11 +170,10 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
         raise InvalidValue("This name spells a control token of the model.", param="tool_choice")
     # The template has written the special tokens; a BOS added here would be a second one.
     text += primed
-    tokens = list(tokenizer.encode(text, add_special_tokens=False))
-    offsets = None
+    tokens, offsets = _encoded(tokenizer, text, with_offsets=borders)
     if rendered.spelled:
         try:
-            offsets = _offsets(tokenizer, text, tokens, special=False)
+            offsets = offsets or _offsets(tokenizer, text, tokens, special=False)
         except NotSparse as reason:
             raise InvalidValue(
                 "This spells a control token of the model, which would be read as one.",
@@ -180,11 +187,21 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
         )
     else:
         prepared = PreparedPrompt(request, tokens, _initial_state(tokenizer, tokens), "", tools)
+
+    def again(messages: list[dict[str, Any]]) -> str:
+        return render(messages).text
+
     if (keep := request.keep) is None:
+        if offsets is None or not borders:
+            return prepared
+        # A template may refuse what is put in place of contents: then there are no borders.
+        with suppress(Exception):
+            found = message_borders.borders(rendered.text, messages, prompt.cache_marks, offsets, again)
+            prepared = replace(prepared, borders=found)
         return prepared
 
     def gaps() -> list[Range]:
-        return dropped_of_messages(rendered.text, messages, keep.parts, lambda m: render(m).text)
+        return dropped_of_messages(rendered.text, messages, keep.parts, again)
 
     return _follow(prepared, lambda: offsets or _offsets(tokenizer, text, tokens, special=False), gaps)
 
@@ -195,12 +212,25 @@ def _follow(
     """Which tokens are kept when the ranges ``gaps()`` of the text are dropped, or why all are."""
     try:
         kept = kept_tokens(offsets(), gaps())
-    except NotSparse as reason:
+    except (NotSparse, NotShown) as reason:
         return replace(prepared, dense_reason=str(reason))
     except Exception as error:
         # Templates and tokenizers are others' code; the prompt itself has gone through both.
         return replace(prepared, dense_reason=f"Its parts could not be found ({type(error).__name__}).")
     return replace(prepared, kept=kept)
+
+
+def _encoded(tokenizer: Any, text: str, *, with_offsets: bool) -> tuple[list[int], list[Range] | None]:
+    """A rendered prompt's tokens; with each token's characters if these are wanted and cost nothing more."""
+    whole: Any = getattr(tokenizer, "_tokenizer", None)
+    if with_offsets and getattr(whole, "is_fast", False):
+        from transformers import PreTrainedTokenizerBase
+
+        # A class that encodes in its own way may not call what tells the characters.
+        if type(whole).encode is PreTrainedTokenizerBase.encode:
+            found = whole(text, add_special_tokens=False, return_offsets_mapping=True)
+            return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
+    return list(tokenizer.encode(text, add_special_tokens=False)), None
 
 
 def _offsets(tokenizer: Any, text: str, tokens: list[int], *, special: bool) -> list[Range]:

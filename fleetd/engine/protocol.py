@@ -62,7 +62,11 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, tag="chat", omit_defaults=True):
-    """Messages to be rendered by the model's own chat template (sandboxed, in the worker)."""
+    """Messages to be rendered by the model's own chat template (sandboxed, in the worker).
+
+    ``cache_marks``: (index of a message, characters of its content) after which the client expects that its
+    next requests go on. They change no token.
+    """
 
     messages: Annotated[list[dict[str, Any]], Meta(max_length=limits.MESSAGES)]
     tools: Annotated[list[dict[str, Any]], Meta(max_length=limits.TOOLS)] | None = None
@@ -70,6 +74,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag="chat", omit_defaults=True):
     # inside a tool call.
     tool_choice: Literal["auto", "none", "required"] | dict[str, str] = "auto"
     template_kwargs: dict[str, Any] = {}
+    cache_marks: Annotated[list[tuple[Natural, Natural]], Meta(max_length=limits.CACHE_MARKS)] = []
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag="text", omit_defaults=True):

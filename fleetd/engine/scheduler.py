@@ -457,7 +457,7 @@ class Scheduler(ComputeLoop):
             return Prefiller(self.model, tokens, make_prompt_cache(self.model), score=sequence.scored.add)
         hit, sequence.hit = sequence.hit or self.prefix.fetch(sequence.dense_tokens), None
         sequence.cached = hit.tokens
-        return begin_prefill(self.model, tokens, kept, hit, self.prefix.state_bytes)
+        return begin_prefill(self.model, sequence.prepared, kept, hit, self.prefix.state_bytes)
 
     def _begin_decode(
         self, sequence: ScheduledSequence, prefiller: Prefiller | SharedPrefill | SparsePrefiller

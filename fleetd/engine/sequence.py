@@ -42,17 +42,17 @@ class AwaitedPrefix:
 
 
 def begin_prefill(
-    model: Any, tokens: list[int], kept: list[int] | None, hit: Hit, state_bytes: int
+    model: Any, prepared: PreparedPrompt, kept: list[int] | None, hit: Hit, state_bytes: int
 ) -> Prefiller | SparsePrefiller:
-    """Prefill of ``tokens``, of which only ``kept`` are computed, after what the prefix cache had.
+    """Prefill of a prompt, of which only ``kept`` is computed, after what the prefix cache had.
 
     ``state_bytes``: memory for states at earlier tokens of a dense prompt.
     """
+    tokens, borders = prepared.tokens, prepared.borders
     if kept is not None:
         return SparsePrefiller.begin(model, tokens, kept, hit.cache, hit.tokens)
-    return Prefiller(
-        model, tokens, hit.cache or make_prompt_cache(model), hit.tokens, state_bytes=state_bytes
-    )
+    cache = hit.cache or make_prompt_cache(model)
+    return Prefiller(model, tokens, cache, hit.tokens, state_bytes=state_bytes, borders=borders)
 
 
 @dataclass(slots=True)

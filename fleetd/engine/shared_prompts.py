@@ -145,7 +145,7 @@ class SharedPrompts:
         hit = self._take_hit(sequence)
         sequence.namespace = hit.namespace
         sequence.prefiller = begin_prefill(
-            self.model, sequence.prepared.tokens, sequence.kept, hit, self.prefix.state_bytes
+            self.model, sequence.prepared, sequence.kept, hit, self.prefix.state_bytes
         )
 
     def _begin(self, sequence: ScheduledSequence, share: PrefillShared, sharable: Sharable) -> None:

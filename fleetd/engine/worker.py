@@ -217,7 +217,12 @@ class Front:
         # Meanwhile the compute thread may fill what the model has for keys and values.
         meanwhile = facts.kv_budget_bytes + WORKING_BYTES
         with address_space.at_most(meanwhile + limits.RENDER_BYTES, facts.device):
-            prepared = prepare(request, self._loaded.tokenizer, facts.vocab_size)
+            prepared = prepare(
+                request,
+                self._loaded.tokenizer,
+                facts.vocab_size,
+                borders=self._loaded.keeps_states and not request.count_only,
+            )
         # Files that fleetd did not pull are hashed while their model is in use already.
         self._loaded.basis.look()
         if not request.count_only:

@@ -33,34 +33,6 @@ def needed_bytes(folder: ModelFolder, accelerator: str) -> int:
     return weights_in_memory(folder.path, folder.weights_bytes, folder.config, accelerator) + WORKING_BYTES
 
 
-def needed_bytes_of_gguf(source: Path, accelerator: str) -> int:
-    """The same for a GGUF file that has not been imported, by the tensors that its header lists.
-
-    The first call for a file reads its header, up to a second for a large vocabulary.
-
-    Raises:
-        ModelCorrupt, ModelUnsupported: it cannot be imported.
-        OSError: it cannot be read.
-    """
-    stat = source.stat()
-    packed, unpacked = _gguf_bytes(source, stat.st_mtime_ns, stat.st_size)
-    return (max(packed, unpacked) if accelerator == "cpu" else packed) + WORKING_BYTES
-
-
-@lru_cache(maxsize=256)
-def _gguf_bytes(source: Path, mtime_ns: int, size: int) -> tuple[int, int]:
-    """Bytes of the imported weights, and of the same in f32; cached by the file's time and size."""
-    from fleetd.models.gguf.conversion import read_plan  # needs numpy
-
-    plan = read_plan(source)
-    tensors = {
-        spec.name: TensorInfo(spec.dtype, spec.shape, 0, spec.size_bytes)
-        for planned in plan.parameters
-        for spec in planned.specs
-    }
-    return plan.size_bytes, float32_bytes(tensors, _groups(plan.config))
-
-
 def weights_in_memory(path: Path, on_disk: int, config: Mapping[str, Any], accelerator: str) -> int:
     """Bytes of a folder's weights in memory, by its tensors' own headers.
 

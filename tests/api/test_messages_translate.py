@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fleetd.api.anthropic import bodies, translate
 from fleetd.api.body import parse
@@ -56,8 +57,32 @@ def test_the_billing_block_and_marks_of_the_cache_leave_the_prompt_as_it_is() ->
             context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
             service_tier="auto",
         )
-        assert noisy == plain
+        assert replace(noisy, cache_marks=[]) == plain
     assert prompt(system=f"{BILLING.format('1')}\nBe brief.").messages == prompt(system="Be brief.").messages
+
+
+def test_marks_are_places_in_the_messages_that_templates_render() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    found = prompt(
+        system=[text(BILLING.format("1"), **mark), text("Be brief.", **mark), text("Be kind.")],
+        messages=[
+            {"role": "user", "content": [text("one", **mark), text("two")]},
+            {
+                "role": "assistant",
+                "content": [
+                    text("Let me look."),
+                    {"type": "tool_use", "id": "call_1", "name": "weather", "input": {}, **mark},
+                ],
+            },
+            {"role": "user", "content": [{**RESULT, **mark}, text("Well?")]},
+        ],
+        tools=[{**WEATHER, **mark}],
+    )
+    marked = [found.messages[index]["content"][:chars] for index, chars in found.cache_marks]
+    assert [m["role"] for m in found.messages] == ["system", "user", "assistant", "tool", "user"]
+    # The last four; before any text there is nothing to keep.
+    assert marked == ["Be brief.", "one", "Let me look.", "4 °C"]
+    assert not prompt(system=[text("Be brief.")], **mark).cache_marks
 
 
 def test_marks_are_seen_wherever_they_are() -> None:

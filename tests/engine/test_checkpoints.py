@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import pytest
 import tiny_architectures
 import tiny_models
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
@@ -27,10 +28,13 @@ def prompt_of(tokens: int) -> list[int]:
     return [token % tiny_architectures.VOCAB for token in tiny_models.prompt(tokens)]
 
 
-def prefilled(model: Any, tokens: list[int], prefix: PrefixCache, *, chunk: int = 512) -> Prefiller:
+def prefilled(
+    model: Any, tokens: list[int], prefix: PrefixCache, *, chunk: int = 512, borders: Sequence[int] = ()
+) -> Prefiller:
     hit = prefix.fetch(tokens)
     cache = hit.cache or make_prompt_cache(model)
-    prefiller = Prefiller(model, tokens, cache, hit.tokens, state_bytes=prefix.state_bytes)
+    room = prefix.state_bytes
+    prefiller = Prefiller(model, tokens, cache, hit.tokens, state_bytes=room, borders=borders)
     while prefiller.step(chunk):
         pass
     return prefiller
@@ -73,6 +77,40 @@ def test_places_bound_what_is_computed_again(tokens: int, data: st.DataObject) -
     changed = data.draw(st.integers(1, min(tokens, block * (1 << limits.CHECKPOINTS_PER_PROMPT - 2))))
     begin = max((place for place in places if place <= tokens - changed), default=0)
     assert tokens - begin <= (changed + block if changed <= block else 2 * changed + 2 * block)
+
+
+TOKENS = st.integers(0, 20_000) | st.integers(0, 80).map(lambda n: n * limits.CHECKPOINT_BLOCK_TOKENS)
+
+
+@given(st.integers(1, 20_000), st.lists(TOKENS, max_size=8), TOKENS)
+@example(3000, [2048], 0)  # where the rule has a place, too
+def test_borders_have_places_of_their_own_and_there_are_no_more_places_for_it(
+    tokens: int, borders: list[int], done: int
+) -> None:
+    places = checkpoints.places(tokens, borders, done)
+    assert places == sorted(set(places))
+    assert len(places) <= limits.CHECKPOINTS_PER_PROMPT
+    assert all(done < place < tokens for place in places)
+    # What the disk has, and from where another machine's are checked.
+    assert {place for place in checkpoints.places(tokens)[-2:] if place > done} <= set(places)
+    for border in borders[: limits.CHECKPOINTS_AT_BORDERS]:
+        if done <= border < tokens - 1:
+            nearest = max(place for place in (done, *places) if place <= border)
+            assert border - nearest < limits.CHECKPOINT_APART_TOKENS
+
+
+def test_what_is_edited_behind_a_border_is_all_that_is_computed_again(model: Any) -> None:
+    prompt, prefix, border = prompt_of(1100), PrefixCache(ROOM), 901
+    first = prefilled(model, prompt, prefix, borders=[1095, border])
+    prefix.store(prompt[:-1], first.cache, states=first.states)
+    assert sorted(first.states) == [256, 768, border, 1024, 1095]
+    edited = prompt[:border] + [(token + 1) % tiny_architectures.VOCAB for token in prompt[border:]]
+    assert prefix.fetch(edited).tokens == border
+    warm, cold = (
+        prefilled(model, edited, cache, borders=[1095, border]) for cache in (prefix, PrefixCache(ROOM))
+    )
+    assert mx.array_equal(logits(model, warm), logits(model, cold))
+    prefix.validate()
 
 
 def test_a_model_with_rows_alone_keeps_no_states_and_its_chunks() -> None:

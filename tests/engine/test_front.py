@@ -46,6 +46,7 @@ class Ends:
         self.inbox = self
         self.front = worker.Front(self.link, self, self)  # type: ignore[arg-type]  # stands for both
         self.tokenizer = None
+        self.keeps_states = True
         self.basis = LateBasis(lambda: b"")
         self.facts = protocol.Ready("x", "cpu", "f32", 1, 8, 64, 1, 1, 1, True, False, False, 0.0, {})
 
@@ -96,7 +97,7 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
     cancelled = threading.Event()
     asked = threading.Event()
 
-    def prepare(request: Generate, *_: Any) -> prompt_encoding.PreparedPrompt:
+    def prepare(request: Generate, *_: Any, borders: bool) -> prompt_encoding.PreparedPrompt:
         asked.set()
         assert cancelled.wait(10)
         if fails:
@@ -116,6 +117,23 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
     ends.front._prompts.shutdown(wait=True)
     assert [type(r) for r in ends.sent] == [Failed if fails else Finished]
     assert ends.calls == []
+
+
+@pytest.mark.parametrize("keeps_states", [True, False])
+def test_borders_are_looked_for_only_where_states_are_kept(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, keeps_states: bool
+) -> None:
+    looked: list[bool] = []
+
+    def prepare(request: Generate, *_: Any, borders: bool) -> prompt_encoding.PreparedPrompt:
+        looked.append(borders)
+        return prompt_encoding.PreparedPrompt(request, [1])
+
+    monkeypatch.setattr("fleetd.engine.prompt_encoding.prepare", prepare)
+    ends.keeps_states = keeps_states
+    counted = Generate("c", TextPrompt("x"), count_only=True)
+    read(ends, protocol.encode(Generate("r", TextPrompt("x"))), protocol.encode(counted))
+    assert looked == [keeps_states, False]
 
 
 SPLIT = Split("layers", (0, 1, 2), 2, 0, 300, 64)

@@ -12,7 +12,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
 from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt, TokenPrompt
-from fleetd.engine.sparse_prefill.kept_tokens import NotSparse, dropped_of_messages, gaps_of, kept_tokens
+from fleetd.engine.shown_contents import NotShown
+from fleetd.engine.sparse_prefill.kept_tokens import dropped_of_messages, gaps_of, kept_tokens
 from fleetd.models.folder import ModelFolder
 
 
@@ -127,7 +128,7 @@ def test_what_cannot_be_followed_is_prefilled_whole_and_says_why(smol: Any) -> N
     found = prepare(Generate("k", TextPrompt("Hello"), keep=Keep({0: []})), slow, 9)
     assert (found.kept, found.tokens) == (None, [1, 2])
     assert "does not tell" in found.dense_reason
-    with pytest.raises(NotSparse, match="Message 0"):
+    with pytest.raises(NotShown, match="Message 0"):
         dropped_of_messages("Hello", [{"content": parts}], {0: []}, lambda _: "Hello")
 
 
@@ -168,7 +169,7 @@ def counting(messages: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize("render", [shouting, twice, forgetful, thoughtful, counting])
 def test_a_template_that_changes_what_it_is_given_is_not_guessed_at(render: Any) -> None:
     messages = [{"content": "<think>no</think>yes"}, {"content": "no"}]
-    with pytest.raises(NotSparse):
+    with pytest.raises(NotShown):
         dropped_of_messages(render(messages), messages, {0: [(0, 3)]}, render)
 
 

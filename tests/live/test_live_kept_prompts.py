@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import tiny_hybrid
 from forked_programs import Programs
 from live_daemon import LiveDaemon, until
 
+from fleetd import limits
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.settings import DiskCacheSettings
 
@@ -42,33 +43,57 @@ def restored(reply: Any) -> int:
     return int(reply.timings.get("restored_n", 0))
 
 
-def test_a_prompt_is_read_once_also_after_an_unload_and_a_restart_until_it_is_cleared(
-    tmp_path: Path, short_dir: Path, programs: Programs
-) -> None:
-    text, model = LONG[:900], tiny_hybrid.NAME
-    # As a user put it there.
-    tiny_hybrid.build(tmp_path / model)
-    with LiveDaemon(short_dir / "hybrid", tmp_path, programs=programs) as daemon:
-        first = ask(daemon, text, model=model)
-        places = (first.usage.prompt_tokens - 1) // 256 * 256
-        assert places >= 768
-        assert first.usage.prompt_tokens_details.cached_tokens == 0
-        for warm in (partial(daemon.fleetctl, "models", "unload", model), daemon.restart):
-            until(lambda: kept_snapshots(daemon) >= 2)
-            warm()
-            again = ask(daemon, text, model=model)
-            assert again.usage.prompt_tokens_details.cached_tokens == restored(again) == places
-            assert again.timings["restore_ms"] > 0
-            assert again.choices == first.choices
+@pytest.fixture(scope="module")
+def hybrid(
+    tmp_path_factory: pytest.TempPathFactory, short_dir: Path, programs: Programs
+) -> Iterator[LiveDaemon]:
+    """A daemon with a hybrid, as a user put it there."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_hybrid.build(folder / tiny_hybrid.NAME)
+    with LiveDaemon(short_dir / "hybrid", folder, programs=programs) as daemon:
+        yield daemon
 
-        until(lambda: daemon.control("GET", "/fleet/v1/cache")["models"][0]["hits"] == 2)
-        told = daemon.fleetctl("trace", daemon.control("GET", "/fleet/v1/traces?last=1")["traces"][0]["id"])
-        assert f"({places:,} from the disk)" in told.stdout
-        assert "are gone" in daemon.fleetctl("cache", "clear", "--yes").stdout
-        # From memory they are gone, too.
-        computed = ask(daemon, text, model=model)
-        assert computed.usage.prompt_tokens_details.cached_tokens == 0
-        assert computed.choices == first.choices
+
+def test_a_prompt_is_read_once_also_after_an_unload_and_a_restart_until_it_is_cleared(
+    hybrid: LiveDaemon,
+) -> None:
+    text, model, daemon = LONG[:900], tiny_hybrid.NAME, hybrid
+    first = ask(daemon, text, model=model)
+    places = (first.usage.prompt_tokens - 1) // 256 * 256
+    assert places >= 768
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    for warm in (partial(daemon.fleetctl, "models", "unload", model), daemon.restart):
+        until(lambda: kept_snapshots(daemon) >= 2)
+        warm()
+        again = ask(daemon, text, model=model)
+        assert again.usage.prompt_tokens_details.cached_tokens == restored(again) == places
+        assert again.timings["restore_ms"] > 0
+        assert again.choices == first.choices
+
+    until(lambda: daemon.control("GET", "/fleet/v1/cache")["models"][0]["hits"] == 2)
+    told = daemon.fleetctl("trace", daemon.control("GET", "/fleet/v1/traces?last=1")["traces"][0]["id"])
+    assert f"({places:,} from the disk)" in told.stdout
+    assert "are gone" in daemon.fleetctl("cache", "clear", "--yes").stdout
+    # From memory they are gone, too.
+    computed = ask(daemon, text, model=model)
+    assert computed.usage.prompt_tokens_details.cached_tokens == 0
+    assert computed.choices == first.choices
+
+
+def test_a_hybrid_goes_on_at_a_cache_control_mark(hybrid: LiveDaemon) -> None:
+    marked = {"type": "text", "text": f"Harbour. {LONG[:500]}", "cache_control": {"type": "ephemeral"}}
+
+    def read(question: str) -> int:
+        """Tokens that were computed."""
+        content = [marked, {"type": "text", "text": question}]
+        messages = [{"role": "user", "content": content}]
+        body = {"model": tiny_hybrid.NAME, "messages": messages, "max_tokens": 1}
+        usage = hybrid.control("POST", "/v1/messages", body)["usage"]
+        return int(usage["input_tokens"] + usage["cache_creation_input_tokens"])
+
+    assert read(f"Where was the ship? {LONG[500:900]}") > 800
+    # A token for each character.
+    assert read("And when?") < len("\nAnd when?") + limits.CHECKPOINT_APART_TOKENS
 
 
 @pytest.mark.long

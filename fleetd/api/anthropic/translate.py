@@ -2,7 +2,8 @@
 
 What Anthropic's API knows and templates do not becomes text: system messages in the middle, documents, the
 mark of a tool result that is an error. What varies between requests and says nothing to a model is dropped,
-so that it costs no prefill: the billing block, cache_control, signatures.
+so that it costs no prefill: the billing block, signatures. A ``cache_control`` stands beside the messages, as
+a place in one of them; on a tool, or on the whole request, it names a place that is known without it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fleetd.api.anthropic.bodies import (
     MessagesBody,
     ToolDefinition,
 )
-from fleetd.api.conversation import Plain
+from fleetd.api.conversation import CacheMark, Plain
 from fleetd.api.reasoning import template_kwargs
 from fleetd.engine.protocol import ChatPrompt, Generate
 from fleetd.errors import InvalidValue, UnsupportedParameter
@@ -54,12 +55,14 @@ def prompt(body: Conversation) -> ChatPrompt:
     _refuse_formats(body)
     tools = [_tool(each, f"tools.{i}") for i, each in enumerate(body.tools or ())]
     effort = body.output_config.effort if body.output_config is not None else None
+    messages, marks = _messages(body)
     return conversation.prompt(
-        _messages(body),
+        messages,
         tools,
         _tool_choice(body, tools),
         # Without a word of it Anthropic's models answer at once.
         template_kwargs(body, default=False, effort=effort),
+        marks,
     )
 
 
@@ -123,26 +126,43 @@ def _tool_choice(body: Conversation, tools: Sequence[Plain]) -> Any:
 # ---- Messages --------------------------------------------------------------------------------------------
 
 
-def _messages(body: Conversation) -> list[Plain]:
-    system = _system(body.system)
+def _messages(body: Conversation) -> tuple[list[Plain], list[CacheMark]]:
+    system, system_marks = _system(body.system)
     found: list[Plain] = []
+    marks: list[CacheMark] = []
     for i, message in enumerate(body.messages):
         where = f"messages.{i}"
         if message.role != "system":
-            found += _assistant(message, where) if message.role == "assistant" else _user(message, where)
+            read = _assistant if message.role == "assistant" else _user
+            said, marked = read(message, where)
+            marks += [(len(found) + index, chars) for index, chars in marked]
+            found += said
             continue
         text = conversation.joined(list(_texts(message.content, f"{where}.content")))
         if not found:
             system.append(text)
         else:
             conversation.append_user(found, conversation.reminder(text), where)
-    return conversation.with_system(found, system, "system")
+    whole = conversation.with_system(found, system, "system")
+    before = len(whole) - len(found)
+    return whole, [*((0, chars) for chars in system_marks), *((index + before, n) for index, n in marks)]
 
 
-def _system(system: str | list[ContentBlock] | None) -> list[str]:
-    texts = list(_texts(system or "", "system"))
-    kept = [_without_billing(text) for text in texts]
-    return [text for text in kept if text]
+def _system(system: str | list[ContentBlock] | None) -> tuple[list[str], list[int]]:
+    """Its texts, and how many characters of them joined come before a mark."""
+    blocks: Sequence[str | ContentBlock] = [system or ""] if isinstance(system, str | None) else system
+    texts: list[str] = []
+    marks: list[int] = []
+    for i, block in enumerate(blocks):
+        text = _without_billing(block if isinstance(block, str) else _text(block, f"system.{i}"))
+        texts += [text] if text else []
+        if _marked(block):
+            marks.append(len(conversation.joined(texts)))
+    return texts, marks
+
+
+def _marked(block: str | ContentBlock) -> bool:
+    return not isinstance(block, str) and block.cache_control is not None
 
 
 def _without_billing(text: str) -> str:
@@ -150,18 +170,21 @@ def _without_billing(text: str) -> str:
     return rest.lstrip("\n") if first.startswith(_BILLING) else text
 
 
-def _user(message: InputMessage, where: str) -> list[Plain]:
+def _user(message: InputMessage, where: str) -> tuple[list[Plain], list[CacheMark]]:
     """A user's message, after the results of tools that it brings."""
     if isinstance(message.content, str):
-        return [conversation.message("user", message.content, where)]
+        return [conversation.message("user", message.content, where)], []
     found: list[Plain] = []
+    marks: list[CacheMark] = []
     for i, block in enumerate(message.content):
         place = f"{where}.content.{i}"
         if block.kind == "tool_result":
             found.append(_tool_result(block, place))
         else:
             conversation.append_user(found, _text(block, place), where)
-    return found or [conversation.message("user", "", where)]
+        if _marked(block):
+            marks.append((len(found) - 1, len(found[-1]["content"])))
+    return found or [conversation.message("user", "", where)], marks
 
 
 def _tool_result(block: ContentBlock, where: str) -> Plain:
@@ -173,9 +196,9 @@ def _tool_result(block: ContentBlock, where: str) -> Plain:
     return conversation.message("tool", text, where, tool_call_id=block.tool_use_id)
 
 
-def _assistant(message: InputMessage, where: str) -> list[Plain]:
+def _assistant(message: InputMessage, where: str) -> tuple[list[Plain], list[CacheMark]]:
     if isinstance(message.content, str):
-        return [conversation.message("assistant", message.content, where)]
+        return [conversation.message("assistant", message.content, where)], []
     texts, reasoning, calls = [], [], []
     for i, block in enumerate(message.content):
         place = f"{where}.content.{i}"
@@ -188,7 +211,10 @@ def _assistant(message: InputMessage, where: str) -> list[Plain]:
                 calls.append(conversation.tool_call(block.id or "", block.name, block.input or {}))
             case kind if kind not in _SKIPPED:
                 texts.append(_text(block, place))
-    return [conversation.assistant(texts, reasoning, calls, where)]
+    said = conversation.assistant(texts, reasoning, calls, where)
+    # Where calls of tools are shown is the template's choice: the mark of one stands for the end of the text.
+    marked = any(_marked(block) for block in message.content)
+    return [said], [(0, len(said["content"] or ""))] if marked else []
 
 
 # ---- Text ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ others are those of the finished prompt, cut to the checkpoint's token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -26,17 +27,33 @@ def any_rows(cache: list[Any]) -> bool:
     return any(kind_of(part).has_rows(part) for part in all_parts(cache))
 
 
-def places(tokens: int) -> list[int]:
-    """Where a prompt's states are kept, ascending: a function of its length alone.
+def places(tokens: int, borders: Sequence[int] = (), done: int = 0) -> list[int]:
+    """Where states of a prompt are kept, ascending, behind the ``done`` tokens that are there already.
 
-    The last two multiples of a block, then at distances that double: if the last ``m`` tokens of the prompt
-    are changed, at most ``m`` and one block are computed again while ``m`` is at most a block, and at most
-    twice ``m`` and two blocks as far as the places reach.
+    The last two multiples of a block; then ``borders``, the first of them first; then, as many as are left,
+    multiples of a block at distances that double. Without borders, if the last ``m`` tokens of the prompt are
+    changed, at most ``m`` and one block are computed again while ``m`` is at most a block, and at most twice
+    ``m`` and two blocks as far as the places reach.
+
+    Args:
+        borders: numbers of tokens after which a later prompt may go on in another way, the most probable
+            first.
     """
-    block = limits.CHECKPOINT_BLOCK_TOKENS
+    block, apart = limits.CHECKPOINT_BLOCK_TOKENS, limits.CHECKPOINT_APART_TOKENS
     last = (tokens - 1) // block * block
-    found = [last - block * ((1 << i) - 1) for i in range(limits.CHECKPOINTS_PER_PROMPT)]
-    return sorted(place for place in found if place > 0)
+    doubling = [last - block * ((1 << i) - 1) for i in range(limits.CHECKPOINTS_PER_PROMPT)]
+    doubling = [place for place in doubling if place > done]
+    found = doubling[:2]
+    for at in borders:
+        if len(found) == limits.CHECKPOINTS_AT_BORDERS + 2:
+            break
+        # What is just behind another place, or behind what is there, is read again from that one.
+        at = min(place for place in (done, *found, *borders) if 0 <= at - place < apart)
+        # The state after the last token that is computed is kept with the rows.
+        if done < at < tokens - 1 and at not in found:
+            found.append(at)
+    farther = [place for place in doubling[2:] if place not in found]
+    return sorted([*found, *farther[: limits.CHECKPOINTS_PER_PROMPT - len(found)]])
 
 
 def saved(cache: list[Any]) -> list[Any]:

@@ -1,23 +1,15 @@
 """From the kept ranges of messages to the tokens that are kept, through template and tokenizer. Pure.
 
-    content [a, b) ──template──► text [x + a, x + b) ──the tokenizer's offsets──► tokens
-
-A template may trim what it is given, leave parts of it out or write it twice. So a message is not searched
-for in the text: the template is rendered once more with marks in place of the contents, and only where these
-contents put in place of the marks give the very text again do they lie there.
+content [a, b) ──template──► text [x + a, x + b) ──the tokenizer's offsets──► tokens
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+
+from fleetd.engine.shown_contents import Message, find_contents
 
 Range = tuple[int, int]
-Message = dict[str, Any]
-
-# Characters of no language (private use); a text that has them all the same is prefilled densely.
-_MARK = re.compile("\ue000kept([0-9]+)\ue001")
 
 
 class NotSparse(Exception):
@@ -31,39 +23,13 @@ def dropped_of_messages(
     render: Callable[[list[Message]], str],
 ) -> list[Range]:
     """The ranges of ``text``, which is ``render(messages)``, that are to go: all of the contents of the
-    messages in ``parts`` but their kept ranges. Raises NotSparse if that cannot be told."""
-    for index in parts:
-        if index >= len(messages) or not isinstance(messages[index].get("content"), str):
-            raise NotSparse(f"Message {index} is no plain text of which parts could be kept.")
-    marked = [m | {"content": f"\ue000kept{i}\ue001"} if i in parts else m for i, m in enumerate(messages)]
-    literals = _MARK.split(render(marked))
-    if [int(index) for index in literals[1::2]] != sorted(parts):
-        raise NotSparse("The chat template does not show each of these messages once, in order.")
+    messages in ``parts`` but their kept ranges. Raises NotShown if that cannot be told."""
     dropped: list[Range] = []
-    at = 0
-    for index, before, after in zip(sorted(parts), literals[:-1:2], literals[2::2], strict=True):
-        if not text.startswith(before, at):
-            raise NotSparse("The chat template makes something else of the messages around these contents.")
-        at += len(before)
-        content = messages[index]["content"]
-        for shown, cut in _as_shown(content):
-            if text.startswith(shown + after, at):
-                gaps = gaps_of(parts[index], len(content))
-                inside = ((max(a - cut, 0) + at, min(b - cut, len(shown)) + at) for a, b in gaps)
-                dropped += [gap for gap in inside if gap[0] < gap[1]]
-                at += len(shown)
-                break
-        else:
-            raise NotSparse(f"The chat template does not show message {index} as it is.")
-    if text[at:] != literals[-1]:
-        raise NotSparse("The chat template makes something else of the messages around these contents.")
+    for index, shown in find_contents(text, messages, parts, render, verbatim=True).items():
+        gaps = gaps_of(parts[index], len(messages[index]["content"]))
+        inside = ((shown.place(a), shown.place(b)) for a, b in gaps)
+        dropped += [gap for gap in inside if gap[0] < gap[1]]
     return dropped
-
-
-def _as_shown(content: str) -> Iterable[tuple[str, int]]:
-    """What templates make of a content, and how many of its first characters that lacks."""
-    cut = len(content) - len(content.lstrip())
-    return (content, 0), (content.strip(), cut), (content.rstrip(), 0), (content.lstrip(), cut)
 
 
 def gaps_of(kept: Iterable[Range], length: int) -> list[Range]:
