@@ -1,4 +1,4 @@
-"""Blocks on a sealed stream from one machine to another: header and payload of each, in the prompt's order.
+"""Blocks on a sealed stream from one machine to another: header and payload of each, in the order asked for.
 
     u32 length | BlockHeader | payload | u32 length | BlockHeader | payload | …
 
@@ -14,7 +14,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
-from fleetd.errors import PeerWrong
+from fleetd.errors import PeerLost, PeerWrong
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 
 _LENGTH = struct.Struct("<I")
@@ -26,27 +26,27 @@ def send(
     names: Sequence[bytes],
     read: Callable[[bytes, Callable[[BlockHeader], Sequence[memoryview]]], BlockHeader | None],
 ) -> int:
-    """Send the blocks of these names; returns the bytes of their payloads. ``read``: ``BlockStore.read``.
-
-    Raises PeerLost.
-    """
+    """Send the blocks of these names; returns the bytes of their payloads. ``read``: ``BlockStore.read``."""
     sent = 0
-    for name in names:
-        payload: list[memoryview] = []
+    try:
+        for name in names:
+            payload: list[memoryview] = []
 
-        def targets(header: BlockHeader, payload: list[memoryview] = payload) -> list[memoryview]:
-            payload.append(memoryview(bytearray(header.nbytes)))
-            return _split(payload[0], header.sizes)
+            def targets(header: BlockHeader, payload: list[memoryview] = payload) -> list[memoryview]:
+                payload.append(memoryview(bytearray(header.nbytes)))
+                return _split(payload[0], header.sizes)
 
-        header = read(name, targets)
-        if header is None:
-            break
-        text = msgspec.msgpack.encode(header)
-        sender.send(_LENGTH.pack(len(text)) + text)
-        for buffer in payload:
-            sender.send(buffer)
-        sent += header.nbytes
-    sender.finish()
+            header = read(name, targets)
+            if header is None:
+                break
+            text = msgspec.msgpack.encode(header)
+            sender.send(_LENGTH.pack(len(text)) + text)
+            for buffer in payload:
+                sender.send(buffer)
+            sent += header.nbytes
+        sender.finish()
+    except PeerLost:
+        pass  # the receiver has enough, or knows itself why it left
     return sent
 
 
@@ -58,7 +58,9 @@ def _split(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
     return found
 
 
-def receive(receiver: SealedReceiver, numbers: range, targets: Targets, came: Callable[[int], bool]) -> None:
+def receive(
+    receiver: SealedReceiver, numbers: Sequence[int], targets: Targets, came: Callable[[int], bool]
+) -> None:
     """Put the blocks of these numbers where ``targets`` says; tell each to ``came``, which is False for
     enough. Returns at the stream's end.
 

@@ -5,7 +5,8 @@
 
 A thread receives; the compute thread says where to. A prompt never waits for more than one late block: what
 has come by then counts, and the rest is computed here. Where a model cannot be cut at a token, two snapshots
-come after the rows: the one at their end, and one before it, by which it is checked.
+come after the rows: the one at their end, and one before it, by which it is checked. Where that is sooner,
+the last block comes first, and the prompt is computed from its beginning towards them (``front_prefill``).
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
 from fleetd.cache import block_stream
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.fetched_check import FetchedCheck
+from fleetd.engine.front_prefill import FrontPrefill
+from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, PLAN, Hit
 from fleetd.engine.protocol import FetchBlocks, Fetched, Lacking, StreamTag
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, block_rows
@@ -48,6 +54,7 @@ class Fetching:
         plan: whether blocks will do, too, in which another accelerator had a part.
         exact: whether the other machine's bytes must be those that are computed here, wherever chunks end.
         chunk: how many tokens a step may compute.
+        room: whether there is memory for so many tokens twice, until the two ends of a prompt meet.
         wake: called on any thread when there is something to do.
     """
 
@@ -62,6 +69,7 @@ class Fetching:
         plan: bool,
         exact: bool,
         chunk: Callable[[], int],
+        room: Callable[[int], bool],
         wake: Callable[[], None],
         draw: random.Random,
     ) -> None:
@@ -71,23 +79,24 @@ class Fetching:
         self.tokens = 0
         self.seconds = 0.0
         self._tier, self._id, self._prompt = tier, request_id, tokens
-        self._exact, self._chunk, self._wake, self._draw = exact, chunk, wake, draw
+        self._exact, self._chunk, self._room, self._wake, self._draw = exact, chunk, room, wake, draw
         self._first = have // _BLOCK
         asked = slice(self._first, self._first + limits.FETCH_BLOCKS)
         self._names = tier.names_for_others(tokens[:-1])[asked]
         self._plan_names = tier.names_for_others(tokens[:-1], PLAN)[asked] if plan else []
-        self._namespace = DENSE
+        self._namespace = self._held_namespace = DENSE
         self._state = FetchState.WAITING
         self._decision: FetchBlocks | None = None
         self._sock: socket.socket | None = None
         self.hit: Hit | None = None
+        self.front: FrontPrefill | None = None
         # The parts that have rows, and the snapshots in the order in which they come.
         self._parts: list[Any] = []
         self._snapshots: list[ArrivingSnapshot] = []
-        self._receiving = False
+        self._thread: threading.Thread | None = None
         self._targets: block_stream.Targets | None = None
-        # Whole blocks that have come and serve, those before ``_first`` included.
-        self._blocks = self._first
+        # Whole blocks [_came_from, _blocks) that have come and serve; before the first has come, none.
+        self._came_from = self._blocks = self._first
         self._checking: Iterator[None] | None = None
         self._error: FleetError | None = None
         self._begun_s = time.monotonic()
@@ -117,7 +126,24 @@ class Fetching:
     @property
     def ready(self) -> bool:
         """True if ``step`` has something to do."""
-        return self._state is FetchState.DONE or self._may_begin or time.monotonic() >= self.due_s
+        if self._state is FetchState.DONE:
+            return not self.computes
+        met = self._state is FetchState.RECEIVING and self.front is not None and self.front.met
+        return met or self._may_begin or time.monotonic() >= self.due_s
+
+    @property
+    def computes(self) -> bool:
+        """True if a chunk of the prompt's beginning is to be computed now: see ``compute``."""
+        if self.front is None or self._checking is not None:
+            return False
+        if self._state is FetchState.RECEIVING:
+            return self.front.pays
+        # Nothing more comes, and what has come serves once all before it is computed.
+        return self._came_from < self._blocks and not self.front.met
+
+    def compute(self) -> int:
+        """Compute a chunk towards the blocks that come; returns its tokens."""
+        return self.front.step() if self.front is not None else 0
 
     @property
     def _may_begin(self) -> bool:
@@ -137,19 +163,26 @@ class Fetching:
         """Go on, if it is ready. True at the end; then ``hit`` is the prompt's beginning if more has come."""
         if self._may_begin:
             self._begin()
+        elif self._state is FetchState.RECEIVING and self.front is not None and self.front.met:
+            self._end()
         elif self._state is not FetchState.DONE and time.monotonic() >= self.due_s:
             self._give_up()
-        if self._state is not FetchState.DONE:
+        if self._state is not FetchState.DONE or self.computes:
             return False
         if self._checking is None:
-            self.seconds = self.elapsed_s
             self._checking = self._check()
         return next(self._checking, _CHECKED) is _CHECKED
 
     def close(self) -> None:
         """The request has ended."""
+        self._end()
+
+    def _end(self) -> None:
+        """Receive nothing more."""
+        if self._state is FetchState.RECEIVING:
+            self.seconds = self.elapsed_s
         self._state, self._targets = FetchState.DONE, None
-        if self._sock is not None and self._receiving:
+        if self._sock is not None and self._thread is not None:
             # Wakes the thread, which closes it.
             _shut(self._sock)
         elif self._sock is not None:
@@ -160,9 +193,16 @@ class Fetching:
         """Since the others were asked, with what checking took."""
         return time.monotonic() - self._begun_s
 
+    @property
+    def front_tokens(self) -> int:
+        """Tokens of ``hit`` that were computed here meanwhile."""
+        if self.front is None or self.hit is None:
+            return 0
+        return max(0, self.hit.tokens - self.tokens - self.front.held)
+
     def told(self) -> Fetched | None:
         """What came of it; None if nothing was fetched."""
-        if not self._receiving:
+        if self._thread is None:
             return None
         code, reason = (self._error.code, self._error.message) if self._error is not None else ("", "")
         blocks = self.tokens // _BLOCK
@@ -182,6 +222,7 @@ class Fetching:
             self.close()
             return
         # The rest of a beginning of other numbers is one of other numbers, too.
+        self._held_namespace = held.namespace
         self._namespace = PLAN if decision.plan else held.namespace
         before = [None] * len(layout.rows) if held.cache is None else layout.in_rows(held.cache)
         self._parts = [
@@ -207,26 +248,49 @@ class Fetching:
             return self._snapshots[later].targets(first + at - 1, header)
 
         self._targets = targets
-        self._receiving = True
         receiver = SealedReceiver(sock, self._tag.key, self._tag.role)
-        # Rows serve one by one, or not without the last snapshot.
-        useful = [first if self._snapshots else first + number + 1 for number in range(in_rows)]
-        useful += [first, first + blocks] if self._snapshots else []
-        threading.Thread(
-            target=self._receive, args=(receiver, sock, useful), name="block-fetch", daemon=True
-        ).start()
+        if decision.last_first and not self._snapshots:
+            self._came_from = self._blocks = first + blocks
+            self._begin_front(held, blocks, decision.block_s)
+            numbers, came = range(blocks)[::-1], self._came_backwards
+        else:
+            # Rows serve one by one, or not without the last snapshot.
+            useful = [first if self._snapshots else first + number + 1 for number in range(in_rows)]
+            useful += [first, first + blocks] if self._snapshots else []
+            numbers, came = range(len(useful)), partial(self._came, useful)
+        self._thread = threading.Thread(
+            target=self._receive, args=(receiver, sock, numbers, came), name="block-fetch", daemon=True
+        )
+        self._thread.start()
+
+    def _begin_front(self, held: Hit, blocks: int, block_s: float) -> None:
+        """Let the prompt be computed from its beginning meanwhile, if there is memory for both ends."""
+        if not self._room((self._first + blocks) * _BLOCK - held.tokens):
+            return
+        tier = self._tier
+        cache = make_prompt_cache(tier.model) if held.cache is None else held.cache
+        prefiller = Prefiller(tier.model, self._prompt, cache, held.tokens)
+        self.front = FrontPrefill(prefiller, self._blocks, block_s, tier.cost, self._chunk)
 
     def _give_up(self) -> None:
         """What has come by now counts, nothing that comes later."""
         if self._state is FetchState.RECEIVING and self._error is None:
             self._error = PeerLate("Its keys and values came too late.")
-        self.close()
+        self._end()
 
     def _check(self) -> Iterator[None]:
         """Take what came if it is right; yields after each step."""
-        first, last = self._first * _BLOCK, self._blocks * _BLOCK
-        if not self._receiving or last <= self.have:
+        front, held = self.front, self._held_namespace
+        if front is not None and front.computed:
+            self.hit = Hit(front.done, front.prefiller.cache, held)
+        first, last = self._came_from * _BLOCK, self._blocks * _BLOCK
+        whole = first == self._first * _BLOCK if front is None else front.met
+        if self._thread is None or first == last or last <= self.have or not whole:
             return
+        # It writes to the same rows until then; it has been told to stop.
+        self._thread.join()
+        if front is not None:
+            front.fill(self._parts, self._tier.layout().in_rows(front.prefiller.cache))
         try:
             cache = yield from self._checked(first, last)
         except (PeerWrong, BlockDamaged) as error:
@@ -256,26 +320,22 @@ class Fetching:
 
     # ---- on the thread -----------------------------------------------------------------------------------
 
-    def _receive(self, receiver: SealedReceiver, sock: socket.socket, useful: Sequence[int]) -> None:
-        """``useful``: how many blocks of the prompt serve once each part has come."""
-
+    def _receive(
+        self,
+        receiver: SealedReceiver,
+        sock: socket.socket,
+        numbers: Sequence[int],
+        came: Callable[[int], bool],
+    ) -> None:
         def targets(number: int, header: BlockHeader) -> Sequence[memoryview]:
             if self._targets is None:
                 raise PeerLate("Its keys and values came too late.")
             return self._targets(number, header)
 
-        def came(number: int) -> bool:
-            if self._state is not FetchState.RECEIVING:
-                return False
-            # In this order: whoever gives up between the two takes one block less.
-            self.due_s = time.monotonic() + self._late_s
-            self._blocks = useful[number]
-            return True
-
         error: FleetError | None = None
         try:
             with sock:
-                block_stream.receive(receiver, range(len(useful)), targets, came)
+                block_stream.receive(receiver, numbers, targets, came)
         except FleetError as caught:
             error = caught
         except OSError as caught:
@@ -283,8 +343,30 @@ class Fetching:
         self._targets = None
         if self._state is FetchState.RECEIVING:
             self._error = error
+            self.seconds = self.elapsed_s
             self._state = FetchState.DONE
             self._wake()
+
+    def _came(self, useful: Sequence[int], number: int) -> bool:
+        """``useful``: up to which block the prompt's serve once each part has come."""
+        if self._state is not FetchState.RECEIVING:
+            return False
+        # In this order: whoever gives up between the two takes one block less.
+        self.due_s = time.monotonic() + self._late_s
+        self._blocks = useful[number]
+        return True
+
+    def _came_backwards(self, number: int) -> bool:
+        if self._state is not FetchState.RECEIVING:
+            return False
+        self.due_s = time.monotonic() + self._late_s
+        self._came_from = self._first + number
+        if self.front is None:
+            return True
+        goes_on = self.front.came(self._came_from)
+        # Whether another chunk pays is asked again.
+        self._wake()
+        return goes_on
 
 
 def _shut(sock: socket.socket) -> None:

@@ -170,13 +170,15 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
 class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
     """The answer to a Lacking: its first ``blocks`` come on the stream "blocks"; 0: none come.
 
-    ``block_s``: what one probably takes. ``plan``: they are those of its ``plan_names``.
+    ``block_s``: what one probably takes. ``plan``: they are those of its ``plan_names``. ``last_first``: they
+    come from the last one to the first, while the worker computes towards them.
     """
 
     id: str
     blocks: Natural = 0
     block_s: Seconds = 0.0
     plan: bool = False
+    last_first: bool = False
 
 
 class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):

@@ -195,7 +195,7 @@ class Scheduler(ComputeLoop):
 
     @property
     def _ready(self) -> bool:
-        return bool(self.decoding) or any(s.ready for s in self._prefilling) or super()._ready
+        return bool(self.decoding) or any(s.ready or s.arrived for s in self._prefilling) or super()._ready
 
     @property
     def _occupied(self) -> bool:
@@ -352,6 +352,7 @@ class Scheduler(ComputeLoop):
             plan=self._offered(sequence),
             exact=self.sharable is not None and self.sharable.any_chunks,
             chunk=lambda: self._chunk_tokens,
+            room=lambda more: self.budget.take(sequence.id, sequence.promised + more),
             wake=self.inbox.wake,
             draw=random.Random(),  # noqa: S311 — which tokens are checked; nobody can know it before
         )
@@ -372,7 +373,9 @@ class Scheduler(ComputeLoop):
         if fetching.hit is not None:
             sequence.hit = fetching.hit
             sequence.fetched = fetching.tokens
-        sequence.fetch_s = fetching.elapsed_s
+        if (front := fetching.front) is not None:
+            sequence.front, sequence.front_s = fetching.front_tokens, front.seconds
+        sequence.fetch_s = fetching.elapsed_s - sequence.front_s
         if not sequence.accepted:
             self._accept(sequence)
 
@@ -380,6 +383,7 @@ class Scheduler(ComputeLoop):
         if (fetching := sequence.fetching) is not None:
             sequence.fetching = None
             fetching.close()
+            self.budget.take(sequence.id, sequence.promised)
             if (told := fetching.told()) is not None:
                 self.emit(told)
 
@@ -392,6 +396,10 @@ class Scheduler(ComputeLoop):
         if (sequence := self._choose()) is None:
             return
         try:
+            if sequence.fetching is not None:
+                if sequence.fetching.compute():
+                    self.steps += 1
+                return
             prefiller = self._prefill(sequence)
             if prefiller.remaining == 0:
                 self._prefilling.remove(sequence)
@@ -515,6 +523,8 @@ class Scheduler(ComputeLoop):
     def _abandon(self, sequence: ScheduledSequence) -> None:
         """End a prefill half way; what it computed stays useful."""
         prefiller = sequence.prefiller
+        if sequence.fetching is not None and sequence.fetching.front is not None:
+            prefiller = sequence.fetching.front.prefiller
         done, cache = (0, []) if prefiller is None else (prefiller.done, prefiller.cache)
         self._end_restore(sequence)
         self._end_fetch(sequence)

@@ -73,10 +73,13 @@ class ScheduledSequence:
     restoring: Restoring | None = None
     restored: int = 0
     restore_s: float = 0.0
-    # While it comes from another machine; then the same.
+    # While it comes from another machine; then the same. Of the time and the tokens of its beginning, those
+    # that were computed here meanwhile are counted apart.
     fetching: Fetching | None = None
     fetched: int = 0
     fetch_s: float = 0.0
+    front: int = 0
+    front_s: float = 0.0
     awaited: AwaitedPrefix | None = None
     prefiller: Prefiller | SharedPrefill | SparsePrefiller | None = None
     # Indices of the prompt tokens that are prefilled, ascending; None: all of them. Or why not only those.
@@ -136,10 +139,17 @@ class ScheduledSequence:
     @property
     def ready(self) -> bool:
         """True if a step of its prefill can be taken now."""
-        waits = (self.undecided, self.awaited, self.restoring, self.fetching)
-        if any(wait is not None for wait in waits):
+        if any(wait is not None for wait in (self.undecided, self.awaited, self.restoring)):
             return False
+        if self.fetching is not None:
+            return self.fetching.computes
         return can_step(self.prefiller) if isinstance(self.prefiller, SharedPrefill) else True
+
+    @property
+    def arrived(self) -> bool:
+        """True if something of its beginning has come that can be taken in now, or will not come any more."""
+        coming = (self.restoring, self.fetching)
+        return any(each is not None and each.ready for each in coming)
 
     def finished(self, reason: FinishReason) -> Finished:
         first, started = self.first_s, self.started_s or time.monotonic()
@@ -148,14 +158,14 @@ class ScheduledSequence:
             reason,
             Usage(
                 prompt_tokens=len(self.prepared.tokens),
-                cached_tokens=self.cached,
+                cached_tokens=self.cached - self.front,
                 completion_tokens=self.generated,
                 reasoning_tokens=self.text.reasoning_tokens,
             ),
             Timings(
-                queue_s=max(0.0, started - self.arrived_s - self.restore_s - self.fetch_s),
+                queue_s=max(0.0, started - self.arrived_s - self.restore_s - self.fetch_s - self.front_s),
                 # The last prompt token is computed by the first decode step.
-                prefill_s=first - started if first else self.prefill_s,
+                prefill_s=self.front_s + (first - started if first else self.prefill_s),
                 decode_s=self.last_s - first if first else 0.0,
                 restored_tokens=self.restored,
                 restore_s=self.restore_s,

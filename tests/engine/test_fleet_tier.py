@@ -25,6 +25,7 @@ from fleetd.cache import block_names, block_stream
 from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.machine_key import MachineKey
+from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.architectures import CUT
@@ -96,8 +97,9 @@ class Machines:
             self.here.turn()
         return found[0]
 
-    def decide(self, blocks: int, *, plan: bool = False) -> None:
-        self.here.scheduler.tell(FetchBlocks("second", blocks, plan=plan))
+    def decide(self, blocks: int, *, plan: bool = False, last_first: bool = False) -> None:
+        # As far as is known a block takes a second, as a token does where computing is slow.
+        self.here.scheduler.tell(FetchBlocks("second", blocks, 1.0 * last_first, plan, last_first))
 
     def send(
         self,
@@ -105,18 +107,19 @@ class Machines:
         blocks: int = WHOLE,
         *,
         plan: bool = False,
+        last_first: bool = False,
     ) -> None:
         """``work`` is what the other machine does with its end of the stream."""
         asked = self.lacking()
         cache = DiskCache(self.settings, on=True, note=lambda: "")
         wanted = (asked.plan_names if plan else asked.names)[:blocks]
-        question = messages.FetchQuestion(wanted, "second", asked.rows, asked.states)
+        question = messages.FetchQuestion(wanted, "second", asked.rows, asked.states, last_first)
         names = parts_to_send(cache, question)
         cache.close()
         near, far = socket.socketpair()
         key = os.urandom(32)
         self.here.scheduler.put_stream(StreamTag("second", BLOCKS, key, "connector"), near)
-        self.decide(blocks, plan=plan)
+        self.decide(blocks, plan=plan, last_first=last_first)
 
         def run() -> None:
             with far, suppress(FleetError, OSError):
@@ -229,6 +232,19 @@ def test_a_prompt_that_may_not_leave_is_not_asked_for(machines: Machines) -> Non
     machines.ask(local_only=True)
     machines.finish()
     assert not [e for e in machines.here.events if isinstance(e, Lacking)]
+
+
+def test_what_came_is_checked_without_a_pause_between_the_steps(machines: Machines) -> None:
+    machines.ask()
+    machines.send(machines.honest)
+    sequence = machines.here.scheduler._prefilling[0]
+    while (fetching := sequence.fetching) is None or fetching._thread is None:
+        machines.here.turn()
+    fetching._thread.join()
+    while sequence.fetching is not None:
+        assert machines.here.scheduler._ready
+        machines.here.turn()
+    machines.finish()
 
 
 def damaged(machines: Machines, change: Callable[[int, int, int, memoryview], None]) -> Callable[..., None]:
@@ -529,3 +545,126 @@ def test_a_prompt_whose_answer_must_be_exact_asks_for_no_other_numbers(machines:
     assert machines.lacking().plan_names == []
     machines.decide(0)
     machines.finish()
+
+
+# ---- The last block first: the prompt is computed towards what comes --------------------------------------
+
+QUICK = PrefillCost(token_s=1e-9)
+
+
+def first_then(blocks: int, after: Callable[[], object], machines: Machines) -> Callable[..., None]:
+    """Sends so many blocks, and the others after ``after``."""
+
+    def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        store = BlockStore(machines.settings)
+        count = iter(range(len(names)))
+
+        def read(name: bytes, targets: Callable[[BlockHeader], Any]) -> BlockHeader | None:
+            if next(count) == blocks and after() is None:
+                return None
+            return store.read(name, targets)
+
+        block_stream.send(sender, names, read)
+        store.close()
+
+    return work
+
+
+def test_a_machine_that_computes_slowly_waits_for_all_blocks(machines: Machines) -> None:
+    machines.ask()
+    machines.send(machines.honest, last_first=True)
+    done, told = machines.finish()
+    assert (done.usage.cached_tokens, done.timings.fetched_tokens) == (WHOLE * BLOCK, WHOLE * BLOCK)
+    assert told is not None
+    assert (told.blocks, told.code) == (WHOLE, "")
+
+
+def test_the_beginning_is_computed_while_the_rest_comes(machines: Machines) -> None:
+    machines.here.tier.cost = QUICK
+    computed = threading.Event()
+    machines.ask()
+    # The second one from the end comes only when the first block has been computed.
+    machines.send(first_then(1, lambda: computed.wait(60) or None, machines), last_first=True)
+    scheduler = machines.here.scheduler
+    while (
+        scheduler._prefilling[0].fetching is None
+        or (front := scheduler._prefilling[0].fetching.front) is None
+    ):
+        machines.here.turn()
+    while front.computed < BLOCK:
+        machines.here.turn()
+    computed.set()
+    done, told = machines.finish()
+    assert told is not None
+    assert told.code == ""
+    fetched = done.timings.fetched_tokens
+    assert fetched in (BLOCK, 2 * BLOCK)
+    assert told.blocks * BLOCK == fetched
+    # What was computed here is not called cached.
+    assert done.usage.cached_tokens == fetched
+    assert done.timings.prefill_s > 0
+
+
+def test_what_lies_between_is_computed_where_the_other_machine_leaves(machines: Machines) -> None:
+    machines.here.tier.cost = QUICK
+    machines.ask()
+    machines.send(first_then(1, lambda: None, machines), last_first=True)
+    done, told = machines.finish()
+    assert told is not None
+    assert (done.usage.cached_tokens, done.timings.fetched_tokens, told.blocks) == (BLOCK, BLOCK, 1)
+
+
+def test_what_was_computed_meanwhile_counts_where_nothing_comes(machines: Machines) -> None:
+    machines.here.tier.cost = QUICK
+    machines.ask()
+    machines.send(gone, last_first=True)
+    done, _ = machines.finish()
+    assert (done.usage.cached_tokens, done.timings.fetched_tokens) == (0, 0)
+
+
+def test_the_other_end_is_not_trusted_because_this_one_was_computed_here(machines: Machines) -> None:
+    machines.here.tier.cost = QUICK
+    machines.ask()
+    machines.send(damaged(machines, every_byte), last_first=True)
+    done, told = machines.finish()
+    assert (done.timings.fetched_tokens, done.usage.cached_tokens) == (0, 0)
+    assert told is None or told.blocks == 0
+
+
+def test_a_prompt_goes_on_from_memory_towards_what_comes(machines: Machines) -> None:
+    machines.here.ask("begun", PROMPT[: BLOCK + 10])
+    machines.here.tier.cost = QUICK
+    machines.ask()
+    machines.send(first_then(1, lambda: None, machines), WHOLE - 1, last_first=True)
+    done, _ = machines.finish()
+    assert done.timings.fetched_tokens == BLOCK
+    # The answer to the first one was the next token here.
+    assert done.usage.cached_tokens == BLOCK + 10 + BLOCK
+
+
+def test_without_memory_for_both_ends_the_prompt_waits(machines: Machines) -> None:
+    machines.here.tier.cost = QUICK
+    budget = machines.here.scheduler.budget
+    budget.budget_bytes = (len(PROMPT) + 300) * budget.bytes_per_token
+    machines.ask()
+    machines.send(machines.honest, last_first=True)
+    done, _ = machines.finish()
+    assert done.timings.fetched_tokens == WHOLE * BLOCK
+
+
+def test_a_request_that_is_cancelled_half_way_leaves_what_it_computed(machines: Machines) -> None:
+    machines.here.tier.cost = QUICK
+    over = threading.Event()
+    machines.ask()
+    machines.send(first_then(1, lambda: over.wait(60) and None, machines), last_first=True)
+    scheduler = machines.here.scheduler
+    while (fetching := scheduler._prefilling[0].fetching) is None or fetching.front is None:
+        machines.here.turn()
+    front = fetching.front
+    while front.computed < BLOCK:
+        machines.here.turn()
+    scheduler.tell(Cancel("second"))
+    assert machines.here.finish("second").reason == "cancelled"
+    over.set()
+    scheduler.validate()
+    assert scheduler.prefix.longest(PROMPT, DENSE) >= BLOCK

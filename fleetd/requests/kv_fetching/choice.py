@@ -1,4 +1,8 @@
-"""Whether fetching a prompt's keys and values beats computing them, and from which machine. Pure."""
+"""Whether fetching a prompt's keys and values beats computing them, from whom, and in which order. Pure.
+
+first to last    the prompt waits for all of them
+last to first    it is computed from its first token on meanwhile, until the two meet
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,15 @@ class FetchSource:
     state_bytes: int = 0
     plan: bool = False
 
-    def seconds(self, block_bytes: int) -> float:
-        """From the decision to the last byte."""
-        return fetch_s(self.blocks * block_bytes + self.state_bytes, self.link, self.bytes_per_s)
+    def seconds(self, block_bytes: int, blocks: int | None = None) -> float:
+        """From the decision to the last byte, of so many of the blocks or of all."""
+        sent = (self.blocks if blocks is None else blocks) * block_bytes + self.state_bytes
+        return fetch_s(sent, self.link, self.bytes_per_s)
+
+    def mixed_s(self, block_bytes: int, computed_s: Sequence[float]) -> float:
+        """From the decision until what is computed meets what comes, the last block first."""
+        beginnings = enumerate([0.0, *computed_s[: self.blocks]])
+        return min(max(own_s, self.seconds(block_bytes, self.blocks - i)) for i, own_s in beginnings)
 
     def block_s(self, block_bytes: int) -> float:
         """What a block takes, or a snapshot."""
@@ -34,9 +44,19 @@ class FetchSource:
         return max(block_bytes, self.state_bytes) / max(1.0, min(self.link.bytes_per_s, disk))
 
 
-def best_source(
+@dataclass(frozen=True, slots=True)
+class FetchChoice:
+    """``seconds``: from the decision until the prompt's beginning is here, part of it computed if the blocks
+    come ``last_first``."""
+
+    source: FetchSource
+    seconds: float
+    last_first: bool = False
+
+
+def choose_fetch(
     sources: Iterable[FetchSource], computed_s: Sequence[float], block_bytes: int
-) -> FetchSource | None:
+) -> FetchChoice | None:
     """The one that saves most; None where none saves FETCH_LEAST_GAIN of computing.
 
     Args:
@@ -47,10 +67,25 @@ def best_source(
         if not 0 < source.blocks <= len(computed_s) or source.link.bytes_per_s <= 0:
             continue
         alone_s = computed_s[source.blocks - 1]
-        fetched_s = source.seconds(block_bytes)
-        if fetched_s <= (1 - limits.FETCH_LEAST_GAIN) * alone_s and alone_s - fetched_s > most_s:
-            best, most_s = source, alone_s - fetched_s
+        choice = _ordered(source, computed_s, block_bytes)
+        if _gains(choice.seconds, alone_s) and alone_s - choice.seconds > most_s:
+            best, most_s = choice, alone_s - choice.seconds
     return best
+
+
+def _ordered(source: FetchSource, computed_s: Sequence[float], block_bytes: int) -> FetchChoice:
+    """Last to first only where that is clearly sooner: in order, what has come before a failure is of use
+    at once. A state has no half, so a model that needs snapshots waits for them."""
+    waited_s = source.seconds(block_bytes)
+    if not source.state_bytes:
+        mixed_s = source.mixed_s(block_bytes, computed_s)
+        if _gains(mixed_s, waited_s):
+            return FetchChoice(source, mixed_s, last_first=True)
+    return FetchChoice(source, waited_s)
+
+
+def _gains(seconds: float, instead_s: float) -> bool:
+    return seconds <= (1 - limits.FETCH_LEAST_GAIN) * instead_s
 
 
 def checked_by(states: Sequence[tuple[int, int]], blocks: int = 0) -> tuple[tuple[int, int], ...]:

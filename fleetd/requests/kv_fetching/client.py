@@ -23,7 +23,7 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill import step_names
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.kv_fetching import messages
-from fleetd.requests.kv_fetching.choice import FetchSource, best_source
+from fleetd.requests.kv_fetching.choice import FetchChoice, FetchSource, choose_fetch
 from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
 from fleetd.requests.members import Member, Members, eligible
 from fleetd.requests.pipeline import PipelineStep
@@ -99,7 +99,7 @@ class _Fetch:
         self._fetching = fetching
         self._engine = engine
         self._lacking = lacking
-        self._source: FetchSource | None = None
+        self._choice: FetchChoice | None = None
         self.task = asyncio.create_task(self._run(sources), name="fetch")
 
     async def _run(self, sources: list[Member]) -> None:
@@ -109,18 +109,20 @@ class _Fetch:
             asked = [self._ask(member, plan=False) for member in sources]
             asked += [self._ask(member, plan=True) for member in sources if self._lacking.plan_names]
             found = [source for source in await asyncio.gather(*asked) if source is not None]
-            source = best_source(found, self._lacking.computed_s, self._lacking.block_bytes)
-            if source is None:
+            choice = choose_fetch(found, self._lacking.computed_s, self._lacking.block_bytes)
+            if choice is None:
                 return
-            self._source = source
-            stream = self._fetching.partners.request(source.node_id, messages.FETCH, self._order(source))
+            self._choice, source = choice, choice.source
+            stream = self._fetching.partners.request(source.node_id, messages.FETCH, self._order(choice))
             try:
                 offer = messages.decode(await require_message(stream), messages.FetchOffer)
                 sock = await self._fetching.partners.connect(source.node_id, offer.invitation)
                 tag = StreamTag(self._lacking.id, BLOCKS, offer.invitation.key, "connector")
                 await self._engine.give_stream(tag, sock)
                 block_s = source.block_s(self._lacking.block_bytes)
-                self._engine.fetch(FetchBlocks(self._lacking.id, source.blocks, block_s, source.plan))
+                self._engine.fetch(
+                    FetchBlocks(self._lacking.id, source.blocks, block_s, source.plan, choice.last_first)
+                )
                 decided = True
                 await _until_end(stream)
             finally:
@@ -134,10 +136,12 @@ class _Fetch:
             if not decided:
                 self._engine.fetch(FetchBlocks(self._lacking.id))
 
-    def _order(self, source: FetchSource) -> bytes:
+    def _order(self, choice: FetchChoice) -> bytes:
         lacking = self._lacking
-        asked = self._names(plan=source.plan)[: source.blocks]
-        return messages.encode(messages.FetchQuestion(asked, lacking.id, lacking.rows, lacking.states))
+        asked = self._names(plan=choice.source.plan)[: choice.source.blocks]
+        return messages.encode(
+            messages.FetchQuestion(asked, lacking.id, lacking.rows, lacking.states, choice.last_first)
+        )
 
     def _names(self, *, plan: bool) -> list[bytes]:
         return self._lacking.plan_names if plan else self._lacking.names
@@ -162,14 +166,16 @@ class _Fetch:
         return FetchSource(node_id, name, link, blocks, found.bytes_per_s, found.state_bytes, plan)
 
     def _failed(self, error: FleetError) -> None:
-        if self._source is not None and isinstance(error, PeerError):
-            self._fetching.counts.failed(self._source.name, error.code)
-            self._fetching.members.failed(self._source.node_id, "fetch", error)
-            log.warning("fetching.failed", peer=self._source.name, code=error.code, reason=error.message)
+        if self._choice is not None and isinstance(error, PeerError):
+            source = self._choice.source
+            self._fetching.counts.failed(source.name, error.code)
+            self._fetching.members.failed(source.node_id, "fetch", error)
+            log.warning("fetching.failed", peer=source.name, code=error.code, reason=error.message)
 
     def ended(self, request: Request, fetched: Fetched) -> None:
-        if (source := self._source) is None:
+        if (choice := self._choice) is None:
             return
+        source = choice.source
         if fetched.code:
             self._failed(from_code(fetched.code, fetched.reason))
         else:
@@ -177,13 +183,15 @@ class _Fetch:
             self._fetching.partners.carried(source.node_id, fetched.n_bytes, fetched.seconds)
         if fetched.blocks:
             lacking = self._lacking
-            computed_s = lacking.computed_s[min(fetched.blocks, len(lacking.computed_s)) - 1]
+            # What was computed meanwhile took no time of its own.
+            blocks = source.blocks if choice.last_first and not fetched.code else fetched.blocks
+            computed_s = lacking.computed_s[min(blocks, len(lacking.computed_s)) - 1]
             self._fetching.counts.received(
                 source.name,
                 fetched.blocks * limits.CACHE_BLOCK_TOKENS,
                 fetched.n_bytes,
                 took_s=fetched.seconds,
-                predicted_s=source.seconds(lacking.block_bytes),
+                predicted_s=choice.seconds,
                 saved_s=computed_s - fetched.seconds,
             )
         request.fetched = StepView(step_names.RECEIVED, fetched.seconds, fetched.n_bytes, source.name)

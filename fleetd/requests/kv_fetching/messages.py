@@ -74,12 +74,17 @@ class TextFound(msgspec.Struct, frozen=True):
 
 
 class FetchQuestion(msgspec.Struct, frozen=True):
-    """``id``: of the request, as the machine that asks has it. The others as in BlocksQuestion."""
+    """``id``: of the request, as the machine that asks has it. The others as in BlocksQuestion.
+
+    ``last_first``: the blocks are sent from the last one to the first; the machine that asks computes the
+    prompt from its beginning meanwhile, and leaves when it has met them. Not with ``states``.
+    """
 
     names: _Names
     id: RequestId
     rows: bool = True
     states: bool = False
+    last_first: bool = False
 
 
 class FetchOffer(msgspec.Struct, frozen=True):

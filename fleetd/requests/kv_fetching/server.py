@@ -126,7 +126,7 @@ def parts_to_send(cache: DiskCache, asked: messages.FetchQuestion) -> list[bytes
     """The names of the blocks and then of the snapshots, as they lie here. Blocks."""
     names, states = _kept(asked)
     if not asked.states:
-        return names
+        return names[::-1] if asked.last_first else names
     found = cache.find(names, states)
     return names + [states[n - 1] for n, _ in checked_by(found.states, blocks=len(states))]
 
