@@ -5,11 +5,13 @@ own memory < own disk < another machine's disk < compute < compute together, wha
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fleetd import limits
 from fleetd.cache.pricing import restore_s
-from fleetd.plan.costs import LinkSpeed
+from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,18 @@ def from_disk(kept: KeptBeginning, known_tokens: int) -> Beginning | None:
 
 
 def from_peer(
-    kept: KeptBeginning, known_tokens: int, own: Beginning | None, link: LinkSpeed, name: str
+    kept: KeptBeginning,
+    known_tokens: int,
+    own: Beginning | None,
+    link: LinkSpeed,
+    name: str,
+    speed: PrefillSpeed | None = None,
 ) -> Beginning | None:
     """Another machine's blocks, beyond what is here; None where it has too few more.
 
     Args:
         own: what is read from this machine's disk first.
+        speed: at which this machine computes meanwhile; None where it has to wait.
     """
     first_s, restored = 0.0, 0
     if own is not None:
@@ -62,9 +70,17 @@ def from_peer(
     lacking = kept.disk_tokens - known_tokens
     if lacking < limits.FETCH_LEAST_TOKENS or link.bytes_per_s <= 0:
         return None
-    n_bytes = kept.n_bytes * lacking // kept.disk_tokens
-    fetched_s = fetch_s(n_bytes, link, kept.bytes_per_s)
-    return Beginning(kept.disk_tokens, first_s + fetched_s, restored, lacking, name)
+
+    def sent_s(tokens: int) -> float:
+        return fetch_s(kept.n_bytes * tokens // kept.disk_tokens, link, kept.bytes_per_s)
+
+    def computed_s(tokens: int) -> float:
+        return speed.total(1.0, range(known_tokens, known_tokens + tokens), MEASURED_TOKENS) if speed else 0.0
+
+    seconds = sent_s(lacking)
+    if speed is not None and gains(met_s := meeting_s(lacking, computed_s, sent_s), seconds):
+        seconds = met_s
+    return Beginning(kept.disk_tokens, first_s + seconds, restored, lacking, name)
 
 
 def fetch_s(n_bytes: int, link: LinkSpeed, bytes_per_s: float) -> float:
@@ -75,3 +91,25 @@ def fetch_s(n_bytes: int, link: LinkSpeed, bytes_per_s: float) -> float:
     """
     disk = bytes_per_s or limits.CACHE_READ_BYTES_PER_S
     return limits.FETCH_FIXED_S + 4 * link.rtt_s + n_bytes / max(1.0, min(link.bytes_per_s, disk))
+
+
+def meeting_s(pieces: int, computed_s: Callable[[int], float], sent_s: Callable[[int], float]) -> float:
+    """How long until what is computed from the first piece on meets what is sent, the last piece first.
+
+    Args:
+        computed_s: what computing the first so many of the pieces takes; it grows.
+        sent_s: what sending the last so many of them takes; it grows.
+    """
+
+    def both_s(computed: int) -> float:
+        return max(computed_s(computed), sent_s(pieces - computed))
+
+    at = bisect.bisect_left(
+        range(pieces), True, key=lambda computed: computed_s(computed) >= sent_s(pieces - computed)
+    )
+    return min(both_s(at), both_s(max(0, at - 1)))
+
+
+def gains(seconds: float, instead_s: float) -> bool:
+    """True if something takes so much less time than the other that it is worth doing."""
+    return seconds <= (1 - limits.FETCH_LEAST_GAIN) * instead_s

@@ -263,13 +263,22 @@ class Placer:
             spec,
             tuple(helpers),
             self._members.last_prefill.get(model.name) if member.here else None,
-            self._beginnings(model, member, cached, places),
+            self._beginnings(model, member, cached, places, None if facts.state_bytes else spec.speed),
         )
 
     def _beginnings(
-        self, model: WantedModel, member: Member, cached: int, places: PromptPlaces
+        self,
+        model: WantedModel,
+        member: Member,
+        cached: int,
+        places: PromptPlaces,
+        speed: PrefillSpeed | None,
     ) -> tuple[Beginning, ...]:
-        """What a machine can have of the prompt besides what is in its memory."""
+        """What a machine can have of the prompt besides what is in its memory.
+
+        Args:
+            speed: at which it can compute while blocks come; None where it has to wait for them.
+        """
         told = places.get(member.node_id)
         own = from_disk(told, cached) if told is not None else None
         found = [] if own is None else [own]
@@ -278,7 +287,7 @@ class Placer:
                 kept, link = places.get(other.node_id), other.link
                 if kept is None or link is None or not alike(member.card, other.card, model.name):
                     continue
-                if (theirs := from_peer(kept, cached, own, link, other.name)) is not None:
+                if (theirs := from_peer(kept, cached, own, link, other.name, speed)) is not None:
                     found.append(theirs)
         return tuple(found)
 

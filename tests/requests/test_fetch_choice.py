@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd.limits import FETCH_FIXED_S, FETCH_LEAST_GAIN, MIB
-from fleetd.plan.costs import LinkSpeed
-from fleetd.requests.kv_fetching.choice import FetchSource, best_source
+from fleetd.plan.beginnings import KeptBeginning, from_peer, meeting_s
+from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.requests.kv_fetching.choice import FetchSource, choose_fetch
 
 BLOCK = 10 * MIB
 # Ten blocks of which each takes a second.
@@ -16,21 +17,63 @@ COMPUTED_S = [float(i + 1) for i in range(10)]
 GIGABIT = LinkSpeed(115 * MIB, 0.001)
 
 
-def source(name: str = "a", blocks: int = 10, link: LinkSpeed = GIGABIT, disk: float = 1e9) -> FetchSource:
-    return FetchSource(name, name, link, blocks, disk)
+def source(
+    name: str = "a", blocks: int = 10, link: LinkSpeed = GIGABIT, disk: float = 1e9, state_bytes: int = 0
+) -> FetchSource:
+    return FetchSource(name, name, link, blocks, disk, state_bytes)
 
 
 def test_what_comes_sooner_than_it_is_computed_is_fetched() -> None:
-    found = best_source([source()], COMPUTED_S, BLOCK)
-    assert found == source()
-    assert found.seconds(BLOCK) == pytest.approx(FETCH_FIXED_S + 0.004 + 10 * BLOCK / (115 * MIB))
+    found = choose_fetch([source(state_bytes=1)], COMPUTED_S, BLOCK)
+    assert found is not None
+    assert (found.source, found.last_first) == (source(state_bytes=1), False)
+    assert found.seconds == pytest.approx(FETCH_FIXED_S + 0.004 + 10 * BLOCK / (115 * MIB))
 
 
 def test_the_machine_that_saves_most_is_asked() -> None:
     slow = LinkSpeed(2 * MIB, 0.03)
-    assert best_source(
-        [source("few", 3), source("most", 9), source("slow", 10, slow)], COMPUTED_S, BLOCK
-    ) == (source("most", 9))
+    found = choose_fetch([source("few", 3), source("most", 9), source("slow", 10, slow)], COMPUTED_S, BLOCK)
+    assert found is not None
+    assert found.source.name == "most"
+
+
+def test_over_a_slow_link_the_prompt_is_computed_towards_what_comes() -> None:
+    # A block takes two seconds on the link and one to compute: seven are computed while three come.
+    found = choose_fetch([source(link=LinkSpeed(BLOCK / 2, 0.0))], COMPUTED_S, BLOCK)
+    assert found is not None
+    assert (found.seconds, found.last_first) == (7.0, True)
+    # A state has no half.
+    assert choose_fetch([source(link=LinkSpeed(BLOCK / 2, 0.0), state_bytes=1)], COMPUTED_S, BLOCK) is None
+
+
+def test_what_comes_at_once_comes_in_order() -> None:
+    found = choose_fetch([source(link=LinkSpeed(1e10, 0.0), disk=1e10)], COMPUTED_S, BLOCK)
+    assert found is not None
+    assert not found.last_first
+
+
+@given(st.integers(1, 300), st.floats(1e-3, 10), st.floats(1e-3, 10), st.floats(0, 10))
+def test_two_ends_meet_where_the_later_of_them_is_soonest(
+    pieces: int, computed_s: float, sent_s: float, fixed_s: float
+) -> None:
+    def computed(count: int) -> float:
+        return count * computed_s
+
+    def sent(count: int) -> float:
+        return fixed_s + count * sent_s
+
+    best = min(max(computed(i), sent(pieces - i)) for i in range(pieces + 1))
+    assert meeting_s(pieces, computed, sent) == pytest.approx(best)
+
+
+def test_a_place_for_a_prompt_is_priced_with_what_is_computed_meanwhile() -> None:
+    kept, slow = KeptBeginning(0, 10_000, 10_000 * 1000, 1e9), LinkSpeed(1e6, 0.0)
+    waits, meets = (from_peer(kept, 0, None, slow, "a", speed) for speed in (None, PrefillSpeed(1e-3)))
+    assert waits is not None
+    assert meets is not None
+    # Ten seconds either way, so half of it each.
+    assert waits.seconds == pytest.approx(10.0, abs=0.1)
+    assert meets.seconds == pytest.approx(5.0, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -39,12 +82,13 @@ def test_the_machine_that_saves_most_is_asked() -> None:
         source(blocks=0),
         source(blocks=11),
         source(link=LinkSpeed(0.0, 0.0)),
-        source(link=LinkSpeed(9 * MIB, 0.0)),
-        source(disk=9 * MIB),
+        source(link=LinkSpeed(9 * MIB, 0.0), state_bytes=1),
+        source(disk=9 * MIB, state_bytes=1),
+        source(disk=MIB / 2),
     ],
 )
 def test_what_saves_too_little_or_makes_no_sense_is_not_fetched(unfit: FetchSource) -> None:
-    assert best_source([unfit], COMPUTED_S, BLOCK) is None
+    assert choose_fetch([unfit], COMPUTED_S, BLOCK) is None
 
 
 @given(
@@ -64,7 +108,7 @@ def test_what_saves_too_little_or_makes_no_sense_is_not_fetched(unfit: FetchSour
 def test_a_fetch_always_promises_its_gain(
     sources: list[FetchSource], computed_s: list[float], block_bytes: int
 ) -> None:
-    found = best_source(sources, computed_s, block_bytes)
+    found = choose_fetch(sources, computed_s, block_bytes)
     if found is not None:
-        alone_s = computed_s[found.blocks - 1]
-        assert found.seconds(block_bytes) <= (1 - FETCH_LEAST_GAIN) * alone_s
+        alone_s = computed_s[found.source.blocks - 1]
+        assert found.seconds <= (1 - FETCH_LEAST_GAIN) * alone_s

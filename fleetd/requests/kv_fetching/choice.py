@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fleetd import limits
-from fleetd.plan.beginnings import fetch_s
+from fleetd.plan.beginnings import fetch_s, gains, meeting_s
 from fleetd.plan.costs import LinkSpeed
 
 
@@ -35,8 +35,11 @@ class FetchSource:
 
     def mixed_s(self, block_bytes: int, computed_s: Sequence[float]) -> float:
         """From the decision until what is computed meets what comes, the last block first."""
-        beginnings = enumerate([0.0, *computed_s[: self.blocks]])
-        return min(max(own_s, self.seconds(block_bytes, self.blocks - i)) for i, own_s in beginnings)
+        return meeting_s(
+            self.blocks,
+            lambda blocks: computed_s[blocks - 1] if blocks else 0.0,
+            lambda blocks: self.seconds(block_bytes, blocks),
+        )
 
     def block_s(self, block_bytes: int) -> float:
         """What a block takes, or a snapshot."""
@@ -68,7 +71,7 @@ def choose_fetch(
             continue
         alone_s = computed_s[source.blocks - 1]
         choice = _ordered(source, computed_s, block_bytes)
-        if _gains(choice.seconds, alone_s) and alone_s - choice.seconds > most_s:
+        if gains(choice.seconds, alone_s) and alone_s - choice.seconds > most_s:
             best, most_s = choice, alone_s - choice.seconds
     return best
 
@@ -79,13 +82,9 @@ def _ordered(source: FetchSource, computed_s: Sequence[float], block_bytes: int)
     waited_s = source.seconds(block_bytes)
     if not source.state_bytes:
         mixed_s = source.mixed_s(block_bytes, computed_s)
-        if _gains(mixed_s, waited_s):
+        if gains(mixed_s, waited_s):
             return FetchChoice(source, mixed_s, last_first=True)
     return FetchChoice(source, waited_s)
-
-
-def _gains(seconds: float, instead_s: float) -> bool:
-    return seconds <= (1 - limits.FETCH_LEAST_GAIN) * instead_s
 
 
 def checked_by(states: Sequence[tuple[int, int]], blocks: int = 0) -> tuple[tuple[int, int], ...]:
