@@ -117,6 +117,13 @@ def _fleet(runs: int) -> Measured:
     return merged(*(part.measure(runs) for part in parts))
 
 
+_FETCHED = (
+    *_SERVED,
+    "fleetd/cache",
+    "fleetd/sealed",
+    "fleetd/requests/kv_fetching",
+    *_scenario("block_fetching"),
+)
 #: By name on the command line, in the order of the page.
 FAMILIES = {
     "demo": Family(
@@ -163,13 +170,14 @@ FAMILIES = {
         10,
         3,
         block_fetching.measure,
-        (
-            *_SERVED,
-            "fleetd/cache",
-            "fleetd/sealed",
-            "fleetd/requests/kv_fetching",
-            *_scenario("block_fetching"),
-        ),
+        _FETCHED,
+    ),
+    "fetch-slow": Family(
+        "A prompt that another machine has read, over a slow link",
+        5,
+        2,
+        block_fetching.measure_slow,
+        _FETCHED,
     ),
     "fetch-modelled": Family(
         "Prompts from another machine's disk, as the planner predicts them",
