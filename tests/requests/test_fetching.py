@@ -87,8 +87,11 @@ class Home:
     def receive(self, names: list[bytes]) -> list[bytes]:
         return self.receive_kept(range(len(names)))
 
-    def receive_kept(self, numbers: Sequence[int]) -> list[bytes]:
-        """What the stream that the engine was given brings: blocks or snapshots of these numbers. Blocks."""
+    def receive_kept(self, numbers: Sequence[int], *, leave: bool = False) -> list[bytes]:
+        """What the stream that the engine was given brings: blocks or snapshots of these numbers. Blocks.
+
+        ``leave``: after these, whatever else comes.
+        """
         tag, sock = self.engine.tags["blocks"], self.engine.streams["blocks"]
         wholes: list[bytearray] = []
 
@@ -98,7 +101,10 @@ class Home:
             return [memoryview(wholes[-1])[: header.sizes[0]], memoryview(wholes[-1])[header.sizes[0] :]]
 
         block_stream.receive(
-            SealedReceiver(sock, tag.key, tag.role), range(len(numbers)), targets, lambda number: True
+            SealedReceiver(sock, tag.key, tag.role),
+            range(len(numbers)),
+            targets,
+            lambda number: not leave or number + 1 < len(numbers),
         )
         return [bytes(whole) for whole in wholes]
 
@@ -128,6 +134,27 @@ async def test_blocks_come_from_the_machine_that_has_most_of_them(tmp_path: Path
         assert (home.request.fetched.machine, home.request.fetched.n_bytes) == ("keeper1", 4 * SIZE)
         assert home.partners.came == [(keepers[1].node_id, 4 * SIZE, 0.5, False)]
         assert keepers[0].outcomes == []
+
+
+async def test_over_a_slow_link_the_last_block_comes_first_and_to_leave_half_way_is_no_failure(
+    tmp_path: Path,
+) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        # A block takes about as long as computing it.
+        home = Home(node, keepers, bytes_per_s=SIZE / 5)
+
+        def fetched() -> Fetched:
+            assert home.receive_kept([3, 2], leave=True) == payloads(NAMES[:1:-1])
+            home.engine.streams["blocks"].close()
+            return Fetched("r1", 2, 2 * SIZE, 0.5)
+
+        await home.run(lacking(NAMES), fetched)
+        (asked,) = home.engine.fetches
+        assert (asked.blocks, asked.last_first) == (4, True)
+        (came,) = home.step.counts.machines()
+        # All of it would have been computed.
+        assert (came.failed, came.saved_s) == (0, 4 * 5.0 - 0.5)
 
 
 @pytest.mark.parametrize("rows", [True, False])
