@@ -40,8 +40,10 @@ def prompt(seed: int, words: int) -> str:
     return f"{seed}: " + " ".join(draw.choice(WORDS) for _ in range(words))
 
 
-def ask(daemon: LiveDaemon, text: str, model: str = SMOL, **fields: Any) -> dict[str, Any]:
-    status, _, got = answer(daemon, body(model, text, max_tokens=8, logprobs=True, **fields))
+def ask(
+    daemon: LiveDaemon, text: str, model: str = SMOL, max_tokens: int = 8, **fields: Any
+) -> dict[str, Any]:
+    status, _, got = answer(daemon, body(model, text, max_tokens=max_tokens, logprobs=True, **fields))
     assert status == 200, got
     return got
 
@@ -88,3 +90,26 @@ def test_what_may_not_leave_a_machine_is_not_found_there(pair: LiveFleet) -> Non
     second = ask(pair["beta"], text)
     assert "fetched_n" not in second["timings"]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_4000_tokens_of_the_default_model_restored_or_fetched_give_the_bytes_that_computing_gives(
+    pair: LiveFleet,
+) -> None:
+    text = prompt(3, 3950)
+    asked: dict[str, Any] = {"max_tokens": 64, "top_logprobs": 5}
+    computed = read_by_alpha(pair, text, **asked)
+    assert 3900 < computed["usage"]["prompt_tokens"] <= 4032
+    assert computed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    fetched = ask(pair["beta"], text, **asked)
+    assert fetched["timings"]["fetched_n"] > 3584
+    # Every logprob is told in full: 64 tokens whose six best have the same are the same to the last bit.
+    assert essence(fetched) == essence(computed)
+    pair["beta"].stop()
+    pair["alpha"].stop()
+    pair.start("alpha")
+    pair["alpha"].control("POST", "/fleet/v1/models/load", {"model": SMOL})
+    restored = ask(pair["alpha"], text, **asked)
+    assert restored["timings"]["restored_n"] > 3584
+    assert essence(restored) == essence(computed)
+    pair.start("beta")
+    pair.until_usable()
