@@ -23,7 +23,7 @@ TOKENS, ANSWER_TOKENS = 30_000, 256
 LAYERS = 64
 ROW_BYTES = 16 * 4 * 256 * 2 * 2
 STATE_BYTES = 154_000_000
-N_BYTES = TOKENS * ROW_BYTES + STATE_BYTES
+N_BYTES = TOKENS * ROW_BYTES
 # Tokens per second of a prefill of about that length, as published: oMLX with 30k in 34.5 s, and an M3 Max
 # (omlx#2781: 47,942 tokens in 316 s).
 MACHINES = {"870 tok/s": 870.0, "152 tok/s": 152.0}
@@ -35,8 +35,6 @@ LINKS = {
 }
 DISK_BYTES_PER_S = 3e9
 KEPT = KeptBeginning(0, TOKENS - 1, N_BYTES, DISK_BYTES_PER_S)
-# Another machine sends two states, of which one is checked by the other.
-SENT = KeptBeginning(0, TOKENS - 1, N_BYTES + STATE_BYTES, DISK_BYTES_PER_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +80,10 @@ def priced(tok_s: float, *beginnings: Beginning | None) -> Priced:
 def rows() -> dict[str, Priced]:
     found = {}
     for name, tok_s in MACHINES.items():
-        found[f"{name}, from its own disk"] = priced(tok_s, from_disk(KEPT, 0))
+        found[f"{name}, from its own disk"] = priced(tok_s, from_disk(KEPT, 0, STATE_BYTES))
         for link_name, link in LINKS.items():
-            fetched = from_peer(SENT, 0, None, link, "another machine")
+            speed = PrefillSpeed.measured(tok_s)
+            fetched = from_peer(KEPT, 0, None, link, "another machine", speed, STATE_BYTES)
             found[f"{name}, from another machine over {link_name}"] = priced(tok_s, fetched)
     return found
 
@@ -102,8 +101,8 @@ def measure(runs: int) -> Measured:
             for name, each in rows().items()
         ],
         "No measurements: the planner's prices for a hybrid of 27B parameters, of which "
-        f"{TOKENS:,} tokens are kept ({N_BYTES / 1e9:.2f} GB: rows of 16 layers, states of 48; another "
-        "machine sends the states twice, and the check of at most 512 tokens by them is not priced), for two "
-        "speeds of prefill that were published, links as TCP fills them, and a disk that gives "
-        f"{DISK_BYTES_PER_S / 1e9:.0f} GB/s. The sources stand in bench/scenarios/fetch_modelled.py.",
+        f"{TOKENS:,} tokens are kept ({(N_BYTES + STATE_BYTES) / 1e9:.2f} GB: rows of 16 layers, states of "
+        "48; another machine sends the states twice, and the check of at most 512 tokens by them is not "
+        "priced), for two speeds of prefill that were published, links as TCP fills them, and a disk that "
+        f"gives {DISK_BYTES_PER_S / 1e9:.0f} GB/s. The sources stand in bench/scenarios/fetch_modelled.py.",
     )

@@ -18,7 +18,8 @@ from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
 class KeptBeginning:
     """What one machine has of a prompt, about: tokens in its prefix cache, and on its disk.
 
-    ``n_bytes``: of those on the disk; ``bytes_per_s``: at which it reads them, 0 if that is not measured.
+    ``n_bytes``: of the rows of those on the disk; ``bytes_per_s``: at which it reads them, 0 if that is not
+    measured.
     """
 
     memory_tokens: int = 0
@@ -41,12 +42,16 @@ class Beginning:
     name: str = ""
 
 
-def from_disk(kept: KeptBeginning, known_tokens: int) -> Beginning | None:
-    """A machine's own blocks, beyond the tokens that its memory has; None where the disk has no more."""
+def from_disk(kept: KeptBeginning, known_tokens: int, state_bytes: int = 0) -> Beginning | None:
+    """A machine's own blocks, beyond the tokens that its memory has; None where the disk has no more.
+
+    Args:
+        state_bytes: what the model keeps whatever the prompt's length, which is a snapshot's size.
+    """
     lacking = kept.disk_tokens - known_tokens
     if lacking <= 0:
         return None
-    n_bytes = kept.n_bytes * lacking // kept.disk_tokens
+    n_bytes = kept.n_bytes * lacking // kept.disk_tokens + state_bytes
     return Beginning(kept.disk_tokens, restore_s(n_bytes, kept.bytes_per_s), restored=lacking)
 
 
@@ -56,13 +61,15 @@ def from_peer(
     own: Beginning | None,
     link: LinkSpeed,
     name: str,
-    speed: PrefillSpeed | None = None,
+    speed: PrefillSpeed,
+    state_bytes: int = 0,
 ) -> Beginning | None:
     """Another machine's blocks, beyond what is here; None where it has too few more.
 
     Args:
         own: what is read from this machine's disk first.
-        speed: at which this machine computes meanwhile; None where it has to wait.
+        speed: at which this machine computes meanwhile, unless the model keeps a state.
+        state_bytes: as in ``from_disk``. Two snapshots come, of which one is checked by the other.
     """
     first_s, restored = 0.0, 0
     if own is not None:
@@ -72,13 +79,14 @@ def from_peer(
         return None
 
     def sent_s(tokens: int) -> float:
-        return fetch_s(kept.n_bytes * tokens // kept.disk_tokens, link, kept.bytes_per_s)
+        n_bytes = kept.n_bytes * tokens // kept.disk_tokens + 2 * state_bytes
+        return fetch_s(n_bytes, link, kept.bytes_per_s)
 
     def computed_s(tokens: int) -> float:
-        return speed.total(1.0, range(known_tokens, known_tokens + tokens), MEASURED_TOKENS) if speed else 0.0
+        return speed.total(1.0, range(known_tokens, known_tokens + tokens), MEASURED_TOKENS)
 
     seconds = sent_s(lacking)
-    if speed is not None and gains(met_s := meeting_s(lacking, computed_s, sent_s), seconds):
+    if not state_bytes and gains(met_s := meeting_s(lacking, computed_s, sent_s), seconds):
         seconds = met_s
     return Beginning(kept.disk_tokens, first_s + seconds, restored, lacking, name)
 

@@ -263,7 +263,7 @@ class Placer:
             spec,
             tuple(helpers),
             self._members.last_prefill.get(model.name) if member.here else None,
-            self._beginnings(model, member, cached, places, None if facts.state_bytes else spec.speed),
+            self._beginnings(model, member, cached, places, spec.speed, facts.state_bytes),
         )
 
     def _beginnings(
@@ -272,22 +272,21 @@ class Placer:
         member: Member,
         cached: int,
         places: PromptPlaces,
-        speed: PrefillSpeed | None,
+        speed: PrefillSpeed,
+        state_bytes: int,
     ) -> tuple[Beginning, ...]:
-        """What a machine can have of the prompt besides what is in its memory.
-
-        Args:
-            speed: at which it can compute while blocks come; None where it has to wait for them.
-        """
+        """What a machine, whose prefill has this ``speed``, can have of the prompt besides what is in its
+        memory."""
         told = places.get(member.node_id)
-        own = from_disk(told, cached) if told is not None else None
+        own = from_disk(told, cached, state_bytes) if told is not None else None
         found = [] if own is None else [own]
         if member.here:
             for other in self._members.others("fetch"):
                 kept, link = places.get(other.node_id), other.link
                 if kept is None or link is None or not alike(member.card, other.card, model.name):
                     continue
-                if (theirs := from_peer(kept, cached, own, link, other.name, speed)) is not None:
+                theirs = from_peer(kept, cached, own, link, other.name, speed, state_bytes)
+                if theirs is not None:
                     found.append(theirs)
         return tuple(found)
 

@@ -68,7 +68,8 @@ def test_two_ends_meet_where_the_later_of_them_is_soonest(
 
 def test_a_place_for_a_prompt_is_priced_with_what_is_computed_meanwhile() -> None:
     kept, slow = KeptBeginning(0, 10_000, 10_000 * 1000, 1e9), LinkSpeed(1e6, 0.0)
-    waits, meets = (from_peer(kept, 0, None, slow, "a", speed) for speed in (None, PrefillSpeed(1e-3)))
+    speed = PrefillSpeed(1e-3)
+    waits, meets = (from_peer(kept, 0, None, slow, "a", speed, state_bytes) for state_bytes in (1, 0))
     assert waits is not None
     assert meets is not None
     # Ten seconds either way, so half of it each.
