@@ -43,6 +43,8 @@ from fleetd.engine.stage import Stage
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 SLOW = PrefillCost(token_s=1.0)
 BLOCK = 256
+# Tokens outside of a vocabulary are tested elsewhere.
+VOCAB = 1 << 16
 # Two blocks and more.
 PROMPT = tiny_models.prompt(600)
 
@@ -77,8 +79,9 @@ class Worker:
         )
 
     def put(self, name: str, tokens: list[int], **fields: Any) -> None:
-        request = Generate(name, TokenPrompt(tokens), Sampling(temperature=0.0), 8, **fields)
-        self.scheduler.inbox.put(prepare(request, self.tokenizer, tiny_models.VOCAB))
+        asked: dict[str, Any] = {"sampling": Sampling(temperature=0.0), "max_tokens": 8} | fields
+        request = Generate(name, TokenPrompt(tokens), **asked)
+        self.scheduler.inbox.put(prepare(request, self.tokenizer, VOCAB))
 
     def turn(self) -> None:
         assert self.scheduler.turn()

@@ -79,18 +79,21 @@ def settings_in(folder: Path) -> DiskCacheSettings:
 class Machines:
     """One that has read PROMPT and keeps it, ``there``, and one that has not, ``here``."""
 
-    def __init__(self, model: Any, tokenizer: Any, root: Path, prompt: list[int]) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, root: Path, prompt: list[int], *, max_tokens: int = 8
+    ) -> None:
         self.model, self.tokenizer, self.root, self.prompt = model, tokenizer, root, prompt
+        self.max_tokens = max_tokens
         self.settings = settings_in(root / "there")
-        there = Worker(model, tokenizer, self.settings)
-        there.ask("first", prompt)
-        there.stop()
-        self.expected = there.text("first")
+        self.there = Worker(model, tokenizer, self.settings)
+        self.there.ask("first", prompt, max_tokens=max_tokens)
+        self.there.stop()
+        self.expected = self.there.text("first")
         self.here = Worker(model, tokenizer, settings_in(root / "here"))
         self.threads: list[threading.Thread] = []
 
     def ask(self, **fields: Any) -> None:
-        self.here.put("second", self.prompt, fetches=True, **fields)
+        self.here.put("second", self.prompt, fetches=True, max_tokens=self.max_tokens, **fields)
 
     def lacking(self) -> Lacking:
         while not (found := [e for e in self.here.events if isinstance(e, Lacking)]):

@@ -27,6 +27,7 @@ from fleetd.p2p.membership.roster_file import AddressFile, RosterFile
 Meet = Literal["remembered", "static", "mdns", "unknown"]
 USABLE_S = 20.0
 VERB_S = 30.0
+SILENT_S = 60.0
 LOOPBACK = "127.0.0.1"
 # Below what systems hand out by themselves, so that nobody takes a port between its choice and its use; and
 # none is chosen twice.
@@ -316,9 +317,11 @@ def body(model: str, prompt: str, **fields: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def posted(daemon: LiveDaemon, request: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
+def posted(
+    daemon: LiveDaemon, request: dict[str, Any], silent_s: float = SILENT_S
+) -> Iterator[http.client.HTTPResponse]:
     """A chat request over TCP; leaving the block drops the connection."""
-    connection = http.client.HTTPConnection(*daemon.address, timeout=60)
+    connection = http.client.HTTPConnection(*daemon.address, timeout=silent_s)
     headers = {"Authorization": f"Bearer {daemon.key}", "Content-Type": "application/json"}
     with contextlib.closing(connection):
         connection.request("POST", "/v1/chat/completions", json.dumps(request), headers)
@@ -334,9 +337,11 @@ def heard(daemon: LiveDaemon, model: str, prompt: str, **fields: Any) -> Iterato
         yield Heard(response)
 
 
-def answer(daemon: LiveDaemon, request: dict[str, Any]) -> tuple[int, dict[str, str], dict[str, Any]]:
+def answer(
+    daemon: LiveDaemon, request: dict[str, Any], within_s: float = SILENT_S
+) -> tuple[int, dict[str, str], dict[str, Any]]:
     """Status, headers and body of an answer in one piece."""
-    with posted(daemon, request) as response:
+    with posted(daemon, request, within_s) as response:
         return response.status, dict(response.getheaders()), json.load(response)
 
 
