@@ -18,7 +18,7 @@ from fleetd.engine.prefix_cache import DENSE
 from fleetd.models.folder import ModelFolder
 
 # Many gigaflops; tests/live asks real daemons the same.
-pytestmark = [pytest.mark.model, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model, pytest.mark.long, pytest.mark.timeout(1200)]
 TOKENS, ANSWERED = 4000, 64
 WHOLE = (TOKENS - 1) // BLOCK
 
