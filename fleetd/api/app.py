@@ -69,9 +69,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             answer.force_close()
         return answer
     except web.HTTPMethodNotAllowed as exc:
-        refusal = failures.HttpFailure(exc.status, f"{exc.method} is not allowed here.")
-        answer = failures.response(refusal, dialect)
-        answer.headers[hdrs.ALLOW] = ", ".join(sorted(exc.allowed_methods))
+        allowed = ", ".join(sorted(exc.allowed_methods))
+        message = f"{exc.method} is not allowed at {request.path[:200]}."
+        answer = failures.response(failures.HttpFailure(exc.status, message, f"Use {allowed}."), dialect)
+        answer.headers[hdrs.ALLOW] = allowed
         return answer
     except web.HTTPException as exc:
         message, hint = f"{exc.reason}", ""

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import msgspec
 from aiohttp import web
-from aiohttp.http_exceptions import ContentEncodingError
+from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
 
 from fleetd import limits
 from fleetd.api import failures
@@ -26,7 +26,7 @@ from fleetd.api.body import unknown_coding
 from fleetd.api.context import DIALECTS
 from fleetd.api.dialect import Dialect
 from fleetd.descriptors import UNSCALED, ConnectionCaps
-from fleetd.errors import BadRequest, FleetError
+from fleetd.errors import BadRequest, FleetError, HeadersTooLarge
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +141,11 @@ class BoundedConnection(web.RequestHandler):
         error: FleetError
         if isinstance(exc, ContentEncodingError):  # it has no decoder, for brotli
             error = unknown_coding()
+        elif isinstance(exc, LineTooLong):
+            error = HeadersTooLarge(
+                f"The address or a header is over the limit of {limits.HTTP_HEADER_BYTES} bytes.",
+                hint="Send it in the body; in a browser, delete the cookies of this host.",
+            )
         elif status < HTTPStatus.INTERNAL_SERVER_ERROR:
             error = BadRequest("The request is not valid HTTP.")
         else:
@@ -215,6 +220,8 @@ class BoundedRunner(web.AppRunner):
             access_log=None,
             keepalive_timeout=limits.HTTP_KEEPALIVE_IDLE_S,
             lingering_time=_LINGER_S,
+            max_line_size=limits.HTTP_HEADER_BYTES,
+            max_field_size=limits.HTTP_HEADER_BYTES,
         )
 
 
