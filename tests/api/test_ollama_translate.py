@@ -39,7 +39,7 @@ TALK: list[dict[str, Any]] = [
         "thinking": "I look.",
         "tool_calls": [
             {"function": {"name": "sky", "arguments": {"city": "Oslo"}}},
-            {"function": {"name": "sea", "arguments": {}}},
+            {"function": {"name": "sea", "arguments": "{}"}},
         ],
     },
     {"role": "tool", "content": "calm", "tool_name": "sea"},

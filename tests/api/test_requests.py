@@ -139,10 +139,16 @@ def test_foreign_fields_are_ignored(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(bodies.UNSUPPORTED))
 def test_a_known_but_unsupported_field_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+    def take(value: Any) -> None:
+        kinds = (bodies.ChatBody, MessagesBody, bodies.CompletionBody)
+        kind = next(kind for kind in kinds if name not in kind.__struct_fields__)
+        body = {"model": "m", "messages": HELLO, "max_tokens": 5, "prompt": "hello", name: value}
+        bodies.decode(msgspec.json.encode(body), kind, spelling=False)
+
     for nothing in bodies.UNSUPPORTED[name]:
-        chat(**{name: nothing})
+        take(nothing)
     with pytest.raises(UnsupportedParameter) as caught:
-        chat(**{name: "something"})
+        take("something")
     assert caught.value.param == name
 
 

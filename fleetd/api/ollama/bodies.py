@@ -25,7 +25,7 @@ KeepAlive = Annotated[
 
 class OllamaFunctionCall(msgspec.Struct, frozen=True):
     name: OllamaName
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] | str | None = None
 
 
 class OllamaToolCall(msgspec.Struct, frozen=True):

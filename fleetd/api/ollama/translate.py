@@ -179,7 +179,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Plain]:
                 made = []
                 for call in message.tool_calls or ():
                     call_id, name = call.id or f"call_{calls}", call.function.name
-                    made.append(conversation.tool_call(call_id, name, call.function.arguments))
+                    made.append(conversation.tool_call(call_id, name, call.function.arguments or ""))
                     waiting.append((call_id, name))
                     calls += 1
                 reasoning = [message.thinking] if message.thinking else []
