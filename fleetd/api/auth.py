@@ -138,7 +138,7 @@ def _check_token(request: web.Request, services: Services) -> None:
 def _check_content_type(request: web.Request) -> None:
     """A page can post a form or text/plain anywhere without a preflight, but not JSON.
 
-    Programs may leave the type out, as litellm does towards Ollama: what posts for a page says whose page it is.
+    Programs may leave the type out, as litellm does towards Ollama: a browser says for whom it posts.
     """
     if request.method != hdrs.METH_POST:
         return

@@ -100,9 +100,8 @@ def test_litellm_calls_tools_in_three_dialects(target: Target) -> None:
     env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     printed = run(sys.executable, "-c", LITELLM_TOOLS, target.base_url, target.api_key, env=env)
     called = ["Let me look.", "get_weather", {"city": "Paris"}]
-    assert json.loads(printed.splitlines()[-1]) == dict.fromkeys(
-        ("openai", "anthropic", "ollama_chat"), [called, called]
-    )
+    out = json.loads(printed.splitlines()[-1])
+    assert out == {provider: [called, called] for provider in ("openai", "anthropic", "ollama_chat")}
 
 
 def test_llm_command_line(target: Target, tmp_path: Path) -> None:
