@@ -144,6 +144,8 @@ STORE_QUEUED = 1024
 LEDGER_WAIT_S = 0.25
 # The same trouble is logged once within this time.
 REPEAT_LOG_S = 60.0
+# Kinds of refused requests that are logged within it: a client that tries addresses would fill the log.
+REFUSALS_LOGGED = 32
 # After a second signal, or when streams do not end after the drain.
 STOP_S = 2.0
 # A background task that failed is started again after so long, and after each further failure later.
