@@ -60,7 +60,7 @@ class OllamaOptions(msgspec.Struct, frozen=True):
     ``num_ctx`` too: every model has its whole context here.
     """
 
-    num_predict: int | None = None
+    num_predict: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
