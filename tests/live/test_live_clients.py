@@ -100,14 +100,6 @@ def test_reasoning_code_points_and_stop_strings_of_a_real_engine(client: openai.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_in_the_middle_cancels(client: openai.OpenAI, live: LiveDaemon) -> None:
-    before = live.cancelled
-    fields: Any = {"model": "chain", "messages": said("<count>"), "max_tokens": 4000, "temperature": 0}
-    with client.chat.completions.create(stream=True, **fields) as stream:
-        next(chunk for chunk in stream if chunk.choices[0].delta.content)
-    until(lambda: live.cancelled == before + 1 and live.running == 0)
-
-
 def test_a_prompt_over_the_context_is_a_400_in_the_words_that_litellm_looks_for(
     client: openai.OpenAI, stream: bool
 ) -> None:
@@ -118,6 +110,14 @@ def test_a_prompt_over_the_context_is_a_400_in_the_words_that_litellm_looks_for(
 
 
 @pytest.mark.long
+def test_leaving_in_the_middle_cancels(client: openai.OpenAI, live: LiveDaemon) -> None:
+    before = live.cancelled
+    fields: Any = {"model": "chain", "messages": said("<count>"), "max_tokens": 4000, "temperature": 0}
+    with client.chat.completions.create(stream=True, **fields) as stream:
+        next(chunk for chunk in stream if chunk.choices[0].delta.content)
+    until(lambda: live.cancelled == before + 1 and live.running == 0)
+
+
 def test_eight_at_once_say_what_each_says_alone(live: LiveDaemon, target: Any) -> None:
     assert live.control("POST", "/fleet/v1/models/load", {"model": target.model}) == {"ok": True}
     (engine,) = [found for found in live.status()["engines"] if found["model"] == target.model]
