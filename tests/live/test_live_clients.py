@@ -109,7 +109,6 @@ def test_a_prompt_over_the_context_is_a_400_in_the_words_that_litellm_looks_for(
     assert "This model's maximum context length is 4096 tokens" in str(caught.value)
 
 
-@pytest.mark.long
 def test_leaving_in_the_middle_cancels(client: openai.OpenAI, live: LiveDaemon) -> None:
     before = live.cancelled
     fields: Any = {"model": "chain", "messages": said("<count>"), "max_tokens": 4000, "temperature": 0}
@@ -118,6 +117,7 @@ def test_leaving_in_the_middle_cancels(client: openai.OpenAI, live: LiveDaemon) 
     until(lambda: live.cancelled == before + 1 and live.running == 0)
 
 
+@pytest.mark.long
 def test_eight_at_once_say_what_each_says_alone(live: LiveDaemon, target: Any) -> None:
     assert live.control("POST", "/fleet/v1/models/load", {"model": target.model}) == {"ok": True}
     (engine,) = [found for found in live.status()["engines"] if found["model"] == target.model]
