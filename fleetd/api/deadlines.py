@@ -17,7 +17,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
 
 from fleetd import limits
@@ -151,6 +151,7 @@ class BoundedConnection(web.RequestHandler):
         else:
             error = FleetError("Internal error.")
         answer = failures.response(error, self._dialect)
+        answer.headers[hdrs.SERVER] = "fleetd"
         answer.force_close()
         return answer
 

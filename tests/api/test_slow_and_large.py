@@ -302,6 +302,7 @@ async def test_bytes_that_are_not_http_are_answered_shortly_and_not_logged(
         writer.write(data + b"\r\n\r\n")
         said = await closed(reader)
     assert said.startswith(b"HTTP/1.0 400")
+    assert b"Server: fleetd\r\n" in said
     assert b"canary" not in said
     assert "canary" not in caplog.text
 

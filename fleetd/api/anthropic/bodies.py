@@ -90,7 +90,7 @@ class Conversation(ReasoningFields, frozen=True, kw_only=True):
 
 
 class MessagesBody(Conversation, frozen=True, kw_only=True):
-    """Without ``max_tokens`` an answer may fill the context."""
+    """Without ``max_tokens`` the setting ``engine.answer_tokens`` bounds the answer."""
 
     max_tokens: Positive | None = None
     stream: bool | None = None

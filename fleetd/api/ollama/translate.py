@@ -133,7 +133,7 @@ def _generate(body: OllamaBody, request_id: str, prompt: Prompt) -> Generate:
             presence_penalty=options.presence_penalty,
             frequency_penalty=options.frequency_penalty,
         ),
-        # 0 and less is "until the context is full".
+        # 0 and less is "no bound".
         max_tokens=limit if limit is not None and limit > 0 else None,
         stop=_stop(options.stop),
     )
