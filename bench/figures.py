@@ -11,7 +11,7 @@ import msgspec
 
 T = TypeVar("T")
 _Z = 1.96  # 95 %
-Unit = Literal["tok/s", "x", "%", "s", "ms", "MB", "kB/s", "MB/s", "GiB/s", "count"]
+Unit = Literal["tok/s", "x", "%", "s", "ms", "µs", "MB", "kB/s", "MB/s", "GiB/s", "count"]
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -105,6 +105,12 @@ def alternated(run: int, sides: Sequence[T]) -> list[T]:
     return list(sides) if run % 2 == 0 else list(reversed(sides))
 
 
+def rotated(run: int, sides: Sequence[T]) -> list[T]:
+    """The sides in this run's order: A B C, B C A, C A B... so that each is as often first as any other."""
+    at = run % len(sides)
+    return [*sides[at:], *sides[:at]]
+
+
 def written(value: float, unit: Unit) -> str:
     """A value for people, with digits enough to compare it to its bar."""
     match unit:
@@ -117,6 +123,8 @@ def written(value: float, unit: Unit) -> str:
         case "ms":
             digits = 2 if abs(value) < 1 else 1 if abs(value) < 100 else 0
             return f"{value:.{digits}f} ms"
+        case "µs":
+            return f"{value:.1f} µs"
         case "MB":
             return f"{value:.0f} MB"
         case "kB/s":

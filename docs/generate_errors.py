@@ -12,8 +12,10 @@ PAGE = Path(__file__).with_name("errors.md")
 
 _INTRO = """\
 Whatever goes wrong has a code that does not change between versions, a sentence with the figures, and mostly
-a hint on what to do. Over HTTP it is `{"error": {"message", "type", "param", "code", "hint"}}` with the
-status below; in the middle of a stream the same object comes as the last event. `fleetctl` prints the
+a hint on what to do, which ends the sentence. Over HTTP it has the status below and the form of the client's
+API: `{"error": {"message", "type", "param", "code", "hint"}}` (OpenAI's),
+`{"type": "error", "error": {"type", "message", "code"}}` (Anthropic's, where "busy" is a 529) or
+`{"error", "code"}` (Ollama's). In the middle of a stream the same object comes last. `fleetctl` prints the
 sentence and the hint, and exits with one of the codes in [fleetctl.md](fleetctl.md)."""
 
 _LINE = re.compile(r"^[\s│├└─]*(?P<names>[A-Z]\w+(?: / [A-Z]\w+)*)  +(?P<meaning>\S.*)$", re.MULTILINE)

@@ -140,6 +140,7 @@ class Daemon:
         self._ready = False
         self._http: HttpAddress | None = None
         self._ollama: HttpAddress | None = None
+        self._ollama_missing = ""
         self._caps = connection_caps(open_limit())
         self._prober = HardwareProbe(gpu=config.engine.device != "cpu")
         self._store = Store(home.db)
@@ -307,6 +308,7 @@ class Daemon:
             socket=str(self._home.socket),
             http=self._http,
             ollama=self._ollama,
+            ollama_missing=self._ollama_missing,
             uptime_s=round(time.monotonic() - self._started_s, 3),
             ready=self._ready and not self._runner.draining,
             draining=self._runner.draining,
@@ -488,8 +490,21 @@ class Daemon:
             tokenless = make_runner(app, trusted=False, needs_token=False, caps=self._caps)
             stack.push_async_callback(tokenless.cleanup)
             await tokenless.setup()
-            self._ollama = await _open_ollama(tokenless, *http.ollama_address)
+            await self._open_ollama(tokenless, *http.ollama_address)
         return listening
+
+    async def _open_ollama(self, runner: web.AppRunner, host: str, port: int) -> None:
+        """All else is served if the port is taken, mostly by Ollama itself."""
+        try:
+            self._ollama = await _open_tcp(runner, host, port)
+        except (PortInUse, ConfigError) as error:
+            taken = f"another program listens at {host_port(host, port)}"
+            self._ollama_missing = taken if isinstance(error, PortInUse) else error.message
+            log.warning(
+                "http.ollama_not_served",
+                reason=self._ollama_missing,
+                note="end it and restart fleetd, or choose another http.ollama_listen; all else is served",
+            )
 
     def _tell_ready(self, http: HttpAddress) -> None:
         self._ready = True
@@ -621,20 +636,6 @@ async def _open_tcp(runner: web.AppRunner, host: str, port: int) -> HttpAddress:
         ) from None
     bound = runner.addresses[0]
     return HttpAddress(str(bound[0]), int(bound[1]))
-
-
-async def _open_ollama(runner: web.AppRunner, host: str, port: int) -> HttpAddress | None:
-    """None, with a line in the log, if the port is taken, mostly by Ollama itself."""
-    try:
-        return await _open_tcp(runner, host, port)
-    except (PortInUse, ConfigError) as error:
-        log.warning(
-            "http.ollama_not_served",
-            address=host_port(host, port),
-            reason="another program listens there" if isinstance(error, PortInUse) else error.message,
-            note="end it and restart fleetd, or choose another http.ollama_listen; all else is served",
-        )
-        return None
 
 
 def _exit_after(seconds: float) -> None:

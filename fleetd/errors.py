@@ -10,6 +10,7 @@
     │  ├─ UnsupportedParameter      understood, would change the answer, not implemented
     │  ├─ ContextLengthExceeded     prompt plus answer do not fit the model
     │  ├─ PayloadTooLarge           the body is over the limit
+    │  ├─ HeadersTooLarge           the address or a header is over the limit
     │  ├─ UnsupportedMediaType      a body that is not JSON
     │  └─ RequestTimeout            the body arrived too slowly, or stopped arriving
     ├─ Unauthorized / Forbidden     no or wrong token / a foreign Host, Origin or user
@@ -119,6 +120,10 @@ class ContextLengthExceeded(BadRequest):
 
 class PayloadTooLarge(BadRequest):
     code, status = "payload_too_large", 413
+
+
+class HeadersTooLarge(BadRequest):
+    code, status = "headers_too_large", 431
 
 
 class UnsupportedMediaType(BadRequest):

@@ -36,6 +36,9 @@ MLX_CACHE_PART = 16
 # ---- HTTP ------------------------------------------------------------------------------------------------
 # Agent transcripts with inlined files reach tens of megabytes; above that it is a mistake or an attack.
 HTTP_BODY_BYTES = 64 * MIB
+# Of the request line or one header: what aiohttp takes by default. Agents send a few hundred bytes; a browser
+# sends the cookies of all programs on this host.
+HTTP_HEADER_BYTES = 8190
 # aiohttp has no read deadlines of its own: a header trickled a byte at a time would hold a socket for ever.
 HTTP_HEADERS_S = 10.0
 HTTP_BODY_STALL_S = 30.0
@@ -141,6 +144,8 @@ STORE_QUEUED = 1024
 LEDGER_WAIT_S = 0.25
 # The same trouble is logged once within this time.
 REPEAT_LOG_S = 60.0
+# Kinds of refused requests that are logged within it: a client that tries addresses would fill the log.
+REFUSALS_LOGGED = 32
 # After a second signal, or when streams do not end after the drain.
 STOP_S = 2.0
 # A background task that failed is started again after so long, and after each further failure later.

@@ -43,6 +43,16 @@ def power(status: DaemonStatus) -> list[Finding]:
     return [warn("power", what, "Plug it in, or let it sleep later in the system's settings.")]
 
 
+def ollama(status: DaemonStatus) -> list[Finding]:
+    """Warn of an address for Ollama's clients that the settings ask for and the daemon could not open."""
+    if not status.ollama_missing:
+        return []
+    what = f"Ollama's clients are not served: {one_line(status.ollama_missing)}."
+    return [
+        warn("ollama", what, "End that program and restart fleetd, or choose another http.ollama_listen.")
+    ]
+
+
 def engines(status: DaemonStatus) -> list[Finding]:
     """Check that each loaded model makes progress."""
     found = [_engine(engine) for engine in status.engines]

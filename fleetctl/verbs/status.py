@@ -27,6 +27,7 @@ def render(status: dict[str, Any]) -> str:
     facts = [
         ("home", one_line(str(status.get("home", "-")))),
         ("http", _http(status)),
+        *_ollama(status),
         ("machine", _machine(status)),
     ]
     requests = status.get("requests") or {}
@@ -75,10 +76,20 @@ def _headline(status: dict[str, Any]) -> str:
 
 def _http(status: dict[str, Any]) -> str:
     http = status.get("http")
-    if not http:
-        return "off"
-    host = str(http["host"])
-    return f"http://{f'[{host}]' if ':' in host else host}:{http['port']}/v1"
+    return f"{_url(http)}/v1" if http else "off"
+
+
+def _ollama(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """The address of Ollama's clients, where the settings ask for one."""
+    if ollama := status.get("ollama"):
+        return [("ollama", f"{_url(ollama)}, without a token")]
+    missing = one_line(str(status.get("ollama_missing") or ""))
+    return [("ollama", f"not served: {missing}")] if missing else []
+
+
+def _url(address: dict[str, Any]) -> str:
+    host = str(address["host"])
+    return f"http://{f'[{host}]' if ':' in host else host}:{address['port']}"
 
 
 def _machine(status: dict[str, Any]) -> str:

@@ -20,9 +20,10 @@ from fleetd import limits
 from fleetd.api import auth, body, failures
 from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.context import DIALECTS, REQUEST_ID, ROUTES, SERVICES, dialect_of, is_gone
-from fleetd.api.deadlines import make_runner
+from fleetd.api.deadlines import is_trusted, make_runner
 from fleetd.api.ollama.dialect import OLLAMA
 from fleetd.api.openai.dialect import OPENAI
+from fleetd.api.refusal_log import RefusalLog
 from fleetd.api.route_entry import Route
 from fleetd.api.routes import ALL_ROUTES
 from fleetd.api.served_paths import advice
@@ -31,6 +32,7 @@ from fleetd.errors import FleetError, PayloadTooLarge
 
 __all__ = ["build_app", "make_runner"]
 
+_REFUSALS: web.AppKey[RefusalLog] = web.AppKey("refusals", RefusalLog)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -38,6 +40,7 @@ def build_app(services: Services, routes: Sequence[Route] = ALL_ROUTES) -> web.A
     """The application; serve it with ``make_runner``."""
     app = web.Application(middlewares=[_errors, auth.guard], client_max_size=limits.HTTP_BODY_BYTES)
     app[SERVICES] = services
+    app[_REFUSALS] = RefusalLog()
     app[DIALECTS] = (OPENAI, ANTHROPIC, OLLAMA)
     app[ROUTES] = {
         app.router.add_route(method, path, route.handler, expect_handler=body.expect): route
@@ -59,30 +62,36 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request its id, and every failure the format of the route's dialect."""
     given = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
-    dialect = dialect_of(request)
     try:
         return await handler(request)
     except FleetError as exc:
-        answer = failures.response(exc, dialect)
+        answer = _refusal(request, exc)
         if isinstance(exc, PayloadTooLarge):
             # The rest of the body is not read: a client must not send its next request behind it.
             answer.force_close()
         return answer
     except web.HTTPMethodNotAllowed as exc:
-        refusal = failures.HttpFailure(exc.status, f"{exc.method} is not allowed here.")
-        answer = failures.response(refusal, dialect)
-        answer.headers[hdrs.ALLOW] = ", ".join(sorted(exc.allowed_methods))
+        allowed = ", ".join(sorted(exc.allowed_methods))
+        message = f"{exc.method} is not allowed at {request.path[:200]}."
+        answer = _refusal(request, failures.HttpFailure(exc.status, message, f"Use {allowed}."))
+        answer.headers[hdrs.ALLOW] = allowed
         return answer
     except web.HTTPException as exc:
         message, hint = f"{exc.reason}", ""
         if exc.status == HTTPStatus.NOT_FOUND:
             message = f"There is nothing at {request.method} {request.path[:200]}."
             hint = advice(request.path, [route.path for route in request.app[ROUTES].values()])
-        return failures.response(failures.HttpFailure(exc.status, message, hint), dialect)
+        return _refusal(request, failures.HttpFailure(exc.status, message, hint))
     except Exception as exc:  # the request's boundary
         if isinstance(exc, ConnectionError) and is_gone(request):
             raise  # the client has left
-        return failures.response(failures.unexpected(exc, request[REQUEST_ID]), dialect)
+        return failures.response(failures.unexpected(exc, request[REQUEST_ID]), dialect_of(request))
+
+
+def _refusal(request: web.Request, error: FleetError) -> web.Response:
+    if error.status < HTTPStatus.INTERNAL_SERVER_ERROR and not is_trusted(request):
+        request.app[_REFUSALS].note(request, error)
+    return failures.response(error, dialect_of(request))
 
 
 async def _on_prepare(request: web.Request, response: web.StreamResponse) -> None:

@@ -136,8 +136,14 @@ def _check_token(request: web.Request, services: Services) -> None:
 
 
 def _check_content_type(request: web.Request) -> None:
-    """A page can post a form or text/plain anywhere without a preflight, but not JSON."""
+    """A page can post a form or text/plain anywhere without a preflight, but not JSON.
+
+    Programs may leave the type out, as litellm does towards Ollama: a browser says for whom it posts.
+    """
     if request.method != hdrs.METH_POST:
+        return
+    by_page = hdrs.ORIGIN in request.headers or "Sec-Fetch-Site" in request.headers
+    if hdrs.CONTENT_TYPE not in request.headers and not by_page:
         return
     if request.content_type != "application/json":
         given = request.headers.get(hdrs.CONTENT_TYPE, "nothing")[:64]

@@ -17,6 +17,7 @@ from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 
 from fleetd import limits
+from fleetd.api.allowed_values import allowed_words
 from fleetd.errors import BadRequest, InvalidValue, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ def parse(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as exc:
-        raise _invalid(str(exc)) from None
+        raise _invalid(str(exc), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise BadRequest(f"The body is not valid JSON: {_position(exc, data)}.") from None
     except RecursionError:
@@ -109,7 +110,7 @@ def parse(data: bytes, kind: type[T]) -> T:
 
 def _position(exc: Exception, data: bytes) -> str:
     if isinstance(exc, UnicodeDecodeError):
-        return f"invalid UTF-8 at byte {exc.start}"
+        return f"invalid UTF-8 at byte {_broken_at(data)}"
     reason = str(exc).removeprefix("JSON is malformed: ")
     if "(byte" in reason:
         return reason.replace("(byte ", "at byte ").replace(")", "")
@@ -118,11 +119,20 @@ def _position(exc: Exception, data: bytes) -> str:
     return reason
 
 
+def _broken_at(data: bytes) -> int:
+    """Where bytes stop being UTF-8: the decoder's own error counts from the beginning of a string."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as exc:
+        return exc.start
+    return len(data)
+
+
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$?\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`$")
 
 
-def _invalid(text: str) -> InvalidValue:
+def _invalid(text: str, kind: object) -> InvalidValue:
     """msgspec's sentence → ours: "Expected `int` >= 1 - at `$.n`" becomes "n: expected `int` >= 1."."""
     match = _PATH.match(text)
     what, path = (match["what"], match["path"] or "") if match else (text, "")
@@ -130,4 +140,9 @@ def _invalid(text: str) -> InvalidValue:
         param = f"{path}.{missing['name']}" if path else missing["name"]
         return InvalidValue(f"The field {param!r} is missing.", param=param)
     what = what[:1].lower() + what[1:]
-    return InvalidValue(f"{path}: {what}." if path else f"The body is invalid: {what}.", param=path or None)
+    words = allowed_words(kind, path) if what.startswith("invalid ") else []
+    return InvalidValue(
+        f"{path}: {what}." if path else f"The body is invalid: {what}.",
+        hint=f"Use {', '.join(words)}." if words else "",
+        param=path or None,
+    )

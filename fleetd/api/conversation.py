@@ -21,8 +21,6 @@ Plain = dict[str, Any]
 # Of a ChatPrompt: the index of a message and characters of its content.
 CacheMark = tuple[int, int]
 
-# For an image that a tool returned: a refusal would end the session for good.
-LEFT_OUT_IMAGE = "[An image was left out here: this model reads text only.]"
 
 _SEED_MASK = 2**63 - 1
 
@@ -48,6 +46,13 @@ def assistant(texts: Sequence[str], reasoning: Sequence[str], calls: Sequence[Pl
         reasoning_content=joined(reasoning) or None,
         tool_calls=list(calls) or None,
     )
+
+
+def left_out(kind: str) -> str:
+    """What stands for something that a tool returned and no model here reads: a refusal would end the session
+    for good."""
+    what = "An image" if "image" in kind else f"A part of type {kind[:64]!r}"
+    return f"[{what} was left out here: this model reads text only.]"
 
 
 def append_user(messages: list[Plain], text: str, where: str) -> None:

@@ -17,8 +17,8 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
-from aiohttp import web
-from aiohttp.http_exceptions import ContentEncodingError
+from aiohttp import hdrs, web
+from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
 
 from fleetd import limits
 from fleetd.api import failures
@@ -26,7 +26,7 @@ from fleetd.api.body import unknown_coding
 from fleetd.api.context import DIALECTS
 from fleetd.api.dialect import Dialect
 from fleetd.descriptors import UNSCALED, ConnectionCaps
-from fleetd.errors import BadRequest, FleetError
+from fleetd.errors import BadRequest, FleetError, HeadersTooLarge
 
 log = logging.getLogger(__name__)
 
@@ -141,11 +141,17 @@ class BoundedConnection(web.RequestHandler):
         error: FleetError
         if isinstance(exc, ContentEncodingError):  # it has no decoder, for brotli
             error = unknown_coding()
+        elif isinstance(exc, LineTooLong):
+            error = HeadersTooLarge(
+                f"The address or a header is over the limit of {limits.HTTP_HEADER_BYTES} bytes.",
+                hint="Send it in the body; in a browser, delete the cookies of this host.",
+            )
         elif status < HTTPStatus.INTERNAL_SERVER_ERROR:
             error = BadRequest("The request is not valid HTTP.")
         else:
             error = FleetError("Internal error.")
         answer = failures.response(error, self._dialect)
+        answer.headers[hdrs.SERVER] = "fleetd"
         answer.force_close()
         return answer
 
@@ -215,6 +221,8 @@ class BoundedRunner(web.AppRunner):
             access_log=None,
             keepalive_timeout=limits.HTTP_KEEPALIVE_IDLE_S,
             lingering_time=_LINGER_S,
+            max_line_size=limits.HTTP_HEADER_BYTES,
+            max_field_size=limits.HTTP_HEADER_BYTES,
         )
 
 

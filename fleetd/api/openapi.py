@@ -53,7 +53,7 @@ def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
         "info": {
             "title": "fleetd",
             "version": version,
-            "description": "OpenAI's API for the models of this machine.",
+            "description": "OpenAI's, Anthropic's and Ollama's APIs for the models of this machine.",
         },
         "security": [{"bearer": []}],
         "paths": paths,

@@ -197,7 +197,8 @@ class PowerView(msgspec.Struct, frozen=True):
 
 class DaemonStatus(msgspec.Struct, frozen=True):
     """The whole body. ``http`` is None where the daemon listens on its socket alone; ``ollama``: the address
-    at which Ollama's clients need no token, None without one."""
+    at which Ollama's clients need no token, None without one; ``ollama_missing``: why there is none although
+    the settings ask for one."""
 
     version: str = ""
     pid: int = 0
@@ -205,6 +206,7 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     socket: str = ""
     http: HttpAddress | None = None
     ollama: HttpAddress | None = None
+    ollama_missing: str = ""
     uptime_s: float = 0.0
     ready: bool = False
     draining: bool = False

@@ -303,11 +303,13 @@ class AnswerText:
         ]
 
     def _parse_calls(self, *, ended: bool = False, cut: bool = False) -> list[AnswerPiece]:
-        """The collected text of one tool-call section → calls; text that is no call is shown, not lost.
+        """The collected text of one tool-call section → calls; text that is no call is shown, not lost: what
+        the model wrote of it.
 
         ``ended``: with the answer, so that what is not whole stays so.
         """
         text, self._tool_text = self._tool_text, ""
+        primed, self.primed = self.primed, ""
         written = self._written
         self._begin_calls()
         if written.calls:
@@ -335,7 +337,7 @@ class AnswerText:
         if cut:
             self.cut_call = True
             return self._told([])
-        return self._delta("content", self._take_blank() + text)
+        return self._delta("content", self._take_blank() + text.removeprefix(primed))
 
     def _told(self, calls: list[ToolCall]) -> list[AnswerPiece]:
         self._blank = ""

@@ -3,6 +3,7 @@
     Qwen      <function=NAME><parameter=KEY>VALUE</parameter></function>
     GLM       NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>
     MiniMax   <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>
+    DeepSeek  as MiniMax, and each parameter says whether it is a string: dsml.py
 
 What a value means depends on the tool's schema, and the format's parser knows how. It is asked about a call
 with that one parameter: for a value once it is whole, and before that with samples, of which a parameter that
@@ -15,7 +16,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from fleetd.engine.dsml import DSML
 
 #: Reads the text of one call; raises anything for a text that is none.
 CallParser = Callable[[str], Any]
@@ -25,14 +28,15 @@ CallParser = Callable[[str], Any]
 class TaggedFormat:
     """How a family writes calls. ``end`` is "" where only the end of the section ends a call.
 
-    ``trims``: what the parser strips off a value: all blanks around it, or one line end on either side.
+    ``trims``: what the parser strips off a value: all blanks around it, one line end on either side, or
+    nothing.
     """
 
     head: re.Pattern[str]
     opens: re.Pattern[str]
     closes: str
     end: str
-    trims: bool
+    trims: Literal["blanks", "line ends", "nothing"]
 
 
 def _glm(prefix: str) -> TaggedFormat:
@@ -41,7 +45,7 @@ def _glm(prefix: str) -> TaggedFormat:
         re.compile(rf"<{prefix}arg_key>.*?</{prefix}arg_key>(?:\\n|\s)*<{prefix}arg_value>", re.DOTALL),
         f"</{prefix}arg_value>",
         "",
-        True,
+        "blanks",
     )
 
 
@@ -52,14 +56,21 @@ TAGGED_FORMATS = {
         re.compile(r"<parameter=\s*[^\s<>]+(?:>|(?=[\s<]))"),
         "</parameter>",
         "</function>",
-        False,
+        "line ends",
     ),
     "minimax_m2": TaggedFormat(
         re.compile(r"[^<]*<invoke name=\s*[\"']?(?P<name>[^\s\"'<>]+)[\"']?\s*>"),
         re.compile(r"<parameter name=[^>]+>"),
         "</parameter>",
         "</invoke>",
-        True,
+        "blanks",
+    ),
+    "deepseek_v32": TaggedFormat(
+        re.compile(rf'[^<]*<{DSML}invoke name="(?P<name>[^"]+)">'),
+        re.compile(rf'<{DSML}parameter name="[^"]*" string="(?:true|false)">'),
+        f"</{DSML}parameter>",
+        f"</{DSML}invoke>",
+        "nothing",
     ),
     "glm47": _glm(""),
     "laguna": _glm(""),
@@ -193,7 +204,19 @@ class TaggedArguments:
         return str(key), read
 
     def _trimmed_start(self, text: str) -> str:
-        return text.lstrip() if self.format.trims else text.removeprefix("\n")
+        match self.format.trims:
+            case "blanks":
+                return text.lstrip()
+            case "line ends":
+                return text.removeprefix("\n")
+            case "nothing":
+                return text
 
     def _trimmed_end(self, text: str) -> str:
-        return text.rstrip() if self.format.trims else text.removesuffix("\n")
+        match self.format.trims:
+            case "blanks":
+                return text.rstrip()
+            case "line ends":
+                return text.removesuffix("\n")
+            case "nothing":
+                return text

@@ -1,9 +1,11 @@
-"""Formats of tool calls and of reasoning that mlx-lm has no parser for: Llama 3 and gpt-oss (harmony).
+"""Formats of tool calls and of reasoning that mlx-lm has no parser for.
 
     Llama 3   {"name": …, "parameters": {…}}    the whole answer; <|python_tag|> may stand before it
     gpt-oss   <|channel|>analysis<|message|>…<|end|>    reasoning
               <|start|>assistant<|channel|>final<|message|>…
               <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}
+
+    DeepSeek  between tags: dsml.py
 
 A tokenizer that mlx-lm knows a format for stays as it is.
 """
@@ -15,6 +17,8 @@ import re
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from fleetd.engine.dsml import DSML_END, DSML_START, forgiving, is_dsml_template, parse_dsml
 
 LLAMA3_START = "<|python_tag|>"
 HARMONY_START = "<|channel|>commentary to=functions."
@@ -73,6 +77,8 @@ def with_format(tokenizer: Any) -> Any:
         return _wrapped(tokenizer, "harmony", HARMONY_START, "<|call|>", parse_harmony, HARMONY_FORMAT)
     if LLAMA3_START in vocabulary and "tool_call" in template and '"parameters": ' in template:
         return _wrapped(tokenizer, "llama3", LLAMA3_START, "", parse_llama3, None)
+    if DSML_START in template or is_dsml_template(tokenizer._chat_template):
+        return _wrapped(tokenizer, "deepseek_v32", DSML_START, DSML_END, parse_dsml, None)
     return tokenizer
 
 
@@ -85,13 +91,13 @@ def has_reasoning(tokenizer: Any) -> bool:
 def _wrapped(
     tokenizer: Any, name: str, start: str, end: str, parser: Any, response_format: dict[str, Any] | None
 ) -> TokenizerWrapper:
-    inner = tokenizer._tokenizer
+    inner, chat_template = tokenizer._tokenizer, tokenizer._chat_template
     inner.init_kwargs["tool_parser_type"] = name
     return TokenizerWrapper(
         inner,
         detokenizer_class=lambda _: tokenizer._detokenizer,
         eos_token_ids=tokenizer.eos_token_ids,
-        chat_template=tokenizer._chat_template,
+        chat_template=forgiving(chat_template) if is_dsml_template(chat_template) else chat_template,
         tool_call_start=start,
         tool_call_end=end,
         tool_parser=parser,

@@ -26,6 +26,7 @@ _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
     (('<function name="', '<param name="'), "minicpm5"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<atem:function_calls>",), "muse_spark"),
+    (("\uff5cDSML\uff5cfunction_calls",), "deepseek_v32"),
     (("<tool_call>", "tool_call.name"), "json_tools"),
     (("<|channel|>", "<|message|>", "<|call|>"), "harmony"),
     (("tool_call", '"parameters": ', "<|start_header_id|>"), "llama3"),

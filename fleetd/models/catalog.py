@@ -512,6 +512,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         163_840,
         "large",
         "for 512 GB",
+        tools="deepseek_v32",
         thinking=True,
     ),
     _hub(

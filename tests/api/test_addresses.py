@@ -17,6 +17,15 @@ SERVED = ("/v1/chat/completions", "/v1/messages", "/v1/models", "/health")
         ("/messages", "It is /v1/messages: the base URL has to end in /v1."),
         ("/v1/v1/messages", "It is /v1/messages: the base URL has one /v1 too many."),
         ("/v1//chat/completions", "It is /v1/chat/completions: the base URL ends in a slash too many."),
+        ("/openai/v1/messages", "It is /v1/messages: the base URL has to be without /openai."),
+        (
+            "/v1/chat/completions/chat/completions",
+            "It is /v1/chat/completions: the base URL has to have /v1 in place of /v1/chat/completions.",
+        ),
+        (
+            "/openai/deployments/gpt-5/chat/completions",
+            "It is /v1/chat/completions: the base URL has to have /v1 in place of /openai/deployments/gpt-5.",
+        ),
         (
             "/v1/embeddings",
             "Served are /v1/chat/completions, /v1/messages, /v1/models; /openapi.json lists all.",
@@ -38,6 +47,13 @@ async def test_a_wrong_address_is_named_before_the_body_is_looked_at(
         "There is nothing at POST /chat/completions. "
         "It is /v1/chat/completions: the base URL has to end in /v1."
     )
+
+
+async def test_a_wrong_method_is_told_the_right_one(client: aiohttp.ClientSession) -> None:
+    async with client.get("/v1/messages") as response:
+        assert response.status == 405
+        error = (await response.json())["error"]
+    assert error["message"] == "GET is not allowed at /v1/messages. Use POST."
 
 
 async def test_trailing_slashes_and_head(client: aiohttp.ClientSession) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 from chat_order import ChatOrder, read_chunks
 from generated_answers import SAMPLE_ANSWER as SAMPLE
-from generated_answers import answers
+from generated_answers import answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
@@ -29,9 +30,10 @@ def asked(**fields: Any) -> ReplyOptions:
 @st.composite
 def replies(draw: st.DrawFn) -> tuple[Fed, ReplyOptions]:
     """The events of several choices, mixed, and what their request asked for."""
-    each = draw(st.lists(answers(), min_size=1, max_size=3))
+    rng = random.Random(draw(st.integers(0, 2**32 - 1)))
+    each = [answer(rng) for _ in range(rng.randint(1, 3))]
     turns = [index for index, events in enumerate(each) for _ in events]
-    draw(st.randoms(use_true_random=False)).shuffle(turns)
+    rng.shuffle(turns)
     left = [iter(events) for events in each]
     fed: Fed = [(index, next(left[index])) for index in turns]
     options = asked(
@@ -76,7 +78,7 @@ def agrees(fed: Fed, options: ReplyOptions, comments_every: int) -> None:
         assert seen.reason == choice["finish_reason"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(replies(), st.integers(0, 3))
 def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
     made: tuple[Fed, ReplyOptions], comments_every: int

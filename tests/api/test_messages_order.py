@@ -77,7 +77,7 @@ def agrees(events: list[Any], options: MessageOptions, opened_at: int, ping_ever
     assert sum(whole["usage"][name] for name in parts) == tokens.prompt_tokens
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(asked(), st.integers(0, 3), st.integers(0, 3))
 def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
     made: tuple[list[Any], MessageOptions], opened_at: int, ping_every: int

@@ -247,13 +247,45 @@ def test_what_would_change_the_answer_is_refused_by_name() -> None:
     schema = {"format": {"type": "json_schema", "schema": {}}}
     assert "output_config.format" in refused(output_config=schema)
     assert "mcp_servers" in refused(mcp_servers=[{"type": "url", "url": "x"}])
-    assert "'server_tool_use'" in refused(
-        messages=[{"role": "assistant", "content": [{"type": "server_tool_use", "id": "a"}]}, USER]
-    )
     assert "among the tools" in refused(
         InvalidValue, tools=[WEATHER], tool_choice={"type": "tool", "name": "wether"}
     )
     assert "no tools" in refused(InvalidValue, tool_choice={"type": "any"})
+
+
+def test_what_a_tool_returned_and_no_model_reads_leaves_a_note() -> None:
+    returned = [
+        {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}},
+        {"type": "image", "source": {"type": "base64"}},
+        {
+            "type": "search_result",
+            "title": "Tides",
+            "source": "https://sea",
+            "content": [text("High at six.")],
+        },
+        {"type": "tool_reference", "tool_name": "weather"},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": returned}
+    (message,) = prompt(messages=[{"role": "user", "content": [result]}]).messages
+    assert message["content"].split("\n") == [
+        "[A part of type 'document' was left out here: this model reads text only.]",
+        "[An image was left out here: this model reads text only.]",
+        "Tides",
+        "https://sea",
+        "High at six.",
+        "The tool weather may be called.",
+    ]
+
+
+def test_a_session_that_began_at_another_server_goes_on() -> None:
+    searched = [
+        {"type": "server_tool_use", "id": "a", "name": "web_search", "input": {"query": "tide"}},
+        {"type": "web_search_tool_result", "tool_use_id": "a", "content": [{"type": "web_search_result"}]},
+        text("At six."),
+    ]
+    _, said, _ = prompt(messages=[USER, {"role": "assistant", "content": searched}, USER]).messages
+    note = "[A part of type 'web_search_tool_result' was left out here: this model reads text only.]"
+    assert said == {"role": "assistant", "content": f"{note}\nAt six."}
 
 
 def test_documents_of_text_are_text() -> None:

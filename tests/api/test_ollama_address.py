@@ -67,6 +67,18 @@ async def test_forms_are_refused(tokenless: Site, runner: FakeRunner, kind: str)
     assert runner.jobs == []
 
 
+@pytest.mark.parametrize(
+    ("page", "status"),
+    [({}, 200), ({"Origin": "https://evil.example"}, 403), ({"Sec-Fetch-Site": "same-origin"}, 415)],
+)
+async def test_a_program_may_leave_the_content_type_out_and_a_page_may_not(
+    tokenless: Site, page: dict[str, str], status: int
+) -> None:
+    async with aiohttp.ClientSession(tokenless.url, skip_auto_headers=["Content-Type"]) as session:
+        async with session.post("/api/chat", data=CHAT.encode(), headers=page) as answer:
+            assert answer.status == status
+
+
 async def test_control_is_not_served(tokenless: Site) -> None:
     assert (await ask(tokenless, JSON, "/fleet/v1/status", "", "GET"))[0] == 404
     assert (await ask(tokenless, JSON, "/fleet/v1/models/remove", REF))[0] == 404

@@ -60,7 +60,7 @@ def agrees(events: list[Any], options: OllamaReplyOptions, progress_every: int) 
     assert whole["total_duration"] == 250_000_000
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(answers(), st.integers(0, 3))
 def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
     events: list[Any], progress_every: int

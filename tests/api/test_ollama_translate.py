@@ -39,7 +39,7 @@ TALK: list[dict[str, Any]] = [
         "thinking": "I look.",
         "tool_calls": [
             {"function": {"name": "sky", "arguments": {"city": "Oslo"}}},
-            {"function": {"name": "sea", "arguments": {}}},
+            {"function": {"name": "sea", "arguments": "{}"}},
         ],
     },
     {"role": "tool", "content": "calm", "tool_name": "sea"},
@@ -90,6 +90,8 @@ def test_options_are_sampling() -> None:
     )  # fmt: skip
     assert made.sampling == p.Sampling(0.5, 0.9, 40, 0.1, 3, 1.1, 0.2, 0.3)
     assert (made.max_tokens, made.stop) == (7, ["END"])
+    with pytest.raises(msgspec.ValidationError):  # no worker could read it
+        chat(options={"num_predict": 10**30})
     free = chat(options={"num_predict": -1, "seed": -1, "stop": "x"})
     assert (free.max_tokens, free.sampling.seed, free.stop) == (None, None, ["x"])
 

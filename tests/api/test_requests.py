@@ -8,6 +8,9 @@ import msgspec
 import pytest
 
 from fleetd import limits
+from fleetd.api.anthropic.bodies import MessagesBody
+from fleetd.api.body import parse
+from fleetd.api.ollama.bodies import OllamaChatBody
 from fleetd.api.openai import bodies
 from fleetd.errors import BadRequest, FleetError, InvalidValue, UnsupportedParameter
 
@@ -136,10 +139,16 @@ def test_foreign_fields_are_ignored(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(bodies.UNSUPPORTED))
 def test_a_known_but_unsupported_field_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+    def take(value: Any) -> None:
+        kinds = (bodies.ChatBody, MessagesBody, bodies.CompletionBody)
+        kind = next(kind for kind in kinds if name not in kind.__struct_fields__)
+        body = {"model": "m", "messages": HELLO, "max_tokens": 5, "prompt": "hello", name: value}
+        bodies.decode(msgspec.json.encode(body), kind, spelling=False)
+
     for nothing in bodies.UNSUPPORTED[name]:
-        chat(**{name: nothing})
+        take(nothing)
     with pytest.raises(UnsupportedParameter) as caught:
-        chat(**{name: "something"})
+        take("something")
     assert caught.value.param == name
 
 
@@ -152,6 +161,7 @@ def test_a_known_but_unsupported_field_is_refused_unless_it_asks_for_nothing(nam
         (b'{"messages": []} x', "trailing characters at byte"),
         (b'{"messages": "\xff"}', "array"),
         (b"nonsense", "byte 4"),
+        (b'{"messages":[{"role":"user","content":"\xff"}]}', "byte 39"),
         (b'{"temperature": NaN}', "byte"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "escape"),
         (b'{"messages":[],"metadata":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deep"),
@@ -163,6 +173,22 @@ def test_malformed_json_is_refused_with_its_position(data: bytes, says: str) -> 
     with pytest.raises(BadRequest) as caught:
         bodies.decode(data, bodies.ChatBody)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "says"),
+    [
+        (bodies.ChatBody, {"verbosity": "none"}, "Use high, low, medium."),
+        (bodies.ChatBody, {"tool_choice": "any"}, "Use auto, none, required."),
+        (bodies.ChatBody, {"messages": [{"role": "x"}]}, "Use assistant, developer, system, tool, user."),
+        (MessagesBody, {"thinking": {"type": "auto"}}, "Use adaptive, disabled, enabled."),
+        (OllamaChatBody, {"messages": [{"role": "x"}]}, "Use assistant, system, tool, user."),
+    ],
+)
+def test_a_word_that_is_none_of_a_few_is_told_them(kind: Any, fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        parse(msgspec.json.encode({"model": "m", "messages": HELLO} | fields), kind)
+    assert caught.value.hint == says
 
 
 def test_a_missing_field_is_named() -> None:

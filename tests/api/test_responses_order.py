@@ -113,7 +113,7 @@ ASKED = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(answers(), ASKED, st.integers(0, 3), st.integers(0, 3), st.integers(1, 12))
 def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
     events: list[Any], asked: ResponseOptions, opened_at: int, progress_every: int, cut_at: int

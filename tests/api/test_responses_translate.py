@@ -176,6 +176,25 @@ def test_what_no_machine_here_can_serve_is_left_out_with_a_word() -> None:
     )
 
 
+def test_a_file_that_a_tool_returned_leaves_a_note() -> None:
+    file = {
+        "type": "function_call_output",
+        "call_id": "a",
+        "output": [{"type": "input_file", "file_id": "f"}],
+    }
+    found = translated(input=[file]).generate.prompt
+    assert isinstance(found, ChatPrompt)
+    note = "[A part of type 'input_file' was left out here: this model reads text only.]"
+    assert found.messages[0]["content"] == note
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("stop", ["x"]), ("n", 2), ("logit_bias", {"5": 1}), ("frequency_penalty", 0.5)]
+)
+def test_what_only_chats_know_is_refused_and_not_dropped(name: str, value: Any) -> None:
+    assert f"'{name}'" in refused(**{name: value})
+
+
 def test_refusals_name_the_field() -> None:
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
     assert refused(input=[image]).startswith("input[0].content[0]: content of type 'input_image'")

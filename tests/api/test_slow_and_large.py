@@ -277,13 +277,22 @@ async def test_unauthenticated_body_is_not_even_asked_for(site: Site, runner: Fa
 # ---- What is not HTTP ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("head", [b"GET /canary" + b"x" * 20_000, b"GET / HTTP/1.1\r\nX-Big: " + b"x" * 9000])
+async def test_a_head_that_is_too_large_is_told_the_limit(site: Site, head: bytes) -> None:
+    async with connected(site) as (reader, writer):
+        writer.write(head + b"\r\n\r\n")
+        said = await closed(reader)
+    assert said.startswith(b"HTTP/1.0 431")
+    assert b"over the limit of 8190 bytes" in said
+    assert b"canary" not in said
+
+
 @pytest.mark.parametrize(
     "data",
     [
         b"\x16\x03\x01\x02\x00\x01\x00",
         b"canary-secret\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"GET /" + b"x" * 20_000,
     ],
 )
 async def test_bytes_that_are_not_http_are_answered_shortly_and_not_logged(
@@ -293,6 +302,7 @@ async def test_bytes_that_are_not_http_are_answered_shortly_and_not_logged(
         writer.write(data + b"\r\n\r\n")
         said = await closed(reader)
     assert said.startswith(b"HTTP/1.0 400")
+    assert b"Server: fleetd\r\n" in said
     assert b"canary" not in said
     assert "canary" not in caplog.text
 

@@ -197,7 +197,20 @@ def test_arguments_that_are_not_an_object_stay_text(given: Any, expected: Any) -
     assert made["tool_calls"][0]["function"]["arguments"] == expected
 
 
-@pytest.mark.parametrize("role", ["system", "developer", "user", "tool"])
+def test_a_tool_that_returned_nothing_or_an_image_keeps_the_session_going() -> None:
+    call = {"id": None, "function": {"name": "f", "arguments": None}}
+    image = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+    made, nothing, seen = messages(
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": None},
+        {"role": "tool", "tool_call_id": "a", "content": image},
+    )
+    assert made["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    assert nothing["content"] == ""
+    assert seen["content"] == "see\n[An image was left out here: this model reads text only.]"
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user"])
 def test_content_is_needed(role: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         messages({"role": role})

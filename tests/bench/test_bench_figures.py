@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from bench.figures import Figure, Unit, alternated, at_least, at_most, percentile, ratios, written
+from bench.figures import (
+    Figure,
+    Unit,
+    alternated,
+    at_least,
+    at_most,
+    percentile,
+    ratios,
+    rotated,
+    written,
+)
 
 
 def figure(values: list[float], **rest: object) -> Figure:
@@ -58,6 +68,11 @@ def test_sides_take_turns_in_going_first() -> None:
     assert [alternated(run, ("a", "b")) for run in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
 
 
+def test_more_than_two_sides_are_each_first_as_often() -> None:
+    orders = [rotated(run, ("a", "b", "c")) for run in range(4)]
+    assert ["".join(order) for order in orders] == ["abc", "bca", "cab", "abc"]
+
+
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
     [
@@ -71,6 +86,7 @@ def test_sides_take_turns_in_going_first() -> None:
         (914.9, "MB/s", "915 MB/s"),
         (1.8549, "GiB/s", "1.85 GiB/s"),
         (170.4, "ms", "170 ms"),
+        (3.14, "µs", "3.1 µs"),
         (55.4, "MB", "55 MB"),
         (13.37, "tok/s", "13.4 tok/s"),
         (2.0, "count", "2"),

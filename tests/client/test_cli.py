@@ -184,6 +184,20 @@ def test_status_for_people(run: Run, daemon: FakeDaemon) -> None:
         assert part in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"ollama": {"host": "127.0.0.1", "port": 11434}}, "http://127.0.0.1:11434, without a token"),
+        ({"ollama_missing": "another program listens"}, "not served: another program listens"),
+    ],
+)
+def test_status_of_the_address_for_ollamas_clients(
+    run: Run, daemon: FakeDaemon, fields: dict[str, Any], shown: str
+) -> None:
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, **fields}))
+    assert f"ollama    {shown}" in run("status", home=daemon.home).stdout
+
+
 @pytest.mark.parametrize("place", [("--json", "status"), ("status", "--json")])
 def test_status_json_before_and_after_the_verb(run: Run, daemon: FakeDaemon, place: tuple[str, ...]) -> None:
     assert json.loads(run(*place, home=daemon.home).stdout) == STATUS

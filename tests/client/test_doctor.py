@@ -430,6 +430,13 @@ def test_a_mac_that_nobody_can_wake(
     assert [level(finding) for finding in checks_machine.wakes("darwin")] == levels
 
 
+def test_an_address_for_ollamas_clients_that_is_taken() -> None:
+    assert checks_daemon.ollama(DaemonStatus()) == []
+    taken = "another program listens at 127.0.0.1:11434"
+    (finding,) = checks_daemon.ollama(read(STATUS | {"ollama_missing": taken}, DaemonStatus))
+    assert (level(finding), taken in finding.what) == ("warn", True)
+
+
 def test_a_machine_that_may_sleep_while_it_computes() -> None:
     assert checks_daemon.power(DaemonStatus()) == []
     refused = read(STATUS | {"power": {"held": False, "refused": "the battery is at 20%"}}, DaemonStatus)

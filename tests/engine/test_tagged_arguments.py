@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import chain_model
 import pytest
-from call_formats import spelling
+from call_formats import family, spelling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from speculating import GREEDY, Run
 
+from fleetd.engine.dsml import DSML
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import Delta, Generate, TokenPrompt, ToolCall, ToolCallPiece
@@ -35,6 +35,12 @@ def tagged(parser: str, values: dict[str, str]) -> str:
     if parser == "minimax_m2":
         parameters = "".join(f'<parameter name="{k}">{value}</parameter>\n' for k, value in values.items())
         return f'\n<invoke name="write_file">\n{parameters}</invoke>\n'
+    if parser == "deepseek_v32":
+        parameters = "".join(
+            f'<{DSML}parameter name="{key}" string="{_is_string(value)}">{value}</{DSML}parameter>\n'
+            for key, value in values.items()
+        )
+        return f'\n<{DSML}invoke name="write_file">\n{parameters}</{DSML}invoke>\n'
     if parser == "gemma4":
         return "call:write_file{" + ",".join(f"{key}:{value}" for key, value in values.items()) + "}"
     tag = "longcat_arg" if parser == "longcat" else "arg"
@@ -43,13 +49,21 @@ def tagged(parser: str, values: dict[str, str]) -> str:
     )
 
 
+def _is_string(value: str) -> str:
+    """What the model says of a value: of one that JSON has besides strings, that it is none."""
+    try:
+        return str(isinstance(json.loads(value), str)).lower()
+    except ValueError:
+        return "true"
+
+
 def closing(parser: str) -> tuple[str, ...]:
     """Texts that end a value, and so stand in none."""
-    module = import_module(f"mlx_lm.tool_parsers.{parser}")
+    made = family(parser)
     if parser == "gemma4":
-        return ('<|"|>', module.tool_call_end, "\0")
+        return ('<|"|>', made.end, "\0")
     tagged = TAGGED_FORMATS[parser]
-    return (tagged.closes, module.tool_call_start, module.tool_call_end, tagged.end or tagged.closes)
+    return (tagged.closes, made.start, made.end, tagged.end or tagged.closes)
 
 
 def tools_of(properties: dict[str, Any]) -> list[dict[str, Any]]:
@@ -82,14 +96,14 @@ class Written:
 
 
 def answer(parser: str, *calls: str) -> str:
-    module = import_module(f"mlx_lm.tool_parsers.{parser}")
-    return "\n".join(f"{module.tool_call_start}{call}{module.tool_call_end}" for call in calls)
+    made = family(parser)
+    return "\n".join(f"{made.start}{call}{made.end}" for call in calls)
 
 
 def reference(parser: str, call: str, tools: list[dict[str, Any]]) -> str | None:
-    """What mlx-lm's parser makes of a whole call; None where it makes none."""
+    """What the format's parser makes of a whole call; None where it makes none."""
     try:
-        found = import_module(f"mlx_lm.tool_parsers.{parser}").parse_tool_call(call, tools)
+        found = family(parser).parse(call, tools)
         found = found[0] if isinstance(found, list) else found
         return json.dumps(found["arguments"], ensure_ascii=False, allow_nan=False)
     except Exception:
@@ -217,7 +231,7 @@ def text_of(events: Iterable[Any]) -> str:
 
 
 def reading(parser: str, text: str) -> str:
-    return text if parser in ("gemma4", "qwen3_coder") else text.strip()
+    return text if parser in ("gemma4", "qwen3_coder", "deepseek_v32") else text.strip()
 
 
 @pytest.mark.parametrize("parser", PARSERS)
@@ -260,8 +274,8 @@ def test_an_answer_that_ends_inside_of_a_value_has_half_a_call(parser: str) -> N
 def test_a_section_that_ends_inside_of_a_value_gives_the_arguments_as_far_as_they_came(parser: str) -> None:
     """As for models that write JSON: whoever runs the tool tells the model that this is none."""
     whole = answer(parser, file_call(parser))
-    module = import_module(f"mlx_lm.tool_parsers.{parser}")
-    seen = Written(parser, list(whole[: whole.index("return")] + module.tool_call_end + "Done."), STRINGS)
+    end = family(parser).end
+    seen = Written(parser, list(whole[: whole.index("return")] + end + "Done."), STRINGS)
     ((_, name, arguments),) = seen.calls
     assert (name, arguments, seen.text) == ("write_file", seen.streamed, "Done.")
     with pytest.raises(json.JSONDecodeError):

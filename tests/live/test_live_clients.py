@@ -17,7 +17,7 @@ from typing import Any
 import openai
 import pytest
 import test_openai_sdk
-from live_daemon import LiveDaemon
+from live_daemon import LiveDaemon, until
 from test_openai_sdk import async_client, client, connect
 
 pytestmark = [pytest.mark.model, pytest.mark.one_loop]
@@ -107,6 +107,14 @@ def test_a_prompt_over_the_context_is_a_400_in_the_words_that_litellm_looks_for(
         client.chat.completions.create(model="chain", messages=said("x" * 5000 + "<hello>"), stream=stream)
     assert caught.value.code == "context_length_exceeded"
     assert "This model's maximum context length is 4096 tokens" in str(caught.value)
+
+
+def test_leaving_in_the_middle_cancels(client: openai.OpenAI, live: LiveDaemon) -> None:
+    before = live.cancelled
+    fields: Any = {"model": "chain", "messages": said("<count>"), "max_tokens": 4000, "temperature": 0}
+    with client.chat.completions.create(stream=True, **fields) as stream:
+        next(chunk for chunk in stream if chunk.choices[0].delta.content)
+    until(lambda: live.cancelled == before + 1 and live.running == 0)
 
 
 @pytest.mark.long

@@ -101,7 +101,8 @@ def test_an_address_without_a_token_and_how_long_a_model_stays(
         assert http.get("/fleet/v1/status").status_code == 404
         for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
             assert http.get("/api/tags", headers=headers).status_code == 403
-        assert http.post("/api/chat", content=json.dumps(body)).status_code == 415
+        form = {"Content-Type": "text/plain"}
+        assert http.post("/api/chat", content=json.dumps(body), headers=form).status_code == 415
     with httpx.Client(base_url=daemon.base_url.removesuffix("/v1"), timeout=60) as http:
         assert http.get("/api/tags").status_code == 401
 
@@ -114,5 +115,7 @@ def test_a_port_that_is_taken_is_said_and_does_not_stop_the_daemon(
         daemon = make_daemon(FLEETD_HTTP_OLLAMA_LISTEN=f"127.0.0.1:{port}")
         assert daemon.status()["ready"]
         assert daemon.status()["ollama"] is None
+    why = f"another program listens at 127.0.0.1:{port}"
+    assert daemon.status()["ollama_missing"] == why
     assert "http.ollama_not_served" in daemon.log.read_text()
-    assert "another program listens there" in daemon.log.read_text()
+    assert why in daemon.log.read_text()

@@ -23,7 +23,8 @@ messages = [{"role": "user", "content": "Say something."}]
 ask = dict(api_base=base_url, api_key=key, messages=messages, max_tokens=4, seed=1)
 usage = dict(stream=True, stream_options={"include_usage": True})
 out = {}
-for provider in ("openai", "hosted_vllm"):
+for provider in ("openai", "hosted_vllm", "ollama_chat"):
+    ask["api_base"] = base_url[:-3] if provider == "ollama_chat" else base_url
     whole = litellm.completion(model=f"{provider}/{model}", **ask)
     chunks = litellm.completion(model=f"{provider}/{model}", **usage, **ask)
     chunks = list(chunks)
@@ -33,6 +34,7 @@ for provider in ("openai", "hosted_vllm"):
         "tokens": whole.usage.completion_tokens,
         "streamed_tokens": [c.usage.completion_tokens for c in chunks if getattr(c, "usage", None)],
     }
+ask["api_base"] = base_url
 try:
     litellm.completion(model=f"openai/{model}", **{**ask, "temperature": 9})
 except litellm.BadRequestError as error:
@@ -45,6 +47,29 @@ for stream in (False, True):
         list(asked) if stream else asked
     except litellm.ContextWindowExceededError as error:
         out["too long"].append(type(error).__name__)
+print(json.dumps(out))
+"""
+
+# The chain model's tool, asked for through each of litellm's ways to a server.
+LITELLM_TOOLS = """
+import json, sys
+import litellm
+litellm.telemetry = False
+base_url, key = sys.argv[1:]
+bases = {"openai": base_url, "anthropic": base_url[:-3], "ollama_chat": base_url[:-3]}
+schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+tools = [{"type": "function", "function": {"name": "get_weather", "parameters": schema}}]
+out = {}
+for provider, base in bases.items():
+    ask = dict(model=f"{provider}/chain", api_base=base, api_key=key, temperature=0, max_tokens=40)
+    ask["messages"] = [{"role": "user", "content": "<weather>"}]
+    whole = litellm.completion(tools=tools, **ask)
+    streamed = litellm.stream_chunk_builder(list(litellm.completion(tools=tools, stream=True, **ask)))
+    out[provider] = [
+        [reply.choices[0].message.content, call.function.name, json.loads(call.function.arguments)]
+        for reply in (whole, streamed)
+        for call in reply.choices[0].message.tool_calls
+    ]
 print(json.dumps(out))
 """
 
@@ -61,13 +86,22 @@ def test_litellm(target: Target) -> None:
     env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     printed = run(sys.executable, "-c", LITELLM, target.base_url, target.api_key, target.model, env=env)
     out: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    for provider in ("openai", "hosted_vllm"):
+    for provider in ("openai", "hosted_vllm", "ollama_chat"):
         seen = out[provider]
         assert seen["whole"]
         assert seen["whole"] == seen["streamed"]
         assert seen["streamed_tokens"][-1:] == [seen["tokens"]]
     assert "temperature" in out["error"]
     assert out["too long"] == ["ContextWindowExceededError"] * 2
+
+
+def test_litellm_calls_tools_in_three_dialects(target: Target) -> None:
+    pytest.importorskip("mcp", reason="litellm's tools need the package mcp")
+    env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    printed = run(sys.executable, "-c", LITELLM_TOOLS, target.base_url, target.api_key, env=env)
+    called = ["Let me look.", "get_weather", {"city": "Paris"}]
+    out = json.loads(printed.splitlines()[-1])
+    assert out == {provider: [called, called] for provider in ("openai", "anthropic", "ollama_chat")}
 
 
 def test_llm_command_line(target: Target, tmp_path: Path) -> None:
@@ -77,7 +111,8 @@ def test_llm_command_line(target: Target, tmp_path: Path) -> None:
         "api_base": target.base_url,
         "api_key_name": "fleet",
     }
-    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))
+    chain = model | {"model_id": "chain", "model_name": "chain", "supports_tools": True}
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model, chain]))
     (tmp_path / "keys.json").write_text(json.dumps({"fleet": target.api_key}))
     env = {"LLM_USER_PATH": str(tmp_path)}
     llm = (sys.executable, "-m", "llm")
@@ -85,3 +120,8 @@ def test_llm_command_line(target: Target, tmp_path: Path) -> None:
     for stream in ([], ["--no-stream"]):
         options = ["-o", "max_tokens", "6", "-o", "seed", "3", *stream]
         assert run(*llm, "-m", "fleet", *options, "Say something.", env=env).strip()
+        tool = "def get_weather(city: str) -> str:\n    return f'{city} is dry. <hello>'"
+        options = ["-o", "temperature", "0", "--functions", tool, "--td", *stream]
+        said = run(*llm, "-m", "chain", *options, "<weather>", env=env)
+        assert "Let me look." in said
+        assert "Hello there, world!" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mlx_lm.chat_templates import deepseek_v32 as deepseek_v32_template
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -118,6 +119,15 @@ def glm() -> Any:
 def gpt_oss() -> Any:
     names = ["start", "message", "channel", "end", "return", "call", "constrain", "endoftext"]
     return _wrapped(_bytes([f"<|{name}|>" for name in names], []), _HARMONY)
+
+
+def deepseek_v32() -> Any:
+    """With the template that mlx-lm has as a function."""
+    special = [
+        f"<\uff5c{name}\uff5c>" for name in ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant")
+    ]
+    made = _wrapped(_bytes(special, ["<think>", "</think>", "\uff5cDSML\uff5c"]), "")
+    return TokenizerWrapper(made._tokenizer, chat_template=deepseek_v32_template.apply_chat_template)
 
 
 def pieces(*, normalised: bool = False, spelling: bool = True) -> Any:

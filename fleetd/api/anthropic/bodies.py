@@ -17,6 +17,10 @@ from fleetd.api.reasoning import ReasoningFields
 from fleetd.compression.policy import SmartPrefillBody
 from fleetd.engine.protocol import Seed, StopList, Temperature, TopP
 
+_BLOCKS = (
+    "text", "thinking", "tool_use", "tool_result", "document", "search_result", "tool_reference",
+)  # fmt: skip
+
 ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -25,7 +29,7 @@ class ContentBlock(msgspec.Struct, frozen=True, rename={"kind": "type"}):
 
     kind: Annotated[
         str,
-        Meta(extra_json_schema={"enum": ["text", "thinking", "tool_use", "tool_result", "document"]}),
+        Meta(extra_json_schema={"enum": list(_BLOCKS)}),
     ]
     text: str | None = None
     thinking: str | None = None
@@ -35,8 +39,9 @@ class ContentBlock(msgspec.Struct, frozen=True, rename={"kind": "type"}):
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
-    source: dict[str, Any] | None = None
+    source: dict[str, Any] | str | None = None
     title: str | None = None
+    tool_name: ToolName | None = None
     cache_control: dict[str, Any] | None = None
 
 
@@ -85,7 +90,7 @@ class Conversation(ReasoningFields, frozen=True, kw_only=True):
 
 
 class MessagesBody(Conversation, frozen=True, kw_only=True):
-    """Without ``max_tokens`` an answer may fill the context."""
+    """Without ``max_tokens`` the setting ``engine.answer_tokens`` bounds the answer."""
 
     max_tokens: Positive | None = None
     stream: bool | None = None

@@ -14,12 +14,13 @@ from fleetd.api.anthropic.render import MessageOptions, MessageStream, MessageWh
 from fleetd.api.body import json_answer, parse, read
 from fleetd.api.client_sessions import session_of
 from fleetd.api.context import SERVICES
+from fleetd.api.openai import bodies
 from fleetd.compression.policy import resolve
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
-    body = parse(await read(request), MessagesBody)
+    body = bodies.decode(await read(request), MessagesBody, spelling=False)
     services = request.app[SERVICES]
     options = MessageOptions(
         id=f"msg_{uuid.uuid4().hex}",

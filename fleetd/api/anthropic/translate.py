@@ -26,8 +26,9 @@ from fleetd.errors import InvalidValue, UnsupportedParameter
 
 # Claude Code's first system block, with a number that differs between versions and even requests.
 _BILLING = "x-anthropic-billing-header:"
-# Read by people who looked the model's steps up elsewhere; their text is not for this one.
-_SKIPPED = frozenset({"redacted_thinking", "fallback"})
+# Of another server's reasoning and tools, where a session began there. Their results leave a note.
+_SKIPPED = frozenset({"redacted_thinking", "fallback", "server_tool_use", "mcp_tool_use"})
+_RESULT = "_tool_result"
 
 
 def generate(body: MessagesBody, request_id: str) -> Generate:
@@ -188,9 +189,7 @@ def _user(message: InputMessage, where: str) -> tuple[list[Plain], list[CacheMar
 
 
 def _tool_result(block: ContentBlock, where: str) -> Plain:
-    text = conversation.joined(
-        list(_texts(block.content or "", f"{where}.content", images=conversation.LEFT_OUT_IMAGE))
-    )
+    text = conversation.joined(list(_texts(block.content or "", f"{where}.content", returned=True)))
     if block.is_error and "error" not in text[:64].lower():
         text = f"Error: {text}"
     return conversation.message("tool", text, where, tool_call_id=block.tool_use_id)
@@ -210,7 +209,7 @@ def _assistant(message: InputMessage, where: str) -> tuple[list[Plain], list[Cac
                     raise InvalidValue(f"{place}: a tool_use block needs a name.", param=place)
                 calls.append(conversation.tool_call(block.id or "", block.name, block.input or {}))
             case kind if kind not in _SKIPPED:
-                texts.append(_text(block, place))
+                texts.append(_text(block, place, returned=kind.endswith(_RESULT)))
     said = conversation.assistant(texts, reasoning, calls, where)
     # Where calls of tools are shown is the template's choice: the mark of one stands for the end of the text.
     marked = any(_marked(block) for block in message.content)
@@ -220,24 +219,31 @@ def _assistant(message: InputMessage, where: str) -> tuple[list[Plain], list[Cac
 # ---- Text ------------------------------------------------------------------------------------------------
 
 
-def _texts(content: str | list[ContentBlock], where: str, images: str | None = None) -> Iterator[str]:
-    """The texts of some content; ``images``: what stands for an image, which is refused if that is None."""
+def _texts(content: str | list[ContentBlock], where: str, *, returned: bool = False) -> Iterator[str]:
+    """The texts of some content. What is no text is refused, or noted if a tool ``returned`` it."""
     if isinstance(content, str):
         if content:
             yield content
         return
     for i, block in enumerate(content):
-        yield images if block.kind == "image" and images else _text(block, f"{where}.{i}")
+        yield _text(block, f"{where}.{i}", returned=returned)
 
 
-def _text(block: ContentBlock, where: str) -> str:
+def _text(block: ContentBlock, where: str, *, returned: bool = False) -> str:
     match block.kind:
         case "text":
             if block.text is None:
                 raise InvalidValue(f"{where}: a text block needs its text.", param=where)
             return block.text
-        case "document" if block.source is not None and block.source.get("type") == "text":
+        case "document" if isinstance(block.source, dict) and block.source.get("type") == "text":
             return conversation.joined([*filter(None, [block.title]), str(block.source.get("data", ""))])
+        case "search_result":
+            found = _texts(block.content or "", f"{where}.content", returned=returned)
+            return conversation.joined([*filter(None, [block.title, str(block.source or "")]), *found])
+        case "tool_reference":
+            return f"The tool {block.tool_name or ''} may be called."
+        case kind if returned:
+            return conversation.left_out(kind)
         case "image":
             raise UnsupportedParameter(
                 f"{where}: image input is not supported by this model.", hint="Send text.", param=where

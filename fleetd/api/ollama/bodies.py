@@ -25,7 +25,7 @@ KeepAlive = Annotated[
 
 class OllamaFunctionCall(msgspec.Struct, frozen=True):
     name: OllamaName
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] | str | None = None
 
 
 class OllamaToolCall(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class OllamaOptions(msgspec.Struct, frozen=True):
     ``num_ctx`` too: every model has its whole context here.
     """
 
-    num_predict: int | None = None
+    num_predict: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None

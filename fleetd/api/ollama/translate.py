@@ -133,7 +133,7 @@ def _generate(body: OllamaBody, request_id: str, prompt: Prompt) -> Generate:
             presence_penalty=options.presence_penalty,
             frequency_penalty=options.frequency_penalty,
         ),
-        # 0 and less is "until the context is full".
+        # 0 and less is "no bound".
         max_tokens=limit if limit is not None and limit > 0 else None,
         stop=_stop(options.stop),
     )
@@ -179,7 +179,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Plain]:
                 made = []
                 for call in message.tool_calls or ():
                     call_id, name = call.id or f"call_{calls}", call.function.name
-                    made.append(conversation.tool_call(call_id, name, call.function.arguments))
+                    made.append(conversation.tool_call(call_id, name, call.function.arguments or ""))
                     waiting.append((call_id, name))
                     calls += 1
                 reasoning = [message.thinking] if message.thinking else []

@@ -66,7 +66,7 @@ class Function(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Tool(msgspec.Struct, frozen=True, rename={"kind": "type"}):
     function: Function
-    kind: Literal["function"]
+    kind: Literal["function"] = "function"
 
 
 class FunctionName(msgspec.Struct, frozen=True):
@@ -88,12 +88,12 @@ class ContentPart(msgspec.Struct, frozen=True, rename={"kind": "type"}):
 
 class CalledFunction(msgspec.Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = None
 
 
 class CalledTool(msgspec.Struct, frozen=True, rename={"kind": "type"}):
     function: CalledFunction
-    id: str = ""
+    id: str | None = None
     kind: Literal["function"] = "function"
 
 
@@ -110,7 +110,11 @@ class UserMessage(SystemMessage, frozen=True, kw_only=True, tag="user"):
     pass
 
 
-class ToolMessage(SystemMessage, frozen=True, kw_only=True, tag="tool"):
+class ToolMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role", tag="tool"):
+    """Without content: a tool that returned nothing."""
+
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
     tool_call_id: str | None = None
 
 
@@ -253,6 +257,17 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
         ),
         _NOTHING,
     ),
+    # Known to some bodies and not to others.
+    **dict.fromkeys(
+        (
+            "stop", "logit_bias", "presence_penalty", "frequency_penalty", "min_p", "logprobs", "min_tokens",
+            "ignore_eos", "tools",
+        ),
+        _NOTHING,
+    ),
+    "n": (None, 1),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
     "typical_p": (None, 1),
@@ -273,14 +288,13 @@ _ELSEWHERE: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
-    "response_format": "text",
 }
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def decode(data: bytes, kind: type[Body]) -> Body:
-    """Bytes → body.
+def decode(data: bytes, kind: type[Body], *, spelling: bool = True) -> Body:
+    """Bytes → body. Without ``spelling`` misspelt fields pass for foreign ones.
 
     Raises:
         BadRequest: not JSON, with the position.
@@ -294,7 +308,7 @@ def decode(data: bytes, kind: type[Body]) -> Body:
             continue
         if name in UNSUPPORTED:
             _refuse_unsupported(name, raw)
-        elif name not in _FOREIGN:
+        elif spelling and name not in _FOREIGN:
             _refuse_misspelling(name, known)
     return parse(data, kind)
 

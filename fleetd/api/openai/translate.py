@@ -181,13 +181,13 @@ def _prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:
 def message(message: Message, index: int) -> dict[str, Any]:
     """A message as chat templates read it. Raises InvalidValue, UnsupportedParameter."""
     where = f"messages[{index}]"
-    text = _text(message.content, f"{where}.content")
+    text = _text(message.content, f"{where}.content", returned=isinstance(message, ToolMessage))
     match message:
         case AssistantMessage():
             if text is None and not (message.tool_calls and message.refusal is None):
                 text = message.refusal or ""
             calls = [
-                conversation.tool_call(call.id, call.function.name, call.function.arguments)
+                conversation.tool_call(call.id or "", call.function.name, call.function.arguments or "")
                 for call in message.tool_calls or ()
             ]
             return conversation.message(
@@ -200,7 +200,7 @@ def message(message: Message, index: int) -> dict[str, Any]:
             )
         case ToolMessage():
             return conversation.message(
-                "tool", text, where, tool_call_id=message.tool_call_id, name=message.name
+                "tool", text or "", where, tool_call_id=message.tool_call_id, name=message.name
             )
         case UserMessage():
             return conversation.message("user", text, where, name=message.name)
@@ -208,13 +208,16 @@ def message(message: Message, index: int) -> dict[str, Any]:
             return conversation.message("system", text, where, name=message.name)
 
 
-def _text(content: str | list[ContentPart] | None, where: str) -> str | None:
+def _text(content: str | list[ContentPart] | None, where: str, *, returned: bool) -> str | None:
+    """What is no text is refused, or left out with a note if a tool ``returned`` it."""
     if content is None or isinstance(content, str):
         return content
     texts = []
     for i, part in enumerate(content):
         text = {"text": part.text, "refusal": part.refusal}.get(part.kind)
-        if part.kind not in ("text", "refusal"):
+        if part.kind not in ("text", "refusal") and returned:
+            text = conversation.left_out(part.kind)
+        elif part.kind not in ("text", "refusal"):
             raise UnsupportedParameter(
                 f"{where}[{i}]: content of type {part.kind[:64]!r} is not supported.",
                 hint="Send text parts only.",

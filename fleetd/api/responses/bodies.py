@@ -91,8 +91,8 @@ class TextConfig(msgspec.Struct, frozen=True):
 
 
 class ResponsesBody(FleetFields, frozen=True, kw_only=True):
-    """Without ``model`` the default model answers; without ``max_output_tokens`` an answer may fill the
-    context."""
+    """Without ``model`` the default model answers; without ``max_output_tokens`` the setting
+    ``engine.answer_tokens`` bounds the answer."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=limits.MESSAGES)]
     model: str | None = None

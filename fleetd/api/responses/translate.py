@@ -233,25 +233,25 @@ class _Items:
 
 
 def _output(item: InputItem, where: str) -> str:
-    """What a tool gave back; an image that it returned is left out, with a note to the model."""
+    """What a tool gave back; what is no text is left out, with a note to the model."""
     try:
         content = msgspec.convert(item.output, str | list[InputPart] | None)
     except msgspec.ValidationError:
         raise InvalidValue(f"{where}.output has to be a text or parts.", param=where) from None
-    return conversation.joined(_texts(content, f"{where}.output", images=conversation.LEFT_OUT_IMAGE))
+    return conversation.joined(_texts(content, f"{where}.output", returned=True))
 
 
-def _texts(content: str | Sequence[InputPart] | None, where: str, images: str | None = None) -> list[str]:
-    """The texts of some content; ``images``: what stands for an image, which is refused if that is None."""
+def _texts(content: str | Sequence[InputPart] | None, where: str, *, returned: bool = False) -> list[str]:
+    """The texts of some content. What is no text is refused, or noted if a tool ``returned`` it."""
     if content is None or isinstance(content, str):
         return [content] if content else []
-    return [_text(part, f"{where}[{i}]", images) for i, part in enumerate(content)]
+    return [_text(part, f"{where}[{i}]", returned) for i, part in enumerate(content)]
 
 
-def _text(part: InputPart, where: str, images: str | None) -> str:
-    if part.kind == "input_image" and images is not None:
-        return images
+def _text(part: InputPart, where: str, returned: bool) -> str:
     if part.kind not in (*_TEXTS, "refusal"):
+        if returned:
+            return conversation.left_out(part.kind)
         raise UnsupportedParameter(
             f"{where}: content of type {part.kind[:64]!r} is not supported by this model.",
             hint="Send text.",
