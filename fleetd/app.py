@@ -157,6 +157,7 @@ class Daemon:
             _pool_options(config, home, self._disk_cache.for_workers),
             record_path=self._models.record_path,
             pressure=lambda: self._prober.read().pressure,
+            accelerator=lambda: self._prober.read().accelerator,
             pinned=lambda: self._pinned.names,
         )
         self._metrics = Metrics(__version__, engines=self._pool.status, peers=self._peers)

@@ -102,6 +102,9 @@ RENDERED_CHARS = 64 * MIB
 # Memory beside the model's own that a template may take, and the code that builds a model from its config.
 RENDER_BYTES = GIB
 BUILD_BYTES = 4 * GIB
+# Where no address-space limit holds such code, how often the daemon looks at its memory: a template that
+# grows as fast as memory is copied has some hundred MiB more by then.
+WORKER_MEMORY_S = 0.1
 
 # ---- Engine protocol -------------------------------------------------------------------------------------
 # One frame carries at most one request; a request is at most one HTTP body.

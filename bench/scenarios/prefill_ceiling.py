@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from fleetd import limits
 from fleetd.control.prefill_trace import Trace
 from fleetd.plan.prefill import step_names
 
@@ -54,6 +55,18 @@ def error(trace: Trace) -> float | None:
 def step_s(trace: Trace, name: str, machine: str) -> float:
     """Seconds of a step as it went, 0 where there was none."""
     return sum(step.seconds for step in trace.steps if step.name == name and step.machine == machine)
+
+
+def later_check_s(trace: Trace) -> float:
+    """What the check of later tokens takes on average of prompts like this one.
+
+    It is left out by chance where the first check took more than ``SHARE_LATER_SHARE`` of the plan's seconds:
+    its own seconds count by how probable it was. Where it was left out, the first check's seconds do.
+    """
+    first_s = step_s(trace, step_names.SPOT_CHECK, HOME)
+    share_s = limits.SHARE_LATER_SHARE * (trace.chosen.predicted_s or 0.0)
+    probability = 1.0 if first_s <= share_s else share_s / first_s
+    return probability * (step_s(trace, step_names.LATER_CHECK, HOME) or first_s)
 
 
 def handed_off_s(trace: Trace, layers: int) -> float:

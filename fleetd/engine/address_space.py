@@ -2,7 +2,8 @@
 
 The kernel refuses what goes beyond, and Python raises MemoryError. The whole process is bounded, so what its
 other threads may need meanwhile has to be allowed, too. On Linux only: macOS takes the limit and ignores it.
-For the CPU only: the driver of a GPU reserves more addresses than there is memory.
+For the CPU only: the driver of a GPU reserves more addresses than there is memory. Elsewhere the daemon looks
+at the worker's memory (``memory_watch``).
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ _bounds: list[int] = []
 _before = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
+def is_bounded(device: str) -> bool:
+    """True if ``at_most`` bounds a process that computes on this device: cpu, or a GPU by any name."""
+    return sys.platform.startswith("linux") and device == "cpu"
+
+
 @contextmanager
 def at_most(more_bytes: int, device: str = "cpu") -> Iterator[None]:
     """Allow the process so much more than it has now. Of several bounds at a time the widest counts."""
-    if not sys.platform.startswith("linux") or device != "cpu":
+    if not is_bounded(device):
         yield
         return
     bound = _mapped_bytes() + more_bytes

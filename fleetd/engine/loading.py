@@ -49,7 +49,7 @@ from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
 from fleetd.models import digest as digests
 from fleetd.models import manifest
-from fleetd.models.memory_need import WORKING_BYTES, weights_in_memory
+from fleetd.models.memory_need import WORKING_BYTES, build_bytes, weights_in_memory
 from fleetd.models.verify import verify
 
 Device = Literal["cpu", "metal", "cuda"]
@@ -315,8 +315,7 @@ def _verdict(
 @contextmanager
 def _little_besides(path: Path, weights_bytes: int, device: Device) -> Iterator[None]:
     """Bound what a load takes besides the weights. Raises ModelCorrupt for files that make it more."""
-    # While they are converted, weights are there twice.
-    more = 2 * weights_bytes + WORKING_BYTES + limits.BUILD_BYTES
+    more = build_bytes(weights_bytes)
     try:
         with address_space.at_most(more, device):
             yield

@@ -20,13 +20,14 @@ import structlog
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, Pressure
-from fleetd.engine import openmp_file
+from fleetd.engine import address_space, openmp_file
 from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Ready, Score, Scored
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, OutOfMemory
 from fleetd.limits import MIB
 from fleetd.models.folder import ModelFolder
+from fleetd.models.memory_need import weights_in_memory
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +61,8 @@ class EnginePool:
     record_path: Callable[[ModelFolder], Path | None] = lambda folder: None
     # How short the system is of memory.
     pressure: Callable[[], Pressure] = lambda: ""
+    # What models compute on: metal, cuda or cpu.
+    accelerator: Callable[[], str] = lambda: "cpu"
     # Models that stay loaded unless the system is critically short of memory.
     pinned: Callable[[], Collection[str]] = frozenset
     _engines: dict[str, EngineProcess] = field(default_factory=dict, init=False)
@@ -373,8 +376,12 @@ class EnginePool:
                 # Only this one: unloading would also end what helps with other layers.
                 del self._engines[name]
                 await engine.stop()
+            folder = wanted.folder
+            device = "cpu" if self.options.device == "cpu" else self.accelerator()
             engine = EngineProcess(
                 self._settings(wanted),
+                weights_bytes=weights_in_memory(folder.path, folder.weights_bytes, folder.config, device),
+                is_bounded=address_space.is_bounded(device),
                 restarts=self._deaths.get(name, 0),
                 on_exit=self._exited,
                 on_work=self._end_idle_time,

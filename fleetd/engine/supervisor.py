@@ -21,6 +21,7 @@ from fleetd import limits
 from fleetd.control.daemon_status import EngineState, EngineStatus
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine import openmp_file, protocol
+from fleetd.engine.memory_watch import MemoryWatch
 from fleetd.engine.protocol import (
     Assisted,
     AssistPrefill,
@@ -51,6 +52,7 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.stage_times import StageTimes
 from fleetd.engine.streams.channel import SocketSender
 from fleetd.errors import EngineDied, EngineStalled, FleetError, Overloaded, from_code
+from fleetd.hardware.memory import resident_bytes
 
 log = structlog.get_logger(__name__)
 
@@ -61,6 +63,8 @@ _LOG_LINE_CHARS = 2000
 class EngineProcess:
     """A worker for one model. Create, ``await start()``, ``stream`` any number of requests, ``await stop()``.
 
+    ``weights_bytes``: what the model's weights take in memory. ``is_bounded``: the worker itself bounds the
+    memory of code over a publisher's files; else it is ended from here where that takes too much.
     ``on_exit`` is called once when the worker is gone, wanted or not; ``on_work`` whenever it is to do
     something.
     """
@@ -72,6 +76,8 @@ class EngineProcess:
         settings: WorkerSettings,
         *,
         restarts: int = 0,
+        weights_bytes: int = 0,
+        is_bounded: bool = True,
         on_exit: Callable[[EngineProcess], None] | None = None,
         on_work: Callable[[], None] | None = None,
     ) -> None:
@@ -83,6 +89,8 @@ class EngineProcess:
         self.error: FleetError | None = None
         self.restarts = restarts
         self.pid: int | None = None
+        self._memory_watch = None if is_bounded else MemoryWatch(settings.name, weights_bytes)
+        self._watching: asyncio.Task[None] | None = None
         self._on_exit = on_exit
         self._on_work = on_work
         self._heartbeat = Heartbeat(0)
@@ -148,6 +156,7 @@ class EngineProcess:
                     self._log_stderr(self._process.stderr), name=f"engine-log-{self.settings.name}"
                 )
             )
+        self._watch_memory()
         log.info("engine.started", model=self.settings.name, pid=self.pid)
         if self.state == "stopping":
             await self.stop()
@@ -185,6 +194,9 @@ class EngineProcess:
             except asyncio.CancelledError:
                 self.kill()
                 raise
+        if self._watching is not None:
+            self._watching.cancel()
+            self._tasks.append(self._watching)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await process.wait()
         openmp_file.remove(process.pid)
@@ -297,6 +309,7 @@ class EngineProcess:
             self._on_work()
         if isinstance(command, Generate | Score):
             self._preparing[command.id] = now
+            self._watch_memory()
         done = False
         try:
             self._writer.write(protocol.encode(command))
@@ -342,6 +355,34 @@ class EngineProcess:
             self.kill(
                 EngineStalled(f"The engine for {name} made no progress for {limits.ENGINE_STALL_S:.0f} s.")
             )
+
+    def _watch_memory(self) -> None:
+        """While it loads or prepares prompts, where nothing else bounds what that takes."""
+        if self._memory_watch is not None and (self._watching is None or self._watching.done()):
+            watching = self._look_at_memory(self._memory_watch)
+            self._watching = asyncio.create_task(watching, name=f"engine-memory-{self.settings.name}")
+
+    async def _look_at_memory(self, watch: MemoryWatch) -> None:
+        while self.state == "loading" or (self.state == "ready" and self._preparing):
+            resident = resident_bytes(self.pid or 0)
+            if self.state == "loading":
+                error = watch.loading(resident)
+            else:
+                error = watch.preparing(resident, self.memory_bytes)
+            if error is not None:
+                self._end_for_memory(error)
+                return
+            await asyncio.sleep(limits.WORKER_MEMORY_S)
+        watch.prepared()
+
+    def _end_for_memory(self, error: FleetError) -> None:
+        """Kill it. Prompts that are being prepared are at fault, or its files; other requests are not."""
+        log.warning("engine.memory", model=self.settings.name, pid=self.pid, error=str(error))
+        for name in self._preparing:
+            if (queue := self._streams.get(name)) is not None and not queue.full():
+                queue.put_nowait(error)
+        loading, self.state = self.state == "loading", "failed"
+        self.kill(error if loading else None)
 
     @property
     def memory_bytes(self) -> int:

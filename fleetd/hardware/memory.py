@@ -90,6 +90,14 @@ def _pressure(root: Path, free_share: float) -> Pressure:
     return of_stalls(text(root / "proc/pressure/memory"), free_share)
 
 
+def resident_bytes(pid: int) -> int:
+    """What a process holds of the memory now; 0 if it is gone, or if the system does not tell."""
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except (psutil.Error, OSError):
+        return 0
+
+
 def metal_limit(total_bytes: int, wired_limit_bytes: int, told_bytes: int = 0) -> int:
     """Bytes that the GPU of a Mac may hold: the owner's ``iogpu.wired_limit_mb``, else what Metal told, else
     a guess.

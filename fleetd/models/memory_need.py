@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fleetd import limits
 from fleetd.errors import ModelCorrupt
 from fleetd.limits import MIB
 from fleetd.models.catalog import CatalogEntry
@@ -46,6 +47,12 @@ def weights_in_memory(path: Path, on_disk: int, config: Mapping[str, Any], accel
     except (ModelCorrupt, OSError):
         return expanded_bytes(on_disk, config, accelerator)
     return max(on_disk, found)
+
+
+def build_bytes(weights_bytes: int) -> int:
+    """The most memory that building a model may take, by its weights' bytes in memory."""
+    # While they are converted, weights are there twice.
+    return 2 * weights_bytes + WORKING_BYTES + limits.BUILD_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import pytest
 from bench.harness.client import Heard
 from bench.harness.machines import Asked
 from bench.scenarios.never_slower import Cell, _figures, _fill
-from bench.scenarios.prefill_ceiling import ceiling, error, handed_off_s, step_s, sum_of_speeds
+from bench.scenarios.prefill_ceiling import ceiling, error, handed_off_s, later_check_s, step_s, sum_of_speeds
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
 
@@ -51,6 +51,21 @@ def test_a_prediction_is_off_by_a_share_of_what_happened() -> None:
 @pytest.mark.parametrize("rest", [{"outcome": "fallback"}, {"outcome": "local"}, {"prefill_s": None}])
 def test_only_what_went_as_planned_says_something_of_the_plan(rest: dict[str, object]) -> None:
     assert error(trace(**rest)) is None
+
+
+@pytest.mark.parametrize(
+    ("first_s", "later_s", "average_s"),
+    [(0.02, 0.03, 0.03), (0.04, 0.05, 0.05), (0.4, 0.5, 0.05), (0.4, 0.0, 0.04), (0.0, 0.0, 0.0)],
+)
+def test_the_check_of_later_tokens_counts_by_how_probable_it_was(
+    first_s: float, later_s: float, average_s: float
+) -> None:
+    """Of a prefill of 4 s it may take 0.04 s."""
+    steps = [
+        StepView("spot check", first_s, machine="this"),
+        StepView("check of later tokens", later_s, machine="this"),
+    ]
+    assert later_check_s(trace(steps=steps)) == pytest.approx(average_s)
 
 
 def test_steps_are_each_machine_s_own() -> None:

@@ -13,7 +13,7 @@ from shared_runs import as_bytes, prefilled, prompt
 from tiny_architectures import WINDOW, tiny
 
 from fleetd.engine.architectures import CUT
-from fleetd.engine.sequence_state import array_bytes, row_memory, whole_states
+from fleetd.engine.sequence_state import array_bytes, rings, row_memory, whole_states
 from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
@@ -207,27 +207,51 @@ def test_how_far_a_cache_rotates_is_known_without_its_rows(sizes: list[int]) -> 
     assert turn.after(RotatingKVCache(16), [9]) == RingState.of(cache)
 
 
-@pytest.mark.parametrize("sizes", [[5], [10, 10], [40], [3, 1, 1], [20, 7]])
-def test_a_token_is_found_in_a_cache_that_rotates(sizes: list[int]) -> None:
-    cache, token = RotatingKVCache(16), 0
+ROTATED = [[5], [10, 10], [40], [3, 1, 1], [20, 7], [1] * 40, [20, 1, 7, 1], [20] + [1] * 16]
+
+
+def ring_of(sizes: list[int], keep: int = 0) -> RotatingKVCache:
+    """Of tokens whose rows are their numbers."""
+    ring, token = RotatingKVCache(16, keep), 0
     for size in sizes:
         rows = mx.arange(token, token + size, dtype=mx.float32).reshape(1, 1, size, 1)
-        cache.update_and_fetch(rows, rows)
+        ring.update_and_fetch(rows, rows)
         token += size
-    held = np.array(cache.keys).reshape(-1).tolist()
-    turn = RingState.of(cache)
-    for t in range(token):
-        row = turn.row_of(t)
-        assert held[row] == t if row is not None else t not in held
-    assert turn.row_of(token - 1) is not None
+    return ring
 
 
-def test_one_that_has_turned_over_is_not_looked_into() -> None:
-    cache = RotatingKVCache(8)
-    rows = mx.zeros((1, 1, 1, 1))
-    for _ in range(11):
-        cache.update_and_fetch(rows, rows)
-    assert RingState.of(cache).row_of(10) is None
+def numbers(found: tuple[mx.array, mx.array] | None) -> list[float] | None:
+    return None if found is None else np.array(found[1]).reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("sizes", ROTATED)
+def test_a_token_is_found_in_a_cache_that_rotates(sizes: list[int]) -> None:
+    ring, seen = ring_of(sizes), sum(sizes)
+    held = np.array(ring.keys)[:, :, : min(seen, ring.keys.shape[2])].reshape(-1).tolist()
+    for token in range(seen):
+        assert numbers(rings.rows(ring, token, 1)) == ([token] if token in held else None)
+    first = int(min(held))
+    assert numbers(rings.rows(ring, first, seen - first)) == list(range(first, seen))
+
+
+@pytest.mark.parametrize("sizes", ROTATED)
+def test_a_cache_that_rotates_is_cut_where_a_whole_window_is_left(sizes: list[int]) -> None:
+    ring, seen = ring_of(sizes), sum(sizes)
+    for token in range(rings.first_cut(ring), seen + 1):
+        earlier, rows = rings.before(ring, token), mx.full((1, 1, 3, 1), token, dtype=mx.float32)
+        assert int(earlier.offset) == token
+        keys, _ = earlier.update_and_fetch(rows, rows)
+        window = [float(t) for t in range(max(0, token - 15), token)]
+        assert np.array(keys).reshape(-1).tolist()[-len(window) - 3 :] == [*window, token, token, token]
+    assert int(ring.offset) == seen, "the cache itself stays as it is"
+    if rings.first_cut(ring):
+        assert rings.rows(ring, rings.first_cut(ring) - 16, 1) is None, "one earlier, the window is not whole"
+
+
+def test_a_cache_that_always_keeps_its_first_rows_is_not_cut_once_it_has_rotated() -> None:
+    assert rings.first_cut(ring_of([10], keep=2)) == 0
+    assert rings.first_cut(ring_of([20, 20], keep=2)) == 40
+    assert rings.rows(ring_of([20, 20], keep=2), 39, 1) is None
 
 
 def test_a_cache_that_is_not_what_the_chunks_leave_is_refused() -> None:

@@ -323,7 +323,41 @@ def test_a_check_that_takes_more_than_a_hundredth_is_made_less_often(
         run.finish()
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
-def test_where_caches_rotate_only_the_first_tokens_are_checked(name: str) -> None:
-    run = Run(tiny(name), HALF, draw=Fixed())
-    assert run.finish().done == HALF.tokens
+# ---- Windows that slide ----------------------------------------------------------------------------------
+
+# The last chunk is one token: what adds it writes over the oldest row.
+ONE_MORE = Split("layers", (0, 2, 4), LAYERS, 0, 97, 32)
+WINDOWED = {**SPLITS, "one token in the last chunk": ONE_MORE}
+
+
+def in_the_end(head: FrameHeader, data: bytes) -> Frames:
+    """Change what a window keeps of its last tokens."""
+    if head.kind is not Kind.STATE:
+        return [(head, data)]
+    keys, values = np.split(np.frombuffer(data, np.float32).copy(), [head.sizes[0] // 4])
+    # Of two heads of 32 numbers.
+    keys, values = (x.reshape(2, -1, 32) for x in (keys, values))
+    noise(head, keys[:, -FIRST:], values[:, -FIRST:])
+    return [(head, keys.tobytes() + values.tobytes())]
+
+
+@pytest.mark.parametrize("split", WINDOWED.values(), ids=WINDOWED)
+def test_attack_a_window_is_wrong_in_its_last_tokens(split: Split) -> None:
+    last = split.helpers - 1
+    error = given_up(Run(tiny("mistral"), split, tampers={(last, "home"): in_the_end}, draw=Fixed()))
+    assert isinstance(error, PeerWrong)
+    assert str(error).startswith(f"helper{last}: it computes other ")
+
+
+@pytest.mark.parametrize("split", [HALF, TOKENS], ids=["layers", "tokens"])
+def test_attack_windows_are_right_and_later_rows_beside_them_are_not(split: Split) -> None:
+    tampers = {(0, "home"): later(noise)}
+    error = given_up(Run(tiny("gemma3_text"), split, tampers=tampers, draw=Fixed()))
+    assert "it computes other keys of layer 1" in str(error), "the layers with windows are 0 and 2"
+
+
+@pytest.mark.parametrize("split", WINDOWED.values(), ids=WINDOWED)
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "gpt_oss"])
+def test_an_honest_helper_with_windows_is_never_blamed(name: str, split: Split) -> None:
+    for draw in (Fixed(), random.Random(1)):
+        assert Run(tiny(name), split, draw=draw).finish().done == split.tokens

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec import inspect
 
+import fleetd
 from fleetd.engine import protocol
 from fleetd.errors import ProtocolError
 from fleetd.p2p.link_prober import Invitation
@@ -43,6 +45,7 @@ KINDS: list[Any] = [
     *structs_of("fleetd.requests.smart_prefill.messages"),
     *structs_of("fleetd.requests.prefill_sharing.messages"),
     *structs_of("fleetd.requests.drafting.messages"),
+    *structs_of("fleetd.requests.kv_fetching.messages"),
     *structs_of("fleetd.requests.model_copies"),
     *structs_of("fleetd.p2p.pairing.messages"),
 ]
@@ -94,6 +97,17 @@ def sample(kind: inspect.Type) -> Any:
         case inspect.UnionType():
             return sample(next(each for each in kind.types if not isinstance(each, inspect.NoneType)))
     return None
+
+
+def test_every_module_that_reads_messages_of_machines_is_walked() -> None:
+    folder = Path(fleetd.__file__).parent
+    reads = {
+        ".".join(("fleetd", *file.relative_to(folder).with_suffix("").parts))
+        for file in folder.rglob("*.py")
+        if "from fleetd.p2p.message_reader import reader" in file.read_text()
+    }
+    assert len(reads) >= 8
+    assert reads - {kind.__module__ for kind in KINDS} == set()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

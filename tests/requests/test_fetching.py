@@ -15,6 +15,7 @@ from keepers import SIZE, Keeper, fleet
 from requests_driver import answered, request_of
 from sharing_fakes import HomePartners, own_card
 
+from fleetd import limits
 from fleetd.cache import block_names, block_stream
 from fleetd.cache.block_file import BlockHeader
 from fleetd.engine.protocol import (
@@ -30,6 +31,7 @@ from fleetd.engine.protocol import (
 )
 from fleetd.errors import Forbidden, PeerLost
 from fleetd.p2p.node import Node
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.job import Job
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.client import BlockFetching
@@ -289,6 +291,26 @@ async def test_a_machine_that_is_gone_costs_no_answer(tmp_path: Path) -> None:
         home = Home(node, keepers)
         home.partners.connect = _refused  # type: ignore[method-assign,assignment]
         told = await home.run(lacking(NAMES))
+        assert [fetch.blocks for fetch in home.engine.fetches] == [0]
+        assert isinstance(told[-1], Finished)
+        assert home.members.left_out(keepers[0].node_id, "fetch")
+
+
+async def test_attack_a_machine_that_says_it_keeps_a_prompt_and_then_nothing_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every long prompt would wait for it."""
+    monkeypatch.setattr(limits, "FETCH_DECIDE_S", 0.2)
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+
+        async def silent(peer: str, body: bytes, stream: PeerStream) -> None:
+            await stream.receive()
+
+        keepers[0].node.handle(messages.FETCH, silent)
+        home = Home(node, keepers)
+        async with asyncio.timeout(30):
+            told = await home.run(lacking(NAMES))
         assert [fetch.blocks for fetch in home.engine.fetches] == [0]
         assert isinstance(told[-1], Finished)
         assert home.members.left_out(keepers[0].node_id, "fetch")

@@ -80,6 +80,9 @@ def main(behaviour: str, fd: int) -> None:
         case "half a frame":
             link.sendall(protocol.encode(Accepted(name, 1))[:-3])
             sys.exit(0)
+        case "accepts one":
+            send(Accepted(name, 1))
+            hang()
         case "says nothing":
             hang()
         case "beats without progress":

@@ -31,8 +31,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from fleetd.engine.sequence_state import rings
 from fleetd.engine.sequence_state.copies import beginning, copy_on_write
-from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.sequence_state.shapes import AnyShape, KvShape, QuantisedShape, RunningShape
 
 ANY = 1 << 30
@@ -218,8 +218,7 @@ class Window(StateKind):
         return own
 
     def rows(self, cache: Any, start: int, count: int) -> tuple[mx.array, mx.array] | None:
-        row = RingState.of(cache).row_of(start)
-        return None if row is None else super().rows(cache, row, count)
+        return rings.rows(cache, start, count)
 
     def shape(self, cache: Any) -> KvShape:
         keys, values = cache.keys, cache.values

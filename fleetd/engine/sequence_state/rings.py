@@ -1,4 +1,4 @@
-"""How far a cache that rotates has rotated."""
+"""How far a cache that rotates has rotated, and how it was at an earlier token."""
 
 from __future__ import annotations
 
@@ -34,8 +34,52 @@ class RingState:
             shadow.update_and_fetch(chunk, chunk)
         return RingState.of(shadow)
 
-    def row_of(self, token: int) -> int | None:
-        """The row that holds ``token``, where rows are still in the order of their tokens; else None."""
-        first = max(0, self.seen - self.held)
-        ordered = self.index == min(self.held, self.seen)
-        return token - first if ordered and token >= first else None
+    @property
+    def first(self) -> int:
+        """The first token that is still held."""
+        return max(0, self.seen - self.held)
+
+
+def rows(cache: RotatingKVCache, start: int, count: int) -> tuple[mx.array, mx.array] | None:
+    """Keys and values of tokens [start, start + count), where all of them are still held; else None."""
+    at = RingState.of(cache)
+    if start < at.first or _is_mixed(cache, at):
+        return None
+    begin, stop = start - at.first, start - at.first + count
+    return _in_order(cache.keys, at)[..., begin:stop, :], _in_order(cache.values, at)[..., begin:stop, :]
+
+
+def first_cut(cache: RotatingKVCache) -> int:
+    """The first token at which ``before`` can cut: a chunk leaves more rows than the window has."""
+    at = RingState.of(cache)
+    if not at.first:
+        return 0
+    return at.seen if _is_mixed(cache, at) else min(at.first + int(cache.max_size) - 1, at.seen)
+
+
+def before(cache: RotatingKVCache, tokens: int) -> RotatingKVCache:
+    """A cache of the first ``tokens``, to be added to; see ``first_cut``. Its rows are copies."""
+    room = min(tokens, int(cache.max_size))
+    count = min(tokens - RingState.of(cache).first, room)
+    earlier = copy.copy(cache)
+    found = rows(cache, tokens - count, count) if count else None
+    earlier.keys, earlier.values = (None, None) if found is None else (_filled(x, room) for x in found)
+    earlier.offset, earlier._idx = tokens, room
+    return earlier
+
+
+def _filled(rows: mx.array, room: int) -> mx.array:
+    """A copy. The next token displaces the oldest row of a full window before it is read: zeros will do."""
+    lacking = rows[..., : room - rows.shape[-2], :]
+    return mx.contiguous(mx.concatenate([mx.zeros_like(lacking), rows], axis=-2))
+
+
+def _is_mixed(cache: RotatingKVCache, at: RingState) -> bool:
+    """True if the first rows, which such a cache always keeps, are no longer followed by the next tokens'."""
+    return bool(cache.keep) and at.first > 0
+
+
+def _in_order(rows: mx.array, at: RingState) -> mx.array:
+    if at.index >= min(at.held, at.seen):
+        return rows
+    return mx.concatenate([rows[..., at.index :, :], rows[..., : at.index, :]], axis=-2)

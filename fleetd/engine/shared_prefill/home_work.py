@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from fleetd import limits
-from fleetd.engine.sequence_state import row_memory
+from fleetd.engine.sequence_state import rings, row_memory
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import assembled, parts
@@ -96,9 +96,16 @@ class _HomeWork:
         """What a layer keeps of all that is here, as its model takes it."""
         return assembled(self.stage.empty[layer], self.caches[layer])
 
-    def before(self, layer: int, tokens: int) -> list[Any]:
-        """Caches of the first ``tokens`` to be added to, of a layer that keeps rows only."""
-        return self._context(layer, tokens, ())
+    def kept(self, place: int, layer: int) -> list[Any]:
+        """``HomeRows.kept``."""
+        return self.caches[layer]
+
+    def before(self, place: int, layer: int, tokens: int) -> list[Any]:
+        """``HomeRows.before``; not before the windows' ``first_cut``, and not of a running state."""
+        return [
+            self._begun(cache, tokens) if shape.in_rows else rings.before(cache, tokens)
+            for cache, shape in zip(self.kept(place, layer), self.layout.parts(layer), strict=True)
+        ]
 
     def _begun(self, cache: Any, tokens: int) -> Any:
         """The first ``tokens`` of a cache, to be added to. Only these are copied then, not all the room."""
@@ -158,8 +165,16 @@ class _HomeWork:
     def later_probe(
         self, place: int, tokens: range, layers: range, draw: random.Random
     ) -> tuple[Probe, LaterRows] | None:
-        """A few of ``tokens``, drawn; None where a layer keeps anything that has no row for each token."""
-        if not tokens or not layers or self.layout.keeps_states(layers):
+        """A few of ``tokens``, drawn from those whose windows are still here.
+
+        None if there are none, or where a layer keeps a running state.
+        """
+        if not tokens or not layers or self.layout.keeps_running(layers):
+            return None
+        windows = self.places(layers, in_rows=False)
+        cuts = (rings.first_cut(self.kept(place, layer)[part]) for layer, part in windows)
+        tokens = range(max(tokens.start, *cuts, 0), tokens.stop)
+        if not tokens:
             return None
         found = drawn(tokens, min(self.split.chunk, limits.SHARE_SPOT_TOKENS), draw)
         return self._through(place, found, layers), LaterRows(self, found)
@@ -414,9 +429,11 @@ class TokensAtHome(_HomeWork):
     def arrived(self, place: int, layer: int) -> bool:
         return self._of(place) > layer
 
+    def kept(self, place: int, layer: int) -> list[Any]:
+        return [self._after[place].get((layer, part), own) for part, own in enumerate(self.caches[layer])]
+
     def compared(self, place: int, layer: int, count: int) -> Rows:
-        caches = [self._after[place].get((layer, part), own) for part, own in enumerate(self.caches[layer])]
-        return self.rows(caches, self.split.tokens_of(place).start, count)
+        return self.rows(self.kept(place, layer), self.split.tokens_of(place).start, count)
 
     def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
         return None

@@ -47,6 +47,10 @@ class KvLayout:
         """True if one of these layers keeps anything without a row per token: it cannot be cut at a token."""
         return any(not shape.in_rows for index in layers for shape in self.parts(index))
 
+    def keeps_running(self, layers: Iterable[int]) -> bool:
+        """True if one of these layers keeps a running state: not even its last tokens can be taken back."""
+        return any(isinstance(shape, RunningShape) for index in layers for shape in self.parts(index))
+
     @property
     def state_bytes(self) -> int:
         """Bytes that the layers keep whatever a prompt's length: running states."""

@@ -7,7 +7,9 @@ accelerator than it claims, and one that sends garbage.
 
 Once all has arrived, it draws a few later tokens and does the same with these: no helper can know before
 which they will be. A helper that is wrong about a share of its tokens is found at least in that share of
-prompts, and more often where the drawn tokens attend to wrong ones.
+prompts, and more often where the drawn tokens attend to wrong ones. Where windows slide, these tokens are
+drawn from the last ones of a helper, whose windows are still here: what its earlier tokens left in the layers
+with a row per token shows in what the drawn ones made of it.
 """
 
 from __future__ import annotations
@@ -60,13 +62,14 @@ class ReceivedRows(Protocol):
 class HomeRows(Protocol):
     """The caches that a shared prefill fills: ``home_work``."""
 
-    caches: list[list[Any]]
-
     def owner(self, place: int, layer: int) -> int:
         """As ``ReceivedRows``."""
 
-    def before(self, layer: int, tokens: int) -> list[Any]:
-        """A layer's caches, to be added to, of the first ``tokens``."""
+    def kept(self, place: int, layer: int) -> list[Any]:
+        """A layer's caches after the tokens of helper ``place``, or after more where a token is a row."""
+
+    def before(self, place: int, layer: int, tokens: int) -> list[Any]:
+        """The same of the first ``tokens``, to be added to."""
 
     def rows(self, caches: Sequence[Any], start: int, count: int) -> Rows:
         """Keys and values of these tokens."""
@@ -138,13 +141,13 @@ class LaterRows:
         return self._work.owner(place, layer)
 
     def context(self, place: int, layer: int) -> list[Any]:
-        return self._work.before(layer, self._tokens.start)
+        return self._work.before(place, layer, self._tokens.start)
 
     def arrived(self, place: int, layer: int) -> bool:
         return True
 
     def compared(self, place: int, layer: int, count: int) -> Rows:
-        return self._work.rows(self._work.caches[layer], self._tokens.start, count)
+        return self._work.rows(self._work.kept(place, layer), self._tokens.start, count)
 
     def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
         return None

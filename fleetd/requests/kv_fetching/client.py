@@ -9,6 +9,7 @@ No failure of another machine fails the request: what does not come is computed 
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import msgspec
 
@@ -17,7 +18,7 @@ from fleetd.control.prefill_plan import StepView
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import BLOCKS, Event, FetchBlocks, Fetched, Finished, Lacking, Loading, StreamTag
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.errors import FleetError, PeerError, from_code
+from fleetd.errors import FleetError, PeerError, PeerLate, from_code
 from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill import step_names
@@ -115,8 +116,7 @@ class _Fetch:
             self._choice, source = choice, choice.source
             stream = self._fetching.partners.request(source.node_id, messages.FETCH, self._order(choice))
             try:
-                offer = messages.decode(await require_message(stream), messages.FetchOffer)
-                sock = await self._fetching.partners.connect(source.node_id, offer.invitation)
+                offer, sock = await self._accepted(stream, source)
                 tag = StreamTag(self._lacking.id, BLOCKS, offer.invitation.key, "connector")
                 await self._engine.give_stream(tag, sock)
                 block_s = source.block_s(self._lacking.block_bytes)
@@ -135,6 +135,19 @@ class _Fetch:
         finally:
             if not decided:
                 self._engine.fetch(FetchBlocks(self._lacking.id))
+
+    async def _accepted(
+        self, stream: PeerStream, source: FetchSource
+    ) -> tuple[messages.FetchOffer, socket.socket]:
+        """Its offer, and the connection that it expects. Raises PeerLate when no worker waits any longer."""
+        try:
+            async with asyncio.timeout(limits.FETCH_DECIDE_S):
+                offer = messages.decode(await require_message(stream), messages.FetchOffer)
+                return offer, await self._fetching.partners.connect(source.node_id, offer.invitation)
+        except TimeoutError as error:
+            raise PeerLate(
+                f"It has not begun to send what it keeps within {limits.FETCH_DECIDE_S:.0f} s."
+            ) from error
 
     def _order(self, choice: FetchChoice) -> bytes:
         lacking = self._lacking
