@@ -239,10 +239,6 @@ def state_lie(split: Split, place: int, lie: Callable[[Any], None], *, last: boo
     return tamper
 
 
-def other_numbers(numbers: Any) -> None:
-    numbers[...] = np.random.default_rng(1).standard_normal(numbers.shape)
-
-
 def opposite(numbers: Any) -> None:
     numbers *= -1
 
@@ -251,13 +247,12 @@ def nearly(numbers: Any) -> None:
     numbers *= np.float32(1.0001)
 
 
-@pytest.mark.parametrize("lie", [other_numbers, opposite])
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-def test_attack_running_states_are_wrong(split: Split, lie: Callable[[Any], None]) -> None:
+def test_attack_running_states_are_wrong(split: Split) -> None:
     """Even where numbers need only be alike; each helper that lies is the one that is named."""
     # Of divided tokens, the next helper's first ones are compared with what rests on these states.
     for place in range(split.helpers) if split.kind == "layers" else [split.helpers - 1]:
-        tampers = {(place, "home"): state_lie(split, place, lie)}
+        tampers = {(place, "home"): state_lie(split, place, opposite)}
         error = given_up(Run(HYBRID, split, exact=False, tampers=tampers, draw=Fixed()))
         assert isinstance(error, PeerWrong)
         assert str(error).startswith(f"helper{place}: it computes other ")
