@@ -53,7 +53,8 @@ _POPULAR = [
 
 _POPULAR_TEXT = """\
 No public page ranks the families of MLX models. These are the ten that public pages of 2026 count or list
-most, among them the ranking of Hugging Face's downloads at solmaz.io (Qwen 3.6 and Gemma 4 lead it), download
+most, among them [Hugging Face's downloads as solmaz.io ranks them](https://solmaz.io/x/2068380321629032850/),
+all builds of a model together and by its age (Qwen 3.6 and Gemma 4 lead its language models), download
 counts of MLX builds on Hugging Face (Gemma 4 E4B 1.2 million, Qwen 3.6 27B 646,000, gpt-oss 20B 345,000) and
 the collections of mlx-community. The order is not a ranking."""
 

@@ -69,5 +69,5 @@ def _figures(seen: Samples, how: list[str], length: int) -> list[Figure]:
 _HOW = (
     "As shared prefill above, with a model of Qwen 3.5's shape and random weights: 16 layers of width 576, "
     "in three of four a gated delta rule with eight heads of 64 numbers and a convolution over four tokens, "
-    "in the fourth attention. Its running states travel once, when the prompt's last chunk is computed."
+    "in the fourth attention. Its running states travel before its last chunk, for the check, and after it."
 )

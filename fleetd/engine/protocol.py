@@ -326,6 +326,8 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
     chunks: Literal["any", "same"] = "same"
     # Why prompts of which tokens are left out are not shared; "" if they are. Older versions do not say.
     sparse: str = "It shares whole prompts only."
+    # In which form running states are sent; 0 if these layers keep none, and of older versions.
+    states: Natural = 0
 
     @property
     def text(self) -> str:

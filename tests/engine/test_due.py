@@ -70,6 +70,7 @@ def splits(draw: st.DrawFn) -> Split:
 @given(splits(), st.sampled_from(KINDS))
 def test_every_row_that_home_does_not_compute_arrives_once(split: Split, sizes: Sizes) -> None:
     came: Counter[tuple[int, int, int]] = Counter()
+    snapshots: Counter[tuple[int, int, int]] = Counter()
     for place in range(split.helpers):
         heads = list(frame_schedule.to_home(split, place, sizes))
         assert [h.kind for h in heads].count(Kind.DONE) == 1
@@ -78,6 +79,9 @@ def test_every_row_that_home_does_not_compute_arrives_once(split: Split, sizes: 
             if head.kind is Kind.ROWS:
                 assert sizes.parts(head.layer)[head.part].in_rows
                 came.update((head.layer, head.part, token) for token in range(head.start, head.end))
+            elif head.kind is Kind.STATE and head.end == split.snapshot_of(place):
+                assert sizes.parts(head.layer)[head.part].state_sizes is not None
+                snapshots[head.layer, head.part, place] += 1
             elif head.kind is Kind.STATE:
                 assert not sizes.parts(head.layer)[head.part].in_rows
                 came[head.layer, head.part, head.end - 1] += 1
@@ -87,7 +91,10 @@ def test_every_row_that_home_does_not_compute_arrives_once(split: Split, sizes: 
             for part, shape in enumerate(sizes.parts(layer)):
                 for token in tokens if shape.in_rows else [tokens[-1]]:
                     assert came.pop((layer, part, token)) == 1
+                if shape.state_sizes is not None and len(split.chunks_of(place)) > 1:
+                    assert snapshots.pop((layer, part, place)) == 1
     assert not came
+    assert not snapshots
 
 
 @given(splits(), st.sampled_from(KINDS))

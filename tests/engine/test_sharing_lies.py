@@ -222,6 +222,109 @@ def test_attack_a_running_state_is_not_a_number(split: Split) -> None:
     run.check(run.local(caches, done).cache)
 
 
+HYBRID = tiny("qwen3_5")
+
+
+def state_lie(split: Split, place: int, lie: Callable[[Any], None], *, last: bool = True) -> Any:
+    """Change the states that a helper sends last, or those before its last chunk."""
+    end = split.tokens_of(place).stop if last else split.snapshot_of(place)
+
+    def tamper(head: FrameHeader, data: bytes) -> Frames:
+        if head.kind is not Kind.STATE or head.end != end:
+            return [(head, data)]
+        numbers = np.frombuffer(data, np.float32).copy()
+        lie(numbers)
+        return [(head, numbers.tobytes())]
+
+    return tamper
+
+
+def opposite(numbers: Any) -> None:
+    numbers *= -1
+
+
+def nearly(numbers: Any) -> None:
+    numbers *= np.float32(1.0001)
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_attack_running_states_are_wrong(split: Split) -> None:
+    """Even where numbers need only be alike; each helper that lies is the one that is named."""
+    # Of divided tokens, the next helper's first ones are compared with what rests on these states.
+    for place in range(split.helpers) if split.kind == "layers" else [split.helpers - 1]:
+        tampers = {(place, "home"): state_lie(split, place, opposite)}
+        error = given_up(Run(HYBRID, split, exact=False, tampers=tampers, draw=Fixed()))
+        assert isinstance(error, PeerWrong)
+        assert str(error).startswith(f"helper{place}: it computes other ")
+
+
+@pytest.mark.parametrize("split", [HALF, TOKENS], ids=["layers", "tokens"])
+def test_attack_running_states_are_nearly_right_where_bytes_must_be_equal(split: Split) -> None:
+    tampers = {(0, "home"): state_lie(split, 0, nearly)}
+    error = given_up(Run(HYBRID, split, tampers=tampers, draw=Fixed()))
+    assert str(error).startswith("helper0: it computes other running states of layer 0 ")
+
+
+@pytest.mark.parametrize("split", [HALF, CHAIN], ids=["layers", "a chain by layers"])
+def test_attack_a_hybrids_last_hidden_states_are_wrong(split: Split) -> None:
+    last = split.helpers - 1
+
+    def tamper(head: FrameHeader, data: bytes) -> Frames:
+        if head.kind is not Kind.HIDDEN or head.start != split.snapshot_of(last):
+            return [(head, data)]
+        return [(head, (-np.frombuffer(data, np.float32)).tobytes())]
+
+    run = Run(HYBRID, split, exact=False, tampers={(last, "out"): tamper}, draw=Fixed())
+    assert str(given_up(run)).startswith(f"helper{last}: it computes other hidden states ")
+
+
+@pytest.mark.parametrize("split", [HALF, TOKENS], ids=["layers", "tokens"])
+def test_attack_a_hybrids_rows_of_its_last_chunk_are_wrong(split: Split) -> None:
+    begun = split.snapshot_of(0)
+    assert begun is not None
+
+    def tamper(head: FrameHeader, data: bytes) -> Frames:
+        if head.kind is not Kind.ROWS or head.end <= begun:
+            return [(head, data)]
+        heads = -1, head.count, 32
+        rows = [half.reshape(heads) for half in np.split(np.frombuffer(data, np.float32).copy(), 2)]
+        for half in rows:
+            half[:, max(0, begun - head.start) :] *= -1
+        return [(head, b"".join(half.tobytes() for half in rows))]
+
+    run = Run(HYBRID, split, exact=False, tampers={(0, "home"): tamper}, draw=Fixed())
+    assert str(given_up(run)).startswith("helper0: it computes other keys of layer 1 ")
+
+
+def test_an_honest_helper_whose_numbers_round_otherwise_is_not_blamed_for_its_states() -> None:
+    """As another accelerator does."""
+
+    def round_otherwise(numbers: Any) -> None:
+        numbers *= 1 + np.random.default_rng(2).uniform(-0.02, 0.02, numbers.shape).astype(np.float32)
+
+    for split in (HALF, TOKENS):
+        for last in (True, False):
+            tampers = {(0, "home"): state_lie(split, 0, round_otherwise, last=last)}
+            run = Run(HYBRID, split, exact=False, tampers=tampers, draw=Fixed())
+            assert run.finish().remaining == 0
+
+
+class Never(Fixed):
+    def random(self) -> float:
+        return 1.0
+
+
+def test_the_check_of_states_is_made_as_seldom_as_its_tokens_are_many() -> None:
+    """By a clock of seconds: the first check takes one, the last chunk of 17 tokens a little longer."""
+    tampers = {(0, "home"): state_lie(HALF, 0, opposite)}
+    for predicted_s, found in ((10_000.0, True), (1.0, False)):
+        run = Run(HYBRID, HALF, tampers=tampers, draw=Never(), clock=Clock(tick=1.0), predicted_s=predicted_s)
+        if found:
+            assert isinstance(given_up(run), PeerWrong)
+        else:
+            run.finish()
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_numbers_are_told_from_what_is_none_in_every_dtype(llama: Any, dtype: mx.Dtype) -> None:
     shape = KvShape(1, 4, 4, dtype)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from gguf import RopeScalingType
+from gguf.constants import MODEL_ARCH_NAMES
 from mlx_lm import utils as mlx_utils
 from support import gguf_kinds
 from support.gguf_models import CONFIGS, drawn, floats, logits, model_of, write
@@ -123,17 +124,20 @@ def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 
 
 def test_a_family_that_is_not_known_says_what_to_take_instead(tmp_path: Path) -> None:
+    """Those that people have files of in 2026."""
     file = write(tmp_path / "m.gguf", "qwen3", drawn("qwen3"), floats, add_name="Some Model 7B")
     raw = file.read_bytes()
-    file.write_bytes(
-        raw.replace(
-            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0qwen3",
-            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0mamba",
-        )
-    )
-    with pytest.raises(ModelUnsupported, match="'mamba'") as caught:
-        imported(file)
-    assert "mlx-community/Some-Model-7B-4bit" in caught.value.hint
+
+    def named(arch: str) -> bytes:
+        return b"general.architecture\x08\0\0\0" + len(arch).to_bytes(8, "little") + arch.encode()
+
+    for arch in ("qwen3next", "gemma4", "glm4moe", "minimax-m2", "nemotron_h_moe", "lfm2", "mistral4"):
+        assert arch in MODEL_ARCH_NAMES.values(), "gguf calls it otherwise now"
+        file.write_bytes(raw.replace(named("qwen3"), named(arch)) + bytes(64))
+        with pytest.raises(ModelUnsupported, match=f"architecture {arch!r}") as caught:
+            import_gguf(file, tmp_path)
+        assert "fleetctl models pull" in caught.value.hint
+        assert "mlx-community/Some-Model-7B-4bit" in caught.value.hint
 
 
 @pytest.mark.parametrize(

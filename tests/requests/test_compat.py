@@ -61,6 +61,7 @@ def test_chunks_that_matter_are_exact_only_where_home_would_cut(who: str) -> Non
         ("dtype", replace(HOME, dtype="bfloat16")),
         ("mlx-lm", replace(HOME, versions={"mlx": "0.31", "mlx-lm": "0.32"})),
         ("mlx-lm", replace(HOME, versions={})),
+        ("states", replace(HOME, states=1)),
         ("mlx", replace(HOME, versions={"mlx": "0.30", "mlx-lm": "0.31.3"}, layers=[b"x" * 8] * 4)),
     ],
 )

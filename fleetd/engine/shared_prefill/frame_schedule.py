@@ -5,10 +5,13 @@ other for where a number belongs. With C chunks, L the helper's layers, [a, b) i
 
     home → helper      TOKENS, then of [0, cached) per cache ROWS or STATE
     layers: helper → home       per chunk, per cache with a row per token ROWS; per other cache STATE; DONE
+                                before the last chunk's rows, if there are others: per running state SNAPSHOT
             helper → next       per chunk HIDDEN
-    tokens: helper → home       per cache ROWS of [a, b) or STATE; DONE
+    tokens: helper → home       per layer: per running state SNAPSHOT, if [a, b) has several chunks; per cache
+                                ROWS of [a, b) or STATE; DONE
             helper → next       per cache ROWS of [cached, b) or STATE
 
+A SNAPSHOT is the STATE before the last chunk, from which home can compute that chunk again (``state_check``).
 Most layers have one cache; some have several, or none. The size of a cache that rotates depends on how it was
 filled, so the head of its STATE says it within bounds.
 """
@@ -97,8 +100,11 @@ class _LayersFrames:
 
     @staticmethod
     def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-        layers = split.layers_of(place)
+        layers, snapshot = split.layers_of(place), split.snapshot_of(place)
         for chunk in split.chunks_of(place):
+            if chunk.start == snapshot:
+                for layer in layers:
+                    yield from _snapshots(layer, snapshot, sizes)
             for layer in layers:
                 yield from (head for head in _kept(layer, chunk.start, chunk.stop, sizes) if _is_rows(head))
         for layer in layers:
@@ -117,8 +123,10 @@ class _TokensFrames:
 
     @staticmethod
     def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-        own = split.tokens_of(place)
+        own, snapshot = split.tokens_of(place), split.snapshot_of(place)
         for layer in split.layers_of(place):
+            if snapshot is not None:
+                yield from _snapshots(layer, snapshot, sizes)
             yield from _kept(layer, own.start, own.stop, sizes)
 
     @staticmethod
@@ -140,6 +148,13 @@ def _kept(layer: int, start: int, stop: int, sizes: Sizes) -> Iterator[FrameHead
             yield FrameHeader(Kind.ROWS, layer, start, stop - start, shape.sizes(stop - start), part=part)
         else:
             yield FrameHeader(Kind.STATE, layer, 0, stop, shape.state_sizes or (0, 0), part=part)
+
+
+def _snapshots(layer: int, tokens: int, sizes: Sizes) -> Iterator[FrameHeader]:
+    """A layer's running states after ``tokens``: what is always of the same size."""
+    for part, shape in enumerate(sizes.parts(layer)):
+        if shape.state_sizes is not None:
+            yield FrameHeader(Kind.STATE, layer, 0, tokens, shape.state_sizes, part=part)
 
 
 def _is_rows(head: FrameHeader) -> bool:

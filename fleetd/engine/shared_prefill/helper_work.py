@@ -17,7 +17,7 @@ import mlx.core as mx
 from fleetd.engine.sequence_state import row_memory
 from fleetd.engine.sequence_state.parts import assembled, parts
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
-from fleetd.engine.sequence_state.shapes import KvShape
+from fleetd.engine.sequence_state.shapes import KvShape, RunningShape
 from fleetd.engine.shared_prefill import frame_payloads, passes
 from fleetd.engine.shared_prefill.frame_payloads import LayersArrived, Place, States
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
@@ -75,6 +75,12 @@ class _HelperWork:
     def buffers(self, head: FrameHeader) -> list[memoryview]:
         """The memory for an expected frame's payload. Called on a reader thread."""
         return frame_payloads.buffers(head, self.layout, self.row_buffers)
+
+    def send_snapshots(self, layer: int, home: FrameWriter) -> None:
+        """A layer's running states, as they are before its last chunk. MLX replaces their arrays."""
+        for cache, shape in zip(self.caches[layer], self.layout.parts(layer), strict=True):
+            if isinstance(shape, RunningShape):
+                home.cache(cache)
 
     def take_tokens(self, frame: Frame) -> Slots:
         self.slots = slots = Slots.arrived(frame.buffers[0], self.split)
@@ -135,6 +141,9 @@ class LayersOfHelper(_HelperWork):
         if self.slots is None:
             return
         tokens = self._chunks.popleft()
+        if tokens.start == self.split.snapshot_of(self.place):
+            for layer in self.layers:
+                self.send_snapshots(layer, home)
         hidden = self._hidden.popleft() if self.place else self.stage.embed(self.slots.tokens(tokens))
         caches = [self.cache(layer) for layer in self.layers]
         inputs = self.stage.inputs(self.slots.tokens(tokens), tokens.start)
@@ -213,6 +222,8 @@ class TokensOfHelper(_HelperWork):
         if self._major is None:
             return
         layer = self._major.layer
+        if self._major.ends:
+            self.send_snapshots(layer, home)
         if self._major.step(self.cache(layer)):
             # Only the streams need them now, and free them as they go.
             for cache in self.caches.pop(layer):

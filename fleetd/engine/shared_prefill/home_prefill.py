@@ -11,10 +11,11 @@ from ``done`` tokens on, with the bytes that it would have had without any helpe
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fleetd import limits
@@ -97,6 +98,7 @@ class SharedPrefill:
         self._check = SpotCheck(self._work.probes(), self._work, exact=self._exact)
         # Leading tokens from which later ones were drawn and checked; None once they were found wrong.
         self._drawn_of: int | None = split.cached
+        self._later: Iterator[None] | None = None
         try:
             self._open(connect, layout, slots, prefix)
             self._work.allocate()
@@ -192,8 +194,10 @@ class SharedPrefill:
             self._receive()
             if self._clock() - begun >= limits.SHARE_STEP_S:
                 break
-        if self._error is not None or self._complete == self._split.tokens:
+        if self._error is not None:
             self._check_later()
+        elif self._complete == self._split.tokens:
+            self._check_later(limits.SHARE_STEP_S)
         if self._error is not None:
             raise self._error
         if self.remaining == 0:
@@ -217,28 +221,47 @@ class SharedPrefill:
             return False
         return True
 
-    def _check_later(self) -> None:
+    def _check_later(self, most_s: float = math.inf) -> None:
         """Check a few tokens of those that are here, drawn only now; if they are wrong, nothing counts.
 
-        It takes about as long as the first check did. Where that is more than a hundredth of the prefill, it
-        is left out in as many cases as make it a hundredth on average.
+        Returns after about ``most_s``; ``done`` grows once a later call has come to the end.
         """
-        done = self._complete
+        done, begun = self._complete, self._clock()
         if self._drawn_of in (None, done):
             return
-        begun, share_s = self._clock(), limits.SHARE_LATER_SHARE * self._predicted_s
-        if self._times.checked_s * self._draw.random() <= share_s:
-            try:
-                for probe, rows in self._work.later_probes(done, self._draw):
-                    check = SpotCheck([probe], rows, exact=self._exact)
-                    while check.ready:
-                        check.step()
-                    check.settle()
-            except FleetError as error:
-                self._error, self._drawn_of = error, None
-                return
-        self._times.later_s += self._clock() - begun
-        self._drawn_of = done
+        if self._later is None:
+            self._later = self._later_checks(done)
+        try:
+            for _ in self._later:
+                if self._clock() - begun >= most_s:
+                    return
+        except FleetError as error:
+            self._error, self._drawn_of = error, None
+            return
+        finally:
+            self._times.later_s += self._clock() - begun
+        self._later, self._drawn_of = None, done
+
+    def _later_checks(self, done: int) -> Iterator[None]:
+        """Layer after layer. Raises PeerWrong.
+
+        The check takes about as long as the first one did, or longer by as many tokens as it has more. Where
+        that is more than a hundredth of the prefill, it is left out in as many cases as make it a hundredth
+        on average.
+        """
+        checks = [
+            SpotCheck([probe], rows, exact=self._exact)
+            for probe, rows in self._work.later_probes(done, self._draw)
+        ]
+        longer = sum(check.tokens for check in checks) / max(1, self._check.tokens)
+        share_s = limits.SHARE_LATER_SHARE * self._predicted_s
+        if self._times.checked_s * max(1.0, longer) * self._draw.random() > share_s:
+            return
+        for check in checks:
+            while check.ready:
+                check.step_layer()
+                yield
+            check.settle()
 
     def _finish(self) -> None:
         """All has arrived: end the streams. Until now, open streams showed helpers that home is alive."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -28,10 +28,14 @@ from fleetd.engine.shared_prefill.frame_payloads import LayersArrived, Place, St
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import LaterRows, Probe, Rows, drawn
+from fleetd.engine.shared_prefill.state_check import LastChunk, Snapshots, last_chunk
 from fleetd.engine.sparse_prefill.sparse_caches import row_cache
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.plan.prefill.split import Split, SplitKind
+
+# A probe made once all is here, and what it is compared with.
+LaterProbe = tuple[Probe, LaterRows | LastChunk]
 
 
 class _HomeWork:
@@ -44,7 +48,9 @@ class _HomeWork:
     ``fraction``: how much of the whole prefill is behind us; ``next_fraction``: how much will be when that is
     here which is waited for; ``behind()``: from which helper.
     ``checked_first``: whether ``done`` grows before the end, so that the spot check comes before other work.
-    ``later_probes(done, draw)``: of tokens drawn from the first ``done``, one for each helper at most.
+    ``later_probes(done, draw)``: of tokens drawn from the first ``done``, one for each helper at most. Where
+    running states are kept: of each helper's last chunk.
+    ``last_hidden``: what ``state_check`` asks for besides.
     What ``spot_check.ReceivedRows`` asks for.
     """
 
@@ -66,6 +72,7 @@ class _HomeWork:
         self._states = States(empty, layout, split)
         for place in self.places(range(split.layers), in_rows=False):
             self._states.start(place, self.prefix[place[0]][place[1]])
+        self.snapshots = Snapshots(self._states, split)
         # Without states everything that is computed can be taken back to any token.
         self.keeps_states = layout.keeps_states(range(split.layers))
 
@@ -142,12 +149,19 @@ class _HomeWork:
             )
         ]
 
-    def _context(self, layer: int, tokens: int, states: Sequence[Any]) -> list[Any]:
+    def _context(self, layer: int, tokens: int, states: Sequence[Any] | Mapping[int, Any]) -> list[Any]:
         """Caches of the first ``tokens``, to be added to. ``states``: those without a row per token."""
         return [
             self._begun(self.caches[layer][part], tokens) if shape.in_rows else copy_on_write(states[part])
             for part, shape in enumerate(self.layout.parts(layer))
         ]
+
+    def before_last_chunk(self, place: int, layer: int) -> list[Any] | None:
+        """A layer's caches, to be added to, of what comes before the last chunk of helper ``place``; None if
+        that is all that comes before its part."""
+        if (at := self.split.snapshot_of(place)) is None:
+            return None
+        return self._context(layer, at, self.snapshots.of(self.owner(place, layer), layer))
 
     def owner(self, place: int, layer: int) -> int:
         """The helper that computes a layer of the tokens of helper ``place``."""
@@ -198,6 +212,7 @@ class LayersAtHome(_HomeWork):
         self._chunks = len(split.chunks_of(split.helpers))
         self._hidden: deque[mx.array] = deque()
         self._begin: mx.array | None = None
+        self._latest: mx.array | None = None
         self._computed = 0
         # Frames of rows that arrived of each helper, and how many of them make a chunk.
         self._arrived = [0] * split.helpers
@@ -213,6 +228,8 @@ class LayersAtHome(_HomeWork):
             self.row_buffers[layer, part] = RowBuffer(self.caches[layer][part])
 
     def take(self, place: int, frame: Frame) -> None:
+        if self.snapshots.took(place, frame):
+            return
         match frame.head.kind:
             case Kind.ROWS:
                 self._arrived[place] += 1
@@ -223,6 +240,7 @@ class LayersAtHome(_HomeWork):
                 if self._begin is None:
                     self._begin = hidden[:, : limits.SHARE_SPOT_TOKENS]
                 self._hidden.append(hidden)
+                self._latest = hidden
             case _:
                 self._ended[place] = True
                 for layer, part in self.places(self.split.layers_of(place), in_rows=True):
@@ -288,11 +306,16 @@ class LayersAtHome(_HomeWork):
     def probes(self) -> list[Probe]:
         return [self.probe(0, self.split.tokens_of(0), range(self._own.start))]
 
-    def later_probes(self, done: int, draw: random.Random) -> list[tuple[Probe, LaterRows]]:
+    def later_probes(self, done: int, draw: random.Random) -> list[LaterProbe]:
         # What this machine's first layer made of the tokens shows the hidden states that it was sent.
         layers = range(min(self._own.start + 1, self.split.layers))
-        found = self.later_probe(0, range(self.split.cached, done), layers, draw)
+        found: LaterProbe | None = self.later_probe(0, range(self.split.cached, done), layers, draw)
+        if found is None and done == self.split.tokens:
+            found = last_chunk(self, 0, range(self._own.start))
         return [found] if found is not None else []
+
+    def last_hidden(self, layer: int) -> mx.array | None:
+        return self._latest if layer == self._own.start else None
 
     def owner(self, place: int, layer: int) -> int:
         # The first layer here rests on what the last helper sent.
@@ -345,6 +368,8 @@ class TokensAtHome(_HomeWork):
             self.row_buffers[layer, part] = RowBuffer(self.caches[layer][part])
 
     def take(self, place: int, frame: Frame) -> None:
+        if self.snapshots.took(place, frame):
+            return
         match frame.head.kind:
             case Kind.DONE:
                 self._ended[place] = True
@@ -411,12 +436,18 @@ class TokensAtHome(_HomeWork):
         layers = range(self.split.layers)
         return [self.probe(i, self.split.tokens_of(i), layers) for i in range(self.split.helpers)]
 
-    def later_probes(self, done: int, draw: random.Random) -> list[tuple[Probe, LaterRows]]:
-        layers, found = range(self.split.layers), []
+    def later_probes(self, done: int, draw: random.Random) -> list[LaterProbe]:
+        layers, found = range(self.split.layers), list[LaterProbe]()
         for i in range(self.split.helpers):
             tokens = self.split.tokens_of(i)
-            found.append(self.later_probe(i, range(tokens.start, min(tokens.stop, done)), layers, draw))
-        return [probe for probe in found if probe is not None]
+            probe: LaterProbe | None = self.later_probe(
+                i, range(tokens.start, min(tokens.stop, done)), layers, draw
+            )
+            if probe is None and done == self.split.tokens:
+                probe = last_chunk(self, i, layers)
+            if probe is not None:
+                found.append(probe)
+        return found
 
     def context(self, place: int, layer: int) -> list[Any] | None:
         if min(map(self._of, range(place)), default=self.split.layers) <= layer:
@@ -431,6 +462,9 @@ class TokensAtHome(_HomeWork):
 
     def kept(self, place: int, layer: int) -> list[Any]:
         return [self._after[place].get((layer, part), own) for part, own in enumerate(self.caches[layer])]
+
+    def last_hidden(self, layer: int) -> mx.array | None:
+        return None
 
     def compared(self, place: int, layer: int, count: int) -> Rows:
         return self.rows(self.kept(place, layer), self.split.tokens_of(place).start, count)

@@ -97,6 +97,11 @@ class LayerMajor:
         return self.chunk == 0
 
     @property
+    def ends(self) -> bool:
+        """True if the next step is a layer's last of several."""
+        return 0 < self.chunk == len(self._hidden) - 1
+
+    @property
     def finished(self) -> bool:
         return self.layer == len(self.parts) or not self._hidden
 

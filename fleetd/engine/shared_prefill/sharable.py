@@ -18,6 +18,9 @@ from fleetd.engine.sparse_prefill.rope import install
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelUnsupported
 
+# Once at the end, and as they were before the last chunk.
+_STATES = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Sharable:
@@ -34,14 +37,17 @@ class Sharable:
         ``known``: what a load of the same files found on this device; then nothing is computed.
         """
         layout = KvLayout.of(stage)
+        states = _STATES if layout.state_bytes else 0
         if known is not None:
             if not known.sparse:
                 install(stage.weights)
-            return cls(stage, layout, known)
+            return cls(stage, layout, msgspec.structs.replace(known, states=states))
         found = arithmetic(
             stage, layout, device=device, accelerator=accelerator_name(device), versions=versions
         )
-        return cls(stage, layout, msgspec.structs.replace(found, sparse=_not_sparse(stage, layout)))
+        return cls(
+            stage, layout, msgspec.structs.replace(found, sparse=_not_sparse(stage, layout), states=states)
+        )
 
     @property
     def any_chunks(self) -> bool:

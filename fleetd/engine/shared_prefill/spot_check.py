@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import mlx.core as mx
 import numpy as np
@@ -27,15 +27,15 @@ from fleetd.engine.layer_calls import PassInputs
 from fleetd.engine.sequence_state import row_memory
 from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.sequence_state.kinds import kind_of
-from fleetd.engine.sequence_state.parts import assembled
+from fleetd.engine.sequence_state.parts import assembled, parts
 from fleetd.engine.shared_prefill import passes
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.stage import Stage
 from fleetd.errors import PeerWrong
 
 # Keys and values (1, heads, count, width) of some tokens, for each cache of a layer; None where it has no row
-# for each of them.
-Rows = list[tuple[mx.array, mx.array] | None]
+# for each of them. Or the arrays of a running state.
+Rows = list[tuple[mx.array, ...] | None]
 WHAT_TO_SUSPECT = "Its model, its accelerator or its memory is not what it says."
 
 
@@ -90,10 +90,19 @@ class Probe:
     settled: int = 0
 
     @classmethod
-    def of(cls, place: int, parts: Sequence[Stage], slots: Slots, first: range) -> Probe:
+    def of(cls, place: int, parts: Sequence[Stage], slots: Slots, first: range) -> Self:
         tokens, where = slots.tokens(first), slots.where(first)
         hidden, inputs = parts[0].embed(tokens), parts[0].inputs(tokens, first.start)
         return cls(place, parts, hidden, len(first), where, inputs)
+
+    def made(self, cache: Any) -> tuple[mx.array, ...] | None:
+        """What is compared of one of a layer's caches; None for nothing."""
+        return _newest(cache, self.count)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it computes, each layer on its own."""
+        return self.count * len(self.parts)
 
     @property
     def computed(self) -> bool:
@@ -108,7 +117,7 @@ class Probe:
         part = self.parts[len(self.rows)]
         cache = assembled(part.empty[0], caches)
         out = passes.run(part, self.hidden, [cache], self.where, self.inputs)
-        rows = [_newest(one, self.count) for one in caches]
+        rows = [self.made(one) for one in caches]
         mx.eval([x for x in rows if x is not None], [] if out is None else out)
         self.rows.append(rows)
         if out is not None:
@@ -178,6 +187,16 @@ class SpotCheck:
                     return probe, context
         return None
 
+    @property
+    def tokens(self) -> int:
+        """As ``Probe.tokens``, of all."""
+        return sum(probe.tokens for probe in self._probes)
+
+    def step_layer(self) -> None:
+        """Compute one layer of one probe, if its context is here."""
+        if (found := self._next()) is not None:
+            found[0].step(found[1])
+
     def step(self) -> None:
         """Compute what can be computed of one probe."""
         found = self._next()
@@ -198,9 +217,11 @@ class SpotCheck:
     def _compare(self, probe: Probe, layer: int) -> None:
         owner = self._received.owner(probe.place, layer)
         theirs = self._received.compared(probe.place, layer, probe.count)
-        for mine, sent in zip(probe.rows[layer], theirs, strict=True):
+        empty = parts(probe.parts[layer].empty[0])
+        for cache, mine, sent in zip(empty, probe.rows[layer], theirs, strict=True):
             if mine is not None and sent is not None:
-                for name, ours, other in zip(("keys", "values"), mine, sent, strict=True):
+                names = ("keys", "values") if kind_of(cache).attention else ("running states",) * len(mine)
+                for name, ours, other in zip(names, mine, sent, strict=True):
                     self._check(ours, other, owner, f"{name} of layer {layer}")
         after = self._received.hidden(probe.place, layer + 1, probe.count)
         if after is not None and probe.computed:

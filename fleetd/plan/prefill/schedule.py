@@ -138,7 +138,8 @@ class Chain:
         if home_share:
             pipe.stages.append(self._computing(self._home, home_share, chunk, self._home_free_s))
         computed_end_s, rows_end_s = pipe.ends(rows)
-        port_s = self._port.seconds(sum(kept) * (prompt.kv_bytes_per_token * len(new) + prompt.state_bytes))
+        states = prompt.state_bytes * _snapshots(new, chunk)
+        port_s = self._port.seconds(sum(kept) * (prompt.kv_bytes_per_token * len(new) + states))
         rows_end_s = max(rows_end_s, begun_s + port_s, self._home_free_s)
         computed_s = self._home.total(home_share, new, chunk)
         return Timeline(
@@ -158,7 +159,8 @@ class Chain:
         row_bytes, state_bytes = prompt.kv_bytes_per_token / layers, prompt.state_bytes / layers
         home_s = self._home.total(1.0, home_part, chunk)
         port_s = self._port.seconds(
-            prompt.kv_bytes_per_token * (home_part.start - prompt.cached) + prompt.state_bytes * len(parts)
+            prompt.kv_bytes_per_token * (home_part.start - prompt.cached)
+            + prompt.state_bytes * sum(_snapshots(part, chunk) for part in parts)
         )
         end_s = max(self._home_free_s + home_s, begun_s + port_s + home_s * last)
         # The chain up to this helper: each stage's seconds for one layer and for the last one, and the delay
@@ -168,7 +170,7 @@ class Chain:
         for i, (helper, part) in enumerate(zip(self._helpers, parts, strict=True)):
             work_s = helper.speed.total(1.0, part, chunk)
             path.append((work_s * one, work_s * last))
-            rows_s = helper.link.seconds(row_bytes * len(part) + state_bytes)
+            rows_s = helper.link.seconds(row_bytes * len(part) + state_bytes * _snapshots(part, chunk))
             stages = [*path, (rows_s, rows_s), (home_s * one, home_s * last)]
             lead_s = begun_s + late_s + helper.link.one_way_s
             end_s = max(end_s, lead_s + _layer_after_layer(stages, layers))
@@ -307,3 +309,8 @@ class _PipeTimeline:
                         turns.add(math.ceil(at))
                 between_s += late.growth_s
         return sorted(turns)
+
+
+def _snapshots(tokens: range, chunk: int) -> int:
+    """How often a helper sends its running states to home: before its last chunk, too, if it has several."""
+    return 2 if len(tokens) > chunk else 1

@@ -71,6 +71,12 @@ class Split(msgspec.Struct, frozen=True):
         """Tokens that a machine computes, in its chunks."""
         return chunks(self.tokens_of(machine), self.chunk)
 
+    def snapshot_of(self, place: int) -> int | None:
+        """The token at which the last of helper ``place``'s chunks begins: running states, which cannot be
+        had from later ones, are sent as they are there, too. None if it has one chunk: home knows them."""
+        own = self.chunks_of(place)
+        return own[-1].start if len(own) > 1 else None
+
     def has_next(self, place: int) -> bool:
         """True if helper ``place`` sends anything to the next machine, which may be home."""
         return place + 1 < self.helpers or _RULES[self.kind].last_sends(self)

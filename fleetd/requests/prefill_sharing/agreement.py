@@ -219,6 +219,8 @@ def compare(
     _same("dtype", home.dtype, helper.dtype)
     # Between its versions a model's very graph may differ, where no fingerprint of one layer shows it.
     _same("mlx-lm", home.versions.get("mlx-lm", ""), helper.versions.get("mlx-lm", ""))
+    # Between forms, frames would come that are not due.
+    _same("states", str(home.states), str(helper.states))
     if sparse and helper.sparse:
         raise Incompatible(f"The helper cannot leave out tokens of a prompt. {helper.sparse}", param="sparse")
     missing = [layer for layer in layers if _of(helper, layer) is None]
