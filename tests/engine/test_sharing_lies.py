@@ -460,7 +460,7 @@ def test_attack_windows_are_right_and_later_rows_beside_them_are_not(split: Spli
 
 
 @pytest.mark.parametrize("split", WINDOWED.values(), ids=WINDOWED)
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def test_an_honest_helper_with_windows_is_never_blamed(name: str, split: Split) -> None:
     for draw in (Fixed(), random.Random(1)):
         assert Run(tiny(name), split, draw=draw).finish().done == split.tokens
