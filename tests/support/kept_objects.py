@@ -39,7 +39,8 @@ def without_collector() -> Iterator[Kept]:
 
 def _objects() -> Counter[str]:
     kinds = (type(each) for each in gc.get_objects())
-    return Counter(kind.__qualname__ for kind in kinds if kind.__module__.startswith("fleetd."))
+    # Some libraries' classes have something else than a name there.
+    return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith("fleetd."))
 
 
 def _bytes() -> int:
