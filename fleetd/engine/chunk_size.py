@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 # While no answer runs: a client that goes away has its slot back within this and what it takes to notice it,
-# and a request that comes waits as long. A CPU reads 4,096 tokens with a tenth less work in chunks of 256 than
-# in those of 128 that half a second allows. A GPU gains up to two seconds; Metal ends what takes it five.
+# and a request that comes waits as long. A CPU reads 4,096 tokens with a tenth less work in chunks of 256
+# than in those of 128 that half a second allows. A GPU gains up to two seconds; Metal ends what takes five.
 ALONE_S, ALONE_GPU_S = 1.0, 2.0
 # Beside running answers: what each of them waits for its next token.
 SHARED_S = 0.15
