@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 from api_fakes import Site, serve, serve_unix, services
+from kept_objects import without_collector
 from msgspec.structs import replace
 
 from fleetd.api.page.files import FOLDER, PREFIX, SERVED
@@ -249,6 +250,27 @@ async def test_events_tell_everything_first_and_then_what_changes() -> None:
                 change |= await next_change(response)
             assert change["requests"] == {"r1": None}
             assert change["traces"][0]["id"] == "r1"
+
+
+@pytest.mark.one_loop
+async def test_fifty_listeners_that_break_off_are_freed_without_the_garbage_collector() -> None:
+    watched = Watched()
+    async with serve(watched.services) as site:
+        session = await logged_in(site, watched.services)
+
+        async def broken_off() -> None:
+            response = await session.get("/fleet/v1/events")
+            await next_change(response)
+            response.close()
+
+        async with session:
+            await broken_off()
+            with without_collector() as kept:
+                for _ in range(50):
+                    await broken_off()
+                await kept.until_few(5)
+                assert kept.n_bytes < 1 << 20
+    assert not watched.services.listeners
 
 
 async def test_events_end_when_the_daemon_stops_and_when_the_page_logs_out() -> None:

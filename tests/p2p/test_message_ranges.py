@@ -119,6 +119,33 @@ def test_every_number_has_a_least_and_a_most(kind: Any) -> None:
         assert high is not None, path
 
 
+def patterns(kind: inspect.Type) -> Iterator[str]:
+    match kind:
+        case inspect.StrType(pattern=str(pattern)):
+            yield pattern
+        case inspect.StructType():
+            for field in kind.fields:
+                yield from patterns(field.type)
+        case inspect.ListType() | inspect.VarTupleType() | inspect.SetType():
+            yield from patterns(kind.item_type)
+        case inspect.TupleType():
+            for item in kind.item_types:
+                yield from patterns(item)
+        case inspect.DictType():
+            yield from patterns(kind.key_type)
+            yield from patterns(kind.value_type)
+        case inspect.UnionType():
+            for each in kind.types:
+                yield from patterns(each)
+
+
+def test_no_pattern_admits_a_newline_at_the_end() -> None:
+    """A dollar sign would; ``\\Z`` does not."""
+    found = [pattern for kind in KINDS for pattern in patterns(inspect.type_info(kind))]
+    assert len(found) > 10
+    assert [pattern for pattern in found if not pattern.endswith(r"\Z")] == []
+
+
 def replaced(value: Any, path: tuple[Any, ...], number: Any) -> Any:
     """The sample with a number put at the end of a path. Raises LookupError where the sample has none."""
     if not path:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from fleet_nodes import running, settings, together, until
+from kept_objects import without_collector
 
 from fleetd import limits
 from fleetd.control.pairing_events import CodeShown, Crowded, Meeting, Paired, PairingEvent
@@ -154,6 +155,24 @@ async def test_attack_silent_connections_do_not_keep_a_machine_from_pairing(tmp_
         seen = await inviting
         assert [type(event) for event in seen] == [CodeShown, Crowded, Meeting, Paired]
         assert seen[1] == Crowded(["127.0.0.1"]), "the person is told, once"
+
+
+@pytest.mark.one_loop
+async def test_fifty_calls_that_break_while_a_code_is_shown_are_freed_without_the_garbage_collector(
+    tmp_path: Path,
+) -> None:
+    a, calls = Node(settings(tmp_path, "a")), limits.PAIRING_CONNECTIONS
+    async with running(a):
+        async with aclosing(PairingService(a).pair()) as events:
+            assert isinstance(await anext(events), CodeShown)
+            async with strangers(a, calls):
+                pass
+            with without_collector() as kept:
+                for _ in range(-(-50 // calls)):
+                    async with strangers(a, calls):
+                        pass
+                await kept.until_few(calls)
+                assert kept.n_bytes < 1 << 20
 
 
 async def test_attack_a_machine_that_has_the_code_does_not_give_way(tmp_path: Path) -> None:

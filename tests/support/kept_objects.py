@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import tracemalloc
 from collections import Counter
@@ -23,6 +24,21 @@ class Kept:
     @property
     def n_bytes(self) -> int:
         return _bytes() - self._bytes
+
+    async def until_few(self, most: int, within_s: float = 30.0) -> None:
+        """Until there are at most so many objects of each class more than before: their ends may be due.
+
+        Raises AssertionError with those that are too many.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                while self._too_many(most):  # noqa: ASYNC110  (nothing tells when an object is freed)
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise AssertionError(f"still there: {self._too_many(most)}") from None
+
+    def _too_many(self, most: int) -> dict[str, int]:
+        return {name: count for name, count in self.objects.items() if count > most}
 
 
 @contextmanager

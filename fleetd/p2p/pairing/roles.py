@@ -82,32 +82,32 @@ class Joiner(Side):
         """The inviter is in the roster on disk. ``records``: this machine's, for the inviter."""
         if self._end("saving"):
             self._send_records(records)
-            self._await(self._on_finished, now)
+            self._await(Joiner._on_finished, now)
         return []
 
     def _met(self, now: float) -> list[Event]:
         self._run = self._pake(self._secret)
         self._send(PakeShare(self._run.message))
-        self._await(self._on_share, now)
+        self._await(Joiner._on_share, now)
         return []
 
     def _on_share(self, message: Message, now: float) -> list[Event]:
         self._agree(self._run.finish(of_kind(message, PakeShare).message))
         self._send(Confirm(self._keys.confirmation))
-        self._await(self._on_confirm, now)
+        self._await(Joiner._on_confirm, now)
         return []
 
     def _on_confirm(self, message: Message, now: float) -> list[Event]:
         if not self._keys.confirms(of_kind(message, Confirm).mac):
             return self._fail(wrong_code(), "wrong_code")
         self._prove()
-        self._await(self._on_proof, now)
+        self._await(Joiner._on_proof, now)
         return []
 
     def _on_proof(self, message: Message, now: float) -> list[Event]:
         accepted = self._proven(message)
         # A person at the other machine answers first.
-        self._await(self._on_records, now, limits.PAIRING_ANSWER_S + limits.PAIRING_STEP_S)
+        self._await(Joiner._on_records, now, limits.PAIRING_ANSWER_S + limits.PAIRING_STEP_S)
         return [accepted]
 
     def _on_records(self, message: Message, now: float) -> list[Event]:
@@ -150,7 +150,7 @@ class Inviter(Side):
         """
         if self._end("asking"):
             self._send_records(records)
-            self._await(self._on_records, now)
+            self._await(Inviter._on_records, now)
         return []
 
     def saved(self) -> list[Event]:
@@ -162,7 +162,7 @@ class Inviter(Side):
         return [PairingDone()]
 
     def _met(self, now: float) -> list[Event]:
-        self._await(self._on_share, now)
+        self._await(Inviter._on_share, now)
         return []
 
     def _on_share(self, message: Message, now: float) -> list[Event]:
@@ -178,7 +178,7 @@ class Inviter(Side):
         key = run.finish(share)
         self._send(PakeShare(run.message))
         self._agree(key)
-        self._await(self._on_confirm, now)
+        self._await(Inviter._on_confirm, now)
         return []
 
     def _on_confirm(self, message: Message, now: float) -> list[Event]:
@@ -190,7 +190,7 @@ class Inviter(Side):
             return self._fail(error, "closed")
         self._send(Confirm(self._keys.confirmation))
         self._prove()
-        self._await(self._on_proof, now)
+        self._await(Inviter._on_proof, now)
         return []
 
     def _on_proof(self, message: Message, now: float) -> list[Event]:

@@ -166,6 +166,8 @@ class PairingService:
                 log.info("pairing.failed", error=str(error))
             finally:
                 opened.connections.pop(task, None)
+                # A cancelled task keeps the error, and the error this frame.
+                task = None
 
     @staticmethod
     def _make_room(opened: _OpenWindow, address: str) -> None:
@@ -346,9 +348,10 @@ async def exchange(side: Inviter | Joiner, sock: socket.socket) -> AsyncIterator
     """
     loop = asyncio.get_running_loop()
     while True:
-        within = asyncio.timeout_at(side.deadline or loop.time() + limits.PAIRING_STEP_S)
+        # The timeout has no name: the task keeps the error that cancels it, the error this frame, and a
+        # timeout the task.
         with contextlib.suppress(OSError):  # reading fails as well
-            async with within:
+            async with asyncio.timeout_at(side.deadline or loop.time() + limits.PAIRING_STEP_S):
                 await loop.sock_sendall(sock, side.data_to_send())
         if side.done or side.failed is not None:
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fleetd import limits
 from fleetd.errors import IdentityRefused, PairingClosed, PairingFailed
@@ -61,7 +61,8 @@ Event = CodeAccepted | Admitted | Joined | PairingDone | PairingBroke
 
 # ---- What both sides do ----------------------------------------------------------------------------------
 
-_Handler = Callable[[Message, float], list[Event]]
+# Not bound: a side that kept a bound method would keep itself until the garbage collector comes.
+_Handler = Callable[[Any, Message, float], list[Event]]
 _M = TypeVar("_M", bound=Message)
 
 
@@ -81,7 +82,7 @@ class Side(abc.ABC):
         self._random_bytes = random_bytes
         self._in = bytearray()
         self._out = bytearray()
-        self._handle: _Handler = self._on_hello
+        self._handle: _Handler = Side._on_hello
         self._at_work: Literal["", "asking", "saving"] = ""
         self._peer: PairingHello
         self._peer_id = ""
@@ -148,7 +149,7 @@ class Side(abc.ABC):
             self.refused = True
             return self._fail(self._refused(message.reason), None)
         self._bodies.setdefault(("inviter" if self.role == "joiner" else "joiner", type(message)), body)
-        return self._handle(message, now)
+        return self._handle(self, message, now)
 
     def _send(self, message: Message) -> None:
         body = wire.encode(message)
@@ -158,7 +159,8 @@ class Side(abc.ABC):
     def _fail(self, error: PairingFailed, tell: Refusal | None) -> list[Event]:
         if tell is not None:
             self._send(Refuse(tell))
-        self.failed = error
+        # Without the frames that raised it, which have this side in them.
+        self.failed = error.with_traceback(None)
         self.deadline = None
         return [PairingBroke(error)]
 
@@ -188,7 +190,7 @@ class Side(abc.ABC):
 
     def _begin(self, work: Literal["asking", "saving"], deadline: float | None) -> None:
         """Begin work of this machine; until it ends, a message of the other side is an error."""
-        self._handle = self._on_nothing
+        self._handle = Side._on_nothing
         self._at_work = work
         self.deadline = deadline
 
