@@ -12,7 +12,7 @@ from fakes import FakeModels, FakePool, answer
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from test_placing import FACTS, MODEL, OWN, FakeOthers, FakeStream, machine, spoken
+from test_placement import FACTS, MODEL, OWN, FakeOthers, FakeStream, machine, spoken
 
 from fleetd import limits
 from fleetd.engine.protocol import Accepted, Generate, Prefill, TextPrompt
