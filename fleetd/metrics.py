@@ -8,12 +8,13 @@ closed lists. Engine gauges are read only when they are scraped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 
 from fleetd import limits
+from fleetd.control.daemon_status import EngineStatus
+from fleetd.control.fleet_view import PeerView
 from fleetd.control.prefill_trace import Speculated
 from fleetd.engine.protocol import Timings, Usage
 from fleetd.engine.speculation.local_sources import SOURCE_NAMES
@@ -35,38 +36,6 @@ _OTHER = "other"
 _SPEC_WIDTHS = (2, 3, 4, 6, 8, 12, limits.SPEC_WIDTH)
 
 
-class EngineFigures(Protocol):
-    """The part of an engine's status that is a gauge."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def kv_bytes(self) -> int: ...
-    @property
-    def kv_budget_bytes(self) -> int: ...
-    @property
-    def memory_bytes(self) -> int: ...
-    @property
-    def restarts(self) -> int: ...
-    @property
-    def disk_queued_bytes(self) -> int: ...
-    @property
-    def disk_written_bytes(self) -> int: ...
-    @property
-    def disk_dropped(self) -> int: ...
-
-
-class PeerFigures(Protocol):
-    """The part of a peer's view that is a gauge (``fleetd.control.fleet_view.PeerView``)."""
-
-    @property
-    def short_id(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def rtt_ms(self) -> float | None: ...
-
-
 class Metrics:
     """All series of one daemon."""
 
@@ -74,8 +43,8 @@ class Metrics:
         self,
         version: str,
         *,
-        engines: Callable[[], Iterable[EngineFigures]] = lambda: (),
-        peers: Callable[[], Iterable[PeerFigures]] = lambda: (),
+        engines: Callable[[], Iterable[EngineStatus]] = lambda: (),
+        peers: Callable[[], Iterable[PeerView]] = lambda: (),
     ) -> None:
         # A creation time per counter and histogram would double what a scrape carries, for no dashboard.
         disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -104,7 +104,9 @@ def _make_big_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     values = np.random.default_rng(1).integers(0, 1 << 32, _PIECE_BYTES // 4, dtype=np.uint32)
-    pieces = [PlannedTensor(f"piece-{n:02}", "U32", values.shape, lambda: values) for n in range(_PIECES)]
+    pieces = [
+        PlannedTensor.whole(f"piece-{n:02}", "U32", values.shape, lambda: values) for n in range(_PIECES)
+    ]
     write_safetensors(folder / "model.safetensors", pieces)
 
 

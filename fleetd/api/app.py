@@ -18,10 +18,8 @@ from aiohttp.typedefs import Handler
 
 from fleetd import limits
 from fleetd.api import auth, body, failures
-from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.context import DIALECTS, REQUEST_ID, ROUTES, SERVICES, dialect_of, is_gone
 from fleetd.api.deadlines import is_trusted, make_runner
-from fleetd.api.ollama.dialect import OLLAMA
 from fleetd.api.openai.dialect import OPENAI
 from fleetd.api.refusal_log import RefusalLog
 from fleetd.api.route_entry import Route
@@ -41,7 +39,7 @@ def build_app(services: Services, routes: Sequence[Route] = ALL_ROUTES) -> web.A
     app = web.Application(middlewares=[_errors, auth.guard], client_max_size=limits.HTTP_BODY_BYTES)
     app[SERVICES] = services
     app[_REFUSALS] = RefusalLog()
-    app[DIALECTS] = (OPENAI, ANTHROPIC, OLLAMA)
+    app[DIALECTS] = tuple(dict.fromkeys((OPENAI, *(route.dialect for route in routes))))
     app[ROUTES] = {
         app.router.add_route(method, path, route.handler, expect_handler=body.expect): route
         for route in routes

@@ -10,7 +10,7 @@ from functools import partial
 
 from aiohttp import hdrs
 
-from fleetd.api import compress, health, openapi
+from fleetd.api import compress, health, models, openapi
 from fleetd.api.anthropic import handlers as messages
 from fleetd.api.anthropic.bodies import CountBody, MessagesBody
 from fleetd.api.anthropic.dialect import ANTHROPIC
@@ -21,7 +21,7 @@ from fleetd.api.ollama import handlers as ollama
 from fleetd.api.ollama import model_handlers as ollama_models
 from fleetd.api.ollama import objects as ollama_objects
 from fleetd.api.ollama.dialect import OLLAMA
-from fleetd.api.openai import bodies, handlers, models, objects
+from fleetd.api.openai import bodies, handlers, objects
 from fleetd.api.openai.dialect import CONTROL, OPENAI
 from fleetd.api.page import access, files
 from fleetd.api.responses import handlers as responses

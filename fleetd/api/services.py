@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from fleetd.api.disabled_fleet import DisabledFleet
-from fleetd.api.page.sessions import PageSessions
+from fleetd.api.page_sessions import PageSessions
 from fleetd.cache.service import DiskCache
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.cache_report import MachineFetches
@@ -23,7 +23,7 @@ from fleetd.models.catalog import CatalogEntry
 from fleetd.models.model_names import ModelNames
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
-from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.pull_lines import PullProgress
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill.compression_job import CompressionService
 

@@ -11,21 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from fleetd.compression.structure import unnumbered
+from fleetd.compression.unit_list import UnitList
 from fleetd.compression.words import Range, lines
-
-
-class Pieces(Protocol):
-    """Takes the pieces that ``split`` finds. A frame is named by the number that ``frames`` returned for
-    it.
-    """
-
-    def add(self, span: Range, frames: tuple[int, ...]) -> int: ...
-
-    def frames(self, spans: Sequence[Range], outer: tuple[int, ...]) -> tuple[int, ...]: ...
-
 
 _TAB = 4
 _DEPTH = 12
@@ -57,14 +46,14 @@ class _Line:
     aside: bool = False
 
 
-def split(text: str, span: Range, most: int, frames: tuple[int, ...], to: Pieces) -> None:
+def split(text: str, span: Range, most: int, frames: tuple[int, ...], to: UnitList) -> None:
     """Pieces of at most about ``most`` characters that tile ``span``. Never cut within a line."""
     rows = lines(text, *span)
     bare = unnumbered([text[slice(*row)] for row in rows])
     _split([_look(row, line) for row, line in zip(rows, bare, strict=True)], most, frames, to, 0)
 
 
-def _split(rows: list[_Line], most: int, frames: tuple[int, ...], to: Pieces, depth: int) -> None:
+def _split(rows: list[_Line], most: int, frames: tuple[int, ...], to: UnitList, depth: int) -> None:
     if not rows:
         return
     if rows[-1].end - rows[0].start <= most or depth >= _DEPTH or len(rows) == 1:
@@ -116,7 +105,7 @@ def _inside_of(rows: Sequence[_Line], base: int) -> list[bool]:
     return found[::-1]
 
 
-def _inside(rows: list[_Line], most: int, frames: tuple[int, ...], to: Pieces, depth: int) -> None:
+def _inside(rows: list[_Line], most: int, frames: tuple[int, ...], to: UnitList, depth: int) -> None:
     """Split a statement that is too long: its own lines become frames of its deeper lines."""
     base = min((row.indent for row in rows if row.indent >= 0), default=0)
     runs: list[tuple[bool, list[_Line]]] = []
@@ -145,7 +134,7 @@ def _lead(first: list[_Line], most: int) -> list[_Line]:
     return first[:count] if first[count].start - first[0].start > _LEAD_SHARE * most else []
 
 
-def _pack(groups: list[list[_Line]], most: int, frames: tuple[int, ...], to: Pieces) -> None:
+def _pack(groups: list[list[_Line]], most: int, frames: tuple[int, ...], to: UnitList) -> None:
     """Join whole groups while they fit."""
     start = end = -1
     for group in groups:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fleetd.compression.text_units import TextUnit
+from fleetd.compression.unit_list import TextUnit
 from fleetd.compression.words import Range
 
 # What "[... 212 tokens omitted ...]" on a line of its own comes to.

@@ -8,12 +8,11 @@ brackets and keys around a value, a function's first and last line.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fleetd.compression import code_blocks
 from fleetd.compression.json_values import JsonNode
-from fleetd.compression.structure import Kind, Region, regions
+from fleetd.compression.structure import Region, regions
+from fleetd.compression.unit_list import TextUnit, UnitList
 from fleetd.compression.words import PARAGRAPH_END, Range, lines, sentences
 
 # No unit of several sentences, statements or values is longer than about 128 tokens.
@@ -22,20 +21,6 @@ MOST_CHARS = 512
 _SMALL = 48
 _LEAST_WHOLE = 240
 _HEADING = re.compile(r"#{1,6} |.{1,80}:$")
-
-
-@dataclass(frozen=True, slots=True)
-class TextUnit:
-    """Characters ``[start, end)`` of a block; ``frames``: indexes of the units kept with this one.
-
-    ``is_frame``: kept only with others.
-    """
-
-    start: int
-    end: int
-    kind: Kind = "prose"
-    frames: tuple[int, ...] = ()
-    is_frame: bool = False
 
 
 def units(text: str, most_chars: int = MOST_CHARS, *, boundaries: bool = True) -> list[TextUnit]:
@@ -58,47 +43,12 @@ def units(text: str, most_chars: int = MOST_CHARS, *, boundaries: bool = True) -
     return builder.sorted()
 
 
-class _Builder:
+class _Builder(UnitList):
     def __init__(self, text: str, most: int) -> None:
-        self._text = text
+        super().__init__(text)
         self._most = most
         # Sentences, statements and records are not cut for a small budget: shreds say nothing.
         self._most_whole = min(MOST_CHARS, max(most, _LEAST_WHOLE))
-        self._found: list[TextUnit] = []
-        self.kind: Kind = "prose"
-
-    def add(self, span: Range, frames: tuple[int, ...] = ()) -> int:
-        """Add a unit; returns its index in order of addition."""
-        self._found.append(TextUnit(*span, self.kind, frames))
-        return len(self._found) - 1
-
-    def frames(self, spans: Sequence[Range], outer: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """New units that are kept together, around others: ``outer`` and their own indexes."""
-        first = len(self._found)
-        own = tuple(range(first, first + len(spans)))
-        for i, span in zip(own, spans, strict=True):
-            self.add(span, outer + tuple(other for other in own if other != i))
-        return outer + own
-
-    def sorted(self) -> list[TextUnit]:
-        """In the text's order, with the indexes of frames to match."""
-        found = self._found
-        framing = {frame for unit in found for frame in unit.frames}
-        ordered: list[tuple[TextUnit, bool]] = []
-        place: dict[int, int] = {}
-        for old in sorted(range(len(found)), key=lambda i: found[i].start):
-            unit, is_frame = found[old], old in framing
-            if ordered and not is_frame and self._text[unit.start : unit.end].isspace():
-                # A blank line belongs to the unit before it.
-                before, was_frame = ordered[-1]
-                ordered[-1] = TextUnit(before.start, unit.end, before.kind, before.frames), was_frame
-                continue
-            place[old] = len(ordered)
-            ordered.append((unit, is_frame))
-        return [
-            TextUnit(unit.start, unit.end, unit.kind, tuple(place[f] for f in unit.frames), is_frame)
-            for unit, is_frame in ordered
-        ]
 
     def region(self, region: Region) -> None:
         self.kind = region.kind

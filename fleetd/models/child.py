@@ -16,7 +16,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import DownloadFailed, from_code
-from fleetd.models.pull.pull_lines import PullLine
+from fleetd.models.pull_lines import PullLine
 
 Line = TypeVar("Line", bound=PullLine)
 

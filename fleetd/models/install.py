@@ -20,7 +20,7 @@ from fleetd import limits
 from fleetd.errors import DiskFull
 from fleetd.models import manifest
 from fleetd.models.folder import Source
-from fleetd.models.pull.pull_lines import PullProgress, Report
+from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.verify import verify
 
 PARTIAL, LOCKS = ".partial", ".locks"

@@ -14,13 +14,12 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelError, ModelNotFound
-from fleetd.models import added, catalog, hub_cache, install, manifest, names, other_stores
+from fleetd.models import added, catalog, hub_cache, install, manifest, names, other_stores, pull_client
 from fleetd.models import digest as digests
 from fleetd.models.digest import ModelDigest
 from fleetd.models.folder import ModelFolder, Source, is_gguf, read_folder
 from fleetd.models.other_stores import FoundFile
-from fleetd.models.pull import client
-from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.pull_lines import PullProgress
 from fleetd.models.verify import Progress, verify
 
 __all__ = ["ModelStore", "PullProgress"]
@@ -222,7 +221,7 @@ class ModelStore:
         Raises:
             ModelNotFound, DownloadFailed, DiskFull, ModelCorrupt, ModelRefused, ModelUnsupported
         """
-        return client.pull(ref, self.models_dir, self._hub_cache)
+        return pull_client.pull(ref, self.models_dir, self._hub_cache)
 
     def locate(self, ref: str) -> FoundFile | Path:
         """What ``add`` may be told: a path, or the name of a file of another program.

@@ -9,7 +9,7 @@ import time
 import msgspec
 
 from fleetd.errors import FleetError
-from fleetd.models.pull.pull_lines import PullDone, PullError, PullLine, PullProgress
+from fleetd.models.pull_lines import PullDone, PullError, PullLine, PullProgress
 
 _REPORTS_PER_S = 10
 

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,40 +36,27 @@ class TensorSpec:
         return math.prod(self.shape) * _NUMPY[self.dtype].itemsize
 
 
-class PlannedTensors(Protocol):
-    """Tensors whose sizes are known now and whose values are made when their turn to be written comes."""
-
-    @property
-    def specs(self) -> Sequence[TensorSpec]: ...
-
-    def pieces(self) -> Iterator[Sequence[npt.NDArray[Any]]]:
-        """Consecutive rows of each tensor, in the order of ``specs``."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor, made as a whole."""
+    """A tensor, or several that one source makes at once: sizes known now, values made when it is written.
 
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    values: Callable[[], npt.NDArray[Any]]
+    ``pieces``: makes consecutive rows of each tensor, in the order of ``specs``.
+    """
 
-    @property
-    def specs(self) -> Sequence[TensorSpec]:
-        return (TensorSpec(self.name, self.dtype, self.shape),)
+    specs: Sequence[TensorSpec]
+    pieces: Callable[[], Iterator[Sequence[npt.NDArray[Any]]]]
 
-    def pieces(self) -> Iterator[Sequence[npt.NDArray[Any]]]:
-        values = self.values()
-        if values.shape != self.shape:
-            raise AssertionError(f"{self.name}: planned {self.shape}, made {values.shape}")
-        yield (values,)
+    @classmethod
+    def whole(
+        cls, name: str, dtype: DType, shape: tuple[int, ...], values: Callable[[], npt.NDArray[Any]]
+    ) -> PlannedTensor:
+        """One tensor, made at once."""
+        return cls((TensorSpec(name, dtype, shape),), lambda: iter([(values(),)]))
 
 
 def write_safetensors(
     path: Path,
-    plans: Sequence[PlannedTensors],
+    plans: Sequence[PlannedTensor],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write and fsync; ``progress(done_bytes, total_bytes)`` after each piece.

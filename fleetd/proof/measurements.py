@@ -25,7 +25,7 @@ from fleetd.engine.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import Accepted
 from fleetd.engine.speculation.exactness_probe import KERNEL_CONTEXTS, KERNEL_STEPS, ProbePlan, probe
 from fleetd.errors import EngineError
-from fleetd.plan.prefill.split import Split, SplitKind
+from fleetd.plan.prefill.split import KINDS, Split, SplitKind, halved
 from fleetd.proof.local_worker import LocalWorker, TimedAnswer
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -160,8 +160,7 @@ def shared(worker: LocalWorker, within_s: float) -> Iterator[SharedProof]:
     """A prompt by layers and by tokens, and the bytes of its keys and values against a local prefill."""
     del within_s  # bounded by the size of the prompt
     layers, count = worker.facts.last_layer, SHARE_CHUNK * SHARE_CHUNKS
-    kinds: tuple[SplitKind, ...] = ("layers", "tokens")
-    for kind in kinds:
+    for kind in KINDS:
         tokens = _drawn(worker, count + 1)
         worker.share(tokens, partial(in_two, kind, layers))
         hit = worker.compute.prefix.fetch(tokens, DENSE, PLAN)
@@ -175,10 +174,7 @@ def in_two(kind: SplitKind, layers: int, accepted: Accepted) -> Split:
     Of a small vocabulary a drawn prompt may begin as an earlier one did: that much is cached then, and chunks
     are counted from there.
     """
-    cached, end = accepted.cached, accepted.prompt_tokens - 1
-    cut = layers // 2 if kind == "layers" else cached + SHARE_CHUNK * (SHARE_CHUNKS // 2)
-    cuts = (0, cut, layers) if kind == "layers" else (cached, cut, end)
-    return Split(kind, cuts, layers, cached, end, SHARE_CHUNK)
+    return halved(kind, layers, range(accepted.cached, accepted.prompt_tokens - 1), SHARE_CHUNK)
 
 
 def _local(worker: LocalWorker, tokens: list[int]) -> list[Any]:

@@ -33,7 +33,7 @@ from fleetd.models.copy import client
 from fleetd.models.copy.messages import CopyNeed, CopyOffer, offer_of
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
-from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.pull_lines import PullProgress
 from fleetd.observe import get_logger
 from fleetd.p2p import link_prober
 from fleetd.p2p.membership.cards import Card, ModelCard

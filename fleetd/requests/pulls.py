@@ -13,7 +13,7 @@ from contextlib import aclosing
 from fleetd.errors import Draining
 from fleetd.models import catalog
 from fleetd.models.model_store import ModelStore
-from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.pull_lines import PullProgress
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.model_copies import ModelCopies
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 
@@ -13,45 +11,15 @@ import msgspec
 from fleetd import limits
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import Aside, Event, Failed, Finished, Loading
-from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError, from_code
-from fleetd.observe import get_logger
+from fleetd.errors import ModelNotFound, ProtocolError
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests import messages
 from fleetd.requests.answer_check import AnswerCheck
 from fleetd.requests.answer_deadline import AnswerDeadline
-from fleetd.requests.concurrency import cancel_all, with_heartbeats
+from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.pipeline import PipelineStep
-from fleetd.requests.request import Request
-
-log = get_logger("fleetd.requests")
-
-
-async def next_message(
-    stream: PeerStream, of: str = "life", due_s: Callable[[], float] = lambda: math.inf
-) -> bytes | None:
-    """The next message that says more than that the other side is alive; None at the end.
-
-    Args:
-        due_s: when it must have come at the latest, whatever signs of life there are; the loop's time.
-
-    Raises PeerLost for silence, of what: ``of``, and once ``due_s`` has passed.
-    """
-    loop = asyncio.get_running_loop()
-    while True:
-        # Looked at each time: messages that are there already leave no moment in which a timeout could fire.
-        if (left_s := due_s() - loop.time()) <= 0:
-            raise PeerLost("It says that it is alive, and gets no further.")
-        try:
-            async with asyncio.timeout(min(limits.JOB_SILENCE_S, left_s)):
-                body = await stream.receive()
-        except TimeoutError:
-            if left_s <= limits.JOB_SILENCE_S:
-                continue
-            raise PeerLost(f"No sign of {of} for {limits.JOB_SILENCE_S:.0f} s.") from None
-        if body != ALIVE:
-            return body
+from fleetd.requests.peer_stream import drained, next_message, own_id
 
 
 class RemoteJob:
@@ -148,30 +116,6 @@ class RemoteJob:
         return trace
 
 
-class RemoteTraces(PipelineStep):
-    """The step that asks a machine which answered for its own trace. No client waits for it."""
-
-    def __init__(self) -> None:
-        self._running: set[asyncio.Task[None]] = set()
-
-    def closed(self, request: Request) -> asyncio.Task[None] | None:
-        if request.remote is None or request.finished is None:
-            return None
-        task = asyncio.create_task(self._fetch(request, request.remote))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
-
-    async def close(self) -> None:
-        await cancel_all(self._running)
-
-    async def _fetch(self, request: Request, remote: RemoteJob) -> None:
-        try:
-            request.there = await remote.trace()
-        except (FleetError, TimeoutError) as error:
-            log.info("trace.not_told", request=request.id, node=request.answered_by, reason=str(error))
-
-
 class JobServer:
     """Runs what peers ask for, here and nowhere else.
 
@@ -236,22 +180,3 @@ class JobServer:
                     trace = await asyncio.shield(traced)
                 stream.send(messages.encode(messages.told_trace(trace)))
                 await drained(stream)
-
-
-def own_id(asked: str) -> str:
-    """An id of this machine's: what others call their jobs must not meet what runs here already."""
-    return f"{asked[: limits.JOB_ID_CHARS]}.{secrets.token_hex(6)}"
-
-
-def said_by(name: str, error: FleetError) -> FleetError:
-    """The same error, naming the machine it came from."""
-    return from_code(error.code, f"{name}: {error.message}", hint=error.hint, param=error.param)
-
-
-async def drained(stream: PeerStream) -> None:
-    """Wait until what was sent is on its way. Raises PeerLost for a reader that takes nothing."""
-    try:
-        async with asyncio.timeout(limits.JOB_READ_STALL_S):
-            await stream.drained()
-    except TimeoutError:
-        raise PeerLost(f"Nothing of it was read for {limits.JOB_READ_STALL_S:.0f} s.") from None

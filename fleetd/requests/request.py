@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -40,12 +40,7 @@ from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import Exactness, Job, Planned
 from fleetd.requests.placement import Placement, PromptPlaces, WantedModel
 from fleetd.requests.ports import MetricsPort
-
-if TYPE_CHECKING:  # what steps keep here; they import this module
-    from fleetd.requests.drafting.client import DraftRun
-    from fleetd.requests.prefill_sharing.client import SharedPrompt
-    from fleetd.requests.remote import RemoteJob
-    from fleetd.requests.smart_prefill.bill import ScoringBill
+from fleetd.requests.remote import RemoteJob
 
 _NOWHERE: PromptPlaces = {}
 # A helper's name, and what it did by its own account.
@@ -106,13 +101,11 @@ class Request:
         # The last plan that was told is what was expected, and not yet decided.
         self.expecting = False
         self.shared = False
-        # Smart prefill: the result is None where it was not asked for. The bill is open until the end:
-        # scores that were of no use are not paid for.
+        # Smart prefill: the result is None where it was not asked for.
         self.smart: SmartPrefillResult | None = None
         self.smart_plan: SmartPlan | None = None
         self.smart_planned_s = 0.0
         self.smart_steps: list[StepView] = []
-        self.bill: ScoringBill | None = None
         # Why a scorer gave up, where others went on: its code and its message.
         self.lost_scorer = ("", "")
         # Of the attempts before this one, and of this one if it has failed.
@@ -147,12 +140,10 @@ class Request:
         self.sharing_ended: Shared | None = None
         self.code = self.reason = ""
         self.accounts: Sequence[Account] = ()
-        self.share: SharedPrompt | None = None
         # Keys and values that another machine sent.
         self.fetched: StepView | None = None
         # Drafts of another worker.
         self.drafter: DrafterView | None = None
-        self.drafts: DraftRun | None = None
         # Another machine that answers: when it was asked, and its own trace.
         self.began_s = self.arrived_s
         self.remote: RemoteJob | None = None

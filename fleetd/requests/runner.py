@@ -49,19 +49,21 @@ from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.refusals import THIS_NODE
-from fleetd.requests import remote
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
 from fleetd.requests.kv_fetching.client import BlockFetching
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
 from fleetd.requests.members import Members
+from fleetd.requests.peer_stream import said_by
 from fleetd.requests.pipeline import Pipeline
 from fleetd.requests.placement import AnswerTokens, Placement, Placer, PromptPlaces, canonical
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.pulls import ModelSource, Pulls
 from fleetd.requests.read_prompts import ReadPrompts
+from fleetd.requests.remote import RemoteJob
+from fleetd.requests.remote_traces import RemoteTraces
 from fleetd.requests.request import LocatedModel, Request
 from fleetd.requests.request_trace import trace_of
 from fleetd.requests.running import running_request
@@ -131,7 +133,7 @@ class Runner:
         self._placing = placing
         self._smart = smart
         # Helpers are agreed on before a drafter is looked for; smart prefill labels what they announced.
-        self._remote_traces = remote.RemoteTraces()
+        self._remote_traces = RemoteTraces()
         self._members = members or Members()
         own = (self._remote_traces, ReadPrompts(self._members))
         self._survey = survey
@@ -272,7 +274,7 @@ class Runner:
         placement, folder = request.placement, request.folder_here
         if placement.node_id != THIS_NODE and self._placing is not None:
             there, busy = self._members.model_at(placement.node_id, request.model.name)
-            request.remote = remote.RemoteJob(
+            request.remote = RemoteJob(
                 partial(self._placing.request, placement.node_id),
                 request.job,
                 request.model.name,
@@ -530,4 +532,4 @@ def _of(error: FleetError, choice: Placement) -> FleetError:
     """The same, saying which machine it was, where it is a machine's doing."""
     if choice.node_id == THIS_NODE or not isinstance(error, PeerError):
         return error
-    return remote.said_by(choice.planned.nodes[0], error)
+    return said_by(choice.planned.nodes[0], error)

@@ -8,7 +8,7 @@ from typing import Any
 from api_fakes import MODEL, FakeFleet, FakeModels, FakePool, FakeRunner, services, status
 from browser import Visit
 
-from fleetd.api.page.sessions import PageSessions
+from fleetd.api.page_sessions import PageSessions
 from fleetd.api.services import Services
 from fleetd.control import pairing_events
 from fleetd.control.fleet_change import RunningRequest

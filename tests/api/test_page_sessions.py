@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleetd import limits
-from fleetd.api.page.sessions import PageLogin, PageSessions
+from fleetd.api.page_sessions import PageLogin, PageSessions
 
 
 class Clock:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fleetd.compression.budget import budget
 from fleetd.compression.filling import KeptPieces, Piece, fill
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.compression.text_units import TextUnit
+from fleetd.compression.unit_list import TextUnit
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from smart_texts import allman_code, brace_code, prose, python_code, records, table
 
 from fleetd.compression.structure import regions
-from fleetd.compression.text_units import MOST_CHARS, TextUnit, units
+from fleetd.compression.text_units import MOST_CHARS, units
+from fleetd.compression.unit_list import TextUnit
 
 MIXED = [
     prose(1),

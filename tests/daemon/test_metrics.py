@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from msgspec.structs import replace
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from fleetd import limits
+from fleetd.control.daemon_status import EngineStatus
 from fleetd.control.fleet_view import PeerView
 from fleetd.control.prefill_trace import SourceCounts, Speculated
 from fleetd.engine.protocol import Timings, Usage
 from fleetd.metrics import Metrics
 
-
-@dataclass
-class Engine:
-    model: str = "m"
-    kv_bytes: int = 25
-    kv_budget_bytes: int = 100
-    memory_bytes: int = 7
-    restarts: int = 0
-    disk_queued_bytes: int = 0
-    disk_written_bytes: int = 0
-    disk_dropped: int = 0
+ENGINE = EngineStatus("m", kv_bytes=25, kv_budget_bytes=100, memory_bytes=7)
 
 
 def text(metrics: Metrics, accept: str = "") -> str:
@@ -40,7 +31,7 @@ def value(metrics: Metrics, sample: str, **labels: str) -> float | None:
 
 
 def exercised() -> Metrics:
-    metrics = Metrics("1.2.3", engines=lambda: [Engine()])
+    metrics = Metrics("1.2.3", engines=lambda: [ENGINE])
     metrics.waiting("m", +1)
     metrics.waiting("m", -1)
     metrics.running("m", +1)
@@ -116,17 +107,17 @@ def test_a_ten_minute_first_token_is_in_a_bucket() -> None:
 
 
 def test_a_restarted_engine_never_makes_the_counter_fall() -> None:
-    engine = Engine(restarts=2)
-    metrics = Metrics("0", engines=lambda: [engine])
+    engines = [replace(ENGINE, restarts=2)]
+    metrics = Metrics("0", engines=lambda: engines)
     assert value(metrics, "fleetd_engine_restarts_total", model_name="m") == 2
-    engine.restarts = 0  # unloaded, and loaded anew
+    engines[0] = replace(ENGINE, restarts=0)  # unloaded, and loaded anew
     assert value(metrics, "fleetd_engine_restarts_total", model_name="m") == 2
-    engine.restarts = 1
+    engines[0] = replace(ENGINE, restarts=1)
     assert value(metrics, "fleetd_engine_restarts_total", model_name="m") == 3
 
 
 def test_an_unloaded_engine_leaves_the_gauges() -> None:
-    engines = [Engine()]
+    engines = [ENGINE]
     metrics = Metrics("0", engines=lambda: engines)
     assert value(metrics, "fleetd_engine_memory_bytes", model_name="m") == 7
     engines.clear()

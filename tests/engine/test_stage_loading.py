@@ -34,7 +34,7 @@ from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.choice import options
 from fleetd.plan.prefill.options import HelperSpec
-from fleetd.requests.prefill_sharing import planner_facts
+from fleetd.requests import planner_facts
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 

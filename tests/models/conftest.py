@@ -40,7 +40,7 @@ def there(tmp_path: Path) -> ModelStore:
     rng = np.random.default_rng(7)
     for number, name in enumerate(SHARDS):
         values = rng.standard_normal((1 << 20) + 100).astype(np.float32)
-        planned = PlannedTensor(f"w{number}", "F32", values.shape, lambda values=values: values)
+        planned = PlannedTensor.whole(f"w{number}", "F32", values.shape, lambda values=values: values)
         write_safetensors(staged / name, [planned])
     index = {"weight_map": {f"w{number}": name for number, name in enumerate(SHARDS)}}
     (staged / "model.safetensors.index.json").write_text(json.dumps(index))

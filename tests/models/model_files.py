@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
 
 def write_weights(file: Path, *names: str) -> None:
     values = np.arange(64, dtype=np.float32).reshape(2, 32)
-    write_safetensors(file, [PlannedTensor(name, "F32", (2, 32), lambda: values) for name in names])
+    write_safetensors(file, [PlannedTensor.whole(name, "F32", (2, 32), lambda: values) for name in names])
 
 
 def make_folder(path: Path, **config: Any) -> Path:

@@ -39,7 +39,7 @@ from fleetd.errors import (
 from fleetd.models.copy import client
 from fleetd.models.copy.messages import CopyNeed, CopyOffer, OfferedFile, check, digest_of, offer_of
 from fleetd.models.model_store import ModelStore
-from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.pull_lines import PullProgress
 from fleetd.requests.model_copies import CopyTimes
 from fleetd.sealed.stream import SealedReceiver
 

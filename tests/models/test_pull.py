@@ -35,7 +35,7 @@ from fleetd.models.model_store import ModelStore
 from fleetd.models.pull import hub_gguf
 from fleetd.models.pull import process as pull
 from fleetd.models.pull import wheel as pull_wheel
-from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.pull_lines import PullProgress
 from fleetd.models.verify import verify
 
 HUB_ID = "org/tiny-model"

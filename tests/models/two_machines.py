@@ -20,7 +20,7 @@ from fleetd.models import install
 from fleetd.models.copy import client
 from fleetd.models.copy.messages import CopyNeed, CopyOffer, OfferedFile, digest_of, offer_of
 from fleetd.models.model_store import ModelStore
-from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.pull_lines import PullProgress
 
 KEY = bytes(range(32))
 CHUNK = limits.SEALED_CHUNK_BYTES

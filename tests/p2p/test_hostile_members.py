@@ -20,7 +20,7 @@ from fleetd.errors import FleetError, ModelNotFound, Overloaded, PeerUnreachable
 from fleetd.models.copy import client
 from fleetd.models.copy.messages import CopyOffer, OfferedFile
 from fleetd.models.folder import ModelFolder
-from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.pull_lines import PullProgress
 from fleetd.p2p import bulk_connections, link_prober
 from fleetd.p2p.actions import Dial
 from fleetd.p2p.link_prober import LinkProber

@@ -17,7 +17,7 @@ from fleetd.errors import FleetError, ModelNotFound
 from fleetd.limits import MIB
 from fleetd.models.copy import client
 from fleetd.models.copy.messages import CopyOffer, OfferedFile
-from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.pull_lines import PullProgress
 from fleetd.p2p import link_prober
 from fleetd.p2p.link_prober import LinkProber
 from fleetd.p2p.membership.cards import ModelCard

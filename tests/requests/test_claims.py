@@ -12,7 +12,7 @@ from fakes import FakeModels, FakePool, answer
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from test_placing import FACTS, MODEL, OWN, FakeOthers, FakeStream, machine, spoken
+from test_placement import FACTS, MODEL, OWN, FakeOthers, FakeStream, machine, spoken
 
 from fleetd import limits
 from fleetd.engine.protocol import Accepted, Generate, Prefill, TextPrompt
@@ -23,14 +23,13 @@ from fleetd.p2p.membership.cards import Card, MachineFacts
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.speed_corrections import CHANGED, MOST, MOST_SEEN
-from fleetd.requests import claims, messages
+from fleetd.requests import claims, messages, planner_facts
 from fleetd.requests.answer_deadline import AnswerDeadline
 from fleetd.requests.drafting import drafters
 from fleetd.requests.job import Job
 from fleetd.requests.members import Member, Members
 from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.placement import AnswerTokens, Placement, Placer, WantedModel
-from fleetd.requests.prefill_sharing import planner_facts
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill.scorers import speed_of
 from fleetd.store import Store

@@ -177,7 +177,7 @@ class Home:
     @property
     def drafter(self) -> DrafterView | None:
         """Who drafts for the answer that runs."""
-        return self.request.drafts.view if self.request.drafts is not None else None
+        return self.drafting.drafter_of(self.request)
 
     async def answer(self, job: Job) -> list[Event]:
         """An answer that ends when ``ending`` is set."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fakes import FakeModels, FakePool, answer
 from msgspec.structs import replace
-from test_placing import OWN, FakeOthers, collect, machine, spoken
+from test_placement import OWN, FakeOthers, collect, machine, spoken
 
 from fleetd import limits
 from fleetd.control.prefill_trace import Trace

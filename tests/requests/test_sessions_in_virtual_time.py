@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from test_placing import FACTS, MODEL
+from test_placement import FACTS, MODEL
 
 from fleetd.engine.protocol import Generate, TextPrompt
 from fleetd.errors import PeerLost

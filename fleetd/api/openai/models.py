@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}."""
+"""The models of the fleet, as OpenAI's clients read them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from collections.abc import Mapping
 from typing import cast
 
 import msgspec
-from aiohttp import web
 from msgspec import UNSET
 
-from fleetd.api.anthropic.dialect import ANTHROPIC
-from fleetd.api.anthropic.models import info, page
-from fleetd.api.body import json_answer
-from fleetd.api.context import SERVICES, dialect_of
 from fleetd.api.model_abilities import abilities
-from fleetd.api.openai.objects import ModelDetails, ModelList, ModelObject, ModelPlace, ModelState
+from fleetd.api.openai.objects import ModelDetails, ModelObject, ModelPlace, ModelState
 from fleetd.api.services import Services
 from fleetd.errors import ModelNotFound
 from fleetd.models.abilities import ModelAbilities
@@ -23,23 +18,6 @@ from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_names import untagged
 from fleetd.requests.job import THIS_NAME
-
-
-async def index(request: web.Request) -> web.StreamResponse:
-    """The fleet's models, each once, and the default model even before its first use fetches it."""
-    found = await all_models(request.app[SERVICES])
-    if dialect_of(request) is ANTHROPIC:
-        return json_answer(page(found))
-    return json_answer(ModelList(data=found))
-
-
-async def show(request: web.Request) -> web.StreamResponse:
-    """Raises ModelNotFound with the nearest names."""
-    name = request.match_info["id"].rstrip("/")
-    found = await one_model(request.app[SERVICES], name)
-    if dialect_of(request) is ANTHROPIC:
-        return json_answer(info(found, name))
-    return json_answer(found)
 
 
 async def one_model(services: Services, name: str) -> ModelObject:

@@ -22,7 +22,7 @@ from fleetd import limits
 from fleetd.errors import DownloadFailed, ProtocolError
 from fleetd.models import child
 from fleetd.models.copy.messages import CopyLine, CopyNeed, CopyOffer, SendOrder
-from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.pull_lines import PullProgress
 from fleetd.sealed import handoff
 
 #: Asks the other machine for these, and gives a socket connected to what it sends, and the stream's key.

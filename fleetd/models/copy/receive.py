@@ -27,7 +27,7 @@ from fleetd.models.copy import child_process, messages
 from fleetd.models.copy.child_process import DaemonLines
 from fleetd.models.copy.messages import CopyLine, CopyNeed, CopyOffer, OfferedFile
 from fleetd.models.folder import WEIGHTS_PATTERN, read_folder
-from fleetd.models.pull.pull_lines import PullProgress, Report
+from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.reporter import Reporter
 from fleetd.models.verify import check_configs
 from fleetd.sealed.stream import SealedReceiver

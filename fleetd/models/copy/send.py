@@ -20,7 +20,7 @@ from fleetd.models import manifest, names, verify
 from fleetd.models.copy import child_process
 from fleetd.models.copy.child_process import DaemonLines
 from fleetd.models.copy.messages import CopyNeed, SendOrder
-from fleetd.models.pull.pull_lines import PullProgress, Report
+from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.sealed.stream import SealedSender
 
 

@@ -17,7 +17,7 @@ from fleetd.models.gguf import tokenizer as gguf_tokenizer
 from fleetd.models.gguf.import_plan import ImportPlan, plan_import
 from fleetd.models.gguf.refusals import corrupt
 from fleetd.models.gguf.tensor_rows import StoredTensor, opened
-from fleetd.models.safetensors_write import write_safetensors
+from fleetd.models.safetensors_write import PlannedTensor, write_safetensors
 
 Progress = Callable[[int, int], None]
 Result = TypeVar("Result")
@@ -84,7 +84,8 @@ def _write(
     if tensors["token_embd.weight"].tensor.shape[0] < tokenizer.vocab_size:
         raise corrupt(what, f"it has no embedding for its {tokenizer.vocab_size} tokens")
     tokens = {"eos_token_id": list(tokenizer.eos_token_ids), "bos_token_id": tokenizer.bos_token_id}
-    write_safetensors(target / "model.safetensors", plan.parameters, progress)
+    planned = [PlannedTensor(each.specs, each.pieces) for each in plan.parameters]
+    write_safetensors(target / "model.safetensors", planned, progress)
     (target / "tokenizer.json").write_text(tokenizer.tokenizer_json, encoding="utf-8")
     _json(target / "tokenizer_config.json", tokenizer.tokenizer_config)
     _json(target / "generation_config.json", {**tokens, **generation})

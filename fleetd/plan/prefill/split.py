@@ -122,6 +122,19 @@ class _TokensRules:
 _RULES: dict[SplitKind, _LayersRules | _TokensRules] = {"layers": _LayersRules(), "tokens": _TokensRules()}
 
 
+KINDS: tuple[SplitKind, ...] = tuple(_RULES)
+
+
+def halved(kind: SplitKind, layers: int, tokens: range, chunk: int) -> Split:
+    """A split of the new ``tokens`` between one helper and the machine that answers, half of it each."""
+    rules = _RULES[kind]
+    undivided = Split(kind, (0, 0, 0), layers, tokens.start, tokens.stop, chunk)
+    first, last = rules.divided(undivided)
+    step = chunk if rules.cut_between_chunks else 1
+    middle = first + (last - first) // 2 // step * step
+    return msgspec.structs.replace(undivided, cuts=(first, middle, last))
+
+
 def checked(split: Split) -> Split:
     """The same split. Raises InvalidValue unless it divides all of the work among the machines, in order."""
     rules = _RULES[split.kind]

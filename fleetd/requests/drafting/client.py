@@ -35,11 +35,10 @@ from fleetd.requests.drafting import drafters, messages
 from fleetd.requests.drafting.drafters import DrafterCandidate, Where
 from fleetd.requests.job import Job
 from fleetd.requests.members import Members
+from fleetd.requests.peer_stream import own_id, require_message, said_by
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.placement import canonical
 from fleetd.requests.ports import FleetPort, MetricsPort
-from fleetd.requests.prefill_sharing.agreement import require_message
-from fleetd.requests.remote import own_id, said_by
 from fleetd.requests.request import Request
 
 log = get_logger("fleetd.drafting")
@@ -84,16 +83,27 @@ class DrafterService(PipelineStep):
         self._model = model
         self._where = where
         self._remembers = remembers
+        self._runs: dict[Request, DraftRun] = {}
         self._running: set[asyncio.Task[None]] = set()
 
     async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         folder = request.folder_here
-        if isinstance(event, Accepted) and folder is not None and request.drafts is None:
-            request.drafts = self.begin(request.job, folder)
+        if (
+            isinstance(event, Accepted)
+            and folder is not None
+            and request not in self._runs
+            and (run := self.begin(request.job, folder)) is not None
+        ):
+            self._runs[request] = run
         return event
 
+    def drafter_of(self, request: Request) -> DrafterView | None:
+        """The drafter of an answer that is running."""
+        run = self._runs.get(request)
+        return run.view if run is not None else None
+
     def closed(self, request: Request) -> asyncio.Task[None] | None:
-        if (drafts := request.drafts) is None:
+        if (drafts := self._runs.pop(request, None)) is None:
             return None
         request.drafter = drafts.view
         drafts.close()

@@ -24,7 +24,7 @@ from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.drafting import messages
 from fleetd.requests.drafting.client import DRAFTS, accepted, check_vocabulary, ended
 from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.remote import own_id
+from fleetd.requests.peer_stream import own_id
 
 # From the question to an engine, to the stream, to the end of the text.
 _STEPS = (step_names.LOADED, step_names.AGREED, step_names.DRAFTED)

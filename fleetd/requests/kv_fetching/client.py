@@ -27,9 +27,9 @@ from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.choice import FetchChoice, FetchSource, choose_fetch
 from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
 from fleetd.requests.members import Member, Members, eligible
+from fleetd.requests.peer_stream import require_message
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.ports import FleetPort
-from fleetd.requests.prefill_sharing.agreement import require_message
 from fleetd.requests.request import Request
 
 log = get_logger("fleetd.fetching")

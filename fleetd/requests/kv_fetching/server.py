@@ -24,7 +24,7 @@ from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.choice import checked_by
 from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
-from fleetd.requests.remote import own_id
+from fleetd.requests.peer_stream import own_id
 from fleetd.sealed.stream import SealedSender
 
 

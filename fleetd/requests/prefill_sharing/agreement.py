@@ -30,9 +30,9 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill.split import Split, checked
 from fleetd.requests.bulk_dialer import invitation
 from fleetd.requests.concurrency import gather_or_cancel
+from fleetd.requests.peer_stream import require_message, said_by
 from fleetd.requests.ports import FleetPort
 from fleetd.requests.prefill_sharing import messages
-from fleetd.requests.remote import next_message, said_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +191,6 @@ def _blaming(helper: AgreedHelper) -> Iterator[None]:
     except FleetError as error:
         helper.failed = said_by(helper.name, error)
         raise helper.failed from error
-
-
-async def require_message(stream: PeerStream) -> bytes:
-    """The next message that says more than that it is alive. Raises PeerLost for silence."""
-    if (body := await next_message(stream)) is None:
-        raise ProtocolError("It ended its help without having done it.")
-    return body
 
 
 # ---- Compared before anything is computed ---------------------------------------------------------------

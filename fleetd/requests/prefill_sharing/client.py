@@ -32,14 +32,15 @@ from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.options import HelperSpec, Load, PlanChoice, PrefillOption
 from fleetd.plan.refusals import THIS_NODE
+from fleetd.requests import planner_facts
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
 from fleetd.requests.members import Members, eligible
 from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.planner_facts import PartOfSplit
 from fleetd.requests.ports import FleetPort, MetricsPort
-from fleetd.requests.prefill_sharing import messages, planner_facts
+from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
-from fleetd.requests.prefill_sharing.planner_facts import PartOfSplit
 from fleetd.requests.request import Request
 from fleetd.requests.request_trace import share_steps
 
@@ -78,6 +79,7 @@ class PrefillSharing(PipelineStep):
         self.monotonic = monotonic
         self.members = members
         self.speeds = speeds or ModelSpeeds()
+        self._prompts: dict[Request, SharedPrompt] = {}
         self._warmed: dict[tuple[str, str], float] = {}
         self._background: set[asyncio.Task[None]] = set()
 
@@ -101,11 +103,11 @@ class PrefillSharing(PipelineStep):
         folder = request.folder_here
         if folder is not None and self.possible(request.job, folder):
             request.generate = msgspec.structs.replace(request.generate, shared=True)
-            request.share = SharedPrompt(self, folder, request)
+            self._prompts[request] = SharedPrompt(self, folder, request)
 
     async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         """Announces the plan before Accepted, and again where the request goes on without its helpers."""
-        share = request.share
+        share = self._prompts.get(request)
         if share is not None and isinstance(event, Accepted):
             request.announce(await share.decide(event))
         if share is not None and isinstance(event, Shared):
@@ -115,7 +117,8 @@ class PrefillSharing(PipelineStep):
         return event
 
     def closed(self, request: Request) -> asyncio.Task[None] | None:
-        return request.share.close() if request.share is not None else None
+        share = self._prompts.pop(request, None)
+        return share.close() if share is not None else None
 
     # ---- for prompts -------------------------------------------------------------------------------------
 

@@ -26,9 +26,9 @@ from fleetd.requests.admission import ConcurrencyLimit, ServedRequest, ServingCo
 from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.concurrency import cancel_all, gather_or_cancel, with_heartbeats
 from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.peer_stream import own_id
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import checked_split, compare
-from fleetd.requests.remote import own_id
 
 log = get_logger("fleetd.assisting")
 

@@ -43,6 +43,7 @@ from fleetd.requests.ports import MetricsPort
 from fleetd.requests.request import Request
 from fleetd.requests.request_trace import ways_in_front
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
+from fleetd.requests.smart_prefill.bill import ScoringBill
 from fleetd.requests.smart_prefill.compression_job import (
     CompressionJob,
     CompressionPrice,
@@ -93,6 +94,8 @@ class SmartPrefill(PipelineStep):
         self._monotonic = monotonic
         self._history = History()
         self._members = members
+        # Open until the end of the request: scores that were of no use are not paid for.
+        self._bills: dict[Request, ScoringBill] = {}
 
     # ---- one request -------------------------------------------------------------------------------------
 
@@ -102,12 +105,12 @@ class SmartPrefill(PipelineStep):
         Raises nothing but cancellation: whatever goes wrong, the prompt stays whole and the reason is told.
         """
         request.smart = SmartPrefillResult()
-        request.bill = self.compressing.bill(request.id)
+        bill = self._bills[request] = self.compressing.bill(request.id)
         request.job = self.whole(request.asked)
         ended = False
         try:
             try:
-                async with aclosing(self._shorten(request)) as steps:
+                async with aclosing(self._shorten(request, bill)) as steps:
                     async for progress in steps:
                         yield progress
             except SkipCompression as skip:
@@ -121,8 +124,8 @@ class SmartPrefill(PipelineStep):
             ended = True
         finally:
             if not ended:
-                request.bill.close("cancelled")
-                request.bill = request.smart_plan = None
+                self._bills.pop(request).close("cancelled")
+                request.smart_plan = None
         log.info("smart.prepared", request=request.id, form=request.smart.form, code=request.smart.code)
 
     @staticmethod
@@ -145,17 +148,17 @@ class SmartPrefill(PipelineStep):
         score_s = told.score_s or self._monotonic() - request.arrived_s
         request.smart = msgspec.structs.replace(told, form="", code=code, reason=reason, score_s=score_s)
 
-    async def _shorten(self, request: Request) -> AsyncGenerator[Loading, None]:
+    async def _shorten(self, request: Request, bill: ScoringBill) -> AsyncGenerator[Loading, None]:
         """Raises SkipCompression, FleetError; then the job stays as it is."""
         job, policy = request.asked, request.asked.smart
-        if policy is None or request.bill is None:
+        if policy is None:
             raise SkipCompression("failed", "Nothing was asked for.")
         target = AnsweringModel(request.model.name, request.model.folder, request.placement, admitted=True)
         # What takes longer the longer a prompt is, takes it in a thread.
         found, tokens = await asyncio.to_thread(_document, job)
         if tokens < policy.min_prompt_tokens:
             raise _short(tokens, policy)
-        compression = CompressionJob(request.id, found, tokens, policy, request.bill, not job.shareable)
+        compression = CompressionJob(request.id, found, tokens, policy, bill, not job.shareable)
         compression.aged = self._history.find(smart_prompt.said(job.request), policy)
         began_s, loaded = self._monotonic(), list[StepView]()
         try:
@@ -230,10 +233,10 @@ class SmartPrefill(PipelineStep):
 
     def ended(self, request: Request) -> None:
         """Close the bill, and count what came of the prompt."""
-        told = request.smart
-        if told is None or request.bill is None:
+        told, bill = request.smart, self._bills.pop(request, None)
+        if told is None or bill is None:
             return
-        request.bill.close(told.code)
+        bill.close(told.code)
         kept = told.compressed_tokens if told.used else 0
         self._metrics.smart(told.code or "used", told.form, kept, told.dropped_tokens)
 

@@ -24,7 +24,7 @@ from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.remote import drained, own_id
+from fleetd.requests.peer_stream import drained, own_id
 from fleetd.requests.smart_prefill import messages
 
 

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from fleetd.models import child
-from fleetd.models.pull.pull_lines import PullLine, PullProgress
+from fleetd.models.pull_lines import PullLine, PullProgress
 
 
 async def pull(ref: str, models_dir: Path, hub_cache: Path | None) -> AsyncGenerator[PullProgress, None]:

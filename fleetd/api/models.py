@@ -1,0 +1,29 @@
+"""GET /v1/models and /v1/models/{id}: addresses that several dialects share."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from fleetd.api.anthropic.dialect import ANTHROPIC
+from fleetd.api.anthropic.models import info, page
+from fleetd.api.body import json_answer
+from fleetd.api.context import SERVICES, dialect_of
+from fleetd.api.openai.models import all_models, one_model
+from fleetd.api.openai.objects import ModelList
+
+
+async def index(request: web.Request) -> web.StreamResponse:
+    """The fleet's models, each once, and the default model even before its first use fetches it."""
+    found = await all_models(request.app[SERVICES])
+    if dialect_of(request) is ANTHROPIC:
+        return json_answer(page(found))
+    return json_answer(ModelList(data=found))
+
+
+async def show(request: web.Request) -> web.StreamResponse:
+    """Raises ModelNotFound with the nearest names."""
+    name = request.match_info["id"].rstrip("/")
+    found = await one_model(request.app[SERVICES], name)
+    if dialect_of(request) is ANTHROPIC:
+        return json_answer(info(found, name))
+    return json_answer(found)

@@ -1,0 +1,65 @@
+"""Reading and writing a request's stream between two daemons, whatever the request is about."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Callable
+
+from fleetd import limits
+from fleetd.errors import FleetError, PeerLost, ProtocolError, from_code
+from fleetd.p2p.session.transport import PeerStream
+from fleetd.requests.message_codec import ALIVE
+
+
+async def next_message(
+    stream: PeerStream, of: str = "life", due_s: Callable[[], float] = lambda: math.inf
+) -> bytes | None:
+    """The next message that says more than that the other side is alive; None at the end.
+
+    Args:
+        due_s: when it must have come at the latest, whatever signs of life there are; the loop's time.
+
+    Raises PeerLost for silence, of what: ``of``, and once ``due_s`` has passed.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        # Looked at each time: messages that are there already leave no moment in which a timeout could fire.
+        if (left_s := due_s() - loop.time()) <= 0:
+            raise PeerLost("It says that it is alive, and gets no further.")
+        try:
+            async with asyncio.timeout(min(limits.JOB_SILENCE_S, left_s)):
+                body = await stream.receive()
+        except TimeoutError:
+            if left_s <= limits.JOB_SILENCE_S:
+                continue
+            raise PeerLost(f"No sign of {of} for {limits.JOB_SILENCE_S:.0f} s.") from None
+        if body != ALIVE:
+            return body
+
+
+async def require_message(stream: PeerStream) -> bytes:
+    """The next message that says more than that it is alive. Raises PeerLost for silence."""
+    if (body := await next_message(stream)) is None:
+        raise ProtocolError("It ended its help without having done it.")
+    return body
+
+
+async def drained(stream: PeerStream) -> None:
+    """Wait until what was sent is on its way. Raises PeerLost for a reader that takes nothing."""
+    try:
+        async with asyncio.timeout(limits.JOB_READ_STALL_S):
+            await stream.drained()
+    except TimeoutError:
+        raise PeerLost(f"Nothing of it was read for {limits.JOB_READ_STALL_S:.0f} s.") from None
+
+
+def own_id(asked: str) -> str:
+    """An id of this machine's: what others call their jobs must not meet what runs here already."""
+    return f"{asked[: limits.JOB_ID_CHARS]}.{secrets.token_hex(6)}"
+
+
+def said_by(name: str, error: FleetError) -> FleetError:
+    """The same error, naming the machine it came from."""
+    return from_code(error.code, f"{name}: {error.message}", hint=error.hint, param=error.param)

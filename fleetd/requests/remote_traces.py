@@ -1,0 +1,38 @@
+"""The trace of a machine that answered, which belongs to the story of the request here."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fleetd.errors import FleetError
+from fleetd.observe import get_logger
+from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.remote import RemoteJob
+from fleetd.requests.request import Request
+
+log = get_logger("fleetd.requests")
+
+
+class RemoteTraces(PipelineStep):
+    """The step that asks a machine which answered for its own trace. No client waits for it."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def closed(self, request: Request) -> asyncio.Task[None] | None:
+        if request.remote is None or request.finished is None:
+            return None
+        task = asyncio.create_task(self._fetch(request, request.remote))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def close(self) -> None:
+        await cancel_all(self._running)
+
+    async def _fetch(self, request: Request, remote: RemoteJob) -> None:
+        try:
+            request.there = await remote.trace()
+        except (FleetError, TimeoutError) as error:
+            log.info("trace.not_told", request=request.id, node=request.answered_by, reason=str(error))
