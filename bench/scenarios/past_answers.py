@@ -50,7 +50,7 @@ def _gain(name: str, seen: Samples) -> Figure:
 
 
 _HOW = (
-    f"Two daemons by turns, one with `speculation.remember`, both with drafts on. {TOKENS} tokens of free text, "
-    "greedy, asked once at each; then the same again, and with a line in front, which changes the answer. The "
-    "rate is taken from the first token to the last. Both give the same text."
+    f"Two daemons by turns, one with `speculation.remember`, both with drafts on. {TOKENS} tokens of free "
+    "text, greedy, asked once at each; then the same again, and with a line in front, which changes the "
+    "answer. The rate is taken from the first token to the last. Both give the same text."
 )
