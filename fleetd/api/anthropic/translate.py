@@ -136,14 +136,15 @@ def _messages(body: Conversation) -> tuple[list[Plain], list[CacheMark]]:
         if message.role != "system":
             read = _assistant if message.role == "assistant" else _user
             said, marked = read(message, where)
-            marks += [(len(found) + index, chars) for index, chars in marked]
-            found += said
+            for index, each in enumerate(said):
+                before = conversation.append(found, each)
+                marks += [(len(found) - 1, before + chars) for at, chars in marked if at == index]
             continue
         text = conversation.joined(list(_texts(message.content, f"{where}.content")))
         if not found:
             system.append(text)
         else:
-            conversation.append_user(found, conversation.reminder(text), where)
+            conversation.append_instruction(found, text, where)
     whole = conversation.with_system(found, system, "system")
     before = len(whole) - len(found)
     return whole, [*((0, chars) for chars in system_marks), *((index + before, n) for index, n in marks)]
