@@ -256,6 +256,10 @@ OFF = {"enable_thinking": False, "thinking": False}
         ({}, OFF),
         ({"thinking": {"type": "disabled"}}, OFF),
         ({"output_config": {"effort": "low"}}, {**OFF, "reasoning_effort": "low"}),
+        # A hint is never a reason to refuse: words of later versions, and whatever else stands there.
+        ({"output_config": {"effort": "ultra"}}, OFF),
+        ({"output_config": {"effort": 3, "format": None}, "output_format": None}, OFF),
+        ({"output_config": {"effort": {"level": "high"}, "task_budget": 9}}, OFF),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, ON),
         (
             {"thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "max"}},
@@ -288,6 +292,7 @@ def test_what_would_change_the_answer_is_refused_by_name() -> None:
     assert "tools.0.strict" in refused(tools=[{**WEATHER, "strict": True}])
     schema = {"format": {"type": "json_schema", "schema": {}}}
     assert "output_config.format" in refused(output_config=schema)
+    assert "output_config.format" in refused(output_format=schema["format"])
     assert "mcp_servers" in refused(mcp_servers=[{"type": "url", "url": "x"}])
     assert "among the tools" in refused(
         InvalidValue, tools=[WEATHER], tool_choice={"type": "tool", "name": "wether"}
