@@ -106,7 +106,7 @@ class ModelSettings(msgspec.Struct, frozen=True):
         Meta(
             max_length=200,
             description="The same for their smaller models (`claude-haiku-…`, `gpt-5-mini`), which agents "
-            'ask for titles and searches; "" is the default model.',
+            'ask for titles and searches; "" is the model of `large`.',
         ),
     ] = ""
     hub_cache: Annotated[

@@ -33,9 +33,9 @@ _PROBE: Mapping[str, Any] = {
 def command(session: CliSession, model: str, agent: str, arguments: tuple[str, ...]) -> None:
     """Start a coding agent with the models of this machine: fleetctl launch claude [ARGUMENTS].
 
-    It checks that the model knows tools and has context enough, and loads it. The agent's settings are in its
-    environment and arguments; its files stay as they are. --json before the agent's name shows them and
-    starts nothing.
+    It checks that the model knows tools and has context enough, and loads it; where the model of models.small
+    does not, the large one takes its place. The agent's settings are in its environment and arguments; its
+    files stay as they are. --json before the agent's name shows them and starts nothing.
     """
     found = AGENTS[agent]
     path = shutil.which(found.program)
@@ -56,13 +56,7 @@ def command(session: CliSession, model: str, agent: str, arguments: tuple[str, .
 def _models(client: Client, settings: ClientSettings, model: str, agent: Agent) -> AgentModels:
     """Raises FleetError for a model that the agent cannot use."""
     large = model or settings.large
-    known = client.get(f"/v1/models/{large}")
-    context = int(known.get("context_length") or 0)
-    if 0 < context < agent.context_tokens:
-        raise Refused(
-            f"{large} has a context of {context} tokens; {agent.program} needs {agent.context_tokens}.",
-            hint="Choose another with -m, or set models.large. `fleetctl models` shows what fits here.",
-        )
+    context = _context(client, large, agent)
     note(f"loading {large}")
     try:
         # Rendering tools needs the loaded model; nothing is computed.
@@ -74,4 +68,35 @@ def _models(client: Client, settings: ClientSettings, model: str, agent: Agent) 
             f"{large} knows no tool calls, which {agent.program} works with.",
             hint="Choose another with -m, or set models.large.",
         ) from error
-    return AgentModels(large, model or settings.small, context or agent.context_tokens)
+    # A model that was not on this machine is known only now.
+    context = context or _context(client, large, agent)
+    return AgentModels(
+        large, _small(client, model or settings.small, large, agent), context or agent.context_tokens
+    )
+
+
+def _context(client: Client, model: str, agent: Agent) -> int:
+    """Tokens; 0 while they are not known. Raises Refused if they are too few for the agent."""
+    context = int(client.get(f"/v1/models/{model}").get("context_length") or 0)
+    if 0 < context < agent.context_tokens:
+        raise Refused(
+            f"{model} has a context of {context} tokens; {agent.program} needs {agent.context_tokens}.",
+            hint="Choose another with -m, or set models.large. `fleetctl models` shows what fits here.",
+        )
+    return context
+
+
+def _small(client: Client, small: str, large: str, agent: Agent) -> str:
+    """The small model if the agent can use it, or else the large one. It is not loaded before it is asked."""
+    if small == large:
+        return large
+    known = client.get(f"/v1/models/{small}")
+    context = int(known.get("context_length") or 0)
+    if 0 < context < agent.context_tokens:
+        reason = f"has a context of {context} tokens, and {agent.program} needs {agent.context_tokens}"
+    elif (details := known.get("fleet", {})).get("installed") and not details.get("tools"):
+        reason = f"knows no tool calls, which {agent.program} works with"
+    else:
+        return small
+    note(f"{small} (models.small) {reason}: {large} takes its place")
+    return large

@@ -163,10 +163,17 @@ async def on_prepare(request: web.Request, response: web.StreamResponse) -> None
     response.headers[hdrs.VARY] = hdrs.ORIGIN
     response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = "*"
     if request.method == hdrs.METH_OPTIONS:
-        response.headers[hdrs.ACCESS_CONTROL_ALLOW_METHODS] = "GET, POST"
+        response.headers[hdrs.ACCESS_CONTROL_ALLOW_METHODS] = _allowed_methods(request)
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = _allowed_headers(request)
         response.headers[hdrs.VARY] = f"{hdrs.ORIGIN}, {hdrs.ACCESS_CONTROL_REQUEST_HEADERS}"
         response.headers[hdrs.ACCESS_CONTROL_MAX_AGE] = "600"
+
+
+def _allowed_methods(request: web.Request) -> str:
+    """Those of the address; of one that is not served, what most have: its answer says what is wrong."""
+    refusal = request.match_info.http_exception
+    allowed = refusal.allowed_methods if isinstance(refusal, web.HTTPMethodNotAllowed) else {"GET", "POST"}
+    return ", ".join(sorted(allowed))
 
 
 def _allowed_headers(request: web.Request) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from fleetd import limits
 from fleetd.api.body import parse
 from fleetd.engine.protocol import ChatPrompt, Sampling
+from fleetd.engine.template_turns import merged, reminder
 from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
 
 Plain = dict[str, Any]
@@ -63,9 +64,19 @@ def append_user(messages: list[Plain], text: str, where: str) -> None:
         messages.append(message("user", text, where))
 
 
-def reminder(text: str) -> str:
-    """A system message in the middle as text of the user's: many templates take one only at first."""
-    return f"<system-reminder>\n{text}\n</system-reminder>"
+def append(messages: list[Plain], added: Plain) -> int:
+    """Add a message; if the one at the end is by the same user or assistant, the two become one, as in
+    Anthropic's API. Returns how many characters come before its text there."""
+    if added["role"] == "tool" or not messages or messages[-1]["role"] != added["role"]:
+        messages.append(added)
+        return 0
+    messages[-1] = merged(messages[-1], added)
+    return len(messages[-1]["content"] or "") - len(added["content"] or "")
+
+
+def append_instruction(messages: list[Plain], text: str, where: str) -> None:
+    """Add a system message that is not the first, as text of the user's."""
+    append_user(messages, reminder(text), where)
 
 
 def with_system(messages: list[Plain], texts: Sequence[str], where: str) -> list[Plain]:

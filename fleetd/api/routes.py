@@ -43,6 +43,10 @@ _ENGINE = {
     504: RouteStatus("The engine stalled."),
     507: RouteStatus("The disk is full."),
 }
+_ENGINE_OF_RESPONSES = {
+    **{status: meaning for status, meaning in _ENGINE.items() if status != 429},
+    503: RouteStatus("The queue is full, the memory short, or the daemon stopping; see Retry-After."),
+}
 _BUSY = {529: RouteStatus("The queue is full, the memory short, or the daemon stopping; see Retry-After.")}
 _NOT_NOW = {503: RouteStatus("Not now, and why.", objects.Health)}
 _METRICS = {
@@ -166,7 +170,7 @@ PUBLIC: tuple[Route, ...] = (
         body=ResponsesBody,
         reply=Response,
         item=ResponseEvent,
-        statuses={**_BODY, **_MODEL, **_ENGINE},
+        statuses={**_BODY, **_MODEL, **_ENGINE_OF_RESPONSES},
     ),
     _post(
         "/v1/responses/input_tokens",
@@ -176,7 +180,7 @@ PUBLIC: tuple[Route, ...] = (
         summary="How many tokens the prompt of a response has.",
         body=ResponsesBody,
         reply=InputTokenCount,
-        statuses={**_BODY, **_MODEL, **_ENGINE},
+        statuses={**_BODY, **_MODEL, **_ENGINE_OF_RESPONSES},
     ),
     _post(
         "/v1/messages",

@@ -23,6 +23,7 @@ from fleetd.engine.sparse_prefill.kept_tokens import (
     gaps_of,
     kept_tokens,
 )
+from fleetd.engine.template_turns import template_needs
 from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, UnsupportedParameter
 
 # What a publisher's template raises where it meets what its author did not think of.
@@ -129,11 +130,15 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: boo
         )
 
     controls = control_tokens(tokenizer)
-    messages = with_content(prompt.messages, tokenizer)
+    needs = template_needs(tokenizer)
+    # A hash of an id must not be one of a stand-in, which is another one with each rendering.
+    messages = needs.with_ids(with_content(prompt.messages, tokenizer))
 
     def template(messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
+        # Here, so that indices of messages stay those of the request all around.
+        arranged = needs.arranged(messages)
         rendered: str = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, **options
+            arranged, tools=tools, tokenize=False, add_generation_prompt=True, **options
         )
         return rendered
 
@@ -150,8 +155,8 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: boo
         ) from error
     except jinja2.TemplateError as error:
         raise BadRequest(
-            f"The model's chat template rejects these messages: {error}.",
-            hint="Check the order of the roles and the content of each message.",
+            f"The model's chat template rejects these messages: {str(error).rstrip('.!')}.",
+            hint=_advice(error),
             param="messages",
         ) from error
     except _TEMPLATE_ERRORS as error:
@@ -204,6 +209,14 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: boo
         return dropped_of_messages(rendered.text, messages, keep.parts, again)
 
     return _follow(prepared, lambda: offsets or _offsets(tokenizer, text, tokens, special=False), gaps)
+
+
+def _advice(error: jinja2.TemplateError) -> str:
+    """What to do where a template raises. What its author wrote for this case says it by itself."""
+    if "role" in str(error).lower():
+        return "Check the order of the roles."
+    # Others are Jinja's own, as of a field that is missing.
+    return "" if type(error) is jinja2.TemplateError else "Check the content of each message."
 
 
 def _follow(

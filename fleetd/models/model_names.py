@@ -31,7 +31,7 @@ def untagged(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """The models that the settings name; "" stands for the default one."""
+    """The models that the settings name; "" stands for the large one, and there for the default one."""
 
     default: str
     _large: str = ""
@@ -43,7 +43,7 @@ class ModelNames:
 
     @property
     def small(self) -> str:
-        return self._small or self.default
+        return self._small or self.large
 
     def named(self, asked: str | None) -> str:
         """The name that a request means: the default model's if it names none."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from chat_order import ChatOrder, read_chunks
 from generated_answers import SAMPLE_ANSWER as SAMPLE
-from generated_answers import answer
+from generated_answers import answer, is_cut, whole_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
@@ -31,7 +31,7 @@ def asked(**fields: Any) -> ReplyOptions:
 def replies(draw: st.DrawFn) -> tuple[Fed, ReplyOptions]:
     """The events of several choices, mixed, and what their request asked for."""
     rng = random.Random(draw(st.integers(0, 2**32 - 1)))
-    each = [answer(rng) for _ in range(rng.randint(1, 3))]
+    each = [answer(rng, cut_calls=True) for _ in range(rng.randint(1, 3))]
     turns = [index for index, events in enumerate(each) for _ in events]
     rng.shuffle(turns)
     left = [iter(events) for events in each]
@@ -65,8 +65,10 @@ def agrees(fed: Fed, options: ReplyOptions, comments_every: int) -> None:
     """The stream is in order and says what the whole answer says."""
     order = read(iter([stream(fed, options, comments_every=comments_every)]))
     collector = ChatWhole(options)
-    for index, event in fed:
-        collector.feed(index, event)
+    each = {index: [event for i, event in fed if i == index] for index in range(options.choices)}
+    for index, events in each.items():
+        for event in whole_events(events):
+            collector.feed(index, event)
     whole = msgspec.to_builtins(collector.whole())
     assert order.state == "ended"
     assert order.usage == (whole["usage"] if options.include_usage else None)
@@ -74,8 +76,13 @@ def agrees(fed: Fed, options: ReplyOptions, comments_every: int) -> None:
         message, seen = choice["message"], order.choices[index]
         assert seen.content == (message["content"] or "")
         assert seen.reasoning == message.get("reasoning_content", "")
-        assert seen.calls == message.get("tool_calls", [])
+        events = each[index]
+        # A call that is cut is told while it is written, and is no part of a whole answer.
+        cut = is_cut(events) and (options.parallel_tools or events[-2].index == 0)
+        calls = seen.calls[:-1] if cut else seen.calls
+        assert calls == message.get("tool_calls", [])
         assert seen.reason == choice["finish_reason"]
+        assert not cut or seen.reason == "length"
 
 
 @settings(max_examples=600, deadline=None)

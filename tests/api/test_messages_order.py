@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from anthropic._streaming import SSEDecoder
 from generated_answers import SAMPLE_ANSWER as SAMPLE
-from generated_answers import answers
+from generated_answers import answers, is_cut, whole_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from message_order import MessageOrder, checked
@@ -30,7 +30,7 @@ def asked(draw: st.DrawFn) -> tuple[list[Any], MessageOptions]:
         parallel_tools=draw(st.booleans()),
         marked=draw(st.booleans()),
     )
-    return draw(answers()), options
+    return draw(answers(cut_calls=True)), options
 
 
 def frames(events: Sequence[Any], options: MessageOptions, *, opened_at: int, ping_every: int) -> bytes:
@@ -64,11 +64,14 @@ def agrees(events: list[Any], options: MessageOptions, opened_at: int, ping_ever
     """The stream is in order and says what the whole answer says."""
     order = read(iter([frames(events, options, opened_at=opened_at, ping_every=ping_every)]))
     collector = MessageWhole(options)
-    for event in events:
+    for event in whole_events(events):
         if not isinstance(event, p.Loading):
             collector.feed(0, event)
     whole = msgspec.to_builtins(collector.whole())
     assert order.state == "ended"
+    # A call that is cut is told while it is written, and is no part of a whole answer.
+    cut = order.blocks.pop() if order.cut is not None else None
+    assert (cut is not None) == (is_cut(events) and (options.parallel_tools or events[-2].index == 0))
     assert order.blocks == whole["content"]
     assert order.usage == whole["usage"]
     assert order.stop == {name: whole[name] for name in ("stop_reason", "stop_sequence")}

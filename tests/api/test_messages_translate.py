@@ -204,6 +204,48 @@ def test_system_messages_in_the_middle_become_the_users_text() -> None:
     ]
 
 
+def test_what_one_says_in_several_messages_is_one_message() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    found = prompt(
+        messages=[
+            {"role": "user", "content": [text("one", **mark)]},
+            {"role": "user", "content": [text("two"), text("three", **mark)]},
+            {"role": "system", "content": "Look."},
+            {"role": "user", "content": "four"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, text("I look.")]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "so"},
+                    {"type": "tool_use", "id": "call_1", "name": "weather", "input": {}},
+                ],
+            },
+            {"role": "assistant", "content": [text("Now.", **mark)]},
+            {"role": "user", "content": [RESULT]},
+            {"role": "user", "content": [text("Well?", **mark)]},
+        ],
+    )
+    user, said, result, asked = found.messages
+    assert user["content"] == "one\ntwo\nthree\n<system-reminder>\nLook.\n</system-reminder>\nfour"
+    assert (said["content"], said["reasoning_content"]) == ("I look.\nNow.", "hm\nso")
+    assert [call["id"] for call in said["tool_calls"]] == ["call_1"]
+    assert (result["role"], result["content"], asked["content"]) == ("tool", "4 °C", "Well?")
+    marked = [found.messages[index]["content"][:chars] for index, chars in found.cache_marks]
+    assert marked == ["one", "one\ntwo\nthree", "I look.\nNow.", "Well?"]
+
+
+def test_calls_in_several_messages_stay_without_a_text() -> None:
+    def called(name: str) -> dict[str, Any]:
+        block = {"type": "tool_use", "id": name, "name": "weather", "input": {}}
+        return {"role": "assistant", "content": [block]}
+
+    _, said, _ = prompt(
+        messages=[USER, called("a"), called("b"), {"role": "user", "content": [RESULT]}]
+    ).messages
+    assert said["content"] is None
+    assert [call["id"] for call in said["tool_calls"]] == ["a", "b"]
+
+
 ON = {"enable_thinking": True, "thinking": True}
 OFF = {"enable_thinking": False, "thinking": False}
 
@@ -214,6 +256,10 @@ OFF = {"enable_thinking": False, "thinking": False}
         ({}, OFF),
         ({"thinking": {"type": "disabled"}}, OFF),
         ({"output_config": {"effort": "low"}}, {**OFF, "reasoning_effort": "low"}),
+        # A hint is never a reason to refuse: words of later versions, and whatever else stands there.
+        ({"output_config": {"effort": "ultra"}}, OFF),
+        ({"output_config": {"effort": 3, "format": None}, "output_format": None}, OFF),
+        ({"output_config": {"effort": {"level": "high"}, "task_budget": 9}}, OFF),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, ON),
         (
             {"thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "max"}},
@@ -246,6 +292,7 @@ def test_what_would_change_the_answer_is_refused_by_name() -> None:
     assert "tools.0.strict" in refused(tools=[{**WEATHER, "strict": True}])
     schema = {"format": {"type": "json_schema", "schema": {}}}
     assert "output_config.format" in refused(output_config=schema)
+    assert "output_config.format" in refused(output_format=schema["format"])
     assert "mcp_servers" in refused(mcp_servers=[{"type": "url", "url": "x"}])
     assert "among the tools" in refused(
         InvalidValue, tools=[WEATHER], tool_choice={"type": "tool", "name": "wether"}

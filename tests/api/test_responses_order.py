@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
-from generated_answers import SAMPLE_ANSWER, answers
+from generated_answers import SAMPLE_ANSWER, answers, is_cut, whole_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
@@ -18,9 +19,10 @@ from fleetd.api.responses.bodies import ResponseTool
 from fleetd.api.responses.dialect import RESPONSES
 from fleetd.api.responses.objects import Response
 from fleetd.api.responses.render import ResponseOptions, ResponseStream, ResponseWhole
-from fleetd.api.responses.tools import ToolTable
+from fleetd.api.responses.tools import FreeText, ToolTable, free_text
 from fleetd.api.responses.translate import carried
 from fleetd.engine import protocol as p
+from fleetd.requests.job import LOCAL
 
 
 def options(*, parallel: bool = True, carry: bool = False) -> ResponseOptions:
@@ -81,11 +83,18 @@ def agrees(events: list[Any], asked: ResponseOptions, opened_at: int, progress_e
     sent.add(sent.streamer.closing())
     order = read(iter([sent.data + sent.form.end()]))
     collector = ResponseWhole(asked)
-    for event in events:
+    for event in whole_events(events):
         if not isinstance(event, p.Loading):
             collector.feed(0, event)
     whole = msgspec.to_builtins(collector.whole())
-    assert order.response == whole
+    streamed = order.response
+    if is_cut(events) and (asked.response.parallel_tool_calls or events[-2].index == 0):
+        # A call that is cut is told while it is written, and is no part of a whole answer.
+        *rest, cut = streamed["output"]
+        assert cut["status"] == "incomplete"
+        streamed = {**streamed, "output": rest}
+        whole["output"] = [{**item, "status": "completed"} for item in whole["output"]]
+    assert streamed == whole
     assert order.progressed
     full = events[-1].reason == "length"
     assert whole["status"] == ("incomplete" if full else "completed")
@@ -114,7 +123,7 @@ ASKED = st.builds(
 
 
 @settings(max_examples=600, deadline=None)
-@given(answers(), ASKED, st.integers(0, 3), st.integers(0, 3), st.integers(1, 12))
+@given(answers(cut_calls=True), ASKED, st.integers(0, 3), st.integers(0, 3), st.integers(1, 12))
 def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
     events: list[Any], asked: ResponseOptions, opened_at: int, progress_every: int, cut_at: int
 ) -> None:
@@ -124,7 +133,7 @@ def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
 
 @pytest.mark.long
 @settings(max_examples=10_000, deadline=None)
-@given(answers(), ASKED, st.integers(0, 3), st.integers(0, 3), st.integers(1, 12))
+@given(answers(cut_calls=True), ASKED, st.integers(0, 3), st.integers(0, 3), st.integers(1, 12))
 def test_ten_thousand_streams_keep_the_order(
     events: list[Any], asked: ResponseOptions, opened_at: int, progress_every: int, cut_at: int
 ) -> None:
@@ -169,6 +178,59 @@ def test_calls_have_the_clients_names() -> None:
         ("function_call", "send", "fleet"),
         ("function_call", "invented", None),
     ]
+
+
+PATCH = '*** Begin "Patch"\n+\té 😀 C:\\users\n*** End'
+
+
+@pytest.mark.parametrize("written", [{"input": PATCH}, {"patch": PATCH}, {"input": ""}, PATCH])
+def test_a_custom_tools_input_is_told_as_it_is_written(written: Any) -> None:
+    """Whatever pieces the arguments come in; what is not the expected object is told when it is whole."""
+    arguments = written if isinstance(written, str) else json.dumps(written)
+    for size in (1, 2, 5, len(arguments)):
+        sent = Sent(options())
+        cut = [arguments[i : i + size] for i in range(0, len(arguments), size)] if written != PATCH else []
+        pieces = [p.ToolCallPiece("r", 0, "call_0", "patch", piece) for piece in cut]
+        call = p.ToolCall("r", 0, "call_0", "patch", arguments)
+        sent.play([LOCAL, p.Accepted("r", 5), *pieces, call, p.Finished("r", "tool_calls")], 0, 0)
+        sent.add(sent.streamer.closing())
+        events = [e.json() for e in SSEDecoder().iter_bytes(iter([sent.data]))]
+        told = [e["delta"] for e in events if e["type"] == "response.custom_tool_call_input.delta"]
+        (item,) = checked((e["type"], e) for e in events).items
+        expected = PATCH if written != {"input": ""} else ""
+        assert "".join(told) == item["input"] == expected
+        as_it_is_written = isinstance(written, dict) and "input" in written and expected
+        assert (len(told) > 1) == bool(as_it_is_written and size < len(arguments))
+
+
+def test_a_custom_tools_input_that_is_cut_says_what_was_written_of_it() -> None:
+    for arguments, written in (
+        ('{"input": "*** Begin\\n+ a', "*** Begin\n+ a"),
+        ('{"input": "a\\u00', "a"),
+        ('{"input": "a\\ud83d', "a"),
+        ('{"input": "a\\ud83d\\ude0', "a"),
+        ('{"input": "a\\', "a"),
+    ):
+        sent = Sent(options())
+        pieces = [p.ToolCallPiece("r", 0, "call_0", "patch", piece) for piece in arguments]
+        sent.play([LOCAL, p.Accepted("r", 5), *pieces, p.Finished("r", "length")], 0, 0)
+        sent.add(sent.streamer.closing())
+        order = read(iter([sent.data]))
+        assert [(item["input"], item["status"]) for item in order.items] == [(written, "incomplete")]
+        assert order.response["status"] == "incomplete"
+
+
+def test_escapes_that_json_does_not_know_stay_as_they_are() -> None:
+    assert free_text('{"input": "C:\\users \\q \\u12 a\nb\\/"}') == "C:\\users \\q \\u12 a\nb/"
+    assert free_text('{"input": "\\ud83d\\ude00 \\ud83d \\ude00"}') == "😀 \ufffd \ufffd"
+
+
+@given(st.text(), st.booleans(), st.integers(1, 9))
+def test_any_input_is_read_whatever_pieces_it_comes_in(text: str, plain: bool, size: int) -> None:
+    arguments = json.dumps({"input": text}, ensure_ascii=plain)
+    reader = FreeText()
+    told = [reader.feed(arguments[i : i + size]) for i in range(0, len(arguments), size)]
+    assert "".join(told) == reader.text == free_text(arguments) == text
 
 
 def test_an_answer_that_was_cancelled_does_not_look_complete() -> None:

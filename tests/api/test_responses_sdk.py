@@ -197,8 +197,11 @@ def test_a_prompt_that_is_too_long_and_a_full_queue(
     with pytest.raises(openai.BadRequestError) as long:
         script_client.responses.create(model=scripted.model, input="too long", stream=stream)
     assert (long.value.status_code, long.value.code) == (400, "context_length_exceeded")
-    with pytest.raises(openai.RateLimitError):
+    # Codex gives up at 429, and tries again what is 500 or more.
+    with pytest.raises(openai.InternalServerError) as busy:
         script_client.responses.create(model=scripted.model, input="busy", stream=stream)
+    assert (busy.value.status_code, busy.value.code, busy.value.type) == (503, "overloaded", "server_error")
+    assert busy.value.response.headers["Retry-After"] == "1"
 
 
 def test_an_engine_that_dies_in_the_middle(script_client: openai.OpenAI, scripted: Target) -> None:

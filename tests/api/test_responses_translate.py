@@ -176,6 +176,14 @@ def test_what_no_machine_here_can_serve_is_left_out_with_a_word() -> None:
     )
 
 
+def test_sealed_reasoning_of_another_server_is_no_turn() -> None:
+    sealed = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"}
+    found = prompt(input=[USER, sealed, said("user", "so?")])
+    assert found.messages == [said("user", "hi\nso?")]
+    found = prompt(input=[USER, sealed, said("assistant", "ok"), USER])
+    assert found.messages == [USER, said("assistant", "ok"), USER]
+
+
 def test_a_file_that_a_tool_returned_leaves_a_note() -> None:
     file = {
         "type": "function_call_output",

@@ -164,6 +164,9 @@ def test_messages_are_what_templates_read() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sunny"}]},
         {"role": "assistant", "content": "ok", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "ok", "reasoning": "so"},
+        {"role": "assistant", "content": "ok", "reasoning": "so", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "ok", "reasoning": {"summary": "so"}},
         {"role": "assistant", "refusal": "no"},
         {"role": "assistant"},
     ) == [
@@ -182,6 +185,9 @@ def test_messages_are_what_templates_read() -> None:
         },
         {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
         {"role": "assistant", "content": "ok", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "ok", "reasoning_content": "so"},
+        {"role": "assistant", "content": "ok", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "ok"},
         {"role": "assistant", "content": "no"},
         {"role": "assistant", "content": ""},
     ]

@@ -164,6 +164,15 @@ async def test_a_listed_origin_may_call_and_only_with_the_token(runner: FakeRunn
             ask_oddly = {**ask_first, "Access-Control-Request-Headers": 'x-a; "*"'}
             async with session.options(CHAT, headers=ask_oddly) as response:
                 assert response.headers["Access-Control-Allow-Headers"] == "Authorization, Content-Type"
+            methods = {
+                CHAT: "POST",
+                "/v1/models": "GET, HEAD",
+                "/api/delete": "DELETE",
+                "/v1/no": "GET, POST",
+            }
+            for path, allowed in methods.items():
+                async with session.options(path, headers=ask_first) as response:
+                    assert response.headers["Access-Control-Allow-Methods"] == allowed
             foreign = {**ask_more, "Origin": "https://evil.example"}
             async with session.options(CHAT, headers=foreign) as response:
                 assert response.status == 403

@@ -44,6 +44,7 @@ def served(daemon: FakeDaemon) -> FakeDaemon:
     daemon.on("GET", "/fleet/v1/env", Reply(settings))
     daemon.on("GET", "/v1/models/org/big", Reply({"id": "org/big", "context_length": 65536}))
     daemon.on("GET", "/v1/models/short", Reply({"id": "short", "context_length": 8192}))
+    daemon.on("GET", "/v1/models/tiny", Reply({"id": "tiny", "fleet": {"tools": "", "installed": False}}))
     daemon.on("POST", "/v1/messages/count_tokens", Reply({"input_tokens": 99}))
     return daemon
 
@@ -66,7 +67,8 @@ def test_claude_gets_its_models_in_its_environment(path: Path, served: FakeDaemo
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "API_TIMEOUT_MS": "3600000",
     }
-    assert served.seen[-1].body["model"] == "org/big"
+    (loaded,) = [each.body["model"] for each in served.seen if each.method == "POST"]
+    assert loaded == "org/big", "the small one is loaded when it is asked"
 
 
 def test_codex_gets_its_models_in_its_arguments_before_the_users_own(
@@ -124,6 +126,45 @@ def test_a_model_that_cannot_is_refused(path: Path, served: FakeDaemon, run: Run
     missing = {"error": {"message": "No model.", "code": "model_not_found", "hint": "Try another."}}
     served.on("GET", "/v1/models/nothing", Reply(missing, 404))
     assert "No model." in refusal(served, run, "-m", "nothing")
+
+
+def test_a_context_that_is_known_once_the_model_is_loaded_counts(
+    path: Path, served: FakeDaemon, run: Run
+) -> None:
+    def after_load(context: int) -> None:
+        loaded = Reply({"id": "new", "context_length": context})
+        served.on("GET", "/v1/models/new", Reply({"id": "new"}), loaded)
+
+    after_load(131_072)
+    shown = json.loads(run("launch", "--json", "-m", "new", "claude", home=served.home).stdout)
+    assert shown["environment"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "131072"
+    paths = [each.path for each in served.seen]
+    assert paths[-3:] == ["/v1/models/new", "/v1/messages/count_tokens", "/v1/models/new"]
+    after_load(4096)
+    assert "a context of 4096 tokens; claude needs 32768" in refusal(served, run, "-m", "new")
+
+
+@pytest.mark.parametrize(
+    ("small", "reason"),
+    [
+        (
+            {"context_length": 8192},
+            "tiny (models.small) has a context of 8192 tokens, and claude needs 32768",
+        ),
+        (
+            {"context_length": 65536, "fleet": {"tools": "", "installed": True}},
+            "tiny (models.small) knows no tool calls",
+        ),
+    ],
+)
+def test_a_small_model_that_cannot_is_replaced_by_the_large_one(
+    path: Path, served: FakeDaemon, run: Run, small: dict[str, Any], reason: str
+) -> None:
+    served.on("GET", "/v1/models/tiny", Reply({"id": "tiny", **small}))
+    done = run("launch", "--json", "claude", home=served.home)
+    assert json.loads(done.stdout)["environment"]["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "org/big"
+    assert reason in done.stderr
+    assert "org/big takes its place" in done.stderr
 
 
 def test_json_shows_what_would_be_started(path: Path, served: FakeDaemon, run: Run) -> None:

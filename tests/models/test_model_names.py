@@ -35,4 +35,7 @@ def test_aliases(name: str, stands_for: str | None) -> None:
 def test_the_default_model_takes_the_place_of_what_is_not_set() -> None:
     names = ModelNames("only")
     assert (names.large, names.small, names.alias("claude-haiku-4-5")) == ("only", "only", "only")
+    large = ModelNames("default-model", "large-model")
+    assert (large.small, large.alias("gpt-5-mini")) == ("large-model", "large-model")
+    assert ModelNames("default-model", "", "small-model").large == "default-model"
     assert [names.named(each) for each in (None, "", "default", "other")] == ["only", "only", "only", "other"]

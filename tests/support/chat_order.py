@@ -10,7 +10,8 @@ from typing import Any
 
 @dataclass
 class ChoiceOrder:
-    """One choice: the role → deltas → an empty delta with the finish reason."""
+    """One choice: the role → deltas → an empty delta with the finish reason. The arguments of the last call
+    may be cut where the reason is the length."""
 
     state: str = "new"
     content: str = ""

@@ -40,8 +40,27 @@ def _beginning(rng: random.Random, arguments: str) -> list[str]:
     return [arguments[begin:end] for begin, end in itertools.pairwise([0, *cuts])]
 
 
-def answer(rng: random.Random) -> list[Any]:
-    """The events of one answer."""
+def _cut_call(rng: random.Random, index: int) -> list[Any]:
+    """A call of which the last is never told."""
+    name, arguments = rng.choice(TOOL_NAMES), json.dumps({"input": _text(rng), "path": _text(rng)})
+    written = arguments[: rng.randint(1, len(arguments) - 1)]
+    cuts = sorted({rng.randint(1, len(written)) for _ in range(3)} | {len(written)})
+    pieces = [written[begin:end] for begin, end in itertools.pairwise([0, *cuts])]
+    return [p.ToolCallPiece("r", index, f"call_{index}", name, piece) for piece in pieces]
+
+
+def whole_events(events: list[Any]) -> list[Any]:
+    """What an engine sends of the same answer to those who do not ask for pieces of calls."""
+    return [event for event in events if not isinstance(event, p.ToolCallPiece)]
+
+
+def is_cut(events: list[Any]) -> bool:
+    """True if an answer ends inside a call."""
+    return isinstance(events[-2], p.ToolCallPiece)
+
+
+def answer(rng: random.Random, *, cut_calls: bool = False) -> list[Any]:
+    """The events of one answer; with ``cut_calls`` it may end inside a call, as at max_tokens."""
     events: list[Any] = [LOCAL, *([p.Loading("reading", 1, 2)] if rng.random() < 0.5 else [])]
     total, calls = rng.randint(1, 99), 0
     events += [p.Accepted("r", total), p.Prefill("r", 0, total, cached=rng.randint(0, total))]
@@ -56,14 +75,17 @@ def answer(rng: random.Random) -> list[Any]:
         events.append(p.ToolCall("r", calls, f"call_{calls}", name, arguments))
         calls += 1
     reason: Any = rng.choice(["stop", "length", "tool_calls"])
+    if cut_calls and rng.random() < 0.25:
+        events += _cut_call(rng, calls)
+        reason = "length"
     usage = p.Usage(total, rng.randint(0, total), rng.randint(0, 50))
     stop = rng.choice([None, "END"]) if reason == "stop" else None
     return [*events, p.Finished("r", reason, usage, stop=stop)]
 
 
-def answers() -> st.SearchStrategy[list[Any]]:
+def answers(*, cut_calls: bool = False) -> st.SearchStrategy[list[Any]]:
     """Drawn as one number: drawing each event takes longer than what the tests do with all of them."""
-    return st.integers(0, 2**32 - 1).map(lambda seed: answer(random.Random(seed)))
+    return st.integers(0, 2**32 - 1).map(lambda seed: answer(random.Random(seed), cut_calls=cut_calls))
 
 
 SAMPLE_ANSWER: list[Any] = [

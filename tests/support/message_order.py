@@ -13,13 +13,16 @@ DELTAS = {
     "tool_use": {"input_json_delta"},
 }
 
+FULL = {"max_tokens", "model_context_window_exceeded"}
+
 
 @dataclass
 class MessageOrder:
     """Takes events one by one, raises AssertionError at the first that is out of order, and keeps the answer.
 
     ``start`` → (``block start`` → deltas → ``block stop``)* → ``message_delta`` → ``message_stop``, a ping
-    anywhere behind the start, and an error instead of what is missing.
+    anywhere behind the start, and an error instead of what is missing. The input of the last call may be cut
+    where the answer was full.
     """
 
     state: str = "new"
@@ -27,6 +30,8 @@ class MessageOrder:
     usage: dict[str, Any] = field(default_factory=dict)
     stop: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] = field(default_factory=dict)
+    # What of a call's input was written when the answer was full.
+    cut: str | None = None
 
     def take(self, name: str, event: Mapping[str, Any]) -> None:
         assert event["type"] == name
@@ -44,6 +49,7 @@ class MessageOrder:
                 self.error, self.state = event["error"], "failed"
             case "content_block_start":
                 self._expect("between", name)
+                assert self.cut is None, "a block after a call that was cut"
                 assert event["index"] == len(self.blocks)
                 self.blocks.append({**event["content_block"], "pieces": []})
                 self.state = "block"
@@ -59,6 +65,7 @@ class MessageOrder:
             case "message_delta":
                 self._expect("between", name)
                 assert event["delta"]["stop_reason"]
+                assert self.cut is None or event["delta"]["stop_reason"] in FULL
                 self.stop, self.state = event["delta"], "stopped"
                 self.usage |= event["usage"]
             case "message_stop":
@@ -83,7 +90,10 @@ class MessageOrder:
         text = "".join(block.pop("pieces"))
         match block["type"]:
             case "tool_use":
-                block["input"] = json.loads(text)
+                try:
+                    block["input"] = json.loads(text)
+                except ValueError:
+                    self.cut = text
             case "thinking":
                 assert block["signature"]
                 block["thinking"] = text

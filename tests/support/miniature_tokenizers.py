@@ -40,24 +40,64 @@ _LLAMA = """
 {{- '<|eot_id|>' }}{% endif %}
 {%- for m in messages %}{% set content = m.content or '' %}
 {%- if m.role == 'tool' %}{{ head('ipython') + content | tojson + '<|eot_id|>' }}
-{%- elif m.tool_calls %}{{ head('assistant') + m.tool_calls[0].function.arguments | tojson + '<|eot_id|>' }}
+{%- elif 'tool_calls' in m %}
+{%- if m.tool_calls | length > 1 %}{{ raise_exception('One call at a time!') }}{% endif %}
+{{- head('assistant') + m.tool_calls[0].function.name + m.tool_calls[0].function.arguments | tojson }}
+{{- '<|eot_id|>' }}
 {%- else %}{{ head(m.role) + content | trim + '<|eot_id|>' }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}{{ head('assistant') }}{% endif %}
 """
 
+# As the publisher's: one call of a message is shown; the thoughts of a call go when an answer follows it.
 _HARMONY = """
+{%- set called = namespace(name=none) %}
 {%- if tools %}{{ '<|start|>developer<|message|># Tools\n' }}
 {%- for t in tools %}{{ '// ' + t.function.description + '\ntype ' + t.function.name }}
 {{- ' = (_: ' + t.function.parameters | tojson + ') => any;\n' }}
 {%- endfor %}{{ '<|end|>' }}{% endif %}
 {%- for m in messages %}{% set content = m.content or '' %}
-{%- if m.role == 'tool' %}{{ '<|start|>functions.look to=assistant<|channel|>commentary<|message|>' }}
+{%- if m.role == 'tool' %}
+{%- if called.name is none %}{{ raise_exception('No call comes before this result!') }}{% endif %}
+{{- '<|start|>functions.' + called.name + ' to=assistant<|channel|>commentary<|message|>' }}
 {{- content | tojson + '<|end|>' }}
-{%- elif m.tool_calls %}{{ '<|start|>assistant to=functions.' + m.tool_calls[0].function.name }}
+{%- elif m.role == 'assistant' and 'tool_calls' in m %}
+{%- set thought = m.thinking or '' %}
+{%- if '<|channel|>analysis<|message|>' in thought or '<|channel|>final<|message|>' in thought %}
+{{- raise_exception('These are channels, and no thought!') }}{% endif %}
+{%- if content and thought %}{{ raise_exception('Either a text or a thought!') }}{% endif %}
+{%- set said = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') %}
+{%- if (content or thought) and not said | rejectattr('tool_calls') | list %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + (content or thought) + '<|end|>' }}{% endif %}
+{%- set called.name = m.tool_calls[0].function.name %}
+{{- '<|start|>assistant to=functions.' + called.name }}
 {{- '<|channel|>commentary json<|message|>' + m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
 {%- elif m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + content + '<|end|>' }}
 {%- else %}{{ '<|start|>' + m.role + '<|message|>' + content + '<|end|>' }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
+
+# Roles alternate, calls and results apart, and ids of calls have nine characters.
+_MISTRAL = """
+{%- macro check(id) %}
+{%- if id | default('', true) | length != 9 %}{{ raise_exception('Ids have nine characters!') }}{% endif %}
+{%- endmacro %}
+{{- bos_token }}
+{%- set rest = messages[1:] if messages[0].role == 'system' else messages %}
+{%- for m in rest | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls') %}
+{%- if m.role != ('user', 'assistant')[loop.index0 % 2] %}
+{{- raise_exception('User and assistant speak in turns, behind a system message that may be missing!') }}
+{%- endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{ '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}
+{%- elif m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}
+{%- elif m.role == 'tool' %}{{ check(m.tool_call_id) }}
+{{- '[TOOL_RESULTS]{"content": ' + m.content + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- elif m.tool_calls %}{{ '[TOOL_CALLS][' }}
+{%- for call in m.tool_calls %}{{ check(call.id) }}
+{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (']' if loop.last else ', ') }}
+{%- endfor %}{{ eos_token }}
+{%- else %}{{ m.content + eos_token }}{% endif %}
+{%- endfor %}
 """
 
 # A macro for contents, which may be parts; what is neither text nor parts is printed.
@@ -74,6 +114,17 @@ _GLM = """
 
 _PIECES = """
 {%- for m in messages %}{{ '<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}
+"""
+
+# Its model knows neither instructions nor tools.
+_GEMMA2 = """
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{ raise_exception('There is no system here!') }}{% endif %}
+{%- if loop.index is even and m.role == 'user' or loop.index is odd and m.role != 'user' %}
+{{- raise_exception('User and assistant speak in turns!') }}{% endif %}
+{{- '<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}
 """
@@ -121,6 +172,19 @@ def gpt_oss() -> Any:
     return _wrapped(_bytes([f"<|{name}|>" for name in names], []), _HARMONY)
 
 
+def mistral() -> Any:
+    names = ["INST", "SYSTEM_PROMPT", "TOOL_RESULTS"]
+    special = ["<s>", "</s>", "[TOOL_CALLS]", *(f"[{end}{name}]" for name in names for end in ("", "/"))]
+    return _wrapped(
+        _bytes(special, []),
+        _MISTRAL,
+        bos_token="<s>",
+        eos_token="</s>",
+        tool_call_start="[TOOL_CALLS]",
+        tool_call_end="",
+    )
+
+
 def deepseek_v32() -> Any:
     """With the template that mlx-lm has as a function."""
     special = [
@@ -128,6 +192,12 @@ def deepseek_v32() -> Any:
     ]
     made = _wrapped(_bytes(special, ["<think>", "</think>", "\uff5cDSML\uff5c"]), "")
     return TokenizerWrapper(made._tokenizer, chat_template=deepseek_v32_template.apply_chat_template)
+
+
+def gemma2() -> Any:
+    made = pieces()
+    made._tokenizer.chat_template = _GEMMA2.strip("\n")
+    return made
 
 
 def pieces(*, normalised: bool = False, spelling: bool = True) -> Any:
@@ -163,10 +233,18 @@ def _bytes(special: Sequence[str], markers: Sequence[str], normaliser: Any = Non
     return made
 
 
-def _wrapped(backend: Tokenizer, template: str, *, bos_token: str | None = None, **tools: str) -> Any:
+def _wrapped(
+    backend: Tokenizer,
+    template: str,
+    *,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    **tools: str,
+) -> Any:
     whole = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=template.strip("\n"),
         bos_token=bos_token,
+        eos_token=eos_token,
     )
     return TokenizerWrapper(whole, **tools)

@@ -31,7 +31,7 @@ class ResponseOrder:
 
     ``created`` → ``in_progress`` → (``item.added`` → [``part.added``] → deltas → ``done`` → [``part.done``] →
     ``item.done``)* → an end; ``in_progress`` anywhere behind the first, and ``failed`` instead of what is
-    missing.
+    missing. An item that is incomplete is the last one, of a response that is.
     """
 
     state: str = "new"
@@ -41,6 +41,10 @@ class ResponseOrder:
     _number: int = -1
     _open: dict[str, Any] = field(default_factory=dict)
     _pieces: list[str] = field(default_factory=list)
+
+    @property
+    def _incomplete(self) -> bool:
+        return any(item["status"] == "incomplete" for item in self.items)
 
     @property
     def ended(self) -> bool:
@@ -57,6 +61,7 @@ class ResponseOrder:
         assert event["output_index"] == len(self.items)
         if name == "response.output_item.added":
             assert self.state == "between", f"{name} while {self.state}"
+            assert not self._incomplete, "an item after one that is incomplete"
             self._open, self._pieces = dict(event["item"]), []
             assert self._open["status"] == "in_progress"
             self.state = "part" if self._open["type"] in WITH_PARTS else "text"
@@ -78,6 +83,7 @@ class ResponseOrder:
             assert name == "response.failed" or self.state == "between", f"{name} while {self.state}"
             self.state, self.response = ENDS[name], dict(response)
         assert response["status"] == (ENDS.get(name) or "in_progress")
+        assert not self._incomplete or name not in ENDS or name == "response.incomplete"
         assert self.response or response["output"] == []
         if name != "response.failed" and self.ended:
             assert response["output"] == self.items

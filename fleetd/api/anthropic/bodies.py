@@ -68,7 +68,9 @@ class ToolSelection(msgspec.Struct, frozen=True, rename={"kind": "type"}):
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    effort: str | None = None
+    """``effort`` is a hint: what is none of the words is ignored. ``format`` would change the answer."""
+
+    effort: Any = None
     format: Any = None
 
 

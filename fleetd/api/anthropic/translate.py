@@ -55,14 +55,14 @@ def prompt(body: Conversation) -> ChatPrompt:
         )
     _refuse_formats(body)
     tools = [_tool(each, f"tools.{i}") for i, each in enumerate(body.tools or ())]
-    effort = body.output_config.effort if body.output_config is not None else None
+    effort = None if body.output_config is None else body.output_config.effort
     messages, marks = _messages(body)
     return conversation.prompt(
         messages,
         tools,
         _tool_choice(body, tools),
         # Without a word of it Anthropic's models answer at once.
-        template_kwargs(body, default=False, effort=effort),
+        template_kwargs(body, default=False, effort=effort if isinstance(effort, str) else None),
         marks,
     )
 
@@ -86,7 +86,7 @@ def marks_cache(body: Conversation) -> bool:
 
 
 def _refuse_formats(body: Conversation) -> None:
-    if body.output_format is not None or (body.output_config is not None and body.output_config.format):
+    if body.output_format or (body.output_config is not None and body.output_config.format):
         raise UnsupportedParameter(
             "output_config.format: answers cannot be held to a schema yet.",
             hint="Ask for JSON in the prompt, or use a tool whose input has the wanted shape.",
@@ -136,14 +136,15 @@ def _messages(body: Conversation) -> tuple[list[Plain], list[CacheMark]]:
         if message.role != "system":
             read = _assistant if message.role == "assistant" else _user
             said, marked = read(message, where)
-            marks += [(len(found) + index, chars) for index, chars in marked]
-            found += said
+            for index, each in enumerate(said):
+                before = conversation.append(found, each)
+                marks += [(len(found) - 1, before + chars) for at, chars in marked if at == index]
             continue
         text = conversation.joined(list(_texts(message.content, f"{where}.content")))
         if not found:
             system.append(text)
         else:
-            conversation.append_user(found, conversation.reminder(text), where)
+            conversation.append_instruction(found, text, where)
     whole = conversation.with_system(found, system, "system")
     before = len(whole) - len(found)
     return whole, [*((0, chars) for chars in system_marks), *((index + before, n) for index, n in marks)]

@@ -123,6 +123,9 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="rol
     name: str | None = None
     tool_calls: list[CalledTool] | None = None
     reasoning_content: str | None = None
+    reasoning: Annotated[
+        Any, Meta(description="A text is taken for `reasoning_content`, as vLLM calls it.")
+    ] = None
     refusal: str | None = None
 
 

@@ -25,17 +25,17 @@ class ErrorReply(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
-def kind_of(error: FleetError) -> str:
+def _kind_of(error: FleetError, status: int) -> str:
     """OpenAI's ``type``: programs branch on ``code`` and the status, people read this."""
     if isinstance(error, Unauthorized):
         return "authentication_error"
-    if isinstance(error, (BadRequest, NotFound)) or error.status in (404, 405):
+    if isinstance(error, (BadRequest, NotFound)) or status in (404, 405):
         return "invalid_request_error"
-    if error.status == HTTPStatus.FORBIDDEN:
+    if status == HTTPStatus.FORBIDDEN:
         return "permission_error"
-    if error.status == HTTPStatus.TOO_MANY_REQUESTS:
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
         return "rate_limit_error"
-    return "invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    return "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
 
 
 class OpenAIDialect(Dialect):
@@ -49,9 +49,8 @@ class OpenAIDialect(Dialect):
         self._end = end
 
     def error(self, error: FleetError) -> ErrorReply:
-        return ErrorReply(
-            ErrorBody(str(error), kind_of(error), error.param, error.code, error.hint),
-        )
+        kind = _kind_of(error, self.status(error))
+        return ErrorReply(ErrorBody(str(error), kind, error.param, error.code, error.hint))
 
     def stream(self) -> ServerSentEvents:
         return ServerSentEvents(self.error, end=self._end)

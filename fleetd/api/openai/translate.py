@@ -194,7 +194,7 @@ def message(message: Message, index: int) -> dict[str, Any]:
                 "assistant",
                 text,
                 where,
-                reasoning_content=message.reasoning_content,
+                reasoning_content=_reasoning(message),
                 tool_calls=calls or None,
                 name=message.name,
             )
@@ -206,6 +206,13 @@ def message(message: Message, index: int) -> dict[str, Any]:
             return conversation.message("user", text, where, name=message.name)
         case SystemMessage():  # and developer, which is its newer name
             return conversation.message("system", text, where, name=message.name)
+
+
+def _reasoning(message: AssistantMessage) -> str | None:
+    """Under either of its names; vLLM and OpenRouter have the shorter one."""
+    if message.reasoning_content is not None:
+        return message.reasoning_content
+    return message.reasoning if isinstance(message.reasoning, str) else None
 
 
 def _text(content: str | list[ContentPart] | None, where: str, *, returned: bool) -> str | None:

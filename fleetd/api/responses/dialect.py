@@ -1,12 +1,16 @@
-"""OpenAI's errors before a stream; in it, events that carry their names and are numbered from 0."""
+"""OpenAI's errors before a stream, but for the status of a full queue; in it, events that carry their names
+and are numbered from 0."""
 
 from __future__ import annotations
+
+from http import HTTPStatus
 
 import msgspec
 
 from fleetd.api.dialect import ServerSentEvents, tag_of
 from fleetd.api.openai.dialect import OpenAIDialect
 from fleetd.api.responses.objects import Event
+from fleetd.errors import FleetError, Overloaded
 
 
 class _NumberedEvents(ServerSentEvents):
@@ -22,6 +26,10 @@ class _NumberedEvents(ServerSentEvents):
 
 
 class ResponsesDialect(OpenAIDialect):
+    def status(self, error: FleetError) -> int:
+        # Codex takes 429 for a quota that is used up and gives up; what is 500 or more it tries again.
+        return HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, Overloaded) else error.status
+
     def stream(self) -> ServerSentEvents:
         return _NumberedEvents(self.error, event=tag_of)
 

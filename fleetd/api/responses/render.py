@@ -26,7 +26,7 @@ from fleetd.api.answer_blocks import (
 )
 from fleetd.api.dialect import BUSY
 from fleetd.api.responses import objects as o
-from fleetd.api.responses.tools import ToolTable, free_text
+from fleetd.api.responses.tools import FreeText, ToolTable, free_text
 from fleetd.api.responses.translate import carried
 from fleetd.api.streamer import Collector, Streamer
 from fleetd.api.usage_tally import UsageTally
@@ -149,6 +149,11 @@ class ResponseWhole(_ResponseSoFar, Collector):
 
 
 class ResponseStream(_ResponseSoFar, Streamer):
+    def __init__(self, options: ResponseOptions) -> None:
+        super().__init__(options)
+        # By the block's index: inputs of custom tools that are being written.
+        self._inputs: dict[int, FreeText] = {}
+
     def opening(self) -> Sequence[msgspec.Struct]:
         return (o.ResponseCreated(response=self._options.response),)
 
@@ -193,7 +198,8 @@ class ResponseStream(_ResponseSoFar, Streamer):
             case "reasoning":
                 return [o.ReasoningDelta(delta=text, **self._at(block))]
             case "tool" if self._options.tools.called(block.name).custom:
-                return []  # the input is known once the arguments around it are whole
+                told = self._inputs.setdefault(block.index, FreeText()).feed(text)
+                return [o.CustomInputDelta(delta=told, **self._at(block))] if told else []
             case "tool":
                 return [o.ArgumentsDelta(delta=text, **self._at(block))]
 
@@ -211,8 +217,10 @@ class ResponseStream(_ResponseSoFar, Streamer):
             case o.FunctionCallItem():
                 return [o.ArgumentsDone(name=item.name, arguments=block.text, **at), done]
             case o.CustomCallItem():
-                delta = o.CustomInputDelta(delta=item.input, **at)
-                return [delta, o.CustomInputDone(input=item.input, **at), done]
+                told = self._inputs.pop(block.index, FreeText())
+                # Arguments of another form than the expected one are read when they are whole.
+                left: list[o.Event] = [] if told.begun else [o.CustomInputDelta(delta=item.input, **at)]
+                return [*left, o.CustomInputDone(input=item.input, **at), done]
 
     def _at(self, block: AnswerBlock) -> _Place:
         return {"item_id": self._id(block), "output_index": block.index}

@@ -6,6 +6,8 @@ namespace becomes a prefix of its tools' names. ``ToolTable`` turns the model's 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -87,8 +89,61 @@ def as_arguments(text: str) -> Plain:
     return {_INPUT: text}
 
 
+@dataclass(slots=True)
+class FreeText:
+    """A custom tool's input while a model writes the arguments around it, in pieces of any size.
+
+    What is not the expected object tells no text before it is whole: ``free_text`` reads it then.
+    """
+
+    text: str = ""
+    begun: bool = False
+    _head: str = ""
+    # What of the input cannot be read yet: the beginning of an escape.
+    _rest: str = ""
+    _ended: bool = False
+
+    def feed(self, arguments: str) -> str:
+        """More of the arguments; returns what that adds to the input."""
+        if self._ended or (not self.begun and len(self._head) > _HEAD_CHARS):
+            return ""
+        if not self.begun:
+            self._head += arguments
+            found = _HEAD.match(self._head)
+            if found is None:
+                return ""
+            self.begun, arguments = True, self._head[found.end() :]
+        added, self._rest, self._ended = _read(self._rest + arguments)
+        self.text += added
+        return added
+
+
+def _read(text: str) -> tuple[str, str, bool]:
+    """A part of a JSON string as far as it can be read: what it says, what is left, whether it has ended.
+
+    Models write line ends as they are, and escapes that JSON does not know, which stay as they are.
+    """
+    found = _WHOLE.match(text)
+    end = found.end() if found else 0
+    ended = text[end : end + 1] == '"'
+    if not ended and (half := _HALF.search(text, 0, end)):
+        end = half.start()
+    said: str = json.loads(f'"{_ESCAPE.sub(_as_json, text[:end])}"', strict=False)
+    # A half of a character that has no other half is none.
+    return said.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), text[end:], ended
+
+
+def _as_json(escape: re.Match[str]) -> str:
+    known = len(escape[1]) > 1 or escape[1] in '"\\/bfnrt'
+    return escape[0] if known else f"\\{escape[0]}"
+
+
 def free_text(arguments: str) -> str:
     """A custom tool's input from the arguments that a model wrote: its one text, under whatever name."""
+    found = FreeText()
+    found.feed(arguments)
+    if found.begun:
+        return found.text
     try:
         fields = msgspec.json.decode(arguments, type=dict[str, str])
     except msgspec.MsgspecError:
@@ -96,6 +151,16 @@ def free_text(arguments: str) -> str:
     return fields.get(_INPUT, next(iter(fields.values()), "") if len(fields) <= 1 else arguments)
 
 
+# What stands before the input's first character, and what would be too long for that.
+_HEAD_CHARS = 256
+_HEAD = re.compile(rf'\s*\{{\s*"{_INPUT}"\s*:\s*"')
+# Characters and escapes of a JSON string, but for an escape at the end that may not be whole.
+_WHOLE = re.compile(
+    r'(?:[^"\\]|\\(?:[^u]|u[0-9a-fA-F]{4}|u(?![0-9a-fA-F]{4})(?![0-9a-fA-F]{0,3}\Z)))*', re.DOTALL
+)
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
+# The first half of a character that has two.
+_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 _FREE_TEXT: Plain = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
 
 

@@ -213,7 +213,7 @@ class _Items:
         elif not self._found:
             self.system.append(text)
         else:
-            conversation.append_user(self._found, conversation.reminder(text), where)
+            conversation.append_instruction(self._found, text, where)
 
     def _call(self, item: InputItem, arguments: str | Plain, where: str) -> None:
         if item.name is None:
@@ -228,7 +228,8 @@ class _Items:
 
     def _end_turn(self, where: str) -> None:
         turn, self._turn = self._turn, None
-        if turn is not None:
+        # A turn of other servers' sealed reasoning alone says nothing here.
+        if turn is not None and (turn.texts or turn.reasoning or turn.calls):
             self._found.append(conversation.assistant(turn.texts, turn.reasoning, turn.calls, where))
 
 
