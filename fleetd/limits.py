@@ -175,6 +175,9 @@ GGUF_GROWTH = 1.25
 # ---- Fleet: identity and roster --------------------------------------------------------------------------
 # fleetd's own certificates take 350 bytes.
 CERTIFICATE_BYTES = KIB
+# A process of its own makes a new home's key in 0.2 s, on a machine that is overloaded in many; past this the
+# daemon does it itself.
+NEW_IDENTITY_S = 30.0
 # What people read in a table of machines; a longer host name is cut.
 MEMBER_NAME_CHARS = 64
 # Machines that one machine keeps a session with. Fleets are owned by people, who own a dozen.
