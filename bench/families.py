@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from bench.figures import Measured
 from bench.harness.machines import why_none
@@ -79,6 +80,7 @@ _SHARED = (
     "fleetd/requests/prefill_sharing",
     "bench/scenarios/prefill_*.py",
 )
+_GRID = (*_SHARED, "bench/scenarios/never_slower.py")
 _SCORED = (
     ":(glob)fleetd/engine/*.py",
     "fleetd/engine/scoring",
@@ -228,8 +230,8 @@ FAMILIES = {
         "Shared prefill, never slower",
         never_slower.RUNS,
         1,
-        never_slower.measure,
-        (*_SHARED, *_scenario("never_slower")),
+        partial(never_slower.measure, code=_GRID),
+        _GRID,
     ),
     "smart": Family(
         "Smart prefill, a small model in front of a large one",

@@ -29,6 +29,13 @@ def since(root: Path, commit: str, paths: Sequence[str]) -> int | None:
     return None if later is None else int(later) + bool(changed)
 
 
+def version(root: Path, paths: Sequence[str]) -> str:
+    """The last commit that touched ``paths``; "" if there is none, or a change that is not committed."""
+    if _git(root, "status", "--porcelain", "--", *paths):
+        return ""
+    return _git(root, "log", "-1", "--format=%h", "--", *paths) or ""
+
+
 def ages(
     root: Path, paths: Mapping[str, Sequence[str]], results: Mapping[str, Result]
 ) -> dict[str, int | None]:
@@ -51,6 +58,11 @@ def said(commits: int | None) -> str:
             return "**One later commit touched what it measures.**"
         case more:
             return f"**{more} later commits touched what it measures.**"
+
+
+def briefly(commits: int | None) -> str:
+    """The same beside a date."""
+    return "of unknown age" if commits is None else f"{commits} later" if commits else "current"
 
 
 def lines(families: Sequence[str], known: Mapping[str, int | None]) -> Iterator[str]:

@@ -12,8 +12,9 @@ _HEAD = """# Benchmarks
 Written by `make bench` (`python -m bench NAME...` measures some families again and leaves the others as they
 are). A value is the median of its runs, or the worst of them where it says so; the range of all runs stands
 beside it. A ratio is formed within one run, whose sides take turns, and the median is taken of the ratios.
-Absolute times belong to the machine named below each table; ratios carry over better. Below each table stands
-how many commits had touched what it measures when the page was written; `python -m bench --stale` counts.
+Absolute times belong to the machine named below each table; ratios carry over better. Beside the date of a
+figure stands how many later commits had touched what it measures when the page was written;
+`python -m bench --stale` counts.
 """
 
 
@@ -22,7 +23,7 @@ def page(titles: Mapping[str, str], results: Mapping[str, Result], ages: Mapping
 
     ``ages``: of each family with a result, how many later commits touched what it measures.
     """
-    parts = [_HEAD, "\n".join(_summary(titles, results))]
+    parts = [_HEAD, "\n".join(_summary(titles, results, ages))]
     for family, title in titles.items():
         result = results.get(family)
         if result is None:
@@ -32,20 +33,24 @@ def page(titles: Mapping[str, str], results: Mapping[str, Result], ages: Mapping
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-def _summary(titles: Mapping[str, str], results: Mapping[str, Result]) -> Iterator[str]:
-    yield "| promised | bar | measured | |"
-    yield "|---|---|---|---|"
+def _summary(
+    titles: Mapping[str, str], results: Mapping[str, Result], ages: Mapping[str, int | None]
+) -> Iterator[str]:
+    yield "| promised | bar | measured | | on |"
+    yield "|---|---|---|---|---|"
     for family in titles:
         result = results.get(family)
         if result is None:
             continue
+        on = f"{result.date}, {staleness.briefly(ages.get(family))}"
         for figure in result.measured.figures:
             if figure.bar is not None:
                 value = written(figure.value, figure.unit)
-                yield f"| {figure.title} | {bar(figure)} | {value} | {verdict(figure, quick=result.quick)} |"
+                judged = verdict(figure, quick=result.quick)
+                yield f"| {figure.title} | {bar(figure)} | {value} | {judged} | {on} |"
     missing = [f"`{family}`" for family in titles if family not in results]
     if missing:
-        yield f"| not measured yet: {', '.join(missing)} | | | |"
+        yield f"| not measured yet: {', '.join(missing)} | | | | |"
 
 
 def _family(title: str, result: Result, age: int | None) -> Iterator[str]:

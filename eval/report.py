@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from eval import plots
-from eval.requests import Declined, table
+from eval.requests import BEHIND, GATE, IN_FRONT, Declined, table
 from eval.runs import Outcome, compared, dense, form_names, kept, recall, unbroken
 from eval.statistics import Ratio, Share
 from eval.tried_voices import Told
@@ -50,6 +50,14 @@ _NAMES = {
     "table": "a row of a table",
     "aggregate": "about the whole text",
     "verbatim": "word for word",
+}
+
+
+# Where a request stands, by the gate's rows: each way is one in which people ask.
+_STANDS = {
+    GATE: "a message of their own",
+    BEHIND: "in one message behind the text",
+    IN_FRONT: "in one message in front of the text",
 }
 
 
@@ -106,10 +114,12 @@ def bars(results: Results) -> list[Bar]:
         if kind in results.declined:
             said = f"Declined: {_NAMES[kind]}"
             found.append(Bar(said, Share(*results.declined[kind]), 0.95))
-    for row in results.requests[:1]:
-        let_through = Share(row.part[1] - row.part[0], row.part[1])
-        found.append(Bar("Requests in five languages, the whole text: declined", Share(*row.whole), 0.95))
-        found.append(Bar("Requests in five languages, a part: not declined", let_through, 0.95))
+    rows = {row.by: row for row in results.requests}
+    for by, stands in _STANDS.items():
+        if by in rows:
+            (hits, of), said = rows[by].part, f"Requests in five languages, {stands}"
+            found.append(Bar(f"{said}, the whole text: declined", Share(*rows[by].whole), 0.95))
+            found.append(Bar(f"{said}, a part: not declined", Share(of - hits, of), 0.95))
     return found
 
 

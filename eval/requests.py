@@ -18,6 +18,8 @@ from fleetd.compression.document import Document
 from fleetd.compression.gate import PRIOR, evidence, judge
 
 FOLDER = Path(__file__).parent / "data" / "gate"
+# What the rows are called for the gate by where the request stands.
+GATE, BEHIND, IN_FRONT = "the gate", "request behind the text", "request in front of the text"
 LANGUAGES = ("en", "de", "fr", "es", "zh")
 
 
@@ -71,14 +73,14 @@ def by_places(one: AskedRequest) -> bool:
 VOICES: Mapping[str, Callable[[AskedRequest], bool]] = {
     "signs alone": by_signs,
     "places alone": by_places,
-    "request behind the text": behind,
-    "request in front of the text": in_front,
+    BEHIND: behind,
+    IN_FRONT: in_front,
 }
 
 
 def measured(found: Sequence[AskedRequest]) -> list[Declined]:
     """The gate, then its languages, then its voices."""
-    rows = [_row("the gate", found, alone)]
+    rows = [_row(GATE, found, alone)]
     rows += [_row(each, [one for one in found if one.language == each], alone) for each in LANGUAGES]
     return rows + [_row(name, found, declines) for name, declines in VOICES.items()]
 

@@ -15,6 +15,7 @@ import errno
 import os
 import resource
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -57,6 +58,7 @@ from fleetd.observe import get_logger
 from fleetd.own_card import CardMaker
 from fleetd.p2p import wake_on_lan
 from fleetd.p2p.membership.cards import Card
+from fleetd.p2p.membership.new_identity import finish
 from fleetd.p2p.node import Node, NodeSettings
 from fleetd.periodic import keep_running
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -97,21 +99,22 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PRUNE_S = 86_400.0
 
 
-def run(config: Config, home: HomeFolder) -> None:
-    """Run the daemon until a signal ends it; raises FleetError if it cannot start."""
-    # Whatever is created from here on is this user's alone, and no prompt ends up in a core dump.
-    os.umask(0o077)
+def run(config: Config, home: HomeFolder, new_identity: subprocess.Popen[bytes] | None = None) -> None:
+    """Run the daemon in a prepared home until a signal ends it; raises FleetError if it cannot start.
+
+    ``new_identity``: a process that makes the home's identity; it is waited for.
+    """
+    # No prompt ends up in a core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     raise_limit()
     if (caps := connection_caps(open_limit())) != UNSCALED:
         # The log of a service does not show what a shell was limited to.
         log.warning("descriptors.few", open_files=open_limit(), connections=caps.http, raise_with="ulimit -n")
-    paths.prepare(home)
     with paths.HomeLock(home):
         paths.clear_stale_socket(home.socket)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(Daemon(config, home).serve())
+                runner.run(Daemon(config, home, new_identity=new_identity).serve())
         except BaseExceptionGroup as group:
             # The task group wraps even a single failure; people get the failure.
             raise _first(group) from group
@@ -129,11 +132,13 @@ class Daemon:
         models: ModelStore | None = None,
         notifier: Notifier | None = None,
         exit_after: Callable[[float], None] | None = None,
+        new_identity: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self._config = config
         self._home = home
         self._notifier = notifier or Notifier()
         self._exit_after = exit_after or _exit_after
+        self._new_identity = new_identity
         self._started_s = time.monotonic()
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -335,6 +340,8 @@ class Daemon:
             token = await asyncio.to_thread(paths.load_token, self._home.token)
             stack.push_async_callback(asyncio.to_thread, self._disk_cache.close)
             await asyncio.to_thread(self._disk_cache.start)
+            if self._new_identity is not None:
+                await asyncio.to_thread(finish, self._new_identity)
             if self._node is not None:
                 await self._node.open()
             async with asyncio.TaskGroup() as group:

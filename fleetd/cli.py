@@ -6,6 +6,7 @@ this home · 4 the HTTP address is taken · 5 the socket path is too long.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -92,12 +93,19 @@ def run(home: Path | None, config_file: Path | None, **flags: Any) -> None:
     if what:
         raise FleetError(what, hint=fix)
     place, settings = _load(home, config_file, **flags)
+    # Whatever is created from here on is this user's alone.
+    os.umask(0o077)
+    paths.prepare(place)
+    from fleetd.p2p.membership import new_identity
+
+    # Beside the imports, which take as long.
+    identity = new_identity.begin(place.identity) if settings.fleet.enabled else None
     # Imported late: `fleetd version`, `config show` and refusals need none of the server.
     lean_imports.load()
     from fleetd import app, observe
 
     observe.configure(settings.log.level, settings.log.format, file=place.log)
-    app.run(settings, place)
+    app.run(settings, place, identity)
 
 
 @cli.group(name="config")

@@ -117,9 +117,14 @@ ENGINE_STALL_S = 60.0
 ENGINE_STALL_REPORT_S = 10.0
 ENGINE_LOAD_S = 900.0
 ENGINE_STOP_S = 5.0
-# Measuring a model's speed at load, which every load pays for: cuts between machines are only as good as
-# this, and a slow core needs as long to see its largest chunk twice.
+# Measuring a model's speed on a CPU: cuts between machines are only as good as this, and a slow core needs as
+# long to see its largest chunk twice.
 CALIBRATE_S = 3.0
+# Of a model that is loaded for the first time no more than this is measured before it answers: some tokens,
+# and a chunk or two. All of it is measured once the worker has been idle for so long, less than people take
+# to read an answer.
+CALIBRATE_FIRST_S = 0.5
+CALIBRATE_SOON_S = 2.0
 # The same on a GPU, where it also decides how prompts are cut: a large model needs seconds for its large
 # chunks. It is kept for later loads.
 CALIBRATE_GPU_S = 10.0
@@ -175,6 +180,9 @@ GGUF_GROWTH = 1.25
 # ---- Fleet: identity and roster --------------------------------------------------------------------------
 # fleetd's own certificates take 350 bytes.
 CERTIFICATE_BYTES = KIB
+# A process of its own makes a new home's key in 0.2 s, on a machine that is overloaded in many; past this the
+# daemon does it itself.
+NEW_IDENTITY_S = 30.0
 # What people read in a table of machines; a longer host name is cut.
 MEMBER_NAME_CHARS = 64
 # Machines that one machine keeps a session with. Fleets are owned by people, who own a dozen.

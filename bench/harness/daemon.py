@@ -118,9 +118,9 @@ class Daemon(Closing):
         with self.stream("completions", prompt=tokens, max_tokens=max_tokens, **body) as stream:
             return stream.hear()
 
-    def chat(self, messages: list[dict[str, str]], max_tokens: int) -> Heard:
+    def chat(self, messages: list[dict[str, str]], max_tokens: int, **body: Any) -> Heard:
         """A whole streamed answer to a chat."""
-        with self.stream("chat/completions", messages=messages, max_tokens=max_tokens) as stream:
+        with self.stream("chat/completions", messages=messages, max_tokens=max_tokens, **body) as stream:
             return stream.hear()
 
     def warm(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from bench.figures import Figure, Measured, at_most, percentile
 from bench.harness import prompts
 from bench.harness.daemon import MODEL
+from bench.harness.kept_parts import KeptParts
 from bench.harness.machines import LOCAL, LOOPBACK, Machines, why_none
 from bench.harness.network import Link
 from bench.scenarios.prefill_ceiling import error
@@ -57,25 +59,50 @@ class Cell:
         return any(how != LOCAL for how in self.how)
 
 
-def measure(runs: int) -> Measured:
-    """``runs``: pairs of every cell. Raises RuntimeError where two machines cannot be had on this one."""
+@dataclass
+class Column:
+    """The cells of a link and a helper, one for each length."""
+
+    cells: list[Cell] = field(default_factory=list)
+    traffic: list[float] = field(default_factory=list)
+
+
+def measure(runs: int, code: Sequence[str] = ()) -> Measured:
+    """The grid. It takes hours: a column that is finished need not be measured again after a failure.
+
+    Args:
+        runs: pairs of every cell.
+        code: what is measured, as git's pathspecs.
+
+    Raises:
+        RuntimeError: two machines cannot be had on this one.
+    """
     if why := why_none():
         raise RuntimeError(why)
     quick = runs < RUNS
-    cells: list[Cell] = []
-    traffic: list[float] = []
+    kept = KeptParts(f"never-slower-{runs}", code, Column)
+    columns: list[Column] = []
     not_run: list[str] = []
     for link, share in _columns(quick=quick):
         if why := why_none(link, share):
             not_run.append(f"{_around(link, share)}: {why}")
             continue
-        with Machines(link, (1.0, share)) as machines:
-            for length in LENGTHS[1:3] if quick else LENGTHS:
-                cells.append(cell := Cell(f"{length:,} tokens, {_around(link, share)}"))
-                _fill(machines, cell, length, runs)
-            if link.shaped and share == 1:
-                traffic += [_decoding_kb_s(machines, run) for run in range(1 if quick else 3)]
+        columns.append(kept.measured(_around(link, share), partial(_column, link, share, runs, quick=quick)))
+    kept.clear()
+    cells = [cell for column in columns for cell in column.cells]
+    traffic = [value for column in columns for value in column.traffic]
     return Measured(_figures(cells, traffic), _how(cells, not_run, runs))
+
+
+def _column(link: Link, share: float, runs: int, *, quick: bool) -> Column:
+    column = Column()
+    with Machines(link, (1.0, share)) as machines:
+        for length in LENGTHS[1:3] if quick else LENGTHS:
+            column.cells.append(cell := Cell(f"{length:,} tokens, {_around(link, share)}"))
+            _fill(machines, cell, length, runs)
+        if link.shaped and share == 1:
+            column.traffic += [_decoding_kb_s(machines, run) for run in range(1 if quick else 3)]
+    return column
 
 
 def _columns(*, quick: bool) -> Iterator[tuple[Link, float]]:
@@ -130,8 +157,11 @@ def _figures(cells: list[Cell], traffic: list[float]) -> list[Figure]:
             note=f"the worst is {worst.title} ({'; '.join(dict.fromkeys(worst.how))})",
         ),
         Figure("The same, the median of all pairs", "x", pairs),
-        Figure("The same, the worst single pair", "x", [max(pairs)], note=_same_work(cells, len(pairs))),
+        Figure("The same, the worst single pair", "x", [max(pairs)], note=f"of {len(pairs)} pairs"),
     ]
+    if stayed := [slower for cell in cells for slower in cell.local]:
+        note = f"{len(stayed)} pairs; the worst is {max(stayed):.2f}: what the machine itself does to a pair"
+        figures.append(Figure(f"The same where it stayed {LOCAL}, one work twice", "x", stayed, note=note))
     if spread:
         figures.append(Figure("The same where it was shared", "x", spread))
     if errors:
@@ -142,13 +172,6 @@ def _figures(cells: list[Cell], traffic: list[float]) -> list[Figure]:
         title = "Traffic with the helper while decoding"
         figures.append(Figure(title, "kB/s", traffic, at_most(1.0), of="worst"))
     return figures
-
-
-def _same_work(cells: list[Cell], pairs: int) -> str:
-    """What the machine itself does to a pair."""
-    stayed = [slower for cell in cells for slower in cell.local]
-    same = f": of those that stayed {LOCAL}, the same work twice, it is {max(stayed):.2f}" if stayed else ""
-    return f"of {pairs} pairs{same}"
 
 
 def _how(cells: list[Cell], not_run: list[str], runs: int) -> str:

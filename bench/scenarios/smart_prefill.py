@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.figures import Figure, Measured, alternated, at_least, at_most, ratios
-from bench.harness import prompts
+from bench.harness import prompts, random_llama
 from bench.harness.child import Child
 from bench.harness.daemon import MODEL, Daemon
 from bench.harness.samples import Samples
@@ -48,7 +46,7 @@ def measure(runs: int) -> Measured:
         # The target is loaded and its speed measured; of the scorer nothing is known yet.
         _ask(daemon, TARGET, 7, 600, smart=False)
         _ask(daemon, TARGET, 8, length, smart=True)
-        seen.add(first=_missed(daemon))
+        why_not = _missed(daemon, seen)
         mode = _note(seen, *_ask(daemon, TARGET, 100, length, smart=True))
         dense_s = _ask(daemon, TARGET, 200, length, smart=False)[0]
         half_s = _ask(daemon, TARGET, 201, length // 2, smart=False)[0]
@@ -61,7 +59,7 @@ def measure(runs: int) -> Measured:
         for run in range(runs):
             _not_installed(raw, seen, run)
     return Measured(
-        _figures(seen, length, dense_s, half_s), _HOW.format(length=length, ratio=RATIO, mode=mode)
+        _figures(seen, length, dense_s, half_s, why_not), _HOW.format(length=length, ratio=RATIO, mode=mode)
     )
 
 
@@ -75,16 +73,20 @@ def _note(seen: Samples, first_s: float, told: dict[str, Any]) -> str:
     return str(report["mode"])
 
 
-def _missed(daemon: Daemon) -> float:
-    """How far the prediction of the last request was from what it took, as a share of that."""
+def _missed(daemon: Daemon, seen: Samples) -> str:
+    """Note how far the prediction of the last request was from what it took, as a share of that.
+
+    Returns why there was none: a first prompt that is not scored leaves the other figures as they are.
+    """
     (trace,) = json.loads(daemon.control("GET", "/fleet/v1/traces?last=1"))["traces"]
     if trace["chosen"]["kind"] != "smart":
-        raise RuntimeError(f"the first request was not scored: {trace['code']} {trace['reason']}")
+        return f"{trace['code']}: {trace['reason']}"
     print(
         f"first smart prefill: {trace['ttft_s']:.1f} s, of which {trace['prefill_s']:.1f} s after the plan, "
         f"predicted {trace['chosen']['predicted_s']:.1f} s"
     )
-    return abs(float(trace["chosen"]["predicted_s"]) / float(trace["prefill_s"]) - 1)
+    seen.add(first=abs(float(trace["chosen"]["predicted_s"]) / float(trace["prefill_s"]) - 1))
+    return ""
 
 
 def _off(daemon: Daemon, seen: Samples, run: int) -> None:
@@ -130,7 +132,7 @@ def _ask(daemon: Daemon, model: str, seed: int, count: int, *, smart: bool) -> t
     return first_s, said
 
 
-def _figures(seen: Samples, length: int, dense_s: float, half_s: float) -> list[Figure]:
+def _figures(seen: Samples, length: int, dense_s: float, half_s: float, why_not: str) -> list[Figure]:
     gained = [dense_s / smart_s for smart_s in seen["smart_s"]]
     # T(n) = a n + b n^2 from two lengths: the share of the second term at the full one.
     q = max(0.0, min(1.0, (2 * dense_s - 4 * half_s) / dense_s))
@@ -142,7 +144,7 @@ def _figures(seen: Samples, length: int, dense_s: float, half_s: float) -> list[
     at = f"{length} tokens"
     return [
         Figure(f"target's cost per token over the scorer's, {at}", "x", seen["cost"], at_least(8)),
-        Figure("a new home's first smart prefill: prediction off by", "%", seen["first"], at_most(0.25)),
+        *_first(seen["first"], why_not),
         Figure(f"first token, all of {at}", "s", [dense_s]),
         Figure(f"first token, smart prefill of {at}", "s", seen["smart_s"]),
         Figure("share of the tokens that is kept", "%", seen["kept"]),
@@ -161,6 +163,13 @@ def _figures(seen: Samples, length: int, dense_s: float, half_s: float) -> list[
     ]
 
 
+def _first(off: list[float], why_not: str) -> list[Figure]:
+    """A prompt that is not scored is a miss too, and is shown as one."""
+    title = "a new home's first smart prefill"
+    scored = Figure(f"{title} that is scored", "count", [float(not why_not)], at_least(1), note=why_not)
+    return [scored, *([Figure(f"{title}: prediction off by", "%", off, at_most(0.25))] if off else [])]
+
+
 def _added(seen: Samples, what: str) -> list[float]:
     return [ratio - 1 for ratio in seen.ratios((what, True), (what, False))]
 
@@ -171,48 +180,10 @@ def _models() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="fleetd-bench-"))
     try:
         (folder / DEFAULT_MODEL).symlink_to(MODEL, target_is_directory=True)
-        _build(folder / TARGET)
+        random_llama.build(folder / TARGET, _SHAPE)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _build(folder: Path) -> None:
-    """A llama of random weights behind SmolLM2's tokenizer."""
-    from safetensors.numpy import save_file
-
-    folder.mkdir()
-    for path in MODEL.iterdir():
-        if path.name.startswith(("token", "special", "vocab", "merges", "chat_template", "added")):
-            shutil.copyfile(path, folder / path.name)
-    known = json.loads((MODEL / "config.json").read_text())
-    known.pop("quantization", None)
-    known.pop("quantization_config", None)
-    config = known | _SHAPE | {"tie_word_embeddings": True, "torch_dtype": "float16", "head_dim": 64}
-    (folder / "config.json").write_text(json.dumps(config))
-    draw = np.random.default_rng(1)
-    wide, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    small = config["num_key_value_heads"] * config["head_dim"]
-
-    def random(*shape: int) -> np.ndarray[Any, Any]:
-        return (draw.standard_normal(shape, np.float32) * 0.02).astype(np.float16)
-
-    ones = np.ones(wide, np.float16)
-    weights = {"model.embed_tokens.weight": random(config["vocab_size"], wide), "model.norm.weight": ones}
-    for n in range(layers):
-        at = f"model.layers.{n}"
-        weights |= {
-            f"{at}.self_attn.q_proj.weight": random(wide, wide),
-            f"{at}.self_attn.k_proj.weight": random(small, wide),
-            f"{at}.self_attn.v_proj.weight": random(small, wide),
-            f"{at}.self_attn.o_proj.weight": random(wide, wide),
-            f"{at}.mlp.gate_proj.weight": random(inner, wide),
-            f"{at}.mlp.up_proj.weight": random(inner, wide),
-            f"{at}.mlp.down_proj.weight": random(wide, inner),
-            f"{at}.input_layernorm.weight": ones,
-            f"{at}.post_attention_layernorm.weight": ones,
-        }
-    save_file(weights, folder / "model.safetensors")
 
 
 _OFF = "installed and not asked for, against not installed"

@@ -10,9 +10,6 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
 from fleetd.home import durable
 
 KEY_BYTES = 32
@@ -39,7 +36,7 @@ class MachineKey:
         return self._derived(b"block" + name, salt)
 
     def _derived(self, purpose: bytes, salt: bytes) -> bytes:
-        return HKDF(SHA256(), KEY_BYTES, salt=salt, info=b"fleetd kv 1 " + purpose).derive(self._secret)
+        return hkdf_sha256(self._secret, salt, b"fleetd kv 1 " + purpose)
 
     @classmethod
     def load_or_create(cls, path: Path) -> MachineKey:
@@ -59,6 +56,15 @@ class MachineKey:
         if found is None or len(found) != KEY_BYTES:
             found = durable.read(path, KEY_BYTES) or b""
         return cls(found[:KEY_BYTES])
+
+
+def hkdf_sha256(secret: bytes, salt: bytes, info: bytes) -> bytes:
+    """RFC 5869 for one block of output, ``KEY_BYTES``.
+
+    Not cryptography's: every daemon derives its keys at the start, and that library stays in its memory.
+    """
+    drawn = hmac.digest(salt or bytes(KEY_BYTES), secret, "sha256")
+    return hmac.digest(drawn, info + b"\x01", "sha256")
 
 
 def discard(path: Path) -> None:

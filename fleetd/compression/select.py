@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
@@ -53,6 +53,24 @@ class Weights:
 
 
 _WEIGHTS = Weights()
+
+
+class Forecast(NamedTuple):
+    """What is known of a selection before there are scores; tokens are estimated.
+
+    ``declined``: why everything is kept, or "". ``pinned_tokens``: kept whatever the scores say.
+    """
+
+    declined: str
+    pinned_tokens: int
+
+
+def forecast(document: Document, policy: SmartPrefillPolicy, aged: Aged | None = None) -> Forecast:
+    """What ``select`` will not need scores for. As ``aged``: see there."""
+    pieces = _pieces(document, policy, _Meter(document.text, None), aged or Aged())
+    tokens = sum(piece.tokens for piece in pieces)
+    pinned = _pinned(document, policy, pieces, tokens).tokens
+    return Forecast(_always_whole(document, policy, pinned, tokens), pinned)
 
 
 def select(
@@ -95,21 +113,15 @@ def select(
             return done(pieces)
         return everything(document, tokens, reason)
 
-    if not document.questions:
-        return decline("nothing in the prompt asks for anything")
-    if policy.target_ratio >= 1:
-        return decline("all of it is to be kept")
-    kept = KeptPieces(pieces, 0 if policy.mode == "sparse" else MARKER_TOKENS)
-    for piece in _touched(pieces, pins(document, _about(policy, tokens))):
-        kept.add(piece)
+    kept = _pinned(document, policy, pieces, tokens)
+    if reason := _always_whole(document, policy, kept.tokens, tokens):
+        return decline(reason)
     free = [piece for piece in pieces if piece.index not in kept.indexes and not piece.unit.is_frame]
     costs = [piece.tokens for piece in free]
     attention = None if scores is None else [_attention(piece, pieces, meter) for piece in free]
     by_words = relevance(document.question, [_context(piece, pieces, document.text) for piece in free])
     if attention is None and by_words and max(by_words) <= 0:
         return decline("no word of the question stands in the text, and nothing was scored")
-    if kept.tokens > _NEARLY_ALL * tokens:
-        return decline(f"{kept.tokens} of {tokens} tokens are always kept")
     bounded = _left(policy, old)
     at_least = 0.0 if attention is None else least_share(attention, by_words)
     room = budget(bounded, tokens, kept.tokens, costs, attention, at_least)
@@ -118,6 +130,25 @@ def select(
     if kept.length > _NEARLY_ALL * tokens:
         return decline(f"{kept.tokens} of {tokens} tokens matter, and what is left out would be marked")
     return done(kept.pieces)
+
+
+def _pinned(
+    document: Document, policy: SmartPrefillPolicy, pieces: Sequence[Piece], tokens: int
+) -> KeptPieces:
+    """What is kept whatever the scores say."""
+    kept = KeptPieces(pieces, 0 if policy.mode == "sparse" else MARKER_TOKENS)
+    for piece in _touched(pieces, pins(document, _about(policy, tokens))):
+        kept.add(piece)
+    return kept
+
+
+def _always_whole(document: Document, policy: SmartPrefillPolicy, pinned: int, tokens: int) -> str:
+    """Why everything is kept whatever the scores say, or ""."""
+    if not document.questions:
+        return "nothing in the prompt asks for anything"
+    if policy.target_ratio >= 1:
+        return "all of it is to be kept"
+    return f"{pinned} of {tokens} tokens are always kept" if pinned > _NEARLY_ALL * tokens else ""
 
 
 # ---- Ranking -------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class PeerModel(msgspec.Struct, frozen=True):
     """A model of a peer. ``state``: installed, loading or loaded.
 
     Of a model that is not loaded whole, the layers [``part_first``, ``part_last``) may be loaded to help
-    other machines. ``doubtful``: its speeds were measured while something else ran. ``capped``: its card
+    other machines. ``doubtful``: its speeds, as measured, may be wrong. ``capped``: its card
     claims more than its hardware can do; the speeds here are those that are believed.
     """
 

@@ -14,7 +14,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -48,6 +48,8 @@ BEHIND_TOKENS = 64
 # Runs of one size that agree differ by no more than this factor; so many are tried until the best two do.
 AGREE = 1.2
 REPEATS = 6
+# Why figures are in doubt that were measured in less time than that takes.
+FIRST_LOOK = "there was time for a first look only"
 # The share of the processor from which other programs put the figures in doubt.
 OTHERS = 0.25
 # No more than is kept free for working in.
@@ -79,15 +81,18 @@ def calibrate(
     context_tokens: int,
     budget_s: float,
     sizes: Sequence[int] = CHUNKS,
+    first_look: bool = False,
     clock: Callable[[], float] = time.monotonic,
     load: Callable[[], CpuReading | None] = CpuReading.now,
 ) -> Speeds:
     """Measure, with chunks of ``sizes``. Only the first token is computed without knowing that it fits
-    ``budget_s``.
+    ``budget_s``. ``first_look``: figures are in doubt if that is too little for all of it.
 
     The model's kernels have to be compiled: one prefill and one token must have been computed before.
     """
-    return Calibration(model, vocab_size, context_tokens, budget_s, sizes, clock, load).measured()
+    calibration = Calibration(model, vocab_size, context_tokens, budget_s, sizes, clock, load)
+    speeds = calibration.measured()
+    return replace(speeds, doubt=FIRST_LOOK) if first_look and not calibration.whole else speeds
 
 
 class Calibration:
@@ -157,6 +162,12 @@ class Calibration:
         self._short = []
         mx.clear_cache()  # nor is its memory kept
         return speeds
+
+    @property
+    def whole(self) -> bool:
+        """True once the largest chunk that the model takes was measured as often as it needs."""
+        largest = max((n for n in self._sizes if n <= self._context_tokens), default=0)
+        return not largest or (largest in self._chunks and not self._unsure(largest))
 
     def _doubt(self) -> str:
         before, after = self._load_before, self._load()

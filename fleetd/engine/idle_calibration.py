@@ -1,4 +1,4 @@
-"""A calibration that was doubtful is taken again while its worker has nothing else to do.
+"""A calibration that was doubtful, or a first look, is taken again while its worker has nothing else to do.
 
 In single runs, each no longer than a chunk or two: a request that comes waits for the end of one at most. It
 ends the attempt, and the next one begins after the worker was idle for a while again.
@@ -13,7 +13,7 @@ from dataclasses import asdict
 import mlx.core as mx
 
 from fleetd import limits
-from fleetd.engine.calibrate import Calibration, Speeds
+from fleetd.engine.calibrate import FIRST_LOOK, Calibration, Speeds
 from fleetd.engine.protocol import MeasuredAgain, Ready, Report
 
 
@@ -21,7 +21,8 @@ class IdleCalibration:
     """Args:
     begin: a new measurement.
     facts: with the figures that were measured at load.
-    emit: better figures are reported to it: other work makes a device slower, never faster.
+    emit: better figures are reported to it: other work makes a device slower, never faster. All are better
+        than a first look's.
     keep: stores them for the next load.
     """
 
@@ -36,7 +37,8 @@ class IdleCalibration:
     ) -> None:
         self._begin, self._emit, self._keep, self._clock = begin, emit, keep, clock
         self._prefill_tok_s = facts.prefill_tok_s
-        self._wait_s = limits.CALIBRATE_AGAIN_S
+        self._looked_only = facts.doubt == FIRST_LOOK
+        self._wait_s = limits.CALIBRATE_SOON_S if self._looked_only else limits.CALIBRATE_AGAIN_S
         self._due_s: float | None = clock() + self._wait_s if facts.doubt else None
         self._attempt: tuple[Calibration, Iterator[None]] | None = None
 
@@ -62,9 +64,11 @@ class IdleCalibration:
         return calibration, calibration.runs()
 
     def _conclude(self, found: Speeds) -> None:
-        self._wait_s = min(limits.CALIBRATE_AGAIN_MOST_S, 2 * self._wait_s)
+        longer_s = max(limits.CALIBRATE_AGAIN_S, 2 * self._wait_s)
+        self._wait_s = min(limits.CALIBRATE_AGAIN_MOST_S, longer_s)
         self._end(self._clock())
-        if not found.doubt or found.prefill_tok_s > self._prefill_tok_s:
+        if not found.doubt or self._looked_only or found.prefill_tok_s > self._prefill_tok_s:
+            self._looked_only = False
             self._prefill_tok_s = found.prefill_tok_s
             told = asdict(found)
             del told["chunk_s"]  # chunks stay as they were chosen at load

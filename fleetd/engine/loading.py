@@ -184,8 +184,10 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
                 model,
                 vocab_size=vocabulary,
                 context_tokens=context,
-                budget_s=limits.CALIBRATE_S if device == "cpu" else limits.CALIBRATE_GPU_S,
+                # On a GPU the sizes of chunks follow from it, which may not change from prompt to prompt.
+                budget_s=limits.CALIBRATE_FIRST_S if device == "cpu" else limits.CALIBRATE_GPU_S,
                 sizes=CHUNKS if device == "cpu" else GPU_CHUNKS,
+                first_look=device == "cpu",
             ),
             vocabulary=_vocabulary_hash(tokenizer),
         )

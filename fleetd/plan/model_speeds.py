@@ -34,8 +34,8 @@ class MeasuredSpeed:
     """Tokens per second; of prefill, on a short context. 0 until measured.
 
     Prefill also takes ``prefill_context_s`` for each pair of a token and one before it, and
-    ``prefill_fixed_s`` for each chunk. ``doubtful``: measured while something else ran, and since then by too
-    few requests.
+    ``prefill_fixed_s`` for each chunk. ``doubtful``: measured while something else ran or in a moment, and
+    since then by too few requests.
     """
 
     prefill_tok_s: float = 0.0

@@ -11,15 +11,14 @@ new and random for every connection: a nonce is never used twice.
 from __future__ import annotations
 
 import struct
-from typing import Literal
-
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from typing import TYPE_CHECKING, Literal
 
 from fleetd import limits
 from fleetd.errors import SealBroken
+
+# Imported by the first stream: a daemon without peers seals nothing, and the library stays in its memory.
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 Role = Literal["connector", "acceptor"]
 
@@ -86,6 +85,8 @@ class Opener:
         Raises:
             SealBroken: the tag is wrong; the content of ``out`` must not be used.
         """
+        from cryptography.exceptions import InvalidTag
+
         counter = _HEADER.unpack(header)[1]
         try:
             self._cipher.decrypt_into(_nonce(counter), body, header, out)
@@ -100,6 +101,10 @@ class Opener:
 def _cipher(key: bytes, sender: Role) -> AESGCM:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a stream's key has {KEY_BYTES} bytes")
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
     return AESGCM(HKDF(SHA256(), KEY_BYTES, salt=None, info=_INFO[sender]).derive(key))
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from bench.harness.client import Heard
 from bench.harness.machines import Asked
+from bench.harness.samples import Samples
+from bench.scenarios import prefill_workers
 from bench.scenarios.never_slower import Cell, _figures, _fill
 from bench.scenarios.prefill_ceiling import ceiling, error, handed_off_s, later_check_s, step_s, sum_of_speeds
 from fleetd.control.prefill_plan import OptionView, StepView
@@ -129,6 +131,24 @@ def test_every_cell_is_measured_alike_however_its_first_pair_looks() -> None:
     figures = {figure.title: figure for figure in _figures([quick, slow], [])}
     assert figures["TTFT as planned over TTFT alone, medians of 2 cells"].value == pytest.approx(1.05)
     assert figures["The same, the worst single pair"].value == pytest.approx(1.3)
+
+
+def test_pairs_that_stayed_here_show_what_the_machine_does() -> None:
+    cells = [Cell("a", [1.0, 1.2], [], ["local"] * 2), Cell("b", [0.7], [], ["tokens, shared"])]
+    figures = {figure.title: figure for figure in _figures(cells, [])}
+    assert figures["The same where it stayed local, one work twice"].values == [1.0, 1.2]
+    assert figures["The same where it was shared"].values == [0.7]
+
+
+@pytest.mark.parametrize(("of_ceiling", "off", "passed"), [(0.83, 0.26, False), (0.95, 0.1, True)])
+def test_a_split_that_loses_time_or_is_predicted_badly_falls_short(
+    of_ceiling: float, off: float, passed: bool
+) -> None:
+    seen = Samples()
+    for name, value in (("gained", 1.5), ("of_ceiling", of_ceiling), ("off", off)):
+        seen["layers", 2000, name] += [value, value, value]
+    figures = prefill_workers._figures("layers", 2000, seen, {("layers", 2000): ""})
+    assert [figure.passes for figure in figures] == [None, passed, passed]
 
 
 def test_an_answer_tells_how_it_came_about() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import pytest
 from tiny_architectures import tiny
 
 from bench.children.mlx_lm import wrap
@@ -41,3 +43,31 @@ def test_smart_off_is_held_against_a_model_without_any_wrapper(monkeypatch: Any)
     first, each = smart_prefill._added(seen, "first"), smart_prefill._added(seen, "each")
     assert len(first) == smart_prefill._OFF_TRIES
     assert [round(value, 6) for value in (first[0], each[0])] == [0.01, 0.02]
+
+
+class TracedDaemon:
+    """Tells one trace."""
+
+    def __init__(self, **trace: Any) -> None:
+        self.told = json.dumps({"traces": [trace]}).encode()
+
+    def control(self, *_: str) -> bytes:
+        return self.told
+
+
+@pytest.mark.parametrize(
+    ("trace", "passed"),
+    [
+        ({"chosen": {"kind": "smart", "predicted_s": 9.0}, "ttft_s": 12.0, "prefill_s": 10.0}, [True, True]),
+        ({"chosen": {"kind": "smart", "predicted_s": 5.0}, "ttft_s": 12.0, "prefill_s": 10.0}, [True, False]),
+        ({"chosen": {"kind": "local"}, "code": "slower", "reason": "It would not pay."}, [False]),
+    ],
+)
+def test_a_first_prompt_that_is_not_scored_falls_short_and_loses_no_other_figure(
+    trace: dict[str, Any], passed: list[bool]
+) -> None:
+    seen = Samples()
+    why_not = smart_prefill._missed(TracedDaemon(**trace), seen)  # type: ignore[arg-type]
+    figures = smart_prefill._first(seen["first"], why_not)
+    assert [figure.passes for figure in figures] == passed
+    assert ("It would not pay." in figures[0].note) == (passed == [False])

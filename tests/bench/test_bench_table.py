@@ -51,7 +51,7 @@ def test_the_page_holds_figures_machine_command_and_what_is_missing() -> None:
     stated = Figure("Speed", "tok/s", [13.0], note="on a busy machine")
     page = table.page(titles, {"decode": result(Figure("Share", "%", [0.5], at_least(0.97)), stated)}, {})
     summary, decode, demo = page.split("\n## ")
-    assert "| Share | ≥ 97.0 % | 50.0 % | **falls short** |" in summary
+    assert "| Share | ≥ 97.0 % | 50.0 % | **falls short** | 2026-11-21, of unknown age |" in summary
     assert "Speed" not in summary  # no bar, no promise
     assert "not measured yet: `demo`" in summary
     for part in ("How it was done.", "- Speed: on a busy machine", "24 GB memory.", "2026-11-21", "2 runs"):
@@ -61,17 +61,22 @@ def test_the_page_holds_figures_machine_command_and_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("age", "words"),
+    ("age", "words", "brief"),
     [
-        (0, "No later commit touched"),
-        (1, "**One later commit"),
-        (7, "**7 later commits"),
-        (None, "cannot be told"),
+        (0, "No later commit touched", "current"),
+        (1, "**One later commit", "1 later"),
+        (7, "**7 later commits", "7 later"),
+        (None, "cannot be told", "of unknown age"),
     ],
 )
-def test_a_table_says_how_much_of_what_it_measures_has_changed_since(age: int | None, words: str) -> None:
-    page = table.page({"decode": "Decode"}, {"decode": result(Figure("Share", "%", [0.5]))}, {"decode": age})
-    assert words in page.rpartition("## Decode")[2]
+def test_a_table_says_how_much_of_what_it_measures_has_changed_since(
+    age: int | None, words: str, brief: str
+) -> None:
+    figure = Figure("Share", "%", [0.5], at_least(0.4))
+    page = table.page({"decode": "Decode"}, {"decode": result(figure)}, {"decode": age})
+    summary, _, family = page.rpartition("## Decode")
+    assert words in family
+    assert f"| pass | 2026-11-21, {brief} |" in summary
 
 
 def test_a_quick_look_passes_nothing() -> None:

@@ -63,7 +63,7 @@ app.run(Config(), HomeFolder(Path(sys.argv[1])))
 
 def test_a_limit_that_cannot_be_raised_is_told(tmp_path: Path) -> None:
     """256: what a Mac gives a terminal, if it were the hard limit too."""
-    command = [sys.executable, "-c", TOLD, str(tmp_path / "home"), "256"]
+    command = [sys.executable, "-c", TOLD, str(tmp_path), "256"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     few = [(line["open_files"], line["connections"]) for line in lines if line["event"] == "descriptors.few"]

@@ -23,6 +23,7 @@ from fleetd.engine.calibrate import (
     DECODE_SHARE,
     DECODE_STEPS,
     FIRST,
+    FIRST_LOOK,
     GPU_CHUNKS,
     OTHERS,
     REPEATS,
@@ -95,6 +96,20 @@ def test_a_gpu_is_measured_with_what_it_may_be_given() -> None:
     assert speeds.prefill_tok_s == pytest.approx(256 / (0.1 + 256 / 4000))
     slow = Paced(lambda n: 0.01 if n == 1 else n / 400)
     assert max(slow.measure(limits.CALIBRATE_GPU_S, sizes=GPU_CHUNKS).chunk_s) == 512
+
+
+@pytest.mark.parametrize(("token_s", "doubt"), [(1e-4, ""), (1e-3, FIRST_LOOK), (10.0, FIRST_LOOK)])
+def test_a_first_look_keeps_to_its_time_and_says_when_that_was_too_little(token_s: float, doubt: str) -> None:
+    model = Paced(lambda n: n * token_s)
+    speeds = model.measure(limits.CALIBRATE_FIRST_S, first_look=True)
+    assert speeds.doubt == doubt
+    assert speeds.decode_tok_s == pytest.approx(1 / token_s)
+    # Only the first token is computed whatever it takes.
+    assert model.now - 100.0 <= max(limits.CALIBRATE_FIRST_S, token_s)
+
+
+def test_a_first_look_at_a_model_of_a_short_context_can_be_whole() -> None:
+    assert Paced(lambda n: n * 1e-4).measure(0.5, context_tokens=100, first_look=True).doubt == ""
 
 
 def test_the_best_runs_count_and_one_slow_token_does_not() -> None:

@@ -14,8 +14,10 @@ import msgspec
 import pytest
 from asking import folder_of
 
+from fleetd import limits
 from fleetd.engine import loading
-from fleetd.engine.calibrate import Speeds
+from fleetd.engine.calibrate import FIRST_LOOK, Calibration, Speeds
+from fleetd.engine.idle_calibration import IdleCalibration
 from fleetd.engine.load_findings import FindingsKey, LoadFindings, block_basis
 from fleetd.engine.protocol import Arithmetic, Loading
 from fleetd.engine.settings import WorkerSettings
@@ -187,6 +189,34 @@ def test_the_second_load_only_reads_and_warms_up(
     )
     assert again.together == first.together
     assert (again.sparse is None) == (first.sparse is None)
+
+
+def test_a_first_load_only_looks_and_the_figures_come_when_the_worker_is_idle(
+    chain_path: Path, tmp_path: Path, cpu_installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU: there no byte follows from them."""
+    monkeypatch.setattr(limits, "CALIBRATE_FIRST_S", 0.0)
+    monkeypatch.setattr(limits, "CALIBRATE_SOON_S", 0.0)
+    record = tmp_path / "record.json"
+    settings = WorkerSettings("m", str(chain_path), str(record), device="cpu", cache=str(tmp_path))
+    digests.digest(folder_of(chain_path), record)
+    loaded = loading.load(settings, "cpu", lambda _: None)
+    facts = loaded.facts
+    assert (facts.doubt, facts.prefill_tok_s) == (FIRST_LOOK, 0.0)
+    assert facts.decode_tok_s > 0
+    told: list[Any] = []
+    idle = IdleCalibration(
+        lambda: Calibration(loaded.model, facts.vocab_size, facts.context_tokens, limits.CALIBRATE_S),
+        facts,
+        told.append,
+        keep=loaded.keep_speeds,
+    )
+    while not told:
+        idle.turn(idle=True)
+    assert told[0].prefill_tok_s > 0
+    assert told[0].doubt != FIRST_LOOK
+    again = loading.load(settings, "cpu", lambda _: None).facts
+    assert (again.prefill_tok_s, again.doubt) == (told[0].prefill_tok_s, told[0].doubt)
 
 
 @pytest.mark.parametrize("replaced", [False, True])

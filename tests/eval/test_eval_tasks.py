@@ -8,6 +8,7 @@ import math
 import pytest
 
 from eval import forms, plots, report
+from eval.requests import BEHIND, GATE, IN_FRONT, Declined
 from eval.runs import Outcome, dense, gate, kept, lost, recall
 from eval.statistics import Share
 from eval.tasks import KINDS, task
@@ -134,6 +135,24 @@ def test_several_needles_are_judged_by_the_whole_prompt_s_own_answers_too() -> N
     assert strict.share.value == 0.5
     assert (loose.share.value, loose.least) == (1.0, 0.95)
     assert "own answers | ≥ 95 % | 50.0 %" in report.page(results)
+
+
+def test_the_gate_is_judged_wherever_the_request_stands() -> None:
+    """`fleetctl chat "…" < file` sends one message."""
+    rows = [
+        Declined(GATE, (39, 40), (1, 40)),
+        Declined("de", (0, 40), (40, 40)),
+        Declined(BEHIND, (39, 40), (6, 40)),
+        Declined(IN_FRONT, (30, 40), (1, 40)),
+    ]
+    results = report.Results(
+        ["python -m eval"], "2026-01-01", ["a machine"], "m", False, requests=rows, tuned=rows[:1]
+    )
+    found = [(bar.share.value, bar.share.value >= bar.least) for bar in report.bars(results)]
+    assert found == [(0.975, True), (0.975, True), (0.975, True), (0.85, False), (0.75, False), (0.975, True)]
+    page = report.page(results)
+    assert "in one message behind the text, a part: not declined | ≥ 95 % | 85.0 %" in page
+    assert "in one message in front of the text, the whole text: declined | ≥ 95 % | 75.0 %" in page
 
 
 def test_a_plot_is_small_and_holds_every_point() -> None:

@@ -6,6 +6,8 @@ import contextlib
 import datetime
 import errno
 import os
+import signal
+import ssl
 import stat
 import subprocess
 import sys
@@ -28,7 +30,7 @@ from structlog.testing import capture_logs
 from fleetd import limits
 from fleetd.errors import ConfigError, DiskFull, Forbidden, IdentityRefused
 from fleetd.home import durable
-from fleetd.p2p.membership import keys
+from fleetd.p2p.membership import key_files, keys, new_identity
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.membership.keys import ALPHABET, display_id, node_id, parse_node_id, short_id
 from fleetd.p2p.pairing import proquint
@@ -39,6 +41,11 @@ public_keys = st.binary(min_size=32, max_size=32)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "identity"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return Identity.load_or_create(tmp_path_factory.mktemp("own") / "identity")
 
 
 def mode(path: Path) -> int:
@@ -268,6 +275,98 @@ def test_a_lost_or_foreign_certificate_is_made_again(folder: Path) -> None:
     made.certificate_file.write_bytes(b"something else")
     Identity.load_or_create(folder)
     assert made.certificate_file.read_bytes() == right
+
+
+@given(st.integers(0, 8 * len(machine(0).certificate) - 1))
+@settings(max_examples=100)
+def test_a_flipped_bit_in_the_own_certificate_is_noticed_and_mended(own: Identity, bit: int) -> None:
+    """Without cryptography: only what fits the key, and is signed by it, is taken as it is."""
+    damaged = bytearray(own.certificate)
+    bit %= 8 * len(damaged)
+    damaged[bit // 8] ^= 1 << bit % 8
+    own.certificate_file.write_text(ssl.DER_cert_to_PEM_cert(bytes(damaged)))
+    assert key_files.load(own.folder) is None
+    assert Identity.load_or_create(own.folder).certificate == own.certificate
+    assert key_files.load(own.folder) == key_files.KeyPair(own.key_file.read_bytes(), own.certificate)
+
+
+@pytest.mark.parametrize("more", [b"\0", machine(0).certificate])
+def test_a_certificate_with_something_behind_it_is_made_again(own: Identity, more: bytes) -> None:
+    own.certificate_file.write_text(ssl.DER_cert_to_PEM_cert(own.certificate + more))
+    assert key_files.load(own.folder) is None
+    assert Identity.load_or_create(own.folder).certificate == own.certificate
+    assert key_files.load(own.folder) is not None
+
+
+def test_anothers_certificate_is_made_again(own: Identity, folder: Path) -> None:
+    other = Identity.load_or_create(folder)
+    other.certificate_file.write_bytes(own.certificate_file.read_bytes())
+    assert Identity.load_or_create(folder).node_id == other.node_id
+
+
+_LEAN = """
+import sys
+from pathlib import Path
+from fleetd.p2p.membership.identity import Identity
+from fleetd.p2p.session.tls import TlsContexts
+me = Identity.load_or_create(Path(sys.argv[1]))
+me.next_epoch()
+TlsContexts.make(me, [])
+print(me.node_id, "cryptography" in sys.modules)
+me.sign(b"x")
+print("cryptography" in sys.modules)
+"""
+
+
+def test_only_a_signature_needs_cryptography(own: Identity) -> None:
+    """It would stay in the memory of a daemon that has nobody to sign for."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _LEAN, str(own.folder)], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == [own.node_id, "False", "True"]
+
+
+# ---- A process that makes them ---------------------------------------------------------------------------
+
+
+def test_a_process_makes_a_new_identity(folder: Path) -> None:
+    made = new_identity.begin(folder)
+    assert made is not None
+    new_identity.finish(made)
+    assert made.returncode == 0
+    assert key_files.load(folder) is not None
+    assert sorted(path.name for path in folder.iterdir()) == ["cert.pem", "key.pem"]
+    assert (mode(folder), mode(folder / "key.pem"), mode(folder / "cert.pem")) == (0o700, 0o600, 0o600)
+    assert new_identity.begin(folder) is None
+
+
+@pytest.mark.parametrize("name", ["key.pem", "cert.pem"])
+def test_no_process_touches_what_is_there(folder: Path, name: str) -> None:
+    """Not even a link to nothing: what is wrong with it is the daemon's to say."""
+    folder.mkdir()
+    (folder / name).symlink_to(folder / "nowhere")
+    assert new_identity.begin(folder) is None
+
+
+def test_where_the_process_fails_the_daemon_says_why(folder: Path) -> None:
+    folder.write_text("")
+    made = new_identity.begin(folder)
+    assert made is not None
+    new_identity.finish(made)
+    assert made.returncode == 1
+    with pytest.raises(ConfigError, match="identity"):
+        Identity.load_or_create(folder)
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setattr(limits, "NEW_IDENTITY_S", 0.0)
+    with hangs:
+        new_identity.finish(hangs)
+        assert hangs.returncode == -signal.SIGKILL
+
+
+# ---- Damage ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", None, "cut", "another kind", "encrypted"])

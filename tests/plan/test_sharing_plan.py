@@ -605,7 +605,7 @@ def test_speeds_measured_beside_other_work_have_to_promise_a_quarter_instead_of_
     assert choice.best is local
     assert why(choice, "a", "tokens") == (
         "doubtful",
-        "24 % faster, by speeds that were measured while something else ran.",
+        "24 % faster, by speeds that are in doubt.",
     )
     assert choose([local, priced("tokens", 7.6, "a")]).best.kind == "tokens"
     assert choose([local, priced("tokens", 7.4, "a", doubtful=True)]).best.kind == "tokens"

@@ -216,17 +216,37 @@ neighbours = st.builds(
 )
 
 
-@given(
+asked_fleets = given(
     models,
     busy,
     st.lists(neighbours, max_size=3, unique_by=lambda member: member.name),
     st.sampled_from([20, 400, 3000, 8000]),
     st.sampled_from([0, 1000, 6000]),
 )
+
+
+@asked_fleets
 @settings(deadline=None, max_examples=60)
 def test_what_is_planned_is_what_a_request_does(
     model: dict[str, Any] | None, load: dict[str, Any], others: list[Member], tokens: int, before: int
 ) -> None:
+    plan_and_run(model, load, others, tokens, before)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@asked_fleets
+@settings(deadline=None, max_examples=3000)
+def test_three_thousand_fleets_do_what_is_planned(
+    model: dict[str, Any] | None, load: dict[str, Any], others: list[Member], tokens: int, before: int
+) -> None:
+    plan_and_run(model, load, others, tokens, before)
+
+
+def plan_and_run(
+    model: dict[str, Any] | None, load: dict[str, Any], others: list[Member], tokens: int, before: int
+) -> None:
+    """Ask both for the same prompt, and compare."""
     fleet = OneMachine(card("home", model, **load), *others)
     if before:
         # A prompt that came before has got its way, which is kept where two are alike.

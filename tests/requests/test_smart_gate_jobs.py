@@ -66,6 +66,46 @@ async def test_a_question_about_a_part_loads_and_scores(home: Any) -> None:
     assert (this.pool.loads, len(this.pool.scores)) == (["m", SCORER], 1)
 
 
+async def test_a_text_that_is_always_kept_is_not_scored(home: Any) -> None:
+    """A document in the system prompt: scoring it would be for nothing, and it is said at once."""
+    this = home(loaded=[])
+    asked = [{"role": "system", "content": haystack()}, {"role": "user", "content": QUESTION}]
+    events = await this.ask(Generate("r1", ChatPrompt(asked)))
+    assert isinstance(events[0], Planned)
+    assert events[0].smart is not None
+    assert events[0].smart.code == "declined"
+    assert events[0].smart.reason.endswith("tokens are always kept")
+    assert (this.pool.loads, this.pool.scores) == ([], [])
+    assert text_of(this.pool.asked[0]) == f"{haystack()}\n{QUESTION}"
+
+
+@pytest.mark.parametrize(("role", "code"), [("user", ""), ("system", "slower")])
+async def test_what_is_always_kept_is_priced(home: Any, role: str, code: str) -> None:
+    """Three fifths of the text are kept as a system prompt, a fifth of them as a user's."""
+    this = home()
+    this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
+    this.speeds.seed(SCORER, 500.0, 20.0, now_s=0.0)
+    asked = [
+        {"role": role, "content": haystack(120)},
+        {"role": "user", "content": haystack(80)},
+        {"role": "user", "content": QUESTION},
+    ]
+    assert (await this.told(Generate("r1", ChatPrompt(asked)))).code == code
+    assert bool(this.pool.scores) == (not code)
+
+
+async def test_a_later_turn_that_is_always_kept_is_not_scored_either(home: Any) -> None:
+    this = home()
+    assert (await this.told(chat())).used
+    said = {"role": "assistant", "content": "4711"}
+    told = {"role": "developer", "content": haystack(180)}
+    later = [*messages(), said, told, {"role": "user", "content": QUESTION}]
+    assert (await this.told(Generate("r2", ChatPrompt(later)))).used
+    assert len(this.pool.scores) == 1
+    assert haystack(180) in text_of(this.pool.asked[1])
+    assert len(text_of(this.pool.asked[1])) < 1.5 * len(haystack(180))
+
+
 async def test_a_conversation_that_was_shortened_is_read_whole_for_a_task_that_plainly_needs_it(
     home: Any,
 ) -> None:

@@ -312,17 +312,21 @@ async def test_what_has_to_be_kept_is_priced(home: Any, bounds: dict[str, int], 
 
 
 @pytest.mark.parametrize(
-    ("policy", "share"),
+    ("policy", "pinned", "share"),
     [
-        (SmartPrefillPolicy(), USUAL_RATIO),
-        (SmartPrefillPolicy(target_ratio=0.2), 0.2),
-        (SmartPrefillPolicy(target_ratio=0.2, min_keep_tokens=500), 0.5),
-        (SmartPrefillPolicy(target_ratio=0.2, max_keep_tokens=100), 0.1),
-        (SmartPrefillPolicy(target_ratio=0.2, min_keep_tokens=5000), 1.0),
+        (SmartPrefillPolicy(), 0, USUAL_RATIO),
+        (SmartPrefillPolicy(target_ratio=0.2), 0, 0.2),
+        (SmartPrefillPolicy(target_ratio=0.2, min_keep_tokens=500), 0, 0.5),
+        (SmartPrefillPolicy(target_ratio=0.2, max_keep_tokens=100), 0, 0.1),
+        (SmartPrefillPolicy(target_ratio=0.2, min_keep_tokens=5000), 0, 1.0),
+        (SmartPrefillPolicy(target_ratio=0.2), 100, 0.2),
+        (SmartPrefillPolicy(target_ratio=0.2, max_keep_tokens=100), 700, 0.7),
     ],
 )
-def test_the_bounds_of_a_policy_decide_what_is_kept(policy: SmartPrefillPolicy, share: float) -> None:
-    assert kept_share(policy, 1000) == pytest.approx(share)
+def test_the_bounds_of_a_policy_and_what_is_pinned_decide_what_is_kept(
+    policy: SmartPrefillPolicy, pinned: int, share: float
+) -> None:
+    assert kept_share(policy, 1000, pinned) == pytest.approx(share)
 
 
 async def test_sparse_where_it_cannot_be_done_is_not_done(home: Any) -> None:

@@ -6,26 +6,25 @@ peer that is always unreachable.
     FOLDER/key.pem    the identity; a reader of this file can pose as this machine
     FOLDER/cert.pem   follows from the key, made again when it is missing
     FOLDER/epoch      number of the last start, to tell a restarted machine from its earlier run
+
+A daemon without peers needs its id and both files for TLS, and signs nothing. So the id comes from the
+certificate, and the first signature imports cryptography, which stays in memory.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-from fleetd import limits
 from fleetd.errors import FleetError, IdentityRefused
 from fleetd.home import durable
 from fleetd.observe import get_logger
+from fleetd.p2p.membership import key_files
 from fleetd.p2p.membership.keys import (
-    certificate_for,
     display_id,
+    key_within,
     node_id,
     parse_node_id,
     public_key_of,
@@ -33,27 +32,34 @@ from fleetd.p2p.membership.keys import (
     verify,
 )
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 __all__ = ["Identity", "display_id", "node_id", "parse_node_id", "public_key_of", "short_id", "verify"]
 
 log = get_logger("fleetd.p2p")
 
 
-@dataclass(frozen=True, slots=True)
 class Identity:
-    """This machine's key, with its node id and certificate."""
+    """This machine's key, with its node id and certificate (DER)."""
 
-    folder: Path
-    key: Ed25519PrivateKey
-    node_id: str
-    certificate: bytes
+    def __init__(self, folder: Path, pair: key_files.KeyPair) -> None:
+        self.folder = folder
+        self.certificate = pair.certificate
+        self.node_id = node_id(key_within(pair.certificate))
+        self._key_pem = pair.key_pem
 
     @property
     def key_file(self) -> Path:
-        return self.folder / "key.pem"
+        return self.folder / key_files.KEY_NAME
 
     @property
     def certificate_file(self) -> Path:
-        return self.folder / "cert.pem"
+        return self.folder / key_files.CERTIFICATE_NAME
+
+    @cached_property
+    def key(self) -> Ed25519PrivateKey:
+        return key_files.parse_key(self.key_file, self._key_pem)
 
     def __repr__(self) -> str:
         return f"Identity({short_id(self.node_id)})"
@@ -71,23 +77,7 @@ class Identity:
             DiskFull, ConfigError: a file cannot be written.
         """
         durable.private_folder(folder)
-        path = folder / "key.pem"
-        written = durable.read(path, limits.CERTIFICATE_BYTES)
-        if written is None:
-            if (folder / "cert.pem").exists():
-                raise IdentityRefused(
-                    f"The key {path} is missing, but its certificate is there.", hint=_mend(folder)
-                )
-            # If another process is faster, its key is used.
-            durable.create(path, _pem(Ed25519PrivateKey.generate()))
-            written = durable.read(path, limits.CERTIFICATE_BYTES) or b""
-        key = _parse_key(path, written)
-        certificate = certificate_for(key)
-        made = cls(folder, key, node_id(key.public_key().public_bytes_raw()), certificate)
-        text = x509.load_der_x509_certificate(certificate).public_bytes(serialization.Encoding.PEM)
-        if durable.read(made.certificate_file, 2 * limits.CERTIFICATE_BYTES) != text:
-            durable.replace(made.certificate_file, text)
-        return made
+        return cls(folder, key_files.load(folder) or key_files.load_or_create(folder))
 
     def next_epoch(self) -> int:
         """The number of this start, greater than that of every earlier start. Blocks.
@@ -123,26 +113,3 @@ def _parse_epoch(written: bytes | None) -> int:
     if not 0 <= found < _EPOCH_MAX:
         raise IdentityRefused("The file that counts the starts of this machine is damaged.")
     return found
-
-
-def _parse_key(path: Path, written: bytes) -> Ed25519PrivateKey:
-    try:
-        key = serialization.load_pem_private_key(written, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        key = None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise IdentityRefused(f"The key {path} is damaged.", hint=_mend(path.parent))
-    return key
-
-
-def _mend(folder: Path) -> str:
-    return (
-        f"Restore it from a backup; or delete {folder}, and pair this machine again as a new one "
-        "after `fleetctl unpair` of the old one elsewhere."
-    )
-
-
-def _pem(key: Ed25519PrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )

@@ -1,6 +1,9 @@
 """The node id and the certificate of a public key.
 
 The id is a hash of the key, so it cannot be chosen. The certificate contains the key and asserts nothing.
+
+Functions import cryptography themselves: it stays in memory, and a daemon without peers neither makes nor
+checks a certificate or a signature.
 """
 
 from __future__ import annotations
@@ -8,20 +11,21 @@ from __future__ import annotations
 import base64
 import datetime
 import hashlib
-
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.x509.oid import NameOID, SignatureAlgorithmOID
+from typing import TYPE_CHECKING
 
 from fleetd import limits
 from fleetd.errors import IdentityRefused
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 ID_CHARS = 56
 # DER of a bit string of 64 bytes; other encodings would give one machine several valid certificates.
 _WHOLE_BYTES = b"\x03\x41\x00"
+# DER of the start of an Ed25519 public key, whose 32 bytes follow (RFC 8410, section 4).
+_ED25519_KEY = bytes.fromhex("302a300506032b6570032100")
+_KEY_BYTES = 32
 _GROUP_CHARS = 13
 _SHORT_CHARS = 7
 # Trust ends by unpairing, not by a date, which a wrong clock could reach first. The end date is that of
@@ -91,6 +95,10 @@ def _check_character(group: str) -> str:
 
 def certificate_for(key: Ed25519PrivateKey) -> bytes:
     """The certificate of a key, DER; the same bytes every time."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.x509.oid import NameOID
+
     public = key.public_key().public_bytes_raw()
     # The id as the name, which distinguishes the anchors of a TLS context.
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, node_id(public))])
@@ -109,6 +117,13 @@ def certificate_for(key: Ed25519PrivateKey) -> bytes:
     return built.public_bytes(serialization.Encoding.DER)
 
 
+def key_within(certificate: bytes) -> bytes:
+    """The raw key in a certificate (DER) that this machine made itself, read without any check; b"" if there
+    is none. ``public_key_of`` is for the certificates of others."""
+    _, found, rest = certificate.partition(_ED25519_KEY)
+    return rest[:_KEY_BYTES] if found else b""
+
+
 def public_key_of(certificate: bytes) -> bytes:
     """The raw key that a certificate (DER) carries, if it is one that this module could have made.
 
@@ -119,6 +134,11 @@ def public_key_of(certificate: bytes) -> bytes:
         raise IdentityRefused(
             f"A certificate of {len(certificate)} bytes is over the limit of {limits.CERTIFICATE_BYTES}."
         )
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.x509.oid import SignatureAlgorithmOID
+
     try:
         parsed = x509.load_der_x509_certificate(certificate)
         key = parsed.public_key()
@@ -151,6 +171,9 @@ def public_key_of(certificate: bytes) -> bytes:
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
     """True if ``signature`` is a signature of ``data`` by this key."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
     except (InvalidSignature, ValueError):

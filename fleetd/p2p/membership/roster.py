@@ -89,7 +89,7 @@ class Roster:
     def _forget(self) -> None:
         self._records: dict[_Key, RosterRecord] = {}
         # Keys of the known signers. It only grows, or merging would depend on the order.
-        self._keys = {self._me.node_id: subject_of(self._me.certificate)[1]}
+        self._keys = {self._me.node_id: keys.key_within(self._me.certificate)}
         self._removed_by: str | None = None
         self._digest = b""
 

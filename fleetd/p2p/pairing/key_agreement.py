@@ -13,11 +13,6 @@ import hmac
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
 from fleetd.errors import PairingFailed
 from fleetd.p2p.pairing import proquint
 
@@ -79,6 +74,11 @@ class Keys:
     """The values that follow from the key and the transcript, for the side ``role``."""
 
     def __init__(self, role: Role, key: bytes, transcript: bytes) -> None:
+        # Imported by the first pairing, as spake2: a daemon without peers needs neither.
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
         def derive(purpose: bytes, size: int) -> bytes:
             return HKDF(hashes.SHA256(), size, salt=transcript, info=_DOMAIN + purpose).derive(key)
 
@@ -113,6 +113,8 @@ class Keys:
 
     def open(self, sealed: bytes) -> bytes:
         """Raises PairingFailed for a body that was changed, repeated or reordered."""
+        from cryptography.exceptions import InvalidTag
+
         nonce = self._opened.to_bytes(_NONCE_BYTES)
         self._opened += 1
         try:

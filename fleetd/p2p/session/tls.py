@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from fleetd.errors import IdentityRefused, NotPaired
 from fleetd.p2p.membership.identity import Identity, node_id, public_key_of
+from fleetd.p2p.membership.key_files import NO_CHECK_TIME
 
 ALPN = "fleetd"
-# X509_V_FLAG_NO_CHECK_TIME; the ssl module has no name for it. A wrong clock must not split a fleet.
-_NO_CHECK_TIME = 0x200000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ def _context(protocol: int, me: Identity, trusted: Iterable[bytes]) -> ssl.SSLCo
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    context.verify_flags |= ssl.VerifyFlags(_NO_CHECK_TIME)
+    context.verify_flags |= ssl.VerifyFlags(NO_CHECK_TIME)
     context.set_alpn_protocols([ALPN])
     context.load_cert_chain(me.certificate_file, me.key_file)
     if anchors := b"".join(trusted):

@@ -312,7 +312,7 @@ def _rejected(option: PrefillOption, best: PrefillOption, local: PrefillOption) 
         code, sentence = "unmeasured", f"{faster} faster, but by its makers' figures only."
     elif option.doubtful:
         code = "doubtful"
-        sentence = f"{faster} faster, by speeds that were measured while something else ran."
+        sentence = f"{faster} faster, by speeds that are in doubt."
     elif best is not local:
         code, sentence = "kept", f"{faster} faster than {described(best)}, too little to change."
     else:

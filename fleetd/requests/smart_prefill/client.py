@@ -174,7 +174,8 @@ class SmartPrefill(PipelineStep):
                         yield progress
                         took_s = self._monotonic() - began_s
                         loaded = [StepView(step_names.LOADED, took_s, machine=THIS_NAME)]
-            form = self._form(policy, smart_prompt.turns(found), target, tokens)
+            kept_tokens = int(compression.kept_share * tokens)
+            form = self._form(policy, smart_prompt.turns(found), target, tokens, kept_tokens)
             compression.policy = msgspec.structs.replace(policy, mode=form)
             compression.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
             if compression.selection is None:
@@ -259,8 +260,9 @@ class SmartPrefill(PipelineStep):
         try:
             if tokens < policy.min_prompt_tokens:
                 raise _short(tokens, policy)
-            form = self._form(policy, 0, target, tokens)
-            ratio = self._computed(form, target, tokens, kept_share(policy, tokens))
+            ratio = kept_share(policy, tokens)
+            form = self._form(policy, 0, target, tokens, int(ratio * tokens))
+            ratio = self._computed(form, target, tokens, ratio)
             asked = self._asked(target, form, tokens, view.cached_tokens, ratio)
             plan = await self.compressing.options(CompressionPrice(asked, weights_bytes), policy)
             ways = self._ways(target, *_kept_size(form, tokens, ratio))
@@ -274,8 +276,13 @@ class SmartPrefill(PipelineStep):
 
     # ---- how, and for what -------------------------------------------------------------------------------
 
-    def _form(self, policy: SmartPrefillPolicy, turns: int, target: AnsweringModel, tokens: int) -> Form:
-        """``turns``: answers that the prompt holds. Raises SkipCompression."""
+    def _form(
+        self, policy: SmartPrefillPolicy, turns: int, target: AnsweringModel, tokens: int, kept_tokens: int
+    ) -> Form:
+        """``turns``: answers that the prompt holds; ``kept_tokens``: about how much stays of it.
+
+        Raises SkipCompression.
+        """
         if policy.mode == "text":
             return "text"
         why_not = self._not_sparse(target)
@@ -287,7 +294,7 @@ class SmartPrefill(PipelineStep):
             return "sparse"
         # A conversation goes on: text is in the prefix cache when its next turn comes, sparse keys are not.
         # And a sliding window may be more than all that is to be kept.
-        if why_not or turns or self._tail(target) > kept_share(policy, tokens) * tokens:
+        if why_not or turns or self._tail(target) > kept_tokens:
             return "text"
         return "sparse"
 

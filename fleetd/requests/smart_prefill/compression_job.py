@@ -24,7 +24,7 @@ from fleetd.compression.document import Document
 from fleetd.compression.gate import judge
 from fleetd.compression.history import Aged, still_serves
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.compression.select import select
+from fleetd.compression.select import forecast, select
 from fleetd.compression.selection import Selection, everything
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Loading
@@ -66,7 +66,8 @@ class CompressionJob:
     """One document on its way. What is not known yet is empty.
 
     ``tokens``: about how many it has. ``price`` None: it is to be compressed whatever that costs. ``aged``:
-    what earlier turns of a conversation decided (``smart.history``). ``planned_s``: when the plan was made.
+    what earlier turns of a conversation decided (``smart.history``). ``pinned_tokens``: about how many are
+    kept whatever the scores say. ``planned_s``: when the plan was made.
     Other seconds are from the beginning to the scores, and from there to the selection; ``scored_tokens`` is
     what compressors read for it.
     ``lost``: code and message of a scorer that gave up, where others went on.
@@ -80,6 +81,7 @@ class CompressionJob:
     local_only: bool = False
     price: Callable[[int, float], CompressionPrice] | None = None
     aged: Aged = field(default_factory=Aged)
+    pinned_tokens: int = 0
     compressor: str = ""
     plan: SmartPlan | None = None
     names: tuple[str, ...] = ()
@@ -90,6 +92,11 @@ class CompressionJob:
     select_s: float = 0.0
     steps: list[StepView] = field(default_factory=list)
     lost: tuple[str, str] = ("", "")
+
+    @property
+    def kept_share(self) -> float:
+        """About what share of the tokens is kept."""
+        return kept_share(self.policy, self.tokens, self.pinned_tokens)
 
 
 @dataclass(slots=True)
@@ -133,7 +140,7 @@ class CompressionService:
     async def score(self, compression: CompressionJob) -> AsyncGenerator[Loading, None]:
         """As ``run``, for a prompt whose selection needs scores."""
         began_s = self._monotonic()
-        tokens, ratio = compression.tokens, kept_share(compression.policy, compression.tokens)
+        tokens, ratio = compression.tokens, compression.kept_share
         price = compression.price(tokens, ratio) if compression.price else None
         target_bytes = price.weights_bytes if price else 0
         asked = price.asked if price else SmartPrefillQuestion(tokens, ratio, None)
@@ -236,7 +243,8 @@ class CompressionService:
 
 
 def decide_unscored(compression: CompressionJob) -> None:
-    """Select what needs no scores: all of a prompt whose task needs all of it; what earlier turns decided.
+    """Select what needs no scores: all of a prompt whose task needs all of it, or in which nearly all is
+    always kept; what earlier turns decided. Otherwise ``pinned_tokens`` is filled in, for the price.
 
     ``aged`` is emptied where it no longer serves.
     """
@@ -247,18 +255,23 @@ def decide_unscored(compression: CompressionJob) -> None:
     # What was decided stays decided, for the prefix cache, unless the new task plainly needs all of it.
     if verdict.plainly if aged else verdict.declined:
         compression.selection = everything(found, compression.tokens, verdict.declined)
-    elif aged and smart_prompt.fresh_tokens(found, aged) < policy.min_prompt_tokens:
+        return
+    expected = forecast(found, policy, aged)
+    compression.pinned_tokens = expected.pinned_tokens
+    if aged and (expected.declined or smart_prompt.fresh_tokens(found, aged) < policy.min_prompt_tokens):
         unchanged = msgspec.structs.replace(policy, target_ratio=1.0)
         compression.selection = select(found, None, unchanged, aged)
         compression.compressor = aged.compressor
+    elif expected.declined:
+        compression.selection = everything(found, compression.tokens, expected.declined)
 
 
-def kept_share(policy: SmartPrefillPolicy, tokens: int) -> float:
-    """About what share of so many tokens is kept."""
+def kept_share(policy: SmartPrefillPolicy, tokens: int, pinned_tokens: int = 0) -> float:
+    """About what share of so many tokens is kept, ``pinned_tokens`` whatever the policy says."""
     kept = max(tokens * (policy.target_ratio or USUAL_RATIO), policy.min_keep_tokens)
     if policy.max_keep_tokens:
         kept = min(kept, policy.max_keep_tokens)
-    return min(1.0, kept / max(1, tokens))
+    return min(1.0, max(kept, pinned_tokens) / max(1, tokens))
 
 
 def _merged(segments: Sequence[SegmentScores]) -> TokenScores:
