@@ -19,7 +19,7 @@ from fleetd import limits
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.control.network_diagnosis import ClockOffset, ClockOffsets, NetworkDiagnosis
 from fleetd.control.pairing_events import PairingEvent, Unpaired
-from fleetd.errors import FleetError, InvalidValue, NotFound
+from fleetd.errors import UNREADABLE, FleetError, InvalidValue, NotFound
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.discovery import diagnosis
 from fleetd.p2p.link_prober import Invitation, LinkProber
@@ -246,7 +246,7 @@ class Fleet:
             try:
                 answer = await self.node.ask(node_id, CLOCK, b"", within_s=limits.CLOCK_WITHIN_S)
                 told = msgspec.msgpack.decode(answer, type=ClockReading)
-            except (FleetError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except (*UNREADABLE, FleetError):
                 return None
             return ClockOffset(self.node.name_of(node_id), told.unix_s - (began + self._wall()) / 2)
 

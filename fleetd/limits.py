@@ -266,6 +266,9 @@ JOB_BEGIN_S = 60.0
 JOB_QUEUE_S = 300.0
 JOB_STALL_S = 60.0
 JOB_LEAST_TOK_S = 10.0
+# However steadily it goes on: a prefill may take JOB_QUEUE_S more than that, and an answer as much beside its
+# tokens at this rate. The slowest machine that was measured decodes fifty times as fast.
+JOB_DECODE_TOK_S = 0.25
 # And not longer than this factor times the plan's own figure for the prefill, on top of a step's.
 JOB_LATE = 8.0
 # A request that its client cancelled counts against a machine that had sent nothing for so long, on top of
@@ -284,6 +287,15 @@ JOB_READ_STALL_S = 60.0
 ANSWER_TOKENS = 1 << 21
 TOKEN_CHARS = 1024
 TOOL_ARGUMENT_CHARS = 8 * MIB
+# Of a token's text and its bytes, on average over the logprobs of an answer: twice the longest ones.
+LOGPROB_CHARS = 512
+# A prompt has at most so many tokens for each byte that was sent, as letters that are taken apart have; and
+# these, which a chat template adds.
+PROMPT_TOKENS_PER_BYTE, TEMPLATE_TOKENS = 16, 65_536
+# One event: the arguments of a tool call, or an echoed prompt.
+JOB_EVENT_BYTES = 4 * TOOL_ARGUMENT_CHARS + MIB
+# Tokens whose text is held back, as a tool call's is, before they are told without it.
+UNTOLD_TOKENS = 32
 # A load or a download tells its progress so often at most.
 LOADING_EVENTS = 100_000
 # Of a job's id, as the machine that asked for it has it, to be found again here.
@@ -541,16 +553,22 @@ WAKE_AGAIN_S, WAKE_FAILED_S, WAKE_FAILED_MOST_S = 60.0, 300.0, 86_400.0
 SEALED_CHUNK_BYTES = 512 * KIB
 # Not one byte in this time: a disk that spins up or a Wi-Fi that roams is back, a machine that left is not.
 SEALED_STALL_S = 20.0
+# Who takes bytes keeps a thread or a process meanwhile: as slow as this it is not let, as in a copy.
+SEALED_GRACE_S, SEALED_LEAST_BYTES_PER_S = COPY_GRACE_S, COPY_LEAST_BYTES_PER_S
 # From the message that carries a ticket to the connection that shows it, over a slow link to a busy peer.
 TICKET_S = 10.0
 # Streams about to be opened at once, over all peers.
 TICKETS = 64
+# An invitation: a ticket and a key.
+INVITATION_BYTES = KIB
 # A message between processes: the names of a model's files and how much of each is there.
 HANDOFF_BYTES = MIB
 # The other process reads as soon as it has started, imports included.
 HANDOFF_S = 10.0
 # Files of one model in a copy: a million million parameters at 16 bits in shards of 5 GB are 400.
 COPY_FILES = 1024
+# An offer or an order names them all, with hashes.
+COPY_MESSAGE_BYTES = 512 * COPY_FILES
 # All of them together; four times as much.
 COPY_BYTES = 8192 * GIB
 
@@ -608,6 +626,8 @@ CACHE_QUOTA_SHARE, CACHE_QUOTA_BYTES = 0.1, 32 * GIB
 # the deepest model, and a state of a layer in half a gigabyte.
 CACHE_HEADER_BYTES, CACHE_BLOCK_BYTES, CACHE_BLOCK_PARTS = MIB, 512 * MIB, 65_536
 CACHE_LAYOUT_CHARS = 128
+# Of a prompt with blocks or snapshots: far beyond the longest context there is.
+CACHE_TOKENS = 1 << 31
 # A block that is being written for longer than this has lost its writer.
 CACHE_WRITING_S = 600.0
 # A disk that refused a block is not asked again within this time.
@@ -649,6 +669,8 @@ FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.03, 0.1
 FETCH_LATE, FETCH_BLOCK_S = 5.0, 2.0
 # Fetches that a machine serves at once: each reads its disk as fast as it can.
 FETCHES = 4
+# Of these for one machine, so that one cannot take all of them.
+FETCHES_PER_PEER = 2
 
 # ---- fleetctl --------------------------------------------------------------------------------------------
 # A healthy daemon answers control calls in milliseconds; a swapped-out one may need seconds.
