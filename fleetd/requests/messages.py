@@ -79,7 +79,7 @@ class RunJob(msgspec.Struct, frozen=True, omit_defaults=True):
 
 _read_run: Callable[[bytes], RunJob] = reader(RunJob, "A peer's job")
 # Raises ProtocolError.
-decode_event: Callable[[bytes], JobEvent] = reader(JobEvent, "A peer's event")
+decode_event: Callable[[bytes], JobEvent] = reader(JobEvent, "A peer's event", limits.JOB_EVENT_BYTES)
 _read_trace: Callable[[bytes], JobTrace] = reader(JobTrace, "A peer's trace", limits.JOB_TRACE_BYTES)
 
 
