@@ -91,6 +91,8 @@ CACHE_MARKS = 4
 # Free-form JSON (tools, arguments, template options): schemas nest a dozen deep, and a template's own code
 # recurses with what it is given.
 JSON_DEPTH = 64
+# The same in a conversation, with what is around it.
+CONVERSATION_DEPTH = JSON_DEPTH + 16
 QUEUED_REQUESTS = 64
 # Ours have 34; this one is written into logs and the ledger.
 REQUEST_ID_CHARS = 128
@@ -181,7 +183,7 @@ MEMBER_NAME_CHARS = 64
 ROSTER_MEMBERS = 64
 # Two for each pairing and two for each removal; a thousand is years of both.
 ROSTER_RECORDS = 1024
-# Messages with records of one member that are merged as they come; more of them wait for the next tick.
+# Records of one member that are merged as they come; more of them wait for the next tick.
 ROSTER_MERGES_AT_ONCE = 64
 ROSTER_MERGES_PER_S = 4.0
 # Each costs a signature check of a tenth of a millisecond or more.
@@ -315,6 +317,8 @@ COPY_LEAST_BYTES_PER_S = 32 * KIB
 COPIES_GIVEN = 8
 # A clock is asked for by `fleetctl doctor`, which is waiting.
 CLOCK_WITHIN_S = 2.0
+# What another machine's clock may show: a thousand years.
+CLOCK_UNIX_S = 2.0**36
 
 # ---- Checkpoints: states at earlier tokens of a prompt, for models that cannot take tokens back -----------
 # Tokens between the last two: what is computed again beside the tokens that changed.
@@ -466,7 +470,7 @@ PEER_NAME_CHARS = 255
 ERROR_TEXT_CHARS = 1024
 # One-way news is not fragmented; the longest is a capability card.
 NOTIFY_BYTES = 64 * KIB
-# One-way news has no credit: what one session may send of it. A whole roster comes at once with a new
+# One-way news has no credit: what one machine may send of it. A whole roster comes at once with a new
 # session; after that a card of 30 KiB, four times a second at most.
 NEWS_BURST_BYTES = 4 * MIB
 NEWS_BYTES_PER_S = 512 * KIB
@@ -496,6 +500,9 @@ SESSION_QUEUED_BYTES = 2 * MESSAGE_BYTES
 SESSION_STREAMS = 256
 # Answers (Pong, Cancel, Window) waiting for a peer that asks and does not read.
 SESSION_ANSWERS = 4096
+# New requests, cancellations and pings of one session: each costs a tenth of a millisecond or more, and none
+# has credit. Ours come by the dozen.
+SESSION_ASKS_AT_ONCE, SESSION_ASKS_PER_S = 4096, 1024
 # From the end of the TLS handshake.
 HELLO_S = 5.0
 # Silence after which a ping asks whether the other side is there.
@@ -559,8 +566,8 @@ SEALED_GRACE_S, SEALED_LEAST_BYTES_PER_S = COPY_GRACE_S, COPY_LEAST_BYTES_PER_S
 TICKET_S = 10.0
 # Streams about to be opened at once, over all peers.
 TICKETS = 64
-# An invitation: a ticket and a key.
-INVITATION_BYTES = KIB
+# A message of a few numbers: an invitation with its ticket and key, a clock.
+SMALL_MESSAGE_BYTES = KIB
 # A message between processes: the names of a model's files and how much of each is there.
 HANDOFF_BYTES = MIB
 # The other process reads as soon as it has started, imports included.
