@@ -53,8 +53,10 @@ class ServedRequest:
 
 @dataclass
 class ConcurrencyLimit:
-    """At most ``most`` requests of one kind at once, at most ``most_per_peer`` of one machine. ``busy`` is told
-    to the next: "helps with 2 prompts"."""
+    """At most ``most`` requests of one kind at once, of them at most ``most_per_peer`` of one machine.
+
+    ``busy`` is told to the next: "helps with 2 prompts".
+    """
 
     host: ServingContext
     kind: Kind
