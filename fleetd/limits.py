@@ -500,9 +500,10 @@ SESSION_QUEUED_BYTES = 2 * MESSAGE_BYTES
 SESSION_STREAMS = 256
 # Answers (Pong, Cancel, Window) waiting for a peer that asks and does not read.
 SESSION_ANSWERS = 4096
-# New requests, cancellations and pings of one session: each costs a tenth of a millisecond or more, and none
-# has credit. Ours come by the dozen.
-SESSION_ASKS_AT_ONCE, SESSION_ASKS_PER_S = 4096, 1024
+# New requests, cancellations and pings of one session at once, and each second after that: each costs a tenth
+# of a millisecond or more, and none has credit. Ours come by the dozen.
+SESSION_ASKS_AT_ONCE = 4096
+SESSION_ASKS_PER_S = 1024
 # From the end of the TLS handshake.
 HELLO_S = 5.0
 # Silence after which a ping asks whether the other side is there.
