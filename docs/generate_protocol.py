@@ -133,6 +133,8 @@ def _bounds(section: str) -> list[list[str]]:
 
 def _value(name: str) -> str:
     value = getattr(limits, name)
+    if name.endswith("_PER_S"):
+        return f"{value:g}"
     if name.endswith("_S"):
         return f"{value:g} s"
     if name.endswith("_BYTES"):

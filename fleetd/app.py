@@ -107,7 +107,7 @@ def run(config: Config, home: HomeFolder, new_identity: subprocess.Popen[bytes] 
     # No prompt ends up in a core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     raise_limit()
-    if (caps := connection_caps(open_limit())) != UNSCALED:
+    if (caps := connection_caps(open_limit(), _http_sites(config))) != UNSCALED:
         # The log of a service does not show what a shell was limited to.
         log.warning("descriptors.few", open_files=open_limit(), connections=caps.http, raise_with="ulimit -n")
     with paths.HomeLock(home):
@@ -146,7 +146,7 @@ class Daemon:
         self._http: HttpAddress | None = None
         self._ollama: HttpAddress | None = None
         self._ollama_missing = ""
-        self._caps = connection_caps(open_limit())
+        self._caps = connection_caps(open_limit(), _http_sites(config))
         self._prober = HardwareProbe(gpu=config.engine.device != "cpu")
         self._store = Store(home.db)
         self._ledger = Ledger(self._store)
@@ -583,6 +583,11 @@ def embedded_name(ref: str) -> str | None:
     """The catalog name behind a reference if that model travels with fleetd."""
     entry = find(ref)
     return entry.name if entry is not None and entry.source == "embedded" else None
+
+
+def _http_sites(config: Config) -> int:
+    """The local socket, the port, and the address for clients of Ollama."""
+    return 2 if config.http.ollama_address is None else 3
 
 
 def _node_settings(config: Config, home: HomeFolder, most_unknown: int) -> NodeSettings:

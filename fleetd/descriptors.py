@@ -15,8 +15,8 @@ from fleetd import limits
 
 @dataclass(frozen=True, slots=True)
 class ConnectionCaps:
-    """Most connections at once: of each of the two HTTP sites, those of them that have not shown a token, and
-    at the peer port those that have not shown what they are."""
+    """Most connections at once: of each HTTP site, those of them that have not shown a token, and at the peer
+    port those that have not shown what they are."""
 
     http: int
     http_unknown: int
@@ -44,12 +44,13 @@ UNSCALED = ConnectionCaps(
 )
 
 
-def connection_caps(descriptors: int) -> ConnectionCaps:
-    """A quarter of what is left beside the reserve is for each of TCP clients, local clients and sockets at
-    the peer port that have not said what they are; the last one is for members and for streams."""
+def connection_caps(descriptors: int, http_sites: int) -> ConnectionCaps:
+    """Of what is left beside the reserve, half is shared by the HTTP sites, a quarter is for sockets at the
+    peer port that have not said what they are; the last quarter is for members and for streams."""
     free = max(0, descriptors - limits.DESCRIPTORS_RESERVED)
+    each = free // 2 // http_sites
     return ConnectionCaps(
-        http=max(4, min(limits.HTTP_CONNECTIONS, free // 4)),
-        http_unknown=max(2, min(limits.HTTP_CONNECTIONS_UNAUTHENTICATED, free // 8)),
+        http=max(4, min(limits.HTTP_CONNECTIONS, each)),
+        http_unknown=max(2, min(limits.HTTP_CONNECTIONS_UNAUTHENTICATED, each // 2)),
         peers_unknown=max(2, min(limits.PEER_SOCKETS_UNKNOWN, free // 4)),
     )

@@ -12,8 +12,10 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from fleetd import limits
 from fleetd.control.fleet_view import FleetView, PeerView
@@ -26,6 +28,7 @@ from fleetd.p2p.link_prober import Invitation, LinkProber
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.membership.roster import RosterMember
+from fleetd.p2p.message_reader import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.overview import fleet_view, peer_view, reach
 from fleetd.p2p.pairing.service import PairingService
@@ -43,7 +46,12 @@ CLOCK = "node.clock"
 class ClockReading(msgspec.Struct, frozen=True):
     """A peer's clock, for ``fleetctl doctor``."""
 
-    unix_s: float
+    unix_s: Annotated[float, Meta(ge=0, le=limits.CLOCK_UNIX_S)]
+
+
+_read_clock: Callable[[bytes], ClockReading] = reader(
+    ClockReading, "A peer's clock", limits.SMALL_MESSAGE_BYTES
+)
 
 
 class Fleet:
@@ -245,8 +253,8 @@ class Fleet:
             began = self._wall()
             try:
                 answer = await self.node.ask(node_id, CLOCK, b"", within_s=limits.CLOCK_WITHIN_S)
-                told = msgspec.msgpack.decode(answer, type=ClockReading)
-            except (FleetError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                told = _read_clock(answer)
+            except FleetError:
                 return None
             return ClockOffset(self.node.name_of(node_id), told.unix_s - (began + self._wall()) / 2)
 

@@ -91,6 +91,8 @@ CACHE_MARKS = 4
 # Free-form JSON (tools, arguments, template options): schemas nest a dozen deep, and a template's own code
 # recurses with what it is given.
 JSON_DEPTH = 64
+# The same in a conversation, with what is around it.
+CONVERSATION_DEPTH = JSON_DEPTH + 16
 QUEUED_REQUESTS = 64
 # Ours have 34; this one is written into logs and the ledger.
 REQUEST_ID_CHARS = 128
@@ -189,7 +191,7 @@ MEMBER_NAME_CHARS = 64
 ROSTER_MEMBERS = 64
 # Two for each pairing and two for each removal; a thousand is years of both.
 ROSTER_RECORDS = 1024
-# Messages with records of one member that are merged as they come; more of them wait for the next tick.
+# Records of one member that are merged as they come; more of them wait for the next tick.
 ROSTER_MERGES_AT_ONCE = 64
 ROSTER_MERGES_PER_S = 4.0
 # Each costs a signature check of a tenth of a millisecond or more.
@@ -274,6 +276,9 @@ JOB_BEGIN_S = 60.0
 JOB_QUEUE_S = 300.0
 JOB_STALL_S = 60.0
 JOB_LEAST_TOK_S = 10.0
+# However steadily it goes on: a prefill may take JOB_QUEUE_S more than that, and an answer as much beside its
+# tokens at this rate. The slowest machine that was measured decodes fifty times as fast.
+JOB_DECODE_TOK_S = 0.25
 # And not longer than this factor times the plan's own figure for the prefill, on top of a step's.
 JOB_LATE = 8.0
 # A request that its client cancelled counts against a machine that had sent nothing for so long, on top of
@@ -292,6 +297,15 @@ JOB_READ_STALL_S = 60.0
 ANSWER_TOKENS = 1 << 21
 TOKEN_CHARS = 1024
 TOOL_ARGUMENT_CHARS = 8 * MIB
+# Of a token's text and its bytes, on average over the logprobs of an answer: twice the longest ones.
+LOGPROB_CHARS = 512
+# A prompt has at most so many tokens for each byte that was sent, as letters that are taken apart have; and
+# these, which a chat template adds.
+PROMPT_TOKENS_PER_BYTE, TEMPLATE_TOKENS = 16, 65_536
+# One event: the arguments of a tool call, or an echoed prompt.
+JOB_EVENT_BYTES = 4 * TOOL_ARGUMENT_CHARS + MIB
+# Tokens whose text is held back, as a tool call's is, before they are told without it.
+UNTOLD_TOKENS = 32
 # A load or a download tells its progress so often at most.
 LOADING_EVENTS = 100_000
 # Of a job's id, as the machine that asked for it has it, to be found again here.
@@ -311,6 +325,8 @@ COPY_LEAST_BYTES_PER_S = 32 * KIB
 COPIES_GIVEN = 8
 # A clock is asked for by `fleetctl doctor`, which is waiting.
 CLOCK_WITHIN_S = 2.0
+# What another machine's clock may show: a thousand years.
+CLOCK_UNIX_S = 2.0**36
 
 # ---- Checkpoints: states at earlier tokens of a prompt, for models that cannot take tokens back -----------
 # Tokens between the last two: what is computed again beside the tokens that changed.
@@ -462,7 +478,7 @@ PEER_NAME_CHARS = 255
 ERROR_TEXT_CHARS = 1024
 # One-way news is not fragmented; the longest is a capability card.
 NOTIFY_BYTES = 64 * KIB
-# One-way news has no credit: what one session may send of it. A whole roster comes at once with a new
+# One-way news has no credit: what one machine may send of it. A whole roster comes at once with a new
 # session; after that a card of 30 KiB, four times a second at most.
 NEWS_BURST_BYTES = 4 * MIB
 NEWS_BYTES_PER_S = 512 * KIB
@@ -492,6 +508,10 @@ SESSION_QUEUED_BYTES = 2 * MESSAGE_BYTES
 SESSION_STREAMS = 256
 # Answers (Pong, Cancel, Window) waiting for a peer that asks and does not read.
 SESSION_ANSWERS = 4096
+# New requests, cancellations and pings of one session at once, and each second after that: each costs a tenth
+# of a millisecond or more, and none has credit. Ours come by the dozen.
+SESSION_ASKS_AT_ONCE = 4096
+SESSION_ASKS_PER_S = 1024
 # From the end of the TLS handshake.
 HELLO_S = 5.0
 # Silence after which a ping asks whether the other side is there.
@@ -549,16 +569,22 @@ WAKE_AGAIN_S, WAKE_FAILED_S, WAKE_FAILED_MOST_S = 60.0, 300.0, 86_400.0
 SEALED_CHUNK_BYTES = 512 * KIB
 # Not one byte in this time: a disk that spins up or a Wi-Fi that roams is back, a machine that left is not.
 SEALED_STALL_S = 20.0
+# Who takes bytes keeps a thread or a process meanwhile: as slow as this it is not let, as in a copy.
+SEALED_GRACE_S, SEALED_LEAST_BYTES_PER_S = COPY_GRACE_S, COPY_LEAST_BYTES_PER_S
 # From the message that carries a ticket to the connection that shows it, over a slow link to a busy peer.
 TICKET_S = 10.0
 # Streams about to be opened at once, over all peers.
 TICKETS = 64
+# A message of a few numbers: an invitation with its ticket and key, a clock.
+SMALL_MESSAGE_BYTES = KIB
 # A message between processes: the names of a model's files and how much of each is there.
 HANDOFF_BYTES = MIB
 # The other process reads as soon as it has started, imports included.
 HANDOFF_S = 10.0
 # Files of one model in a copy: a million million parameters at 16 bits in shards of 5 GB are 400.
 COPY_FILES = 1024
+# An offer or an order names them all, with hashes.
+COPY_MESSAGE_BYTES = 512 * COPY_FILES
 # All of them together; four times as much.
 COPY_BYTES = 8192 * GIB
 
@@ -616,6 +642,8 @@ CACHE_QUOTA_SHARE, CACHE_QUOTA_BYTES = 0.1, 32 * GIB
 # the deepest model, and a state of a layer in half a gigabyte.
 CACHE_HEADER_BYTES, CACHE_BLOCK_BYTES, CACHE_BLOCK_PARTS = MIB, 512 * MIB, 65_536
 CACHE_LAYOUT_CHARS = 128
+# Of a prompt with blocks or snapshots: far beyond the longest context there is.
+CACHE_TOKENS = 1 << 31
 # A block that is being written for longer than this has lost its writer.
 CACHE_WRITING_S = 600.0
 # A disk that refused a block is not asked again within this time.
@@ -657,6 +685,8 @@ FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.03, 0.1
 FETCH_LATE, FETCH_BLOCK_S = 5.0, 2.0
 # Fetches that a machine serves at once: each reads its disk as fast as it can.
 FETCHES = 4
+# Of these for one machine, so that one cannot take all of them.
+FETCHES_PER_PEER = 2
 
 # ---- fleetctl --------------------------------------------------------------------------------------------
 # A healthy daemon answers control calls in milliseconds; a swapped-out one may need seconds.

@@ -7,7 +7,7 @@ renders to the same tokens in every dialect, and finds the same prefix in the ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from fleetd.api.body import parse
 from fleetd.engine.protocol import ChatPrompt, Sampling
 from fleetd.engine.template_turns import merged, reminder
 from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
+from fleetd.nesting import is_deeper
 
 Plain = dict[str, Any]
 # Of a ChatPrompt: the index of a message and characters of its content.
@@ -181,21 +182,10 @@ def checked(value: Plain, where: str) -> Plain:
     Raises:
         InvalidValue: templates or the engine's MessagePack cannot carry it.
     """
-    level: list[Any] = [value]
-    for _ in range(limits.JSON_DEPTH):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            break
-    else:
+    if is_deeper(value, limits.JSON_DEPTH):
         raise InvalidValue(f"{where} is nested more than {limits.JSON_DEPTH} deep.", param=where)
     try:
         msgspec.msgpack.encode(value)
     except OverflowError:
         raise InvalidValue(f"{where}: a number is over 64 bits.", param=where) from None
     return value
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.cache.machine_key import MachineKey
-from fleetd.errors import SealBroken
+from fleetd.errors import UNREADABLE, SealBroken
 from fleetd.sealed.chunks import HEADER_BYTES, TAG_BYTES, Opener, Sealer
 
 VERSION = 1
@@ -37,7 +37,7 @@ class BlockHeader(msgspec.Struct, frozen=True):
     """
 
     layout: Annotated[str, Meta(max_length=limits.CACHE_LAYOUT_CHARS)]
-    tokens: int
+    tokens: Annotated[int, Meta(ge=0, le=limits.CACHE_TOKENS)]
     sizes: Annotated[
         list[Annotated[int, Meta(ge=0, le=limits.CACHE_BLOCK_BYTES)]],
         Meta(max_length=limits.CACHE_BLOCK_PARTS),
@@ -127,7 +127,7 @@ def unseal(
         for target in targets(header):
             plain.fill(target)
         plain.end()
-    except (SealBroken, struct.error, msgspec.DecodeError) as error:
+    except (*UNREADABLE, SealBroken, struct.error) as error:
         raise BlockDamaged(str(error)) from error
     return header
 

@@ -14,7 +14,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
-from fleetd.errors import PeerLost, PeerWrong
+from fleetd.errors import UNREADABLE, PeerLost, PeerWrong
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 
 _LENGTH = struct.Struct("<I")
@@ -81,7 +81,7 @@ def receive(
         try:
             header = msgspec.msgpack.decode(text, type=BlockHeader)
             buffers = targets(number, header)
-        except (msgspec.DecodeError, BlockDamaged) as error:
+        except (*UNREADABLE, BlockDamaged) as error:
             raise PeerWrong("It sent a block of another model or of another place in the prompt.") from error
         for buffer in buffers:
             if receiver.receive_into(buffer) != len(buffer):

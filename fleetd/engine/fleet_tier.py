@@ -33,7 +33,7 @@ from fleetd.engine.prefix_cache import DENSE, PLAN, Hit
 from fleetd.engine.protocol import FetchBlocks, Fetched, Lacking, StreamTag
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, block_rows
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated, truncated
-from fleetd.errors import FleetError, PeerLate, PeerWrong
+from fleetd.errors import FleetError, PeerError, PeerLate, PeerWrong
 from fleetd.sealed.stream import SealedReceiver
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
@@ -161,6 +161,15 @@ class Fetching:
 
     def step(self) -> bool:
         """Go on, if it is ready. True at the end; then ``hit`` is the prompt's beginning if more has come."""
+        try:
+            return self._step()
+        except Exception as error:
+            # Whatever it makes of a library: the worker goes on, and computes the prompt.
+            self._error = _wrong(error)
+            self._end()
+            return True
+
+    def _step(self) -> bool:
         if self._may_begin:
             self._begin()
         elif self._state is FetchState.RECEIVING and self.front is not None and self.front.met:
@@ -245,6 +254,8 @@ class Fetching:
             later = number > in_rows
             if not (at == blocks if later else blocks - limits.FETCH_CHECK_BLOCKS <= at < blocks and at > 0):
                 raise BlockDamaged("a snapshot of another place")
+            if header.nbytes > layout.most_snapshot_bytes:
+                raise BlockDamaged("a snapshot of longer windows")
             return self._snapshots[later].targets(first + at - 1, header)
 
         self._targets = targets
@@ -279,7 +290,7 @@ class Fetching:
         self._end()
 
     def _check(self) -> Iterator[None]:
-        """Take what came if it is right; yields after each step."""
+        """Take what came if it is right; yields after each step. Raises as ``_checked``."""
         front, held = self.front, self._held_namespace
         if front is not None and front.computed:
             self.hit = Hit(front.done, front.prefiller.cache, held)
@@ -291,11 +302,7 @@ class Fetching:
         self._thread.join()
         if front is not None:
             front.fill(self._parts, self._tier.layout().in_rows(front.prefiller.cache))
-        try:
-            cache = yield from self._checked(first, last)
-        except (PeerWrong, BlockDamaged) as error:
-            self._error = error if isinstance(error, PeerWrong) else PeerWrong(f"It sent {error}.")
-            return
+        cache = yield from self._checked(first, last)
         self.tokens = last - first
         self.hit = Hit(last, cache, self._namespace)
 
@@ -340,6 +347,8 @@ class Fetching:
             error = caught
         except OSError as caught:
             error = PeerLate(f"The stream broke ({caught.strerror or caught}).")
+        except Exception as caught:
+            error = _wrong(caught)
         self._targets = None
         if self._state is FetchState.RECEIVING:
             self._error = error
@@ -367,6 +376,13 @@ class Fetching:
         # Whether another chunk pays is asked again.
         self._wake()
         return goes_on
+
+
+def _wrong(error: Exception) -> FleetError:
+    if isinstance(error, PeerError):
+        return error
+    sent = str(error) if isinstance(error, BlockDamaged) else f"what cannot be used ({type(error).__name__})"
+    return PeerWrong(f"It sent {sent}.")
 
 
 def _shut(sock: socket.socket) -> None:

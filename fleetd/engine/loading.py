@@ -145,7 +145,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     admit_weights(settings.name, expected, room)
     report(Loading("reading", 0, on_disk))
     with (
-        _little_besides(path, expected, device),
+        little_besides(path, expected, device),
         ThreadPoolExecutor(1, "tokenizer") as aside,
     ):
         reading = aside.submit(_tokenizer, path, config)
@@ -315,7 +315,7 @@ def _verdict(
 
 
 @contextmanager
-def _little_besides(path: Path, weights_bytes: int, device: Device) -> Iterator[None]:
+def little_besides(path: Path, weights_bytes: int, device: Device) -> Iterator[None]:
     """Bound what a load takes besides the weights. Raises ModelCorrupt for files that make it more."""
     more = build_bytes(weights_bytes)
     try:

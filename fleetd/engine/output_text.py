@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
+from fleetd import limits
 from fleetd.engine.protocol import Delta, TokenLogprob, ToolCall, ToolCallPiece
 from fleetd.engine.tool_call_text import ToolCallText, WrittenCall, may_be_bare_call, tool_name
 from fleetd.engine.tool_formats import HEAD_STATES
@@ -154,7 +155,14 @@ class AnswerText:
             return self._delta("reasoning" if self._state == _REASONING else "content", "", force=True)
         self._decode(token)
         text = self._detokenizer.last_segment
-        return self._release(text if self._tokens <= self.min_tokens else self._stop.feed(text))
+        out = self._release(text if self._tokens <= self.min_tokens else self._stop.feed(text))
+        return out if self._pending_tokens < limits.UNTOLD_TOKENS else [*out, self._untold()]
+
+    def _untold(self) -> Delta:
+        """The tokens whose text is held back, without it: a long tool call is progress."""
+        tokens, self._pending_tokens = self._pending_tokens, 0
+        channel: Literal["content", "reasoning"] = "reasoning" if self._state == _REASONING else "content"
+        return Delta(self.request_id, "", channel, tokens)
 
     def _decode(self, token: int) -> None:
         try:
@@ -342,7 +350,7 @@ class AnswerText:
     def _told(self, calls: list[ToolCall]) -> list[AnswerPiece]:
         self._blank = ""
         self.tool_calls += len(calls)
-        self._pending_tokens, self._pending_logprobs = 0, []
+        self._pending_logprobs = []
         return list(calls)
 
     def _call(self, at: int, call: dict[str, Any]) -> ToolCall:

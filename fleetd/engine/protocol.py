@@ -514,7 +514,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token: str
     logprob: Logprob
     raw: bytes
-    top: list[TopLogprob] = []
+    top: Annotated[list[TopLogprob], Meta(max_length=limits.TOP_LOGPROBS)] = []
     # Offset of the token's text in the answer, in characters (/v1/completions reports it).
     text_offset: Natural = 0
 
@@ -529,7 +529,7 @@ class Delta(msgspec.Struct, frozen=True, tag="delta", omit_defaults=True):
     text: str
     channel: Literal["content", "reasoning"] = "content"
     tokens: Natural = 1
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: Annotated[list[TokenLogprob], Meta(max_length=limits.ANSWER_TOKENS)] | None = None
 
 
 class ToolCall(msgspec.Struct, frozen=True, tag="tool_call"):

@@ -22,6 +22,7 @@ from fleetd.engine.loading import (
     keep_weights,
     kv_bytes_per_token,
     lazy_model,
+    little_besides,
     memory_budget,
     memory_bytes,
     verified_config,
@@ -33,7 +34,7 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
-from fleetd.models.memory_need import WORKING_BYTES
+from fleetd.models.memory_need import WORKING_BYTES, weights_in_memory
 
 WARM_UP_TOKENS = 8
 
@@ -61,28 +62,30 @@ def load_stage(
     """Verify, read layers [first, last) and warm up.
 
     Raises:
-        ModelCorrupt, ModelRefused: from ``verify``.
+        ModelCorrupt, ModelRefused: from ``verify``; ModelCorrupt also for files of which more is built.
         ModelUnsupported: an architecture that mlx-lm does not have or that cannot be cut.
         InvalidValue: the model has no such layers.
         OutOfMemory: refused before reading.
     """
-    config = verified_config(settings, report)
-    whole = Stage.of(lazy_model(Path(settings.path), config))
-    # The embedding decides it; to know it, none is computed.
-    dtype = mx.float32 if device == "cpu" else whole.embed(mx.array([[0]])).dtype
-    stage = whole.part(first, last)
-    del whole
-    on_disk = stage.weights_bytes
-    admit_weights(
-        f"{settings.name}, layers {first} to {last} of {stage.total},",
-        memory_bytes(stage.weights, device),
-        memory_budget(device, settings),
-    )
-    report(Loading("reading", 0, on_disk))
-    if device == "cpu":
-        cpu.to_float32(stage.weights)
-    mx.eval(stage.weights.parameters())
-    report(Loading("reading", on_disk, on_disk))
+    config, path = verified_config(settings, report), Path(settings.path)
+    files = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+    with little_besides(path, weights_in_memory(path, files, config, device), device):
+        whole = Stage.of(lazy_model(path, config))
+        # The embedding decides it; to know it, none is computed.
+        dtype = mx.float32 if device == "cpu" else whole.embed(mx.array([[0]])).dtype
+        stage = whole.part(first, last)
+        del whole
+        on_disk = stage.weights_bytes
+        admit_weights(
+            f"{settings.name}, layers {first} to {last} of {stage.total},",
+            memory_bytes(stage.weights, device),
+            memory_budget(device, settings),
+        )
+        report(Loading("reading", 0, on_disk))
+        if device == "cpu":
+            cpu.to_float32(stage.weights)
+        mx.eval(stage.weights.parameters())
+        report(Loading("reading", on_disk, on_disk))
     report(Loading("warming up"))
     caches = stage.make_caches()
     inputs = stage.inputs(mx.zeros((1, WARM_UP_TOKENS), mx.int32), 0)

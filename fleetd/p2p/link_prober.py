@@ -51,7 +51,9 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True):
 
 
 # Raises ProtocolError.
-invitation: Callable[[bytes], Invitation] = reader(Invitation, "A peer's invitation")
+invitation: Callable[[bytes], Invitation] = reader(
+    Invitation, "A peer's invitation", limits.SMALL_MESSAGE_BYTES
+)
 _T = TypeVar("_T")
 
 

@@ -265,9 +265,10 @@ class Mesh:
     def notified(self, number: int, topic: str, body: bytes, now: float) -> None:
         """Handle a notification from a member; one that cannot be read ends its session."""
         link = self.links.get(number)
-        if link is None or link.node_id not in self.peers:
+        peer = self.peers.get(link.node_id) if link is not None else None
+        if link is None or peer is None:
             return
-        if not link.news.take(len(body) + limits.NEWS_COST_BYTES, now):
+        if not peer.news.take(len(body) + limits.NEWS_COST_BYTES, now):
             self._actions.append(Drop(number, ProtocolError("It sends more news than any machine has.")))
             return
         try:

@@ -7,10 +7,7 @@ from typing import Any
 
 import msgspec
 
-from fleetd.errors import ProtocolError
-
-# The errors of msgspec for malformed bytes, for deep nesting and for invalid UTF-8.
-_BROKEN = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+from fleetd.errors import UNREADABLE, ProtocolError
 
 
 def reader(kind: Any, what: str, most_bytes: int | None = None) -> Callable[[bytes], Any]:
@@ -25,7 +22,7 @@ def reader(kind: Any, what: str, most_bytes: int | None = None) -> Callable[[byt
             raise ProtocolError(f"{what} of {len(body)} bytes is over the limit of {most_bytes}.")
         try:
             return decode(body)
-        except _BROKEN as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"{what} cannot be read: {error}.") from None
 
     return read

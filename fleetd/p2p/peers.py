@@ -27,10 +27,6 @@ class PeerSession:
     greeted: bool = False
     #: Since when another session with the same machine is used instead.
     replaced_s: float | None = None
-    #: Bytes of news that it may still send.
-    news: TokenBucket = field(
-        default_factory=lambda: TokenBucket(limits.NEWS_BURST_BYTES, limits.NEWS_BYTES_PER_S)
-    )
 
 
 @dataclass(slots=True)
@@ -65,6 +61,10 @@ class Peer:
     last_card: Card | None = None
     #: Not dialled before this time.
     due_s: float = 0.0
+    #: Bytes of news that it may still send, whether or not it connects anew.
+    news: TokenBucket = field(
+        default_factory=lambda: TokenBucket(limits.NEWS_BURST_BYTES, limits.NEWS_BYTES_PER_S)
+    )
 
     @property
     def usable(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,13 +53,18 @@ class ServedRequest:
 
 @dataclass
 class ConcurrencyLimit:
-    """At most ``most`` requests of one kind at once. ``busy`` is told to the next: "helps with 2 prompts"."""
+    """At most ``most`` requests of one kind at once, of them at most ``most_per_peer`` of one machine.
+
+    ``busy`` is told to the next: "helps with 2 prompts".
+    """
 
     host: ServingContext
     kind: Kind
     most: int
     busy: str
+    most_per_peer: int | None = None
     running: int = field(default=0, init=False)
+    _peers: Counter[str] = field(default_factory=Counter, init=False)
 
     @contextmanager
     def visit(self, peer: str, request_id: str) -> Iterator[ServedRequest]:
@@ -66,7 +72,10 @@ class ConcurrencyLimit:
         self.host.admit()
         if self.running >= self.most:
             raise Overloaded(f"This machine {self.busy} already.")
+        if self.most_per_peer is not None and self._peers[peer] >= self.most_per_peer:
+            raise Overloaded(f"This machine does {self.most_per_peer} such requests for that one already.")
         self.running += 1
+        self._peers[peer] += 1
         visit, failure = ServedRequest(), ""
         try:
             yield visit
@@ -76,6 +85,7 @@ class ConcurrencyLimit:
             raise
         finally:
             self.running -= 1
+            self._peers -= Counter([peer])
             outcome = failure or ("done" if visit.done else "cancelled")
             self.host.finished(self.kind, outcome)
             log.info("served", kind=self.kind, peer=peer[:7], request=request_id, outcome=outcome)

@@ -23,9 +23,11 @@ from fleetd.engine.protocol import (
     ToolCallPiece,
 )
 from fleetd.errors import ProtocolError
+from fleetd.requests import message_codec
 from fleetd.requests.messages import JobEvent, RanAt
 
 # Events without progress, before every token has one: a flush at a tool call, at a stop string, at the end.
+# And tokens besides those of a prompt or an answer.
 _SPARE = 16
 
 
@@ -41,9 +43,12 @@ class AnswerCheck:
         context = min(context_tokens or limits.ANSWER_TOKENS, limits.ANSWER_TOKENS)
         self._most_tokens = context if request.max_tokens is None else min(request.max_tokens, context)
         self._echoed_chars = _echoed_chars(request)
+        self._most_prompt_tokens = _most_prompt_tokens(request)
         self._tokens = self._chars = self._argument_chars = self._piece_chars = 0
         self._calls = self._empty = self._loading = self._prefills = 0
-        self._prompt_tokens = 0
+        self._entries = self._entry_texts = self._entry_chars = 0
+        # None before it is accepted.
+        self._prompt_tokens: int | None = None
 
     def __call__(self, event: JobEvent) -> None:
         """Raises ProtocolError for an event that no honest machine sends."""
@@ -53,13 +58,17 @@ class AnswerCheck:
             case Loading():
                 self._loading += 1
                 _require(self._loading <= limits.LOADING_EVENTS, "loads without end")
+                _require(self._prompt_tokens is None, "loads after it has accepted")
             case Accepted():
-                self._prompt_tokens = max(self._prompt_tokens, event.prompt_tokens)
+                first = self._prompt_tokens is None
+                _require(first or event.prompt_tokens == self._prompt_tokens, "counts the prompt anew")
+                _require(event.prompt_tokens <= self._most_prompt_tokens, "counts more than the prompt has")
+                self._prompt_tokens = event.prompt_tokens
                 self._idle()
             case Prefill():
                 self._prefills += 1
-                most = max(self._prompt_tokens, event.total) + _SPARE
-                _require(event.done <= event.total <= limits.ANSWER_TOKENS, "prefills more than the prompt")
+                _require(event.done <= event.total <= self._known_tokens, "prefills more than the prompt")
+                most = max(self._prompt_tokens or 0, event.total) + _SPARE
                 _require(self._prefills <= most, "prefills without end")
             case Delta():
                 self._delta(event)
@@ -72,6 +81,11 @@ class AnswerCheck:
                 _require(self._argument_chars <= limits.TOOL_ARGUMENT_CHARS, "sends endless arguments")
             case Finished():
                 self._finished(event)
+
+    @property
+    def _known_tokens(self) -> int:
+        """The most that the prompt can have."""
+        return self._most_prompt_tokens if self._prompt_tokens is None else self._prompt_tokens
 
     def _delta(self, event: Delta) -> None:
         self._tokens += event.tokens
@@ -97,20 +111,26 @@ class AnswerCheck:
         best = self._request.top_logprobs
         _require(best is not None, "sends logprobs that were not asked for")
         # Those of held-back tokens come later, and those of an echoed prompt at once.
-        echoed = self._prompt_tokens if self._request.echo else 0
-        _require(len(entries) <= self._tokens + echoed + _SPARE, "sends more logprobs than tokens")
+        echoed = self._known_tokens if self._request.echo else 0
+        self._entries += len(entries)
+        _require(self._entries <= self._tokens + echoed + _SPARE, "sends more logprobs than tokens")
         for entry in entries:
             alternatives = [(other.token, other.raw) for other in entry.top]
             _require(len(alternatives) <= (best or 0), "sends more alternatives than were asked for")
-            long = any(
-                max(len(text), len(raw) // 4) > limits.TOKEN_CHARS
-                for text, raw in [(entry.token, entry.raw), *alternatives]
-            )
+            texts = [(entry.token, entry.raw), *alternatives]
+            long = any(max(len(text), len(raw) // 4) > limits.TOKEN_CHARS for text, raw in texts)
             _require(not long, "sends a token that is too long")
+            self._entry_texts += len(texts)
+            self._entry_chars += sum(len(text) + len(raw) for text, raw in texts)
+        most = (self._entry_texts + _SPARE) * limits.LOGPROB_CHARS
+        _require(self._entry_chars <= most, "sends longer tokens than an answer has")
 
     def _finished(self, event: Finished) -> None:
         usage = event.usage
+        told = self._tokens + limits.UNTOLD_TOKENS + _SPARE
         _require(usage.completion_tokens <= self._most_tokens, "counts more tokens than were asked for")
+        _require(usage.completion_tokens <= told, "counts more tokens than it sent")
+        _require(usage.prompt_tokens == (self._prompt_tokens or 0), "counts the prompt anew")
         _require(usage.reasoning_tokens <= usage.completion_tokens, "counts more reasoning than answer")
         _require(usage.cached_tokens <= usage.prompt_tokens, "counts more of the prompt than it has")
         brought = event.timings.restored_tokens + event.timings.fetched_tokens
@@ -119,6 +139,13 @@ class AnswerCheck:
     def _idle(self) -> None:
         self._empty += 1
         _require(self._empty <= self._tokens + self._calls + _SPARE, "sends events without progress")
+
+
+def _most_prompt_tokens(request: Generate) -> int:
+    if isinstance(request.prompt, TokenPrompt):
+        return len(request.prompt.tokens) + _SPARE
+    sent = len(message_codec.encode(request.prompt))
+    return min(limits.PROMPT_TOKENS_PER_BYTE * sent + limits.TEMPLATE_TOKENS, limits.ANSWER_TOKENS)
 
 
 def _echoed_chars(request: Generate) -> int:

@@ -1,10 +1,13 @@
-"""How long another machine may take over an answer without getting any further. Pure.
+"""How long another machine may take over an answer. Pure.
 
 A machine that only says that it is alive would otherwise keep a request for ever. What counts is progress:
-the request is accepted, more of its prompt is prefilled, more of a load is done, another token has come.
+the request is accepted, a load begins, more of its prompt is prefilled, another token has come. The whole of
+each part has its time, too: the load, the prefill by the plan's figures, and the answer at a least speed.
 """
 
 from __future__ import annotations
+
+import math
 
 from fleetd import limits
 from fleetd.engine.protocol import Accepted, Delta, Loading, Prefill, ToolCall, ToolCallPiece
@@ -22,29 +25,44 @@ class AnswerDeadline:
     def __init__(self, now_s: float, *, busy: bool, prefill_s: float | None = None) -> None:
         self._planned_s = prefill_s
         self.due_s = now_s + (limits.JOB_QUEUE_S if busy else limits.JOB_BEGIN_S)
+        # When the part of the answer that has begun is over, whatever progress there is.
+        self._over_s = math.inf
+        self._loading = self._accepted = self._answering = False
         self._prompt_tokens = 0
         self._prefilled = -1
-        self._loaded = ("", -1)
 
     def on_event(self, event: JobEvent, now_s: float) -> None:
         """Note an event; one that is no progress changes nothing."""
         match event:
-            case Loading(stage, done) if (stage, done) > self._loaded or stage != self._loaded[0]:
-                self._loaded = stage, done
+            case Loading() if not self._loading:
+                # A load has no steps of its own: what it is called could change for ever.
+                self._loading = True
                 self.due_s = now_s + limits.ENGINE_LOAD_S
-            case Accepted():
-                self._prompt_tokens = event.prompt_tokens
+            case Accepted() if not self._accepted:
+                self._accept(event.prompt_tokens, now_s)
                 self.due_s = now_s + self._prefill_s(0)
-            case Prefill() if event.done > self._prefilled:
+            case Prefill() if event.done > self._prefilled and not self._answering:
+                if not self._accepted:
+                    self._accept(event.total, now_s)
                 self._prefilled = event.done
-                self._prompt_tokens = max(self._prompt_tokens, event.total)
-                self.due_s = now_s + self._prefill_s(event.done)
+                self.due_s = min(self._over_s, now_s + self._prefill_s(event.done))
             case Delta() | ToolCallPiece() if event.tokens:
-                self.due_s = now_s + limits.JOB_STALL_S
+                self._answer(event.tokens, now_s)
             case ToolCall():
-                self.due_s = now_s + limits.JOB_STALL_S
+                self._answer(0, now_s)
             case _:
                 pass
+
+    def _accept(self, prompt_tokens: int, now_s: float) -> None:
+        self._accepted, self._prompt_tokens = True, prompt_tokens
+        # Other requests may be computed between two steps of this one.
+        self._over_s = now_s + limits.JOB_QUEUE_S + self._prefill_s(0)
+
+    def _answer(self, tokens: int, now_s: float) -> None:
+        if not self._answering:
+            self._answering, self._over_s = True, now_s + limits.JOB_QUEUE_S
+        self._over_s += tokens / limits.JOB_DECODE_TOK_S
+        self.due_s = min(self._over_s, now_s + limits.JOB_STALL_S)
 
     def _prefill_s(self, done: int) -> float:
         """Helpers may have most of a prompt, and then nothing is told until they have sent it."""

@@ -188,6 +188,12 @@ class Members:
         card = found.card
         return model, model.state != "loaded" or card.waiting > 0 or card.running >= card.max_streams
 
+    def has_loaded(self, node_id: str, name: str) -> bool:
+        """True if a machine's card says that it has loaded a model."""
+        machines = (self.here(), *self.others("answer"))
+        found = next((each.model(name) for each in machines if each.node_id == node_id), None)
+        return found is not None and found.state == "loaded"
+
     # ---- what was learned --------------------------------------------------------------------------------
 
     def left_out(self, node_id: str, work: Work) -> str:
@@ -217,6 +223,10 @@ class Members:
     def succeeded(self, node_id: str, work: Work) -> None:
         self.backoff.succeeded(node_id, work)
         self._proven.add(node_id)
+
+    def proven(self, node_id: str) -> bool:
+        """True if a machine has done what it was asked for, and has not failed since."""
+        return node_id in self._proven
 
     def read(self, node_id: str, model: str, job: Job, share: float = 1.0) -> None:
         """A machine has read this share of a prompt, so its prefix cache holds it."""

@@ -30,6 +30,7 @@ from fleetd.engine.protocol import (
     ToolCallPiece,
 )
 from fleetd.errors import ProtocolError
+from fleetd.nesting import is_deeper
 from fleetd.p2p.message_reader import reader
 from fleetd.requests import message_codec
 
@@ -79,7 +80,7 @@ class RunJob(msgspec.Struct, frozen=True, omit_defaults=True):
 
 _read_run: Callable[[bytes], RunJob] = reader(RunJob, "A peer's job")
 # Raises ProtocolError.
-decode_event: Callable[[bytes], JobEvent] = reader(JobEvent, "A peer's event")
+decode_event: Callable[[bytes], JobEvent] = reader(JobEvent, "A peer's event", limits.JOB_EVENT_BYTES)
 _read_trace: Callable[[bytes], JobTrace] = reader(JobTrace, "A peer's trace", limits.JOB_TRACE_BYTES)
 
 
@@ -94,6 +95,11 @@ def decode_run(body: bytes) -> RunJob:
     prompt = run.request.prompt
     if isinstance(prompt, ChatPrompt) and RESERVED_TEMPLATE_KWARGS & prompt.template_kwargs.keys():
         raise ProtocolError("A peer sent a chat template of its own.")
+    if isinstance(prompt, ChatPrompt) and any(
+        is_deeper(each, limits.CONVERSATION_DEPTH)
+        for each in (prompt.messages, prompt.tools or [], prompt.template_kwargs)
+    ):
+        raise ProtocolError("A peer's job is nested without end.")
     return run
 
 

@@ -63,9 +63,13 @@ class Order(msgspec.Struct, frozen=True):
 
 
 # Each raises ProtocolError.
-_read_wanted: Callable[[bytes], CopyQuestion] = reader(CopyQuestion, "A peer's wish for a model")
-_read_order: Callable[[bytes], Order] = reader(Order, "A peer's order of a model")
-_read_offer: Callable[[bytes], CopyOffer] = reader(CopyOffer, "A peer's offer of a model")
+_read_wanted: Callable[[bytes], CopyQuestion] = reader(
+    CopyQuestion, "A peer's wish for a model", limits.COPY_MESSAGE_BYTES
+)
+_read_order: Callable[[bytes], Order] = reader(Order, "A peer's order of a model", limits.COPY_MESSAGE_BYTES)
+_read_offer: Callable[[bytes], CopyOffer] = reader(
+    CopyOffer, "A peer's offer of a model", limits.COPY_MESSAGE_BYTES
+)
 
 
 class CopyTimes:

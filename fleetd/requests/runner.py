@@ -32,15 +32,18 @@ from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Event, Finished, Generate, Loading
 from fleetd.errors import (
     BadRequest,
+    ContextLengthExceeded,
     Draining,
     EngineDied,
     EngineError,
     FleetError,
+    Incompatible,
     ModelNotFound,
     ModelRefused,
     ModelUnsupported,
     Overloaded,
     PeerError,
+    PeerWrong,
 )
 from fleetd.ledger import Ledger, Reservation
 from fleetd.models.catalog import check_served
@@ -77,8 +80,10 @@ _RETRY_S, _RETRY_MAX_S = 5.0, 60.0
 _EWMA = 0.2
 
 
-# What another machine would say as well: trying there only makes people wait longer for the same answer.
+# What another machine would say as well, if it is true: trying more than one of them only makes people wait
+# longer for the same answer. Of these, what may well differ between machines: memory, and versions.
 _DETERMINISTIC = (BadRequest, ModelRefused, ModelUnsupported)
+_DIFFERS = (ContextLengthExceeded, ModelUnsupported)
 
 
 class Runner:
@@ -327,6 +332,7 @@ class Runner:
         """A machine has answered: note what it took there, by this machine's clock."""
         placement, remote_job = request.placement, request.remote
         self._members.succeeded(placement.node_id, "answer")
+        self._served_after_refusal(request)
         if remote_job is not None and _had_less(request, finished):
             # Whatever it says of other prompts is not asked for a while, and does not draw them there.
             self._members.late(placement.node_id, "fetch")
@@ -342,6 +348,13 @@ class Runner:
         tokens = AnswerTokens(usage.cached_tokens, read, usage.completion_tokens - 1)
         first_s, decode_s = first_at_s - request.began_s, self._monotonic() - first_at_s
         self._placing.answered(placement, request.model.wanted, tokens, first_s, decode_s)
+
+    def _served_after_refusal(self, request: Request) -> None:
+        """The machine that refused it as wrong is left out: every request that it gets would end so."""
+        if request.refusal is not None:
+            node_id, said = request.refusal
+            kind = Incompatible if isinstance(said, _DIFFERS) else PeerWrong
+            self._members.failed(node_id, "answer", kind(f"It refused what another machine served ({said})."))
 
     def _given_up(self, request: Request) -> None:
         """The client has left: a machine that had sent nothing for long counts as late."""
@@ -370,11 +383,32 @@ class Runner:
         if self._placing is not None:
             self._placing.failed(placement.node_id, failure)
         tried.add(placement.node_id)
-        if request.answering or isinstance(error, _DETERMINISTIC) or len(tried) >= limits.ATTEMPTS:
+        if request.answering or len(tried) >= limits.ATTEMPTS:
             raise error from failure
+        if isinstance(error, _DETERMINISTIC):
+            found = self._to_confirm(request, tried, error)
+        else:
+            found = self._choose(request.job, request.model, frozenset(tried), error, request.places)
         log.warning("request.elsewhere", request=request.id, left=placement.planned.nodes[0], code=error.code)
-        request.placement = self._choose(request.job, request.model, frozenset(tried), error, request.places)
+        request.placement = found
         self._metrics.fallback(error.code)
+
+    def _to_confirm(self, request: Request, tried: set[str], refused: FleetError) -> Placement:
+        """Where to ask once more whether a request is wrong. Raises what was said, where that is enough.
+
+        One that is wrong is not to have a model loaded for it, unless the machine that says so has served
+        nothing yet.
+        """
+        placement, model = request.placement, replace(request.model, can_pull=False)
+        if placement.node_id == THIS_NODE or request.refusal is not None:
+            raise refused
+        found = self._choose(request.job, model, frozenset(tried), refused, request.places)
+        if self._members.proven(placement.node_id) and not self._members.has_loaded(
+            found.node_id, model.name
+        ):
+            raise refused
+        request.refusal = placement.node_id, refused
+        return found
 
     def _place_again(self, request: Request) -> None:
         """After the prompt has changed. Raises FleetError where no machine is left.
@@ -395,6 +429,7 @@ class Runner:
         """Prepare an attempt with the whole prompt after a shortened one failed, or raise the error."""
         if self._smart is None or not self._smart.try_whole(request, error):
             raise error
+        request.refusal = None
         self._place_again(request)
 
     def _choose(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 from collections.abc import Iterator
 
 from fleetd import limits
@@ -21,9 +22,15 @@ class SealedSender:
     """The sending half of a connection. The caller closes the socket.
 
     Every method raises PeerLost when the other side is gone, or has taken nothing for ``SEALED_STALL_S``.
+
+    Args:
+        steady: the other side has nothing to do but to take it: PeerLost also where it takes less than
+            ``SEALED_LEAST_BYTES_PER_S``.
     """
 
-    def __init__(self, sock: socket.socket, key: bytes, role: Role) -> None:
+    def __init__(self, sock: socket.socket, key: bytes, role: Role, *, steady: bool = False) -> None:
+        self._least_bytes_per_s = limits.SEALED_LEAST_BYTES_PER_S if steady else 0
+        self._waited_s, self._taken = 0.0, 0
         sock.settimeout(limits.SEALED_STALL_S)
         self._sock = sock
         self._sealer = Sealer(key, role)
@@ -44,13 +51,24 @@ class SealedSender:
         try:
             while left:
                 # Not sendall: its timeout is for all of it, this one for any of it.
-                left = left[self._sock.send(left) :]
+                begun_s = time.monotonic()
+                count = self._sock.send(left)
+                left = left[count:]
+                self._took(count, time.monotonic() - begun_s)
         except TimeoutError:
             raise PeerLost(
                 f"The other side has taken nothing for {limits.SEALED_STALL_S:.0f} s.", hint=_AGAIN
             ) from None
         except OSError as error:
             raise PeerLost(f"The stream broke ({error.strerror or error}).", hint=_AGAIN) from None
+
+    def _took(self, count: int, seconds: float) -> None:
+        self._taken += count
+        self._waited_s += seconds
+        if self._taken < (self._waited_s - limits.SEALED_GRACE_S) * self._least_bytes_per_s:
+            raise PeerLost(
+                f"The other side has taken {self._taken} bytes in {self._waited_s:.0f} s.", hint=_AGAIN
+            )
 
 
 class SealedReceiver:

@@ -24,16 +24,17 @@ from fleetd.periodic import keep_running
 
 
 @pytest.mark.parametrize("descriptors", [64, 128, 256, 1024, limits.DESCRIPTORS])
-def test_connections_leave_the_reserve_free(descriptors: int) -> None:
-    caps = connection_caps(descriptors)
-    most = 2 * caps.http + caps.peers_unknown
-    assert most <= max(12, 3 * (descriptors - limits.DESCRIPTORS_RESERVED) // 4)
+@pytest.mark.parametrize("sites", [2, 3])
+def test_connections_leave_the_reserve_free(descriptors: int, sites: int) -> None:
+    caps = connection_caps(descriptors, sites)
+    most = sites * caps.http + caps.peers_unknown
+    assert most <= max(4 * sites + 4, 3 * (descriptors - limits.DESCRIPTORS_RESERVED) // 4)
     assert 2 <= caps.http_unknown <= caps.http <= limits.HTTP_CONNECTIONS
     assert caps.peers_unknown <= limits.PEER_SOCKETS_UNKNOWN
 
 
 def test_a_common_limit_needs_no_lower_caps() -> None:
-    caps = connection_caps(limits.DESCRIPTORS)
+    caps = connection_caps(limits.DESCRIPTORS, 3)
     assert (caps.http, caps.peers_unknown) == (limits.HTTP_CONNECTIONS, limits.PEER_SOCKETS_UNKNOWN)
 
 
@@ -67,7 +68,7 @@ def test_a_limit_that_cannot_be_raised_is_told(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     few = [(line["open_files"], line["connections"]) for line in lines if line["event"] == "descriptors.few"]
-    assert few == [(256, connection_caps(256).http)]
+    assert few == [(256, connection_caps(256, 2).http)]
 
 
 # ---- tasks that outlive their errors ---------------------------------------------------------------------

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from test_disk_tier import BLOCK, Worker, blocks_of, tier
 
+from fleetd import limits
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.block_names import state_name
 from fleetd.cache.machine_key import MachineKey
@@ -246,6 +247,7 @@ def test_a_snapshot_of_another_place_or_shape_is_not_taken(kind: str) -> None:
         (with_sizes(header, header.sizes[:-1]), buffers),
         (with_sizes(header, [*header.sizes, 4]), buffers),
         (with_sizes(header, [*header.sizes[:-1], header.sizes[-1] // 2]), buffers),
+        (with_sizes(header, [limits.CACHE_BLOCK_BYTES, *header.sizes[1:]]), buffers),
     ]
     for others in ([*rings, RingState(BLOCK, 1, 1)], [RingState(r.seen + 1, r.held, r.index) for r in rings]):
         if others != rings:

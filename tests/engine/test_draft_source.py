@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from fleetd.engine.speculation import draft_messages as wire
 from fleetd.engine.speculation.drafter import DraftWriter, Guesser
 from fleetd.engine.speculation.lookahead import Lookahead
 from fleetd.engine.speculation.remote_source import RemoteSource
-from fleetd.engine.streams.frames import FrameHeader, Kind, Place
+from fleetd.engine.streams.frames import Frame, FrameHeader, Kind, Place
 from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.errors import FleetError, OutOfMemory, PeerLost, ProtocolError
 
@@ -143,6 +144,22 @@ def test_a_flood_ends_the_stream() -> None:
     pair.source._placed += limits.DRAFT_WAITING
     assert pair.source.propose(PROMPT, 4) == []
     assert isinstance(pair.source.error, ProtocolError)
+
+
+def test_attack_frames_that_come_while_others_are_taken_do_not_hold_up_decoding() -> None:
+    pair = Pair(Oracle(scrambled))
+    text = wire.TextHash()
+    text.extend(PROMPT)
+    head, payload = wire.draft(len(PROMPT), text.hash, [greedy(scrambled, PROMPT, 4)])
+    frame = Frame(head, [memoryview(bytes(payload))])
+    taken = itertools.count(1)
+
+    def receive() -> Frame:
+        assert next(taken) <= 2 * limits.DRAFT_WAITING
+        return frame
+
+    pair.source._pipe.receive = receive  # type: ignore[method-assign]
+    assert pair.source.propose(PROMPT, 4) == greedy(scrambled, PROMPT, 4)
 
 
 def test_a_drafter_that_reads_nothing_costs_one_list() -> None:

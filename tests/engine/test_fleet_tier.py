@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import socket
 import threading
@@ -43,6 +44,7 @@ from fleetd.engine.protocol import (
     StreamTag,
 )
 from fleetd.engine.sequence_state import checkpoints
+from fleetd.engine.sequence_state.blocks import ArrivingSnapshot
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
@@ -482,6 +484,113 @@ def test_windows_that_say_they_turned_otherwise_are_not_used(
             buffer[:] = msgspec.msgpack.encode([dataclasses.replace(r, index=r.index - 1) for r in rings])
 
     refused(make_machines(*of_kind("gemma3_text")), turned)
+
+
+def instead(
+    machines: Machines, change: Callable[[BlockHeader, bytes], tuple[bytes, bytes]]
+) -> Callable[..., None]:
+    """Honest blocks of rows, and snapshots of which ``change`` makes a header and a payload."""
+
+    def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        block_stream.send(NotFinished(sender), names[:WHOLE], (store := BlockStore(machines.settings)).read)
+        for name in names[WHOLE:]:
+            payload = bytearray()
+
+            def targets(header: BlockHeader, payload: bytearray = payload) -> list[memoryview]:
+                payload.extend(bytes(header.nbytes))
+                whole, ends = memoryview(payload), list(itertools.accumulate(header.sizes, initial=0))
+                return [whole[a:b] for a, b in itertools.pairwise(ends)]
+
+            header = store.read(name, targets)
+            assert header is not None
+            text, sent = change(header, bytes(payload))
+            sender.send(len(text).to_bytes(4, "little") + text)
+            sender.send(sent)
+        sender.finish()
+        store.close()
+
+    return work
+
+
+class NotFinished:
+    """A sender on which more is sent later."""
+
+    def __init__(self, sender: SealedSender) -> None:
+        self.send = sender.send
+
+    def finish(self) -> None: ...
+
+
+def with_rings(rings: bytes) -> Callable[[BlockHeader, bytes], tuple[bytes, bytes]]:
+    def change(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
+        sizes = [len(rings), *header.sizes[1:]]
+        text = msgspec.msgpack.encode(msgspec.structs.replace(header, sizes=sizes))
+        return text, rings + payload[header.sizes[0] :]
+
+    return change
+
+
+def nested(depth: int) -> bytes:
+    return b"\x91" * depth + b"\x90"
+
+
+def nested_header(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
+    # A field that the reader does not know, and skips.
+    text = msgspec.msgpack.encode(header)
+    return bytes([text[0] + 1]) + b"\xa1x" + nested(200_000) + text[1:], payload
+
+
+def longer_windows(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
+    sizes = [header.sizes[0], *(2 * size for size in header.sizes[1:])]
+    text = msgspec.msgpack.encode(msgspec.structs.replace(header, sizes=sizes))
+    return text, payload + payload
+
+
+def no_header(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
+    return b"\xa2\xff\xff", payload
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(with_rings(b"\xdd\x00\x08\x00\x00" + b"\x80" * (1 << 19)), id="half a million rings"),
+        pytest.param(with_rings(b"\x91\x81\xa1x" + nested(200_000)), id="nested rings"),
+        pytest.param(nested_header, id="a nested header"),
+        pytest.param(longer_windows, id="longer windows"),
+        pytest.param(no_header, id="no UTF-8"),
+    ],
+)
+def test_attack_a_snapshot_that_is_none_ends_neither_the_worker_nor_the_request(
+    change: Callable[[BlockHeader, bytes], tuple[bytes, bytes]],
+    make_machines: Callable[..., Machines],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines = make_machines(*of_kind("gemma3_text"))
+    monkeypatch.setattr(ArrivingSnapshot, "cache", lambda *_: pytest.fail("it was used"))
+    machines.ask()
+    machines.send(instead(machines, change))
+    done, told = machines.finish()
+    assert (done.timings.fetched_tokens, done.usage.cached_tokens) == (0, 0)
+    assert told is not None
+    assert (told.code, told.blocks) == ("peer_wrong", 0)
+
+
+@pytest.mark.parametrize("where", ["cache", "targets"])
+def test_whatever_breaks_over_what_came_the_prompt_is_computed(
+    where: str, make_machines: Callable[..., Machines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: Any) -> None:
+        raise MemoryError
+
+    machines = make_machines(*of_kind("gemma3_text"))
+    machines.ask()
+    machines.lacking()
+    monkeypatch.setattr(ArrivingSnapshot, where, breaks)
+    machines.send(machines.honest)
+    done, told = machines.finish()
+    assert done.timings.fetched_tokens == 0
+    assert told is not None
+    assert (told.code, told.blocks) == ("peer_wrong", 0)
 
 
 def test_a_machine_with_one_snapshot_or_none_within_reach_has_nothing_to_send() -> None:

@@ -200,7 +200,7 @@ def test_how_far_a_cache_rotates_is_known_without_its_rows(sizes: list[int]) -> 
     for done, size in enumerate(sizes):
         rows = mx.zeros((1, 2, size, 8))
         cache.update_and_fetch(rows, rows)
-        assert RingState().after(RotatingKVCache(16), sizes[: done + 1]) == RingState.of(cache)
+        assert RingState(0, 0, 0).after(RotatingKVCache(16), sizes[: done + 1]) == RingState.of(cache)
     more = mx.zeros((1, 2, 9, 8))
     turn = RingState.of(cache)
     cache.update_and_fetch(more, more)

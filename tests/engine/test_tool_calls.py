@@ -11,6 +11,7 @@ from call_formats import spelling
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetd import limits
 from fleetd.engine import tool_formats
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
@@ -205,3 +206,13 @@ def test_llama_3_is_known_by_its_template() -> None:
     made = tool_formats.with_format(plain)
     assert made.init_kwargs["tool_parser_type"] == "llama3"
     assert made.tool_call_start == "<|python_tag|>"
+
+
+@pytest.mark.parametrize("pieces", [True, False])
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer[0])
+def test_a_long_call_tells_its_tokens_while_it_is_written(answer: tuple[str, ...], pieces: bool) -> None:
+    """Without that, a machine that writes one could not be told from one that hangs."""
+    words = list(answer[1])
+    events = Answer(answer[0], words, pieces=pieces).events
+    told = sum(event.tokens for event in events if isinstance(event, Delta | ToolCallPiece))
+    assert 0 <= len(words) - told < limits.UNTOLD_TOKENS

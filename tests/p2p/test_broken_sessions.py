@@ -6,6 +6,7 @@ import asyncio
 import gc
 from pathlib import Path
 
+import pytest
 from fleet_nodes import introduce, running, settings, together
 
 from fleetd.errors import FleetError
@@ -14,7 +15,7 @@ from fleetd.p2p.session.session import Session
 from fleetd.p2p.session.stream import SessionStream
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
 
-SESSIONS, STREAMS = 8, 3
+STREAMS = 3
 KINDS = (PeerConnection, PeerStream, Session, SessionStream)
 
 
@@ -35,7 +36,8 @@ async def echo(_peer: str, _body: bytes, stream: PeerStream) -> None:
         stream.send(message)
 
 
-async def test_broken_sessions_are_freed_without_the_garbage_collector(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sessions", [8, pytest.param(50, marks=pytest.mark.long)])
+async def test_broken_sessions_are_freed_without_the_garbage_collector(tmp_path: Path, sessions: int) -> None:
     here, there = Node(settings(tmp_path, "here")), Node(settings(tmp_path, "there"))
     there.handle("echo", echo)
     async with running(here, there):
@@ -45,7 +47,7 @@ async def test_broken_sessions_are_freed_without_the_garbage_collector(tmp_path:
         gc.disable()
         try:
             before = alive()
-            for _ in range(SESSIONS):
+            for _ in range(sessions):
                 await together([here, there])
                 await break_in_mid_message(here, there)
             await together([here, there])

@@ -208,7 +208,7 @@ def test_attack_a_flood_of_valid_records_is_merged_once_a_tick() -> None:
 
 
 def test_attack_news_without_end_drops_the_session() -> None:
-    end = Tried()
+    end = Tried(members=(1, 2))
     link = end.opens()
     end.asked()
     body = cards.encode(Card(machine(1).node_id, 1, 1, name="x" * 200))
@@ -218,3 +218,23 @@ def test_attack_news_without_end_drops_the_session() -> None:
         sent += len(body) + limits.NEWS_COST_BYTES
         assert sent < 2 * limits.NEWS_BURST_BYTES
     assert sent > limits.NEWS_BURST_BYTES
+    # To connect again does not help, and another machine is heard as before.
+    end.mesh.closed(link, None, 1.0)
+    again, other = end.opens(epoch=2), end.opens(2)
+    end.asked()
+    end.mesh.notified(again, CARD, body, 1.0)
+    assert [action.link for action in end.asked() if isinstance(action, Drop)] == [again]
+    end.mesh.notified(other, CARD, cards.encode(Card(machine(2).node_id, 1, 1)), 1.0)
+    assert not any(isinstance(action, Drop) for action in end.asked())
+
+
+def test_attack_many_records_in_one_message_wait_for_the_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ROSTER_MERGES_AT_ONCE", 4)
+    end = Tried()
+    link = end.opens()
+    before = len(end.roster.records())
+    records = [said(1, about) for about in range(2, 7)]
+    end.mesh.notified(link, ROSTER, msgspec.msgpack.encode(records), 1.0)
+    assert len(end.roster.records()) == before
+    end.mesh.tick(1.2)
+    assert len(end.roster.records()) == before + len(records)

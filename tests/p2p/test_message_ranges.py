@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +15,39 @@ import pytest
 from msgspec import inspect
 
 import fleetd
+from fleetd.cache.block_file import BlockHeader
 from fleetd.engine import protocol
+from fleetd.engine.sequence_state.rings import RingState
 from fleetd.errors import ProtocolError
+from fleetd.fleet import ClockReading
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.gossip import AddressHint
 from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.message_reader import reader
+from fleetd.p2p.session import frames
 from fleetd.requests.messages import JobEvent, RunJob
 
 EXTREMES = (-1, -(2**63), 2**63 - 1, 2**64 - 1, float("nan"), float("inf"), float("-inf"), -1e308, 1e308)
+
+
+# Modules that decode only what this machine's own processes and files say, or name no kind.
+OWN = {
+    "fleetd.p2p.message_reader": "the reader itself",
+    "fleetd.engine.protocol": "daemon and worker",
+    "fleetd.engine.streams.channel": "daemon and worker",
+    "fleetd.models.copy.receive": "daemon and its copying process",
+    "fleetd.models.copy.send": "daemon and its copying process",
+    "fleetd.requests.traces": "the own database",
+    "fleetd.p2p.membership.roster_file": "the own disk",
+}
+
+
+# Modules whose kinds are of other modules, which are walked.
+ELSEWHERE = {
+    "fleetd.cache.block_stream": BlockHeader,
+    "fleetd.engine.sequence_state.blocks": RingState,
+}
 
 
 def structs_of(module: str) -> list[type[msgspec.Struct]]:
@@ -48,7 +74,25 @@ KINDS: list[Any] = [
     *structs_of("fleetd.requests.kv_fetching.messages"),
     *structs_of("fleetd.requests.model_copies"),
     *structs_of("fleetd.p2p.pairing.messages"),
+    *frames.Frame.__args__,
+    BlockHeader,
+    RingState,
+    ClockReading,
 ]
+
+
+@dataclass(frozen=True)
+class At:
+    """A step into a struct that is written as an array."""
+
+    place: int
+
+
+def places(kind: inspect.StructType) -> list[str] | list[At]:
+    """Where the fields of a struct are."""
+    if not kind.array_like:
+        return [field.encode_name for field in kind.fields]
+    return [At(place) for place in range(kind.tag is not None, len(kind.fields) + (kind.tag is not None))]
 
 
 def numbers(kind: inspect.Type, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], inspect.Type]]:
@@ -57,6 +101,9 @@ def numbers(kind: inspect.Type, path: tuple[Any, ...]) -> Iterator[tuple[tuple[A
         case inspect.IntType() | inspect.FloatType():
             yield path, kind
         case inspect.StructType():
+            for field, place in zip(kind.fields, places(kind), strict=True):
+                yield from numbers(field.type, (*path, place))
+        case inspect.DataclassType():
             for field in kind.fields:
                 yield from numbers(field.type, (*path, field.encode_name))
         case inspect.ListType() | inspect.VarTupleType() | inspect.SetType():
@@ -75,6 +122,11 @@ def numbers(kind: inspect.Type, path: tuple[Any, ...]) -> Iterator[tuple[tuple[A
 def sample(kind: inspect.Type) -> Any:
     """The least value of a type, as plain objects."""
     match kind:
+        case inspect.StructType() if kind.array_like:
+            tag = [] if kind.tag is None else [kind.tag]
+            return tag + [sample(field.type) for field in kind.fields]
+        case inspect.DataclassType():
+            return {field.encode_name: sample(field.type) for field in kind.fields}
         case inspect.StructType():
             fields = {field.encode_name: sample(field.type) for field in kind.fields}
             return {kind.tag_field: kind.tag, **fields} if kind.tag_field else fields
@@ -99,15 +151,24 @@ def sample(kind: inspect.Type) -> Any:
     return None
 
 
+def decodes(code: str) -> bool:
+    """True if a module decodes MessagePack, by a reader or by itself."""
+    calls = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+    names = [ast.unparse(call.func) for call in calls]
+    return any(name == "reader" or re.search(r"msgpack\.(decode|Decoder)$", name) for name in names)
+
+
 def test_every_module_that_reads_messages_of_machines_is_walked() -> None:
     folder = Path(fleetd.__file__).parent
     reads = {
         ".".join(("fleetd", *file.relative_to(folder).with_suffix("").parts))
         for file in folder.rglob("*.py")
-        if "from fleetd.p2p.message_reader import reader" in file.read_text()
+        if decodes(file.read_text())
     }
-    assert len(reads) >= 8
-    assert reads - {kind.__module__ for kind in KINDS} == set()
+    assert len(reads) >= 16
+    walked = {kind.__module__ for kind in KINDS} | ELSEWHERE.keys()
+    assert reads - walked - OWN.keys() == set()
+    assert walked.isdisjoint(OWN.keys() - {"fleetd.engine.protocol"})
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -123,7 +184,7 @@ def patterns(kind: inspect.Type) -> Iterator[str]:
     match kind:
         case inspect.StrType(pattern=str(pattern)):
             yield pattern
-        case inspect.StructType():
+        case inspect.StructType() | inspect.DataclassType():
             for field in kind.fields:
                 yield from patterns(field.type)
         case inspect.ListType() | inspect.VarTupleType() | inspect.SetType():
@@ -152,6 +213,8 @@ def replaced(value: Any, path: tuple[Any, ...], number: Any) -> Any:
         return number
     step, rest = path[0], path[1:]
     match value:
+        case list() if isinstance(step, At):
+            return [replaced(x, rest, number) if i == step.place else x for i, x in enumerate(value)]
         case dict() if step == "key":
             return dict.fromkeys([number], next(iter(value.values())))
         case dict() if step == "":

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.errors import PeerLost, SealBroken
+from fleetd.sealed import stream
 from fleetd.sealed.chunks import HEADER_BYTES, KEY_BYTES, TAG_BYTES, Opener, Sealer
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 
@@ -339,6 +340,36 @@ def test_a_receiver_that_takes_nothing_is_lost(
     sender = SealedSender(pair[0], KEY, "connector")
     with pytest.raises(PeerLost, match="taken nothing"):
         send_for_ever(sender)
+
+
+class Trickle:
+    """A socket whose other end takes a byte just before it would be lost, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def settimeout(self, seconds: float) -> None:
+        self.pause_s = seconds - 1
+
+    def send(self, data: memoryview) -> int:
+        self.now_s += self.pause_s
+        return 1
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_attack_a_receiver_that_trickles_is_lost_where_it_has_nothing_else_to_do(
+    monkeypatch: pytest.MonkeyPatch, steady: bool
+) -> None:
+    trickle = Trickle()
+    monkeypatch.setattr(stream.time, "monotonic", lambda: trickle.now_s)
+    sender = SealedSender(trickle, KEY, "connector", steady=steady)  # type: ignore[arg-type]
+    if steady:
+        with pytest.raises(PeerLost, match="has taken"):
+            sender.send(bytes(CHUNK))
+        assert trickle.now_s < limits.SEALED_GRACE_S + limits.SEALED_STALL_S
+    else:
+        sender.send(bytes(100))
+        assert trickle.now_s > limits.SEALED_GRACE_S
 
 
 def test_a_receiver_that_left_is_lost(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from wired import (
     cancelled_with,
     closed_with,
@@ -42,6 +43,15 @@ def test_an_error_of_a_newer_version_is_a_peer_error() -> None:
     drain(session)
     error = cancelled_with(feed(session, CancelFrame(number, "quantum_noise", "What.")), number, PeerError)
     assert error.message == "What."
+
+
+@pytest.mark.parametrize("code", ["config_error", "invalid_api_key", "internal_error", "request_timeout"])
+def test_attack_an_error_that_no_request_of_a_machine_ends_with_is_the_machines(code: str) -> None:
+    session = opened()
+    number = session.open("m", b"")
+    drain(session)
+    error = cancelled_with(feed(session, CancelFrame(number, code, "What.")), number, PeerError)
+    assert error.code == "peer_error"
 
 
 def test_withdrawal_needs_no_reason() -> None:

@@ -333,11 +333,24 @@ def test_ping_flood_by_a_peer_that_does_not_read_ends_the_session() -> None:
 
 def test_rapid_open_and_cancel_leaves_nothing_behind() -> None:
     session = opened()
-    for number in range(2, 20_000, 2):
+    for number in range(2, limits.SESSION_ASKS_AT_ONCE, 2):
         feed(session, Open(number, "m", b"x", True), CancelFrame(number, "withdrawn"))
     session.validate()
     assert not session.streams
     assert drain(session) == b""
+
+
+@pytest.mark.parametrize("frames", [2, 1])
+def test_attack_requests_without_end_end_the_session(frames: int) -> None:
+    """Opened and cancelled at once, or cancelled again and again."""
+    session = opened()
+    feed(session, Open(2, "m", b"x"), CancelFrame(2, "withdrawn"))
+    for number in range(4, 4 * limits.SESSION_ASKS_AT_ONCE, 2):
+        asks = Open(number, "m", b"x"), CancelFrame(number, "withdrawn")
+        events = feed(session, *asks) if frames == 2 else feed(session, CancelFrame(2, "withdrawn"))
+        if session.state is not SessionState.OPEN:
+            break
+    assert "without end" in closed_with(events[-1:], ProtocolError).message
 
 
 def test_news_at_the_limit_pass_and_one_byte_more_does_not() -> None:

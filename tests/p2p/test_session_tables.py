@@ -18,7 +18,7 @@ from wired import (
 
 from fleetd import limits
 from fleetd.errors import (
-    FleetError,
+    PeerError,
     ProtocolError,
 )
 from fleetd.p2p.session.events import Closed, Ended, Measured, MessageReceived, Notified, Opened, Requested
@@ -120,7 +120,7 @@ def test_every_frame_in_every_session_state(state: SessionState, kind: type[Fram
         case Act.DELIVER:
             assert events == [Notified("t", b"x")]
         case Act.STREAM if kind is CancelFrame:
-            cancelled_with(events, 2, FleetError)
+            cancelled_with(events, 2, PeerError)
         case Act.STREAM if kind is WindowFrame:
             assert events == []
         case Act.STREAM:
@@ -188,7 +188,7 @@ def test_every_frame_in_every_stream_state(state: StreamState, kind: type[Frame]
             after = StreamState.CLOSED if over else StreamState.REMOTE_ENDED
             assert session.streams.state(number) is after
         case Act.CANCEL:
-            cancelled_with(events, number, FleetError)
+            cancelled_with(events, number, PeerError)
             assert session.streams.state(number) is StreamState.CLOSED
         case Act.CREDIT:
             assert events == []

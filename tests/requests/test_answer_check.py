@@ -116,15 +116,48 @@ def test_an_echoed_prompt_is_text_without_tokens() -> None:
             [Delta("r", "a", logprobs=[entry(raw=b"x" * 9000)])], {"top_logprobs": 0}, id="long raw bytes"
         ),
         pytest.param(
-            [Finished("r", "stop", Usage(1, 0, 9))], {"max_tokens": 8}, id="usage beyond max_tokens"
+            [Accepted("r", 1), Finished("r", "stop", Usage(1, 0, 9))],
+            {"max_tokens": 8},
+            id="usage beyond max_tokens",
         ),
-        pytest.param([Finished("r", "stop", Usage(1, 2))], {}, id="more cached than prompt"),
         pytest.param(
-            [Finished("r", "stop", Usage(9, 2), Timings(restored_tokens=3))],
+            [Accepted("r", 1), TOKEN, Finished("r", "stop", Usage(1, 0, 99))],
+            {},
+            id="usage beyond what it sent",
+        ),
+        pytest.param(
+            [Accepted("r", 5), TOKEN, Finished("r", "stop", Usage(6, 0, 1))],
+            {},
+            id="another prompt at the end",
+        ),
+        pytest.param(
+            [TOKEN, Finished("r", "stop", Usage(6, 0, 1))], {}, id="a prompt that it never accepted"
+        ),
+        pytest.param([Accepted("r", 5), Accepted("r", 6)], {}, id="another prompt half way"),
+        pytest.param([Accepted("r", 80_000)], {}, id="a prompt longer than what was sent"),
+        pytest.param([Accepted("r", 5), Prefill("r", 5, 6)], {}, id="prefills more than it accepted"),
+        pytest.param([Accepted("r", 5), Loading("reading")], {}, id="loads after it has accepted"),
+        pytest.param(
+            [Accepted("r", 1), Finished("r", "stop", Usage(1, 2))], {}, id="more cached than prompt"
+        ),
+        pytest.param(
+            [Accepted("r", 9), Finished("r", "stop", Usage(9, 2), Timings(restored_tokens=3))],
             {},
             id="more restored than cached",
         ),
-        pytest.param([Finished("r", "stop", Usage(1, 0, 1, 2))], {}, id="more reasoning than answer"),
+        pytest.param(
+            [Accepted("r", 1), Finished("r", "stop", Usage(1, 0, 1, 2))], {}, id="more reasoning than answer"
+        ),
+        pytest.param(
+            [Delta("r", "a", tokens=0, logprobs=[entry()] * 9)] * 9,
+            {"top_logprobs": 0},
+            id="a few logprobs again and again",
+        ),
+        pytest.param(
+            [Delta("r", "a", logprobs=[entry(2, raw=b"x" * 4000)])] * 40,
+            {"top_logprobs": 2},
+            id="every token is the longest",
+        ),
     ],
 )
 def test_attack_an_answer_without_bounds(events: list[Any], fields: dict[str, Any]) -> None:
@@ -140,17 +173,30 @@ def test_attack_loading_for_ever() -> None:
         checked(Loading("reading"))
 
 
+ENTRIES = st.builds(
+    TokenLogprob,
+    st.text(max_size=9),
+    st.just(-1.0),
+    st.binary(max_size=4200),
+    st.lists(st.builds(TopLogprob, st.text(max_size=9), st.just(-1.0), st.binary(max_size=4200)), max_size=3),
+)
 EVENTS = st.one_of(
-    st.builds(Delta, st.just("r"), st.text(max_size=3000), tokens=st.integers(0, 5)),
+    st.builds(
+        Delta,
+        st.just("r"),
+        st.text(max_size=3000),
+        tokens=st.integers(0, 5),
+        logprobs=st.none() | st.lists(ENTRIES, max_size=20),
+    ),
     st.builds(Prefill, st.just("r"), st.integers(0, 2000), st.integers(0, 2000)),
     st.builds(Accepted, st.just("r"), st.integers(0, 100)),
     st.builds(ToolCall, st.just("r"), st.integers(0, 3), st.just("c"), st.just("n"), st.text(max_size=99)),
 )
 
 
-@given(st.lists(EVENTS, max_size=60), st.integers(0, 50))
-def test_whatever_passes_is_bounded_by_what_was_asked_for(events: list[Any], most: int) -> None:
-    checked = AnswerCheck(asked(max_tokens=most))
+@given(st.lists(EVENTS, max_size=60), st.integers(0, 50), st.integers(0, 3))
+def test_whatever_passes_is_bounded_by_what_was_asked_for(events: list[Any], most: int, best: int) -> None:
+    checked = AnswerCheck(asked(max_tokens=most, top_logprobs=best))
     passed = []
     for event in events:
         try:
@@ -161,7 +207,10 @@ def test_whatever_passes_is_bounded_by_what_was_asked_for(events: list[Any], mos
     deltas = [event for event in passed if isinstance(event, Delta)]
     assert sum(delta.tokens for delta in deltas) <= most
     assert sum(len(delta.text) for delta in deltas) <= (most + 16) * limits.TOKEN_CHARS
-    assert sum(len(msgspec.msgpack.encode(event)) for event in passed) < 4 * (most + 64) * limits.TOKEN_CHARS
+    entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+    assert len(entries) <= most + 16
+    bound = 4 * (most + 64) * limits.TOKEN_CHARS + 2 * (most + 32) * (1 + best) * limits.LOGPROB_CHARS
+    assert sum(len(msgspec.msgpack.encode(event)) for event in passed) < bound
 
 
 class Flood:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -52,6 +54,10 @@ def test_progress_gives_time_for_the_next_step(before: list[Any], event: Any, du
     [
         ([Loading("reading", 5, 9)], Loading("reading", 5, 9)),
         ([Loading("reading", 5, 9)], Loading("reading", 4, 9)),
+        ([Loading("reading", 5, 9)], Loading("reading", 6, 9)),
+        ([Loading("reading", 5, 9)], Loading("warming up")),
+        ([Accepted("r", 800)], Accepted("r", 800)),
+        ([Delta("r", "a")], Prefill("r", 800, 800)),
         ([Prefill("r", 300, 800)], Prefill("r", 300, 800)),
         ([Prefill("r", 300, 800)], Prefill("r", 200, 800)),
         ([Delta("r", "a")], Delta("r", "a", tokens=0)),
@@ -71,6 +77,37 @@ def test_what_is_no_progress_gives_no_time(before: list[Any], event: Any) -> Non
 def test_a_machine_with_a_queue_has_longer_to_begin() -> None:
     assert AnswerDeadline(1.0, busy=False).due_s == 1.0 + limits.JOB_BEGIN_S
     assert AnswerDeadline(1.0, busy=True).due_s == 1.0 + limits.JOB_QUEUE_S
+
+
+def over(deadline: AnswerDeadline, events: Iterable[Any], every_s: float) -> float:
+    """When a machine is given up that sends one of these in so many seconds."""
+    now_s = 0.0
+    for event in events:
+        if now_s > deadline.due_s:
+            return deadline.due_s
+        deadline.on_event(event, now_s)
+        now_s += every_s
+    return math.inf
+
+
+@pytest.mark.parametrize("planned_s", [None, 20.0])
+def test_attack_a_prefill_that_crawls_is_over_by_the_plans_figures(planned_s: float | None) -> None:
+    deadline = AnswerDeadline(0.0, busy=False, prefill_s=planned_s)
+    crawls = [Accepted("r", 4000), *(Prefill("r", done, 4000) for done in range(4000))]
+    whole_s = 4000 / TOK_S if planned_s is None else limits.JOB_LATE * planned_s
+    assert over(deadline, crawls, STALL_S - 1) == limits.JOB_QUEUE_S + STALL_S + whole_s
+
+
+def test_attack_an_answer_of_a_token_a_minute_is_over_before_long() -> None:
+    crawls = [Accepted("r", 10), *[Delta("r", "a")] * 4096]
+    over_s = over(AnswerDeadline(0.0, busy=False), crawls, STALL_S - 1)
+    assert over_s < 2 * limits.JOB_QUEUE_S
+
+
+@pytest.mark.parametrize("tok_s", [2 * limits.JOB_DECODE_TOK_S, 1.0, 15.0])
+def test_a_slow_machine_has_the_time_that_its_answer_takes(tok_s: float) -> None:
+    steady = [Accepted("r", 10), *[Delta("r", "a")] * 4096]
+    assert over(AnswerDeadline(0.0, busy=False), steady, 1 / tok_s) == math.inf
 
 
 class OnlyAlive:

@@ -20,7 +20,7 @@ from fleetd.requests import messages
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.remote import JobServer, RemoteJob
 
-SESSIONS, JOBS = 5, 10
+JOBS = 10
 PROMPT = "x" * 100_000
 
 
@@ -71,7 +71,10 @@ def few(kept: Kept) -> None:
 
 
 @pytest.mark.one_loop
-async def test_fifty_jobs_of_broken_sessions_are_freed_without_the_garbage_collector(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sessions", [5, pytest.param(50, marks=pytest.mark.long)])
+async def test_jobs_of_broken_sessions_are_freed_without_the_garbage_collector(
+    tmp_path: Path, sessions: int
+) -> None:
     here, there = Node(settings(tmp_path, "here")), Node(settings(tmp_path, "there"))
     there.handle(messages.RUN, JobServer(answer, lambda digest: True))
     async with running(here, there):
@@ -80,7 +83,7 @@ async def test_fifty_jobs_of_broken_sessions_are_freed_without_the_garbage_colle
         await break_in_mid_answer(here, there)
         await together([here, there])
         with without_collector() as kept:
-            for _ in range(SESSIONS):
+            for _ in range(sessions):
                 await break_in_mid_answer(here, there)
                 await together([here, there])
             few(kept)

@@ -16,6 +16,7 @@ from test_placement import FACTS, MODEL, OWN, FakeOthers, FakeStream, machine, s
 
 from fleetd import limits
 from fleetd.engine.protocol import Accepted, Generate, Prefill, TextPrompt
+from fleetd.errors import BadRequest, ContextLengthExceeded, FleetError, ModelRefused, ModelUnsupported
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
@@ -305,6 +306,62 @@ async def test_a_client_that_gives_up_a_silent_machine_counts_as_late(
         await asked
     await answered(runner, 1)
     assert len(liars.asked) == 1
+
+
+class Refusing(FakeOthers):
+    """Ends every request with one error."""
+
+    def __init__(self, error: FleetError, *found: Member) -> None:
+        super().__init__(*found)
+        self.error = error
+
+    def request(self, node_id: str, method: str, body: bytes) -> FakeStream:
+        self.asked.append((node_id, messages.decode_run(body)))
+        return FakeStream([self.error])
+
+
+WRONG = [BadRequest("No."), ContextLengthExceeded("No."), ModelRefused("No."), ModelUnsupported("No.")]
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("error", WRONG, ids=lambda error: error.code)
+@pytest.mark.parametrize("state", ["loaded", "installed"])
+async def test_attack_seventeen_requests_and_a_machine_that_calls_them_all_wrong(
+    make: Make, error: FleetError, state: str
+) -> None:
+    liars = Refusing(error, machine("liar", prefill_tok_s=1e6, decode_tok_s=1e6))
+    runner = make(liars, replace(OWN, models=[replace(MODEL, state=state)]))
+    first = await answered(runner, 0)
+    assert first[-1] == answer()[-1]
+    assert runner._members.left_out("liar", "answer")
+    found = await asyncio.gather(*(answered(runner, number) for number in range(1, 17)))
+    assert all(events[-1] == answer()[-1] for events in found)
+    assert len(liars.asked) == 1
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("error", WRONG, ids=lambda error: error.code)
+async def test_a_request_that_is_wrong_is_asked_twice_at_most_and_leaves_no_machine_out(
+    make: Make, error: FleetError
+) -> None:
+    names = [f"fast{number}" for number in range(4)]
+    others = Refusing(error, *(machine(name, faster=1e3) for name in names))
+    runner = make(others, replace(OWN, models=[MODEL]))
+    with pytest.raises(type(error), match=r"No\."):
+        await answered(runner, 0)
+    assert len(others.asked) == 2
+    assert not any(runner._members.left_out(name, "answer") for name in names)
+
+
+@pytest.mark.one_loop
+async def test_a_machine_that_has_served_is_believed_before_a_model_is_loaded_to_check(make: Make) -> None:
+    fast = machine("fast", faster=1e3)
+    others = FakeOthers(fast, fast=[spoken(*answer()), [BadRequest("No.")]])
+    runner = make(others, replace(OWN, models=[replace(MODEL, state="installed")]))
+    await answered(runner, 0)
+    with pytest.raises(BadRequest, match=r"No\."):
+        await answered(runner, 1)
+    assert len(others.asked) == 2
 
 
 def test_a_prefill_is_waited_for_by_the_plans_own_figures() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +32,15 @@ from fleetd.engine.protocol import (
     Lacking,
     Timings,
 )
-from fleetd.errors import Forbidden, PeerLost
+from fleetd.errors import Forbidden, Overloaded, PeerLost
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.job import Job
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.client import BlockFetching
+from fleetd.requests.kv_fetching.messages import FetchOffer
+from fleetd.requests.kv_fetching.server import BlockServer
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import Pipeline
 from fleetd.sealed.stream import SealedReceiver
@@ -318,3 +324,33 @@ async def test_attack_a_machine_that_says_it_keeps_a_prompt_and_then_nothing_is_
 
 async def _refused(node_id: str, invited: Any) -> Any:
     raise PeerLost("It is gone.")
+
+
+async def test_attack_a_machine_that_reads_nothing_takes_neither_all_places_nor_the_daemons_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = threading.Event()
+
+    def waits(server: BlockServer, machine: str, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
+        with sock:
+            left.wait()
+
+    monkeypatch.setattr(BlockServer, "_send_all", waits)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    async with fleet(tmp_path, True) as (node, (keeper,)), asyncio.timeout(60):
+        keeper.keep(NAMES)
+
+        async def ask(number: int) -> FetchOffer:
+            question = messages.FetchQuestion(NAMES, f"r{number}")
+            stream = node.request(keeper.node_id, messages.FETCH, messages.encode(question))
+            return messages.decode(await stream.receive() or b"", FetchOffer)
+
+        try:
+            for number in range(limits.FETCHES_PER_PEER):
+                offer = await ask(number)
+                (await BulkDialer(node).connect(keeper.node_id, offer.invitation)).close()
+            await asyncio.to_thread(int)
+            with pytest.raises(Overloaded, match="for that one already"):
+                await ask(9)
+        finally:
+            left.set()

@@ -379,9 +379,18 @@ async def test_after_the_first_token_the_failure_is_told(make: Make, store: Stor
     assert store.call(lambda db: db.execute("SELECT state FROM usage").fetchall()) == [("refunded",)]
 
 
-async def test_what_every_machine_would_refuse_is_asked_once(make: Make) -> None:
-    others = FakeOthers(machine("first", faster=3.0), machine("second"), first=[[InvalidValue("bad")]])
+async def test_what_every_machine_would_refuse_is_confirmed_once(make: Make) -> None:
+    machines = machine("first", faster=3.0), machine("second", faster=2.0), machine("third")
+    scripts = {each.node_id: [[InvalidValue("bad")]] for each in machines}
+    others = FakeOthers(*machines, **scripts)
     with pytest.raises(InvalidValue):
+        await collect(make(others).run(job()))
+    assert others.order == ["first", "second"]
+
+
+async def test_what_the_only_machine_refuses_is_refused(make: Make) -> None:
+    others = FakeOthers(machine("first"), first=[[InvalidValue("bad")]])
+    with pytest.raises(InvalidValue, match=r"\Abad\Z"):
         await collect(make(others).run(job()))
     assert others.order == ["first"]
 

@@ -126,6 +126,22 @@ async def test_a_template_of_its_own_is_refused(name: str) -> None:
         await ask(run(prompt=prompt))
 
 
+@pytest.mark.parametrize("field", ["messages", "tools", "template_kwargs"])
+def test_attack_a_conversation_that_is_nested_without_end_is_refused(field: str) -> None:
+    def job(depth: int) -> bytes:
+        deep: Any = {"text": "x"}
+        for _ in range(depth):
+            deep = {"in": [deep]}
+        given = {"messages": [{"role": "user", "content": "x"}]} | {
+            field: deep if field == "template_kwargs" else [deep]
+        }
+        return messages.encode(messages.RunJob("m", Generate("r", ChatPrompt(**given)), "chat"))
+
+    messages.decode_run(job(limits.JSON_DEPTH // 2))
+    with pytest.raises(ProtocolError, match="nested without end"):
+        messages.decode_run(job(limits.CONVERSATION_DEPTH))
+
+
 @pytest.mark.parametrize("model", ["/etc", "~/private/model", "/home/somebody/model.gguf"])
 async def test_looking_around_on_the_disk_is_refused(model: str) -> None:
     """Paths are for this machine's own user; errors about them would tell what is there."""

@@ -26,8 +26,13 @@ from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.sequence_state.row_memory import RowBuffer
 from fleetd.engine.sequence_state.shapes import AnyShape, KvShape, QuantisedShape, RowShape, RunningShape
 from fleetd.engine.sequence_state.whole_states import rotated, running
+from fleetd.errors import UNREADABLE
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
+# The longest way to write how far one window has rotated.
+_RING_BYTES = len(msgspec.msgpack.encode(RingState(*[limits.CACHE_TOKENS] * 3)))
+# The head of a list.
+_LIST_BYTES = 5
 
 
 def can_be_blocks(empty: Sequence[Any]) -> bool:
@@ -82,6 +87,17 @@ class BlockLayout:
         """Equal for equal layouts."""
         return hashlib.sha256(repr(self.layers).encode()).hexdigest()[:32]
 
+    @cached_property
+    def _rings_bytes(self) -> int:
+        """The most that the states of all windows take, as a snapshot has them."""
+        return _LIST_BYTES + _RING_BYTES * sum(isinstance(shape, KvShape) for shape in self.states)
+
+    @cached_property
+    def most_snapshot_bytes(self) -> int:
+        """Of a snapshot of windows that keep no first rows: these never have more rows than the window."""
+        states = [s.nbytes if isinstance(s, RunningShape) else sum(s.sizes(s.window)) for s in self.states]
+        return self._rings_bytes + sum(states)
+
     def in_rows(self, cache: Sequence[Any]) -> list[Any]:
         """The parts of a cache that have rows, in order."""
         return [part for part, shape in zip(all_parts(cache), self._shapes, strict=True) if shape.in_rows]
@@ -115,6 +131,8 @@ class BlockLayout:
         sizes, count = header.sizes[1:], sum(_arrays(shape) for shape in self.states)
         if header != self._snapshot_header(tokens, header.sizes) or len(sizes) != count:
             raise BlockDamaged("a snapshot of another layout")
+        if header.sizes[0] > self._rings_bytes:
+            raise BlockDamaged("a snapshot of more windows")
         for shape in self.states:
             own, sizes = sizes[: _arrays(shape)], sizes[_arrays(shape) :]
             if isinstance(shape, RunningShape):
@@ -158,7 +176,7 @@ class ArrivingSnapshot:
     def _rings(self) -> list[RingState]:
         try:
             rings = msgspec.msgpack.decode(self._buffers[0], type=list[RingState])
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise BlockDamaged(str(error)) from error
         at, windows = 1, []
         for shape in self._layout.states:

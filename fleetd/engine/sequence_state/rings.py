@@ -5,18 +5,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
+from msgspec import Meta
+
+from fleetd import limits
+
+_Count = Annotated[int, Meta(ge=0, le=limits.CACHE_TOKENS)]
 
 
 @dataclass(frozen=True, slots=True)
 class RingState:
     """How far a cache has rotated: tokens seen, rows held, and where the next is written."""
 
-    seen: int = 0
-    held: int = 0
-    index: int = 0
+    seen: _Count
+    held: _Count
+    index: _Count
 
     @classmethod
     def of(cls, cache: RotatingKVCache) -> RingState:

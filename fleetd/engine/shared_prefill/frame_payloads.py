@@ -69,7 +69,7 @@ class States:
 
     def check(self, place: Place, stop: int, cache: Any) -> None:
         """Raises ProtocolError unless this is how the chunks of [cached, stop) leave the cache."""
-        start, empty = self._starts.get(place, RingState()), self._empty[place]
+        start, empty = self._starts.get(place, RingState(0, 0, 0)), self._empty[place]
         key = (start, empty.max_size, stop)
         if key not in self._known:
             sizes = [len(chunk) for chunk in chunks(range(self._split.cached, stop), self._split.chunk)]

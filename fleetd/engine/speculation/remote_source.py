@@ -130,7 +130,10 @@ class RemoteSource:
 
     def _receive(self) -> None:
         try:
-            while self.error is None and (frame := self._pipe.receive()) is not None:
+            # Frames that come while these are taken wait for the next call: decoding does not.
+            for _ in range(limits.DRAFT_WAITING):
+                if self.error is not None or (frame := self._pipe.receive()) is None:
+                    return
                 self._taken += 1
                 self._take(frame)
         except FleetError as error:

@@ -74,7 +74,7 @@ def _work(daemon: DaemonLines, report: Report) -> str:
     body, sock = daemon.stream()
     order = msgspec.msgpack.decode(body, type=SendOrder)
     with sock:
-        send(order, SealedSender(sock, order.key, "acceptor"), report)
+        send(order, SealedSender(sock, order.key, "acceptor", steady=True), report)
     return Path(order.folder).name
 
 

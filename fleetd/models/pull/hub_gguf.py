@@ -32,7 +32,7 @@ _PREFERRED = (
     *("BF16", "F16", "FP16", "F32"),
 )
 _KIND = re.compile(r"(?:^|[-._])(?:UD-)?((?:I?Q[1-9]|MXFP4|BF16|FP?16|F32)[A-Z0-9_]*)(?=[-.])", re.IGNORECASE)
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf\Z", re.IGNORECASE)
 _NO_MODEL = re.compile(r"mmproj|imatrix|(?:^|[-._])(?:mtp|draft|lora|vocab)(?=[-._])", re.IGNORECASE)
 
 

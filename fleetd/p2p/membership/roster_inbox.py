@@ -6,7 +6,7 @@ machine from everything else. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from fleetd import limits
 from fleetd.p2p.membership.roster import rank
@@ -24,14 +24,14 @@ class RosterInbox:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def receive(self, sender: str, records: Iterable[RosterRecord], now_s: float) -> list[RosterRecord]:
-        """Those to merge now: all of them, or none while ``sender`` has sent too many messages."""
+    def receive(self, sender: str, records: Sequence[RosterRecord], now_s: float) -> list[RosterRecord]:
+        """Those to merge now: all of them, or none while ``sender`` has sent too many."""
         budget = self._budgets.get(sender)
         if budget is None:
             budget = self._budgets[sender] = TokenBucket(
                 limits.ROSTER_MERGES_AT_ONCE, limits.ROSTER_MERGES_PER_S
             )
-        if budget.take(1, now_s):
+        if budget.take(max(1, len(records)), now_s):
             return list(records)
         for record in records:
             key = record.certificate, record.signer

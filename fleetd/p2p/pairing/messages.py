@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fleetd import limits
-from fleetd.errors import PairingFailed
+from fleetd.errors import UNREADABLE, PairingFailed
 from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.pairing.key_agreement import MAC_BYTES, SPAKE_BYTES, TAG_BYTES
 
@@ -73,7 +73,7 @@ def decode(body: bytes) -> Message:
     """Raises PairingFailed."""
     try:
         message: Message = _decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except UNREADABLE:
         raise PairingFailed("The other side does not speak the pairing protocol.") from None
     return message
 

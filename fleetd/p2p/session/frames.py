@@ -14,10 +14,10 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Annotated
 
-from msgspec import DecodeError, Meta, Struct, msgpack
+from msgspec import Meta, Struct, msgpack
 
 from fleetd import limits
-from fleetd.errors import ProtocolError
+from fleetd.errors import UNREADABLE, ProtocolError
 
 # The oldest and the newest version that this program supports.
 PROTOCOL_VERSIONS = (1, 1)
@@ -163,5 +163,5 @@ class FrameBuffer:
 def _read(payload: memoryview) -> Frame:
     try:
         return _decode(payload)
-    except (DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"A frame of {len(payload)} bytes cannot be read: {error}.") from error

@@ -30,11 +30,24 @@ from fleetd.p2p.session.events import (
     Requested,
     Resumed,
 )
-from fleetd.p2p.session.frames import Bye, End, Frame, FrameBuffer, Hello, NotifyFrame, Ping, Pong, encode
+from fleetd.p2p.session.frames import (
+    Bye,
+    CancelFrame,
+    End,
+    Frame,
+    FrameBuffer,
+    Hello,
+    NotifyFrame,
+    Open,
+    Ping,
+    Pong,
+    encode,
+)
 from fleetd.p2p.session.liveness import Liveness, LivenessVerdict
 from fleetd.p2p.session.outbox import Outbox
 from fleetd.p2p.session.states import SESSION_TABLE, Act, SessionState
 from fleetd.p2p.session.stream_table import SessionStreams, StreamFrame, error_of, wire_text
+from fleetd.p2p.token_bucket import TokenBucket
 
 __all__ = [
     "Cancelled",
@@ -54,6 +67,8 @@ __all__ = [
 
 # The code of a Bye without a fault: the daemon stops.
 GOODBYE = "goodbye"
+# What costs this side work without using up any credit.
+_ASKS = (Open, CancelFrame, Ping)
 
 
 class Session:
@@ -70,6 +85,7 @@ class Session:
         self.outbox = Outbox()
         self.outbox.urgent.append(hello)
         self._unsent = b""
+        self._asks = TokenBucket(limits.SESSION_ASKS_AT_ONCE, limits.SESSION_ASKS_PER_S)
         self.streams = SessionStreams(self.outbox, initiator=initiator)
 
     # ---- Bytes -------------------------------------------------------------------------------------------
@@ -83,6 +99,8 @@ class Session:
             events.append(Resumed())
         try:
             for frame in self._in.feed(data):
+                if isinstance(frame, _ASKS) and not self._asks.take(1, now):
+                    raise ProtocolError(f"{self._who} asks and cancels without end.")
                 _ACTS[SESSION_TABLE[self.state][type(frame)]](self, frame, now, events)
                 if not self._is_listening():
                     break

@@ -11,11 +11,20 @@ from typing import Any
 from fleetd import limits
 from fleetd.errors import (
     BY_CODE,
+    AlreadyRunning,
+    ConfigError,
     FleetError,
+    HeadersTooLarge,
+    NotOffered,
     Overloaded,
     PayloadTooLarge,
     PeerError,
+    PortInUse,
     ProtocolError,
+    RequestTimeout,
+    SocketPathTooLong,
+    Unauthorized,
+    UnsupportedMediaType,
     from_code,
 )
 from fleetd.p2p.invariants import check
@@ -268,15 +277,23 @@ _ACTS: dict[Act, Callable[[SessionStreams, Any, list[Event]], None]] = {
 # ---- Errors on the wire ------------------------------------------------------------------------------------
 
 
+# Errors of a daemon with itself, with its own user or over HTTP; and those without a code of their own.
+_NOT_OF_PEERS = frozenset(
+    {FleetError, ConfigError, AlreadyRunning, PortInUse, SocketPathTooLong, Unauthorized, NotOffered}
+    | {UnsupportedMediaType, HeadersTooLarge, RequestTimeout}
+)
+
+
 def wire_text(text: str) -> str:
     """``text`` cut to the bound, as valid Unicode: an error may quote the name of a file that is not."""
     return text[: limits.ERROR_TEXT_CHARS].encode(errors="replace").decode()
 
 
 def error_of(code: str, message: str, hint: str = "", param: str | None = None) -> FleetError:
-    """The error that the other side sent. A code that this version does not know becomes a PeerError."""
+    """The error that the other side sent. A code that this version does not know, or that no request of a
+    machine can end with, becomes a PeerError."""
     message, hint = message[: limits.ERROR_TEXT_CHARS], hint[: limits.ERROR_TEXT_CHARS]
-    if code not in BY_CODE:
+    if BY_CODE.get(code, FleetError) in _NOT_OF_PEERS:
         return PeerError(message, hint=hint, param=param)
     return from_code(code, message, hint=hint, param=param)
 

@@ -9,6 +9,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from fleetd import limits
@@ -54,7 +55,10 @@ class BlockServer:
         self._counts = counts
         self._name_of = name_of
         self._host = host
-        self._served = ConcurrencyLimit(host, "fetch", limits.FETCHES, f"sends {limits.FETCHES} prompts")
+        most, each = limits.FETCHES, limits.FETCHES_PER_PEER
+        self._served = ConcurrencyLimit(host, "fetch", most, f"sends {most} prompts", most_per_peer=each)
+        # Threads of their own: whatever else this daemon does on a thread must not wait for slow readers.
+        self._threads = ThreadPoolExecutor(most, "block-send")
 
     async def find(self, peer: str, body: bytes, stream: PeerStream) -> None:
         asked = messages.decode(body, messages.BlocksQuestion)
@@ -89,7 +93,8 @@ class BlockServer:
             raise Forbidden("This machine's prompts are not for that one.")
 
     async def _send(self, machine: str, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
-        work = asyncio.create_task(asyncio.to_thread(self._send_all, machine, sock, key, names))
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._threads, self._send_all, machine, sock, key, names)
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -113,7 +118,7 @@ class BlockServer:
 
         try:
             with sock:
-                sent = block_stream.send(SealedSender(sock, key, "acceptor"), names, read)
+                sent = block_stream.send(SealedSender(sock, key, "acceptor", steady=True), names, read)
             self._counts.sent(machine, sent)
             store.sent(sent, read_s)
         except CacheUnavailable:
