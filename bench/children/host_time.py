@@ -160,7 +160,7 @@ class _Sides:
 
         ours, theirs = socket.socketpair()
         # The daemon is another process, too: a thread here would take turns with the one that is measured.
-        reader = subprocess.Popen(["/bin/cat"], stdin=theirs, stdout=subprocess.DEVNULL)
+        reader = subprocess.Popen(["/bin/cat"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
         link = DaemonSocket(ours.detach())
         steps: list[Step] = []
         finished: list[Finished] = []

@@ -119,7 +119,7 @@ class VerifyRow:
         self.pending = 0
         self._next = self._begin(token, self.generated + 1, unread=True) if ahead else None
         # They have been computed together.
-        chosen = Chosen(int(token.item()), logprobs)
+        chosen = Chosen(_id(token), logprobs)
         self._commit([chosen.token])
         return chosen
 
@@ -155,7 +155,7 @@ class VerifyRow:
                 context = mx.concatenate([context, mx.array(list(drafts[:i]), dtype=mx.int32)])
             logprobs, token = self._sample(row, self.generated + i, context)
             mx.eval(token, logprobs)
-            out.append(Chosen(int(token.item()), logprobs))
+            out.append(Chosen(_id(token), logprobs))
             if i < len(drafts) and out[i].token != drafts[i]:
                 break
         return out
@@ -201,6 +201,11 @@ class VerifyRow:
             rollback.take_back(self.cache, undone)
         self._next = None
         return self.tokens[:kept], rollback.compact(self.cache)
+
+
+def _id(token: mx.array) -> int:  # (1,)
+    found: Any = token.item()
+    return int(found)
 
 
 def _normalised(logits: mx.array) -> mx.array:
