@@ -1,7 +1,8 @@
 """Decoding with a model whose compute is next to nothing: what is left is the host's time for each token.
 
-mlx-lm     its own ``stream_generate``, for several answers its ``BatchGenerator``
-fleetd     the engine's scheduler, whose reports go through a socket as a worker's do
+stream_generate    mlx-lm's own loop, one answer after the other
+BatchGenerator     mlx-lm's own loop for several answers
+fleetd             the engine's scheduler, whose reports go through a socket to another process, as a worker's
 
 On a CPU the model runs as MLX is installed, without ``fleetd/engine/cpu.py``: then MLX's own thread computes
 while Python goes on, as a GPU does. ``cured`` measures the CPU path that fleetd ships, which computes within
@@ -13,9 +14,10 @@ from __future__ import annotations
 import itertools
 import socket
 import statistics
+import subprocess
 import sys
-import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,15 @@ from fleetd.engine import cpu
 LAYERS, WIDTH, HEADS = 2, 64, 2
 STREAMS = 4
 SEED = 1
-# When a step was over, and the tokens that it gave.
-Step = tuple[float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The ``tokens`` that a step gave, when it was over, and what this thread had computed by then."""
+
+    tokens: int
+    at_s: float = field(default_factory=time.perf_counter)
+    host_s: float = field(default_factory=time.thread_time)
 
 
 def main(mode: str, model_path: Path, vocabulary: int) -> None:
@@ -84,26 +93,23 @@ class _Sides:
         self._drafted = 0
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Seconds per token of the median step: one that was held up says more about the machine."""
+        """Seconds per token of the median step: one that was held up says more about the machine. And what
+        Python's own thread computed of them: with MLX's threads beside it, that is the host's part."""
         prompts: list[list[int]] = question["prompts"]
         tokens, temperature = question["max_tokens"], question["temperature"]
         self._drafted = 0
-        begun = time.process_time()
-        if question["side"] == "fleetd":
-            steps = self._fleetd(prompts, tokens, temperature, drafts=question["drafts"])
-        elif len(prompts) == 1:
-            steps = self._stream_generate(prompts[0], tokens, temperature)
-        else:
-            steps = self._batch_generator(prompts, tokens, temperature)
-        cpu_s = time.process_time() - begun
-        gaps = [
-            (now - before) / count
-            for (before, _), (now, count) in itertools.pairwise(steps)
-            if count == len(prompts)
-        ]
+        match question["side"]:
+            case "fleetd":
+                steps = self._fleetd(prompts, tokens, temperature, drafts=question["drafts"])
+            case "stream_generate":
+                del prompts[1:]
+                steps = self._stream_generate(prompts[0], tokens, temperature)
+            case _:
+                steps = self._batch_generator(prompts, tokens, temperature)
+        whole = [(before, now) for before, now in itertools.pairwise(steps) if now.tokens == len(prompts)]
         return {
-            "each_s": statistics.median(gaps),
-            "cpu_s": cpu_s / sum(count for _, count in steps),
+            "each_s": statistics.median((now.at_s - before.at_s) / now.tokens for before, now in whole),
+            "host_s": statistics.median((now.host_s - before.host_s) / now.tokens for before, now in whole),
             "drafted": self._drafted,
         }
 
@@ -113,7 +119,7 @@ class _Sides:
 
         sampler = make_sampler(temp=temperature)
         found = stream_generate(self._model, self._tokenizer, prompt, max_tokens=tokens, sampler=sampler)
-        return [(time.perf_counter(), 1) for _ in found]
+        return [Step(1) for _ in found]
 
     def _batch_generator(self, prompts: list[list[int]], tokens: int, temperature: float) -> list[Step]:
         import mlx.core as mx
@@ -134,7 +140,7 @@ class _Sides:
             for response in responses:
                 texts[response.uid].add_token(response.token)
                 _ = texts[response.uid].last_segment
-            steps.append((time.perf_counter(), len(responses)))
+            steps.append(Step(len(responses)))
         generator.close()
         return steps
 
@@ -153,8 +159,8 @@ class _Sides:
         from fleetd.engine.worker import DaemonSocket
 
         ours, theirs = socket.socketpair()
-        reader = threading.Thread(target=_drain, args=(theirs,))
-        reader.start()
+        # The daemon is another process, too: a thread here would take turns with the one that is measured.
+        reader = subprocess.Popen(["/bin/cat"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
         link = DaemonSocket(ours.detach())
         steps: list[Step] = []
         finished: list[Finished] = []
@@ -189,19 +195,14 @@ class _Sides:
             scheduler.turn()
             scheduler.heartbeat()
             # In the turns before the last one each answer gets a token.
-            steps.append((time.perf_counter(), len(scheduler.decoding)))
+            steps.append(Step(len(scheduler.decoding)))
         scheduler.decoding.close()
         link.flush()
-        theirs.shutdown(socket.SHUT_RDWR)
-        reader.join()
+        with theirs:
+            theirs.shutdown(socket.SHUT_RDWR)
+        reader.wait()
         self._drafted = sum(one.speculation.drafted for one in finished if one.speculation)
         return steps
-
-
-def _drain(sock: socket.socket) -> None:
-    with sock:
-        while sock.recv(1 << 16):
-            pass
 
 
 if __name__ == "__main__":

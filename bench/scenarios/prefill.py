@@ -1,4 +1,4 @@
-"""Prefill of a long prompt on the CPU against llama.cpp and against mlx-lm as it is installed."""
+"""Prefill of a long prompt on the CPU against llama.cpp, and against mlx-lm, cured and as it is installed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def measure(runs: int) -> Measured:
     quick = runs <= QUICK_RUNS
     with Daemon() as daemon:
         daemon.warm()
-        figures = _against_llama(daemon, runs) + _against_stock(daemon, QUICK_STOCK if quick else STOCK)
+        figures = _against_llama(daemon, runs) + _against_cured(daemon, runs)
+        figures += _against_stock(daemon, QUICK_STOCK if quick else STOCK)
         if not quick:
             figures += _against_stock(daemon, {"stock-f16": LONG_TOKENS})
     return Measured(
@@ -46,7 +47,10 @@ def measure(runs: int) -> Measured:
         f"the default model was imported from, {_threads()} threads both. The wheel is built for AVX2, "
         "not for what this processor may have beyond it. Every run has a prompt of its own and neither "
         f"side may reuse another's. Decode: {DECODE_TOKENS} tokens after a short prompt, from f32 weights "
-        "here and 4-bit weights there; stated as it is.\n\nStock mlx-lm is `mlx_lm.stream_generate` in "
+        "here and 4-bit weights there; stated as it is.\n\nmlx-lm with the cures is "
+        "`mlx_lm.stream_generate` in one process, without HTTP, on the same f32 weights and with the same "
+        "products: what is left is what fleetd's chunks, daemon and HTTP cost. Both get the same prompt, in "
+        "turn; each run has another one.\n\nStock mlx-lm is `mlx_lm.stream_generate` in "
         "MLX as pip installs it: its own BLAS, nothing of `fleetd/engine/cpu.py`. Its quantised products "
         "take seconds a token, so with the weights as they are on disk it is run once on a short prompt, "
         f"not on {LONG_TOKENS:,} tokens, and compared to fleetd on prompts of the same length; how the "
@@ -94,6 +98,25 @@ def _against_llama(daemon: Daemon, runs: int) -> list[Figure]:
         Figure("Decode over llama.cpp", "x", seen.ratios("decode", "their_decode")),
         Figure("Decode", "tok/s", seen["decode"]),
         Figure("Decode, llama.cpp", "tok/s", seen["their_decode"]),
+    ]
+
+
+def _against_cured(daemon: Daemon, runs: int) -> list[Figure]:
+    seen = Samples()
+    with Child("mlx_lm", "cured", str(MODEL)) as cured:
+        cured.ask(tokens=prompts.tokens(MODEL, 1, 2), max_tokens=1)
+        for run in range(runs):
+            prompt = prompts.tokens(MODEL, next(_SEEDS), LONG_TOKENS)
+            for side in alternated(run, ("ours", "theirs")):
+                if side == "ours":
+                    seen.add(ours=_prefill_rate(daemon, prompt))
+                else:
+                    seen.add(theirs=LONG_TOKENS / cured.ask(tokens=prompt, max_tokens=1)["times"][0])
+    name = f"Prefill of {LONG_TOKENS:,} tokens"
+    return [
+        Figure(f"{name} over mlx-lm with the cures", "x", seen.ratios("ours", "theirs"), at_least(0.97)),
+        Figure(f"{name}, beside mlx-lm with the cures", "tok/s", seen["ours"]),
+        Figure(f"{name}, mlx-lm with the cures", "tok/s", seen["theirs"]),
     ]
 
 

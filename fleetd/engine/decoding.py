@@ -32,6 +32,7 @@ from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import FinishReason, Generate, Report
 from fleetd.engine.sampling import (
+    BatchSampler,
     LogitsProcessor,
     Sampler,
     SamplingDefaults,
@@ -45,7 +46,7 @@ from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import all_plain
 from fleetd.engine.sparse_prefill.sparse_caches import rows
-from fleetd.engine.speculation.controller import Draft
+from fleetd.engine.speculation.controller import NO_DRAFT, Draft
 from fleetd.engine.speculation.rounds import Rounds
 from fleetd.engine.speculation.sources import DraftSource
 from fleetd.engine.speculation.speculation import SequenceDrafts, WorkerSpeculation
@@ -72,7 +73,7 @@ class DecodingSequence:
     uid: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _BatchedPass:
     """What one sequence's pass gave, in ``seconds``. ``again``: tokens that it computed a second time."""
 
@@ -109,6 +110,9 @@ class Decoding:
             self.model = self.speculation.decoded_by(self.model)
         self.batch: dict[int, DecodingSequence] = {}
         self.apart: list[DecodingSequence] = []
+        # Those of the batch whose first step there is still to come: it is apart from that of the others.
+        self._joining: list[DecodingSequence] = []
+        self._sampler = BatchSampler()
         # Steps of the batch since it changed.
         self._settled = 0
         # By request, of answers that run and of those that are still being prefilled.
@@ -306,7 +310,8 @@ class Decoding:
             if drafts is None or self._room(running, self._empty) < 2:
                 return False
             draft = drafts.choose(
-                running.tokens, running.sequence.max_tokens - running.sequence.generated - 1
+                drafts.proposals(running.tokens),
+                running.sequence.max_tokens - running.sequence.generated - 1,
             )
             if len(draft.tokens) < LEAST_DRAFTS:
                 return False
@@ -323,11 +328,12 @@ class Decoding:
             max_tokens=[sequence.max_tokens - sequence.generated],
             caches=[rows(cache)],
             all_tokens=[running.tokens[:-1]],
-            samplers=[running.sampler],
+            samplers=[self._sampler],
             logits_processors=[running.processors],
             stop_sequences=[StopSequences() if sequence.prepared.request.ignore_eos else self._stop_tokens],
         )
         self.batch[running.uid] = running
+        self._joining.append(running)
         self._settled = 0
 
     def _begin_apart(self, running: DecodingSequence, cache: list[Any]) -> None:
@@ -344,6 +350,8 @@ class Decoding:
 
     def _out_of_batch(self, running: DecodingSequence) -> tuple[list[int], list[Any]]:
         del self.batch[running.uid]
+        if running in self._joining:
+            self._joining.remove(running)
         self._settled = 0
         cache, tokens = self._generator.remove([running.uid], return_prompt_caches=True)[running.uid]
         return tokens, cache
@@ -396,20 +404,19 @@ class Decoding:
 
     def _pass(self, running: DecodingSequence, row: VerifyRow, *, moving: bool) -> _BatchedPass:
         begun = time.monotonic()
-        sequence, draft, again = running.sequence, Draft(), row.pending
-        if running.drafts is not None:
+        sequence, draft, again = running.sequence, NO_DRAFT, row.pending
+        if running.drafts is not None and (proposals := running.drafts.proposals(running.tokens)):
             # No draft past the sequence's end, nor past the memory that is promised.
             most = min(sequence.max_tokens - sequence.generated - 1, sequence.promised - sequence.held)
-            draft = running.drafts.choose(
-                running.tokens, max(0, min(most, self._room(running, row.cache) - 1))
-            )
+            room = max(0, min(most, self._room(running, row.cache) - 1))
+            draft = running.drafts.choose(proposals, room)
         if draft.tokens and not row.under_way:
             chosen = row.advance(draft.tokens)
         else:
             # A draft that comes while a step is under way is verified after it, from the next token on.
             last = moving or len(self.apart) > 1 or sequence.generated + 1 >= sequence.max_tokens
             chosen = [row.step(ahead=self._ahead(running) and not draft.tokens and not last)]
-            draft = Draft()
+            draft = NO_DRAFT
         self.steps += 1
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
@@ -426,7 +433,7 @@ class Decoding:
             _count(sequence, now)
             try:
                 if not ended:
-                    self._show(sequence, one.token, one.logprobs)
+                    self._show(sequence, one.token, one)
             except Exception as error:
                 self._end(sequence, error)
                 return
@@ -451,7 +458,14 @@ class Decoding:
 
     def _turn_batch(self) -> None:
         begun = time.monotonic()
+        # In the order in which mlx-lm has them: as they were inserted, first those that are there already.
+        self._sampler.expect(
+            [running.sampler for running in self.batch.values() if running not in self._joining],
+            [running.sampler for running in self._joining],
+        )
         _, responses = self._generator.next()
+        if self._sampler.drew_all:
+            self._joining.clear()
         now = time.monotonic()
         self.steps += 1
         # The first step of a batch that has changed also builds its caches.
@@ -474,7 +488,7 @@ class Decoding:
                 self._on_left(running, response.all_tokens, response.prompt_cache)
             try:
                 if not ended:
-                    self._show(sequence, response.token, response.logprobs)
+                    self._show(sequence, response.token, response)
             except Exception as error:
                 if left:
                     self.fail(sequence, error)
@@ -490,10 +504,11 @@ class Decoding:
         for sequence, outcome in ending:
             self._end(sequence, outcome)
 
-    def _show(self, sequence: ScheduledSequence, token: int, logprobs: mx.array) -> None:
+    def _show(self, sequence: ScheduledSequence, token: int, chosen: Any) -> None:
+        """``chosen`` has the token's log-probabilities (V,), which are only read where they are asked for."""
         entry = None
         if sequence.logprobs is not None:
-            entry = sequence.logprobs.of(token, logprobs, sequence.text.length)
+            entry = sequence.logprobs.of(token, chosen.logprobs, sequence.text.length)
         for piece in sequence.text.push(token, entry, silent=token in self._ends):
             self.emit(piece)
 

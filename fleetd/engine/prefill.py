@@ -2,6 +2,8 @@
 
 The schedule is mlx-lm's own: all tokens but the last in chunks, the last as a step of its own, so that a
 prompt gives the same cache here as in ``mlx_lm.generate``. The finished cache is handed to the batch.
+
+The first chunk makes room for the whole prompt: growing with it copied all that was read, again and again.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from fleetd import limits
-from fleetd.engine.sequence_state import checkpoints
+from fleetd.engine.sequence_state import checkpoints, growth
 from fleetd.models.memory_need import WORKING_BYTES
 
 # Tokens per step while the prompt's own probabilities are wanted: each is a row of the whole vocabulary.
@@ -65,7 +67,8 @@ class Prefiller:
         if self._places:
             n = min(n, self._places[0] - self.done)
         chunk = mx.array(self.tokens[self.done : self.done + n])[None]  # (1, n)
-        logits = self.model(chunk, cache=self.cache)  # (1, n, V); lazy: not computed unless scored
+        with growth.at_once(self.cache, self.remaining):
+            logits = self.model(chunk, cache=self.cache)  # (1, n, V); lazy: not computed unless scored
         if self.score is not None:
             logits = logits[0].astype(mx.float32)
             self.score(logits - mx.logsumexp(logits, axis=-1, keepdims=True))

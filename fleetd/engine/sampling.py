@@ -3,12 +3,15 @@
 A token is drawn as ``argmax(processed / temperature + Gumbel(key))`` with a key that depends only on the
 request's seed and the token's index in the answer (the Gumbel-max trick). Nothing is drawn from a shared
 generator, so neighbours in a batch cannot shift it, and speculative verification can redraw the same noise.
+
+Several rows are drawn in one go (``drawn``), with the noise and the arithmetic that each would have alone.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -67,7 +70,7 @@ class SamplingDefaults:
         return replace(self, **{n: v for n in names if (v := getattr(sampling, n)) is not None})
 
 
-def _noise_key(seed: int, index: int) -> mx.array:
+def _noise_key(seed: int, index: int) -> list[int]:
     """The random key of token ``index``: splitmix64 of the pair (Steele et al., OOPSLA 2014).
 
     Any token's noise can be had without drawing those before it.
@@ -76,7 +79,7 @@ def _noise_key(seed: int, index: int) -> mx.array:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64
     z ^= z >> 31
-    return mx.array([z >> 32, z & 0xFFFFFFFF], dtype=mx.uint32)
+    return [z >> 32, z & 0xFFFFFFFF]
 
 
 class SeededSampler:
@@ -88,34 +91,101 @@ class SeededSampler:
     """
 
     def __init__(self, choice: SamplingDefaults, seed: int | None) -> None:
-        self._choice = choice
+        self.filters = _Filters(choice.top_k, choice.top_p, choice.min_p)
+        self.scale = 1.0 / choice.temperature
         # A request without a seed gets a fresh one, so there is one code path.
         self._seed = secrets.randbits(64) if seed is None else seed & _U64
         self.index = 0
 
-    def __call__(self, logprobs: mx.array) -> mx.array:  # (1, V) -> (1,)
-        s = self._choice
-        if s.temperature != 1.0:
-            logprobs = logprobs * (1.0 / s.temperature)
-            # Only top_p asks for shares of the whole; for the others it is enough which is how much likelier.
-            if s.top_p < 1.0:
-                logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
-        if 0 < s.top_k < logprobs.shape[-1]:
-            logprobs = apply_top_k(logprobs, s.top_k)
-        if s.top_p < 1.0:
-            logprobs = apply_top_p(logprobs, s.top_p)
-        if s.min_p > 0.0:
-            logprobs = apply_min_p(logprobs, s.min_p)
+    def next_key(self) -> list[int]:
+        """The key of the token that is drawn now."""
         key = _noise_key(self._seed, self.index)
         self.index += 1
-        return mx.random.categorical(logprobs, key=key)
+        return key
+
+    def __call__(self, logprobs: mx.array) -> mx.array:  # (1, V) -> (1,)
+        return drawn(logprobs, [self])
+
+
+@dataclass(frozen=True, slots=True)
+class _Filters:
+    """Which tokens can be drawn."""
+
+    top_k: int
+    top_p: float
+    min_p: float
+
+    def __call__(self, logprobs: mx.array) -> mx.array:  # (n, V) -> (n, V)
+        # Only top_p asks for shares of the whole; for the others it is enough which is how much likelier.
+        if self.top_p < 1.0:
+            logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
+        if 0 < self.top_k < logprobs.shape[-1]:
+            logprobs = apply_top_k(logprobs, self.top_k)
+        if self.top_p < 1.0:
+            logprobs = apply_top_p(logprobs, self.top_p)
+        if self.min_p > 0.0:
+            logprobs = apply_min_p(logprobs, self.min_p)
+        return logprobs
+
+
+def drawn(logprobs: mx.array, rows: Sequence[SeededSampler | None]) -> mx.array:  # (n, V) -> (n,)
+    """A token of each row by its sampler; None takes the most probable one.
+
+    The ``filters`` of all samplers must be equal.
+    """
+    scales = mx.array([[1.0 if row is None else row.scale] for row in rows])
+    keys = [[0, 0] if row is None else row.next_key() for row in rows]
+    filters = next(row.filters for row in rows if row is not None)
+    found = mx.argmax(filters(logprobs * scales) + _noise(keys, logprobs.shape[-1]), axis=-1)
+    if None in rows:
+        found = mx.where(mx.array([row is None for row in rows]), mx.argmax(logprobs, axis=-1), found)
+    return found
+
+
+def _noise(keys: list[list[int]], width: int) -> mx.array:  # (n, width)
+    """Gumbel noise, a key's in each row. The bits belong to the key, however many rows are drawn."""
+    if len(keys) == 1:
+        return mx.random.gumbel((1, width), key=mx.array(keys[0], dtype=mx.uint32))
+    each = mx.vmap(lambda key: mx.random.gumbel((width,), key=key))
+    found: mx.array = each(mx.array(keys, dtype=mx.uint32))
+    return found
+
+
+class BatchSampler:
+    """The sampler of every row of an mlx-lm batch. mlx-lm draws all rows in one call if theirs is one object,
+    but does not say which rows a call is for: ``expect`` says it before each step.
+    """
+
+    def __init__(self) -> None:
+        self._due: deque[Sequence[Sampler]] = deque()
+
+    def expect(self, *calls: Sequence[Sampler]) -> None:
+        """The samplers of the rows of each call to come, in order; none is made for no rows."""
+        self._due = deque(rows for rows in calls if rows)
+
+    @property
+    def drew_all(self) -> bool:
+        """True if every call that was expected has been made."""
+        return not self._due
+
+    def __call__(self, logprobs: mx.array) -> mx.array:  # (n, V) -> (n,)
+        rows = self._due.popleft()
+        if len(rows) != logprobs.shape[0]:
+            raise RuntimeError(f"{logprobs.shape[0]} rows are to be drawn where {len(rows)} were expected")
+        seeded = [row if isinstance(row, SeededSampler) else None for row in rows]
+        filters = {row.filters for row in seeded if row is not None}
+        if not filters:
+            return greedy_sampler(logprobs)  # type: ignore[no-any-return]
+        if len(filters) == 1:
+            return drawn(logprobs, seeded)
+        return mx.concatenate([row(logprobs[i : i + 1]) for i, row in enumerate(rows)])
 
 
 _NEUTRAL = SamplingDefaults()
 
 
 def make_sampler(sampling: Sampling, defaults: SamplingDefaults = _NEUTRAL) -> Sampler:
-    """Greedy requests share one function, which lets the batch sample them in one call."""
+    """Greedy requests share one function."""
     choice = defaults.asked(sampling)
     if choice.temperature < GREEDY_TEMPERATURE or choice.top_p < GREEDY_TOP_P or choice.top_k == 1:
         shared: Sampler = greedy_sampler

@@ -55,6 +55,7 @@ from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.scoring.score_guests import ScoreGuests
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
 from fleetd.engine.sequence import ScheduledSequence, begin_prefill, new_sequence
+from fleetd.engine.sequence_state import rollback
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prompts import SharedPrompts
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading, leading_cache
@@ -155,6 +156,20 @@ class Scheduler(ComputeLoop):
     # ---- the loop --------------------------------------------------------------------------------------
 
     def _compute(self) -> None:
+        if not self._only_decodes:
+            self._turn_others()
+        self.decoding.turn()
+        if self.disk is not None:
+            self.disk.writer.paced = self._occupied
+
+    @property
+    def _only_decodes(self) -> bool:
+        """True if nothing but running answers has a turn: nearly all turns are such, one for each token."""
+        others = self._waiting or self._prefilling or len(self._draft_streams)
+        return not others and not super()._occupied
+
+    def _turn_others(self) -> None:
+        """A turn for what waits, for what is prefilled, and for guests."""
         self._admit()
         self._attach_drafts()
         for sequence in list(self._prefilling):
@@ -163,9 +178,6 @@ class Scheduler(ComputeLoop):
             self._shared.poll(sequence)
         self._prefill_turn()
         self._turn_guests(self._chunk_tokens)
-        self.decoding.turn()
-        if self.disk is not None:
-            self.disk.writer.paced = self._occupied
 
     @property
     def _chunk_tokens(self) -> int:
@@ -531,7 +543,8 @@ class Scheduler(ComputeLoop):
         self._awaited.ended(sequence, intact=True)
         self._shared.end(sequence)
         if done > sequence.cached:
-            self.decoding.remember(sequence, sequence.prepared.tokens[:done], cache)
+            # Without the room for what is not read any more.
+            self.decoding.remember(sequence, sequence.prepared.tokens[:done], rollback.compact(cache))
 
     def _finish(self, sequence: ScheduledSequence, reason: FinishReason) -> None:
         if reason != "cancelled":

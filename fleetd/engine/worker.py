@@ -3,7 +3,7 @@
     main thread      loads the model, then runs the scheduler: the only thread that computes with MLX
     reader thread    socket → commands; at end of file the daemon is gone and so is this process
     prompt thread    chat templates and tokenization, so that a long prompt does not hold up decoding
-    writer thread    reports → socket
+    writer thread    reports → socket, those that it does not take at once
     channel thread   sockets to other machines' workers, as the daemon hands them over
 
 Started by ``supervisor.py`` as ``python -m fleetd.engine.worker --fd N --streams-fd N --settings JSON``.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import queue
 import select
 import signal
 import socket
@@ -64,6 +63,8 @@ if TYPE_CHECKING:
     from fleetd.engine.speculation.speculation import WorkerSpeculation
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
+# Of what waits for the writer thread, at most so much is copied for one write.
+_WRITE_BYTES = 1 << 16
 
 
 def _exit_orphaned() -> None:
@@ -73,20 +74,38 @@ def _exit_orphaned() -> None:
 
 
 class DaemonSocket:
-    """The socket to the daemon. ``send`` never blocks the caller."""
+    """The socket to the daemon. ``send`` never blocks the caller.
+
+    What the socket takes at once is written by the caller: waking another thread for each token takes longer.
+    The writer thread writes the rest.
+    """
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
-        self._out: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        # Frames that wait for the writer. It takes nothing out before that is written, so that while there is
+        # something nobody else writes.
+        self._unsent = bytearray()
+        self._ended = False
         self._writer = threading.Thread(target=self._write, name="writer", daemon=True)
         self._writer.start()
 
     def send(self, report: Report) -> None:
-        self._out.put(report)
+        frame = memoryview(protocol.encode(report))
+        with self._changed:
+            if self._ended:
+                return
+            if not self._unsent:
+                frame = frame[self._send_at_once(frame) :]
+            if frame:
+                self._unsent += frame
+                self._changed.notify()
 
     def flush(self) -> None:
         """Send what is queued and stop sending."""
-        self._out.put(None)
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
         self._writer.join(timeout=2.0)
 
     def receive(self) -> bytes:
@@ -117,26 +136,28 @@ class DaemonSocket:
         if over not in readable:
             _exit_orphaned()
 
+    def _send_at_once(self, frame: memoryview) -> int:
+        """Bytes that the socket took, 0 if it is full or the daemon has gone: the writer will find out."""
+        try:
+            return self._socket.send(frame, socket.MSG_DONTWAIT)
+        except OSError:
+            return 0
+
     def _write(self) -> None:
-        while (report := self._out.get()) is not None:
-            frame = bytearray(protocol.encode(report))
-            # Under load several reports wait: one write for all of them.
-            last = False
-            while len(frame) < (1 << 16):
-                try:
-                    more = self._out.get_nowait()
-                except queue.Empty:
-                    break
-                if more is None:
-                    last = True
-                    break
-                frame += protocol.encode(more)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsent or self._ended)
+                if not self._unsent:
+                    return
+                # Under load several reports wait: one write for all of them.
+                frames = bytes(self._unsent[:_WRITE_BYTES])
             try:
-                self._socket.sendall(frame)
+                self._socket.sendall(frames)
             except OSError:
+                self._ended = True  # the daemon has gone, as the reader thread notices
                 return
-            if last:
-                return
+            with self._changed:
+                del self._unsent[: len(frames)]
 
 
 class Front:

@@ -13,8 +13,20 @@ class Fleetd < Formula
     depends_on macos: :sonoma
   end
 
+  # pip gets the packages that fleetd needs, in the step after installation.
+  allow_network_access! :postinstall
+
   def install
     libexec.install Dir["*"]
+    # The path in opt stays the same when Python gets a newer patch release.
+    python = formula_opt_libexec("python@3.13")/"bin/python"
+    (libexec/"make-environment").write <<~SH
+      #!/bin/sh -e
+      rm -rf "#{opt_libexec}/environment"
+      "#{python}" -m venv "#{opt_libexec}/environment"
+      "#{opt_libexec}/environment/bin/pip" install --no-cache-dir "#{opt_libexec}"
+    SH
+    chmod 0755, libexec/"make-environment"
     # The environment is made after installation; these names are linked before.
     %w[fleetd fleetctl].each do |name|
       (bin/name).write <<~SH
@@ -26,12 +38,8 @@ class Fleetd < Formula
 
   # Wheels hold libraries whose headers leave Homebrew no room to rewrite their paths, which it does to
   # everything that is there before this step.
-  def post_install
-    # The path in opt stays the same when Python gets a newer patch release.
-    python = Formula["python@3.13"].opt_libexec/"bin/python"
-    rm_r libexec/"environment" if (libexec/"environment").exist?
-    system python, "-m", "venv", libexec/"environment"
-    system libexec/"environment/bin/pip", "install", "--no-cache-dir", libexec
+  post_install_steps do
+    run "make-environment", base: :libexec
   end
 
   service do

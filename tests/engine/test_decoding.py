@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
 
 from fleetd.engine import decoding, sequence
+from fleetd.engine import sampling as sampling_module
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import Cancel, Failed, Sampling, Speculate
@@ -234,6 +235,40 @@ def test_answers_that_come_and_go_are_what_they_are_alone(
     assert run.moves > 0
     if mode == "on":
         assert rounds.rounds > 0
+
+
+def test_sampled_answers_of_a_batch_are_drawn_in_one_call(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At other temperatures, beside a greedy one, while one joins and one leaves; each as it is alone."""
+    asked = {
+        "a": Sampling(temperature=0.9, seed=1),
+        "b": Sampling(temperature=1.4, seed=2),
+        "c": GREEDY,
+        "d": Sampling(temperature=0.9, seed=3),
+    }
+    lengths = {"a": 30, "b": 12, "c": 30, "d": 20}
+    alone = {}
+    for name, sampling in asked.items():
+        plain = Run(llama, tokenizer)
+        plain.submit(name, PROMPT, sampling=sampling, max_tokens=lengths[name])
+        plain.finish()
+        alone[name] = plain.said(name)
+    rows: list[int] = []
+    drawn = sampling_module.drawn
+    monkeypatch.setattr(
+        sampling_module, "drawn", lambda logprobs, each: rows.append(len(each)) or drawn(logprobs, each)
+    )
+    run = Run(llama, tokenizer)
+    for name in ("a", "b", "c"):
+        run.submit(name, PROMPT, sampling=asked[name], max_tokens=lengths[name])
+    while len(run.decoding.batch) < 3:
+        run.turn()
+    run.turn()
+    run.submit("d", PROMPT, sampling=asked["d"], max_tokens=lengths["d"])
+    run.finish()
+    assert {name: run.said(name)[:-1] for name in asked} == {name: alone[name][:-1] for name in asked}
+    assert {3, 4} <= set(rows)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])

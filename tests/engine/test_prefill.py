@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,9 @@ import tiny_models
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.prefill import SCORED_TOKENS, Prefiller
+from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.sequence_state import growth, rollback
+from fleetd.engine.sequence_state.copies import copy_on_write
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 
@@ -79,6 +83,52 @@ def test_continues_from_a_cached_beginning(model: Any) -> None:
     assert rest.step(1000) == 59
     for a, b in zip(whole.cache, rest.cache, strict=True):
         assert mx.array_equal(a.keys_and_values()[1], b.keys_and_values()[1])
+
+
+def rooms(model: Any, tokens: list[int], cache: list[Any], done: int) -> list[int]:
+    """Tokens that the cache has room for after each chunk."""
+    prefiller = Prefiller(model, tokens, cache, done)
+    found = []
+    while prefiller.step(64):
+        assert len({layer.keys.shape[2] for layer in cache}) == 1
+        found.append(cache[0].keys.shape[2])
+    return found
+
+
+@pytest.mark.parametrize("done", [0, 40])
+def test_the_first_chunk_makes_room_for_the_whole_prompt(
+    model: Any, done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tiny_models.prompt(700)
+
+    def beginning() -> list[Any]:
+        """As the prefix cache gives it, without room to grow."""
+        if not done:
+            return make_prompt_cache(model)
+        return rollback.compact(prefill(model, tokens[: done + 1], 64)[0].cache)
+
+    at_once, in_steps = beginning(), beginning()
+    assert set(rooms(model, tokens, at_once, done)) == {done + growth.in_steps(699 - done)}
+    monkeypatch.setattr(growth, "at_once", lambda cache, tokens: nullcontext())
+    assert len(set(rooms(model, tokens, in_steps, done))) > 2
+    for a, b in zip(at_once, in_steps, strict=True):
+        assert a.offset == b.offset == 699
+        for x, y in zip(a.keys_and_values(), b.keys_and_values(), strict=True):
+            assert mx.array_equal(x, y)
+
+
+def test_what_is_kept_of_a_prompt_counts_no_more_room_than_a_step(model: Any) -> None:
+    tokens = tiny_models.prompt(700)
+    read, _ = prefill(model, tokens, 64)
+    one = sum(layer.nbytes for layer in read.cache) / 768
+    prefix = PrefixCache(1 << 30)
+    prefix.store(tokens[:-1], read.cache)
+    assert prefix.nbytes == 768 * one
+    # What goes on from there grows as ever.
+    longer = copy_on_write(read.cache)
+    for more in (768 - 699, 1):
+        model(mx.array([[5] * more]), cache=longer)
+    assert {layer.keys.shape[2] for layer in longer} == {768 + growth.STEP}
 
 
 def test_a_prompt_of_one_token_has_nothing_to_prefill(model: Any) -> None:

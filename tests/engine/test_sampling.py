@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from fleetd.engine import sampling
 from fleetd.engine.protocol import Sampling
-from fleetd.engine.sampling import SeededSampler, make_processors, make_sampler
+from fleetd.engine.sampling import BatchSampler, SeededSampler, make_processors, make_sampler
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0], dtype=np.float32)
@@ -159,3 +161,58 @@ def test_repetition_penalty_looks_at_the_prompt_too() -> None:
 
 def test_penalties_reach_back_further_than_a_page() -> None:
     assert changed([1, *[7] * 5000], 0, presence_penalty=1.0) == {1: -1.0, 7: -1.0}
+
+
+def samplers(*asked: Sampling) -> list[Any]:
+    return [make_sampler(one) for one in asked]
+
+
+def rows(count: int, width: int, seed: int = 0) -> mx.array:
+    """Log-probabilities of so many answers."""
+    logits = mx.random.normal((count, width), key=mx.random.key(seed)) * 3
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+WARM, HOT = Sampling(temperature=0.8, seed=3), Sampling(temperature=1.7, seed=4)
+GREEDY = Sampling(temperature=0.0)
+NARROW = Sampling(temperature=0.8, top_p=0.9, top_k=40, min_p=0.05, seed=5)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        (WARM, HOT),
+        (WARM, WARM, GREEDY, HOT),
+        (GREEDY, WARM),
+        (GREEDY, GREEDY),
+        (NARROW, replace(NARROW, temperature=1.0, seed=6)),
+        (NARROW, GREEDY, NARROW),
+        (NARROW, WARM, GREEDY),
+    ],
+)
+@pytest.mark.parametrize("width", [8, 511, 512])
+def test_each_row_of_a_batch_draws_what_it_draws_alone(asked: tuple[Sampling, ...], width: int) -> None:
+    together, alone = samplers(*asked), samplers(*asked)
+    batch = BatchSampler()
+    for step in range(20):
+        logprobs = rows(len(asked), width, step)
+        batch.expect(together)
+        found = batch(logprobs).tolist()
+        assert found == [one(logprobs[i : i + 1]).item() for i, one in enumerate(alone)]
+        assert batch.drew_all
+
+
+def test_rows_with_equal_filters_are_drawn_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(sampling, "drawn", lambda logprobs, rows: calls.append(len(rows)))
+    batch = BatchSampler()
+    batch.expect(samplers(WARM, GREEDY, HOT))
+    batch(rows(3, 8))
+    assert calls == [3]
+
+
+def test_a_call_for_other_rows_than_expected_draws_nothing() -> None:
+    batch = BatchSampler()
+    batch.expect(samplers(WARM, HOT), [], samplers(WARM))
+    with pytest.raises(RuntimeError, match="1 rows are to be drawn where 2 were expected"):
+        batch(rows(1, 8))

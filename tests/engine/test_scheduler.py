@@ -219,6 +219,21 @@ def test_cancelled_in_any_state(parts: tuple[Any, Any], turns: int) -> None:
     assert bench.text("again") == " 1 2 3"
 
 
+def test_a_prompt_that_is_given_up_keeps_memory_for_what_was_read(parts: tuple[Any, Any]) -> None:
+    bench = Bench(parts)
+    bench.submit("long", "x" * 1000)
+    for _ in range(3):
+        bench.turn()
+    bench.scheduler.tell(Cancel("long"))
+    bench.finish()
+    bench.submit("short", "y" * 32)
+    bench.finish()
+    given_up, read = (entry for entry in bench.scheduler.prefix._entries.values())
+    each = read.nbytes / read.cache[0].keys.shape[2]
+    assert len(given_up.tokens) == 96
+    assert given_up.nbytes == 96 * each
+
+
 def test_nothing_is_kept_after_any_sequence(parts: tuple[Any, Any]) -> None:
     dice = random.Random(5)
     bench = Bench(parts, budget=KvBudget.of(1100 * 1024, 1024), prefix=PrefixCache(40_000_000))

@@ -15,14 +15,37 @@ WORKFLOWS = sorted((REPO / ".github" / "workflows").glob("*.yml"))
 SCRIPTS = sorted(path.name for path in (REPO / ".ci").iterdir())
 
 
+# The first major version of each action that runs on Node 24: runners have no older one any more.
+FLOORS = {
+    "actions/checkout": 5,
+    "actions/setup-python": 6,
+    "actions/cache": 5,
+    "actions/upload-artifact": 6,
+    "actions/download-artifact": 7,
+    "astral-sh/setup-uv": 7,
+}
+# macOS 27, which hosted runners have as a preview only.
+PREVIEW = "xcode-27"
+
+
 def jobs(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
     return found
 
 
+def steps() -> list[dict[str, Any]]:
+    return [step for path in WORKFLOWS for job in jobs(path).values() for step in job["steps"]]
+
+
 def commands() -> list[str]:
-    steps = [step for path in WORKFLOWS for job in jobs(path).values() for step in job["steps"]]
-    return [step["run"] for step in steps if "run" in step]
+    return [step["run"] for step in steps() if "run" in step]
+
+
+def test_no_action_needs_a_node_that_runners_do_not_have() -> None:
+    used = {tuple(step["uses"].split("@v")) for step in steps() if "uses" in step}
+    assert {name for name, _ in used} == set(FLOORS)
+    for name, version in used:
+        assert int(version) >= FLOORS[name], name
 
 
 def test_every_step_is_a_script_that_runs_here_too() -> None:
@@ -42,14 +65,22 @@ def test_a_script_can_be_run_from_anywhere(name: str) -> None:
     assert "set -euo pipefail\ncd " in text
 
 
-def test_tests_and_installations_run_on_all_three_kinds_of_machine() -> None:
-    kinds = {"ubuntu-24.04", "ubuntu-24.04-arm", "macos-15"}
+def test_tests_and_installations_run_on_all_kinds_of_machine() -> None:
+    linux, macs = {"ubuntu-24.04", "ubuntu-24.04-arm"}, {"macos-15", "macos-26"}
     (checks,) = [jobs(path) for path in WORKFLOWS if path.name == "checks.yml"]
     (nightly,) = [jobs(path) for path in WORKFLOWS if path.name == "nightly.yml"]
-    for job in (checks["tests"], checks["install"], nightly["long"]):
-        assert set(job["strategy"]["matrix"]["os"]) == kinds
-    assert checks["metal"]["runs-on"] == "macos-15"
+    for job in (checks["tests"], checks["install"]):
+        assert set(job["strategy"]["matrix"]["os"]) == linux | macs
+    assert set(nightly["long"]["strategy"]["matrix"]["os"]) == linux | {"macos-15"}
+    assert set(checks["metal"]["strategy"]["matrix"]["os"]) == macs | {PREVIEW}
     assert all("timeout-minutes" in job for job in (*checks.values(), *nightly.values()))
+
+
+def test_a_preview_of_a_system_is_tried_and_may_fail() -> None:
+    (checks,) = [jobs(path) for path in WORKFLOWS if path.name == "checks.yml"]
+    assert checks["install"]["strategy"]["matrix"]["include"] == [{"os": PREVIEW, "python": "3.14"}]
+    for name in ("install", "metal"):
+        assert checks[name]["continue-on-error"] == f"${{{{ matrix.os == '{PREVIEW}' }}}}"
 
 
 @pytest.mark.parametrize("name", ["bug", "machine", "wish"])

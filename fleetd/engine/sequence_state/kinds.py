@@ -291,6 +291,9 @@ class Several(StateKind):
     def held(self, cache: Any) -> int | None:
         return first_held(cache.caches)
 
+    def compact(self, cache: Any) -> Any:
+        return CacheList(*(kind_of(part).compact(part) for part in cache.caches))
+
     def saved(self, cache: Any) -> list[Any] | None:
         if self.has_rows(cache):
             return None

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from fleetd.engine.sequence_state.array_bytes import as_bytes, pieces
 from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.growth import in_steps
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.shapes import QuantisedShape, RowShape
 
@@ -22,7 +23,7 @@ from fleetd.engine.sequence_state.shapes import QuantisedShape, RowShape
 def preallocated(shape: RowShape, tokens: int, prefix: Any = None, *, empty: KVCache | None = None) -> Any:
     """``empty``, or a new cache, with room for ``tokens`` in the steps in which mlx-lm makes room, and
     ``prefix``, a cache of the same shape, copied into it."""
-    room = -(-max(tokens, 1) // KVCache.step) * KVCache.step
+    room = in_steps(tokens)
     arrays = [mx.zeros((1, shape.heads, room, width), dtype) for width, dtype in shape.row_arrays]
     if isinstance(shape, QuantisedShape):
         cache = QuantizedKVCache(shape.group_size, shape.bits)

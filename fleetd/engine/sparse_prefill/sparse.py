@@ -19,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.architectures import ANY_TEXT, CUT
 from fleetd.engine.prefill import give_back
+from fleetd.engine.sequence_state import growth
 from fleetd.engine.sequence_state.copies import beginning
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install
@@ -81,7 +82,8 @@ class SparsePrefiller:
         where = self.kept[self.done : self.done + n]
         for layer in self.cache:
             layer.expect(where)
-        self.model(mx.array([[self.tokens[i] for i in where]]), cache=self.cache)
+        with growth.at_once(self.cache, self.remaining):
+            self.model(mx.array([[self.tokens[i] for i in where]]), cache=self.cache)
         mx.eval([layer.state for layer in self.cache])
         self.done += n
         give_back(done=not self.remaining)

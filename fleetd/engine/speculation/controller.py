@@ -68,6 +68,9 @@ class Draft:
     tokens: tuple[int, ...] = ()
 
 
+NO_DRAFT = Draft()
+
+
 @dataclass(slots=True)
 class Controller:
     """Decides for one sequence. Each turn: ``choose``, then ``verified`` with the result of the pass."""
@@ -87,7 +90,7 @@ class Controller:
 
     def choose(self, proposals: Mapping[str, Sequence[int]], room: int) -> Draft:
         """The drafts to verify, at most ``room``; sources in order of preference."""
-        best, gain = Draft(), MARGIN
+        best, gain = NO_DRAFT, MARGIN
         for name, tokens in proposals.items():
             if not tokens:
                 continue

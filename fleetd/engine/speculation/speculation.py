@@ -9,7 +9,7 @@ A source that raises is left out from then on: drafts are never worth an answer.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -88,15 +88,19 @@ class SequenceDrafts:
         if self.names is None or source.name in self.names:
             self.sources.insert(0, source)
 
-    def choose(self, tokens: Sequence[int], room: int) -> Draft:
-        """What the next pass verifies, at most ``room`` drafts."""
-        most = self.controller.most
-        proposals = {}
+    def proposals(self, tokens: Sequence[int]) -> dict[str, list[int]]:
+        """What each source that has a guess proposes; mostly none has."""
+        found = {}
         for source in list(self.sources):
             try:
-                proposals[source.name] = self._known(source.propose(tokens, most))
+                if known := self._known(source.propose(tokens, self.controller.most)):
+                    found[source.name] = known
             except Exception:
                 self._drop(source)
+        return found
+
+    def choose(self, proposals: Mapping[str, Sequence[int]], room: int) -> Draft:
+        """What the next pass verifies, at most ``room`` drafts."""
         return self.controller.choose(proposals, room)
 
     def promise(self, draft: Draft) -> Promise:

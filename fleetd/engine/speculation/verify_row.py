@@ -37,10 +37,15 @@ from fleetd.engine.sequence_state import rollback
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """One token of an answer; ``logprobs`` is (V,)."""
+    """One token of an answer; ``row`` is (1, V)."""
 
     token: int
-    logprobs: mx.array
+    row: mx.array
+
+    @property
+    def logprobs(self) -> mx.array:  # (V,)
+        """Cut out when it is asked for: few answers are."""
+        return self.row[0]
 
 
 @dataclass(slots=True)
@@ -113,8 +118,8 @@ class VerifyRow:
         token, logprobs = self._next or self._begin(mx.array(self.tokens[self.held :]), self.generated)
         self.pending = 0
         self._next = self._begin(token, self.generated + 1, unread=True) if ahead else None
-        mx.eval(token, logprobs)
-        chosen = Chosen(int(np.array(token)[0]), logprobs[0])
+        # They have been computed together.
+        chosen = Chosen(_id(token), logprobs)
         self._commit([chosen.token])
         return chosen
 
@@ -142,7 +147,7 @@ class VerifyRow:
             right = 0
             while right < len(drafts) and tokens[right] == drafts[right]:
                 right += 1
-            return [Chosen(tokens[i], found[i][0]) for i in range(right + 1)]
+            return [Chosen(tokens[i], found[i]) for i in range(right + 1)]
         out: list[Chosen] = []
         for i, row in enumerate(rows):
             context = self._seen() if self.processors else None
@@ -150,7 +155,7 @@ class VerifyRow:
                 context = mx.concatenate([context, mx.array(list(drafts[:i]), dtype=mx.int32)])
             logprobs, token = self._sample(row, self.generated + i, context)
             mx.eval(token, logprobs)
-            out.append(Chosen(int(np.array(token)[0]), logprobs[0]))
+            out.append(Chosen(_id(token), logprobs))
             if i < len(drafts) and out[i].token != drafts[i]:
                 break
         return out
@@ -196,6 +201,11 @@ class VerifyRow:
             rollback.take_back(self.cache, undone)
         self._next = None
         return self.tokens[:kept], rollback.compact(self.cache)
+
+
+def _id(token: mx.array) -> int:  # (1,)
+    found: Any = token.item()
+    return int(found)
 
 
 def _normalised(logits: mx.array) -> mx.array:
