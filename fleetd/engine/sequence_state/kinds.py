@@ -34,6 +34,7 @@ from mlx_lm.models.cache import (
 from fleetd.engine.sequence_state import rings
 from fleetd.engine.sequence_state.copies import beginning, copy_on_write
 from fleetd.engine.sequence_state.shapes import AnyShape, KvShape, QuantisedShape, RunningShape
+from fleetd.plan.state_sizes import StateSizes
 
 ANY = 1 << 30
 
@@ -117,15 +118,15 @@ class StateKind:
         """Keys and values of tokens [start, start + count), if it has them."""
         return cache.keys[..., start : start + count, :], cache.values[..., start : start + count, :]
 
-    def row_bytes(self, cache: Any) -> int:
-        """Bytes of a token, in a cache in which there is something."""
+    def sizes(self, cache: Any) -> StateSizes:
+        """What a cache of its kind takes for any number of tokens; this one holds a few."""
+        return StateSizes(self._row_bytes(cache))
+
+    def _row_bytes(self, cache: Any) -> int:
+        """Bytes of a token."""
         if getattr(cache, "keys", None) is None:
             return 0
         return sum(array.nbytes // array.shape[2] for array in self.arrays(cache) if array is not None)
-
-    def state_bytes(self, cache: Any) -> int:
-        """Bytes that are the same for any prompt."""
-        return 0
 
     def shape(self, cache: Any) -> AnyShape:
         """Of a cache in which there is something. Raises TypeError: it can be sent nowhere."""
@@ -202,20 +203,11 @@ class Window(StateKind):
     def window(self, cache: Any) -> int:
         return int(cache.max_size)
 
+    def sizes(self, cache: Any) -> StateSizes:
+        return StateSizes(0, window_bytes=self._row_bytes(cache), window=self.window(cache))
+
     def saved(self, cache: Any) -> Any:
-        own = copy_on_write(cache)
-        if (
-            cache.keys is None
-            or cache.keep
-            or cache._idx != cache.keys.shape[2]
-            or cache._idx <= cache.max_size
-        ):
-            return own
-        # A chunk leaves more rows than the window has; what is added next drops these before anything else.
-        own.keys = mx.contiguous(cache.keys[..., -cache.max_size :, :])
-        own.values = mx.contiguous(cache.values[..., -cache.max_size :, :])
-        own._idx = cache.max_size
-        return own
+        return rings.saved(cache)
 
     def rows(self, cache: Any, start: int, count: int) -> tuple[mx.array, mx.array] | None:
         return rings.rows(cache, start, count)
@@ -255,8 +247,8 @@ class Running(StateKind):
     def rows(self, cache: Any, start: int, count: int) -> None:
         return None
 
-    def state_bytes(self, cache: Any) -> int:
-        return int(cache.nbytes)
+    def sizes(self, cache: Any) -> StateSizes:
+        return StateSizes(0, state_bytes=int(cache.nbytes))
 
     def shape(self, cache: Any) -> RunningShape:
         if any(array is None for array in cache.cache):

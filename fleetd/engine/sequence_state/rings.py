@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
+from fleetd.engine.sequence_state.copies import copy_on_write
+
 
 @dataclass(frozen=True, slots=True)
 class RingState:
@@ -34,6 +36,14 @@ class RingState:
             shadow.update_and_fetch(chunk, chunk)
         return RingState.of(shadow)
 
+    def saved(self, empty: RotatingKVCache) -> RingState:
+        """As a copy that ``StateKind.saved`` made has it. A chunk leaves more rows than the window has; what
+        is added next drops these before anything else, and the copy does without them."""
+        window = int(empty.max_size)
+        if empty.keep or self.index != self.held or self.held <= window:
+            return self
+        return RingState(self.seen, window, window)
+
     @property
     def first(self) -> int:
         """The first token that is still held."""
@@ -47,6 +57,17 @@ def rows(cache: RotatingKVCache, start: int, count: int) -> tuple[mx.array, mx.a
         return None
     begin, stop = start - at.first, start - at.first + count
     return _in_order(cache.keys, at)[..., begin:stop, :], _in_order(cache.values, at)[..., begin:stop, :]
+
+
+def saved(cache: RotatingKVCache) -> RotatingKVCache:
+    """A copy that can be added to, without the rows that the next tokens drop."""
+    at = RingState.of(cache)
+    short = at.saved(cache)
+    own = copy_on_write(cache)
+    if short != at:
+        own.keys, own.values = (mx.contiguous(x[..., -short.held :, :]) for x in (cache.keys, cache.values))
+        own._idx = short.index
+    return own
 
 
 def first_cut(cache: RotatingKVCache) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -36,6 +36,8 @@ from fleetd.errors import PeerWrong
 # Keys and values (1, heads, count, width) of some tokens, for each cache of a layer; None where it has no row
 # for each of them. Or the arrays of a running state.
 Rows = list[tuple[mx.array, ...] | None]
+_Drawn = TypeVar("_Drawn")
+_FIRST = limits.SHARE_SPOT_TOKENS
 WHAT_TO_SUSPECT = "Its model, its accelerator or its memory is not what it says."
 
 
@@ -140,6 +142,11 @@ def drawn(tokens: range, count: int, draw: random.Random) -> range:
     return range(start, start + count)
 
 
+def one_of(found: Sequence[_Drawn], draw: random.Random) -> _Drawn:
+    """One of several; where there is one, nothing is drawn."""
+    return draw.choice(found) if len(found) > 1 else found[0]
+
+
 class LaterRows:
     """``ReceivedRows`` of tokens that are all here, with all before them."""
 
@@ -220,9 +227,15 @@ class SpotCheck:
         empty = parts(probe.parts[layer].empty[0])
         for cache, mine, sent in zip(empty, probe.rows[layer], theirs, strict=True):
             if mine is not None and sent is not None:
-                names = ("keys", "values") if kind_of(cache).attention else ("running states",) * len(mine)
+                rows = kind_of(cache).attention
+                names = ("keys", "values") if rows else ("running states",) * len(mine)
                 for name, ours, other in zip(names, mine, sent, strict=True):
                     self._check(ours, other, owner, f"{name} of layer {layer}")
+                    if rows and probe.count > _FIRST:
+                        # What was sent of earlier tokens shows in the first ones; later ones may forget it.
+                        self._check(
+                            ours[..., :_FIRST, :], other[..., :_FIRST, :], owner, f"{name} of layer {layer}"
+                        )
         after = self._received.hidden(probe.place, layer + 1, probe.count)
         if after is not None and probe.computed:
             self._check(probe.hidden, after, owner, f"hidden states before layer {layer + 1}")
