@@ -34,7 +34,7 @@ from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.engine.scoring.profile_search import ProfileSearch
-from fleetd.engine.sequence_state import checkpoints
+from fleetd.engine.sequence_state import batches, checkpoints
 from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
@@ -411,7 +411,7 @@ def decodes_together(model: Any) -> bool:
     for tokens, cache in zip(_UNEQUAL, caches, strict=True):
         mx.eval(model(mx.array([tokens]), cache=cache))
     try:
-        batch = [pair[0].merge(list(pair)) for pair in zip(*caches, strict=True)]
+        batch = batches.merged(caches)
         together = model(mx.concatenate([one, one]), cache=batch).astype(mx.float32)
         mx.eval(together)
     except ValueError:

@@ -34,6 +34,7 @@ from mlx_lm.models.cache import (
 from fleetd.engine.sequence_state import rings
 from fleetd.engine.sequence_state.copies import beginning, copy_on_write
 from fleetd.engine.sequence_state.shapes import AnyShape, KvShape, QuantisedShape, RunningShape
+from fleetd.engine.sequence_state.write_index import write_index
 from fleetd.plan.state_sizes import StateSizes
 
 ANY = 1 << 30
@@ -83,6 +84,19 @@ class StateKind:
         """Tokens in there; None if it does not count them."""
         return int(cache.offset) if hasattr(cache, "offset") else None
 
+    def end(self, cache: Any) -> int:
+        """Where in its arrays the newest row ends."""
+        return int(cache.offset)
+
+    def set_held(self, cache: Any, tokens: int) -> None:
+        """Let its first ``tokens`` rows count, which are there. Not of a window."""
+        cache.offset = tokens
+
+    def fill(self, cache: Any, keys: mx.array, values: mx.array, tokens: int) -> None:
+        """Let it hold these rows, the first ``tokens`` of which count. Not of a window."""
+        cache.keys, cache.values = keys, values
+        self.set_held(cache, tokens)
+
     def window(self, cache: Any) -> int | None:
         """Tokens back that it keeps; None if it has no such bound."""
         return None
@@ -114,8 +128,8 @@ class StateKind:
         """All that it keeps, without."""
         return tuple(cache.keys_and_values())
 
-    def rows(self, cache: Any, start: int, count: int) -> tuple[mx.array, mx.array] | None:
-        """Keys and values of tokens [start, start + count), if it has them."""
+    def rows(self, cache: Any, start: int, count: int) -> tuple[mx.array, ...] | None:
+        """Keys and values of tokens [start, start + count), in all their arrays, if it has them."""
         return cache.keys[..., start : start + count, :], cache.values[..., start : start + count, :]
 
     def sizes(self, cache: Any) -> StateSizes:
@@ -176,6 +190,9 @@ class QuantisedRows(_Rows):
         keys, values = cache.keys_and_values()
         return (*keys, *values)
 
+    def rows(self, cache: Any, start: int, count: int) -> tuple[mx.array, ...]:
+        return tuple(array[..., start : start + count, :] for array in self.arrays(cache))
+
     def shape(self, cache: Any) -> QuantisedShape:
         arrays = (*cache.keys, *cache.values)
         return QuantisedShape(
@@ -199,6 +216,10 @@ class Window(StateKind):
 
     def can_go_back(self, cache: Any) -> bool:
         return int(cache.offset) < int(cache.max_size)
+
+    def end(self, cache: Any) -> int:
+        # In a cache that rotates as in one that has not yet, the newest rows end where it writes next.
+        return write_index(cache)
 
     def window(self, cache: Any) -> int:
         return int(cache.max_size)
@@ -305,7 +326,7 @@ class BatchRows(StateKind):
     widens = True
 
     def held(self, cache: Any) -> int:
-        return int(cache._idx)
+        return write_index(cache)
 
 
 _KINDS: dict[type, StateKind] = {

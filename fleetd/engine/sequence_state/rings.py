@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
 from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.write_index import set_write_index, write_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +24,12 @@ class RingState:
     @classmethod
     def of(cls, cache: RotatingKVCache) -> RingState:
         held = 0 if cache.keys is None else cache.keys.shape[2]
-        return cls(int(cache.offset), held, int(cache._idx))
+        return cls(int(cache.offset), held, write_index(cache))
 
     def after(self, empty: RotatingKVCache, sizes: Iterable[int]) -> RingState:
         """After chunks of ``sizes`` more: mlx-lm's own cache tells, with rows of one number each."""
-        shadow = copy.copy(empty)
-        shadow.offset, shadow._idx = self.seen, self.index
-        if self.held:
-            shadow.keys = shadow.values = mx.zeros((1, 1, self.held, 1))
+        rows = mx.zeros((1, 1, self.held, 1)) if self.held else None
+        shadow = ring(empty, rows, rows, self.seen, self.index)
         for size in sizes:
             chunk = mx.zeros((1, 1, size, 1))
             shadow.update_and_fetch(chunk, chunk)
@@ -50,6 +49,16 @@ class RingState:
         return max(0, self.seen - self.held)
 
 
+def ring(
+    like: RotatingKVCache, keys: mx.array | None, values: mx.array | None, seen: int, index: int
+) -> RotatingKVCache:
+    """A cache of the kind of ``like`` with these rows, after ``seen`` tokens."""
+    cache = copy.copy(like)
+    cache.keys, cache.values, cache.offset = keys, values, seen
+    set_write_index(cache, index)
+    return cache
+
+
 def rows(cache: RotatingKVCache, start: int, count: int) -> tuple[mx.array, mx.array] | None:
     """Keys and values of tokens [start, start + count), where all of them are still held; else None."""
     at = RingState.of(cache)
@@ -66,7 +75,7 @@ def saved(cache: RotatingKVCache) -> RotatingKVCache:
     own = copy_on_write(cache)
     if short != at:
         own.keys, own.values = (mx.contiguous(x[..., -short.held :, :]) for x in (cache.keys, cache.values))
-        own._idx = short.index
+        set_write_index(own, short.index)
     return own
 
 
@@ -82,11 +91,9 @@ def before(cache: RotatingKVCache, tokens: int) -> RotatingKVCache:
     """A cache of the first ``tokens``, to be added to; see ``first_cut``. Its rows are copies."""
     room = min(tokens, int(cache.max_size))
     count = min(tokens - RingState.of(cache).first, room)
-    earlier = copy.copy(cache)
     found = rows(cache, tokens - count, count) if count else None
-    earlier.keys, earlier.values = (None, None) if found is None else (_filled(x, room) for x in found)
-    earlier.offset, earlier._idx = tokens, room
-    return earlier
+    keys, values = (None, None) if found is None else (_filled(x, room) for x in found)
+    return ring(cache, keys, values, tokens, room)
 
 
 def _filled(rows: mx.array, room: int) -> mx.array:

@@ -102,7 +102,7 @@ class _HelperWork:
             self.states.start((layer, part), cache)
             self.caches[layer][part] = cache
         else:
-            self.caches[layer][part].offset = self.split.cached
+            kind_of(self.caches[layer][part]).set_held(self.caches[layer][part], self.split.cached)
         self.lacking.discard((layer, part))
 
 
@@ -198,7 +198,8 @@ class TokensOfHelper(_HelperWork):
             if head.kind is Kind.STATE:
                 self.caches[head.layer][head.part] = self.states.taken(frame)
             else:
-                self.caches[head.layer][head.part].offset = self.tokens.start
+                cache = self.caches[head.layer][head.part]
+                kind_of(cache).set_held(cache, self.tokens.start)
             self.row_buffers.pop((head.layer, head.part), None)
             self._frames += 1
 

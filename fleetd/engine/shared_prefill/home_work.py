@@ -158,9 +158,8 @@ class _HomeWork:
         """The first ``tokens`` of a cache, to be added to. Only these are copied then, not all the room."""
         short = row_cache(sparse=bool(self.split.prompt_span))
         if tokens:
-            short.keys = cache.keys[..., :tokens, :]
-            short.values = cache.values[..., :tokens, :]
-            short.offset = tokens
+            rows = (array[..., :tokens, :] for array in kind_of(cache).arrays(cache))
+            kind_of(short).fill(short, *rows, tokens)
         return short
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
@@ -298,7 +297,8 @@ class LayersAtHome(_HomeWork):
                 self._ended[place] = True
                 for layer, part in self.places(self.split.layers_of(place), in_rows=True):
                     if self.row_buffers.pop((layer, part), None) is not None:
-                        self.caches[layer][part].offset = self.split.tokens
+                        cache = self.caches[layer][part]
+                        kind_of(cache).set_held(cache, self.split.tokens)
 
     @property
     def computable(self) -> bool:
@@ -441,7 +441,7 @@ class TokensAtHome(_HomeWork):
         for part, shape in enumerate(self.layout.parts(layer)):
             self.row_buffers.pop((layer, part), None)
             if shape.in_rows:
-                self.caches[layer][part].offset = self._cut
+                kind_of(self.caches[layer][part]).set_held(self.caches[layer][part], self._cut)
             else:
                 self.caches[layer][part] = copy_on_write(self._after[-1][layer, part])
 

@@ -130,8 +130,7 @@ def _newest(cache: Any, count: int) -> tuple[mx.array, mx.array] | None:
     """Keys and values of the last ``count`` tokens; None for a running state."""
     if not kind_of(cache).attention:
         return None
-    # Where a cache rotates as where it does not, the newest rows end where it writes next.
-    end = getattr(cache, "_idx", cache.offset)
+    end = kind_of(cache).end(cache)
     return row_memory.copied(cache, end - count, end)
 
 
