@@ -331,10 +331,10 @@ CLOCK_UNIX_S = 2.0**36
 # ---- Checkpoints: states at earlier tokens of a prompt, for models that cannot take tokens back -----------
 # Tokens between the last two: what is computed again beside the tokens that changed.
 CHECKPOINT_BLOCK_TOKENS = 256
-# The last two blocks, then at doubling distances: six reach back 8,000 tokens from the end.
-CHECKPOINTS_PER_PROMPT = 6
-# So many of them at borders of messages and at clients' marks. The other two are at ends of blocks, where the
-# disk has them, and from where another machine's are checked.
+# The last two blocks, then at doubling distances: without borders eight reach back 32,000 tokens.
+CHECKPOINTS_PER_PROMPT = 8
+# So many of them at borders of messages and at clients' marks. Two are at the last ends of blocks, where the
+# disk has them, and from where another machine's are checked. The others are for edits in mid-conversation.
 CHECKPOINTS_AT_BORDERS = 4
 # A border so few tokens behind another place has none of its own: to read these again takes no longer than to
 # stop there.
@@ -343,6 +343,9 @@ CHECKPOINT_APART_TOKENS = 32
 CHECKPOINT_SHARE = 4
 
 # ---- Fleet: shared prefill -------------------------------------------------------------------------------
+# Sending states at earlier tokens, for prompts that go on from there, may make a shared prefill longer by
+# this share; where links are slower, fewer are sent: the later ones, as a conversation is edited at its end.
+SHARE_STATES_SHARE = 0.05
 # Machines that share one prompt, the one that answers included: each one more costs a chunk of waiting.
 SHARE_MACHINES = 4
 # Layers of a model: several times the deepest one there is.

@@ -239,6 +239,8 @@ class CardMaker:
             layers=whole.layers,
             kv_bytes_per_token=whole.kv_bytes_per_token,
             state_bytes=whole.state_bytes,
+            window_bytes_per_token=whole.window_bytes_per_token,
+            window_tokens=whole.window_tokens,
             hidden_bytes=whole.hidden_bytes,
             outside_bytes=whole.outside_bytes,
             any_chunks=whole.any_chunks,

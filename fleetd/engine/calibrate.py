@@ -22,7 +22,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.chunk_size import ALONE_GPU_S
 from fleetd.engine.sequence_state.copies import cache_of
-from fleetd.engine.sequence_state.kinds import all_plain
+from fleetd.engine.sequence_state.kinds import all_plain, kind_of
+from fleetd.engine.sequence_state.parts import sizes
 from fleetd.hardware.other_load import CpuReading
 from fleetd.limits import MIB
 
@@ -209,7 +210,7 @@ class Calibration:
             if behind_s > SHOWS * self._best_s(n) and self._fits(behind_s):
                 # It may have been another program that showed, and each prompt would pay for that.
                 for layer in cache:
-                    layer.offset = context
+                    kind_of(layer).set_held(layer, context)
                 behind_s = min(behind_s, self._run(n, cache))
                 yield
             if context == CONTEXTS[0] and self._fits(self._best_s(n)):
@@ -260,8 +261,7 @@ def _made_up(like: list[Any], context: int, more: int) -> list[Any] | None:
     """
     if not all_plain(like) or any(layer.keys is None for layer in like):
         return None
-    rows = sum((layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2] for layer in like)
-    if rows * (context + more) > CONTEXT_BYTES:
+    if sizes(like).of(context + more) > CONTEXT_BYTES:
         return None
     cache = []
     for layer in like:

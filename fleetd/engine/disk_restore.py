@@ -11,6 +11,7 @@ from fleetd.cache.pricing import PrefillCost, restore_s
 from fleetd.cache.restoring import BlockReader, Restore, RestoreState
 from fleetd.engine.prefix_cache import DENSE, Hit, PrefixCache
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, BlockLayout, block_rows
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
@@ -124,7 +125,7 @@ class Restoring:
         if blocks * _BLOCK <= self._have:
             return self._none()
         for part in self._cache:
-            part.offset = blocks * _BLOCK
+            kind_of(part).set_held(part, blocks * _BLOCK)
         cache = snapshot.cache(self._tier.empty, self._cache)
         self.tokens = (blocks - self._first) * _BLOCK
         self.n_bytes = (blocks - self._first) * layout.header(0).nbytes + snapshot.nbytes

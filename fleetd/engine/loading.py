@@ -34,9 +34,8 @@ from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.engine.scoring.profile_search import ProfileSearch
-from fleetd.engine.sequence_state import checkpoints
-from fleetd.engine.sequence_state.kinds import kind_of
-from fleetd.engine.sequence_state.parts import all_parts
+from fleetd.engine.sequence_state import batches, checkpoints
+from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
@@ -51,6 +50,7 @@ from fleetd.models import digest as digests
 from fleetd.models import manifest
 from fleetd.models.memory_need import WORKING_BYTES, build_bytes, weights_in_memory
 from fleetd.models.verify import verify
+from fleetd.plan.state_sizes import StateSizes
 
 Device = Literal["cpu", "metal", "cuda"]
 # Prefix cache: this share of what is left for KV, so that keeping old prompts never starves new ones.
@@ -158,7 +158,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         report(Loading("reading the tokenizer"))
         tokenizer = reading.result()
     report(Loading("warming up"))
-    per_token, running = _warm_up(model)
+    sizes = _warm_up(model)
     vocabulary, context = _vocabulary(config, tokenizer), context_tokens(config)
     key = VerdictKey.now(_digest(settings), device, accelerator_name(device), versions())
     findings = FindingsKey.now(key)
@@ -219,7 +219,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         vocab_size=vocabulary,
         context_tokens=context,
         weights_bytes=weights,
-        kv_bytes_per_token=per_token,
+        kv_bytes_per_token=sizes.token_bytes,
         kv_budget_bytes=max(0, left - prefix_bytes),
         has_chat_template=bool(tokenizer.has_chat_template),
         tool_calls=bool(tokenizer.has_tool_calling),
@@ -232,7 +232,9 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         prefill_context_s=speeds.prefill_context_s,
         prefill_fixed_s=speeds.prefill_fixed_s,
         doubt=speeds.doubt,
-        state_bytes=running,
+        state_bytes=sizes.state_bytes,
+        window_bytes_per_token=sizes.window_bytes,
+        window_tokens=sizes.window,
         hidden_bytes=sharable.layout.hidden_bytes(1) if sharable else 0,
         outside_bytes=sharable.stage.outside_bytes if sharable else 0,
         layer_bytes=sharable.stage.layer_bytes if sharable else 0,
@@ -385,11 +387,8 @@ def _tokenizer(path: Path, config: dict[str, Any]) -> Any:
 
 # A device that has no memory left raises RuntimeError.
 @over_files("The model cannot compute anything", RuntimeError)
-def _warm_up(model: Any) -> tuple[int, int]:
-    """A short prefill and one decode step compile the kernels.
-
-    Returns bytes over all layers: of KV per token, and of running states.
-    """
+def _warm_up(model: Any) -> StateSizes:
+    """A short prefill and one decode step compile the kernels, and show what a sequence takes."""
     cache = make_prompt_cache(model)
     lone = next((type(layer).__name__ for layer in cache if not hasattr(layer, "merge")), None)
     if lone is not None:
@@ -399,7 +398,7 @@ def _warm_up(model: Any) -> tuple[int, int]:
         )
     mx.eval(model(mx.array([[1] * 8]), cache=cache))
     mx.eval(model(mx.array([[1]]), cache=cache))
-    return kv_bytes_per_token(cache), state_bytes(cache)
+    return sizes_of(cache)
 
 
 @over_files("The model cannot decode two answers", RuntimeError)
@@ -414,24 +413,13 @@ def decodes_together(model: Any) -> bool:
     for tokens, cache in zip(_UNEQUAL, caches, strict=True):
         mx.eval(model(mx.array([tokens]), cache=cache))
     try:
-        batch = [pair[0].merge(list(pair)) for pair in zip(*caches, strict=True)]
+        batch = batches.merged(caches)
         together = model(mx.concatenate([one, one]), cache=batch).astype(mx.float32)
         mx.eval(together)
     except ValueError:
         return False
     alone = mx.concatenate([model(one, cache=cache) for cache in caches]).astype(mx.float32)
     return bool(mx.abs(together - alone).max() <= _ROUNDING * mx.abs(alone).max())
-
-
-def kv_bytes_per_token(cache: list[Any]) -> int:
-    """Over all layers whose caches, in which there is something, keep rows per token."""
-    return max(1, sum(kind_of(part).row_bytes(part) for part in all_parts(cache)))
-
-
-def state_bytes(cache: list[Any]) -> int:
-    """Over all layers whose caches, in which there is something, keep a running state: the same for any
-    prompt."""
-    return sum(kind_of(part).state_bytes(part) for part in all_parts(cache))
 
 
 def _defaults(path: Path) -> SamplingDefaults:

@@ -12,6 +12,7 @@ from fleetd.engine.failures import require
 from fleetd.errors import OutOfMemory
 from fleetd.limits import GIB, MIB
 from fleetd.models.memory_need import WORKING_BYTES
+from fleetd.plan.state_sizes import StateSizes
 
 # KV is promised to a sequence in steps of this many tokens, as it grows: most answers are far shorter than
 # the context would allow, and promising all of that up front would let one chat fill the memory.
@@ -39,23 +40,30 @@ def admit_weights(name: str, weights_bytes: int, room: MemoryBudget) -> None:
 @dataclass(slots=True)
 class KvBudget:
     """Bytes promised to running requests. A batch is padded to its longest member, so the price of a
-    set of requests is its size times its longest length, and ``fixed_bytes`` for each, which running states
-    take; what is lent to other machines' prompts, which are never in a batch, is counted as it is."""
+    set of requests is the size of its longest one for each; what is lent to other machines' prompts, which
+    are never in a batch, is counted as it is."""
 
     budget_bytes: int
-    bytes_per_token: int
-    _tokens: dict[str, int]
+    sizes: StateSizes
+    _tokens: dict[str, int] = field(default_factory=dict)
     _lent: dict[str, int] = field(default_factory=dict)
-    fixed_bytes: int = 0
 
     @classmethod
-    def of(cls, budget_bytes: int, bytes_per_token: int, fixed_bytes: int = 0) -> KvBudget:
-        return cls(budget_bytes, bytes_per_token, {}, fixed_bytes=fixed_bytes)
+    def of(
+        cls,
+        budget_bytes: int,
+        bytes_per_token: int,
+        fixed_bytes: int = 0,
+        window_bytes: int = 0,
+        window: int = 0,
+    ) -> KvBudget:
+        """The sizes as in StateSizes."""
+        return cls(budget_bytes, StateSizes(bytes_per_token, fixed_bytes, window_bytes, window))
 
     def price(self, request: str, tokens: int) -> int:
         """Bytes in use if ``request``, running or not, held ``tokens``."""
         others = [held for name, held in self._tokens.items() if name != request]
-        each = max([tokens, *others]) * self.bytes_per_token + self.fixed_bytes
+        each = self.sizes.of(max([tokens, *others]))
         return (len(others) + 1) * each + sum(self._lent.values())
 
     def lend(self, name: str, n_bytes: int) -> None:
@@ -82,11 +90,11 @@ class KvBudget:
     @property
     def capacity_tokens(self) -> int:
         """Tokens one request can have when nothing else runs."""
-        return max(0, self.budget_bytes - self.fixed_bytes) // self.bytes_per_token
+        return self.sizes.fitting(self.budget_bytes)
 
     def check_alone(self, tokens: int) -> None:
         """Raises OutOfMemory if a request would not fit even with nothing else running."""
-        need = tokens * self.bytes_per_token + self.fixed_bytes
+        need = self.sizes.of(tokens)
         if need > self.budget_bytes:
             raise OutOfMemory(
                 f"A prompt and answer of {tokens} tokens need {human(need)} of KV cache; "
@@ -117,5 +125,5 @@ class KvBudget:
 
     @property
     def used_bytes(self) -> int:
-        each = max(self._tokens.values(), default=0) * self.bytes_per_token + self.fixed_bytes
+        each = self.sizes.of(max(self._tokens.values(), default=0))
         return len(self._tokens) * each + sum(self._lent.values())

@@ -45,8 +45,10 @@ class Prefiller:
     borders: Sequence[int] = ()
     states: dict[int, list[Any]] = field(default_factory=dict, init=False)
     _places: list[int] = field(default_factory=list, init=False)
+    _begun: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self._begun = self.done
         if self.state_bytes and checkpoints.needed(self.cache):
             self._places = checkpoints.places(len(self.tokens), self.borders, self.done)
             if self.done and not self.done % limits.CHECKPOINT_BLOCK_TOKENS:
@@ -59,9 +61,10 @@ class Prefiller:
 
     def step(self, chunk_tokens: int) -> int:
         """Compute at most ``chunk_tokens`` more; returns how many."""
-        n = min(chunk_tokens, self.remaining)
         if self.score is not None:
-            n = min(n, SCORED_TOKENS)
+            chunk_tokens = min(chunk_tokens, SCORED_TOKENS)
+        # After a place the chunks go on as if it were not there: a split of the prompt has the same ones.
+        n = min(chunk_tokens - (self.done - self._begun) % chunk_tokens, self.remaining)
         if n <= 0:
             return 0
         if self._places:

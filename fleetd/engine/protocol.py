@@ -32,6 +32,7 @@ from fleetd.bounded import Count, Logprob, Natural, Seconds, Text
 from fleetd.compression.packed import PackedScores
 from fleetd.control.prefill_trace import Speculated
 from fleetd.plan.prefill.split import Split
+from fleetd.plan.state_sizes import StateSizes
 
 # ---- What to generate ------------------------------------------------------------------------------------
 
@@ -326,7 +327,7 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
     chunks: Literal["any", "same"] = "same"
     # Why prompts of which tokens are left out are not shared; "" if they are. Older versions do not say.
     sparse: str = "It shares whole prompts only."
-    # In which form running states are sent; 0 if these layers keep none, and of older versions.
+    # In which form states and windows are sent; 0 if these layers keep none, and of older versions.
     states: Natural = 0
 
     @property
@@ -347,8 +348,8 @@ class ScoringState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The model is loaded. Sizes in bytes; ``kv_bytes_per_token`` and ``state_bytes`` over the layers that
-    are held, the latter of running states, whose size no prompt changes. ``layers``: as a prefill has them.
+    """The model is loaded. Sizes in bytes. ``sizes``: of a sequence, over the layers that are held.
+    ``layers``: as a prefill has them.
 
     Speeds are those of one request alone on a short context; 0 if there was no time to measure them.
     ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
@@ -383,6 +384,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     prefill_fixed_s: float = 0.0
     doubt: str = ""
     state_bytes: int = 0
+    window_bytes_per_token: Count = 0
+    window_tokens: Count = 0
     hidden_bytes: int = 0
     # The part of ``weights_bytes`` that belongs to no layer: a machine that has some layers has a part of it,
     # or none.
@@ -405,6 +408,12 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     scoring: ScoringState = ScoringState()
     # Equal where two models mean the same by every token id: a hash of the tokenizer's vocabulary.
     vocabulary: str = ""
+
+    @property
+    def sizes(self) -> StateSizes:
+        return StateSizes(
+            self.kv_bytes_per_token, self.state_bytes, self.window_bytes_per_token, self.window_tokens
+        )
 
 
 class MeasuredAgain(msgspec.Struct, frozen=True, tag="measured_again"):
@@ -432,7 +441,8 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
     and there is memory for them at once. ``exact``: the cached tokens' numbers are those of this machine
     alone. The figures of an AssistPrefill are its split's.
     ``kept``: of ``prompt_tokens``, those that are prefilled where a Keep is followed, 0 if none is;
-    ``dense_reason``: why one is not.
+    ``dense_reason``: why one is not. ``places``: as in a Split; there is room for states at the last
+    ``states`` of them.
     """
 
     id: EventId
@@ -443,6 +453,8 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
     exact: bool = True
     kept: Natural = 0
     dense_reason: Text = ""
+    places: Annotated[list[Natural], Meta(max_length=limits.CHECKPOINTS_PER_PROMPT)] = []
+    states: Natural = 0
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):

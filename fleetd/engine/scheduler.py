@@ -492,7 +492,7 @@ class Scheduler(ComputeLoop):
         if sequence.kept is not None:
             self._remember_leading(sequence, sequence.kept, cache)
         else:
-            states = prefiller.states if isinstance(prefiller, Prefiller) else None
+            states = None if isinstance(prefiller, SparsePrefiller) else prefiller.states
             self.decoding.remember(sequence, prefiller.tokens[:-1], cache, states)
             self._tell_blocks(sequence)
         if sequence.max_tokens <= 0:

@@ -21,6 +21,7 @@ from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, PLAN, Hit, PrefixCache
 from fleetd.engine.protocol import Accepted, PrefillShared, Report, Shared, StepTime
 from fleetd.engine.sequence import ScheduledSequence, Undecided, begin_prefill
+from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.shared_prefill.frame_schedule import home_streams
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
@@ -54,6 +55,7 @@ class SharedPrompts:
         sequence.hit = hit
         sequence.undecided = Undecided(self.sharable, time.monotonic() + 2 * limits.SHARE_SETUP_S)
         sequence.started_s = time.monotonic()
+        places, states = self._places(sequence, hit)
         self.emit(
             Accepted(
                 sequence.id,
@@ -62,11 +64,25 @@ class SharedPrompts:
                 chunk,
                 waits=True,
                 exact=hit.namespace == DENSE,
+                places=places,
+                states=states,
                 kept=len(sequence.kept or ()),
                 dense_reason=sequence.dense_reason,
             )
         )
         return True
+
+    def _places(self, sequence: ScheduledSequence, hit: Hit) -> tuple[list[int], int]:
+        """Where alone states of the prompt would be kept, and of how many, the last ones, there is room."""
+        sharable, prepared, room = self.sharable, sequence.prepared, self.prefix.state_bytes
+        if sharable is None or sequence.kept is not None or not room:
+            return [], 0
+        if not (each := sharable.layout.whole_bytes(len(prepared.tokens))):
+            return [], 0
+        found = checkpoints.places(len(prepared.tokens), prepared.borders, hit.tokens)
+        # At its end the prompt's own caches are kept.
+        found = [at for at in found if at < len(prepared.tokens) - 1]
+        return found, min(len(found), room // each)
 
     def share(self, sequence: ScheduledSequence, share: PrefillShared) -> None:
         """Prefill it with helpers, once their streams are connected. Ignored if it has gone on already."""
@@ -113,11 +129,18 @@ class SharedPrompts:
             verified, caches = shared.verified
             steps = shared.steps
             shared.close()
-            tokens, kept = sequence.prepared.tokens, sequence.kept
+            prepared, kept = sequence.prepared, sequence.kept
             sequence.prefiller = (
-                Prefiller(self.model, tokens, caches, verified)
+                Prefiller(
+                    self.model,
+                    prepared.tokens,
+                    caches,
+                    verified,
+                    state_bytes=self.prefix.state_bytes,
+                    borders=prepared.borders,
+                )
                 if kept is None
-                else SparsePrefiller.after(self.model, tokens, kept, caches, verified)
+                else SparsePrefiller.after(self.model, prepared.tokens, kept, caches, verified)
             )
             if verified == sequence.cached and sequence.hit is not None:
                 sequence.namespace = sequence.hit.namespace

@@ -20,7 +20,6 @@ from fleetd.engine.loading import (
     Device,
     context_tokens,
     keep_weights,
-    kv_bytes_per_token,
     lazy_model,
     little_besides,
     memory_budget,
@@ -30,11 +29,13 @@ from fleetd.engine.loading import (
 )
 from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading, Ready
+from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
 from fleetd.models.memory_need import WORKING_BYTES, weights_in_memory
+from fleetd.plan.state_sizes import StateSizes
 
 WARM_UP_TOKENS = 8
 
@@ -44,8 +45,8 @@ class LoadedStage:
     stage: Stage
     # The dtype of hidden states.
     dtype: str
-    # Over the stage's layers.
-    kv_bytes_per_token: int
+    # Of a sequence, over the stage's layers.
+    sizes: StateSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def load_stage(
     caches = stage.make_caches()
     inputs = stage.inputs(mx.zeros((1, WARM_UP_TOKENS), mx.int32), 0)
     mx.eval(stage.run(mx.zeros((1, WARM_UP_TOKENS, stage.args.hidden_size), dtype), caches, inputs))
-    return LoadedStage(stage, str(dtype).removeprefix("mlx.core."), kv_bytes_per_token(caches))
+    return LoadedStage(stage, str(dtype).removeprefix("mlx.core."), sizes_of(caches))
 
 
 def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> LoadedPart:
@@ -116,7 +117,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             vocab_size=int(stage.args.vocab_size),
             context_tokens=context,
             weights_bytes=weights,
-            kv_bytes_per_token=loaded.kv_bytes_per_token,
+            kv_bytes_per_token=loaded.sizes.token_bytes,
             # Nothing is kept for a next prompt.
             kv_budget_bytes=max(0, usable - weights - WORKING_BYTES),
             has_chat_template=False,
@@ -128,7 +129,9 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             prefill_context_s=speeds.prefill_context_s,
             prefill_fixed_s=speeds.prefill_fixed_s,
             doubt=speeds.doubt,
-            state_bytes=sharable.layout.state_bytes,
+            state_bytes=loaded.sizes.state_bytes,
+            window_bytes_per_token=loaded.sizes.window_bytes,
+            window_tokens=loaded.sizes.window,
             hidden_bytes=sharable.layout.hidden_bytes(1),
             outside_bytes=stage.outside_bytes,
             layer_bytes=stage.layer_bytes,

@@ -433,6 +433,8 @@ class EngineProcess:
             layers=facts.layers if facts and facts.arithmetic and not facts.unshareable else 0,
             kv_bytes_per_token=facts.kv_bytes_per_token if facts else 0,
             state_bytes=facts.state_bytes if facts else 0,
+            window_bytes_per_token=facts.window_bytes_per_token if facts else 0,
+            window_tokens=facts.window_tokens if facts else 0,
             hidden_bytes=facts.hidden_bytes if facts else 0,
             outside_bytes=facts.outside_bytes if facts else 0,
             any_chunks=bool(facts and facts.arithmetic and facts.arithmetic.chunks == "any"),

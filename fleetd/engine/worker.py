@@ -315,7 +315,7 @@ def start(
         compute = HelperLoop(
             sharable=part.sharable,
             context_tokens=facts.context_tokens,
-            budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token, facts.state_bytes),
+            budget=KvBudget(facts.kv_budget_bytes, facts.sizes),
             emit=emit,
             idle=IdleCalibration(
                 lambda: PartCalibration(
@@ -334,7 +334,7 @@ def start(
             context_tokens=facts.context_tokens,
             chunks=_chunks(settings, loaded),
             max_streams=settings.max_streams if loaded.together else 1,
-            budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token, facts.state_bytes),
+            budget=KvBudget(facts.kv_budget_bytes, facts.sizes),
             prefix=PrefixCache(loaded.prefix_bytes),
             emit=emit,
             idle=IdleCalibration(

@@ -46,7 +46,7 @@ def from_disk(kept: KeptBeginning, known_tokens: int, state_bytes: int = 0) -> B
     """A machine's own blocks, beyond the tokens that its memory has; None where the disk has no more.
 
     Args:
-        state_bytes: what the model keeps whatever the prompt's length, which is a snapshot's size.
+        state_bytes: a snapshot's size: of what the model keeps without a row for every token.
     """
     lacking = kept.disk_tokens - known_tokens
     if lacking <= 0:

@@ -263,7 +263,7 @@ class Placer:
             spec,
             tuple(helpers),
             self._members.last_prefill.get(model.name) if member.here else None,
-            self._beginnings(model, member, cached, places, spec.speed, facts.state_bytes),
+            self._beginnings(model, member, cached, places, spec.speed, facts.sizes.whole(ask.prompt_tokens)),
         )
 
     def _beginnings(

@@ -5,7 +5,7 @@ The planner knows neither cards nor sessions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -30,11 +30,20 @@ _BYTES_MOST = 1 << 50
 _PACE_MOST = 10.0
 
 
-def prompt(tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0) -> PrefillSize:
+def prompt(
+    tokens: int,
+    cached: int,
+    chunk: int,
+    facts: Ready,
+    kept: int = 0,
+    places: Sequence[int] = (),
+    states: int = 0,
+) -> PrefillSize:
     """Features of a prompt of ``tokens`` tokens. Prefill covers all but the last; decoding computes that one.
 
     Args:
         kept: how many of them are computed, if tokens are left out; else 0.
+        places: after which a chunk ends, and at the last ``states`` of which states may be kept.
     """
     arithmetic = facts.arithmetic
     unshareable = facts.unshareable
@@ -59,13 +68,18 @@ def prompt(tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0) ->
         outside_bytes=facts.outside_bytes,
         last_layer=LAST_LAYER,
         state_bytes=facts.state_bytes,
+        window_bytes=facts.window_bytes_per_token,
+        window=facts.window_tokens,
+        places=() if kept else tuple(places),
+        states=states,
     )
 
 
 def divisible(model: ModelCard) -> bool:
     """True if a card says how a model can be divided, in figures that a model may have."""
-    each = (model.kv_bytes_per_token, model.hidden_bytes, model.weights_bytes)
-    return 0 < model.layers <= min(each) and max(*each, model.state_bytes) <= _BYTES_MOST
+    kept = model.kv_bytes_per_token + model.window_bytes_per_token + model.state_bytes
+    each = (kept, model.hidden_bytes, model.weights_bytes)
+    return 0 < model.layers <= min(each) and max(*each, model.window_tokens) <= _BYTES_MOST
 
 
 def told_facts(model: ModelCard) -> Ready:
@@ -81,6 +95,8 @@ def told_facts(model: ModelCard) -> Ready:
         weights_bytes=model.weights_bytes,
         kv_bytes_per_token=model.kv_bytes_per_token,
         state_bytes=model.state_bytes,
+        window_bytes_per_token=model.window_bytes_per_token,
+        window_tokens=model.window_tokens,
         kv_budget_bytes=model.kv_budget_bytes,
         has_chat_template=False,
         tool_calls=False,

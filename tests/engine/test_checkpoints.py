@@ -93,6 +93,13 @@ def test_borders_have_places_of_their_own_and_there_are_no_more_places_for_it(
     assert all(done < place < tokens for place in places)
     # What the disk has, and from where another machine's are checked.
     assert {place for place in checkpoints.places(tokens)[-2:] if place > done} <= set(places)
+    # For edits in mid-conversation, whatever the borders are.
+    last, left = (tokens - 1) // limits.CHECKPOINT_BLOCK_TOKENS, limits.CHECKPOINTS_PER_PROMPT
+    farther = left - 2 - limits.CHECKPOINTS_AT_BORDERS
+    assert farther >= 2
+    for i in range(2, 2 + farther):
+        place = (last - (1 << i) + 1) * limits.CHECKPOINT_BLOCK_TOKENS
+        assert place <= done or place in places
     for border in borders[: limits.CHECKPOINTS_AT_BORDERS]:
         if done <= border < tokens - 1:
             nearest = max(place for place in (done, *places) if place <= border)

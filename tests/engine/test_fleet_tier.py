@@ -757,7 +757,7 @@ def test_a_prompt_goes_on_from_memory_towards_what_comes(machines: Machines) -> 
 def test_without_memory_for_both_ends_the_prompt_waits(machines: Machines) -> None:
     machines.here.tier.cost = QUICK
     budget = machines.here.scheduler.budget
-    budget.budget_bytes = (len(PROMPT) + 300) * budget.bytes_per_token
+    budget.budget_bytes = budget.sizes.of(len(PROMPT) + 300)
     machines.ask()
     machines.send(machines.honest, last_first=True)
     done, _ = machines.finish()

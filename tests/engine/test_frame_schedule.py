@@ -59,18 +59,36 @@ KINDS = [Sizes(), ROTATING, MIXED]
 @st.composite
 def splits(draw: st.DrawFn) -> Split:
     cached, new, chunk = draw(st.integers(0, 50)), draw(st.integers(1, 90)), draw(st.integers(1, 40))
+    within = st.sets(st.integers(cached + 1, cached + new - 1), max_size=4) if new > 1 else st.just(set())
+    places = tuple(sorted(draw(within)))
+    rest = {"places": places, "sent": draw(st.integers(0, len(places)))}
     if draw(st.booleans()):
         inner = sorted(draw(st.sets(st.integers(1, LAYERS), min_size=1, max_size=3)))
-        return Split("layers", (0, *inner, LAYERS), LAYERS, cached, cached + new, chunk)
+        return Split("layers", (0, *inner, LAYERS), LAYERS, cached, cached + new, chunk, **rest)
     ends = [*range(cached + chunk, cached + new, chunk), cached + new]
     inner = sorted(draw(st.sets(st.sampled_from(ends), min_size=1, max_size=3)))
-    return Split("tokens", (cached, *inner, cached + new), LAYERS, cached, cached + new, chunk)
+    return Split("tokens", (cached, *inner, cached + new), LAYERS, cached, cached + new, chunk, **rest)
+
+
+@given(splits())
+def test_chunks_are_those_of_a_prefill_without_helpers(split: Split) -> None:
+    """Of the same size, and ending at the same places."""
+    alone, at = [], split.cached
+    while at < split.tokens:
+        end = min(at + split.chunk - (at - split.cached) % split.chunk, split.tokens)
+        end = min([end, *(place for place in split.places if place > at)])
+        alone.append(range(at, end))
+        at = end
+    assert split.chunks(range(split.cached, split.tokens)) == alone
+    for machine in range(split.machines):
+        own = split.tokens_of(machine)
+        assert split.chunks_of(machine) == [chunk for chunk in alone if chunk and chunk.start in own]
 
 
 @given(splits(), st.sampled_from(KINDS))
 def test_every_row_that_home_does_not_compute_arrives_once(split: Split, sizes: Sizes) -> None:
     came: Counter[tuple[int, int, int]] = Counter()
-    snapshots: Counter[tuple[int, int, int]] = Counter()
+    snapshots: Counter[tuple[int, int, int, int]] = Counter()
     for place in range(split.helpers):
         heads = list(frame_schedule.to_home(split, place, sizes))
         assert [h.kind for h in heads].count(Kind.DONE) == 1
@@ -79,9 +97,8 @@ def test_every_row_that_home_does_not_compute_arrives_once(split: Split, sizes: 
             if head.kind is Kind.ROWS:
                 assert sizes.parts(head.layer)[head.part].in_rows
                 came.update((head.layer, head.part, token) for token in range(head.start, head.end))
-            elif head.kind is Kind.STATE and head.end == split.snapshot_of(place):
-                assert sizes.parts(head.layer)[head.part].state_sizes is not None
-                snapshots[head.layer, head.part, place] += 1
+            elif head.kind is Kind.STATE and head.end in split.states_of(place):
+                snapshots[head.layer, head.part, place, head.end] += 1
             elif head.kind is Kind.STATE:
                 assert not sizes.parts(head.layer)[head.part].in_rows
                 came[head.layer, head.part, head.end - 1] += 1
@@ -91,8 +108,11 @@ def test_every_row_that_home_does_not_compute_arrives_once(split: Split, sizes: 
             for part, shape in enumerate(sizes.parts(layer)):
                 for token in tokens if shape.in_rows else [tokens[-1]]:
                     assert came.pop((layer, part, token)) == 1
+                inner = set() if shape.in_rows else {at for at in split.sent_places if at in tokens[1:]}
                 if shape.state_sizes is not None and len(split.chunks_of(place)) > 1:
-                    assert snapshots.pop((layer, part, place)) == 1
+                    inner.add(split.chunks_of(place)[-1].start)
+                for at in inner:
+                    assert snapshots.pop((layer, part, place, at)) == 1
     assert not came
     assert not snapshots
 

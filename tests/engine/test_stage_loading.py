@@ -22,9 +22,10 @@ from tiny_architectures import VOCAB, write
 
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine import cpu
-from fleetd.engine.loading import Device, kv_bytes_per_token, lazy_model, memory_bytes
+from fleetd.engine.loading import Device, lazy_model, memory_bytes
 from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading
+from fleetd.engine.sequence_state.parts import sizes
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.stage import Stage
 from fleetd.engine.stage_loading import LoadedStage, load_stage
@@ -34,6 +35,7 @@ from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.choice import options
 from fleetd.plan.prefill.options import HelperSpec
+from fleetd.plan.state_sizes import StateSizes
 from fleetd.requests import planner_facts
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -74,7 +76,7 @@ def assert_equals_the_whole(path: Path, device: Device, cuts: tuple[int, ...] = 
         for a, b in zip(mine.keys_and_values(), theirs.keys_and_values(), strict=True):
             assert a.dtype == b.dtype
             assert np.array_equal(exact(a), exact(b))
-    assert sum(part.kv_bytes_per_token for part in loaded) == kv_bytes_per_token(cache)
+    assert sum((part.sizes for part in loaded), StateSizes(0)) == sizes(cache)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +138,7 @@ from fleetd.engine import cpu
 cpu.preload_blas()
 import mlx.core as mx
 import psutil
+from fleetd.engine.sequence_state.parts import sizes
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.stage import Stage
 from fleetd.engine.stage_loading import load_stage

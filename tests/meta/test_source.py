@@ -291,3 +291,36 @@ def test_one_package_knows_the_cache_classes_of_mlx_lm() -> None:
         if alias.name not in ANY_MODULE
     }
     assert not asked
+
+
+# Where mlx-lm's caches are written into: the kinds, and the sparse kinds, which are caches themselves.
+WRITE_CACHES = ("fleetd/engine/sequence_state/", "fleetd/engine/sparse_prefill/")
+
+
+def test_one_module_knows_where_a_cache_that_rotates_writes_next() -> None:
+    """A member that mlx-lm keeps to itself; asked for by name, it would be missed in silence."""
+    known = {
+        str(path)
+        for path, tree in modules()
+        for node in walked(tree)
+        if (isinstance(node, ast.Attribute) and node.attr == "_idx")
+        or (isinstance(node, ast.Constant) and node.value == "_idx")
+    }
+    assert known == {"fleetd/engine/sequence_state/write_index.py"}
+
+
+def test_nothing_but_the_kinds_sets_how_much_a_cache_holds() -> None:
+    set_here = {
+        f"{path}:{node.lineno}: {dotted(target)}"
+        for path, tree in modules()
+        if str(path).startswith("fleetd/engine/") and not str(path).startswith(WRITE_CACHES)
+        for node in walked(tree)
+        if isinstance(node, ast.Assign | ast.AugAssign)
+        for each in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for target in (each.elts if isinstance(each, ast.Tuple) else [each])
+        if isinstance(target, ast.Attribute)
+        and target.attr == "offset"
+        # Of an answer's text.
+        and not dotted(target).endswith("text.offset")
+    }
+    assert not set_here

@@ -300,3 +300,27 @@ def test_the_states_of_a_cached_prefix_are_sent_to_the_helpers() -> None:
         made = split(prompt, "layers", (0, 16, 32), 1024)
         line = timeline(prompt, made, [machine(speed, link)], speed)
         assert line.prefix_s == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "cuts"), [("layers", (0, 32, 32)), ("tokens", (0, 8192, 8192))])
+def test_states_at_earlier_tokens_are_sent_behind_the_rows(kind: str, cuts: tuple[int, ...]) -> None:
+    """Those in the last chunk when its end is due; of all that have no row for every token."""
+    link, slow, fast = LinkSpeed(1e9, 0.0), PrefillSpeed(2000.0), PrefillSpeed(4000.0)
+    hybrid = replace(PROMPT, state_bytes=50_000_000, window_bytes=100_000, window=1000, kv_bytes_per_token=1)
+    hybrid = replace(hybrid, places=(256, 4000, 8000, 8100))
+    found = [
+        seconds(replace(hybrid, states=states), split(hybrid, kind, cuts, 1024), [machine(fast, link)], slow)
+        for states in (0, 2)
+    ]
+    assert found[1] - found[0] == pytest.approx(2 * 0.15 / (1 if kind == "layers" else 32), rel=0.01)
+
+
+def test_windows_are_no_endless_rows() -> None:
+    endless = replace(PROMPT, kv_bytes_per_token=40_000)
+    windows = replace(endless, kv_bytes_per_token=10_000, window_bytes=30_000, window=1024)
+    assert windows.sizes.of(1024) == endless.sizes.of(1024)
+    assert windows.sizes.of(PROMPT.tokens) == 10_000 * PROMPT.tokens + 30_000 * 1024
+    link, speed = LinkSpeed(1e7, 0.0), PrefillSpeed(1e-3)
+    made = split(PROMPT, "layers", (0, 16, 32), 1024)
+    first, second = (seconds(prompt, made, [machine(speed, link)], speed) for prompt in (windows, endless))
+    assert first < second

@@ -195,6 +195,24 @@ speeds = st.builds(
 links = st.builds(LinkSpeed, st.floats(1e5, 1e10), st.floats(0, 0.1))
 
 
+def test_states_at_earlier_tokens_are_sent_where_that_takes_hardly_longer() -> None:
+    """Chunks end there in any case: they are those of a prefill without helpers."""
+    places = (256, 4096, 7936, 8100)
+    hybrid = replace(PROMPT, state_bytes=100_000_000, places=places, states=3)
+    sent = []
+    for rate in (1e10, 1e9, 1e8):
+        other = helper(link=LinkSpeed(rate, 1e-4))
+        found = of(options(hybrid, HOME, [other]), "layers", "a")
+        without = of(options(replace(hybrid, states=0), HOME, [other]), "layers", "a")
+        assert found.split is not None
+        assert found.split.places == places
+        assert without.predicted_s <= found.predicted_s <= 1.05 * without.predicted_s
+        sent.append(found.split.sent)
+    assert sent[0] == 3
+    assert sent == sorted(sent, reverse=True)
+    assert sent[-1] < 3
+
+
 @st.composite
 def prompts(draw: st.DrawFn) -> PrefillSize:
     new, cached = draw(st.integers(1, 40_000)), draw(st.just(0) | st.integers(0, 20_000))

@@ -285,7 +285,17 @@ made_up = st.fixed_dictionaries(
         "layers": st.sampled_from([0, 1, LAYERS, limits.LAYERS]),
         "part_last": st.sampled_from([0, 8, limits.LAYERS]),
         **dict.fromkeys(
-            ["weights_bytes", "memory_bytes", "kv_bytes_per_token", "hidden_bytes", "outside_bytes"], counts
+            [
+                "weights_bytes",
+                "memory_bytes",
+                "kv_bytes_per_token",
+                "state_bytes",
+                "window_bytes_per_token",
+                "window_tokens",
+                "hidden_bytes",
+                "outside_bytes",
+            ],
+            counts,
         ),
         **dict.fromkeys(
             ["prefill_tok_s", "decode_tok_s", "prefill_context_s", "prefill_fixed_s", "load_s"], rates

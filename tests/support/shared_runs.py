@@ -50,9 +50,18 @@ def as_bytes(array: mx.array) -> bytes:
     return np.array(mx.contiguous(array).view(mx.uint8)).tobytes()
 
 
-def prefilled(model: Any, tokens: Sequence[int], chunk: int, caches: Any = None, done: int = 0) -> Prefiller:
-    """As one machine alone does it."""
-    alone = Prefiller(model, list(tokens), caches or make_prompt_cache(model), done)
+def prefilled(
+    model: Any,
+    tokens: Sequence[int],
+    chunk: int,
+    caches: Any = None,
+    done: int = 0,
+    borders: Sequence[int] | None = None,
+) -> Prefiller:
+    """As one machine alone does it. ``borders``: of the prompt, if states are kept at some of its tokens."""
+    room = 0 if borders is None else 1 << 40
+    caches = caches or make_prompt_cache(model)
+    alone = Prefiller(model, list(tokens), caches, done, state_bytes=room, borders=borders or ())
     while alone.remaining:
         alone.step(chunk)
     return alone
@@ -98,6 +107,8 @@ class Run:
     tampers: dict[tuple[int, str], Any] = field(default_factory=dict)
     fatal: int = -1
     device: str = "cpu"
+    # Of which the split's places are, where it has some.
+    borders: Sequence[int] | None = None
     # Every helper has the weights of its own layers only.
     stages: bool = False
     # Of the tokens that are checked later; by itself the same ones in every run.
@@ -177,7 +188,8 @@ class Run:
             while alone.step(self.split.chunk):
                 pass
             return alone
-        return prefilled(self.model, self.tokens, self.split.chunk, caches, done)
+        borders = self.borders if self.split.places else None
+        return prefilled(self.model, self.tokens, self.split.chunk, caches, done, borders)
 
     def check(self, cache: list[Any]) -> None:
         """``cache`` has the bytes of local prefill, and so has what is decoded from it."""
@@ -193,13 +205,13 @@ class Run:
 
 
 # By model and by what decides the bytes.
-_known: dict[tuple[int, int, int, int, int], tuple[Any, list[Any], bytes]] = {}
+_known: dict[tuple[Any, ...], tuple[Any, list[Any], bytes]] = {}
 
 
 def local(run: Run) -> tuple[list[Any], bytes]:
     """The caches of the prompt prefilled here alone, and the logits of its last token."""
     split = run.split
-    key = (id(run.model), split.cached, split.tokens, split.chunk, split.prompt_span)
+    key = (id(run.model), split.cached, split.tokens, split.chunk, split.prompt_span, split.places)
     if key not in _known:
         cache = run.local().cache
         logits = run.decoded([copy_on_write(layer) for layer in cache])

@@ -20,6 +20,7 @@ import numpy as np
 
 from fleetd.compression.token_scores import F32
 from fleetd.engine.scoring.scoring_layout import LayoutPass
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sparse_prefill.rope import PosRoPE, install
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
 from fleetd.engine.stage import Stage
@@ -125,7 +126,7 @@ class AttentionPass:
             stage.run(stage.embed(mx.array(tokens)[None]), self._caches)
         except _Enough:
             # Nothing was put into the last layer's cache; masks and rotations follow its count.
-            self._caches[-1].offset = self.done + len(tokens)
+            kind_of(self._caches[-1]).set_held(self._caches[-1], self.done + len(tokens))
         shown = {layer: pair for layer, pair in seen.items() if layer in self.layers}
         queries = {layer: self._asking(q) for layer, (q, _) in shown.items()}
         keys = {layer: self._scored(layer, k, len(tokens)) for layer, (_, k) in shown.items()}

@@ -70,7 +70,7 @@ class ScoreGuests(Guests[ScoringLayout, _ScoringWork]):
         """Memory of the longest pass (its keys, and its KV or later its logits) and of the scores."""
         total = tap.stage.total
         longest = max(len(each.tokens) for each in layout.passes)
-        per_layer = self.budget.bytes_per_token / total
+        per_layer = self.budget.sizes.row_bytes / total
         heads = len(profile.heads)
         most = max(each.count for each in layout.passes)
         # A key is half of a head's part of a cache, which may hold 16 bits where a key here has 32.

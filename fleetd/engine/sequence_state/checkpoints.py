@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import CacheList
 
 from fleetd import limits
 from fleetd.engine.sequence_state.kinds import kind_of
@@ -63,6 +64,13 @@ def saved(cache: list[Any]) -> list[Any]:
     kept = [part for layer in found for part in (layer if isinstance(layer, list) else [layer])]
     mx.eval(arrays(kept))
     return found
+
+
+def of_parts(empty: Any, states: list[Any]) -> Any:
+    """What ``saved`` gives of a layer like ``empty``, of its parts' saved states; None for one with rows."""
+    if not isinstance(empty, CacheList):
+        return states[0]
+    return states if any(state is not None for state in states) else None
 
 
 def nbytes(state: list[Any]) -> int:

@@ -34,6 +34,8 @@ from mlx_lm.models.cache import (
 from fleetd.engine.sequence_state import rings
 from fleetd.engine.sequence_state.copies import beginning, copy_on_write
 from fleetd.engine.sequence_state.shapes import AnyShape, KvShape, QuantisedShape, RunningShape
+from fleetd.engine.sequence_state.write_index import write_index
+from fleetd.plan.state_sizes import StateSizes
 
 ANY = 1 << 30
 
@@ -82,6 +84,19 @@ class StateKind:
         """Tokens in there; None if it does not count them."""
         return int(cache.offset) if hasattr(cache, "offset") else None
 
+    def end(self, cache: Any) -> int:
+        """Where in its arrays the newest row ends."""
+        return int(cache.offset)
+
+    def set_held(self, cache: Any, tokens: int) -> None:
+        """Let its first ``tokens`` rows count, which are there. Not of a window."""
+        cache.offset = tokens
+
+    def fill(self, cache: Any, keys: mx.array, values: mx.array, tokens: int) -> None:
+        """Let it hold these rows, the first ``tokens`` of which count. Not of a window."""
+        cache.keys, cache.values = keys, values
+        self.set_held(cache, tokens)
+
     def window(self, cache: Any) -> int | None:
         """Tokens back that it keeps; None if it has no such bound."""
         return None
@@ -113,19 +128,19 @@ class StateKind:
         """All that it keeps, without."""
         return tuple(cache.keys_and_values())
 
-    def rows(self, cache: Any, start: int, count: int) -> tuple[mx.array, mx.array] | None:
-        """Keys and values of tokens [start, start + count), if it has them."""
+    def rows(self, cache: Any, start: int, count: int) -> tuple[mx.array, ...] | None:
+        """Keys and values of tokens [start, start + count), in all their arrays, if it has them."""
         return cache.keys[..., start : start + count, :], cache.values[..., start : start + count, :]
 
-    def row_bytes(self, cache: Any) -> int:
-        """Bytes of a token, in a cache in which there is something."""
+    def sizes(self, cache: Any) -> StateSizes:
+        """What a cache of its kind takes for any number of tokens; this one holds a few."""
+        return StateSizes(self._row_bytes(cache))
+
+    def _row_bytes(self, cache: Any) -> int:
+        """Bytes of a token."""
         if getattr(cache, "keys", None) is None:
             return 0
         return sum(array.nbytes // array.shape[2] for array in self.arrays(cache) if array is not None)
-
-    def state_bytes(self, cache: Any) -> int:
-        """Bytes that are the same for any prompt."""
-        return 0
 
     def shape(self, cache: Any) -> AnyShape:
         """Of a cache in which there is something. Raises TypeError: it can be sent nowhere."""
@@ -175,6 +190,9 @@ class QuantisedRows(_Rows):
         keys, values = cache.keys_and_values()
         return (*keys, *values)
 
+    def rows(self, cache: Any, start: int, count: int) -> tuple[mx.array, ...]:
+        return tuple(array[..., start : start + count, :] for array in self.arrays(cache))
+
     def shape(self, cache: Any) -> QuantisedShape:
         arrays = (*cache.keys, *cache.values)
         return QuantisedShape(
@@ -199,23 +217,18 @@ class Window(StateKind):
     def can_go_back(self, cache: Any) -> bool:
         return int(cache.offset) < int(cache.max_size)
 
+    def end(self, cache: Any) -> int:
+        # In a cache that rotates as in one that has not yet, the newest rows end where it writes next.
+        return write_index(cache)
+
     def window(self, cache: Any) -> int:
         return int(cache.max_size)
 
+    def sizes(self, cache: Any) -> StateSizes:
+        return StateSizes(0, window_bytes=self._row_bytes(cache), window=self.window(cache))
+
     def saved(self, cache: Any) -> Any:
-        own = copy_on_write(cache)
-        if (
-            cache.keys is None
-            or cache.keep
-            or cache._idx != cache.keys.shape[2]
-            or cache._idx <= cache.max_size
-        ):
-            return own
-        # A chunk leaves more rows than the window has; what is added next drops these before anything else.
-        own.keys = mx.contiguous(cache.keys[..., -cache.max_size :, :])
-        own.values = mx.contiguous(cache.values[..., -cache.max_size :, :])
-        own._idx = cache.max_size
-        return own
+        return rings.saved(cache)
 
     def rows(self, cache: Any, start: int, count: int) -> tuple[mx.array, mx.array] | None:
         return rings.rows(cache, start, count)
@@ -255,8 +268,8 @@ class Running(StateKind):
     def rows(self, cache: Any, start: int, count: int) -> None:
         return None
 
-    def state_bytes(self, cache: Any) -> int:
-        return int(cache.nbytes)
+    def sizes(self, cache: Any) -> StateSizes:
+        return StateSizes(0, state_bytes=int(cache.nbytes))
 
     def shape(self, cache: Any) -> RunningShape:
         if any(array is None for array in cache.cache):
@@ -316,7 +329,7 @@ class BatchRows(StateKind):
     widens = True
 
     def held(self, cache: Any) -> int:
-        return int(cache._idx)
+        return write_index(cache)
 
 
 _KINDS: dict[type, StateKind] = {

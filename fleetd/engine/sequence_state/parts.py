@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.plan.state_sizes import StateSizes
 
 
 def parts(cache: Any) -> tuple[Any, ...]:
@@ -27,6 +28,11 @@ def arrays(caches: Iterable[Any]) -> list[mx.array]:
     """All arrays of some layers' caches."""
     found = (array for part in all_parts(caches) for array in kind_of(part).arrays(part))
     return [array for array in found if array is not None]
+
+
+def sizes(caches: Iterable[Any]) -> StateSizes:
+    """What such caches take for any number of tokens; these hold a few."""
+    return sum((kind_of(part).sizes(part) for part in all_parts(caches)), StateSizes(0))
 
 
 def assembled(empty: Any, kept: Sequence[Any]) -> Any:

@@ -15,6 +15,9 @@ from fleetd import limits
 
 _Count = Annotated[int, Meta(ge=0, le=limits.CACHE_TOKENS)]
 
+from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.write_index import set_write_index, write_index
+
 
 @dataclass(frozen=True, slots=True)
 class RingState:
@@ -27,23 +30,39 @@ class RingState:
     @classmethod
     def of(cls, cache: RotatingKVCache) -> RingState:
         held = 0 if cache.keys is None else cache.keys.shape[2]
-        return cls(int(cache.offset), held, int(cache._idx))
+        return cls(int(cache.offset), held, write_index(cache))
 
     def after(self, empty: RotatingKVCache, sizes: Iterable[int]) -> RingState:
         """After chunks of ``sizes`` more: mlx-lm's own cache tells, with rows of one number each."""
-        shadow = copy.copy(empty)
-        shadow.offset, shadow._idx = self.seen, self.index
-        if self.held:
-            shadow.keys = shadow.values = mx.zeros((1, 1, self.held, 1))
+        rows = mx.zeros((1, 1, self.held, 1)) if self.held else None
+        shadow = ring(empty, rows, rows, self.seen, self.index)
         for size in sizes:
             chunk = mx.zeros((1, 1, size, 1))
             shadow.update_and_fetch(chunk, chunk)
         return RingState.of(shadow)
 
+    def saved(self, empty: RotatingKVCache) -> RingState:
+        """As a copy that ``StateKind.saved`` made has it. A chunk leaves more rows than the window has; what
+        is added next drops these before anything else, and the copy does without them."""
+        window = int(empty.max_size)
+        if empty.keep or self.index != self.held or self.held <= window:
+            return self
+        return RingState(self.seen, window, window)
+
     @property
     def first(self) -> int:
         """The first token that is still held."""
         return max(0, self.seen - self.held)
+
+
+def ring(
+    like: RotatingKVCache, keys: mx.array | None, values: mx.array | None, seen: int, index: int
+) -> RotatingKVCache:
+    """A cache of the kind of ``like`` with these rows, after ``seen`` tokens."""
+    cache = copy.copy(like)
+    cache.keys, cache.values, cache.offset = keys, values, seen
+    set_write_index(cache, index)
+    return cache
 
 
 def rows(cache: RotatingKVCache, start: int, count: int) -> tuple[mx.array, mx.array] | None:
@@ -53,6 +72,17 @@ def rows(cache: RotatingKVCache, start: int, count: int) -> tuple[mx.array, mx.a
         return None
     begin, stop = start - at.first, start - at.first + count
     return _in_order(cache.keys, at)[..., begin:stop, :], _in_order(cache.values, at)[..., begin:stop, :]
+
+
+def saved(cache: RotatingKVCache) -> RotatingKVCache:
+    """A copy that can be added to, without the rows that the next tokens drop."""
+    at = RingState.of(cache)
+    short = at.saved(cache)
+    own = copy_on_write(cache)
+    if short != at:
+        own.keys, own.values = (mx.contiguous(x[..., -short.held :, :]) for x in (cache.keys, cache.values))
+        set_write_index(own, short.index)
+    return own
 
 
 def first_cut(cache: RotatingKVCache) -> int:
@@ -67,11 +97,9 @@ def before(cache: RotatingKVCache, tokens: int) -> RotatingKVCache:
     """A cache of the first ``tokens``, to be added to; see ``first_cut``. Its rows are copies."""
     room = min(tokens, int(cache.max_size))
     count = min(tokens - RingState.of(cache).first, room)
-    earlier = copy.copy(cache)
     found = rows(cache, tokens - count, count) if count else None
-    earlier.keys, earlier.values = (None, None) if found is None else (_filled(x, room) for x in found)
-    earlier.offset, earlier._idx = tokens, room
-    return earlier
+    keys, values = (None, None) if found is None else (_filled(x, room) for x in found)
+    return ring(cache, keys, values, tokens, room)
 
 
 def _filled(rows: mx.array, room: int) -> mx.array:

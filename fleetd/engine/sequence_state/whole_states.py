@@ -12,7 +12,9 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, empty_bytes, of_bytes, pieces
+from fleetd.engine.sequence_state.rings import ring
 from fleetd.engine.sequence_state.shapes import KvShape, PartShape, RunningShape
+from fleetd.engine.sequence_state.write_index import write_index
 
 
 def state(cache: Any) -> tuple[list[memoryview], tuple[int, int], int]:
@@ -22,7 +24,7 @@ def state(cache: Any) -> tuple[list[memoryview], tuple[int, int], int]:
         return found, (sum(piece.nbytes for piece in found), 0), 0
     halves = [pieces(as_bytes(mx.contiguous(x))[0]) for x in (cache.keys, cache.values)]
     sizes = sum(p.nbytes for p in halves[0]), sum(p.nbytes for p in halves[1])
-    return [piece for half in halves for piece in half], sizes, cache._idx
+    return [piece for half in halves for piece in half], sizes, write_index(cache)
 
 
 def state_buffers(shape: PartShape, keys_bytes: int) -> list[memoryview]:
@@ -42,18 +44,16 @@ def rotated(
     empty: RotatingKVCache, shape: KvShape, seen: int, index: int, buffers: Sequence[memoryview]
 ) -> RotatingKVCache:
     """The cache whose ``state`` is in ``buffers``, after ``seen`` tokens. ``empty``: of its kind."""
-    cache = copy.copy(empty)
-    cache.offset, cache._idx = seen, index
     held = buffers[0].nbytes // (shape.heads * shape.key_width * shape.dtype.size)
-    cache.keys, cache.values = (
+    keys, values = (
         of_bytes(
             np.frombuffer(buffer, dtype=np.uint8).reshape(1, shape.heads, held, width * shape.dtype.size),
             shape.dtype,
         )
         for buffer, width in zip(buffers, (shape.key_width, shape.value_width), strict=True)
     )
-    mx.eval(cache.keys, cache.values)
-    return cache
+    mx.eval(keys, values)
+    return ring(empty, keys, values, seen, index)
 
 
 def running(empty: ArraysCache, shape: RunningShape, buffers: Sequence[memoryview]) -> ArraysCache:

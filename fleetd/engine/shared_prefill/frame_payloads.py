@@ -19,7 +19,7 @@ from fleetd.engine.sequence_state.whole_states import rotated, running, state_bu
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
-from fleetd.plan.prefill.split import Split, chunks
+from fleetd.plan.prefill.split import Split
 
 # The number of a cache: of its layer in the model, and of the part of what that keeps.
 Place = tuple[int, int]
@@ -67,14 +67,22 @@ class States:
             self.check((frame.head.layer, frame.head.part), frame.head.end, cache)
         return cache
 
-    def check(self, place: Place, stop: int, cache: Any) -> None:
+    def saved(self, frame: Frame) -> Any:
+        """The same, of a cache as ``StateKind.saved`` gives it."""
+        cache = self.received(frame)
+        if kind_of(cache).window(cache) is not None:
+            self.check((frame.head.layer, frame.head.part), frame.head.end, cache, saved=True)
+        return cache
+
+    def check(self, place: Place, stop: int, cache: Any, *, saved: bool = False) -> None:
         """Raises ProtocolError unless this is how the chunks of [cached, stop) leave the cache."""
         start, empty = self._starts.get(place, RingState(0, 0, 0)), self._empty[place]
         key = (start, empty.max_size, stop)
         if key not in self._known:
-            sizes = [len(chunk) for chunk in chunks(range(self._split.cached, stop), self._split.chunk)]
+            sizes = [len(chunk) for chunk in self._split.chunks(range(self._split.cached, stop))]
             self._known[key] = start.after(empty, sizes)
-        if RingState.of(cache) != self._known[key]:
+        expected = self._known[key].saved(empty) if saved else self._known[key]
+        if RingState.of(cache) != expected:
             raise ProtocolError(
                 f"Of layer {place[0]} came a cache that rotated otherwise than these tokens do."
             )

@@ -4,14 +4,15 @@ Pure. A sender takes its heads from here and a receiver refuses every other, so 
 other for where a number belongs. With C chunks, L the helper's layers, [a, b) its tokens:
 
     home → helper      TOKENS, then of [0, cached) per cache ROWS or STATE
-    layers: helper → home       per chunk, per cache with a row per token ROWS; per other cache STATE; DONE
-                                before the last chunk's rows, if there are others: per running state SNAPSHOT
+    layers: helper → home       per chunk, per cache with a row per token ROWS; then SNAPSHOTs, where some are
+                                due; at the end per other cache STATE; DONE
             helper → next       per chunk HIDDEN
-    tokens: helper → home       per layer: per running state SNAPSHOT, if [a, b) has several chunks; per cache
-                                ROWS of [a, b) or STATE; DONE
+    tokens: helper → home       per layer: SNAPSHOTs; per cache ROWS of [a, b) or STATE; DONE
             helper → next       per cache ROWS of [cached, b) or STATE
 
-A SNAPSHOT is the STATE before the last chunk, from which home can compute that chunk again (``state_check``).
+A SNAPSHOT is the STATE of an earlier token. After the split's places, every cache without a row per token has
+one: home keeps them for prompts that go on from there. Before the last chunk running states have one: from
+it home can compute that chunk again (``state_check``).
 Most layers have one cache; some have several, or none. The size of a cache that rotates depends on how it was
 filled, so the head of its STATE says it within bounds.
 """
@@ -100,13 +101,13 @@ class _LayersFrames:
 
     @staticmethod
     def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-        layers, snapshot = split.layers_of(place), split.snapshot_of(place)
+        layers, snapshots = split.layers_of(place), split.states_of(place)
         for chunk in split.chunks_of(place):
-            if chunk.start == snapshot:
-                for layer in layers:
-                    yield from _snapshots(layer, snapshot, sizes)
             for layer in layers:
                 yield from (head for head in _kept(layer, chunk.start, chunk.stop, sizes) if _is_rows(head))
+            if chunk.stop in snapshots:
+                for layer in layers:
+                    yield from _snapshots(layer, chunk.stop, split, sizes)
         for layer in layers:
             yield from (head for head in _kept(layer, 0, split.tokens, sizes) if not _is_rows(head))
 
@@ -123,10 +124,10 @@ class _TokensFrames:
 
     @staticmethod
     def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-        own, snapshot = split.tokens_of(place), split.snapshot_of(place)
+        own, snapshots = split.tokens_of(place), split.states_of(place)
         for layer in split.layers_of(place):
-            if snapshot is not None:
-                yield from _snapshots(layer, snapshot, sizes)
+            for tokens in snapshots:
+                yield from _snapshots(layer, tokens, split, sizes)
             yield from _kept(layer, own.start, own.stop, sizes)
 
     @staticmethod
@@ -150,11 +151,19 @@ def _kept(layer: int, start: int, stop: int, sizes: Sizes) -> Iterator[FrameHead
             yield FrameHeader(Kind.STATE, layer, 0, stop, shape.state_sizes or (0, 0), part=part)
 
 
-def _snapshots(layer: int, tokens: int, sizes: Sizes) -> Iterator[FrameHeader]:
-    """A layer's running states after ``tokens``: what is always of the same size."""
-    for part, shape in enumerate(sizes.parts(layer)):
-        if shape.state_sizes is not None:
-            yield FrameHeader(Kind.STATE, layer, 0, tokens, shape.state_sizes, part=part)
+def _snapshots(layer: int, tokens: int, split: Split, sizes: Sizes) -> Iterator[FrameHeader]:
+    for part in snapshot_parts(layer, tokens, split, sizes):
+        state_sizes = sizes.parts(layer)[part].state_sizes or (0, 0)
+        yield FrameHeader(Kind.STATE, layer, 0, tokens, state_sizes, part=part)
+
+
+def snapshot_parts(layer: int, tokens: int, split: Split, sizes: Sizes) -> list[int]:
+    """The caches of a layer that have a SNAPSHOT after ``tokens``, one of ``Split.states_of``."""
+    shapes = enumerate(sizes.parts(layer))
+    if tokens in split.sent_places:
+        return [part for part, shape in shapes if not shape.in_rows]
+    # A window's last tokens can be checked without.
+    return [part for part, shape in shapes if shape.state_sizes is not None]
 
 
 def _is_rows(head: FrameHeader) -> bool:

@@ -51,8 +51,7 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
         # All tokens that its layers attend to.
         tokens = split.tokens_of(place).stop
         held = min(stage.last, total) - stage.first
-        each = tokens * self.budget.bytes_per_token + self.budget.fixed_bytes
-        self.budget.lend(command.id, each * len(layers) // held)
+        self.budget.lend(command.id, self.budget.sizes.of(tokens) * len(layers) // held)
         return _Task(command), Accepted(command.id, split.tokens, split.cached, split.chunk)
 
     @property

@@ -15,11 +15,13 @@ from typing import Any
 import mlx.core as mx
 
 from fleetd.engine.sequence_state import row_memory
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import assembled, parts
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
-from fleetd.engine.sequence_state.shapes import KvShape, RunningShape
+from fleetd.engine.sequence_state.shapes import KvShape
 from fleetd.engine.shared_prefill import frame_payloads, passes
 from fleetd.engine.shared_prefill.frame_payloads import LayersArrived, Place, States
+from fleetd.engine.shared_prefill.frame_schedule import snapshot_parts
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.passes import LayerMajor
@@ -43,6 +45,7 @@ class _HelperWork:
         self.layers = split.layers_of(place)
         self.stage = stage.part(self.layers.start, self.layers.stop)
         self.tokens = split.tokens_of(place)
+        self._snapshots = frozenset(split.states_of(place))
         self.slots: Slots | None = None
         # By layer, the parts of what it keeps.
         self.caches: dict[int, list[Any]] = {}
@@ -76,11 +79,12 @@ class _HelperWork:
         """The memory for an expected frame's payload. Called on a reader thread."""
         return frame_payloads.buffers(head, self.layout, self.row_buffers)
 
-    def send_snapshots(self, layer: int, home: FrameWriter) -> None:
-        """A layer's running states, as they are before its last chunk. MLX replaces their arrays."""
-        for cache, shape in zip(self.caches[layer], self.layout.parts(layer), strict=True):
-            if isinstance(shape, RunningShape):
-                home.cache(cache)
+    def send_snapshots(self, layer: int, tokens: int, home: FrameWriter) -> None:
+        """What is due of a layer after ``tokens``, which it has just computed."""
+        if tokens in self._snapshots:
+            for part in snapshot_parts(layer, tokens, self.split, self.layout):
+                cache = self.caches[layer][part]
+                home.cache(kind_of(cache).saved(cache))
 
     def take_tokens(self, frame: Frame) -> Slots:
         self.slots = slots = Slots.arrived(frame.buffers[0], self.split)
@@ -98,7 +102,7 @@ class _HelperWork:
             self.states.start((layer, part), cache)
             self.caches[layer][part] = cache
         else:
-            self.caches[layer][part].offset = self.split.cached
+            kind_of(self.caches[layer][part]).set_held(self.caches[layer][part], self.split.cached)
         self.lacking.discard((layer, part))
 
 
@@ -141,9 +145,6 @@ class LayersOfHelper(_HelperWork):
         if self.slots is None:
             return
         tokens = self._chunks.popleft()
-        if tokens.start == self.split.snapshot_of(self.place):
-            for layer in self.layers:
-                self.send_snapshots(layer, home)
         hidden = self._hidden.popleft() if self.place else self.stage.embed(self.slots.tokens(tokens))
         caches = [self.cache(layer) for layer in self.layers]
         inputs = self.stage.inputs(self.slots.tokens(tokens), tokens.start)
@@ -157,6 +158,8 @@ class LayersOfHelper(_HelperWork):
             following.hidden(out)
         for keys, values in rows:
             home.rows(keys, values)
+        for layer in self.layers:
+            self.send_snapshots(layer, tokens.stop, home)
         if not self._chunks:
             for cache in self._kept(in_rows=False):
                 home.cache(cache)
@@ -195,7 +198,8 @@ class TokensOfHelper(_HelperWork):
             if head.kind is Kind.STATE:
                 self.caches[head.layer][head.part] = self.states.taken(frame)
             else:
-                self.caches[head.layer][head.part].offset = self.tokens.start
+                cache = self.caches[head.layer][head.part]
+                kind_of(cache).set_held(cache, self.tokens.start)
             self.row_buffers.pop((head.layer, head.part), None)
             self._frames += 1
 
@@ -221,10 +225,10 @@ class TokensOfHelper(_HelperWork):
         """Run the next chunk through the next layer, and send the layer once it is complete."""
         if self._major is None:
             return
-        layer = self._major.layer
-        if self._major.ends:
-            self.send_snapshots(layer, home)
-        if self._major.step(self.cache(layer)):
+        layer, tokens = self._major.layer, self._major.next
+        ended = self._major.step(self.cache(layer))
+        self.send_snapshots(layer, tokens.stop, home)
+        if ended:
             # Only the streams need them now, and free them as they go.
             for cache in self.caches.pop(layer):
                 if following is not None:

@@ -139,6 +139,11 @@ class SharedPrefill:
         return self.done, self.cache
 
     @property
+    def states(self) -> dict[int, list[Any]]:
+        """As ``Prefiller.states``, once the prompt is all here: at the places where they are sent."""
+        return self._work.states
+
+    @property
     def remaining(self) -> int:
         return self._split.tokens - self.done
 

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from fleetd import limits
-from fleetd.engine.sequence_state import rings, row_memory
+from fleetd.engine.sequence_state import checkpoints, rings, row_memory
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import assembled, parts
@@ -27,15 +27,15 @@ from fleetd.engine.shared_prefill import frame_payloads, passes
 from fleetd.engine.shared_prefill.frame_payloads import LayersArrived, Place, States
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.slots import Slots
-from fleetd.engine.shared_prefill.spot_check import LaterRows, Probe, Rows, drawn
-from fleetd.engine.shared_prefill.state_check import LastChunk, Snapshots, last_chunk
+from fleetd.engine.shared_prefill.spot_check import LaterRows, Probe, Rows, drawn, one_of
+from fleetd.engine.shared_prefill.state_check import KnownChunk, Snapshots, known_chunk
 from fleetd.engine.sparse_prefill.sparse_caches import row_cache
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.plan.prefill.split import Split, SplitKind
 
 # A probe made once all is here, and what it is compared with.
-LaterProbe = tuple[Probe, LaterRows | LastChunk]
+LaterProbe = tuple[Probe, LaterRows | KnownChunk]
 
 
 class _HomeWork:
@@ -49,7 +49,7 @@ class _HomeWork:
     here which is waited for; ``behind()``: from which helper.
     ``checked_first``: whether ``done`` grows before the end, so that the spot check comes before other work.
     ``later_probes(done, draw)``: of tokens drawn from the first ``done``, one for each helper at most. Where
-    running states are kept: of each helper's last chunk.
+    states are kept: or of one of each helper's chunks.
     ``last_hidden``: what ``state_check`` asks for besides.
     What ``spot_check.ReceivedRows`` asks for.
     """
@@ -75,6 +75,46 @@ class _HomeWork:
         self.snapshots = Snapshots(self._states, split)
         # Without states everything that is computed can be taken back to any token.
         self.keeps_states = layout.keeps_states(range(split.layers))
+        if split.cached in self._places:
+            for layer in range(split.layers):
+                self._save(layer, split.cached, self.prefix[layer])
+
+    @property
+    def _places(self) -> Sequence[int]:
+        """The tokens after which states are kept for later prompts: as ``prefill.Prefiller`` has it."""
+        split = self.split
+        if not self.keeps_states or not split.sent:
+            return ()
+        begins = split.cached and not split.cached % limits.CHECKPOINT_BLOCK_TOKENS
+        return (split.cached, *split.sent_places) if begins else split.sent_places
+
+    def save(self, layer: int, tokens: int) -> None:
+        """Keep what ``states`` needs of a layer that this machine has just computed up to ``tokens``."""
+        if tokens in self._places:
+            self._save(layer, tokens, self.caches[layer])
+
+    def _save(self, layer: int, tokens: int, caches: Sequence[Any]) -> None:
+        for part, (cache, shape) in enumerate(zip(caches, self.layout.parts(layer), strict=True)):
+            if not shape.in_rows:
+                saved = kind_of(cache).saved(cache)
+                mx.eval(kind_of(saved).arrays(saved))
+                self.snapshots.put(tokens, layer, part, saved)
+
+    @property
+    def states(self) -> dict[int, list[Any]]:
+        """By token, what ``checkpoints.saved`` gives there of the whole prompt's caches; once all is here."""
+        return {
+            at: [
+                checkpoints.of_parts(empty, self._states_of(layer, at))
+                for layer, empty in enumerate(self.stage.empty[: self.split.layers])
+                if empty is not None
+            ]
+            for at in self._places
+        }
+
+    def _states_of(self, layer: int, at: int) -> list[Any]:
+        found = self.snapshots.after(at, layer)
+        return [None if shape.in_rows else found[part] for part, shape in enumerate(self.layout.parts(layer))]
 
     def places(self, layers: Iterable[int], *, in_rows: bool) -> list[Place]:
         """The caches of some layers that have a row per token, or those that have not."""
@@ -118,9 +158,8 @@ class _HomeWork:
         """The first ``tokens`` of a cache, to be added to. Only these are copied then, not all the room."""
         short = row_cache(sparse=bool(self.split.prompt_span))
         if tokens:
-            short.keys = cache.keys[..., :tokens, :]
-            short.values = cache.values[..., :tokens, :]
-            short.offset = tokens
+            rows = (array[..., :tokens, :] for array in kind_of(cache).arrays(cache))
+            kind_of(short).fill(short, *rows, tokens)
         return short
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
@@ -156,12 +195,9 @@ class _HomeWork:
             for part, shape in enumerate(self.layout.parts(layer))
         ]
 
-    def before_last_chunk(self, place: int, layer: int) -> list[Any] | None:
-        """A layer's caches, to be added to, of what comes before the last chunk of helper ``place``; None if
-        that is all that comes before its part."""
-        if (at := self.split.snapshot_of(place)) is None:
-            return None
-        return self._context(layer, at, self.snapshots.of(self.owner(place, layer), layer))
+    def after(self, layer: int, tokens: int) -> list[Any]:
+        """``state_check.HomeStates.after``."""
+        return self._context(layer, tokens, self.snapshots.after(tokens, layer))
 
     def owner(self, place: int, layer: int) -> int:
         """The helper that computes a layer of the tokens of helper ``place``."""
@@ -193,6 +229,21 @@ class _HomeWork:
         found = drawn(tokens, min(self.split.chunk, limits.SHARE_SPOT_TOKENS), draw)
         return self._through(place, found, layers), LaterRows(self, found)
 
+    def later_check(
+        self, place: int, done: int, layers: range, draw: random.Random, *, onward: bool = False
+    ) -> LaterProbe | None:
+        """A check of helper ``place``'s ``layers``, of its tokens among the first ``done``. ``onward``: also
+        of the next layer, which rests on the hidden states that were sent."""
+        tokens = self.split.tokens_of(place)
+        further = range(layers.start, min(layers.stop + onward, self.split.layers))
+        found: list[LaterProbe | None] = [
+            self.later_probe(place, range(tokens.start, min(tokens.stop, done)), further, draw)
+        ]
+        if done == self.split.tokens:
+            found.append(known_chunk(self, place, layers, draw))
+        able = [one for one in found if one is not None]
+        return one_of(able, draw) if able else None
+
     def rows(self, caches: Sequence[Any], start: int, count: int) -> Rows:
         """Keys and values of tokens [start, start + count), where each of a layer's caches still has them."""
         return [kind_of(cache).rows(cache, start, count) for cache in caches]
@@ -209,7 +260,8 @@ class LayersAtHome(_HomeWork):
         super().__init__(stage, layout, split, slots, prefix)
         self._own = split.layers_of(split.helpers)
         self._part = stage.part(self._own.start, self._own.stop) if self._own else None
-        self._chunks = len(split.chunks_of(split.helpers))
+        self._tokens = split.chunks_of(split.helpers)
+        self._chunks = len(self._tokens)
         self._hidden: deque[mx.array] = deque()
         self._begin: mx.array | None = None
         self._latest: mx.array | None = None
@@ -245,7 +297,8 @@ class LayersAtHome(_HomeWork):
                 self._ended[place] = True
                 for layer, part in self.places(self.split.layers_of(place), in_rows=True):
                     if self.row_buffers.pop((layer, part), None) is not None:
-                        self.caches[layer][part].offset = self.split.tokens
+                        cache = self.caches[layer][part]
+                        kind_of(cache).set_held(cache, self.split.tokens)
 
     @property
     def computable(self) -> bool:
@@ -259,10 +312,12 @@ class LayersAtHome(_HomeWork):
         if self._part is None:
             return
         caches = [self.cache(layer) for layer in self._own]
-        chunk = self.split.chunks_of(self.split.helpers)[self._computed]
+        chunk = self._tokens[self._computed]
         inputs = self._part.inputs(self.slots.tokens(chunk), chunk.start)
         passes.run(self._part, self._hidden.popleft(), caches, self.slots.where(chunk), inputs)
         passes.evaluate(caches)
+        for layer in self._own:
+            self.save(layer, chunk.stop)
         mx.clear_cache()
         self._computed += 1
 
@@ -285,7 +340,7 @@ class LayersAtHome(_HomeWork):
         if self.keeps_states:
             return self.split.cached
         # The last chunk counts with the end.
-        return self.split.cached + min(whole, self._chunks - 1) * self.split.chunk
+        return self._tokens[min(whole, self._chunks - 1)].start
 
     @property
     def fraction(self) -> float:
@@ -308,10 +363,7 @@ class LayersAtHome(_HomeWork):
 
     def later_probes(self, done: int, draw: random.Random) -> list[LaterProbe]:
         # What this machine's first layer made of the tokens shows the hidden states that it was sent.
-        layers = range(min(self._own.start + 1, self.split.layers))
-        found: LaterProbe | None = self.later_probe(0, range(self.split.cached, done), layers, draw)
-        if found is None and done == self.split.tokens:
-            found = last_chunk(self, 0, range(self._own.start))
+        found = self.later_check(0, done, range(self._own.start), draw, onward=True)
         return [found] if found is not None else []
 
     def last_hidden(self, layer: int) -> mx.array | None:
@@ -375,7 +427,10 @@ class TokensAtHome(_HomeWork):
                 self._ended[place] = True
                 return
             case Kind.STATE:
-                self._after[place][frame.head.layer, frame.head.part] = self._states.taken(frame)
+                layer, part = frame.head.layer, frame.head.part
+                self._after[place][layer, part] = cache = self._states.taken(frame)
+                if frame.head.end in self._places:
+                    self.snapshots.put(frame.head.end, layer, part, kind_of(cache).saved(cache))
         self._frames[place] += 1
         while self._completed < self._here:
             self._complete(self._completed)
@@ -386,7 +441,7 @@ class TokensAtHome(_HomeWork):
         for part, shape in enumerate(self.layout.parts(layer)):
             self.row_buffers.pop((layer, part), None)
             if shape.in_rows:
-                self.caches[layer][part].offset = self._cut
+                kind_of(self.caches[layer][part]).set_held(self.caches[layer][part], self._cut)
             else:
                 self.caches[layer][part] = copy_on_write(self._after[-1][layer, part])
 
@@ -408,7 +463,9 @@ class TokensAtHome(_HomeWork):
         return self._major.finished
 
     def compute(self) -> None:
-        self._major.step(self.cache(self._major.layer))
+        layer, tokens = self._major.layer, self._major.next
+        self._major.step(self.cache(layer))
+        self.save(layer, tokens.stop)
 
     @property
     def done(self) -> int:
@@ -437,17 +494,9 @@ class TokensAtHome(_HomeWork):
         return [self.probe(i, self.split.tokens_of(i), layers) for i in range(self.split.helpers)]
 
     def later_probes(self, done: int, draw: random.Random) -> list[LaterProbe]:
-        layers, found = range(self.split.layers), list[LaterProbe]()
-        for i in range(self.split.helpers):
-            tokens = self.split.tokens_of(i)
-            probe: LaterProbe | None = self.later_probe(
-                i, range(tokens.start, min(tokens.stop, done)), layers, draw
-            )
-            if probe is None and done == self.split.tokens:
-                probe = last_chunk(self, i, layers)
-            if probe is not None:
-                found.append(probe)
-        return found
+        layers = range(self.split.layers)
+        found = (self.later_check(i, done, layers, draw) for i in range(self.split.helpers))
+        return [probe for probe in found if probe is not None]
 
     def context(self, place: int, layer: int) -> list[Any] | None:
         if min(map(self._of, range(place)), default=self.split.layers) <= layer:

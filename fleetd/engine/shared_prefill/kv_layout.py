@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from fleetd.engine.sequence_state.kinds import shape_of
 from fleetd.engine.sequence_state.parts import arrays, parts
-from fleetd.engine.sequence_state.shapes import PartShape, RunningShape
+from fleetd.engine.sequence_state.shapes import KvShape, PartShape, RunningShape
 from fleetd.engine.stage import Stage
 
 
@@ -55,6 +55,14 @@ class KvLayout:
     def state_bytes(self) -> int:
         """Bytes that the layers keep whatever a prompt's length: running states."""
         return sum(shape.nbytes for each in self.layers for shape in each if isinstance(shape, RunningShape))
+
+    def whole_bytes(self, tokens: int) -> int:
+        """Bytes of what the layers keep of ``tokens`` without a row for each: running states and windows."""
+        found = self.state_bytes
+        for shape in (shape for each in self.layers for shape in each):
+            if isinstance(shape, KvShape) and shape.window:
+                found += sum(shape.sizes(min(tokens, shape.window)))
+        return found
 
     def hidden_bytes(self, tokens: int) -> int:
         return tokens * self.width * int(self.dtype.size)

@@ -84,6 +84,7 @@ class LayerMajor:
 
     def __init__(self, stage: Stage, slots: Slots, chunks: Sequence[range]) -> None:
         stage = stage.prefilling
+        self._chunks = chunks
         self.parts = [stage.part(layer, layer + 1) for layer in range(stage.first, stage.last)]
         self.layer = 0
         self.chunk = 0
@@ -97,9 +98,9 @@ class LayerMajor:
         return self.chunk == 0
 
     @property
-    def ends(self) -> bool:
-        """True if the next step is a layer's last of several."""
-        return 0 < self.chunk == len(self._hidden) - 1
+    def next(self) -> range:
+        """The tokens of the next step, if there is one."""
+        return self._chunks[self.chunk]
 
     @property
     def finished(self) -> bool:

@@ -18,8 +18,8 @@ from fleetd.engine.sparse_prefill.rope import install
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelUnsupported
 
-# Once at the end, and as they were before the last chunk.
-_STATES = 1
+# Once at the end, as they were before the last chunk, and at a split's places.
+_STATES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Sharable:
         ``known``: what a load of the same files found on this device; then nothing is computed.
         """
         layout = KvLayout.of(stage)
-        states = _STATES if layout.state_bytes else 0
+        states = _STATES if layout.keeps_states(range(stage.first, stage.prefilling.last)) else 0
         if known is not None:
             if not known.sparse:
                 install(stage.weights)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -36,6 +36,8 @@ from fleetd.errors import PeerWrong
 # Keys and values (1, heads, count, width) of some tokens, for each cache of a layer; None where it has no row
 # for each of them. Or the arrays of a running state.
 Rows = list[tuple[mx.array, ...] | None]
+_Drawn = TypeVar("_Drawn")
+_FIRST = limits.SHARE_SPOT_TOKENS
 WHAT_TO_SUSPECT = "Its model, its accelerator or its memory is not what it says."
 
 
@@ -128,8 +130,7 @@ def _newest(cache: Any, count: int) -> tuple[mx.array, mx.array] | None:
     """Keys and values of the last ``count`` tokens; None for a running state."""
     if not kind_of(cache).attention:
         return None
-    # Where a cache rotates as where it does not, the newest rows end where it writes next.
-    end = getattr(cache, "_idx", cache.offset)
+    end = kind_of(cache).end(cache)
     return row_memory.copied(cache, end - count, end)
 
 
@@ -138,6 +139,11 @@ def drawn(tokens: range, count: int, draw: random.Random) -> range:
     count = min(count, len(tokens))
     start = draw.randint(min(tokens.start + count, tokens.stop - count), tokens.stop - count)
     return range(start, start + count)
+
+
+def one_of(found: Sequence[_Drawn], draw: random.Random) -> _Drawn:
+    """One of several; where there is one, nothing is drawn."""
+    return draw.choice(found) if len(found) > 1 else found[0]
 
 
 class LaterRows:
@@ -220,9 +226,15 @@ class SpotCheck:
         empty = parts(probe.parts[layer].empty[0])
         for cache, mine, sent in zip(empty, probe.rows[layer], theirs, strict=True):
             if mine is not None and sent is not None:
-                names = ("keys", "values") if kind_of(cache).attention else ("running states",) * len(mine)
+                rows = kind_of(cache).attention
+                names = ("keys", "values") if rows else ("running states",) * len(mine)
                 for name, ours, other in zip(names, mine, sent, strict=True):
                     self._check(ours, other, owner, f"{name} of layer {layer}")
+                    if rows and probe.count > _FIRST:
+                        # What was sent of earlier tokens shows in the first ones; later ones may forget it.
+                        self._check(
+                            ours[..., :_FIRST, :], other[..., :_FIRST, :], owner, f"{name} of layer {layer}"
+                        )
         after = self._received.hidden(probe.place, layer + 1, probe.count)
         if after is not None and probe.computed:
             self._check(probe.hidden, after, owner, f"hidden states before layer {layer + 1}")

@@ -1,37 +1,66 @@
-"""The check of running states: this machine computes a helper's last chunk too, and compares.
+"""The check of running states: this machine computes one of a helper's chunks too, and compares.
 
 A running state cannot be taken back to a token that is drawn later. So each helper also sends the states
-before its last chunk. Once all is here, the home computes that chunk from them through the helper's layers:
-the helper's keys, values and hidden states of the chunk, and the states that it sent last, must come of it.
+before its last chunk, and those at the split's places. Once all is here, the home draws one of the chunks
+that begin with such states, and computes it from them through the helper's layers: the helper's keys, values
+and hidden states of the chunk, and the states that it sent after it, must come of it. Windows are checked in
+the same way, by a few tokens.
 
-A helper that computed honestly from states that were already wrong before its last chunk is not found.
+A helper that computed honestly from states that were already wrong before the first of these is not found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
 
+from fleetd import limits
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.shapes import RunningShape
 from fleetd.engine.shared_prefill.frame_payloads import States
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.slots import Slots
-from fleetd.engine.shared_prefill.spot_check import Probe, Rows
+from fleetd.engine.shared_prefill.spot_check import Probe, Rows, one_of
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, Kind
 from fleetd.plan.prefill.split import Split
 
 
+class Snapshots:
+    """States at earlier tokens, as helpers send them and as this machine saves its own."""
+
+    def __init__(self, states: States, split: Split) -> None:
+        self._states = states
+        self._due = [frozenset(split.states_of(place)) for place in range(split.helpers)]
+        self._found: dict[tuple[int, int], dict[int, Any]] = {}
+
+    def took(self, place: int, frame: Frame) -> bool:
+        """True if the frame is one of helper ``place``'s snapshots, and is kept."""
+        head = frame.head
+        if head.kind is not Kind.STATE or head.end not in self._due[place]:
+            return False
+        self.put(head.end, head.layer, head.part, self._states.saved(frame))
+        return True
+
+    def put(self, tokens: int, layer: int, part: int, saved: Any) -> None:
+        self._found.setdefault((tokens, layer), {})[part] = saved
+
+    def after(self, tokens: int, layer: int) -> Mapping[int, Any]:
+        """A layer's, by the number of the part."""
+        return self._found.get((tokens, layer), {})
+
+
 class HomeStates(Protocol):
-    """What the home has of helpers' last chunks: ``home_work``."""
+    """What the home has of helpers' chunks: ``home_work``."""
 
     stage: Stage
     layout: KvLayout
     split: Split
     slots: Slots
+    snapshots: Snapshots
 
     def owner(self, place: int, layer: int) -> int:
         """As ``ReceivedRows``."""
@@ -39,45 +68,26 @@ class HomeStates(Protocol):
     def context(self, place: int, layer: int) -> list[Any] | None:
         """As ``ReceivedRows``."""
 
-    def before_last_chunk(self, place: int, layer: int) -> list[Any] | None:
-        """The same before the last chunk of helper ``place``, if it has several."""
+    def after(self, layer: int, tokens: int) -> list[Any]:
+        """A layer's caches, to be added to, after ``tokens`` for which there are snapshots."""
 
     def kept(self, place: int, layer: int) -> list[Any]:
-        """The same as they were sent after it. Those with a row per token may hold more."""
+        """The same as they were sent after the part of helper ``place``. Those with a row per token may hold
+        more."""
 
     def last_hidden(self, layer: int) -> mx.array | None:
-        """The chunk's hidden states (1, count, width) on the way into ``layer``, if they were sent."""
-
-
-class Snapshots:
-    """The running states before each helper's last chunk, as they arrive."""
-
-    def __init__(self, states: States, split: Split) -> None:
-        self._states, self._split = states, split
-        self._found: dict[tuple[int, int], dict[int, Any]] = {}
-
-    def took(self, place: int, frame: Frame) -> bool:
-        """True if the frame is one of helper ``place``'s snapshots, and is kept."""
-        head = frame.head
-        if head.kind is not Kind.STATE or head.end != self._split.snapshot_of(place):
-            return False
-        self._found.setdefault((place, head.layer), {})[head.part] = self._states.received(frame)
-        return True
-
-    def of(self, place: int, layer: int) -> Mapping[int, Any]:
-        """A layer's, by the number of the part."""
-        return self._found.get((place, layer), {})
+        """The last chunk's hidden states (1, count, width) on the way into ``layer``, if they were sent."""
 
 
 class StateProbe(Probe):
-    """A helper's last chunk. Running states are compared as well as rows."""
+    """One of a helper's chunks. Running states are compared as well as rows."""
 
     def made(self, cache: Any) -> tuple[mx.array, ...] | None:
         return super().made(cache) if kind_of(cache).attention else tuple(kind_of(cache).kept(cache))
 
 
-class LastChunk:
-    """``ReceivedRows`` of a last chunk that is all here."""
+class KnownChunk:
+    """``ReceivedRows`` of a chunk that is all here."""
 
     def __init__(self, work: HomeStates, tokens: range) -> None:
         self._work, self._tokens = work, tokens
@@ -86,29 +96,63 @@ class LastChunk:
         return self._work.owner(place, layer)
 
     def context(self, place: int, layer: int) -> list[Any] | None:
-        found = self._work.before_last_chunk(place, layer)
-        return self._work.context(place, layer) if found is None else found
+        if self._tokens.start == self._work.split.tokens_of(place).start:
+            return self._work.context(place, layer)
+        return self._work.after(layer, self._tokens.start)
 
     def arrived(self, place: int, layer: int) -> bool:
         return True
 
     def compared(self, place: int, layer: int, count: int) -> Rows:
-        found: Rows = []
-        for cache in self._work.kept(place, layer):
-            kind = kind_of(cache)
-            rows = kind.rows(cache, self._tokens.start, count)
-            found.append(rows if kind.attention else tuple(kind.kept(cache)))
-        return found
+        return [None if cache is None else self._compared(cache, count) for cache in self._kept(place, layer)]
+
+    def _compared(self, cache: Any, count: int) -> tuple[mx.array, ...] | None:
+        kind = kind_of(cache)
+        rows = kind.rows(cache, self._tokens.start, count)
+        return rows if kind.attention else tuple(kind.kept(cache))
+
+    def _kept(self, place: int, layer: int) -> list[Any]:
+        """A layer's caches after the chunk; None for a state that was not sent there."""
+        kept = self._work.kept(place, layer)
+        if self._is_last(place):
+            return kept
+        states = self._work.snapshots.after(self._tokens.stop, layer)
+        shapes = self._work.layout.parts(layer)
+        return [
+            cache if shape.in_rows else states.get(part)
+            for part, (cache, shape) in enumerate(zip(kept, shapes, strict=True))
+        ]
 
     def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
-        return self._work.last_hidden(layer)
+        return self._work.last_hidden(layer) if self._is_last(place) else None
+
+    def _is_last(self, place: int) -> bool:
+        return self._tokens.stop == self._work.split.tokens_of(place).stop
 
 
-def last_chunk(work: HomeStates, place: int, layers: range) -> tuple[StateProbe, LastChunk] | None:
-    """The probe of helper ``place`` through these layers; None where windows slide: they have no snapshot."""
-    shapes = [shape for layer in layers for shape in work.layout.parts(layer)]
-    if not layers or any(not (shape.in_rows or isinstance(shape, RunningShape)) for shape in shapes):
+def known_chunk(
+    work: HomeStates, place: int, layers: Sequence[int], draw: random.Random
+) -> tuple[StateProbe, KnownChunk] | None:
+    """The probe of one of helper ``place``'s chunks through these layers; None if the states before none of
+    them are here, or if there are no states."""
+    split = work.split
+    if not work.layout.keeps_states(layers):
         return None
+    shapes = [shape for layer in layers for shape in work.layout.parts(layer)]
+    windows = any(not (shape.in_rows or isinstance(shape, RunningShape)) for shape in shapes)
+    # Windows are sent at places alone.
+    begins = split.sent_places if windows else split.states_of(place)
+    chunks = split.chunks_of(place)
+    known = [chunk for chunk in chunks if chunk.start in begins]
+    ends = {*split.states_of(place), split.tokens_of(place).stop}
+    if not any(shape.in_rows for shape in shapes):
+        # Nothing shows what came of the others.
+        known = [chunk for chunk in known if chunk.stop in ends]
+    if not known and (windows or len(chunks) > 1):
+        return None
+    tokens = one_of(known or chunks, draw)
+    if windows or tokens.stop not in ends:
+        # Only rows are compared, and those of tokens further on rest less on the states that were sent.
+        tokens = tokens[: limits.SHARE_SPOT_TOKENS]
     parts = [work.stage.part(layer, layer + 1) for layer in layers]
-    tokens = work.split.chunks_of(place)[-1]
-    return StateProbe.of(place, parts, work.slots, tokens), LastChunk(work, tokens)
+    return StateProbe.of(place, parts, work.slots, tokens), KnownChunk(work, tokens)

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.architectures import ANY_TEXT, CUT
 from fleetd.engine.prefill import give_back
-from fleetd.engine.sequence_state import growth
+from fleetd.engine.sequence_state import batches, growth
 from fleetd.engine.sequence_state.copies import beginning
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install
@@ -200,8 +200,7 @@ def _check(
             alone = [rope(x[:, :, i : i + 1], p) for i, p in enumerate(_CHECK_POSITIONS)]
             _expect(rope(x, RopeOffset(0, positions)), mx.concatenate(alone, axis=2), f"layer {rope.layer}")
     # As the batch decodes it.
-    batches = [[c.merge([c]) for c in caches] for caches in (dense, [c.finished(n) for c in sparse])]
-    after = [run(next_token, batch) for batch in batches]
+    after = [run(next_token, batches.merged([caches])) for caches in (dense, [c.finished(n) for c in sparse])]
     _expect(after[1], after[0], "the token after it")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, create_attention_mask
 
+from fleetd.engine.sequence_state.rings import ring
 from fleetd.engine.sparse_prefill.rope import Look, RopeOffset
 
 _Positions = npt.NDArray[np.int64]
@@ -120,11 +121,8 @@ class SparseWindow:
         rows = min(self.max_size, position)
         if not np.array_equal(self._held[-rows:], np.arange(position - rows, position)):
             raise ValueError("a window with gaps cannot be decoded in")
-        cache = RotatingKVCache(self.max_size)
-        cache.keys = mx.contiguous(self.keys[..., -rows:, :])
-        cache.values = mx.contiguous(self.values[..., -rows:, :])
-        cache.offset, cache._idx = position, rows
-        return cache
+        keys, values = (mx.contiguous(array[..., -rows:, :]) for array in (self.keys, self.values))
+        return ring(RotatingKVCache(self.max_size), keys, values, position, rows)
 
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None]:

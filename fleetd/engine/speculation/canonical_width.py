@@ -47,6 +47,5 @@ class WideSteps:
             narrow: mx.array = self._model(tokens, cache=cache)
             return narrow
         logits: mx.array = self._model(mx.repeat(tokens, ROWS, axis=1), cache=cache)
-        for layer in cache:
-            layer.trim(ROWS - 1)
+        rollback.take_back(cache, ROWS - 1)
         return logits[:, :1]

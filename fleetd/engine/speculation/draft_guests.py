@@ -80,11 +80,11 @@ class DraftGuests(Guests[DraftFor, DraftWriter]):
 
     def _grow(self, task_id: str, tokens: int) -> None:
         """Lend a task KV for ``tokens``, and for some more. Raises OutOfMemory."""
-        if tokens * self.budget.bytes_per_token <= self.budget.lent_bytes(task_id):
+        if self.budget.sizes.of(tokens) <= self.budget.lent_bytes(task_id):
             return
         tokens = min(tokens + GROWTH_TOKENS, self.context_tokens + limits.DRAFT_AHEAD)
         self.budget.give_back(task_id)
-        self.budget.lend(task_id, tokens * self.budget.bytes_per_token)
+        self.budget.lend(task_id, self.budget.sizes.of(tokens))
 
     def on_end(self, task: _Task) -> None:
         tokens, cache = self._models.pop(task.id).kept

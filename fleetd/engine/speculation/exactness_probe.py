@@ -30,10 +30,10 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.engine import cpu
-from fleetd.engine.sequence_state import rollback
+from fleetd.engine.sequence_state import batches, rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import ANY, kind_of
-from fleetd.engine.sequence_state.parts import all_parts
+from fleetd.engine.sequence_state.parts import all_parts, sizes
 from fleetd.engine.speculation.canonical_width import DEAREST, ROWS, WideSteps, can_widen
 
 # So that two steps lie on both sides of where sums over keys change their shape in cpu.py: fewer than COLUMNS
@@ -228,13 +228,13 @@ class _Probing:
         self, base: list[Any], context: int, tokens: Sequence[int]
     ) -> tuple[list[mx.array], list[mx.array]]:
         """Logits (V,) of each step and what the steps left behind, as a batch computes them."""
-        batched = all(hasattr(layer, "merge") for layer in base)
+        batched = batches.can_merge(base)
         cache = copy_on_write(base)
         if batched:
-            cache = [layer.merge([layer]) for layer in cache]
+            cache = batches.merged([cache])
         logits = [self._pass(cache, [token])[0] for token in tokens]
         if batched:
-            cache = [layer.extract(0) for layer in cache]
+            cache = batches.extracted(cache, 0)
         return logits, _kept(cache, context, len(tokens))
 
     def _blocks(
@@ -280,7 +280,7 @@ class _Probing:
         if not can:
             return None
         rows = [part for part in all_parts(cache) if kind_of(part).plain]
-        if context * sum(kind_of(part).row_bytes(part) for part in rows) > MADE_UP_BYTES:
+        if sizes(rows).of(context) > MADE_UP_BYTES:
             return None
         for seed, part in enumerate(rows):
             _make_up(part, context, seed)
@@ -297,9 +297,8 @@ def _make_up(cache: Any, context: int, seed: int) -> None:
         rows = mx.concatenate([part] * times, axis=2)[:, :, :context]
         noise = mx.random.normal(rows.shape, key=key).astype(rows.dtype)
         parts.append(rows * (1 + noise / 8))
-    cache.keys, cache.values = parts
-    cache.offset = context
-    mx.eval(cache.state)
+    kind_of(cache).fill(cache, *parts, context)
+    mx.eval(parts)
 
 
 def _kept(cache: list[Any], first: int, count: int) -> list[mx.array]:

@@ -75,6 +75,8 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     layers: Layer = 0
     kv_bytes_per_token: Count = 0
     state_bytes: Count = 0
+    window_bytes_per_token: Count = 0
+    window_tokens: Count = 0
     hidden_bytes: Count = 0
     outside_bytes: Count = 0
     any_chunks: bool = False

@@ -14,6 +14,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from fleetd import limits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill import step_names
@@ -143,7 +145,8 @@ def _ways(prompt: PrefillSize, home: HelperSpec, machines: Sequence[HelperSpec])
     chain = _chain(prompt, machines)
     if chain is None:
         return []
-    return [_option(kind, prompt, home, chain, found) for kind, found in Search(prompt, chain, home).found()]
+    searched = Search(replace(prompt, states=0), chain, home).found()
+    return [_option(kind, prompt, home, chain, found) for kind, found in searched]
 
 
 def _chain(prompt: PrefillSize, machines: Sequence[HelperSpec]) -> Sequence[HelperSpec] | None:
@@ -159,7 +162,8 @@ def _chain(prompt: PrefillSize, machines: Sequence[HelperSpec]) -> Sequence[Help
 def _option(
     kind: SplitKind, prompt: PrefillSize, home: HelperSpec, chain: Sequence[HelperSpec], found: Found
 ) -> PrefillOption:
-    split = checked(
+    split, line = _with_states(
+        prompt,
         Split(
             kind=kind,
             cuts=found.cuts,
@@ -168,15 +172,20 @@ def _option(
             tokens=prompt.tokens,
             chunk=found.chunk,
             prompt_span=prompt.prompt_span,
-        )
+            places=prompt.places,
+        ),
+        chain,
+        home.speed,
+        found.timeline,
     )
+    checked(split)
     cold = {
         machine: _load(prompt, machine, split.layers_of(place))
         for place, machine in enumerate(chain)
         if not machine.loaded
     }
     load_s = max((machine.load_s for machine in cold), default=0.0)
-    total_s = load_s + found.total_s
+    total_s = load_s + line.total_s
     code: OptionCode = ""
     reason = ""
     # No prompt waits for a load: helpers have to agree within SHARE_SETUP_S.
@@ -185,7 +194,7 @@ def _option(
         parts = {_layers(load.first, load.last) if load.last else "the model" for load in cold.values()}
         reason = (
             f"{names} would have to load {_listed(sorted(parts))} first ({load_s:.1f} s); "
-            f"loaded, it would take {found.total_s:.1f} s."
+            f"loaded, it would take {line.total_s:.1f} s."
         )
     return PrefillOption(
         kind=kind if split.part_of(split.helpers) else "whole",
@@ -193,7 +202,7 @@ def _option(
         names=tuple(machine.name for machine in chain),
         split=split,
         predicted_s=total_s,
-        steps=(*(((step_names.LOADED, load_s),) if cold else ()), *_steps(found.timeline)),
+        steps=(*(((step_names.LOADED, load_s),) if cold else ()), *_steps(line)),
         code=code,
         reason=reason,
         exact=all(machine.exact for machine in chain),
@@ -204,10 +213,21 @@ def _option(
     )
 
 
+def _with_states(
+    prompt: PrefillSize, split: Split, chain: Sequence[HelperSpec], home: PrefillSpeed, without: Timeline
+) -> tuple[Split, Timeline]:
+    """The split with states sent at as many of its last places as make it hardly longer than ``without``."""
+    most_s = (1 + limits.SHARE_STATES_SHARE) * without.total_s
+    for sent in range(min(prompt.states, len(prompt.places)), 0, -1):
+        line = timeline(replace(prompt, states=sent), split, chain, home)
+        if line.total_s <= most_s:
+            return msgspec.structs.replace(split, sent=sent), line
+    return split, without
+
+
 def _load(prompt: PrefillSize, machine: HelperSpec, layers: range) -> Load:
     """The whole model if such a prompt fits beside it, because then it can answer too; else these layers."""
-    kept_bytes = prompt.kv_bytes_per_token * prompt.tokens + prompt.state_bytes
-    whole_bytes = prompt.weights_bytes + kept_bytes
+    whole_bytes = prompt.weights_bytes + prompt.sizes.of(prompt.tokens)
     if whole_bytes <= machine.room_bytes or len(layers) == prompt.layers:
         return Load(machine.node_id)
     return Load(machine.node_id, layers.start, layers.stop)
@@ -258,6 +278,7 @@ def _least_rate(
 ) -> float:
     """The least bytes per second with which a split takes at most ``target_s``."""
     low, high = max(1.0, helper.link.bytes_per_s), _UNLIMITED
+    prompt = replace(prompt, states=0)
     # A precision of one percent is enough for people.
     while high > 1.01 * low:
         middle = math.sqrt(low * high)

@@ -25,6 +25,7 @@ from fleetd import limits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import HelperSpec
 from fleetd.plan.prefill.split import Split, SplitKind
+from fleetd.plan.state_sizes import StateSizes
 
 # Round trips before anything is computed: question and offer, Go, a connection, its first sealed frame.
 SETUP_ROUND_TRIPS = 4
@@ -49,8 +50,9 @@ class PrefillSize:
     ``tokens`` and ``cached`` as in ``Split``: the prompt without its last token, and how much of that is in
     the prefix cache. Bytes are over all layers, for one token's keys and values, its hidden state, and the
     weights; ``outside_bytes`` of the weights belong to no layer. ``chunk``: how many tokens one chunk has
-    without helpers; with ``exact_chunks`` no other size may be used. ``state_bytes``: what all layers
-    keep whatever the prompt's length, which is sent once it is complete. ``prompt_span``: as in ``Split``, if
+    without helpers; with ``exact_chunks`` no other size may be used. ``state_bytes``, ``window_bytes`` and
+    ``window``: as in StateSizes; such is sent once it is complete. ``places``: as in ``Split``; at as many of
+    the last ones as ``states`` says, it may be sent too. ``prompt_span``: as in ``Split``, if
     tokens are left out; only kept tokens cost anything. ``unshareable``: why no machine can help, "" if one
     can. ``last_layer``: the time of the last layer, as a share of another layer's (``LAST_LAYER``).
     """
@@ -68,6 +70,24 @@ class PrefillSize:
     outside_bytes: int = 0
     last_layer: float = 1.0
     state_bytes: int = 0
+    window_bytes: int = 0
+    window: int = 0
+    places: tuple[int, ...] = ()
+    states: int = 0
+
+    @property
+    def sizes(self) -> StateSizes:
+        return StateSizes(self.kv_bytes_per_token, self.state_bytes, self.window_bytes, self.window)
+
+    @property
+    def whole_bytes(self) -> int:
+        """What is sent of the prompt whole."""
+        return self.sizes.whole(self.tokens)
+
+    @property
+    def sent_places(self) -> tuple[int, ...]:
+        """The places that ``states`` counts."""
+        return self.places[len(self.places) - self.states :]
 
     @property
     def new(self) -> range:
@@ -131,14 +151,16 @@ class Chain:
             if onward is helper.link and home_share:
                 to_home += prompt.hidden_bytes
             carrying = self._carrying(helper.link, to_home, chunk)
-            carrying.late_s += helper.link.seconds(prompt.state_bytes * kept[i])
+            # States of the last chunk's places and of its end travel behind the rows of the one before.
+            late = 1 + sum(prompt.tokens - at <= chunk for at in prompt.sent_places)
+            carrying.late_s += helper.link.seconds(prompt.whole_bytes * late * kept[i])
             rows.append((len(pipe.stages), carrying))
             if onward is not helper.link or home_share:
                 pipe.stages.append(self._carrying(onward, 2 * prompt.hidden_bytes, chunk))
         if home_share:
             pipe.stages.append(self._computing(self._home, home_share, chunk, self._home_free_s))
         computed_end_s, rows_end_s = pipe.ends(rows)
-        states = prompt.state_bytes * _snapshots(new, chunk)
+        states = self._states(new, chunk)
         port_s = self._port.seconds(sum(kept) * (prompt.kv_bytes_per_token * len(new) + states))
         rows_end_s = max(rows_end_s, begun_s + port_s, self._home_free_s)
         computed_s = self._home.total(home_share, new, chunk)
@@ -156,11 +178,11 @@ class Chain:
         one, last = prompt.share(range(1)), prompt.share(range(layers - 1, layers))
         *parts, home_part = [range(a, b) for a, b in itertools.pairwise(cuts)]
         begun_s = self._agreed_s + self._prefix_s([1.0] * len(parts))
-        row_bytes, state_bytes = prompt.kv_bytes_per_token / layers, prompt.state_bytes / layers
+        row_bytes, state_bytes = prompt.kv_bytes_per_token / layers, prompt.whole_bytes / layers
         home_s = self._home.total(1.0, home_part, chunk)
         port_s = self._port.seconds(
             prompt.kv_bytes_per_token * (home_part.start - prompt.cached)
-            + prompt.state_bytes * sum(_snapshots(part, chunk) for part in parts)
+            + sum(self._states(part, chunk) for part in parts)
         )
         end_s = max(self._home_free_s + home_s, begun_s + port_s + home_s * last)
         # The chain up to this helper: each stage's seconds for one layer and for the last one, and the delay
@@ -170,7 +192,7 @@ class Chain:
         for i, (helper, part) in enumerate(zip(self._helpers, parts, strict=True)):
             work_s = helper.speed.total(1.0, part, chunk)
             path.append((work_s * one, work_s * last))
-            rows_s = helper.link.seconds(row_bytes * len(part) + state_bytes * _snapshots(part, chunk))
+            rows_s = helper.link.seconds(row_bytes * len(part) + self._states(part, chunk) / layers)
             stages = [*path, (rows_s, rows_s), (home_s * one, home_s * last)]
             lead_s = begun_s + late_s + helper.link.one_way_s
             end_s = max(end_s, lead_s + _layer_after_layer(stages, layers))
@@ -182,13 +204,20 @@ class Chain:
             self._agreed_s, begun_s - self._agreed_s, max(0.0, end_s - home_s - begun_s), home_s, 0.0
         )
 
+    def _states(self, tokens: range, chunk: int) -> int:
+        """Bytes of the states of all layers that a helper sends home with some tokens: after them, at places,
+        and running ones before its last chunk, if it has several."""
+        prompt = self._prompt
+        times = 1 + sum(tokens.start < at < tokens.stop for at in prompt.sent_places)
+        return prompt.whole_bytes * times + prompt.state_bytes * (len(tokens) > chunk)
+
     def _prefix_s(self, shares: Sequence[float]) -> float:
         """Time to send the tokens, and the rows of cached tokens, to all helpers at once."""
         prompt, all_bytes, slowest_s = self._prompt, 0.0, 0.0
         for helper, share in zip(self._helpers, shares, strict=True):
             # If tokens are left out, each kept token is sent with its position.
             token_bytes = _TOKEN_BYTES * (2 if prompt.prompt_span else 1)
-            kept = prompt.kv_bytes_per_token * prompt.cached + prompt.state_bytes * (prompt.cached > 0)
+            kept = prompt.sizes.of(prompt.cached) if prompt.cached else 0
             n_bytes = token_bytes * prompt.tokens + kept * share
             all_bytes += n_bytes
             slowest_s = max(slowest_s, helper.link.seconds(n_bytes) + helper.link.one_way_s)
@@ -309,8 +338,3 @@ class _PipeTimeline:
                         turns.add(math.ceil(at))
                 between_s += late.growth_s
         return sorted(turns)
-
-
-def _snapshots(tokens: range, chunk: int) -> int:
-    """How often a helper sends its running states to home: before its last chunk, too, if it has several."""
-    return 2 if len(tokens) > chunk else 1

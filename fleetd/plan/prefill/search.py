@@ -253,7 +253,7 @@ class Search:
     def _even_layers(self, chunk: int, bounds: Sequence[Part], *, whole: bool) -> Cuts | None:
         """Layers in proportion to the rate of each machine, or of its link if that is slower."""
         prompt, layers = self._prompt, self._prompt.layers
-        sent = prompt.kv_bytes_per_token * len(prompt.new) + prompt.state_bytes
+        sent = prompt.kv_bytes_per_token * len(prompt.new) + prompt.whole_bytes
         rates, rooms = [], []
         for helper in self._helpers:
             busy_s = max(helper.speed.total(1.0, prompt.new, chunk), helper.link.seconds(sent))
@@ -302,7 +302,7 @@ class Search:
         ends, at = [], float(prompt.cached)
         for helper, onward in zip(self._helpers, self._onward, strict=True):
             link = helper.link
-            room = helper.room_bytes - self._weights_bytes(helper) - prompt.state_bytes
+            room = helper.room_bytes - self._weights_bytes(helper) - prompt.whole_bytes
             end = at + helper.speed.fitting(at, seconds, chunk)
             end = min(end, at + seconds * max(1.0, link.bytes_per_s) / kv)
             if onward is not None:
@@ -322,7 +322,7 @@ class Search:
             # A part has the embedding or the head; which of them is not known yet, so both are counted.
             room -= prompt.outside_bytes
             per_layer = max(0, prompt.weights_bytes - prompt.outside_bytes) / prompt.layers
-        per_layer += (prompt.kv_bytes_per_token * prompt.tokens + prompt.state_bytes) / prompt.layers
+        per_layer += prompt.sizes.of(prompt.tokens) / prompt.layers
         if room == math.inf or room >= per_layer * prompt.layers:
             return prompt.layers
         return max(0, math.floor(room / per_layer))
@@ -339,10 +339,7 @@ class Search:
         """Helpers have room for the rows of all tokens up to their last, and their own hidden states."""
         prompt = self._prompt
         return all(
-            self._weights_bytes(helper)
-            + prompt.state_bytes
-            + b * prompt.kv_bytes_per_token
-            + (b - a) * prompt.hidden_bytes
+            self._weights_bytes(helper) + prompt.sizes.of(b) + (b - a) * prompt.hidden_bytes
             <= helper.room_bytes
             for helper, (a, b) in zip(self._helpers, itertools.pairwise(cuts), strict=False)
         )

@@ -32,6 +32,10 @@ class Split(msgspec.Struct, frozen=True):
     If tokens of the prompt are left out, only the kept ones are counted, by their rows in the caches.
     ``prompt_span`` is then the value of ``tokens`` for the whole prompt, and each token is sent with its
     position, which is below ``prompt_span``. 0: all tokens are kept, and a token's row is its position.
+
+    ``places``: numbers of tokens, ascending, after which the machine that answers would keep what cannot be
+    cut at a token. A chunk ends at each, so that chunks are those of a prefill without helpers. At the last
+    ``sent`` of them a helper sends home what it keeps there.
     """
 
     kind: SplitKind
@@ -41,6 +45,8 @@ class Split(msgspec.Struct, frozen=True):
     tokens: _Count
     chunk: Annotated[int, Meta(ge=1, le=2**20)]
     prompt_span: _Count = 0
+    places: Annotated[tuple[_Count, ...], Meta(max_length=limits.CHECKPOINTS_PER_PROMPT)] = ()
+    sent: Annotated[int, Meta(ge=0, le=limits.CHECKPOINTS_PER_PROMPT)] = 0
 
     @property
     def token_bytes(self) -> int:
@@ -69,13 +75,32 @@ class Split(msgspec.Struct, frozen=True):
 
     def chunks_of(self, machine: int) -> list[range]:
         """Tokens that a machine computes, in its chunks."""
-        return chunks(self.tokens_of(machine), self.chunk)
+        return self.chunks(self.tokens_of(machine))
+
+    def chunks(self, tokens: range) -> list[range]:
+        """``tokens``, which begin between chunks, in chunks."""
+        grid = range(self.cached, tokens.stop, self.chunk)
+        between = {at for at in (*grid, *self.places) if tokens.start < at < tokens.stop}
+        ends = [tokens.start, *sorted(between), tokens.stop]
+        return [range(a, b) for a, b in itertools.pairwise(ends) if a < b]
 
     def snapshot_of(self, place: int) -> int | None:
         """The token at which the last of helper ``place``'s chunks begins: running states, which cannot be
         had from later ones, are sent as they are there, too. None if it has one chunk: home knows them."""
         own = self.chunks_of(place)
         return own[-1].start if len(own) > 1 else None
+
+    @property
+    def sent_places(self) -> tuple[int, ...]:
+        """The places that ``sent`` counts."""
+        return self.places[len(self.places) - self.sent :]
+
+    def states_of(self, place: int) -> list[int]:
+        """The tokens within helper ``place``'s part after which it sends states, ascending: at places all
+        that has no row per token, before the last chunk running states alone."""
+        own, snapshot = self.tokens_of(place), self.snapshot_of(place)
+        inner = {at for at in self.sent_places if own.start < at < own.stop}
+        return sorted(inner if snapshot is None else {*inner, snapshot})
 
     def has_next(self, place: int) -> bool:
         """True if helper ``place`` sends anything to the next machine, which may be home."""
@@ -147,14 +172,13 @@ def checked(split: Split) -> Split:
         raise InvalidValue("Nothing of this prompt is left to prefill.")
     if split.prompt_span and split.prompt_span <= split.tokens:
         raise InvalidValue(f"{split.tokens} tokens of {split.prompt_span} are kept: nothing is left out.")
+    between = all(a < b for a, b in itertools.pairwise((split.cached, *split.places, split.tokens)))
+    if split.places and (split.prompt_span or not between or split.sent > len(split.places)):
+        raise InvalidValue(f"States at {split.places}, {split.sent} of them sent, are not of this prompt.")
     inner = split.cuts[:-1] if rules.cut_between_chunks else ()
     if any((cut - split.cached) % split.chunk and cut != split.tokens for cut in inner):
         raise InvalidValue(f"Tokens cut at {split.cuts} are not cut between chunks of {split.chunk}.")
     return split
-
-
-def chunks(tokens: range, size: int) -> list[range]:
-    return [range(at, min(at + size, tokens.stop)) for at in range(tokens.start, tokens.stop, size)]
 
 
 def prefix_hashes(tokens: bytes, ends: Sequence[int], *, width: int = 4) -> dict[int, bytes]:

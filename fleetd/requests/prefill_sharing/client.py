@@ -128,11 +128,19 @@ class PrefillSharing(PipelineStep):
         return model if model is not None and model.digest else None
 
     def choose(
-        self, own: ModelCard, tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0
+        self,
+        own: ModelCard,
+        tokens: int,
+        cached: int,
+        chunk: int,
+        facts: Ready,
+        kept: int = 0,
+        places: Sequence[int] = (),
+        states: int = 0,
     ) -> PlanChoice:
-        """``kept``: of the tokens, those that are computed, where not all are."""
+        """As ``planner_facts.prompt``."""
         here, *helpers = planner_facts.corrected(self.machines(own, facts), self.members, own.digest)
-        asked = planner_facts.prompt(tokens, cached, chunk, facts, kept)
+        asked = planner_facts.prompt(tokens, cached, chunk, facts, kept, places, states)
         return planner_facts.choose(asked, here, helpers, self.members.last_prefill.get(own.name))
 
     def machines(self, own: ModelCard, facts: Ready) -> list[HelperSpec]:
@@ -224,7 +232,7 @@ class SharedPrompt:
             engine.alone(accepted.id)
             return self._alone
         tokens = (accepted.prompt_tokens, accepted.cached, accepted.chunk)
-        choice = self._sharing.choose(own, *tokens, facts, accepted.kept)
+        choice = self._sharing.choose(own, *tokens, facts, accepted.kept, accepted.places, accepted.states)
         self._request.decided(choice, accepted, self._sharing.monotonic())
         split = choice.best.split
         if split is None or facts.arithmetic is None:
