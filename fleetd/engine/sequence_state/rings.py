@@ -12,11 +12,10 @@ from mlx_lm.models.cache import RotatingKVCache
 from msgspec import Meta
 
 from fleetd import limits
-
-_Count = Annotated[int, Meta(ge=0, le=limits.CACHE_TOKENS)]
-
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.write_index import set_write_index, write_index
+
+_Count = Annotated[int, Meta(ge=0, le=limits.CACHE_TOKENS)]
 
 
 @dataclass(frozen=True, slots=True)
