@@ -623,6 +623,9 @@ CACHE_LOOKUP_S, CACHE_BLOCK_S = 0.25, 5.0
 CACHE_READ_BYTES_PER_S, CACHE_TOKEN_S = 200 * MIB, 0.005
 # What a restore takes besides its bytes.
 CACHE_RESTORE_FIXED_S = 0.01
+# Bytes of a prompt's files that the system is asked for, to know how many lie in memory: within a twentieth,
+# in less than a millisecond.
+CACHE_PROBES = 32
 # Less than this measures how a file is opened, not how fast a disk is.
 CACHE_SPEED_BYTES = MIB
 
@@ -643,10 +646,20 @@ FETCH_LEAST_TOKENS = 512
 FETCH_BELIEVED = 0.3
 # A snapshot is checked by the one before it, if that is no more blocks away: so much is computed here, too.
 FETCH_CHECK_BLOCKS = 2
+# At which every number that comes is looked at: a core does 3 GB/s, a GPU tens.
+FETCH_LOOK_BYTES_PER_S = 8 * GIB
+# So long a turn of the compute thread may be taken by memory for what comes, or by looking at it: a step of
+# the answers that run takes as long.
+FETCH_TURN_S = 0.02
 # What a fetch takes besides its bytes and round trips, and the part of computing it must save.
 FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.03, 0.1
-# A block that takes so many times as long as planned, and at least this, ends the fetch.
+# A block that takes so many times as long as planned, and at least this, ends the fetch; so does a fetch that
+# takes as long as computing all of it, at least this.
 FETCH_LATE, FETCH_BLOCK_S = 5.0, 2.0
+# A fetch that takes so many times as long as planned: its link is measured again.
+FETCH_DOUBT = 2.0
+# Questions about prompts that a machine leaves unanswered, one after the other, before it is left out.
+FETCH_UNANSWERED = 2
 # Fetches that a machine serves at once: each reads its disk as fast as it can.
 FETCHES = 4
 

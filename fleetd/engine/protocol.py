@@ -171,7 +171,8 @@ class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
     """The answer to a Lacking: its first ``blocks`` come on the stream "blocks"; 0: none come.
 
     ``block_s``: what one probably takes. ``plan``: they are those of its ``plan_names``. ``last_first``: they
-    come from the last one to the first, while the worker computes towards them.
+    come from the last one to the first, while the worker computes towards them. ``within_s``: the most that
+    all of them may take since it was decided, which is ``since_s`` ago; 0 is no bound.
     """
 
     id: str
@@ -179,6 +180,8 @@ class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
     block_s: Seconds = 0.0
     plan: bool = False
     last_first: bool = False
+    within_s: Seconds = 0.0
+    since_s: Seconds = 0.0
 
 
 class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
@@ -608,7 +611,8 @@ class Kept(msgspec.Struct, frozen=True, tag="kept"):
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched", omit_defaults=True):
-    """A fetch has ended. ``blocks``: those that are used. ``code`` and ``reason``: why not all are."""
+    """A fetch has ended. ``blocks``: those that are used. ``seconds``: from the decision to the last byte.
+    ``code`` and ``reason``: why not all are."""
 
     id: str
     blocks: Natural = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from fleetd import limits
-from fleetd.errors import FleetError
+from fleetd.errors import FleetError, PeerUnreachable
 from fleetd.observe import get_logger
 from fleetd.plan.beginnings import KeptBeginning
 from fleetd.plan.refusals import THIS_NODE
@@ -79,5 +79,8 @@ class PromptSurvey:
             found = messages.decode(answer, messages.TextFound)
         except FleetError as error:
             log.debug("survey.no_answer", peer=member.node_id[:7], reason=str(error))
+            if isinstance(error, PeerUnreachable):
+                self._members.unanswered(member.node_id)
             return None
+        self._members.answered(member.node_id)
         return beginning_of(found)

@@ -101,21 +101,24 @@ class BlockServer:
 
     def _send_all(self, machine: str, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
         store: BlockStore = self._cache.open_store()
-        read_s = 0.0
+        read_s, following = 0.0, iter(names[1:])
 
         def read(name: bytes, targets: Callable[[BlockHeader], Sequence[memoryview]]) -> BlockHeader | None:
             nonlocal read_s
             begun_s = time.monotonic()
             try:
+                if (after := next(following, None)) is not None:
+                    store.read_soon(after)
                 return store.read(name, targets)
             finally:
                 read_s += time.monotonic() - begun_s
 
         try:
             with sock:
+                cached = store.cached_share(names)
                 sent = block_stream.send(SealedSender(sock, key, "acceptor"), names, read)
             self._counts.sent(machine, sent)
-            store.sent(sent, read_s)
+            store.sent(sent, read_s, cached)
         except CacheUnavailable:
             pass  # the stream ends early: what was sent is whole
         finally:
