@@ -635,6 +635,11 @@ FETCH_BLOCKS = 4096
 FETCH_MESSAGE_BYTES = 40 * FETCH_BLOCKS + 64 * KIB
 # Machines that are asked at once what they have of a prompt, and how long for. A prompt waits for the answer.
 FETCH_ASKED, FETCH_FIND_S = 8, 0.5
+# How long the answer waits for blocks that are being written, most of the time for which a prompt waits for
+# it, and how often the disk is looked at meanwhile.
+FETCH_WRITING_S, FETCH_WRITING_POLL_S = 0.3, 0.03
+# Prompts whose blocks may be being written, as a daemon remembers them: those of the last minutes.
+KEPT_LATELY = 64
 # Beginnings of a text in one question, 512 characters apart, and how long the placement of a long prompt
 # waits for the answers: a round trip on any network, and no more than a person notices.
 FETCH_LINKS, FETCH_LOOK_S = 8192, 0.15

@@ -5,7 +5,7 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 unknown tags are a bug and raise.
 
     daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), AssistPrefill,
-                      Score, DraftFor, Cancel, IdleTime, FreeMemory, Shutdown
+                      Score, DraftFor, Cancel, IdleTime, FreeMemory, WriteNow, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
                       Accepted, Prefill*, Shared?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
                       for each AssistPrefill: Accepted, Assisted | Failed
@@ -289,6 +289,11 @@ class IdleTime(msgspec.Struct, frozen=True, tag="idle"):
     may find out what it has not found out yet. 0: no longer."""
 
     seconds: Seconds
+
+
+class WriteNow(msgspec.Struct, frozen=True, tag="write"):
+    """Another machine asks for a prompt that waits to be written to the disk: write what waits as fast as the
+    disk takes it, also while something is computed."""
 
 
 class FreeMemory(msgspec.Struct, frozen=True, tag="free"):
@@ -687,6 +692,7 @@ Command = (
     | Cancel
     | IdleTime
     | FreeMemory
+    | WriteNow
     | Shutdown
 )
 # What the daemon and the worker settle between them; no client sees it.

@@ -49,6 +49,7 @@ from fleetd.engine.protocol import (
     PrefillAlone,
     PrefillShared,
     StreamTag,
+    WriteNow,
 )
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.profile_search import ProfileSearch
@@ -224,6 +225,9 @@ class Scheduler(ComputeLoop):
                 self._drafts.begin(item)
             case IdleTime(seconds):
                 self._idle_until_s = time.monotonic() + seconds
+            case WriteNow():
+                if self.disk is not None:
+                    self.disk.writer.write_now()
             case PreparedPrompt():
                 self._begin(item)
             case _:

@@ -61,6 +61,7 @@ from fleetd.engine.protocol import (
     ToolCallPiece,
     TopLogprob,
     Usage,
+    WriteNow,
 )
 from fleetd.plan.prefill.split import Split
 
@@ -81,6 +82,7 @@ COMMANDS: list[Any] = [
     Cancel("a"),
     IdleTime(2.5),
     FreeMemory(True),
+    WriteNow(),
     Shutdown(),
 ]
 REPORTS: list[Any] = [
