@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,8 @@ class Daemon:
         self._kept = KeptPrompts(
             self._disk_cache, lambda model: self._members.here().model(model), self._write_kept
         )
-        survey = PromptSurvey(self._fleet, self._members, self._kept) if self._fleet else None
+        looked = partial(self._metrics.looked, "placement")
+        survey = PromptSurvey(self._fleet, self._members, self._kept, looked) if self._fleet else None
         self._fetching = (
             BlockFetching(self._fleet, self._pool, self._members, self._fetch_counts)
             if self._fleet and fetches

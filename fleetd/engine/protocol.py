@@ -574,8 +574,8 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds, measured in the worker: waiting for a turn, prefill, and first to last token.
 
     ``restored_tokens``: of the cached ones, those whose keys and values were read from the disk, in
-    ``restore_s``, before the prefill; ``fetched_tokens`` and ``fetch_s``: the same of another machine's,
-    which the daemon names in ``fetched_from``.
+    ``restore_s``, before the prefill, looking for them in vain included; ``fetched_tokens`` and ``fetch_s``:
+    the same of another machine's, which the daemon names in ``fetched_from``.
     """
 
     queue_s: Seconds = 0.0

@@ -334,9 +334,11 @@ class Scheduler(ComputeLoop):
         if restoring is None or (hit := restoring.step()) is None:
             return
         sequence.restoring = None
+        # Also where nothing was found: that time is spent, too.
+        sequence.restore_s = restoring.seconds
         if hit.tokens:
             sequence.hit, sequence.cached = hit, hit.tokens
-            sequence.restored, sequence.restore_s = restoring.tokens, restoring.seconds
+            sequence.restored = restoring.tokens
         self._ask_others(sequence)
         if not sequence.accepted and sequence.fetching is None:
             self._accept(sequence)
