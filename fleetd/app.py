@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from fleetd.host_port import host_port
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.models.catalog import CATALOG, find
+from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
 from fleetd.models.verify import verify
@@ -203,8 +205,11 @@ class Daemon:
         self._sharing = self._sharer(self._fleet) if self._fleet else None
         fetches = self._fleet is not None and self._disk_cache.for_workers is not None
         self._fetch_counts = FetchCounts(self._metrics.fetched)
-        self._kept = KeptPrompts(self._disk_cache, lambda model: self._members.here().model(model))
-        survey = PromptSurvey(self._fleet, self._members, self._kept) if self._fleet else None
+        self._kept = KeptPrompts(
+            self._disk_cache, lambda model: self._members.here().model(model), self._write_kept
+        )
+        looked = partial(self._metrics.looked, "placement")
+        survey = PromptSurvey(self._fleet, self._members, self._kept, looked) if self._fleet else None
         self._fetching = (
             BlockFetching(self._fleet, self._pool, self._members, self._fetch_counts)
             if self._fleet and fetches
@@ -252,6 +257,11 @@ class Daemon:
         """Whether this machine computes, or passes on answers, for anybody."""
         counts = self._runner.counts
         return counts.running + counts.waiting > 0 or self._pool.busy
+
+    def _write_kept(self, folder: ModelFolder) -> None:
+        """Let the worker of a model write kept prompts at once."""
+        if (engine := self._pool.engine(folder)) is not None:
+            engine.write_now()
 
     def _sharer(self, fleet: Fleet) -> PrefillSharing:
         return PrefillSharing(fleet, self._pool, self._members, self._metrics, self._speeds)

@@ -662,6 +662,9 @@ CACHE_LOOKUP_S, CACHE_BLOCK_S = 0.25, 5.0
 CACHE_READ_BYTES_PER_S, CACHE_TOKEN_S = 200 * MIB, 0.005
 # What a restore takes besides its bytes.
 CACHE_RESTORE_FIXED_S = 0.01
+# Bytes of a prompt's files that the system is asked for, to know how many lie in memory: within a twentieth,
+# in less than a millisecond.
+CACHE_PROBES = 32
 # Less than this measures how a file is opened, not how fast a disk is.
 CACHE_SPEED_BYTES = MIB
 
@@ -671,6 +674,11 @@ FETCH_BLOCKS = 4096
 FETCH_MESSAGE_BYTES = 40 * FETCH_BLOCKS + 64 * KIB
 # Machines that are asked at once what they have of a prompt, and how long for. A prompt waits for the answer.
 FETCH_ASKED, FETCH_FIND_S = 8, 0.5
+# How long the answer waits for blocks that are being written, most of the time for which a prompt waits for
+# it, and how often the disk is looked at meanwhile.
+FETCH_WRITING_S, FETCH_WRITING_POLL_S = 0.3, 0.03
+# Prompts whose blocks may be being written, as a daemon remembers them: those of the last minutes.
+KEPT_LATELY = 64
 # Beginnings of a text in one question, 512 characters apart, and how long the placement of a long prompt
 # waits for the answers: a round trip on any network, and no more than a person notices.
 FETCH_LINKS, FETCH_LOOK_S = 8192, 0.15
@@ -682,10 +690,20 @@ FETCH_LEAST_TOKENS = 512
 FETCH_BELIEVED = 0.3
 # A snapshot is checked by the one before it, if that is no more blocks away: so much is computed here, too.
 FETCH_CHECK_BLOCKS = 2
+# At which every number that comes is looked at: a core does 3 GB/s, a GPU tens.
+FETCH_LOOK_BYTES_PER_S = 8 * GIB
+# So long a turn of the compute thread may be taken by memory for what comes, or by looking at it: a step of
+# the answers that run takes as long.
+FETCH_TURN_S = 0.02
 # What a fetch takes besides its bytes and round trips, and the part of computing it must save.
 FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.03, 0.1
-# A block that takes so many times as long as planned, and at least this, ends the fetch.
+# A block that takes so many times as long as planned, and at least this, ends the fetch; so does a fetch that
+# takes as long as computing all of it, at least this.
 FETCH_LATE, FETCH_BLOCK_S = 5.0, 2.0
+# A fetch that takes so many times as long as planned: its link is measured again.
+FETCH_DOUBT = 2.0
+# Questions about prompts that a machine leaves unanswered, one after the other, before it is left out.
+FETCH_UNANSWERED = 2
 # Fetches that a machine serves at once: each reads its disk as fast as it can.
 FETCHES = 4
 # Of these for one machine, so that one cannot take all of them.

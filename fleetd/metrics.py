@@ -8,6 +8,7 @@ closed lists. Engine gauges are read only when they are scraped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
@@ -25,6 +26,7 @@ from fleetd.requests.smart_prefill.skip import SKIPS
 # Prometheus's own buckets end at 10 s; a long prompt on one machine takes minutes to its first token.
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 180, 300, 600)
 ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+LOOKUP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 180, 300, 600, 1200, 3600)
 
 # vLLM knows three ends; dashboards select by them.
@@ -86,6 +88,13 @@ class Metrics:
         )
         self._fetched = histogram(
             "fleetd_fetch_seconds", "Fetching a prompt's KV from another machine.", REQUEST_BUCKETS_S
+        )
+        self._looked = Histogram(
+            "fleetd_kept_lookup_seconds",
+            "Looking for a prompt's KV where there is nothing of it, or before the prompt is placed.",
+            ["where"],
+            buckets=LOOKUP_BUCKETS_S,
+            registry=registry,
         )
         self._fetches = counter(
             "fleetd_fetches", "Prompts whose KV another machine was asked to send.", "outcome"
@@ -195,9 +204,13 @@ class Metrics:
         if timings.restored_tokens:
             self._restored_tokens.labels(model).inc(timings.restored_tokens)
             self._restored.labels(model).observe(timings.restore_s)
+        elif timings.restore_s:
+            self.looked("disk", timings.restore_s)
         if timings.fetched_tokens:
             self._fetched_tokens.labels(model).inc(timings.fetched_tokens)
             self._fetched.labels(model).observe(timings.fetch_s)
+        elif timings.fetch_s:
+            self.looked("machines", timings.fetch_s)
         self._queue.labels(model).observe(timings.queue_s)
         self._prefill.labels(model).observe(timings.prefill_s)
         self._decode.labels(model).observe(timings.decode_s)
@@ -222,6 +235,11 @@ class Metrics:
         """Outcome: "done" or an error's code."""
         self._fetches.labels(outcome if outcome == "done" or outcome in BY_CODE else _OTHER).inc()
         self._fetched_bytes.inc(n_bytes)
+
+    def looked(self, where: Literal["placement", "disk", "machines"], seconds: float) -> None:
+        """A prompt has waited so long for the answer that there is nothing of it; "placement": whatever it
+        is."""
+        self._looked.labels(where).observe(seconds)
 
     def smart(self, outcome: str, form: str, kept: int, dropped: int) -> None:
         """Outcome: "used", a code of ``SKIPS``, or an error's; form "" where all of it is read."""

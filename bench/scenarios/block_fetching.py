@@ -1,16 +1,18 @@
 """A prompt that another machine has read: fetching its keys and values against computing them.
 
-Over loopback all of them are waited for. Over a link that carries them no sooner than they are computed, the
-last ones come first while the first ones are computed.
+Over loopback all of them are waited for, once from files that the system has in memory and once from the
+disk; the benchmark decides which, or the minutes since they were written would. Over a link that carries them
+no sooner than they are computed, the last ones come first while the first ones are computed.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from bench.figures import Figure, Measured, alternated, at_least, at_most, percentile
-from bench.harness import prompts
+from bench.harness import page_cache, prompts
 from bench.harness.client import Heard
 from bench.harness.daemon import MODEL, Daemon
 from bench.harness.fleet import Fleet
@@ -23,14 +25,15 @@ _KEEPING, _ASKING = "keeping", "asking"
 _PORT = 7741
 TOKENS = 4000
 _KNOWN_WITHIN_S = 120.0
-# The first fetches, by which the link and the other machine's disk are measured.
+# The first fetches from each state, by which the link, the other machine's disk and the way between are
+# measured.
 _FIRST = 2
 _SLOW = Link("100 Mbit/s", bits_per_s=100e6)
 
 
 def measure(runs: int) -> Measured:
     with Fleet([_KEEPING, _ASKING]) as fleet:
-        seen = _compare(runs, fleet, {}, {})
+        seen = _compare(runs, fleet, page_cache.STATES, {}, {})
     return Measured(_figures(seen), _HOW)
 
 
@@ -42,40 +45,63 @@ def measure_slow(runs: int) -> Measured:
             "FLEETD_FLEET_LISTEN": f"{here.address}:0",
             "FLEETD_FLEET_PEERS": f"{there.address}:{_PORT}",
         }
-        seen = _compare(runs, fleet, {"enter": there.enter} | known, {"enter": here.enter} | asking)
+        at = {"enter": there.enter} | known, {"enter": here.enter} | asking
+        seen = _compare(runs, fleet, ("warm",), *at)
     return Measured(_slow_figures(seen), _SLOW_HOW)
 
 
-def _compare(runs: int, fleet: Fleet, at_keeping: Any, at_asking: Any) -> Samples:
+def _compare(
+    runs: int, fleet: Fleet, states: Sequence[page_cache.State], at_keeping: Any, at_asking: Any
+) -> Samples:
     """``at_keeping``, ``at_asking``: how the two are started, besides what is usual."""
     seen = Samples()
     # Alone, or the other one might answer some.
     keeping = fleet.start(_KEEPING, **at_keeping)
     keeping.warm()
-    expected = [_ask(keeping, _prompt(number)) for number in range(_FIRST + runs)]
-    wait_for(lambda: _kept(keeping) >= len(expected) * (TOKENS - 256), _KNOWN_WITHIN_S, 0.1, keeping.log)
+    kept = [_prompt(number) for number in range(len(states) * (_FIRST + runs))]
+    expected = [_ask(keeping, prompt).text for prompt in kept]
+    wait_for(lambda: _kept(keeping) >= len(kept) * (TOKENS - 256), _KNOWN_WITHIN_S, 0.1, keeping.log)
     keeping.control("POST", "/fleet/v1/models/unload", {"model": DEFAULT_MODEL})
     asking = fleet.start(_ASKING, **at_asking)
     fleet.until_usable(_KEEPING, _ASKING)
     asking.warm()
     wait_for(lambda: _known(fleet), _KNOWN_WITHIN_S, 0.1, asking.log)
-    for number in range(_FIRST):
-        _ask(asking, _prompt(number))
+    blocks = keeping.home / "cache" / "kv" / "blocks"
+    left = iter(zip(kept, expected, strict=True))
+    for _ in range(_FIRST):
+        for state in states:
+            page_cache.bring(blocks, state)
+            _ask(asking, next(left)[0])
     for run in range(runs):
-        for side in alternated(run, ("fetched", "computed")):
+        for side in alternated(run, (*states, "computed")):
             if side == "computed":
                 computed = _ask(asking, _prompt(1000 + run), local_only=True)
-            else:
-                fetched, errors = _fetched(asking, _prompt(_FIRST + run))
+                seen[side].append(computed.began_s)
+                continue
+            prompt, text = next(left)
+            page_cache.bring(blocks, "cold" if side == "cold" else "warm")
+            _fetch(asking, prompt, side, text, seen)
+        disk, link = _report(keeping), fleet.peer(_ASKING, _KEEPING)
         seen.add(
-            computed_s=computed.began_s,
-            fetched_s=fetched.began_s,
-            tokens=float(fetched.timings.get("fetched_n", 0)) / TOKENS,
-            fetch_ms=float(fetched.timings.get("fetch_ms", 0.0)),
-            error=errors,
-            same=float(fetched.text == expected[_FIRST + run].text),
+            disk=disk["read_bytes_per_s"] / 1e6,
+            cached=disk["cached_bytes_per_s"] / 1e6,
+            link=(link["bytes_per_s"] or 0.0) / 1e6,
         )
     return seen
+
+
+def _fetch(asking: Daemon, prompt: list[int], side: str, text: str, seen: Samples) -> None:
+    """One prompt, and how far what its fetch took was from its prediction."""
+    before = _machine(asking)
+    heard = _ask(asking, prompt)
+    after = _machine(asking)
+    took_s, predicted_s = (after[name] - before[name] for name in ("took_s", "predicted_s"))
+    seen[side].append(heard.began_s)
+    seen[side, "tokens"].append(float(heard.timings.get("fetched_n", 0)) / TOKENS)
+    seen[side, "took"].append(took_s * 1000)
+    seen[side, "predicted"].append(predicted_s * 1000)
+    seen[side, "error"].append(abs(took_s / predicted_s - 1) if predicted_s else 1.0)
+    seen[side, "same"].append(float(heard.text == text))
 
 
 def _prompt(number: int) -> list[int]:
@@ -84,15 +110,6 @@ def _prompt(number: int) -> list[int]:
 
 def _ask(daemon: Daemon, prompt: list[int], **body: Any) -> Heard:
     return daemon.complete(prompt, 8, **body)
-
-
-def _fetched(asking: Daemon, prompt: list[int]) -> tuple[Heard, float]:
-    """The answer, and how far what the fetch took was from its prediction."""
-    before = _machine(asking)
-    heard = _ask(asking, prompt)
-    after = _machine(asking)
-    took_s, predicted_s = (after[name] - before[name] for name in ("took_s", "predicted_s"))
-    return heard, abs(took_s / predicted_s - 1) if predicted_s else 1.0
 
 
 def _report(daemon: Daemon) -> dict[str, Any]:
@@ -116,25 +133,50 @@ def _known(fleet: Fleet) -> bool:
     return bool(found) and found[0]["state"] == "installed" and bool(found[0]["digest"])
 
 
+_FROM = {"warm": "from memory", "cold": "from the disk"}
+
+
 def _figures(seen: Samples) -> list[Figure]:
-    return [
+    found = [
         Figure(
             f"{TOKENS:,} tokens fetched over loopback: TTFT of computing them, over that of fetching",
             "x",
-            seen.ratios("computed_s", "fetched_s"),
+            seen.ratios("computed", "warm"),
             at_least(3),
-        ),
+        )
+    ]
+    found += [
         Figure(
-            "Time of a fetch against its prediction, ninth of ten",
+            f"Time of a fetch {_FROM[state]} against its prediction, ninth of ten",
             "%",
-            [percentile(seen["error"], 0.9)],
+            [percentile(seen[state, "error"], 0.9)],
             at_most(0.25),
-        ),
-        Figure("Tokens that were fetched", "%", seen["tokens"], at_least(0.95), of="worst"),
-        Figure("Fetched answers equal to the other machine's", "%", seen["same"], at_least(1.0), of="worst"),
-        Figure("TTFT, computed", "s", seen["computed_s"]),
-        Figure("TTFT, fetched", "s", seen["fetched_s"]),
-        Figure("Fetching", "ms", seen["fetch_ms"]),
+        )
+        for state in page_cache.STATES
+    ]
+    tokens, same = (
+        [x for state in page_cache.STATES for x in seen[state, name]] for name in ("tokens", "same")
+    )
+    found += [
+        Figure("Tokens that were fetched", "%", tokens, at_least(0.95), of="worst"),
+        Figure("Fetched answers equal to the other machine's", "%", same, at_least(1.0), of="worst"),
+        Figure("TTFT, computed", "s", seen["computed"]),
+    ]
+    for state in page_cache.STATES:
+        found += [
+            Figure(f"TTFT, fetched {_FROM[state]}", "s", seen[state]),
+            Figure(f"A fetch {_FROM[state]}", "ms", seen[state, "took"]),
+            Figure(f"The same, predicted {_FROM[state]}", "ms", seen[state, "predicted"]),
+        ]
+    return [*found, *_parts(seen)]
+
+
+def _parts(seen: Samples) -> list[Figure]:
+    """Of what predictions are made."""
+    return [
+        Figure("The other machine reads its disk at", "MB/s", seen["disk"]),
+        Figure("It reads files that are in memory at", "MB/s", seen["cached"]),
+        Figure("The link carries", "MB/s", seen["link"]),
     ]
 
 
@@ -143,27 +185,36 @@ def _slow_figures(seen: Samples) -> list[Figure]:
         Figure(
             f"{TOKENS:,} tokens over {_SLOW.title}: TTFT of computing all, over that of doing both",
             "x",
-            seen.ratios("computed_s", "fetched_s"),
+            seen.ratios("computed", "warm"),
             at_least(1.0),
         ),
         Figure(
-            "Time of such a fetch against its prediction, ninth of ten", "%", [percentile(seen["error"], 0.9)]
+            "Time of such a fetch against its prediction, ninth of ten",
+            "%",
+            [percentile(seen["warm", "error"], 0.9)],
         ),
-        Figure("Tokens that came", "%", seen["tokens"]),
-        Figure("Such answers equal to the other machine's", "%", seen["same"], at_least(1.0), of="worst"),
-        Figure("TTFT, computed", "s", seen["computed_s"]),
-        Figure("TTFT, computed from the beginning while the end comes", "s", seen["fetched_s"]),
+        Figure("Tokens that came", "%", seen["warm", "tokens"]),
+        Figure(
+            "Such answers equal to the other machine's", "%", seen["warm", "same"], at_least(1.0), of="worst"
+        ),
+        Figure("TTFT, computed", "s", seen["computed"]),
+        Figure("TTFT, computed from the beginning while the end comes", "s", seen["warm"]),
+        *_parts(seen),
     ]
 
 
 _SLOW_HOW = (
     f"As `fetch`, with a cable of {_SLOW.title} between the two machines, each in a network namespace (the "
-    "kernel's token buckets). The prompt is computed from its beginning while its blocks come from the end."
+    "kernel's token buckets). The prompt is computed from its beginning while its blocks come from the end. "
+    "All files are in the system's memory."
 )
 _HOW = (
     f"Two daemons on loopback and the default model; prompts of {TOKENS:,} token ids, greedy. One machine "
     "reads them all, then unloads the model: it only keeps its disk. The other one is asked the same "
-    "prompts, and, by turns, new ones with `local_only`, which it computes. Files come from the system's "
-    "cache of pages. The prediction is that by which the fetch was decided, once the blocks were counted; "
-    f"{_FIRST} fetches come before, by which link and disk are measured."
+    "prompts, and, by turns, new ones with `local_only`, which it computes. Before each fetch all files of "
+    "the machine that keeps them are read, so that the system has them in memory, or are thrown out of it "
+    "(after fsync, `posix_fadvise`), where the system can do that. Both times run from the decision to the "
+    "last byte. The prediction is that by which the fetch was decided, once the blocks were counted, with "
+    f"what was learned of earlier ones; {_FIRST} fetches from either state come before, by which link, disk "
+    "and the way between are measured."
 )

@@ -102,7 +102,7 @@ def measure(runs: int) -> Measured:
         ],
         "No measurements: the planner's prices for a hybrid of 27B parameters, of which "
         f"{TOKENS:,} tokens are kept ({(N_BYTES + STATE_BYTES) / 1e9:.2f} GB: rows of 16 layers, states of "
-        "48; another machine sends the states twice, and the check of at most 512 tokens by them is not "
-        "priced), for two speeds of prefill that were published, links as TCP fills them, and a disk that "
+        "48; another machine sends the states twice, and 512 tokens are computed to check them), for two "
+        "speeds of prefill that were published, links as TCP fills them, and a disk that "
         f"gives {DISK_BYTES_PER_S / 1e9:.0f} GB/s. The sources stand in bench/scenarios/fetch_modelled.py.",
     )

@@ -13,7 +13,7 @@ from fleetctl.replies import read
 from fleetd.control.cache_report import CacheReport, MachineFetches, ModelBlocks
 
 _HEADER = ("MODEL", "TOKENS", "SIZE", "HITS", "RESTORED", "SAVED", "WRITTEN")
-_MACHINES = ("MACHINE", "FETCHED", "SIZE", "HITS", "FAILED", "SAVED", "SENT")
+_MACHINES = ("MACHINE", "FETCHED", "SIZE", "HITS", "FAILED", "TOOK", "PLANNED", "SAVED", "SENT")
 
 
 @click.group("cache", invoke_without_command=True)
@@ -35,7 +35,8 @@ def show(session: CliSession) -> None:
     tokens in all; SAVED is how much longer computing those would have taken, as predicted. WRITTEN is what
     the disk has had to take since the beginning.
 
-    Below, since the daemon's start, what other machines sent (FETCHED are tokens) and got (SENT are bytes).
+    Below, since the daemon's start, what other machines sent (FETCHED are tokens) and got (SENT are bytes);
+    TOOK is how long that was, PLANNED how long it should have been.
     """
     report = session.client().get("/fleet/v1/cache")
     session.emit(report, lambda: render(read(report, CacheReport)))
@@ -64,8 +65,16 @@ def render(report: CacheReport) -> str:
     """The whole page."""
     if not report.on:
         return "Nothing is kept on the disk (cache.disk is off)."
-    speed = f", read at {size(report.read_bytes_per_s)}/s" if report.read_bytes_per_s else ""
-    lines = [f"{size(report.n_bytes)} of {size(report.quota_bytes)} in {one_line(report.folder)}{speed}"]
+    speeds = [
+        f"{what} at {size(bytes_per_s)}/s"
+        for what, bytes_per_s in (
+            ("read", report.read_bytes_per_s),
+            ("from the system's memory", report.cached_bytes_per_s),
+        )
+        if bytes_per_s
+    ]
+    where = f"{size(report.n_bytes)} of {size(report.quota_bytes)} in {one_line(report.folder)}"
+    lines = [", ".join([where, *speeds])]
     if report.note:
         lines.append(f"Nothing is written at the moment: {clause(report.note)}.")
     if report.models:
@@ -86,6 +95,8 @@ def _machine_cells(each: MachineFetches) -> tuple[str, ...]:
         size(each.n_bytes),
         count(each.prompts),
         count(each.failed),
+        duration(each.took_s),
+        duration(each.predicted_s),
         duration(each.saved_s),
         size(each.sent_bytes),
     )

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fleetd import limits
-from fleetd.cache import block_file, machine_key
+from fleetd.cache import block_file, disk_speed, machine_key
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.index import FoundBlocks, FoundText, Index, KeyReplaced, NewBlock, NoRoom
 from fleetd.cache.machine_key import MachineKey
@@ -80,6 +81,8 @@ class BlockStore:
         self._at = at
         self._index: Index | None = None
         self._key: MachineKey | None = None
+        # At which bytes of files the system is asked; nothing depends on it being guessed.
+        self._draw = random.Random()  # noqa: S311
 
     def close(self) -> None:
         """Close the index; the next call opens it again."""
@@ -96,9 +99,26 @@ class BlockStore:
             # Most prompts have nothing here: one name tells.
             if names and not index.find(key.id, [key.file_name(names[0])]).blocks:
                 return FoundBlocks(0, 0, 0.0)
-            return index.find(
-                key.id, [key.file_name(name) for name in names], [key.file_name(name) for name in states]
-            )
+            files = [key.file_name(name) for name in names]
+            found = index.find(key.id, files, [key.file_name(name) for name in states])
+            if not found.blocks:
+                return found
+            cached = self._cached_share(files[: found.blocks])
+            return replace(found, bytes_per_s=index.speeds.of(cached), cached=cached)
+
+    def cached_share(self, names: Sequence[bytes]) -> float | None:
+        """How much of these blocks, about, the system has in memory; None unknown. Raises
+        CacheUnavailable."""
+        with self._open() as (_, key):
+            return self._cached_share([key.file_name(name) for name in names])
+
+    def _cached_share(self, files: Sequence[str]) -> float | None:
+        return disk_speed.cached_share([self._path(file) for file in files], self._draw)
+
+    def read_soon(self, name: bytes) -> None:
+        """Let the system fetch a block that is read next. Raises CacheUnavailable."""
+        with self._open() as (_, key):
+            disk_speed.read_soon(self._path(key.file_name(name)))
 
     def read(
         self,
@@ -137,7 +157,8 @@ class BlockStore:
     def longest(self, links: Sequence[bytes]) -> FoundText:
         """What is here of a text with these beginnings. Raises CacheUnavailable, NotKept."""
         with self._open() as (index, key):
-            return index.longest(key.id, [key.file_name(link) for link in links])
+            found = index.longest(key.id, [key.file_name(link) for link in links])
+            return replace(found, bytes_per_s=index.speeds.of(self._cached_share(found.files)))
 
     # ---- writing -----------------------------------------------------------------------------------------
 
@@ -239,15 +260,23 @@ class BlockStore:
 
     # ---- figures -----------------------------------------------------------------------------------------
 
-    def restored(self, model: str, tokens: int, n_bytes: int, seconds: float, saved_s: float) -> None:
-        """Count a prompt whose beginning was read."""
+    def restored(
+        self,
+        model: str,
+        tokens: int,
+        n_bytes: int,
+        seconds: float,
+        saved_s: float,
+        cached: float | None = None,
+    ) -> None:
+        """Count a prompt whose beginning was read; see ``Index.restored``."""
         with self._open() as (index, _):
-            index.restored(model, tokens, n_bytes, seconds, saved_s)
+            index.restored(model, tokens, n_bytes, seconds, saved_s, cached)
 
-    def sent(self, n_bytes: int, seconds: float) -> None:
-        """Count what was read for another machine."""
+    def sent(self, n_bytes: int, seconds: float, cached: float | None = None) -> None:
+        """Count what was read for another machine; see ``Index.sent``."""
         with self._open() as (index, _):
-            index.sent(n_bytes, seconds)
+            index.sent(n_bytes, seconds, cached)
 
     def report(self) -> CacheReport:
         with self._open() as (index, _):
@@ -256,7 +285,8 @@ class BlockStore:
                 folder=str(self._folder),
                 n_bytes=index.nbytes,
                 quota_bytes=index.quota_bytes,
-                read_bytes_per_s=index.read_bytes_per_s,
+                read_bytes_per_s=index.speeds.disk,
+                cached_bytes_per_s=index.speeds.cached,
                 models=index.models(),
             )
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import msgspec
 
 from fleetd import limits
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
+from fleetd.cache.read_ahead import ReadBlock, blocks_in_order
 from fleetd.errors import UNREADABLE, PeerLost, PeerWrong
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 
@@ -21,41 +23,21 @@ _LENGTH = struct.Struct("<I")
 Targets = Callable[[int, BlockHeader], Sequence[memoryview]]
 
 
-def send(
-    sender: SealedSender,
-    names: Sequence[bytes],
-    read: Callable[[bytes, Callable[[BlockHeader], Sequence[memoryview]]], BlockHeader | None],
-) -> int:
-    """Send the blocks of these names; returns the bytes of their payloads. ``read``: ``BlockStore.read``."""
+def send(sender: SealedSender, names: Sequence[bytes], read: ReadBlock) -> int:
+    """Send the blocks of these names; returns the bytes of their payloads. ``read``: ``BlockStore.read``,
+    called on another thread, a block ahead of what is sent."""
     sent = 0
     try:
-        for name in names:
-            payload: list[memoryview] = []
-
-            def targets(header: BlockHeader, payload: list[memoryview] = payload) -> list[memoryview]:
-                payload.append(memoryview(bytearray(header.nbytes)))
-                return _split(payload[0], header.sizes)
-
-            header = read(name, targets)
-            if header is None:
-                break
-            text = msgspec.msgpack.encode(header)
-            sender.send(_LENGTH.pack(len(text)) + text)
-            for buffer in payload:
-                sender.send(buffer)
-            sent += header.nbytes
+        with closing(blocks_in_order(names, read)) as blocks:
+            for block in blocks:
+                text = msgspec.msgpack.encode(block.header)
+                sender.send(_LENGTH.pack(len(text)) + text)
+                sender.send(block.payload)
+                sent += block.header.nbytes
         sender.finish()
     except PeerLost:
         pass  # the receiver has enough, or knows itself why it left
     return sent
-
-
-def _split(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    found, at = [], 0
-    for size in sizes:
-        found.append(whole[at : at + size])
-        at += size
-    return found
 
 
 def receive(

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from fleetd import limits
+from fleetd.cache.disk_speed import DiskSpeeds, is_cached
 from fleetd.control.cache_report import ModelBlocks
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _SCHEMA = """
 CREATE TABLE blocks (
     name     TEXT PRIMARY KEY,
@@ -41,9 +42,9 @@ CREATE INDEX blocks_by_priority ON blocks (priority, depth DESC);
 CREATE INDEX blocks_unready ON blocks (begun_s) WHERE ready = 0;
 CREATE TABLE totals (
     bytes INTEGER NOT NULL, blocks INTEGER NOT NULL, clock REAL NOT NULL, key_id TEXT NOT NULL,
-    read_bytes_per_s REAL NOT NULL
+    read_bytes_per_s REAL NOT NULL, cached_bytes_per_s REAL NOT NULL
 );
-INSERT INTO totals VALUES (0, 0, 0, '', 0);
+INSERT INTO totals VALUES (0, 0, 0, '', 0, 0);
 CREATE TABLE models (
     model         TEXT PRIMARY KEY,
     hits          INTEGER NOT NULL DEFAULT 0,
@@ -96,14 +97,16 @@ class NewBlock:
 class FoundBlocks:
     """The beginning of a prompt that is on the disk: blocks, their bytes, the measured speed of reading.
 
-    ``states``: blocks at whose ends there are snapshots, ascending, with the bytes of each. Where a model
-    needs one, the beginning ends with the last of them.
+    ``cached``: how much of their files the system has in memory, None unknown. ``states``: blocks at whose
+    ends there are snapshots, ascending, with the bytes of each. Where a model needs one, the beginning ends
+    with the last of them.
     """
 
     blocks: int
     nbytes: int
     bytes_per_s: float
     states: tuple[tuple[int, int], ...] = ()
+    cached: float | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -113,11 +116,13 @@ class FoundBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FoundText:
-    """The beginning of a text that is on the disk: up to which link, its bytes, the speed of reading."""
+    """The beginning of a text that is on the disk: up to which link, its bytes, the speed of reading.
+    ``files``: of the blocks that its links end in."""
 
     links: int = 0
     nbytes: int = 0
     bytes_per_s: float = 0.0
+    files: tuple[str, ...] = ()
 
 
 class Index:
@@ -214,8 +219,7 @@ class Index:
             return FoundBlocks(0, 0, 0.0)
         if self.key_id != key_id:
             raise KeyReplaced
-        speed = float(self._one("SELECT read_bytes_per_s FROM totals"))
-        return FoundBlocks(blocks, sum(sizes[:blocks]), speed, tuple(here))
+        return FoundBlocks(blocks, sum(sizes[:blocks]), self.speeds.disk, tuple(here))
 
     def _ready_bytes(self, name: str) -> int | None:
         """The size of a block that is on the disk."""
@@ -246,24 +250,25 @@ class Index:
 
     def longest(self, key_id: str, links: Sequence[str]) -> FoundText:
         """What is on the disk of a text with these beginnings, by its last block. Raises KeyReplaced."""
-        last, sizes = 0, dict[int, int]()
+        last, sizes, files = 0, dict[int, int](), dict[int, str]()
         for start in range(0, len(links), _AT_ONCE):
             asked = links[start : start + _AT_ONCE]
             places = {link: start + number for number, link in enumerate(asked, start=1)}
             rows = self._db.execute(
-                "SELECT link, depth, bytes FROM beginnings JOIN blocks ON name = block"  # noqa: S608
+                "SELECT link, depth, bytes, name FROM beginnings JOIN blocks ON name = block"  # noqa: S608
                 f" WHERE ready AND link IN ({', '.join('?' * len(asked))})",
                 asked,
             )
-            for link, depth, n_bytes in rows:
+            for link, depth, n_bytes, name in rows:
                 last, sizes[int(depth)] = max(last, places[link]), int(n_bytes)
+                files[int(depth)] = str(name)
         if not last:
             return FoundText()
         if self.key_id != key_id:
             raise KeyReplaced
         # A link may fill more than one block; those between are taken to be like the others.
         n_bytes = sum(sizes.values()) * (max(sizes) + 1) // len(sizes)
-        return FoundText(last, n_bytes, self.read_bytes_per_s)
+        return FoundText(last, n_bytes, self.speeds.disk, tuple(files.values()))
 
     # ---- writing -----------------------------------------------------------------------------------------
 
@@ -379,22 +384,33 @@ class Index:
 
     # ---- figures -----------------------------------------------------------------------------------------
 
-    def restored(self, model: str, tokens: int, n_bytes: int, seconds: float, saved_s: float) -> None:
-        """Count a prompt whose beginning was read from the disk."""
+    def restored(
+        self,
+        model: str,
+        tokens: int,
+        n_bytes: int,
+        seconds: float,
+        saved_s: float,
+        cached: float | None = None,
+    ) -> None:
+        """Count a prompt whose beginning was read from the disk. ``cached``: as in FoundBlocks, before
+        that."""
         with self._transaction():
             self._count(model, hits=1, tokens=tokens, saved_s=max(0.0, saved_s), read_bytes=n_bytes)
-            self._read_in(n_bytes, seconds)
+            self._read_in(n_bytes, seconds, cached)
 
-    def sent(self, n_bytes: int, seconds: float) -> None:
+    def sent(self, n_bytes: int, seconds: float, cached: float | None = None) -> None:
         """Count blocks that were read for another machine: how fast the disk is."""
         with self._transaction():
-            self._read_in(n_bytes, seconds)
+            self._read_in(n_bytes, seconds, cached)
 
-    def _read_in(self, n_bytes: int, seconds: float) -> None:
-        if n_bytes >= limits.CACHE_SPEED_BYTES and seconds > 0:
-            before, now = self.read_bytes_per_s, n_bytes / seconds
-            speed = now if not before else before + _SPEED_WEIGHT * (now - before)
-            self._db.execute("UPDATE totals SET read_bytes_per_s = ?", (speed,))
+    def _read_in(self, n_bytes: int, seconds: float, cached: float | None) -> None:
+        if n_bytes < limits.CACHE_SPEED_BYTES or seconds <= 0 or (warm := is_cached(cached)) is None:
+            return
+        known, now = self.speeds, n_bytes / seconds
+        before, column = (known.cached, "cached_bytes_per_s") if warm else (known.disk, "read_bytes_per_s")
+        speed = now if not before else before + _SPEED_WEIGHT * (now - before)
+        self._db.execute(f"UPDATE totals SET {column} = ?", (speed,))  # noqa: S608  (our own names)
 
     def _count(self, model: str, **more: float) -> None:
         self._db.execute("INSERT OR IGNORE INTO models (model) VALUES (?)", (model,))
@@ -409,8 +425,10 @@ class Index:
         return int(self._one("SELECT bytes FROM totals"))
 
     @property
-    def read_bytes_per_s(self) -> float:
-        return float(self._one("SELECT read_bytes_per_s FROM totals"))
+    def speeds(self) -> DiskSpeeds:
+        return DiskSpeeds(
+            *self._db.execute("SELECT read_bytes_per_s, cached_bytes_per_s FROM totals").fetchone()
+        )
 
     def models(self) -> list[ModelBlocks]:
         """What each model has on the disk, and what that was good for, by model."""

@@ -23,6 +23,22 @@ class PrefillCost:
         """Of tokens [first, last)."""
         return (last - first) * (self.token_s + self.context_s * (first + last) / 2)
 
+    def check_s(self, last: int, n_bytes: int, *, states: bool) -> float:
+        """Of the check of what another machine sent of the first ``last`` tokens, ``n_bytes`` of rows."""
+        tokens = min(last, checked_tokens(states=states))
+        return self.seconds(last - tokens, last) + look_s(n_bytes)
+
+
+def checked_tokens(*, states: bool) -> int:
+    """Of what another machine sent, at most so many tokens are computed to check it; ``states``: where the
+    model keeps something that cannot be cut at a token."""
+    return limits.FETCH_CHECK_BLOCKS * limits.CACHE_BLOCK_TOKENS if states else limits.SHARE_SPOT_TOKENS
+
+
+def look_s(n_bytes: int) -> float:
+    """What looking at every number takes that another machine sent."""
+    return n_bytes / limits.FETCH_LOOK_BYTES_PER_S
+
 
 def worth_per_gib(cost_s: float, n_bytes: int) -> float:
     """Seconds that a GiB of these blocks saves at its next use."""

@@ -126,8 +126,8 @@ class BlockReader:
 
     def count(self, restore: Restore, tokens: int, n_bytes: int, saved_s: float) -> None:
         """Count a restore that was of use."""
-        seconds = restore.seconds
-        self._put(lambda store: store.restored(restore.model, tokens, n_bytes, seconds, saved_s))
+        seconds, cached = restore.seconds, restore.found.cached
+        self._put(lambda store: store.restored(restore.model, tokens, n_bytes, seconds, saved_s, cached))
 
     def close(self) -> None:
         self._work.put(None)
@@ -186,6 +186,8 @@ class BlockReader:
         for number in range(restore._first, restore.found.blocks):
             if targets is None or restore.given_up:
                 return
+            if (after := number + 1) < restore.found.blocks:
+                store.read_soon(restore.chosen.names[after])
             if store.read(restore.chosen.names[number], partial(targets, number)) is None:
                 return
             if restore._targets is None:

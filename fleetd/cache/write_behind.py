@@ -64,7 +64,8 @@ class WriterFigures:
 
 @dataclass
 class WriteBehind:
-    """``open_store`` is called on the thread. ``put``, ``paced`` and ``drop`` are for the compute thread."""
+    """``open_store`` is called on the thread. ``put``, ``paced``, ``write_now`` and ``drop`` are for the
+    compute thread."""
 
     open_store: Callable[[], BlockStore]
     most_bytes: int
@@ -81,8 +82,9 @@ class WriteBehind:
         self._closing_at: float | None = None
         self._writing = False
         self._thread: threading.Thread | None = None
-        # Set where a pause must end early.
+        # Set where a pause must end early; ``_urgent``: until nothing is queued.
         self._hurry = threading.Event()
+        self._urgent = False
 
     def put(self, prompt: BlocksToWrite) -> bool:
         """Queue a prompt's blocks. False if there is no room for them in the queue."""
@@ -103,6 +105,13 @@ class WriteBehind:
                 self._thread.start()
             self._changed.notify_all()
         return True
+
+    def write_now(self) -> None:
+        """Write what is queued without pauses, though the worker computes: another machine asks for it."""
+        with self._changed:
+            if self._waiting or self._writing:
+                self._urgent = True
+                self._hurry.set()
 
     def drop(self) -> None:
         """Let go of what waits: the system is short of memory."""
@@ -158,6 +167,9 @@ class WriteBehind:
             while not self._waiting:
                 if self._closing_at is not None:
                     return None
+                if self._urgent:
+                    self._urgent = False
+                    self._hurry.clear()
                 self._changed.wait()
             self._writing = True
             return self._waiting.popleft()

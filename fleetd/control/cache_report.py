@@ -45,7 +45,8 @@ class MachineFetches(msgspec.Struct, frozen=True):
 
 class CacheReport(msgspec.Struct, frozen=True):
     """``on``: whether prompts are kept on the disk; ``note``: why nothing is written at the moment, "" if it
-    is. ``read_bytes_per_s``: as measured; 0 before that."""
+    is. ``read_bytes_per_s``: of the disk, and ``cached_bytes_per_s``: of files that the system has in memory,
+    as measured; 0 before that."""
 
     on: bool = False
     note: str = ""
@@ -53,5 +54,6 @@ class CacheReport(msgspec.Struct, frozen=True):
     n_bytes: int = 0
     quota_bytes: int = 0
     read_bytes_per_s: float = 0.0
+    cached_bytes_per_s: float = 0.0
     models: list[ModelBlocks] = []
     machines: list[MachineFetches] = []

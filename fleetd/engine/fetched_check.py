@@ -13,15 +13,18 @@ import mlx.core as mx
 
 from fleetd import limits
 from fleetd.engine.prefill import Prefiller
+from fleetd.engine.sequence_state.array_bytes import all_finite
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.shared_prefill.spot_check import alike, same
+from fleetd.engine.turn_time import in_turns
 from fleetd.errors import PeerWrong
 
 
 class FetchedCheck:
-    """Its methods yield after each chunk, so that answers that run go on meanwhile, and raise PeerWrong.
+    """Its methods yield after each chunk or FETCH_TURN_S, so that answers that run go on meanwhile, and raise
+    PeerWrong.
 
     Args:
         exact: bytes must be those that are computed here, wherever chunks end; else they must be alike.
@@ -34,20 +37,26 @@ class FetchedCheck:
         self._chunk = chunk
         self._agree = same if exact else alike
 
-    def rows(
-        self, earlier: list[Any], at: int, theirs: Sequence[Any], first: int, last: int
-    ) -> Iterator[None]:
-        """``theirs``: parts with a row per token, of which those of tokens [first, last) came. ``earlier``:
-        caches of the first ``at`` tokens, to be added to."""
+    def rows(self, cache: list[Any], at: int, theirs: Sequence[Any], first: int, last: int) -> Iterator[None]:
+        """``theirs``: the parts of ``cache``, of which rows of tokens [first, last) came; only the first
+        ``at`` of them count for the moment. All of them must have a row per token. What is computed is
+        written over what came, for a while: rows of a long prompt are not copied for a few tokens."""
         stop = min(at + limits.SHARE_SPOT_TOKENS, last)
-        self._finite(theirs, first, last)
-        yield from self._compute(earlier, at, stop)
-        self._compare_rows(earlier, theirs, at, stop)
+        yield from in_turns(self._finite(theirs, first, last))
+        arrays = [array for part in theirs for array in kind_of(part).arrays(part)]
+        came = [mx.contiguous(array[..., at:stop, :]) for array in arrays]
+        mx.eval(came)
+        yield from self._compute(cache, at, stop)
+        arrays = [array for part in theirs for array in kind_of(part).arrays(part)]
+        for array, sent in zip(arrays, came, strict=True):
+            self._compare(array[..., at:stop, :], sent)
+            array[..., at:stop, :] = sent
+        mx.eval(arrays)
 
     def states(self, earlier: list[Any], at: int, theirs: list[Any], first: int, last: int) -> Iterator[None]:
         """``theirs``: as they were after ``last`` tokens."""
         in_rows = [part for part in all_parts(theirs) if kind_of(part).has_rows(part)]
-        self._finite(in_rows, first, last)
+        yield from in_turns(self._finite(in_rows, first, last))
         yield from self._compute(earlier, at, last)
         self._compare_rows(earlier, in_rows, at, last)
         for mine, sent in zip(_states(earlier), _states(theirs), strict=True):
@@ -60,11 +69,12 @@ class FetchedCheck:
             prefiller.step(self._chunk())
             yield
 
-    def _finite(self, parts: Sequence[Any], first: int, last: int) -> None:
+    def _finite(self, parts: Sequence[Any], first: int, last: int) -> Iterator[None]:
         for part in parts:
             for array in kind_of(part).arrays(part):
-                if not mx.all(mx.isfinite(array[..., first:last, :])):
+                if not all_finite(array, first, last):
                     raise _wrong()
+            yield
 
     def _compare_rows(self, ours: list[Any], theirs: Sequence[Any], start: int, stop: int) -> None:
         mine = [part for part in all_parts(ours) if kind_of(part).has_rows(part)]

@@ -3,14 +3,16 @@
     Lacking ──► WAITING ── FetchBlocks(0) ──────────────────────────► DONE
                    └────── FetchBlocks(n), stream ──► RECEIVING ──►───┘
 
-A thread receives; the compute thread says where to. A prompt never waits for more than one late block: what
-has come by then counts, and the rest is computed here. Where a model cannot be cut at a token, two snapshots
-come after the rows: the one at their end, and one before it, by which it is checked. Where that is sooner,
-the last block comes first, and the prompt is computed from its beginning towards them (``front_prefill``).
+A thread receives; the compute thread says where to, and makes room layer by layer while others are asked. A
+prompt never waits for more than one late block, nor for all of them longer than the daemon says: what has
+come by then counts, and the rest is computed here. Where a model cannot be cut at a token, two snapshots come
+after the rows: the one at their end, and one before it, by which it is checked. Where that is sooner, the
+last block comes first, and the prompt is computed from its beginning towards them (``front_prefill``).
 """
 
 from __future__ import annotations
 
+import math
 import random
 import socket
 import threading
@@ -33,11 +35,12 @@ from fleetd.engine.prefix_cache import DENSE, PLAN, Hit
 from fleetd.engine.protocol import FetchBlocks, Fetched, Lacking, StreamTag
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, block_rows
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated, truncated
+from fleetd.engine.turn_time import in_turns
 from fleetd.errors import FleetError, PeerError, PeerLate, PeerWrong
 from fleetd.sealed.stream import SealedReceiver
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
-_CHECKED = object()
+_OVER = object()
 
 
 class FetchState(Enum):
@@ -92,6 +95,8 @@ class Fetching:
         self.front: FrontPrefill | None = None
         # The parts that have rows, and the snapshots in the order in which they come.
         self._parts: list[Any] = []
+        self._before = Hit(0, None)
+        self._room_left: Iterator[None] | None = self._make_room()
         self._snapshots: list[ArrivingSnapshot] = []
         self._thread: threading.Thread | None = None
         self._targets: block_stream.Targets | None = None
@@ -99,7 +104,8 @@ class Fetching:
         self._came_from = self._blocks = self._first
         self._checking: Iterator[None] | None = None
         self._error: FleetError | None = None
-        self._begun_s = time.monotonic()
+        self._begun_s = self._decided_s = time.monotonic()
+        self._until_s = math.inf
 
     @property
     def worth_asking(self) -> bool:
@@ -107,15 +113,17 @@ class Fetching:
 
     def question(self) -> Lacking:
         cost, start, layout = self._tier.cost, self._first * _BLOCK, self._tier.layout()
-        ends = [start + (i + 1) * _BLOCK for i in range(len(self._names))]
-        # What a snapshot is checked by is computed all the same.
-        checked = _BLOCK if layout.states else 0
-        computed_s = [cost.seconds(self.have, max(self.have, end - checked)) for end in ends]
+        block_bytes = layout.header(0).nbytes
+        computed_s = []
+        for number in range(1, len(self._names) + 1):
+            end = start + number * _BLOCK
+            check_s = cost.check_s(end, number * block_bytes, states=bool(layout.states))
+            computed_s.append(max(0.0, cost.seconds(self.have, end) - check_s))
         return Lacking(
             self._id,
             list(self._names),
             computed_s,
-            layout.header(0).nbytes,
+            block_bytes,
             rows=bool(layout.rows),
             states=bool(layout.states),
             plan_names=self._plan_names,
@@ -129,7 +137,15 @@ class Fetching:
         if self._state is FetchState.DONE:
             return not self.computes
         met = self._state is FetchState.RECEIVING and self.front is not None and self.front.met
-        return met or self._may_begin or time.monotonic() >= self.due_s
+        return met or self._may_begin or self._makes_room or time.monotonic() >= self.due_s
+
+    @property
+    def _makes_room(self) -> bool:
+        """True while there is memory to be made. What is here already is not copied before anything comes."""
+        decided = self._decision is not None
+        return (
+            self._state is FetchState.WAITING and self._room_left is not None and (decided or not self._first)
+        )
 
     @property
     def computes(self) -> bool:
@@ -147,13 +163,17 @@ class Fetching:
 
     @property
     def _may_begin(self) -> bool:
-        decided = self._decision is not None and self._state is FetchState.WAITING
-        return decided and (not self._decision.blocks or self._sock is not None)  # type: ignore[union-attr]
+        decision = self._decision
+        if decision is None or self._state is not FetchState.WAITING:
+            return False
+        return not decision.blocks or (self._sock is not None and self._room_left is None)
 
     def decide(self, decision: FetchBlocks) -> None:
         """The daemon's answer; its stream comes before it or after."""
         if self._decision is None:
             self._decision = decision
+            self._decided_s = time.monotonic() - decision.since_s
+            self._until_s = self._decided_s + decision.within_s if decision.within_s else math.inf
 
     def take(self, tag: StreamTag, sock: socket.socket) -> None:
         """The stream."""
@@ -176,11 +196,13 @@ class Fetching:
             self._end()
         elif self._state is not FetchState.DONE and time.monotonic() >= self.due_s:
             self._give_up()
+        elif self._makes_room and next(self._room_left or iter(()), _OVER) is _OVER:
+            self._room_left = None
         if self._state is not FetchState.DONE or self.computes:
             return False
         if self._checking is None:
             self._checking = self._check()
-        return next(self._checking, _CHECKED) is _CHECKED
+        return next(self._checking, _OVER) is _OVER
 
     def close(self) -> None:
         """The request has ended."""
@@ -189,8 +211,8 @@ class Fetching:
     def _end(self) -> None:
         """Receive nothing more."""
         if self._state is FetchState.RECEIVING:
-            self.seconds = self.elapsed_s
-        self._state, self._targets = FetchState.DONE, None
+            self.seconds = time.monotonic() - self._decided_s
+        self._state, self._targets, self._room_left = FetchState.DONE, None, None
         if self._sock is not None and self._thread is not None:
             # Wakes the thread, which closes it.
             _shut(self._sock)
@@ -199,7 +221,8 @@ class Fetching:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the others were asked, with what checking took."""
+        """Since the others were asked, with what checking took; ``seconds``: from the decision on,
+        without."""
         return time.monotonic() - self._begun_s
 
     @property
@@ -224,8 +247,7 @@ class Fetching:
         if decision is None or not decision.blocks or sock is None:
             self._state = FetchState.DONE
             return
-        layout, first = self._tier.layout(), self._first
-        held = self._held() if first else Hit(0, None)
+        layout, first, held = self._tier.layout(), self._first, self._before
         if held.tokens // _BLOCK < first:
             # What was here has gone meanwhile, and was not asked for.
             self.close()
@@ -233,17 +255,13 @@ class Fetching:
         # The rest of a beginning of other numbers is one of other numbers, too.
         self._held_namespace = held.namespace
         self._namespace = PLAN if decision.plan else held.namespace
-        before = [None] * len(layout.rows) if held.cache is None else layout.in_rows(held.cache)
-        self._parts = [
-            preallocated(shape, len(self._prompt), prefix)
-            for shape, prefix in zip(layout.rows, before, strict=True)
-        ]
         buffers = [RowBuffer(part) for part in self._parts]
         blocks = min(decision.blocks, len(self._names))
         in_rows = blocks if layout.rows else 0
         self._snapshots = [ArrivingSnapshot(layout) for _ in range(2 if layout.states else 0)]
         self._late_s = max(limits.FETCH_BLOCK_S, limits.FETCH_LATE * decision.block_s)
-        self._state, self.due_s = FetchState.RECEIVING, time.monotonic() + self._late_s
+        self._state = FetchState.RECEIVING
+        self._wait_on()
 
         def targets(number: int, header: BlockHeader) -> Sequence[memoryview]:
             if number < in_rows:
@@ -273,6 +291,26 @@ class Fetching:
             target=self._receive, args=(receiver, sock, numbers, came), name="block-fetch", daemon=True
         )
         self._thread.start()
+
+    def _make_room(self) -> Iterator[None]:
+        """Memory for the whole prompt, with what is here of it; yields after each turn. Before anything is
+        known to come that is a layer: it may be for nothing."""
+        layout = self._tier.layout()
+        if self._first:
+            self._before = self._held()
+        cache = self._before.cache
+        before = [None] * len(layout.rows) if cache is None else layout.in_rows(cache)
+
+        def parts() -> Iterator[None]:
+            for shape, prefix in zip(layout.rows, before, strict=True):
+                self._parts.append(preallocated(shape, len(self._prompt), prefix))
+                yield
+
+        yield from in_turns(parts(), lambda: 0.0 if self._decision is None else limits.FETCH_TURN_S)
+
+    def _wait_on(self) -> None:
+        """For the next part, and for all of them."""
+        self.due_s = min(time.monotonic() + self._late_s, self._until_s)
 
     def _begin_front(self, held: Hit, blocks: int, block_s: float) -> None:
         """Let the prompt be computed from its beginning meanwhile, if there is memory for both ends."""
@@ -316,10 +354,14 @@ class Fetching:
             return snapshot.cache(tier.empty, [truncated(part, tokens) for part in self._parts])
 
         if not self._snapshots:
-            whole = ArrivingSnapshot(tier.layout())
             start = self._draw.randint(first, last - limits.SHARE_SPOT_TOKENS)
-            yield from check.rows(after(start, whole), start, self._parts, first, last)
-            return after(last, whole)
+            for part in self._parts:
+                part.offset = start
+            whole = ArrivingSnapshot(tier.layout()).cache(tier.empty, self._parts)
+            yield from check.rows(whole, start, self._parts, first, last)
+            for part in self._parts:
+                part.offset = last
+            return whole
         earlier, later = self._snapshots
         theirs = after(last, later)
         yield from check.states(after(earlier.tokens, earlier), earlier.tokens, theirs, first, last)
@@ -340,9 +382,20 @@ class Fetching:
             return self._targets(number, header)
 
         error: FleetError | None = None
+        parts, wanted = 0, True
+
+        def counted(number: int) -> bool:
+            nonlocal parts, wanted
+            parts, wanted = parts + 1, came(number)
+            return wanted
+
         try:
             with sock:
-                block_stream.receive(receiver, numbers, targets, came)
+                block_stream.receive(receiver, numbers, targets, counted)
+            # A snapshot is of no use without the other one.
+            least = len(numbers) if self._snapshots else len(numbers) * limits.FETCH_BELIEVED
+            if wanted and parts < least:
+                error = PeerLate(f"It sent {parts} of the {len(numbers)} blocks that it said it keeps.")
         except FleetError as caught:
             error = caught
         except OSError as caught:
@@ -352,7 +405,7 @@ class Fetching:
         self._targets = None
         if self._state is FetchState.RECEIVING:
             self._error = error
-            self.seconds = self.elapsed_s
+            self.seconds = time.monotonic() - self._decided_s
             self._state = FetchState.DONE
             self._wake()
 
@@ -361,14 +414,14 @@ class Fetching:
         if self._state is not FetchState.RECEIVING:
             return False
         # In this order: whoever gives up between the two takes one block less.
-        self.due_s = time.monotonic() + self._late_s
+        self._wait_on()
         self._blocks = useful[number]
         return True
 
     def _came_backwards(self, number: int) -> bool:
         if self._state is not FetchState.RECEIVING:
             return False
-        self.due_s = time.monotonic() + self._late_s
+        self._wait_on()
         self._came_from = self._first + number
         if self.front is None:
             return True

@@ -16,6 +16,7 @@ from fleetd.engine.protocol import (
     IdleTime,
     PrefillAlone,
     PrefillShared,
+    WriteNow,
 )
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
 
@@ -34,6 +35,7 @@ Item = (
     | AssistPrefill
     | DraftFor
     | FreeMemory
+    | WriteNow
     | IdleTime
     | Cancel
     | Stop

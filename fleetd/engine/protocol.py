@@ -5,7 +5,7 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 unknown tags are a bug and raise.
 
     daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), AssistPrefill,
-                      Score, DraftFor, Cancel, IdleTime, FreeMemory, Shutdown
+                      Score, DraftFor, Cancel, IdleTime, FreeMemory, WriteNow, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
                       Accepted, Prefill*, Shared?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
                       for each AssistPrefill: Accepted, Assisted | Failed
@@ -172,7 +172,8 @@ class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
     """The answer to a Lacking: its first ``blocks`` come on the stream "blocks"; 0: none come.
 
     ``block_s``: what one probably takes. ``plan``: they are those of its ``plan_names``. ``last_first``: they
-    come from the last one to the first, while the worker computes towards them.
+    come from the last one to the first, while the worker computes towards them. ``within_s``: the most that
+    all of them may take since it was decided, which is ``since_s`` ago; 0 is no bound.
     """
 
     id: str
@@ -180,6 +181,8 @@ class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
     block_s: Seconds = 0.0
     plan: bool = False
     last_first: bool = False
+    within_s: Seconds = 0.0
+    since_s: Seconds = 0.0
 
 
 class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
@@ -287,6 +290,11 @@ class IdleTime(msgspec.Struct, frozen=True, tag="idle"):
     may find out what it has not found out yet. 0: no longer."""
 
     seconds: Seconds
+
+
+class WriteNow(msgspec.Struct, frozen=True, tag="write"):
+    """Another machine asks for a prompt that waits to be written to the disk: write what waits as fast as the
+    disk takes it, also while something is computed."""
 
 
 class FreeMemory(msgspec.Struct, frozen=True, tag="free"):
@@ -578,8 +586,8 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds, measured in the worker: waiting for a turn, prefill, and first to last token.
 
     ``restored_tokens``: of the cached ones, those whose keys and values were read from the disk, in
-    ``restore_s``, before the prefill; ``fetched_tokens`` and ``fetch_s``: the same of another machine's,
-    which the daemon names in ``fetched_from``.
+    ``restore_s``, before the prefill, looking for them in vain included; ``fetched_tokens`` and ``fetch_s``:
+    the same of another machine's, which the daemon names in ``fetched_from``.
     """
 
     queue_s: Seconds = 0.0
@@ -620,7 +628,8 @@ class Kept(msgspec.Struct, frozen=True, tag="kept"):
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched", omit_defaults=True):
-    """A fetch has ended. ``blocks``: those that are used. ``code`` and ``reason``: why not all are."""
+    """A fetch has ended. ``blocks``: those that are used. ``seconds``: from the decision to the last byte.
+    ``code`` and ``reason``: why not all are."""
 
     id: str
     blocks: Natural = 0
@@ -695,6 +704,7 @@ Command = (
     | Cancel
     | IdleTime
     | FreeMemory
+    | WriteNow
     | Shutdown
 )
 # What the daemon and the worker settle between them; no client sees it.

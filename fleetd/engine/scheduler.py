@@ -49,6 +49,7 @@ from fleetd.engine.protocol import (
     PrefillAlone,
     PrefillShared,
     StreamTag,
+    WriteNow,
 )
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.profile_search import ProfileSearch
@@ -236,6 +237,9 @@ class Scheduler(ComputeLoop):
                 self._drafts.begin(item)
             case IdleTime(seconds):
                 self._idle_until_s = time.monotonic() + seconds
+            case WriteNow():
+                if self.disk is not None:
+                    self.disk.writer.write_now()
             case PreparedPrompt():
                 self._begin(item)
             case _:
@@ -342,9 +346,11 @@ class Scheduler(ComputeLoop):
         if restoring is None or (hit := restoring.step()) is None:
             return
         sequence.restoring = None
+        # Also where nothing was found: that time is spent, too.
+        sequence.restore_s = restoring.seconds
         if hit.tokens:
             sequence.hit, sequence.cached = hit, hit.tokens
-            sequence.restored, sequence.restore_s = restoring.tokens, restoring.seconds
+            sequence.restored = restoring.tokens
         self._ask_others(sequence)
         if not sequence.accepted and sequence.fetching is None:
             self._accept(sequence)

@@ -47,6 +47,7 @@ from fleetd.engine.protocol import (
     ScoringState,
     Shutdown,
     StreamTag,
+    WriteNow,
 )
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.stage_times import StageTimes
@@ -259,6 +260,10 @@ class EngineProcess:
         """Answer a Lacking; its stream is given with ``give_stream``. Nothing happens if it has ended."""
         self._tell(fetch)
 
+    def write_now(self) -> None:
+        """Let the worker write the prompts that wait for the disk, though it computes."""
+        self._tell(WriteNow())
+
     @property
     def scoring(self) -> ScoringState:
         """Whether the model can score, as the worker told last."""
@@ -281,7 +286,7 @@ class EngineProcess:
         await self._socket_sender.give(tag, sock)
 
     def _tell(
-        self, command: PrefillShared | PrefillAlone | FetchBlocks | IdleTime | FreeMemory | Cancel
+        self, command: PrefillShared | PrefillAlone | FetchBlocks | IdleTime | FreeMemory | WriteNow | Cancel
     ) -> None:
         if self.state == "ready" and self._writer is not None:
             # A worker that is gone is noticed where its answers are awaited.

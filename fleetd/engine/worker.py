@@ -47,6 +47,7 @@ from fleetd.engine.protocol import (
     Report,
     Score,
     Shutdown,
+    WriteNow,
 )
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.streams.channel import receive_sockets
@@ -197,7 +198,7 @@ class Front:
                         self._compute.tell(command)
                     case PrefillShared() | PrefillAlone() | FetchBlocks() | AssistPrefill() | DraftFor():
                         self._compute.tell(command)
-                    case IdleTime() | FreeMemory():
+                    case IdleTime() | FreeMemory() | WriteNow():
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()

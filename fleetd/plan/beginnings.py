@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fleetd import limits
-from fleetd.cache.pricing import restore_s
+from fleetd.cache.pricing import checked_tokens, look_s, restore_s
 from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
 
 
@@ -63,6 +63,7 @@ def from_peer(
     name: str,
     speed: PrefillSpeed,
     state_bytes: int = 0,
+    factor: float = 1.0,
 ) -> Beginning | None:
     """Another machine's blocks, beyond what is here; None where it has too few more.
 
@@ -70,6 +71,7 @@ def from_peer(
         own: what is read from this machine's disk first.
         speed: at which this machine computes meanwhile, unless the model keeps a state.
         state_bytes: as in ``from_disk``. Two snapshots come, of which one is checked by the other.
+        factor: how many times as long as predicted its blocks took lately.
     """
     first_s, restored = 0.0, 0
     if own is not None:
@@ -80,7 +82,7 @@ def from_peer(
 
     def sent_s(tokens: int) -> float:
         n_bytes = kept.n_bytes * tokens // kept.disk_tokens + 2 * state_bytes
-        return fetch_s(n_bytes, link, kept.bytes_per_s)
+        return factor * fetch_s(n_bytes, link, kept.bytes_per_s)
 
     def computed_s(tokens: int) -> float:
         return speed.total(1.0, range(known_tokens, known_tokens + tokens), MEASURED_TOKENS)
@@ -88,7 +90,10 @@ def from_peer(
     seconds = sent_s(lacking)
     if not state_bytes and gains(met_s := meeting_s(lacking, computed_s, sent_s), seconds):
         seconds = met_s
-    return Beginning(kept.disk_tokens, first_s + seconds, restored, lacking, name)
+    tokens = min(lacking, checked_tokens(states=state_bytes > 0))
+    check_s = speed.total(1.0, range(kept.disk_tokens - tokens, kept.disk_tokens), MEASURED_TOKENS)
+    check_s += look_s(kept.n_bytes * lacking // kept.disk_tokens)
+    return Beginning(kept.disk_tokens, first_s + seconds + check_s, restored, lacking, name)
 
 
 def fetch_s(n_bytes: int, link: LinkSpeed, bytes_per_s: float) -> float:

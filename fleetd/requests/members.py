@@ -35,6 +35,9 @@ _FAILED_AT: dict[Work, str] = {
     "fetch": "to send the keys and values of a prompt",
 }
 
+# A fetch has no figure of one machine's own that could be measured again: its parts are measured each time.
+_ANY_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -143,6 +146,8 @@ class Members:
         self.requests_at: Callable[[str], int] = lambda node_id: 0
         # Machines that have done what they were asked for, and have not failed since.
         self._proven: set[str] = set()
+        # How many questions about prompts machines have left unanswered, one after the other.
+        self._unanswered: dict[str, int] = {}
         self._listed = listed
         self._own_card = own_card
         self._monotonic = monotonic
@@ -283,6 +288,28 @@ class Members:
         took_s = max(expected_s, took_s - limits.ANSWER_OVERHEAD_S)
         of, now_s = CorrectedWork(node_id, model, work), self._monotonic()
         self.corrections.ran(of, token_s, now_s, expected_s=expected_s, took_s=took_s, seen_here=True)
+
+    def fetch_factor(self, node_id: str) -> float:
+        """How many times as long as predicted blocks from a machine take, by earlier ones."""
+        return self.corrections.factor(CorrectedWork(node_id, "", "fetch"), _ANY_S, self._monotonic())
+
+    def fetched(self, node_id: str, *, expected_s: float, took_s: float) -> None:
+        """Blocks have come from there; ``expected_s`` is without the factor."""
+        of, now_s = CorrectedWork(node_id, "", "fetch"), self._monotonic()
+        self.corrections.ran(of, _ANY_S, now_s, expected_s=expected_s, took_s=took_s, seen_here=True)
+
+    def answered(self, node_id: str) -> None:
+        """A machine has said what it keeps of a prompt."""
+        self._unanswered.pop(node_id, None)
+
+    def unanswered(self, node_id: str) -> None:
+        """A machine has not said in time what it keeps of a prompt. The prompt has waited for it, so one that
+        is silent again and again is asked for nothing of the kind for a while."""
+        count = self._unanswered.pop(node_id, 0) + 1
+        if count < limits.FETCH_UNANSWERED:
+            self._unanswered[node_id] = count
+        else:
+            self.late(node_id, "fetch")
 
 
 def _on_trial(asked: int) -> str:

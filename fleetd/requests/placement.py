@@ -285,7 +285,8 @@ class Placer:
                 kept, link = places.get(other.node_id), other.link
                 if kept is None or link is None or not alike(member.card, other.card, model.name):
                     continue
-                theirs = from_peer(kept, cached, own, link, other.name, speed, state_bytes)
+                factor = self._members.fetch_factor(other.node_id)
+                theirs = from_peer(kept, cached, own, link, other.name, speed, state_bytes, factor)
                 if theirs is not None:
                     found.append(theirs)
         return tuple(found)

@@ -104,6 +104,23 @@ def test_closing_writes_what_is_queued(writer: WriteBehind, slow: Slow, store: B
     assert not writer.put(to_write(prompt(2, 1)))
 
 
+def test_what_another_machine_asks_for_is_written_without_pauses_until_nothing_waits(
+    writer: WriteBehind, slow: Slow, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A pause would take longer than the test.
+    monkeypatch.setattr(limits, "CACHE_WRITE_SHARE", 1e-12)
+    writer.paced = True
+    slow.let.release(100)
+    writer.write_now()
+    assert not writer._hurry.is_set(), "nothing waits"
+    assert writer.put(to_write(prompt(1, 2)))
+    assert slow.begun.acquire(timeout=SOON_S)
+    writer.write_now()
+    with writer._changed:
+        assert writer._changed.wait_for(lambda: not writer._waiting and not writer._writing, SOON_S)
+    assert store.find(prompt(1, 2)).blocks == 2
+
+
 def test_closing_does_not_wait_for_a_disk_that_hangs(writer: WriteBehind, slow: Slow) -> None:
     assert writer.put(to_write(prompt(1, 1)))
     assert slow.begun.acquire(timeout=SOON_S)

@@ -29,6 +29,7 @@ REPORT: dict[str, Any] = {
     "n_bytes": 18_000_000,
     "quota_bytes": 10_000_000_000,
     "read_bytes_per_s": 900_000_000.0,
+    "cached_bytes_per_s": 2_000_000_000.0,
     "models": [MODEL],
 }
 
@@ -36,7 +37,10 @@ REPORT: dict[str, Any] = {
 def test_sizes_and_what_they_were_good_for(daemon: FakeDaemon, run: Run) -> None:
     daemon.on("GET", "/fleet/v1/cache", Reply(REPORT))
     shown = run("cache", home=daemon.home).stdout.splitlines()
-    assert shown[0] == "18.0 MB of 10.0 GB in /home/cache/kv, read at 900 MB/s"
+    assert (
+        shown[0]
+        == "18.0 MB of 10.0 GB in /home/cache/kv, read at 900 MB/s, from the system's memory at 2.0 GB/s"
+    )
     assert " ".join(shown[-1].split()) == "smollm2-135m 768 18.0 MB 2 1,024 1 min 15 s 1.8 GB"
     assert json.loads(run("cache", "--json", home=daemon.home).stdout) == REPORT
 
@@ -44,10 +48,10 @@ def test_sizes_and_what_they_were_good_for(daemon: FakeDaemon, run: Run) -> None
 def test_what_other_machines_sent_and_got() -> None:
     machine = {
         "machine": "studio", "prompts": 2, "tokens": 8192, "n_bytes": 1_500_000_000, "saved_s": 75.0,
-        "failed": 1, "sent_bytes": 18_000_000,
+        "failed": 1, "sent_bytes": 18_000_000, "took_s": 12.0, "predicted_s": 10.0,
     }  # fmt: skip
     shown = render(read({**REPORT, "machines": [machine]}, CacheReport)).splitlines()
-    assert " ".join(shown[-1].split()) == "studio 8,192 1.5 GB 2 1 1 min 15 s 18.0 MB"
+    assert " ".join(shown[-1].split()) == "studio 8,192 1.5 GB 2 1 12 s 10 s 1 min 15 s 18.0 MB"
 
 
 def test_why_nothing_is_written_and_that_it_is_off() -> None:

@@ -54,6 +54,18 @@ def test_fetches_are_counted_by_outcome_and_only_known_ones() -> None:
     assert value(shown, "fleetd_fetched_tokens_total", model_name="m") == 1
 
 
+def test_looking_in_vain_is_counted_by_where() -> None:
+    metrics = exercised()
+    # What was restored and fetched was not looked for in vain.
+    assert value(metrics, "fleetd_kept_lookup_seconds_count", where="disk") is None
+    metrics.finished("m", "stop", Usage(10, 0, 5), Timings(restore_s=0.25, fetch_s=0.5), 0.6)
+    metrics.finished("m", "stop", Usage(10, 0, 5), Timings(), 0.6)
+    metrics.looked("placement", 0.125)
+    for where, seconds in (("disk", 0.25), ("machines", 0.5), ("placement", 0.125)):
+        assert value(metrics, "fleetd_kept_lookup_seconds_count", where=where) == 1
+        assert value(metrics, "fleetd_kept_lookup_seconds_sum", where=where) == seconds
+
+
 def test_every_name_of_the_contract_is_there() -> None:
     shown = text(exercised())
     for name in (

@@ -102,9 +102,19 @@ class Machines:
             self.here.turn()
         return found[0]
 
-    def decide(self, blocks: int, *, plan: bool = False, last_first: bool = False) -> None:
+    def decide(
+        self,
+        blocks: int,
+        *,
+        plan: bool = False,
+        last_first: bool = False,
+        within_s: float = 0.0,
+        since_s: float = 0.0,
+    ) -> None:
         # As far as is known a block takes a second, as a token does where computing is slow.
-        self.here.scheduler.tell(FetchBlocks("second", blocks, 1.0 * last_first, plan, last_first))
+        self.here.scheduler.tell(
+            FetchBlocks("second", blocks, 1.0 * last_first, plan, last_first, within_s, since_s)
+        )
 
     def send(
         self,
@@ -113,6 +123,8 @@ class Machines:
         *,
         plan: bool = False,
         last_first: bool = False,
+        within_s: float = 0.0,
+        since_s: float = 0.0,
     ) -> None:
         """``work`` is what the other machine does with its end of the stream."""
         asked = self.lacking()
@@ -124,7 +136,7 @@ class Machines:
         near, far = socket.socketpair()
         key = os.urandom(32)
         self.here.scheduler.put_stream(StreamTag("second", BLOCKS, key, "connector"), near)
-        self.decide(blocks, plan=plan, last_first=last_first)
+        self.decide(blocks, plan=plan, last_first=last_first, within_s=within_s, since_s=since_s)
 
         def run() -> None:
             with far, suppress(FleetError, OSError):
@@ -172,7 +184,13 @@ def test_what_another_machine_has_read_is_not_read_again(machines: Machines) -> 
     machines.ask()
     lacking = machines.lacking()
     assert len(lacking.names) == len(lacking.computed_s) == WHOLE
-    assert lacking.computed_s == pytest.approx([SLOW.seconds(0, BLOCK * (i + 1)) for i in range(WHOLE)])
+    # What came is checked before it is of use.
+    saved_s = [
+        SLOW.seconds(0, end) - SLOW.check_s(end, end // BLOCK * lacking.block_bytes, states=False)
+        for end in range(BLOCK, (WHOLE + 1) * BLOCK, BLOCK)
+    ]
+    assert lacking.computed_s == pytest.approx(saved_s)
+    assert lacking.computed_s[0] == pytest.approx(BLOCK - limits.SHARE_SPOT_TOKENS, abs=0.1)
     machines.send(machines.honest)
     done, told = machines.finish()
     assert (done.usage.cached_tokens, done.timings.fetched_tokens) == (WHOLE * BLOCK, WHOLE * BLOCK)
@@ -359,6 +377,101 @@ def test_a_machine_that_stalls_is_given_up_and_what_came_counts(
     assert done.timings.fetched_tokens in (0, BLOCK)
     assert told is not None
     assert told.code == "peer_late"
+
+
+def first_block_then_nothing(machines: Machines, over: threading.Event) -> Callable[..., None]:
+    """Sends a block, and keeps the stream open."""
+
+    def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        store = BlockStore(machines.settings)
+
+        def read(name: bytes, targets: Callable[[BlockHeader], Any]) -> BlockHeader | None:
+            if name == names[1]:
+                over.wait(60)
+                return None
+            return store.read(name, targets)
+
+        block_stream.send(sender, names, read)
+        store.close()
+
+    return work
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_attack_a_machine_that_trickles_is_waited_for_no_longer_than_all_may_take(
+    machines: Machines, last_first: bool
+) -> None:
+    over = threading.Event()
+    machines.ask()
+    # Each single block may take a minute here.
+    machines.send(first_block_then_nothing(machines, over), last_first=last_first, within_s=0.5)
+    done, told = machines.finish()
+    over.set()
+    assert done.timings.fetched_tokens in (0, BLOCK)
+    assert told is not None
+    assert told.code == "peer_late"
+
+
+def test_a_fetch_lasts_from_the_decision_on(machines: Machines) -> None:
+    machines.ask()
+    machines.lacking()
+    fetching = machines.here.scheduler._prefilling[0].fetching
+    assert fetching is not None
+    # Asking took very long, the decision is some time ago.
+    fetching._begun_s -= 9000.0
+    machines.send(machines.honest, since_s=1000.0)
+    done, told = machines.finish()
+    assert told is not None
+    assert 1000.0 <= told.seconds < 9000.0
+    assert done.timings.fetch_s >= 9000.0
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_a_machine_that_ends_before_it_has_sent_what_it_said_it_keeps_is_late(
+    machines: Machines, last_first: bool
+) -> None:
+    def nothing(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        sender.finish()
+
+    machines.ask()
+    machines.send(nothing, last_first=last_first)
+    done, told = machines.finish()
+    assert done.timings.fetched_tokens == 0
+    assert told is not None
+    assert (told.code, told.blocks) == ("peer_late", 0)
+
+
+def test_memory_for_what_may_come_is_made_while_the_others_are_asked(machines: Machines) -> None:
+    machines.ask()
+    machines.lacking()
+    fetching = machines.here.scheduler._prefilling[0].fetching
+    assert fetching is not None
+    made = []
+    while fetching._room_left is not None:
+        made.append(len(fetching._parts))
+        machines.here.turn()
+    # A layer in a turn, as long as it may be for nothing.
+    assert made == [1, 2]
+    machines.send(machines.honest)
+    done, _ = machines.finish()
+    assert done.timings.fetched_tokens == WHOLE * BLOCK
+
+
+def test_what_came_is_looked_at_in_turns(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FETCH_TURN_S", 0.0)
+    machines.ask()
+    machines.send(machines.honest)
+    sequence = machines.here.scheduler._prefilling[0]
+    while (fetching := sequence.fetching) is None or fetching._thread is None:
+        machines.here.turn()
+    fetching._thread.join()
+    turns = 0
+    while sequence.fetching is not None:
+        machines.here.turn()
+        turns += 1
+    # One for each layer, one that computes, one to take it.
+    assert turns == 2 + 1 + 1
+    assert machines.finish()[0].timings.fetched_tokens == WHOLE * BLOCK
 
 
 def test_a_request_that_is_cancelled_meanwhile_leaves_nothing(machines: Machines) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from tiny_architectures import WINDOW, tiny
 
 from fleetd.engine.architectures import CUT
 from fleetd.engine.sequence_state import array_bytes, rings, row_memory, whole_states
+from fleetd.engine.sequence_state.array_bytes import all_finite
 from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
@@ -281,3 +283,19 @@ def test_hidden_states_survive(dtype: mx.Dtype) -> None:
     assert back.shape == hidden.shape
     assert back.dtype == dtype
     assert as_bytes(back) == as_bytes(hidden)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16, mx.uint32])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_numbers_that_are_not_finite_are_found_in_the_rows_that_are_looked_at(
+    dtype: mx.Dtype, bad: float
+) -> None:
+    array = mx.full((1, 2, 8, 4), 3e4).astype(dtype)
+    assert all_finite(array, 0, 8)
+    if dtype == mx.uint32:
+        return
+    array[0, 1, 5, 3] = bad
+    assert not all_finite(array, 2, 6)
+    assert not all_finite(array, 5, 6)
+    assert all_finite(array, 0, 5)
+    assert all_finite(array, 6, 8)

@@ -61,6 +61,7 @@ from fleetd.engine.protocol import (
     ToolCallPiece,
     TopLogprob,
     Usage,
+    WriteNow,
 )
 from fleetd.plan.prefill.split import Split
 
@@ -74,13 +75,14 @@ COMMANDS: list[Any] = [
     Generate("d", TextPrompt("text"), keep=Keep({0: [(0, 2), (3, 4)]})),
     Score("e", "text", [(0, 2)], (1, 3), 4, Profile([(0, 1)], 3, True)),
     DraftFor("f", 3),
-    FetchBlocks("a", 3, 0.5),
+    FetchBlocks("a", 3, 0.5, within_s=2.5, since_s=0.1),
     PrefillShared("a", SPLIT, 1.5, True),
     PrefillAlone("a", "no helper"),
     AssistPrefill("d", SPLIT, 0),
     Cancel("a"),
     IdleTime(2.5),
     FreeMemory(True),
+    WriteNow(),
     Shutdown(),
 ]
 REPORTS: list[Any] = [

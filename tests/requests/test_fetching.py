@@ -185,6 +185,67 @@ async def test_where_a_model_needs_snapshots_the_last_two_come_after_the_rows(
         assert home.engine.fetches[0].blocks == 3
 
 
+async def test_a_machine_that_takes_four_times_as_long_is_predicted_so_after_three_fetches(
+    tmp_path: Path,
+) -> None:
+    size = limits.MIB
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        members: Members | None = None
+        seen = []
+        for _ in range(4):
+            # Two seconds by the figures of the link.
+            home = Home(node, keepers, bytes_per_s=4 * size / 2)
+            members = home.step.members = members or home.members
+
+            def fetched(home: Home = home) -> Fetched:
+                home.receive(NAMES)
+                return Fetched("r1", 4, 4 * size, 8.0)
+
+            await home.run(msgspec.structs.replace(lacking(NAMES, each_s=100.0), block_bytes=size), fetched)
+            (came,) = home.step.counts.machines()
+            seen.append((came.took_s / came.predicted_s, home.partners.came[0][-1]))
+        ratios, doubts = zip(*seen, strict=True)
+        assert ratios[0] == pytest.approx(4, rel=0.05)
+        assert ratios[3] == pytest.approx(1, abs=0.25)
+        # What is clearly late puts the link in doubt.
+        assert (doubts[0], doubts[3]) == (True, False)
+
+
+async def test_a_fetch_has_a_bound_for_all_of_it(tmp_path: Path) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        home = Home(node, keepers)
+        await home.run(lacking(NAMES), lambda: Fetched("r1", 4, 4 * SIZE, 0.5))
+        assert home.engine.fetches[0].within_s == limits.FETCH_BLOCK_S
+
+
+async def test_a_machine_that_is_late_is_asked_for_other_work(tmp_path: Path) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        home = Home(node, keepers)
+        await home.run(lacking(NAMES), lambda: Fetched("r1", 1, SIZE, 2.5, "peer_late", "Too late."))
+        assert home.members.left_out(keepers[0].node_id, "fetch")
+        assert not home.members.left_out(keepers[0].node_id, "answer")
+
+
+async def test_attack_a_machine_that_never_says_what_it_keeps_is_asked_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "FETCH_FIND_S", 0.05)
+    async with fleet(tmp_path, True) as (node, keepers):
+
+        async def silent(peer: str, body: bytes, stream: PeerStream) -> None:
+            await stream.receive()
+
+        keepers[0].node.handle(messages.FIND, silent)
+        home = Home(node, keepers)
+        for left_out in (False, True):
+            home.engine.fetches.clear()
+            await home.run(lacking(NAMES))
+            assert bool(home.members.left_out(keepers[0].node_id, "fetch")) is left_out
+
+
 @pytest.mark.parametrize("exact_ones", [False, True])
 async def test_blocks_of_other_numbers_come_where_there_are_fewer_exact_ones(
     tmp_path: Path, exact_ones: bool

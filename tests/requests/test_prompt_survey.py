@@ -123,6 +123,40 @@ async def test_a_machine_tells_how_much_of_a_text_its_memory_and_its_disk_have(t
         assert (await home.places(job("y" + TEXT)))[keeper.node_id] == KeptBeginning()
 
 
+async def test_a_prompt_that_was_just_read_is_written_at_once_when_another_machine_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "FETCH_WRITING_S", 60.0)
+    async with fleet(tmp_path, True) as (node, [keeper]):
+        told: list[Any] = []
+        keeper.prompts._write_now = told.append
+        home = closing_later(Asking(tmp_path, node, [keeper]))
+        await read(keeper.prompts, job())
+        # By its text: it is in memory there, and not on the disk.
+        assert (await home.places(job()))[keeper.node_id].memory_tokens == TOKENS
+        assert told == [FOLDER]
+        # By the names of its blocks: the answer waits for what is being written.
+        keeper.prompts._write_now = lambda folder: keeper.keep(NAMES)
+        body = messages.encode(messages.BlocksQuestion([*NAMES, b"n" * 32]))
+        answer = await node.ask(keeper.node_id, messages.FIND, body, within_s=60)
+        assert messages.decode(answer, messages.BlocksFound).blocks == BLOCKS
+
+
+async def test_what_is_not_written_in_time_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "FETCH_WRITING_S", 0.01)
+    async with fleet(tmp_path, True) as (node, [keeper]):
+        told: list[Any] = []
+        keeper.prompts._write_now = told.append
+        await read(keeper.prompts, job())
+        body = messages.encode(messages.BlocksQuestion(NAMES))
+        for _ in range(2):
+            answer = await node.ask(keeper.node_id, messages.FIND, body, within_s=60)
+            assert messages.decode(answer, messages.BlocksFound).blocks == 0
+        assert told == [FOLDER]
+
+
 async def test_what_others_keep_decides_between_fetching_going_there_and_computing(tmp_path: Path) -> None:
     async with fleet(tmp_path, True) as (node, [keeper]):
         home = closing_later(Asking(tmp_path, node, [keeper]))

@@ -18,7 +18,8 @@ from fleetd.plan.costs import LinkSpeed
 @dataclass(frozen=True, slots=True)
 class FetchSource:
     """A machine that has the first ``blocks`` of those that lack; ``bytes_per_s``: of its disk, 0 unknown.
-    ``state_bytes``: of the snapshots that come with them. ``plan``: other numerics had a part."""
+    ``state_bytes``: of the snapshots that come with them. ``plan``: other numerics had a part. ``factor``:
+    how many times as long as its figures say what it sent took lately."""
 
     node_id: str
     name: str
@@ -27,11 +28,15 @@ class FetchSource:
     bytes_per_s: float = 0.0
     state_bytes: int = 0
     plan: bool = False
+    factor: float = 1.0
 
     def seconds(self, block_bytes: int, blocks: int | None = None) -> float:
         """From the decision to the last byte, of so many of the blocks or of all."""
-        sent = (self.blocks if blocks is None else blocks) * block_bytes + self.state_bytes
-        return fetch_s(sent, self.link, self.bytes_per_s)
+        return self.factor * self.figures_s(block_bytes, self.blocks if blocks is None else blocks)
+
+    def figures_s(self, block_bytes: int, blocks: float) -> float:
+        """The same by the figures of its link and its disk alone."""
+        return fetch_s(round(blocks * block_bytes) + self.state_bytes, self.link, self.bytes_per_s)
 
     def mixed_s(self, block_bytes: int, computed_s: Sequence[float]) -> float:
         """From the decision until what is computed meets what comes, the last block first."""
@@ -44,7 +49,7 @@ class FetchSource:
     def block_s(self, block_bytes: int) -> float:
         """What a block takes, or a snapshot."""
         disk = self.bytes_per_s or limits.CACHE_READ_BYTES_PER_S
-        return max(block_bytes, self.state_bytes) / max(1.0, min(self.link.bytes_per_s, disk))
+        return self.factor * max(block_bytes, self.state_bytes) / max(1.0, min(self.link.bytes_per_s, disk))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,17 @@ def _ordered(source: FetchSource, computed_s: Sequence[float], block_bytes: int)
         if gains(mixed_s, waited_s):
             return FetchChoice(source, mixed_s, last_first=True)
     return FetchChoice(source, waited_s)
+
+
+def within_s(choice: FetchChoice, computed_s: Sequence[float], spent_s: float) -> float:
+    """The most that a fetch may take: so many times as long as planned, and no longer than computing what it
+    brings, less what has been spent on asking.
+
+    Args:
+        computed_s: as in ``choose_fetch``.
+    """
+    most_s = min(limits.FETCH_LATE * choice.seconds, computed_s[choice.source.blocks - 1] - spent_s)
+    return max(limits.FETCH_BLOCK_S, most_s)
 
 
 def checked_by(states: Sequence[tuple[int, int]], blocks: int = 0) -> tuple[tuple[int, int], ...]:

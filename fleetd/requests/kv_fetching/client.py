@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 
 import msgspec
 
@@ -18,13 +19,13 @@ from fleetd.control.prefill_plan import StepView
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import BLOCKS, Event, FetchBlocks, Fetched, Finished, Lacking, Loading, StreamTag
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.errors import FleetError, PeerError, PeerLate, from_code
+from fleetd.errors import FleetError, PeerError, PeerLate, PeerUnreachable, from_code
 from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill import step_names
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.kv_fetching import messages
-from fleetd.requests.kv_fetching.choice import FetchChoice, FetchSource, choose_fetch
+from fleetd.requests.kv_fetching.choice import FetchChoice, FetchSource, choose_fetch, within_s
 from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
 from fleetd.requests.members import Member, Members, eligible
 from fleetd.requests.peer_stream import require_message
@@ -101,6 +102,7 @@ class _Fetch:
         self._engine = engine
         self._lacking = lacking
         self._choice: FetchChoice | None = None
+        self._begun_s = time.monotonic()
         self.task = asyncio.create_task(self._run(sources), name="fetch")
 
     async def _run(self, sources: list[Member]) -> None:
@@ -113,15 +115,25 @@ class _Fetch:
             choice = choose_fetch(found, self._lacking.computed_s, self._lacking.block_bytes)
             if choice is None:
                 return
-            self._choice, source = choice, choice.source
+            self._choice, source, decided_s = choice, choice.source, time.monotonic()
+            within = within_s(choice, self._lacking.computed_s, decided_s - self._begun_s)
             stream = self._fetching.partners.request(source.node_id, messages.FETCH, self._order(choice))
             try:
                 offer, sock = await self._accepted(stream, source)
                 tag = StreamTag(self._lacking.id, BLOCKS, offer.invitation.key, "connector")
                 await self._engine.give_stream(tag, sock)
                 block_s = source.block_s(self._lacking.block_bytes)
+                since_s = time.monotonic() - decided_s
                 self._engine.fetch(
-                    FetchBlocks(self._lacking.id, source.blocks, block_s, source.plan, choice.last_first)
+                    FetchBlocks(
+                        self._lacking.id,
+                        source.blocks,
+                        block_s,
+                        source.plan,
+                        choice.last_first,
+                        within,
+                        since_s,
+                    )
                 )
                 decided = True
                 await _until_end(stream)
@@ -170,19 +182,27 @@ class _Fetch:
             found = messages.decode(answer, messages.BlocksFound)
         except FleetError as error:
             log.debug("fetching.no_answer", peer=member.node_id[:7], reason=str(error))
+            if isinstance(error, PeerUnreachable):
+                self._fetching.members.unanswered(member.node_id)
             return None
+        self._fetching.members.answered(member.node_id)
         link = member.link
         blocks = min(found.blocks, len(lacking.names))
         if not blocks or link is None or (lacking.states and not found.state_bytes):
             return None
         node_id, name = member.node_id, member.name
-        return FetchSource(node_id, name, link, blocks, found.bytes_per_s, found.state_bytes, plan)
+        factor = self._fetching.members.fetch_factor(node_id)
+        return FetchSource(node_id, name, link, blocks, found.bytes_per_s, found.state_bytes, plan, factor)
 
     def _failed(self, error: FleetError) -> None:
         if self._choice is not None and isinstance(error, PeerError):
             source = self._choice.source
             self._fetching.counts.failed(source.name, error.code)
-            self._fetching.members.failed(source.node_id, "fetch", error)
+            if isinstance(error, PeerLate):
+                # It may do everything else well: only its disk, or the way from there, is slow.
+                self._fetching.members.late(source.node_id, "fetch")
+            else:
+                self._fetching.members.failed(source.node_id, "fetch", error)
             log.warning("fetching.failed", peer=source.name, code=error.code, reason=error.message)
 
     def ended(self, request: Request, fetched: Fetched) -> None:
@@ -192,8 +212,10 @@ class _Fetch:
         if fetched.code:
             self._failed(from_code(fetched.code, fetched.reason))
         else:
-            self._fetching.members.succeeded(source.node_id, "fetch")
-            self._fetching.partners.carried(source.node_id, fetched.n_bytes, fetched.seconds)
+            self._learn(choice, fetched)
+            tells = fetched.n_bytes >= limits.CACHE_SPEED_BYTES
+            late = tells and fetched.seconds > limits.FETCH_DOUBT * choice.seconds
+            self._fetching.partners.carried(source.node_id, fetched.n_bytes, fetched.seconds, late=late)
         if fetched.blocks:
             lacking = self._lacking
             # What was computed meanwhile took no time of its own.
@@ -208,6 +230,15 @@ class _Fetch:
                 saved_s=computed_s - fetched.seconds,
             )
         request.fetched = StepView(step_names.RECEIVED, fetched.seconds, fetched.n_bytes, source.name)
+
+    def _learn(self, choice: FetchChoice, fetched: Fetched) -> None:
+        members, source = self._fetching.members, choice.source
+        members.succeeded(source.node_id, "fetch")
+        if fetched.blocks:
+            # The one that was under way when the two ends met counts half.
+            blocks = fetched.blocks + (0.5 if choice.last_first else 0.0)
+            expected_s = source.figures_s(self._lacking.block_bytes, blocks)
+            members.fetched(source.node_id, expected_s=expected_s, took_s=fetched.seconds)
 
 
 async def _until_end(stream: PeerStream) -> None:

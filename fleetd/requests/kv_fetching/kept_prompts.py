@@ -8,7 +8,9 @@ Prompts that may not leave this machine are in neither.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -16,6 +18,7 @@ from fleetd import limits
 from fleetd.cache.service import DiskCache
 from fleetd.engine.protocol import Delta, Event, Kept, Loading, ToolCall
 from fleetd.errors import EngineDied
+from fleetd.models.folder import ModelFolder
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.affinity import BLOCK_CHARS, Affinity, chain
 from fleetd.plan.beginnings import KeptBeginning
@@ -41,17 +44,34 @@ def beginning_of(found: TextFound) -> KeptBeginning:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadLately:
+    """A prompt whose blocks its worker may be writing: their names, as other machines ask for them."""
+
+    digest: str
+    names: frozenset[bytes]
+    folder: ModelFolder
+
+
 class KeptPrompts(PipelineStep):
     """The step that notes which texts were read here.
 
     Args:
         disk: where their blocks are.
         own_model: the model of a name as this machine's card has it.
+        write_now: lets a model's worker write what it has queued, though it computes.
     """
 
-    def __init__(self, disk: DiskCache, own_model: Callable[[str], ModelCard | None]) -> None:
+    def __init__(
+        self,
+        disk: DiskCache,
+        own_model: Callable[[str], ModelCard | None],
+        write_now: Callable[[ModelFolder], None] = lambda folder: None,
+    ) -> None:
         self._disk = disk
         self._own_model = own_model
+        self._write_now = write_now
+        self._lately: deque[_ReadLately] = deque(maxlen=limits.KEPT_LATELY)
         self._memory = Affinity(_KEY)
         self._writing: set[asyncio.Task[None]] = set()
 
@@ -60,6 +80,27 @@ class KeptPrompts(PipelineStep):
         on_disk = self._disk.longest(digest, asked)
         in_memory = self._memory.cached_chars("", digest, asked) // BLOCK_CHARS
         return TextFound(in_memory, on_disk.links, on_disk.nbytes, on_disk.bytes_per_s)
+
+    # ---- what is not on the disk yet: other machines are served from there alone -------------------------
+
+    def hurry(self, names: Sequence[bytes]) -> int:
+        """Have these blocks written now if a prompt fills them that was read lately; returns how many of them
+        it does, from the first one on."""
+        for read in self._lately if names else ():
+            if names[0] in read.names:
+                self._write_now(read.folder)
+                return next((n for n, name in enumerate(names) if name not in read.names), len(names))
+        return 0
+
+    def hurry_model(self, digest: str) -> None:
+        """Have the prompts written that a model has read."""
+        if (read := next((read for read in self._lately if read.digest == digest), None)) is not None:
+            self._write_now(read.folder)
+
+    def not_written(self, name: bytes) -> None:
+        """A block has not come to the disk in time: its prompt is not waited for again."""
+        for read in [read for read in self._lately if name in read.names]:
+            self._lately.remove(read)
 
     # ---- the step ----------------------------------------------------------------------------------------
 
@@ -95,6 +136,8 @@ class KeptPrompts(PipelineStep):
     def _on_disk(self, request: Request, names: list[bytes]) -> None:
         text, tokens = request.job.prompt_text, request.prompt_tokens
         asked, digest = links(text), self._digest(request)
+        if names and digest and request.folder_here is not None:
+            self._lately.appendleft(_ReadLately(digest, frozenset(names), request.folder_here))
         if not asked or not names or not digest:
             return
         filled = tokens * BLOCK_CHARS / len(text) / limits.CACHE_BLOCK_TOKENS

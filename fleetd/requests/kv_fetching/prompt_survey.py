@@ -7,9 +7,11 @@ told in time counts as nothing; the prompt waits no longer for it.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 
 from fleetd import limits
-from fleetd.errors import FleetError
+from fleetd.errors import FleetError, PeerUnreachable
 from fleetd.observe import get_logger
 from fleetd.plan.beginnings import KeptBeginning
 from fleetd.plan.refusals import THIS_NODE
@@ -26,9 +28,17 @@ log = get_logger("fleetd.survey")
 class PromptSurvey:
     """Args:
     here: what this machine keeps.
+    looked: told how many seconds a prompt has waited for the answers.
     """
 
-    def __init__(self, partners: FleetPort, members: Members, here: KeptPrompts) -> None:
+    def __init__(
+        self,
+        partners: FleetPort,
+        members: Members,
+        here: KeptPrompts,
+        looked: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self._looked = looked
         self._partners = partners
         self._members = members
         self._here = here
@@ -38,12 +48,15 @@ class PromptSurvey:
         text, own = job.prompt_text, self._members.here()
         if job.local_only or job.request.keep is not None:
             return {}
-        found = own.model(model)
-        loaded = found is not None and found.state == "loaded"
+        here = own.model(model)
+        loaded = here is not None and here.state == "loaded"
         known = self._members.known_tokens(THIS_NODE, model, text) if loaded else 0
         if len(text) // CHARS_PER_TOKEN - known < limits.FETCH_LEAST_TOKENS:
             return {}
-        return await self.of_text(text, model)
+        begun_s = time.monotonic()
+        found = await self.of_text(text, model)
+        self._looked(time.monotonic() - begun_s)
+        return found
 
     async def of_text(self, text: str, model: str) -> PromptPlaces:
         """Nothing where no other machine may be asked: then everything is answered here."""
@@ -79,5 +92,8 @@ class PromptSurvey:
             found = messages.decode(answer, messages.TextFound)
         except FleetError as error:
             log.debug("survey.no_answer", peer=member.node_id[:7], reason=str(error))
+            if isinstance(error, PeerUnreachable):
+                self._members.unanswered(member.node_id)
             return None
+        self._members.answered(member.node_id)
         return beginning_of(found)

@@ -16,6 +16,7 @@ from fleetd import limits
 from fleetd.cache import block_names, block_stream
 from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore, CacheUnavailable
+from fleetd.cache.index import FoundBlocks
 from fleetd.cache.service import DiskCache
 from fleetd.errors import Forbidden
 from fleetd.p2p.session.transport import PeerStream
@@ -63,7 +64,7 @@ class BlockServer:
     async def find(self, peer: str, body: bytes, stream: PeerStream) -> None:
         asked = messages.decode(body, messages.BlocksQuestion)
         self._check(peer)
-        found = await asyncio.to_thread(self._cache.find, *_kept(asked))
+        found = await self._found(asked)
         blocks, state_bytes = found.blocks, 0
         if asked.states:
             snapshots = checked_by(found.states)
@@ -71,10 +72,29 @@ class BlockServer:
             state_bytes = sum(n_bytes for _, n_bytes in snapshots)
         stream.send(messages.encode(messages.BlocksFound(blocks, found.bytes_per_s, state_bytes)))
 
+    async def _found(self, asked: messages.BlocksQuestion) -> FoundBlocks:
+        """What is on the disk. Blocks of a prompt that was just read are written now, and waited for a
+        moment: subagents go to other machines just then."""
+        found = await asyncio.to_thread(self._cache.find, *_kept(asked))
+        first = found.blocks
+        # Behind the last snapshot nothing is of use, so nothing is waited for there.
+        coming = 0 if asked.states and first else self._prompts.hurry(asked.names[first:])
+        wanted = first + (min(coming, 1) if asked.states else coming)
+        until_s = time.monotonic() + limits.FETCH_WRITING_S
+        while found.blocks < wanted and time.monotonic() < until_s:
+            await asyncio.sleep(limits.FETCH_WRITING_POLL_S)
+            found = await asyncio.to_thread(self._cache.find, *_kept(asked))
+        if coming and found.blocks == first:
+            self._prompts.not_written(asked.names[first])
+        return found
+
     async def look(self, peer: str, body: bytes, stream: PeerStream) -> None:
         asked = messages.decode(body, messages.TextQuestion)
         self._check(peer)
         found = await asyncio.to_thread(self._prompts.look, asked.digest, asked.links)
+        if found.in_memory > found.on_disk:
+            # It will be asked for by the names of its blocks in a moment.
+            self._prompts.hurry_model(asked.digest)
         stream.send(messages.encode(found))
 
     async def fetch(self, peer: str, body: bytes, stream: PeerStream) -> None:
@@ -106,21 +126,24 @@ class BlockServer:
 
     def _send_all(self, machine: str, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
         store: BlockStore = self._cache.open_store()
-        read_s = 0.0
+        read_s, following = 0.0, iter(names[1:])
 
         def read(name: bytes, targets: Callable[[BlockHeader], Sequence[memoryview]]) -> BlockHeader | None:
             nonlocal read_s
             begun_s = time.monotonic()
             try:
+                if (after := next(following, None)) is not None:
+                    store.read_soon(after)
                 return store.read(name, targets)
             finally:
                 read_s += time.monotonic() - begun_s
 
         try:
             with sock:
+                cached = store.cached_share(names)
                 sent = block_stream.send(SealedSender(sock, key, "acceptor", steady=True), names, read)
             self._counts.sent(machine, sent)
-            store.sent(sent, read_s)
+            store.sent(sent, read_s, cached)
         except CacheUnavailable:
             pass  # the stream ends early: what was sent is whole
         finally:
