@@ -17,6 +17,7 @@ from fleetd.engine.protocol import (
     Loading,
     Prefill,
     TextPrompt,
+    Tokenized,
     TokenLogprob,
     TokenPrompt,
     ToolCall,
@@ -53,7 +54,7 @@ class AnswerCheck:
             case Loading():
                 self._loading += 1
                 _require(self._loading <= limits.LOADING_EVENTS, "loads without end")
-            case Accepted():
+            case Tokenized() | Accepted():
                 self._prompt_tokens = max(self._prompt_tokens, event.prompt_tokens)
                 self._idle()
             case Prefill():
