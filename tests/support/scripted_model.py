@@ -41,7 +41,7 @@ TEMPLATE = r"""
 """
 
 
-def build(folder: Path, tokenizer_of: Path, *, context: int = 65_536) -> Path:
+def build(folder: Path, tokenizer_of: Path, *, context: int = 40_960) -> Path:
     """Write the model into ``folder`` and return it; ``tokenizer_of`` is the folder of another model."""
     folder.mkdir(parents=True)
     tokenizer = Tokenizer.from_file(str(tokenizer_of / "tokenizer.json"))
