@@ -55,8 +55,9 @@ SSE_KEEPALIVE_S = 4.0
 SSE_PROGRESS_S = 0.1
 # Objects that only say that an answer is on its way, for clients that do not count comments.
 STREAM_PROGRESS_S = 1.0
-# How long a streaming request waits for a loaded worker to accept it, so that an early refusal still gets its
-# own HTTP status: a prompt is rendered and tokenized before its length is known.
+# How long a streaming request waits for a loaded worker to tokenize its prompt, so that an early refusal
+# still gets its own HTTP status: only then is its length known. Where others may help with the prompt, it
+# waits until that is decided.
 HEADERS_GRACE_S = 1.0
 # The same for the plan, which a slow disk may hold up: it is known after LEDGER_WAIT_S at the latest.
 HEADERS_PLAN_S = 0.5

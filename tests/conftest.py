@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import agent_programs
 import forked_programs
 import pytest
 import set_speeds
@@ -57,13 +59,26 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     Their speeds are set: which plan is cheaper must not depend on what else the processors do.
     """
     made = Programs(
-        tmp_path_factory.mktemp("programs") / "log", limits=set_speeds.LIMITS, install=["set_speeds"]
+        tmp_path_factory.mktemp("programs") / "log",
+        limits=set_speeds.LIMITS,
+        install=["set_speeds", "scripted_answers"],
     )
     with pytest.MonkeyPatch.context() as patch:
         if forked_programs.AVAILABLE:
             patch.setattr(asyncio, "create_subprocess_exec", made.exec)
         yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def agent_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Installs a coding agent, once; returns the folder of its programs."""
+
+    @functools.cache
+    def installed(agent: str) -> Path:
+        return agent_programs.install(tmp_path_factory.mktemp(agent), agent)
+
+    return installed
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from fleetd.models.catalog import DEFAULT_MODEL
 from fleetd.plan.prefill import step_names
 
 PROMPT_TOKENS = 500
+# Of the prompt that keeps the worker busy.
+BUSY_TOKENS = 4000
 TOKENS = 5000
 _ANSWER_S = 600.0
 _TRACED_WITHIN_S = 20.0
@@ -46,12 +49,14 @@ _WORKER = (step_names.QUEUED, step_names.COMPUTED)
 class BenchedDialect:
     """Args:
     address, body: a request of ``text`` whose answer is streamed.
+    begins: true of the line that is its first event, as a client's library hands it on.
     piece: the text in one object of the stream; "" if it has none.
     streamer: what makes an answer's objects, and ``dialect`` their bytes.
     """
 
     address: str
     body: Callable[[str], dict[str, Any]]
+    begins: Callable[[str], bool]
     piece: Callable[[dict[str, Any]], str]
     streamer: Callable[[], Streamer]
     dialect: Dialect
@@ -59,6 +64,10 @@ class BenchedDialect:
 
 def _said(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
+
+
+def _is_event(kind: str) -> Callable[[str], bool]:
+    return lambda line: line.startswith("data: {") and json.loads(line[6:]).get("type") == kind
 
 
 def _chat_piece(frame: dict[str, Any]) -> str:
@@ -69,6 +78,8 @@ DIALECTS = {
     "OpenAI's chat": BenchedDialect(
         "/v1/chat/completions",
         lambda text: {"messages": _said(text), "max_tokens": 1, "temperature": 0},
+        # A chat has no event before its first token: a comment keeps its clients.
+        lambda line: line.startswith(": "),
         _chat_piece,
         lambda: ChatStream(ReplyOptions(id="x", created=0, model=DEFAULT_MODEL, fingerprint="f")),
         OPENAI,
@@ -76,6 +87,7 @@ DIALECTS = {
     "Responses": BenchedDialect(
         "/v1/responses",
         lambda text: {"input": text, "max_output_tokens": 1, "temperature": 0},
+        _is_event("response.created"),
         lambda frame: frame["delta"] if frame["type"] == "response.output_text.delta" else "",
         lambda: ResponseStream(
             ResponseOptions(response=Response(id="x", created_at=0, model=DEFAULT_MODEL), tools=ToolTable())
@@ -85,6 +97,7 @@ DIALECTS = {
     "Messages": BenchedDialect(
         "/v1/messages",
         lambda text: {"messages": _said(text), "max_tokens": 1, "temperature": 0},
+        _is_event("message_start"),
         lambda frame: frame["delta"].get("text", "") if frame["type"] == "content_block_delta" else "",
         lambda: MessageStream(MessageOptions(id="x", model=DEFAULT_MODEL)),
         ANTHROPIC,
@@ -96,6 +109,7 @@ DIALECTS = {
             "messages": _said(text),
             "options": {"num_predict": 1, "temperature": 0},
         },
+        lambda line: line.startswith("{"),
         lambda frame: frame["message"]["content"],
         lambda: OllamaStream(
             OllamaReplyOptions(model=DEFAULT_MODEL, chat=True, began=datetime.now(UTC), elapsed_s=lambda: 0.0)
@@ -118,6 +132,7 @@ def measure(runs: int) -> Measured:
                 seen["event", name].append(1000 * first.event_s)
                 seen["first", name].append(first.text_s)
                 seen["beside", name].append(first.text_s - first.worker_s)
+                seen["busy", name].append(1000 * _busy_event_s(daemon, DIALECTS[name], 100 * run + at))
     for run in range(runs):
         for name in rotated(run, list(DIALECTS)):
             seen["token", name].append(1e6 * _token_s(DIALECTS[name]))
@@ -133,7 +148,14 @@ def _figures(seen: Samples) -> list[Figure]:
     ]
     for name in DIALECTS:
         sent = Figure(f"{name}, first event", "ms", seen["event", name], at_most(100), of="worst")
-        figures.append(sent)
+        busy = Figure(
+            f"{name}, first event beside a prefill of {BUSY_TOKENS:,} tokens",
+            "ms",
+            seen["busy", name],
+            at_most(100),
+            of="worst",
+        )
+        figures += [sent, busy]
         if name == _BASELINE:
             continue
         added = [
@@ -152,7 +174,7 @@ def _figures(seen: Samples) -> list[Figure]:
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """Seconds from sending a request to the first line of its stream, and to its first text; and of these,
+    """Seconds from sending a request to the first event of its stream, and to its first text; and of these,
     how long the worker had the prompt."""
 
     event_s: float
@@ -161,17 +183,43 @@ class First:
 
 
 def _first(daemon: Daemon, asked: BenchedDialect, text: str) -> First:
-    connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=_ANSWER_S)
-    with Stream(connection, daemon.token, asked.address, {"stream": True, **asked.body(text)}) as stream:
+    with _asked(daemon, asked, text) as stream:
         event_s = text_s = 0.0
         for frame in stream.frames():
-            event_s = event_s or frame.at_s
+            if not event_s and asked.begins(frame.line):
+                event_s = frame.at_s
             line = frame.line.removeprefix("data: ")
             if not text_s and line.startswith("{") and asked.piece(json.loads(line)):
                 text_s = frame.at_s
         if not text_s:
             raise RuntimeError(f"{asked.address} ended without a text")
         return First(event_s, text_s, _worker_s(daemon, stream.id))
+
+
+def _asked(daemon: Daemon, asked: BenchedDialect, text: str) -> Stream:
+    connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=_ANSWER_S)
+    return Stream(connection, daemon.token, asked.address, {"stream": True, **asked.body(text)})
+
+
+def _busy_event_s(daemon: Daemon, asked: BenchedDialect, seed: int) -> float:
+    """Seconds from sending a request to its first event, while the worker reads another one's long prompt."""
+    text = prompts.text(MODEL, 20_000 + seed, BUSY_TOKENS)
+    with _asked(daemon, DIALECTS[_BASELINE], text) as other:
+        lines = other.frames()
+        next(frame for frame in lines if _is_under_way(frame.line))
+        with _asked(daemon, asked, prompts.text(MODEL, 30_000 + seed, PROMPT_TOKENS)) as stream:
+            event_s = next(frame.at_s for frame in stream.frames() if asked.begins(frame.line))
+            seen_at = stream.sent + event_s
+        read_at = other.sent + next(frame.at_s for frame in lines if frame.text)
+    if read_at < seen_at:
+        raise RuntimeError(f"the other prompt was read before the first event of {asked.address} came")
+    return event_s
+
+
+def _is_under_way(line: str) -> bool:
+    """True of a comment that says that some of a prompt is read, and not all."""
+    found = re.fullmatch(r": keepalive (\d+)/(\d+)", line)
+    return found is not None and 0 < int(found[1]) < int(found[2])
 
 
 def _worker_s(daemon: Daemon, request_id: str) -> float:
@@ -204,7 +252,9 @@ def _token_s(asked: BenchedDialect) -> float:
 _HOW = (
     f"First event and TTFT: a daemon on loopback and prompts of {PROMPT_TOKENS:,} tokens, each with a text "
     "of its own, each dialect once in a run and first in turns; the times run from sending the request, "
-    "the model loaded, to the first line of the stream, and to the text of the answer, one token. "
+    "the model loaded, to the first event of the stream, and to the text of the answer, one token. A chat "
+    "has no event before its first token; its first comment counts. Beside a prefill: the same, while the "
+    f"worker reads a prompt of {BUSY_TOKENS:,} tokens for another request, and has read some of it. "
     "How long the worker had the prompt, by the request's trace, is taken off each TTFT, for that varies "
     "by more than any dialect costs: what is left is HTTP, the dialect, the chat's template and tokenizing. "
     f"The share is that of the dialect less that of {_BASELINE}, over the TTFT of {_BASELINE} in the same "

@@ -4,7 +4,8 @@ An endpoint brings a ``Streamer`` or a ``Collector``, which turns events into it
 route turns objects into bytes.
 
 A streamed request waits up to ``limits.HEADERS_GRACE_S`` for a first event, which comes at once from a model
-that is loaded or that has to be: so an early refusal (unknown model, prompt too long) gets its own status.
+that is loaded (Tokenized, however busy it is) or that has to be: so an early refusal (unknown model, prompt
+too long) gets its own status.
 After that the headers go out, and a failure is a frame. The headers name the plan as it stands then; if the
 job moves to another machine later, a comment says so.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetd.engine.protocol import Accepted, Event, Loading, Prefill
+from fleetd.engine.protocol import Accepted, Event, Loading, Prefill, Tokenized
 
 
 class ProgressComments:
@@ -22,7 +22,7 @@ class ProgressComments:
         match event:
             case Loading():
                 self._loading = event
-            case Accepted():
+            case Tokenized() | Accepted():
                 self._loading = None
                 self._total[index] = event.prompt_tokens
             case Prefill():

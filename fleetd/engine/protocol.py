@@ -7,7 +7,8 @@ unknown tags are a bug and raise.
     daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), AssistPrefill,
                       Score, DraftFor, Cancel, IdleTime, FreeMemory, WriteNow, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
-                      Accepted, Prefill*, Shared?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
+                      Tokenized, Accepted, Prefill*, Shared?, (Delta | ToolCallPiece* ToolCall)*,
+                      Finished | Failed
                       for each AssistPrefill: Accepted, Assisted | Failed
                       for each Score: Accepted, Prefill*, Scored | Failed
                       for each DraftFor: Accepted, Followed | Failed
@@ -440,6 +441,16 @@ class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
     hint: str = ""
 
 
+class Tokenized(msgspec.Struct, frozen=True, tag="tokenized"):
+    """The prompt of a Generate is rendered and tokenized, and neither too long nor too large for the memory.
+
+    It comes at once, where Accepted waits until the compute thread has ended the step under way.
+    """
+
+    id: EventId
+    prompt_tokens: Natural
+
+
 class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
     """The prompt is rendered, tokenized and admitted; nothing is computed yet.
 
@@ -709,7 +720,7 @@ Command = (
 )
 # What the daemon and the worker settle between them; no client sees it.
 Aside = Shared | Lacking | Fetched | Kept | Assisted | Scored | Followed
-Event = Accepted | Prefill | Delta | ToolCallPiece | ToolCall | Finished | Failed | Aside
+Event = Tokenized | Accepted | Prefill | Delta | ToolCallPiece | ToolCall | Finished | Failed | Aside
 Report = Loading | Ready | MeasuredAgain | LoadFailed | Heartbeat | Event
 
 # ---- Framing ---------------------------------------------------------------------------------------------

@@ -186,11 +186,10 @@ def new_sequence(
         ContextLengthExceeded, OutOfMemory: it would not fit even with nothing else running.
     """
     request, n = prepared.request, len(prepared.tokens)
-    check_length(prepared, context_tokens)
+    check_fits(prepared, sparse, budget, context_tokens)
     kept, dense_reason = _kept(prepared, sparse)
     slots = n if kept is None else len(kept)
     wanted = context_tokens if request.max_tokens is None else request.max_tokens
-    budget.check_alone(slots + min(wanted, 1))
     max_tokens = min(wanted, context_tokens - n, budget.capacity_tokens - slots)
     return ScheduledSequence(
         prepared=prepared,
@@ -212,6 +211,19 @@ def new_sequence(
         kept=kept,
         dense_reason=dense_reason,
     )
+
+
+def check_fits(
+    prepared: PreparedPrompt, sparse: Sparse | None, budget: KvBudget, context_tokens: int
+) -> None:
+    """Raises ContextLengthExceeded, OutOfMemory: the prompt would not fit even with nothing else running.
+
+    It reads nothing that computing changes, so any thread may call it.
+    """
+    check_length(prepared, context_tokens)
+    kept, _ = _kept(prepared, sparse)
+    slots = len(prepared.tokens) if kept is None else len(kept)
+    budget.check_alone(slots + (0 if prepared.request.max_tokens == 0 else 1))
 
 
 def _kept(prepared: PreparedPrompt, sparse: Sparse | None) -> tuple[list[int] | None, str]:

@@ -47,6 +47,7 @@ from fleetd.engine.protocol import (
     ScoringState,
     Shutdown,
     StreamTag,
+    Tokenized,
     WriteNow,
 )
 from fleetd.engine.settings import WorkerSettings
@@ -96,8 +97,10 @@ class EngineProcess:
         self._on_work = on_work
         self._heartbeat = Heartbeat(0)
         self._streams: dict[str, asyncio.Queue[Event | FleetError]] = {}
-        # Requests the worker has not accepted yet, with the time they were sent.
+        # Requests whose prompt the worker prepares, with the time they were sent; and those it has not
+        # accepted yet.
         self._preparing: dict[str, float] = {}
+        self._unaccepted: set[str] = set()
         self._changed = asyncio.Condition()
         self._progress_at = self._used_at = asyncio.get_running_loop().time()
         self._stages.enter(self.loading.stage, self._progress_at)
@@ -314,6 +317,7 @@ class EngineProcess:
             self._on_work()
         if isinstance(command, Generate | Score):
             self._preparing[command.id] = now
+            self._unaccepted.add(command.id)
             self._watch_memory()
         done = False
         try:
@@ -335,6 +339,7 @@ class EngineProcess:
         finally:
             self._streams.pop(command.id, None)
             self._preparing.pop(command.id, None)
+            self._unaccepted.discard(command.id)
             self._used_at = asyncio.get_running_loop().time()
             if not done:
                 self._tell(Cancel(command.id))
@@ -451,7 +456,7 @@ class EngineProcess:
             last_layer=self.settings.last_layer,
             prefilling=heartbeat.prefilling,
             decoding=heartbeat.decoding,
-            waiting=heartbeat.waiting + len(self._preparing),
+            waiting=heartbeat.waiting + len(self._unaccepted),
             assisting=heartbeat.assisting,
             steps=heartbeat.steps,
             progress_age_s=round(now - self._progress_at, 3) if self._streams else 0.0,
@@ -526,6 +531,8 @@ class EngineProcess:
             case _:
                 self._progress_at = now
                 self._preparing.pop(report.id, None)
+                if not isinstance(report, Tokenized):
+                    self._unaccepted.discard(report.id)
                 queue = self._streams.get(report.id)
                 if queue is None:
                     return  # cancelled here; its last events were already on the way

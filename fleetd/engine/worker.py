@@ -218,6 +218,9 @@ class Front:
         with self._lock:
             cancelled = self._preparing.pop(request.id)
             if outcome is not None and not cancelled and not counts:
+                if isinstance(request, Generate):
+                    tokens = cast("PreparedPrompt", outcome).tokens
+                    self._link.send(protocol.Tokenized(request.id, len(tokens)))
                 self._compute.tell(outcome)
         if cancelled and failure is None:
             self._link.send(protocol.Finished(request.id, "cancelled"))
@@ -226,8 +229,9 @@ class Front:
             self._link.send(protocol.Finished(request.id, "stop"))
 
     def _prepared(self, request: Generate | Score) -> PreparedPrompt | ScoringLayout:
-        from fleetd.engine.prompt_encoding import check_length, prepare
+        from fleetd.engine.prompt_encoding import prepare
         from fleetd.engine.scoring.scoring_layout import lay_out
+        from fleetd.engine.sequence import check_fits
 
         if self._loaded is None:
             raise EngineError(
@@ -249,7 +253,7 @@ class Front:
         self._loaded.basis.look()
         if not request.count_only:
             # Here and not first where it is scheduled: that waits for the step under way.
-            check_length(prepared, facts.context_tokens)
+            check_fits(prepared, self._loaded.sparse, self._compute.budget, facts.context_tokens)
         return prepared
 
 

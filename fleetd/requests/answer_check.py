@@ -17,6 +17,7 @@ from fleetd.engine.protocol import (
     Loading,
     Prefill,
     TextPrompt,
+    Tokenized,
     TokenLogprob,
     TokenPrompt,
     ToolCall,
@@ -59,7 +60,7 @@ class AnswerCheck:
                 self._loading += 1
                 _require(self._loading <= limits.LOADING_EVENTS, "loads without end")
                 _require(self._prompt_tokens is None, "loads after it has accepted")
-            case Accepted():
+            case Tokenized() | Accepted():
                 first = self._prompt_tokens is None
                 _require(first or event.prompt_tokens == self._prompt_tokens, "counts the prompt anew")
                 _require(event.prompt_tokens <= self._most_prompt_tokens, "counts more than the prompt has")

@@ -1,10 +1,12 @@
 """How a job travels to another machine: one request on a session, its events as messages.
 
     → RUN or RUN_UNAIDED    RunJob
-    ← (b"" | Where | Loading | Accepted | Prefill | Delta | ToolCallPiece | ToolCall)*, Finished, JobTrace?
+    ← (b"" | RanAt | Loading | Tokenized | Accepted | Prefill | Delta | ToolCallPiece | ToolCall)*,
+      Finished, JobTrace?
 
 An empty message says that the job still waits or computes; errors and cancellation are the stream's own.
-Where and JobTrace come only to a machine that asked for them, as earlier versions do not know them.
+RanAt, Tokenized and JobTrace come only to a machine that asked for them, as earlier versions do not know
+them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from fleetd.engine.protocol import (
     Generate,
     Loading,
     Prefill,
+    Tokenized,
     ToolCall,
     ToolCallPiece,
 )
@@ -61,13 +64,14 @@ class JobTrace(msgspec.Struct, frozen=True, tag="trace"):
     trace: Trace
 
 
-JobEvent = RanAt | Loading | Accepted | Prefill | Delta | ToolCallPiece | ToolCall | Finished
+JobEvent = RanAt | Loading | Tokenized | Accepted | Prefill | Delta | ToolCallPiece | ToolCall | Finished
 
 
 class RunJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """``digest``: of the model that is meant; "" where the sender knows only its name.
 
     ``where``: True if the answer shall say which machines help. ``trace``: True if a JobTrace shall follow.
+    ``tokenized``: True if Tokenized shall come as soon as the prompt's length is known.
     """
 
     model: message_codec.ModelName
@@ -76,6 +80,7 @@ class RunJob(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: Annotated[str, Meta(max_length=64)] = ""
     where: bool = False
     trace: bool = False
+    tokenized: bool = False
 
 
 _read_run: Callable[[bytes], RunJob] = reader(RunJob, "A peer's job")

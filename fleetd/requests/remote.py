@@ -10,7 +10,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.control.prefill_trace import Trace
-from fleetd.engine.protocol import Aside, Event, Failed, Finished, Loading
+from fleetd.engine.protocol import Aside, Event, Failed, Finished, Loading, Tokenized
 from fleetd.errors import ModelNotFound, ProtocolError
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests import messages
@@ -53,7 +53,9 @@ class RemoteJob:
         self.prefill_s = prefill_s
         self._method = messages.RUN_UNAIDED if unaided else messages.RUN
         self._context_tokens = context_tokens
-        self._asked = messages.RunJob(model, job.request, job.route, digest, where=True, trace=True)
+        self._asked = messages.RunJob(
+            model, job.request, job.route, digest, where=True, trace=True, tokenized=True
+        )
         self._planned = planned
         self._stream: PeerStream | None = None
 
@@ -171,6 +173,8 @@ class JobServer:
                     if asked.where and (event.shared or event.reason or not exact):
                         reason = event.reason[: limits.ERROR_TEXT_CHARS]
                         stream.send(messages.encode(messages.RanAt(event.helpers, reason, exact)))
+                elif isinstance(event, Tokenized) and not asked.tokenized:
+                    continue
                 elif not isinstance(event, Failed | Aside):
                     stream.send(messages.encode(event))
                     await drained(stream)

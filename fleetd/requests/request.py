@@ -27,6 +27,7 @@ from fleetd.engine.protocol import (
     Shared,
     StepTime,
     Timings,
+    Tokenized,
     ToolCall,
     ToolCallPiece,
     Usage,
@@ -294,10 +295,10 @@ class Request:
         match event:
             case Loading():
                 self.progress = (event.stage, event.done, event.total)
-            case Accepted():
+            case Tokenized() | Accepted():
                 self.progress = ("waiting", 0, 0)
                 self._prompt_tokens = event.prompt_tokens
-                if self.accepted is None:
+                if isinstance(event, Accepted) and self.accepted is None:
                     self.accepted, self.decided_s = event, now_s
             case Prefill():
                 self.progress = ("reading the prompt", event.done, event.total)

@@ -1,33 +1,18 @@
-"""What the tests with real coding agents share: fetching one from npm, and an engine that plays the model."""
+"""What the tests with real coding agents share: a folder to work in, and an engine that plays the model."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import shutil
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from api_fakes import Step
 
 from fleetd import errors
 from fleetd.engine import protocol as p
 from fleetd.requests.job import Job
-
-NPM = shutil.which("npm")
-
-
-def npm_install(folder: Path, package: str) -> None:
-    """Install into ``folder``; skips the test where npm or its registry is missing."""
-    if NPM is None:
-        pytest.skip(f"npm is not installed: {package} was NOT tried")
-    command = [NPM, "install", "--no-audit", "--no-fund", "--prefix", str(folder), package]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"npm could not fetch {package}: it was NOT tried. {done.stderr[-300:]}")
 
 
 def hello_folder(root: Path) -> tuple[Path, Path]:

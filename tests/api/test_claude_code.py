@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from api_fakes import MODEL, TOKEN, FakeRunner, Step, serve_in_thread, services
-from scripted_agents import Scripted, extended, hello_folder, npm_install
+from scripted_agents import Scripted, extended, hello_folder
 
 from fleetd.engine import protocol as p
 from fleetd.requests.job import Job
@@ -23,13 +23,8 @@ pytestmark = [pytest.mark.long, pytest.mark.one_loop, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def claude(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("claude-code")
-    npm_install(folder, "@anthropic-ai/claude-code")
-    package = folder / "node_modules" / "@anthropic-ai" / "claude-code"
-    # npm may leave a package's own installer to the user.
-    subprocess.run(["node", "install.cjs"], cwd=package, check=True, timeout=120)  # noqa: S607
-    return str(folder / "node_modules" / ".bin" / "claude")
+def claude(agent_folder: Callable[[str], Path]) -> str:
+    return str(agent_folder("claude") / "claude")
 
 
 Ask = Callable[..., dict[str, Any]]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from api_fakes import MODEL, TOKEN, FakeRunner, Step, serve_in_thread, services
-from scripted_agents import Scripted, extended, hello_folder, npm_install
+from scripted_agents import Scripted, extended, hello_folder
 
 from fleetctl.agents import AGENTS, AgentModels
 from fleetd.control.daemon_status import ClientSettings
@@ -27,10 +27,8 @@ Ask = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def codex(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("codex")
-    npm_install(folder, "@openai/codex")
-    return str(folder / "node_modules" / ".bin" / "codex")
+def codex(agent_folder: Callable[[str], Path]) -> str:
+    return str(agent_folder("codex") / "codex")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from api_fakes import MODEL, TOKEN, FakeRunner, serve_in_thread, services
-from scripted_agents import Scripted, extended, hello_folder, npm_install
+from scripted_agents import Scripted, extended, hello_folder
 
 from fleetctl.agents import AGENTS, AgentModels
 from fleetd.control.daemon_status import ClientSettings
@@ -26,10 +26,8 @@ Ask = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def opencode(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("opencode")
-    npm_install(folder, "opencode-ai")
-    return str(folder / "node_modules" / ".bin" / "opencode")
+def opencode(agent_folder: Callable[[str], Path]) -> str:
+    return str(agent_folder("opencode") / "opencode")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 
 from fleetd.cache.block_names import LateBasis
 from fleetd.engine import prompt_encoding, protocol, worker
+from fleetd.engine.memory import KvBudget
 from fleetd.engine.protocol import (
     AssistPrefill,
     Cancel,
@@ -23,6 +24,7 @@ from fleetd.engine.protocol import (
     PrefillShared,
     Report,
     TextPrompt,
+    Tokenized,
 )
 from fleetd.errors import BadRequest
 from fleetd.plan.prefill.split import Split
@@ -49,6 +51,8 @@ class Ends:
         self.keeps_states = True
         self.basis = LateBasis(lambda: b"")
         self.facts = protocol.Ready("x", "cpu", "f32", 1, 8, 64, 1, 1, 1, True, False, False, 0.0, {})
+        self.sparse = None
+        self.budget = KvBudget.of(40, 1)
 
     def _exit(self, status: int) -> None:
         self.status.append(status)
@@ -134,6 +138,30 @@ def test_borders_are_looked_for_only_where_states_are_kept(
     counted = Generate("c", TextPrompt("x"), count_only=True)
     read(ends, protocol.encode(Generate("r", TextPrompt("x"))), protocol.encode(counted))
     assert looked == [keeps_states, False]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "code"),
+    [(20, ""), (64, "context_length_exceeded"), (40, "out_of_memory")],
+    ids=["it fits", "it is too long", "there is no memory for it"],
+)
+def test_a_prompts_length_is_told_and_judged_while_the_compute_thread_is_busy(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, tokens: int, code: str
+) -> None:
+    def prepare(request: Generate, *_: Any, borders: bool) -> prompt_encoding.PreparedPrompt:
+        return prompt_encoding.PreparedPrompt(request, [1] * tokens)
+
+    monkeypatch.setattr("fleetd.engine.prompt_encoding.prepare", prepare)
+    # What it is told, it never takes.
+    read(ends, protocol.encode(Generate("r", TextPrompt("x"))))
+    (report,) = ends.sent
+    if code:
+        assert isinstance(report, Failed)
+        assert report.code == code
+        assert ends.calls == []
+    else:
+        assert report == Tokenized("r", tokens)
+        assert [call for call, _ in ends.calls] == ["told"]
 
 
 SPLIT = Split("layers", (0, 1, 2), 2, 0, 300, 64)

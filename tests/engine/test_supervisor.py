@@ -20,7 +20,15 @@ from asking import ask, folder_of, run
 from fleetd import limits
 from fleetd.engine import openmp_file
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import AssistPrefill, Event, Finished, Loading, PrefillShared, StreamTag
+from fleetd.engine.protocol import (
+    AssistPrefill,
+    Event,
+    Finished,
+    Loading,
+    PrefillShared,
+    StreamTag,
+    Tokenized,
+)
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
 from fleetd.plan.prefill.split import Split
@@ -218,6 +226,23 @@ async def test_events_of_other_requests_are_not_delivered(watched: EnginePool, b
     behave("others' events")
     events = await drain(watched)
     assert [type(e).__name__ for e in events if not isinstance(e, Loading)] == ["Accepted", "Finished"]
+
+
+@pytest.mark.one_loop
+async def test_a_prompt_that_is_tokenized_waits_and_is_not_taken_for_a_template_without_end(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave("tokenizes, then computes for others")
+    asked = ask("<hello>")
+    async with contextlib.aclosing(watched.stream(FOLDER, asked)) as events:
+        told = await anext(event async for event in events if not isinstance(event, Loading))
+        assert told == Tokenized(asked.id, 5)
+        engine = watched.engine(FOLDER)
+        assert engine is not None
+        monkeypatch.setattr(limits, "RENDER_S", -1.0)
+        engine.check()
+        assert (engine.error, engine.status.waiting) == (None, 1)
+    assert engine.status.waiting == 0
 
 
 @pytest.mark.one_loop

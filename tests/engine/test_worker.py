@@ -33,6 +33,7 @@ from fleetd.engine.protocol import (
     Ready,
     Sampling,
     TextPrompt,
+    Tokenized,
     TokenPrompt,
 )
 from fleetd.engine.settings import WorkerSettings
@@ -61,6 +62,8 @@ async def test_answers_and_counts(pool: EnginePool, chain: ModelFolder) -> None:
     assert answer.finished.usage.completion_tokens == 5
     accepted = [e for e in answer.events if isinstance(e, Accepted)]
     assert accepted[0].prompt_tokens == answer.finished.usage.prompt_tokens == len("user: ") + 1
+    first = next(e for e in answer.events if not isinstance(e, Loading))
+    assert first == Tokenized(accepted[0].id, accepted[0].prompt_tokens)
     progress = [e for e in answer.events if isinstance(e, Prefill)]
     assert progress[-1].done == accepted[0].prompt_tokens - 1
 

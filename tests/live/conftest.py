@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import chain_model
+import forked_programs
 import pytest
+import scripted_answers
+import scripted_model
 from forked_programs import Programs
 from live_daemon import LiveDaemon
 from live_fleet import LiveFleet
+from scripted_daemon import ScriptedDaemon
 
 from fleetd.models.folder import ModelFolder
 
@@ -47,6 +51,20 @@ def short_dir() -> Iterator[Path]:
 def live(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[LiveDaemon]:
     with LiveDaemon(short_dir / "live", live_models, programs=programs) as daemon:
         yield daemon
+
+
+@pytest.fixture(scope="session")
+def scripted(
+    embedded_model: ModelFolder, short_dir: Path, programs: Programs, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ScriptedDaemon]:
+    """A daemon with one model, ``scripted``, whose answers a test writes."""
+    if not forked_programs.AVAILABLE:
+        pytest.skip("workers are not forked here, so their answers cannot be scripted: NOT tried")
+    models, script = tmp_path_factory.mktemp("scripted"), tmp_path_factory.mktemp("script") / "turns.json"
+    scripted_model.build(models / scripted_model.NAME, embedded_model.path)
+    variables = {scripted_answers.VARIABLE: str(script)}
+    with LiveDaemon(short_dir / "scripted", models, programs=programs, **variables) as daemon:
+        yield ScriptedDaemon(daemon, script)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from fleetd.engine.protocol import (
     ScoringState,
     TextPrompt,
     Timings,
+    Tokenized,
     Usage,
 )
 
@@ -143,6 +144,7 @@ class ScoringPool(FakePool):
         if self.answers and (error := self.answers.pop(0)) is not None:
             raise error
         kept = self.kept if request.keep is not None else 0
+        yield Tokenized(request.id, 50)
         yield Accepted(request.id, prompt_tokens=50, kept=kept)
         yield Prefill(request.id, done=50, total=50)
         yield Delta(request.id, "4711")

@@ -21,6 +21,7 @@ from fleetd.engine.protocol import (
     Prefill,
     TextPrompt,
     Timings,
+    Tokenized,
     TokenLogprob,
     ToolCall,
     ToolCallPiece,
@@ -57,6 +58,7 @@ def test_an_honest_answer_passes() -> None:
         [
             Loading("reading", 1, 2),
             RanAt(("mini",), exact=True),
+            Tokenized("r", 500),
             Accepted("r", 500),
             *(Prefill("r", done, 500) for done in range(0, 501, 100)),
             # It went on alone, from what was verified.
@@ -90,6 +92,7 @@ def test_an_echoed_prompt_is_text_without_tokens() -> None:
         pytest.param([Delta("r", "", tokens=0)] * 40, {}, id="empty deltas"),
         pytest.param([Delta("r", "x", tokens=0)] * 40, {}, id="text without tokens"),
         pytest.param([Accepted("r", 1)] * 40, {}, id="accepts again and again"),
+        pytest.param([Tokenized("r", 1)] * 40, {}, id="tokenizes again and again"),
         pytest.param([RanAt(("a",))] * 40, {}, id="moves again and again"),
         pytest.param([Prefill("r", 1, 4)] * 40, {}, id="prefills again and again"),
         pytest.param([Prefill("r", 5, 4)], {}, id="prefills more than the prompt"),
@@ -189,6 +192,7 @@ EVENTS = st.one_of(
         logprobs=st.none() | st.lists(ENTRIES, max_size=20),
     ),
     st.builds(Prefill, st.just("r"), st.integers(0, 2000), st.integers(0, 2000)),
+    st.builds(Tokenized, st.just("r"), st.integers(0, 100)),
     st.builds(Accepted, st.just("r"), st.integers(0, 100)),
     st.builds(ToolCall, st.just("r"), st.integers(0, 3), st.just("c"), st.just("n"), st.text(max_size=99)),
 )

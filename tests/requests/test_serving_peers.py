@@ -11,7 +11,7 @@ import pytest
 from fakes import answer
 
 from fleetd import limits
-from fleetd.engine.protocol import ChatPrompt, Event, Generate, Loading, Sampling, TextPrompt
+from fleetd.engine.protocol import ChatPrompt, Event, Generate, Loading, Sampling, TextPrompt, Tokenized
 from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError
 from fleetd.requests import messages, remote
 from fleetd.requests.job import Job, Planned
@@ -216,3 +216,38 @@ async def test_who_helps_is_told_to_those_who_want_to_know(where: bool) -> None:
     await remote.JobServer(SharedRunning().run, lambda digest: True)("peer", body, reader)
     events = [messages.decode_event(body) for body in reader.sent]
     assert events == [*([messages.RanAt(("mini",), exact=True)] if where else []), *answer()]
+
+
+class TokenizingRunning(Running):
+    async def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
+        yield Tokenized("r1", 7)
+        for event in answer():
+            yield event
+
+
+@pytest.mark.parametrize("tokenized", [True, False])
+async def test_a_prompts_length_is_told_at_once_to_those_who_want_to_know(tokenized: bool) -> None:
+    """Machines of an earlier version would not understand it."""
+    reader = Reader()
+    body = messages.encode(messages.RunJob("big", generate(), "chat", tokenized=tokenized))
+    await remote.JobServer(TokenizingRunning().run, lambda digest: True)("peer", body, reader)
+    events = [messages.decode_event(body) for body in reader.sent]
+    assert events == [*([Tokenized("r1", 7)] if tokenized else []), *answer()]
+
+
+async def test_another_machine_is_asked_to_tell_a_prompts_length_at_once() -> None:
+    bodies = [messages.encode(event) for event in (Tokenized("r1", 7), *answer())]
+    asked: list[bytes] = []
+
+    class Answering(Reader):
+        async def receive(self) -> bytes | None:
+            return bodies.pop(0)
+
+    def request(method: str, body: bytes) -> Any:
+        asked.append(body)
+        return Answering()
+
+    job = Job("big", generate(), "http", "chat")
+    events = remote.RemoteJob(request, job, "big", "", Planned("remote", ("studio",), "plan")).events()
+    assert [event async for event in events] == [Tokenized("r1", 7), *answer()]
+    assert messages.decode_run(asked[0]).tokenized

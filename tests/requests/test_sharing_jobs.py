@@ -31,6 +31,7 @@ from fleetd.engine.protocol import (
     Prefill,
     Shared,
     StepTime,
+    Tokenized,
 )
 from fleetd.errors import EngineDied, PeerLost
 from fleetd.metrics import Metrics
@@ -206,6 +207,20 @@ async def test_what_failed_here_is_told_where_the_answer_comes_from_elsewhere(tm
         (failed,) = trace.earlier
         assert (failed.outcome, failed.answered_by, failed.code) == ("failed", "", "engine_died")
         assert failed.losers
+
+
+async def test_headers_do_not_leave_before_it_is_decided_who_helps(tmp_path: Path) -> None:
+    """A stream's headers leave with the first event, and name the plan."""
+    async with home_with(tmp_path) as home:
+        pipeline, request = Pipeline([home.sharing], home.traces.append), request_of(job(), FakeFolder())
+        with pipeline.attempt(request):
+            assert request.generate.shared
+            assert await pipeline.on_event(request, Tokenized("r1", 4096)) == []
+        alone = Pipeline()
+        with alone.attempt(request):
+            told = await alone.on_event(request, Tokenized("r1", 4096))
+        assert told[-1] == Tokenized("r1", 4096)
+        assert request.prompt_tokens == 4096
 
 
 async def test_an_attempt_that_failed_after_a_shared_prefill_says_nothing_of_the_next(tmp_path: Path) -> None:

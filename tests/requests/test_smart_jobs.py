@@ -29,9 +29,11 @@ from fleetd.compression.selection import Selection
 from fleetd.compression.words import estimate_tokens
 from fleetd.control.prefill_plan import OptionView, PlanView
 from fleetd.engine.protocol import (
+    Accepted,
     ChatPrompt,
     Generate,
     Loading,
+    Tokenized,
     TokenPrompt,
 )
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
@@ -376,6 +378,17 @@ async def test_what_is_kept_is_priced_with_the_help_of_others(home: Any, form: A
     else:
         assert kept == 0
         assert whole > 2 * tokens > 0
+
+
+@pytest.mark.parametrize("form", ["sparse", "text"])
+async def test_headers_do_not_leave_before_it_is_known_what_a_sparse_prompt_comes_to(
+    home: Any, form: Any
+) -> None:
+    """A stream's headers leave with the first event, and say how many tokens are kept."""
+    this = home(sparse="", kept=20)
+    events = await this.ask(chat(), replace(ASKED, mode=form))
+    first = next(event for event in events if not isinstance(event, Planned | Loading))
+    assert isinstance(first, Accepted if form == "sparse" else Tokenized)
 
 
 # ---- Falling through -------------------------------------------------------------------------------------

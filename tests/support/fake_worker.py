@@ -19,6 +19,7 @@ from fleetd.engine.protocol import (
     MeasuredAgain,
     Ready,
     Shutdown,
+    Tokenized,
 )
 
 READY = Ready("fake", "cpu", "float32", 1, 8, 64, 1, 1, 1, True, False, False, 0.0, {})
@@ -82,6 +83,9 @@ def main(behaviour: str, fd: int) -> None:
             sys.exit(0)
         case "accepts one":
             send(Accepted(name, 1))
+            hang()
+        case "tokenizes, then computes for others":
+            send(Tokenized(name, 5))
             hang()
         case "says nothing":
             hang()

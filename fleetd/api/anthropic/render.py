@@ -25,7 +25,7 @@ from fleetd.api.anthropic import objects as o
 from fleetd.api.streamer import Collector, Streamer
 from fleetd.api.usage_tally import UsageTally
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.engine.protocol import Accepted, Event, Finished, Prefill, Usage
+from fleetd.engine.protocol import Accepted, Event, Finished, Prefill, Tokenized, Usage
 from fleetd.requests.job import Planned
 
 # Clients send a thinking block back only with a signature.
@@ -63,7 +63,7 @@ class _Reply:
             case Planned():
                 self._tally.smart.add(0, event.smart)
                 return []
-            case Accepted():
+            case Tokenized() | Accepted():
                 self._usage = Usage(prompt_tokens=event.prompt_tokens)
             case Prefill():
                 cached = max(self._usage.cached_tokens, event.cached)

@@ -25,7 +25,7 @@ from fleetd.api.ollama import objects as o
 from fleetd.api.streamer import Collector, Streamer
 from fleetd.api.usage_tally import UsageTally
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.engine.protocol import Accepted, Event, Finished
+from fleetd.engine.protocol import Accepted, Event, Finished, Tokenized
 from fleetd.requests.job import Planned
 
 _NS = 1_000_000_000
@@ -79,7 +79,8 @@ class _OllamaAnswering:
         self._options = options
         self._blocks = AnswerBlocks()
         self._tally = UsageTally(1, options.smart)
-        self._accepted_s = 0.0
+        # Once its prompt is tokenized, the model is loaded.
+        self._loaded_s: float | None = None
         self._figures: o.OllamaFigures | None = None
 
     def _take(self, event: Planned | Event) -> list[BlockStep]:
@@ -88,8 +89,8 @@ class _OllamaAnswering:
             case Planned():
                 self._tally.smart.add(0, event.smart)
                 return []
-            case Accepted():
-                self._accepted_s = self._options.elapsed_s()
+            case Tokenized() | Accepted() if self._loaded_s is None:
+                self._loaded_s = self._options.elapsed_s()
             case Finished():
                 self._figures = self._counted(event)
                 return self._blocks.close()
@@ -105,7 +106,7 @@ class _OllamaAnswering:
             # Clients find calls in the message; the reason has no word for them.
             done_reason="stop" if reason == "tool_calls" else reason,
             total_duration=round(self._options.elapsed_s() * _NS),
-            load_duration=round(self._accepted_s * _NS),
+            load_duration=round((self._loaded_s or 0.0) * _NS),
             prompt_eval_count=usage.prompt_tokens,
             prompt_eval_duration=round(timings.prefill_s * _NS),
             eval_count=usage.completion_tokens,

@@ -22,7 +22,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import Accepted, Event, Loading, PrefillShared, Ready, Shared, StepTime
+from fleetd.engine.protocol import Accepted, Event, Loading, PrefillShared, Ready, Shared, StepTime, Tokenized
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineError, FleetError, PeerError, from_code
 from fleetd.models.folder import ModelFolder
@@ -108,6 +108,9 @@ class PrefillSharing(PipelineStep):
     async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         """Announces the plan before Accepted, and again where the request goes on without its helpers."""
         share = self._prompts.get(request)
+        if share is not None and isinstance(event, Tokenized):
+            # It would let the client's headers go out, which name the plan that Accepted decides.
+            return None
         if share is not None and isinstance(event, Accepted):
             request.announce(await share.decide(event))
         if share is not None and isinstance(event, Shared):

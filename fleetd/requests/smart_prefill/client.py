@@ -25,7 +25,7 @@ from fleetd.compression.selection import Selection
 from fleetd.control.prefill_plan import OptionView, PlanView, StepView
 from fleetd.control.smart_prefill_result import Form, SmartPrefillResult
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import Accepted, Event, Loading, Ready
+from fleetd.engine.protocol import Accepted, Event, Loading, Ready, Tokenized
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
@@ -216,8 +216,12 @@ class SmartPrefill(PipelineStep):
     async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         if request.smart is None:
             return event
-        if isinstance(event, Accepted) and request.smart.form == "sparse":
-            self._accepted(request, request.smart, event)
+        if request.smart.form == "sparse":
+            if isinstance(event, Tokenized):
+                # It would let the client's headers go out, which say what Accepted tells of the tokens.
+                return None
+            if isinstance(event, Accepted):
+                self._accepted(request, request.smart, event)
         return event
 
     def _accepted(self, request: Request, told: SmartPrefillResult, event: Accepted) -> None:
