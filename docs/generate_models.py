@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
+from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
+
 from fleetd.engine.architectures import ANY_TEXT, CUT, REFUSED, Architecture
 
 PAGE = Path(__file__).with_name("models.md")
@@ -68,57 +70,42 @@ Other types are refused too until a small model of theirs passes the test: they 
 _ANY = {"any": "yes", "unless windows": "yes; no where layers have sliding windows", "same": "no"}
 
 
-# Types of which some layers keep a sliding window where their config has one; a test compares them.
-WINDOWS = {
-    "cohere2",
-    "exaone4",
-    "gemma3",
-    "gemma3_text",
-    "gemma4",
-    "gemma4_text",
-    "gpt_oss",
-    "ministral3",
-    "mistral",
-    "olmo3",
-}
-
-# Types whose running state is computed by other sums for a block of tokens than for a single one, on a CPU.
-# `tests/engine/test_speculation_states.py` asks the probe.
-OTHER_BLOCKS = {
-    "bailing_hybrid",
-    "bailing_moe_v3",
-    "falcon_h1",
-    "granitemoehybrid",
-    "kimi_linear",
-    "mamba2",
-    "nemotron_h",
-    "plamo2",
-}
+def _names(code: str) -> str:
+    """What a config may call the models that mlx-lm runs with this code."""
+    others = sorted(name for name, other in MODEL_REMAPPING.items() if other == code)
+    classes = [
+        f"`{name}` of class `{kind}`"
+        for (name, kind), other in MODEL_ARCHITECTURE_REMAPPING.items()
+        if other == code
+    ]
+    return ", ".join([*(f"`{name}`" for name in [code, *others]), *classes])
 
 
-def _row(name: str, kind: Architecture) -> str:
-    within = "in windows" if name in WINDOWS else "yes"
+def _row(code: str, kind: Architecture) -> str:
+    within = "in windows" if kind.windows else "yes"
+    if kind.chunks == "unless windows":
+        within = "yes; in windows where layers have such"
     cells = [
-        f"`{name}`",
+        _names(code),
         "yes",
         "yes",
         "snapshots" if kind.keeps_state else within,
-        _drafts(name, kind, within),
+        _drafts(kind, within),
         "text" if kind.whole else "yes",
         _ANY[kind.chunks],
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _drafts(name: str, kind: Architecture, within: str) -> str:
+def _drafts(kind: Architecture, within: str) -> str:
     if not kind.keeps_state:
         return within
-    return "no" if name in OTHER_BLOCKS else "again"
+    return "no" if kind.other_blocks else "again"
 
 
 def page() -> str:
     """The whole page."""
-    cut = "\n".join(_row(name, kind) for name, kind in sorted(CUT.items()))
+    cut = "\n".join(_row(code, kind) for code, kind in sorted(CUT.items()))
     popular = "\n".join(
         f"| {family} | {', '.join(f'`{name}`' for name in names)} | "
         f"{'yes' if all(name in CUT for name in names) else 'no'} |"

@@ -274,6 +274,10 @@ def _sharable(model: Any, device: Device, known: LoadFindings | None) -> tuple[S
         return Sharable.of(Stage.of(model), device, versions(), known.arithmetic if known else None), ""
     except ModelUnsupported as error:
         return None, error.message
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        # What a stage takes a model to be is not what this one is: it still runs whole.
+        reason = f"Its layers cannot be run apart ({type(error).__name__}: {error})."
+        return None, reason[: limits.CARD_TEXT_CHARS]
 
 
 def _sparse(model: Any, known: LoadFindings | None) -> tuple[Sparse | None, str]:

@@ -222,9 +222,14 @@ def _args(model: Any) -> Any:
 
 def architecture_for(model: Any) -> Architecture:
     """How to run an mlx-lm model in pieces. Raises ModelUnsupported if it cannot be cut."""
-    return architecture_of(_args(_text_of(model) or model).model_type)
+    return architecture_of(code_of(_text_of(model) or model))
+
+
+def code_of(model: Any) -> str:
+    """The module of mlx-lm that has a model's code. A config's ``model_type`` may be another name for it."""
+    return str(type(model).__module__.removeprefix("mlx_lm.models."))
 
 
 def _text_of(model: Any) -> Any | None:
     """The text model of one that reads pictures around a text model of any type; None if it is no such."""
-    return model.language_model if _args(model).model_type in ANY_TEXT else None
+    return model.language_model if code_of(model) in ANY_TEXT else None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tiny_architectures import tiny
+from tiny_architectures import FAMILIES, tiny
 
-from fleetd.engine.architectures import CUT
 from fleetd.engine.loading import decodes_together
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -15,6 +14,6 @@ pytestmark = pytest.mark.usefixtures("cpu_installed")
 ONE_AT_A_TIME = {"gemma2"}
 
 
-@pytest.mark.parametrize("name", sorted(CUT))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_answers_share_a_batch_where_the_model_can(name: str) -> None:
     assert decodes_together(tiny(name)) == (name not in ONE_AT_A_TIME)

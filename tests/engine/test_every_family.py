@@ -12,9 +12,8 @@ import speculating
 from mlx_lm.models.cache import make_prompt_cache
 from shared_runs import as_bytes, staged
 from speculating import Run, Scripted, lying, perfect, right_for
-from tiny_architectures import VOCAB, tiny
+from tiny_architectures import FAMILIES, VOCAB, tiny
 
-from fleetd.engine.architectures import CUT
 from fleetd.engine.loading import load_tokenizer
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import PrefixCache
@@ -45,7 +44,7 @@ def prefilled(model: Any, tokens: list[int], prefix: PrefixCache) -> tuple[int, 
     return hit.tokens, alone
 
 
-@pytest.mark.parametrize("name", sorted(CUT))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_prompt_that_forks_at_any_token_is_answered_as_without_the_kept_one(name: str) -> None:
     model, prefix = tiny(name), PrefixCache(1 << 40)
     stage, layout = staged(model)
@@ -66,7 +65,7 @@ def test_a_prompt_that_forks_at_any_token_is_answered_as_without_the_kept_one(na
     prefix.validate()
 
 
-@pytest.mark.parametrize("name", sorted(CUT))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_good_bad_and_adversarial_drafts_leave_the_plain_answer(name: str, chain_path: Path) -> None:
     """As the probe of its load has them: where blocks are other sums than single tokens, none is tried."""
     model, tokenizer = tiny(name), load_tokenizer(chain_path)
