@@ -13,7 +13,8 @@ PAGE = Path(__file__).with_name("models.md")
 
 _INTRO = """\
 Any model that mlx-lm runs can answer on one machine. For several machines to compute one prompt, a model must
-be cut without changing what it says. What can be cut goes by `model_type` in the model's `config.json`."""
+be cut without changing what it says. What can be cut goes by the code that mlx-lm runs, and that goes by
+`model_type` in the model's `config.json`: a row has all the types that one code runs."""
 
 _CUT = """\
 A small random model of each of these, cut into one, two and three stages at every place, gives the bytes of
@@ -39,18 +40,18 @@ run of the tests, all of them in `make test-long`.
 _TEXT = "Models of these types read pictures around a text model of any type above, which is what is cut: {}."
 
 # Families by what public pages count of their downloads. No page ranks families of MLX models, so these come
-# from several; a family is named by the types of its models.
-_POPULAR = [
+# from several; a family is named by the types that its published configs have, as the catalog's.
+POPULAR = [
     ("Qwen 3.5, 3.6, 3.8, mixtures of experts", ("qwen3_5_moe",)),
     ("Qwen 3.5, 3.6, 3.8, dense", ("qwen3_5",)),
     ("Gemma 4", ("gemma4",)),
     ("gpt-oss", ("gpt_oss",)),
     ("Qwen 3 and Qwen 3 Coder", ("qwen3", "qwen3_moe")),
-    ("Qwen 3 Next", ("qwen3_next",)),
-    ("MiniMax M2", ("minimax",)),
+    ("Qwen 3 Next and Qwen 3 Coder Next", ("qwen3_next",)),
+    ("MiniMax M2", ("minimax_m2",)),
     ("GLM 4.5 to 5.1", ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa")),
-    ("Mistral Small and Ministral", ("ministral3", "mistral4", "mistral")),
-    ("LFM 2", ("lfm2", "lfm2_moe")),
+    ("Mistral Small, Ministral and Devstral", ("mistral3",)),
+    ("LFM 2 and 2.5", ("lfm2", "lfm2_moe")),
 ]
 
 _POPULAR_TEXT = """\
@@ -103,13 +104,19 @@ def _drafts(kind: Architecture, within: str) -> str:
     return "no" if kind.other_blocks else "again"
 
 
+def can_be_cut(name: str) -> bool:
+    """True if a model whose config has this type can be shared by layers."""
+    code = MODEL_REMAPPING.get(name, name)
+    return code in CUT or code in ANY_TEXT
+
+
 def page() -> str:
     """The whole page."""
     cut = "\n".join(_row(code, kind) for code, kind in sorted(CUT.items()))
     popular = "\n".join(
         f"| {family} | {', '.join(f'`{name}`' for name in names)} | "
-        f"{'yes' if all(name in CUT for name in names) else 'no'} |"
-        for family, names in _POPULAR
+        f"{'yes' if all(map(can_be_cut, names)) else 'no'} |"
+        for family, names in POPULAR
     )
     by_reason = groupby(sorted(REFUSED, key=lambda name: (REFUSED[name], name)), key=REFUSED.__getitem__)
     refused = "\n".join(

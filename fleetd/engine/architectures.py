@@ -7,8 +7,8 @@ the cache that the model makes for it.
 
 An architecture goes by the module of mlx-lm that has its code, which a config may call by other names:
 ``minimax_m2`` is run by ``minimax``. It is in ``CUT`` when a small random model of it passes
-``tests/engine/test_stage.py`` at every cut; the others are refused by name. ``docs/models.md`` is written from
-these tables.
+``tests/engine/test_stage.py`` at every cut; the others are refused by name. ``docs/models.md`` is written
+from these tables.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Architecture:
     chunks: Literal["any", "unless windows", "same"] = "any"
     # Why every token of a prompt must be computed; "" if some may be left out (sparse prefill).
     whole: str = ""
-    # For docs/models.md, which tests compare: some layers keep a sliding window; of running states, a block of
-    # tokens is computed by other sums than single ones on a CPU, so that no drafts are verified there.
+    # For docs/models.md, and tests compare: some layers keep a sliding window; on a CPU running states are
+    # computed by other sums for a block of tokens than for single ones, so that no drafts are verified there.
     windows: bool = False
     other_blocks: bool = False
 

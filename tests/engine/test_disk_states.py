@@ -11,12 +11,12 @@ import msgspec
 import pytest
 import tiny_architectures
 import tiny_models
-from tiny_architectures import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from test_disk_tier import BLOCK, Worker, blocks_of, tier
+from tiny_architectures import FAMILIES
 
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.block_names import state_name

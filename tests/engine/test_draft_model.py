@@ -98,23 +98,22 @@ class Counting:
 
 
 def test_what_was_right_is_all_that_is_computed_again(model: Any) -> None:
-    """The text goes on otherwise after every few guesses: never is more read than since it was last settled."""
-    counting, text = Counting(model), words(200)
+    """The text goes on otherwise after every few guesses: what is read again is since it was last saved."""
+    counting, text = Counting(model), words(70)
     drafting = DraftModel(counting)
     drafting.committed(text)
-    drafting.prefill([], 199)
+    drafting.prefill([], 69)
     counting.passes.clear()
-    for turn in range(30):
+    for right in (3, 0, 1, 2, 3):
         path: list[int] = []
-        for _ in range(6):
+        for _ in range(4):
             path.append(drafting.guess(path).first)
-        right = turn % 6
         other = (path[right] + 1) % VOCAB
         drafting.committed([*path[:right], other])
         text += [*path[:right], other]
-        assert drafting.guess([]).first == fresh(model, text)
+    assert drafting.guess([]).first == fresh(model, text)
     # Two turns' worth at most: a state is saved once in each.
-    assert max(counting.passes) <= 12
+    assert max(counting.passes) <= 8
 
 
 def test_a_text_goes_on_from_what_was_kept_of_an_earlier_one(model: Any) -> None:

@@ -17,9 +17,9 @@ import msgspec
 import pytest
 import tiny_architectures
 import tiny_models
-from tiny_architectures import FAMILIES
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from test_disk_tier import BLOCK, SLOW, Worker
+from tiny_architectures import FAMILIES
 
 from fleetd import limits
 from fleetd.cache import block_names, block_stream

@@ -86,9 +86,7 @@ def attention_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple
     seen: list[tuple[A, A, float]] = []
     attention = mx.fast.scaled_dot_product_attention
     rows = [
-        number
-        for number, cache in enumerate(make_prompt_cache(model))
-        if not isinstance(cache, ArraysCache)
+        number for number, cache in enumerate(make_prompt_cache(model)) if not isinstance(cache, ArraysCache)
     ]
 
     def spy(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **rest: Any) -> mx.array:

@@ -195,7 +195,7 @@ def test_a_wrong_rope_is_found_when_the_model_is_loaded(monkeypatch: pytest.Monk
 
     def off_by_one(self: PosRoPE, x: mx.array, offset: Any = 0) -> mx.array:
         if isinstance(offset, RopeOffset) and isinstance(offset.positions, mx.array):
-            offset = RopeOffset(int(offset), offset.positions + 1, offset.look)
+            offset = RopeOffset(int(offset), offset.positions + 1)
         return stock(self, x, offset)
 
     monkeypatch.setattr(PosRoPE, "__call__", off_by_one)

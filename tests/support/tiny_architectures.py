@@ -1,8 +1,8 @@
 """A small random model of every architecture that can be cut, built as mlx-lm builds it from a config.
 
-A family is an entry in ``OWN``, under the type that its config has, and more entries for what else is published
-under that type or run by the same code. Tests take them from ``FAMILIES``; those of ``LONG`` run in the long
-tests only.
+A family is an entry in ``OWN``, under the type that its config has, and more entries for what else is
+published under that type or run by the same code. Tests take them from ``FAMILIES``; those of ``LONG`` run
+in the long tests only.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": _GEMMA3,
     "gemma4": {"text_config": {**_COMMON, **_GEMMA4, "model_type": "gemma4_text"}},
     "gemma4_text": _GEMMA4,
-    # Without inputs of each layer's own, with experts, and layers of full attention whose keys are their values.
+    # Without inputs of each layer's own; with experts, and with full attention whose keys are the values.
     "gemma4_moe": {
         "model_type": "gemma4",
         "text_config": {
@@ -486,7 +486,6 @@ def _code_of(config: dict[str, Any]) -> str:
     """The module of mlx-lm that builds the text model of such a config, without building it."""
     code = _get_classes(config)[0].__module__.removeprefix("mlx_lm.models.")
     return _code_of({"model_type": "llama", **config["text_config"]}) if code in ANY_TEXT else code
-
 
 
 def config_of(model_type: str, **changes: Any) -> dict[str, Any]:

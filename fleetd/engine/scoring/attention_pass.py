@@ -177,9 +177,7 @@ def logits_of(queries: F32, keys: F32, scale: float) -> F32:
     return logits
 
 
-def _shown(
-    stage: Stage, ropes: Mapping[int, PosRoPE]
-) -> tuple[dict[int, tuple[int, int]], frozenset[int]]:
+def _shown(stage: Stage, ropes: Mapping[int, PosRoPE]) -> tuple[dict[int, tuple[int, int]], frozenset[int]]:
     """The layers, of those with ``ropes``, that keep all keys and show them whole, found by a pass over two
     tokens; with their numbers of query heads and key heads. And which of them rotate keys first."""
     seen: dict[int, list[mx.array]] = {}

@@ -1,8 +1,8 @@
 """Tokens at positions of their own, and a view of queries and keys, without touching a model's code.
 
-Each attention's ``rope`` is wrapped once, when the model is loaded. Which positions tokens have comes with the
-offset that the attention reads from its cache, so requests never see each other and a pass with plain offsets
-runs as before.
+Each attention's ``rope`` is wrapped once, when the model is loaded. Where tokens are comes with the offset
+that the attention reads from its cache, so requests never see each other and a pass with plain offsets runs
+as before.
 
     cache.expect(positions)   cache.offset ── attention ──► PosRoPE(x, offset) ──► the model's own rope
     model(tokens, cache=caches)   └─ a plain int again after the pass  └─► who looks on: ``watched``

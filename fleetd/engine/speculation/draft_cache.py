@@ -4,9 +4,9 @@
     in the cache  ───────┬─────────────┼───────┼── guesses
     saved             settled        ahead     └ goes on otherwise from here: computed again from "settled"
 
-Rows are cut at any token. A running state, or a window that has moved, is saved at two tokens: one that the text
-has passed, so that nothing goes back behind it, and one ahead of it, which takes its place once the text has
-passed that too. What was right beyond the saved token is computed again, in one pass.
+Rows are cut at any token. A running state, or a window that has moved, is saved at two tokens: one that the
+text has passed, so that nothing goes back behind it, and one ahead of it, which takes its place once the text
+has passed that too. What was right beyond the saved token is computed again, in one pass.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class DraftModel:
         return Guess(two[0], two[1], shares[0], shares[1])
 
     def _compute(self, path: Sequence[int], count: int) -> mx.array:
-        """Compute the ``count`` tokens after those that the cache holds of text and path, or the last ones."""
+        """Compute ``count`` tokens after those that the cache holds of text and path, or the last ones."""
         total = len(self._text) + len(path)
         stop = min(self._common(path) + count, total)
         self._cache.go_back(stop - count)
