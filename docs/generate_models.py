@@ -12,9 +12,13 @@ from fleetd.engine.architectures import ANY_TEXT, CUT, REFUSED, Architecture
 PAGE = Path(__file__).with_name("models.md")
 
 _INTRO = """\
-Any model that mlx-lm runs can answer on one machine. For several machines to compute one prompt, a model must
-be cut without changing what it says. What can be cut goes by the code that mlx-lm runs, and that goes by
-`model_type` in the model's `config.json`: a row has all the types that one code runs."""
+Any model that mlx-lm runs can answer on one machine, but for `deepseek_v41`, whose cache does not tell how
+much memory a token takes. Models of which mlx-lm can make no batch, such as `gemma2` and `llama4`, answer one
+request at a time.
+
+For several machines to compute one prompt, a model must be cut without changing what it says. What can be cut
+goes by the code that mlx-lm runs, and that goes by `model_type` in the model's `config.json`: a row has all
+the types that one code runs."""
 
 _CUT = """\
 A small random model of each of these, cut into one, two and three stages at every place, gives the bytes of
@@ -31,7 +35,8 @@ run of the tests, all of them in `make test-long`.
 - **speculation**: drafts can be taken back, *in windows* as long as the text fits these. *again*: a wrong
   draft undoes its whole pass, because a running state has no earlier tokens, and the next pass computes again
   what was right in it. *no*: blocks of tokens give other bits than single ones, so no drafts are tried. On a
-  GPU the probe of each load decides, whatever stands here.
+  GPU the probe of each load decides, whatever stands here. *rounded*: the tokens stay the same, and once the
+  windows are full the last bit of their log-probabilities may differ.
 - **sparse**: smart prefill may leave tokens out of the prompt; *text*: it shortens the text instead.
 - **any chunks**: on a CPU in f32, *yes* means that a prompt gives the same bytes wherever it is cut into
   chunks; *no* means that the last bits differ, with and without stages, so that only the same chunks give
@@ -101,7 +106,9 @@ def _row(code: str, kind: Architecture) -> str:
 def _drafts(kind: Architecture, within: str) -> str:
     if not kind.keeps_state:
         return within
-    return "no" if kind.other_blocks else "again"
+    if kind.other_blocks:
+        return "no"
+    return "again, rounded" if kind.rounds else "again"
 
 
 def can_be_cut(name: str) -> bool:

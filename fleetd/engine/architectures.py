@@ -34,6 +34,8 @@ class Architecture:
     embed: str = "embed_tokens"
     layers: str = "layers"
     norm: str = "norm"
+    # An embedding of positions, which is added to that of the tokens.
+    positions: str = ""
     # How a layer is called, where not as ``layer(hidden, mask, cache)``: see ``layer_calls``.
     call: Literal["", "scaled queries", "at offset", "two masks", "per-layer inputs"] = ""
     # The layers that keep something in a cache of their own, where not all do: the first ones, whose keys and
@@ -51,10 +53,13 @@ class Architecture:
     chunks: Literal["any", "unless windows", "same"] = "any"
     # Why every token of a prompt must be computed; "" if some may be left out (sparse prefill).
     whole: str = ""
-    # For docs/models.md, and tests compare: some layers keep a sliding window; on a CPU running states are
-    # computed by other sums for a block of tokens than for single ones, so that no drafts are verified there.
+    # The rest is for docs/models.md, and tests compare. Some layers keep a sliding window.
     windows: bool = False
+    # On a CPU running states are computed by other sums for a block of tokens than for single ones, and no
+    # drafts are verified there.
     other_blocks: bool = False
+    # Drafts leave the tokens as they are, and after them the last bit of log-probabilities may differ.
+    rounds: bool = False
 
     @property
     def keeps_state(self) -> bool:
@@ -66,6 +71,7 @@ _STATE = "some of its layers keep a running state, into which every token goes"
 _INDEX = "its layers keep an index of the context beside keys and values"
 _TWICE = "its layers keep two sets of keys and values"
 _SCALED = "it scales queries by their position, outside of RoPE"
+_ADDED = "positions are added to its embeddings one after the other"
 _PLAIN_POSITIONS = "its layers are told positions as plain numbers"
 
 _PLAIN = Architecture()
@@ -83,7 +89,7 @@ _TEXT = "language_model"
 ANY_TEXT = frozenset({"mistral3"})
 
 CUT: dict[str, Architecture] = {
-    "baichuan_m1": Architecture(chunks="same", whole=_STATE),
+    "baichuan_m1": Architecture(chunks="same", whole=_STATE, rounds=True),
     "bailing_hybrid": Architecture(
         embed="word_embeddings",
         call="at offset",
@@ -119,6 +125,10 @@ CUT: dict[str, Architecture] = {
     "glm4": _PLAIN,
     "glm4_moe": _PLAIN,
     "gpt_oss": _WINDOWS,
+    "gpt2": Architecture(embed="wte", positions="wpe", layers="h", norm="ln_f", whole=_ADDED),
+    "gpt_bigcode": Architecture(
+        body="transformer", embed="wte", positions="wpe", layers="h", norm="ln_f", whole=_ADDED
+    ),
     "granite": Architecture(scale="embedding_multiplier", logits="over_logits_scaling"),
     "hunyuan_v1_dense": _PLAIN,
     "llama": _LLAMA,
@@ -194,24 +204,23 @@ CUT: dict[str, Architecture] = {
 _SHARED = "its later layers read keys and values of earlier ones, which may lie on the other side of a cut"
 _OWN_WAYS = "it keeps running states in ways of its own, and no test shows that a cut leaves them as they are"
 _STREAMS = "more passes between its layers than one hidden state per token"
+_METAL = "its layers are Metal kernels, on which the tests of the bytes do not run"
 _LOOPS = "it runs through its layers more than once"
 _SEVERAL = "its layers keep several sets of keys and values: a second attention's, or an index of the context"
-_POSITION = "positions enter outside its layers, or its context begins anew every so many tokens"
+_ANEW = "its context begins anew every so many tokens"
 
 REFUSED: dict[str, str] = {
     "afm7": _SHARED,
     "deepseek_v41": _STREAMS,
     "gear": _OWN_WAYS,
     "gemma3n": _SHARED,
-    "gpt2": _POSITION,
-    "gpt_bigcode": _POSITION,
     "hunyuan": _SHARED,
     "iquestloopcoder": _LOOPS,
     "kimi_k3": _STREAMS,
-    "llama4": _POSITION,
+    "llama4": _ANEW,
     "longcat_flash_ngram": _SEVERAL,
     "mamba": _OWN_WAYS,
-    "muse_spark": _STREAMS,
+    "muse_spark": _METAL,
     "nanbeige": _LOOPS,
     "recurrent_gemma": _OWN_WAYS,
     "rwkv7": _OWN_WAYS,

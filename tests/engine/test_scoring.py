@@ -465,6 +465,28 @@ def test_two_texts_in_turns_and_the_same_again(bench: Bench) -> None:
     assert a.scores == b.scores
 
 
+def test_a_model_that_shows_no_keys_is_known_to_score_nothing_from_then_on(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """Also once it is loaded again, so that another model is chosen."""
+
+    def search() -> ProfileSearch:
+        model = tiny("kimi_k2", vocab_size=len(tokenizer))
+        known = ProfileStore(tmp_path)
+        return ProfileSearch(
+            model=model, tokenizer=tokenizer, context_tokens=2048, known=known, digest="d" * 64
+        )
+
+    first = search()
+    assert first.state.state == "unmeasured"
+    first.step(256)
+    assert first.state.state == "unable"
+    later = search()
+    assert later.state.state == "unable"
+    with pytest.raises(ModelUnsupported, match="cannot be looked into"):
+        later.profile()
+
+
 def test_an_earlier_exit_asks_fewer_heads(bench: Bench) -> None:
     bench.begin("a", profile=PROFILE, exit_layer=2)
     bench.run()

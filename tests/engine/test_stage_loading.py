@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -18,10 +19,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model
 from msgspec.structs import replace
-from tiny_architectures import VOCAB, write
+from tiny_architectures import VOCAB, tiny, write
 
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.engine import cpu
+from fleetd.engine import cpu, loading
+from fleetd.engine.architectures import CUT
 from fleetd.engine.loading import Device, kv_bytes_per_token, lazy_model, memory_bytes
 from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading
@@ -132,7 +134,8 @@ def test_says_what_it_does(tmp_path: Path) -> None:
 CHILD = """
 import json, sys
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.engine import cpu
+from fleetd.engine import cpu, loading
+from fleetd.engine.architectures import CUT
 cpu.preload_blas()
 import mlx.core as mx
 import psutil
@@ -224,6 +227,17 @@ def test_a_type_that_mlx_lm_runs_as_another_is_cut_like_that_one(tmp_path: Path)
     config = read_config(path)
     (path / "config.json").write_text(json.dumps({**config, "model_type": "xverse"}))
     assert_equals_the_whole(path, "cpu")
+
+
+@pytest.mark.parametrize("call", ["scaled queries", "two masks", "per-layer inputs"])
+def test_a_model_whose_layers_cannot_be_run_apart_is_loaded_and_not_shared(
+    monkeypatch: pytest.MonkeyPatch, call: Any
+) -> None:
+    """As in a newer mlx-lm, which may call its layers otherwise."""
+    monkeypatch.setitem(CUT, "llama", dataclasses.replace(CUT["llama"], call=call))
+    sharable, why = loading._sharable(tiny("llama"), "cpu", None)
+    assert sharable is None
+    assert why.startswith("Its layers cannot be run apart (")
 
 
 # ---- What a part needs, before it is read ------------------------------------------------------------------

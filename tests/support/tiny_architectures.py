@@ -134,6 +134,15 @@ _MINIMAX = {
     "shared_intermediate_size": 64,
     "rotary_dim": 16,
 }
+_GPT = {
+    "n_ctx": 4096,
+    "n_embd": 128,
+    "n_head": 4,
+    "n_layer": 4,
+    "n_positions": 4096,
+    "layer_norm_epsilon": 1e-6,
+    "tie_word_embeddings": True,
+}
 _NEMOTRON = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 32,
@@ -233,6 +242,8 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "rope_scaling": None,
     },
+    "gpt2": _GPT,
+    "gpt_bigcode": {**_GPT, "n_inner": 256},
     "granite": {
         **_TIED,
         "logits_scaling": 8.0,
@@ -360,7 +371,7 @@ OWN: dict[str, dict[str, Any]] = {
     "nemotron_3": {
         **_NEMOTRON,
         "model_type": "nemotron_h",
-        "hybrid_override_pattern": ["M", "E", "*", "E"],
+        "hybrid_override_pattern": ["M", "E", "*", "M"],
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
@@ -445,6 +456,7 @@ LONG = {
     "glm4",
     "glm4_moe_lite",
     "glm_moe_dsa",
+    "gpt_bigcode",
     "granite",
     "granitemoehybrid",
     "hunyuan_v1_dense",
