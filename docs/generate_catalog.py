@@ -17,8 +17,16 @@ _INTRO = """\
 name of the format's parser. *Thinks*: it can reason before it answers. *Draft* is the smallest model
 with the same vocabulary, whose drafts the model can verify; a compressor may be of any family.
 
-The ids of the hub, the sizes and the contexts come from public model cards and from public programs that use
-these repositories, read in November 2026. Only `smollm2-135m` was run with fleetd so far."""
+*Type* is `model_type` in the config; [Models that machines can share](models.md) says what each can do.
+
+*Checked* is what was found elsewhere in November 2026, in public programs that use these very repositories:
+that the *repository* is used, the *size* of its files, its *context*. The sources are
+[exo's model cards](https://github.com/exo-explore/exo/tree/main/resources/inference_model_cards), which give
+bytes and contexts, and lists of other programs, which give the size of the files. What stands beside that
+comes from model cards and was not checked again: contexts where only the size was, the formats of tool calls,
+and revisions. *Run*: it was run with fleetd, which only `smollm2-135m` was so far.
+
+DeepSeek V4 is not here: mlx-lm has no code for its type, `deepseek_v4`."""
 
 _TITLES: dict[Tier, str] = {
     "tiny": "tiny: up to {} GB",
@@ -29,8 +37,8 @@ _TITLES: dict[Tier, str] = {
 
 
 _HEADER = """\
-| name | memory | context | for | tools | thinks | draft | repository | |
-|---|---|---|---|---|---|---|---|---|"""
+| name | memory | context | for | tools | thinks | draft | type | repository | checked | |
+|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def page() -> str:
@@ -64,7 +72,9 @@ def _row(entry: CatalogEntry) -> str:
         tools,
         "yes" if entry.thinking else "no",
         draft,
+        f"`{entry.model_type}`",
         repository,
+        entry.checked or "not checked",
     ]
     return f"| {' | '.join(cells)} | {entry.note} |"
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
+from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
+
 from fleetd.engine.architectures import ANY_TEXT, CUT, REFUSED, Architecture
 
 PAGE = Path(__file__).with_name("models.md")
 
 _INTRO = """\
-Any model that mlx-lm runs can answer on one machine. For several machines to compute one prompt, a model must
-be cut without changing what it says. What can be cut goes by `model_type` in the model's `config.json`."""
+Any model that mlx-lm runs can answer on one machine, but for `deepseek_v41`, whose cache does not tell how
+much memory a token takes. Models of which mlx-lm can make no batch, such as `gemma2` and `llama4`, answer one
+request at a time.
+
+For several machines to compute one prompt, a model must be cut without changing what it says. What can be cut
+goes by the code that mlx-lm runs, and that goes by `model_type` in the model's `config.json`: a row has all
+the types that one code runs."""
 
 _CUT = """\
 A small random model of each of these, cut into one, two and three stages at every place, gives the bytes of
@@ -28,7 +35,8 @@ run of the tests, all of them in `make test-long`.
 - **speculation**: drafts can be taken back, *in windows* as long as the text fits these. *again*: a wrong
   draft undoes its whole pass, because a running state has no earlier tokens, and the next pass computes again
   what was right in it. *no*: blocks of tokens give other bits than single ones, so no drafts are tried. On a
-  GPU the probe of each load decides, whatever stands here.
+  GPU the probe of each load decides, whatever stands here. *rounded*: the tokens stay the same, and once the
+  windows are full the last bit of their log-probabilities may differ.
 - **sparse**: smart prefill may leave tokens out of the prompt; *text*: it shortens the text instead.
 - **any chunks**: on a CPU in f32, *yes* means that a prompt gives the same bytes wherever it is cut into
   chunks; *no* means that the last bits differ, with and without stages, so that only the same chunks give
@@ -37,18 +45,18 @@ run of the tests, all of them in `make test-long`.
 _TEXT = "Models of these types read pictures around a text model of any type above, which is what is cut: {}."
 
 # Families by what public pages count of their downloads. No page ranks families of MLX models, so these come
-# from several; a family is named by the types of its models.
-_POPULAR = [
+# from several; a family is named by the types that its published configs have, as the catalog's.
+POPULAR = [
     ("Qwen 3.5, 3.6, 3.8, mixtures of experts", ("qwen3_5_moe",)),
     ("Qwen 3.5, 3.6, 3.8, dense", ("qwen3_5",)),
     ("Gemma 4", ("gemma4",)),
     ("gpt-oss", ("gpt_oss",)),
     ("Qwen 3 and Qwen 3 Coder", ("qwen3", "qwen3_moe")),
-    ("Qwen 3 Next", ("qwen3_next",)),
-    ("MiniMax M2", ("minimax",)),
+    ("Qwen 3 Next and Qwen 3 Coder Next", ("qwen3_next",)),
+    ("MiniMax M2", ("minimax_m2",)),
     ("GLM 4.5 to 5.1", ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa")),
-    ("Mistral Small and Ministral", ("ministral3", "mistral4", "mistral")),
-    ("LFM 2", ("lfm2", "lfm2_moe")),
+    ("Mistral Small, Ministral and Devstral", ("mistral3",)),
+    ("LFM 2 and 2.5", ("lfm2", "lfm2_moe")),
 ]
 
 _POPULAR_TEXT = """\
@@ -68,61 +76,54 @@ Other types are refused too until a small model of theirs passes the test: they 
 _ANY = {"any": "yes", "unless windows": "yes; no where layers have sliding windows", "same": "no"}
 
 
-# Types of which some layers keep a sliding window where their config has one; a test compares them.
-WINDOWS = {
-    "cohere2",
-    "exaone4",
-    "gemma3",
-    "gemma3_text",
-    "gemma4",
-    "gemma4_text",
-    "gpt_oss",
-    "ministral3",
-    "mistral",
-    "olmo3",
-}
-
-# Types whose running state is computed by other sums for a block of tokens than for a single one, on a CPU.
-# `tests/engine/test_speculation_states.py` asks the probe.
-OTHER_BLOCKS = {
-    "bailing_hybrid",
-    "bailing_moe_v3",
-    "falcon_h1",
-    "granitemoehybrid",
-    "kimi_linear",
-    "mamba2",
-    "nemotron_h",
-    "plamo2",
-}
+def _names(code: str) -> str:
+    """What a config may call the models that mlx-lm runs with this code."""
+    others = sorted(name for name, other in MODEL_REMAPPING.items() if other == code)
+    classes = [
+        f"`{name}` of class `{kind}`"
+        for (name, kind), other in MODEL_ARCHITECTURE_REMAPPING.items()
+        if other == code
+    ]
+    return ", ".join([*(f"`{name}`" for name in [code, *others]), *classes])
 
 
-def _row(name: str, kind: Architecture) -> str:
-    within = "in windows" if name in WINDOWS else "yes"
+def _row(code: str, kind: Architecture) -> str:
+    within = "in windows" if kind.windows else "yes"
+    if kind.chunks == "unless windows":
+        within = "yes; in windows where layers have such"
     cells = [
-        f"`{name}`",
+        _names(code),
         "yes",
         "yes",
         "snapshots" if kind.keeps_state else within,
-        _drafts(name, kind, within),
+        _drafts(kind, within),
         "text" if kind.whole else "yes",
         _ANY[kind.chunks],
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _drafts(name: str, kind: Architecture, within: str) -> str:
+def _drafts(kind: Architecture, within: str) -> str:
     if not kind.keeps_state:
         return within
-    return "no" if name in OTHER_BLOCKS else "again"
+    if kind.other_blocks:
+        return "no"
+    return "again, rounded" if kind.rounds else "again"
+
+
+def can_be_cut(name: str) -> bool:
+    """True if a model whose config has this type can be shared by layers."""
+    code = MODEL_REMAPPING.get(name, name)
+    return code in CUT or code in ANY_TEXT
 
 
 def page() -> str:
     """The whole page."""
-    cut = "\n".join(_row(name, kind) for name, kind in sorted(CUT.items()))
+    cut = "\n".join(_row(code, kind) for code, kind in sorted(CUT.items()))
     popular = "\n".join(
         f"| {family} | {', '.join(f'`{name}`' for name in names)} | "
-        f"{'yes' if all(name in CUT for name in names) else 'no'} |"
-        for family, names in _POPULAR
+        f"{'yes' if all(map(can_be_cut, names)) else 'no'} |"
+        for family, names in POPULAR
     )
     by_reason = groupby(sorted(REFUSED, key=lambda name: (REFUSED[name], name)), key=REFUSED.__getitem__)
     refused = "\n".join(

@@ -5,8 +5,10 @@ around the layers, which are the fields of ``Architecture``. Within a layer noth
 calls mlx-lm's own (``layer_calls``). What a layer keeps, and whether it attends within a window, is told by
 the cache that the model makes for it.
 
-An architecture is in ``CUT`` when a small random model of it passes ``tests/engine/test_stage.py`` at every
-cut; the others are refused by name. ``docs/models.md`` is written from these tables.
+An architecture goes by the module of mlx-lm that has its code, which a config may call by other names:
+``minimax_m2`` is run by ``minimax``. It is in ``CUT`` when a small random model of it passes
+``tests/engine/test_stage.py`` at every cut; the others are refused by name. ``docs/models.md`` is written
+from these tables.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from fleetd.errors import ModelUnsupported
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How to run a model of this type in pieces; the defaults are llama's.
+    """How to run a model with this code in pieces; the defaults are llama's.
 
     The parts are named as mlx-lm does: ``embed_tokens``, ``layers`` and ``norm`` in ``model``, and beside it
     ``lm_head``, or none where the embedding's matrix serves as the head.
@@ -32,6 +34,8 @@ class Architecture:
     embed: str = "embed_tokens"
     layers: str = "layers"
     norm: str = "norm"
+    # An embedding of positions, which is added to that of the tokens.
+    positions: str = ""
     # How a layer is called, where not as ``layer(hidden, mask, cache)``: see ``layer_calls``.
     call: Literal["", "scaled queries", "at offset", "two masks", "per-layer inputs"] = ""
     # The layers that keep something in a cache of their own, where not all do: the first ones, whose keys and
@@ -49,6 +53,13 @@ class Architecture:
     chunks: Literal["any", "unless windows", "same"] = "any"
     # Why every token of a prompt must be computed; "" if some may be left out (sparse prefill).
     whole: str = ""
+    # The rest is for docs/models.md, and tests compare. Some layers keep a sliding window.
+    windows: bool = False
+    # On a CPU running states are computed by other sums for a block of tokens than for single ones, and no
+    # drafts are verified there.
+    other_blocks: bool = False
+    # Drafts leave the tokens as they are, and after them the last bit of log-probabilities may differ.
+    rounds: bool = False
 
     @property
     def keeps_state(self) -> bool:
@@ -60,12 +71,13 @@ _STATE = "some of its layers keep a running state, into which every token goes"
 _INDEX = "its layers keep an index of the context beside keys and values"
 _TWICE = "its layers keep two sets of keys and values"
 _SCALED = "it scales queries by their position, outside of RoPE"
+_ADDED = "positions are added to its embeddings one after the other"
 _PLAIN_POSITIONS = "its layers are told positions as plain numbers"
 
 _PLAIN = Architecture()
 _LLAMA = Architecture(chunks="unless windows")
-_WINDOWS = Architecture(chunks="same")
-_GEMMA3 = Architecture(scale="sqrt_width_bf16", chunks="same")
+_WINDOWS = Architecture(chunks="same", windows=True)
+_GEMMA3 = Architecture(scale="sqrt_width_bf16", chunks="same", windows=True)
 # Attends to one new token otherwise than to several.
 _DEEPSEEK3 = Architecture(mask_array=True, chunks="same")
 
@@ -73,25 +85,37 @@ _LATENT_ARRAY = Architecture(mask_array=True, chunks="same")
 _HYBRID = Architecture(whole=_STATE)
 _TEXT = "language_model"
 
-# Types that read pictures around a text model, which may be of any type here.
+# Code that reads pictures around a text model, which may be any here.
 ANY_TEXT = frozenset({"mistral3"})
 
 CUT: dict[str, Architecture] = {
-    "baichuan_m1": Architecture(chunks="same", whole=_STATE),
+    "baichuan_m1": Architecture(chunks="same", whole=_STATE, rounds=True),
     "bailing_hybrid": Architecture(
-        embed="word_embeddings", call="at offset", mask_array=True, chunks="same", whole=_STATE
+        embed="word_embeddings",
+        call="at offset",
+        mask_array=True,
+        chunks="same",
+        whole=_STATE,
+        other_blocks=True,
     ),
     "bailing_moe_linear": Architecture(embed="word_embeddings", call="at offset", whole=_STATE),
-    "bailing_moe_v3": Architecture(embed="word_embeddings", mask_array=True, chunks="same", whole=_STATE),
+    "bailing_moe_v3": Architecture(
+        embed="word_embeddings", mask_array=True, chunks="same", whole=_STATE, other_blocks=True
+    ),
     "cohere": Architecture(logits="times_logit_scale"),
-    "cohere2": Architecture(logits="times_logit_scale", chunks="same"),
+    "cohere2": Architecture(logits="times_logit_scale", chunks="same", windows=True),
     "deepseek_v2": _PLAIN,
     "deepseek_v3": _DEEPSEEK3,
     "deepseek_v32": replace(_LATENT_ARRAY, whole=_INDEX),
     "ernie4_5": _PLAIN,
     "exaone4": _WINDOWS,
     "falcon_h1": Architecture(
-        norm="final_layernorm", call="two masks", logits="times_tied_multipliers", chunks="same", whole=_STATE
+        norm="final_layernorm",
+        call="two masks",
+        logits="times_tied_multipliers",
+        chunks="same",
+        whole=_STATE,
+        other_blocks=True,
     ),
     "gemma": Architecture(scale="sqrt_width"),
     # Caps the scores, which leaves attention to MLX's own products.
@@ -101,11 +125,13 @@ CUT: dict[str, Architecture] = {
     "glm4": _PLAIN,
     "glm4_moe": _PLAIN,
     "gpt_oss": _WINDOWS,
+    "gpt2": Architecture(embed="wte", positions="wpe", layers="h", norm="ln_f", whole=_ADDED),
+    "gpt_bigcode": Architecture(
+        body="transformer", embed="wte", positions="wpe", layers="h", norm="ln_f", whole=_ADDED
+    ),
     "granite": Architecture(scale="embedding_multiplier", logits="over_logits_scaling"),
     "hunyuan_v1_dense": _PLAIN,
-    "kimi_k2": _DEEPSEEK3,
     "llama": _LLAMA,
-    "mistral": _LLAMA,
     "mixtral": _PLAIN,
     "olmo2": _PLAIN,
     "olmo3": _WINDOWS,
@@ -124,6 +150,7 @@ CUT: dict[str, Architecture] = {
         logits="softcap",
         chunks="same",
         whole=_PLAIN_POSITIONS,
+        windows=True,
     ),
     "gemma4_text": Architecture(
         scale="sqrt_width",
@@ -132,28 +159,41 @@ CUT: dict[str, Architecture] = {
         logits="softcap",
         chunks="same",
         whole=_PLAIN_POSITIONS,
+        windows=True,
     ),
     "glm4_moe_lite": _LATENT_ARRAY,
     "glm_moe_dsa": replace(_LATENT_ARRAY, whole=_INDEX),
     "granitemoehybrid": Architecture(
-        scale="embedding_multiplier", logits="over_logits_scaling", chunks="same", whole=_STATE
+        scale="embedding_multiplier",
+        logits="over_logits_scaling",
+        chunks="same",
+        whole=_STATE,
+        other_blocks=True,
     ),
     "jamba": Architecture(norm="final_layernorm", whole=_STATE),
     "kimi_k25": replace(_DEEPSEEK3, text=_TEXT),
-    "kimi_linear": Architecture(mask_array=True, chunks="same", whole=_STATE),
+    "kimi_linear": Architecture(mask_array=True, chunks="same", whole=_STATE, other_blocks=True),
     "lfm2": Architecture(norm="embedding_norm", whole=_STATE),
     "lfm2_moe": Architecture(norm="embedding_norm", whole=_STATE),
     "longcat_flash": replace(_LATENT_ARRAY, whole=_TWICE),
-    "mamba2": Architecture(body="backbone", embed="embeddings", norm="norm_f", chunks="same", whole=_STATE),
+    "mamba2": Architecture(
+        body="backbone", embed="embeddings", norm="norm_f", chunks="same", whole=_STATE, other_blocks=True
+    ),
     "minimax": _PLAIN,
     "minimax_m3_vl": Architecture(text=_TEXT, chunks="same", whole=_INDEX),
-    "ministral3": Architecture(call="scaled queries", chunks="same", whole=_SCALED),
+    "ministral3": Architecture(call="scaled queries", chunks="same", whole=_SCALED, windows=True),
     "mistral4": Architecture(call="scaled queries", chunks="same", whole=_SCALED),
     "nemotron_h": Architecture(
-        body="backbone", embed="embeddings", norm="norm_f", keeps="mixers", chunks="same", whole=_STATE
+        body="backbone",
+        embed="embeddings",
+        norm="norm_f",
+        keeps="mixers",
+        chunks="same",
+        whole=_STATE,
+        other_blocks=True,
     ),
     "olmo_hybrid": _HYBRID,
-    "plamo2": Architecture(layers="layers.layers", chunks="same", whole=_STATE),
+    "plamo2": Architecture(layers="layers.layers", chunks="same", whole=_STATE, other_blocks=True),
     "qwen3_5": replace(_HYBRID, text=_TEXT),
     "qwen3_5_moe": replace(_HYBRID, text=_TEXT),
     "qwen3_next": _HYBRID,
@@ -164,37 +204,39 @@ CUT: dict[str, Architecture] = {
 _SHARED = "its later layers read keys and values of earlier ones, which may lie on the other side of a cut"
 _OWN_WAYS = "it keeps running states in ways of its own, and no test shows that a cut leaves them as they are"
 _STREAMS = "more passes between its layers than one hidden state per token"
+_METAL = "its layers are Metal kernels, on which the tests of the bytes do not run"
 _LOOPS = "it runs through its layers more than once"
 _SEVERAL = "its layers keep several sets of keys and values: a second attention's, or an index of the context"
-_POSITION = "positions enter outside its layers, or its context begins anew every so many tokens"
+_ANEW = "its context begins anew every so many tokens"
 
 REFUSED: dict[str, str] = {
     "afm7": _SHARED,
     "deepseek_v41": _STREAMS,
     "gear": _OWN_WAYS,
     "gemma3n": _SHARED,
-    "gpt2": _POSITION,
-    "gpt_bigcode": _POSITION,
     "hunyuan": _SHARED,
     "iquestloopcoder": _LOOPS,
     "kimi_k3": _STREAMS,
-    "llama4": _POSITION,
+    "llama4": _ANEW,
     "longcat_flash_ngram": _SEVERAL,
     "mamba": _OWN_WAYS,
-    "muse_spark": _STREAMS,
+    "muse_spark": _METAL,
     "nanbeige": _LOOPS,
     "recurrent_gemma": _OWN_WAYS,
     "rwkv7": _OWN_WAYS,
 }
 
 
-def architecture_of(model_type: str) -> Architecture:
-    """Raises ModelUnsupported, with the reason, for a type that cannot be cut."""
-    found = CUT.get(model_type)
+def architecture_of(code: str) -> Architecture:
+    """How to run what the module ``code`` of mlx-lm builds in pieces.
+
+    Raises ModelUnsupported, with the reason, if it cannot be cut.
+    """
+    found = CUT.get(code)
     if found is None:
-        reason = REFUSED.get(model_type, "no test shows that a cut leaves its answers as they are")
+        reason = REFUSED.get(code, "no test shows that a cut leaves its answers as they are")
         raise ModelUnsupported(
-            f"A model of type {model_type!r} cannot be shared between machines by layers: {reason}.",
+            f"A model of type {code!r} cannot be shared between machines by layers: {reason}.",
             hint="It runs whole, on one machine. docs/models.md lists what can be shared.",
         )
     return found

@@ -35,6 +35,8 @@ from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.sequence_state import batches, checkpoints
+from fleetd.engine.sequence_state.kinds import StateKind, kind_of
+from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
@@ -278,6 +280,10 @@ def _sharable(model: Any, device: Device, known: LoadFindings | None) -> tuple[S
         return Sharable.of(Stage.of(model), device, versions(), known.arithmetic if known else None), ""
     except ModelUnsupported as error:
         return None, error.message
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        # What a stage takes a model to be is not what this one is: it still runs whole.
+        reason = f"Its layers cannot be run apart ({type(error).__name__}: {error})."
+        return None, reason[: limits.CARD_TEXT_CHARS]
 
 
 def _sparse(model: Any, known: LoadFindings | None) -> tuple[Sparse | None, str]:
@@ -390,10 +396,10 @@ def _tokenizer(path: Path, config: dict[str, Any]) -> Any:
 def _warm_up(model: Any) -> StateSizes:
     """A short prefill and one decode step compile the kernels, and show what a sequence takes."""
     cache = make_prompt_cache(model)
-    lone = next((type(layer).__name__ for layer in cache if not hasattr(layer, "merge")), None)
-    if lone is not None:
+    odd = {type(part).__name__ for part in all_parts(cache) if not _sized(part)}
+    if odd:
         raise ModelUnsupported(
-            f"This architecture keeps its context in a {lone}, which cannot be shared by several answers.",
+            f"This architecture keeps its context in a {', '.join(sorted(odd))}, whose size cannot be told.",
             hint="Choose another model (fleetctl models).",
         )
     mx.eval(model(mx.array([[1] * 8]), cache=cache))
@@ -401,14 +407,22 @@ def _warm_up(model: Any) -> StateSizes:
     return sizes_of(cache)
 
 
+def _sized(part: Any) -> bool:
+    """True if it can be told how much memory a cache takes for each token: its kind is known, or has rows."""
+    return type(kind_of(part)) is not StateKind or hasattr(part, "keys")
+
+
 @over_files("The model cannot decode two answers", RuntimeError)
 def decodes_together(model: Any) -> bool:
     """True if two answers of unequal length can be one batch and say in it what each says alone.
 
     Some of mlx-lm's models cannot: gemma2's own attention takes the mask of a batch for one of its heads, and
-    fails or, where there happen to be as many heads as answers, computes something else. Costs some tokens.
+    fails or, where there happen to be as many heads as answers, computes something else. Others keep what
+    cannot be put into a batch. Costs some tokens.
     """
     caches = [make_prompt_cache(model) for _ in _UNEQUAL]
+    if not all(hasattr(layer, "merge") for layer in caches[0]):
+        return False
     one = mx.array([[1]])
     for tokens, cache in zip(_UNEQUAL, caches, strict=True):
         mx.eval(model(mx.array([tokens]), cache=cache))

@@ -36,7 +36,7 @@ class Stage:
     architecture: Architecture
     # The text model's own, for the constants that it multiplies and divides by.
     args: Any
-    # ``layers``, and where this stage needs them ``embed_tokens``, ``norm`` and ``lm_head``.
+    # ``layers``, and where this stage needs them ``embed_tokens``, ``positions``, ``norm`` and ``lm_head``.
     weights: nn.Module
     # What make_caches copies: a cache per layer in which nothing is yet; None for a layer that keeps nothing.
     empty: tuple[Any, ...]
@@ -76,6 +76,8 @@ class Stage:
         weights.layers = list(layers)
         weights.embed_tokens = body[architecture.embed]
         weights.norm = body[architecture.norm]
+        if architecture.positions:
+            weights.positions = body[architecture.positions]
         if "lm_head" in text:
             weights.lm_head = text.lm_head
         for name in PER_LAYER_MODULES:
@@ -103,6 +105,7 @@ class Stage:
         ends = last == self.total
         wanted = {
             "embed_tokens": first == 0 or self._per_layer or (ends and "lm_head" not in self.weights),
+            "positions": first == 0 and "positions" in self.weights,
             "norm": ends,
             "lm_head": ends and "lm_head" in self.weights,
             **dict.fromkeys(PER_LAYER_MODULES, self._per_layer),
@@ -111,6 +114,11 @@ class Stage:
             if needed:
                 weights[name] = self.weights[name]
         return replace(self, first=first, last=last, weights=weights, empty=self.empty[inner])
+
+    @property
+    def width(self) -> int:
+        """Of hidden states."""
+        return int(getattr(self.args, "hidden_size", 0) or self.args.n_embd)
 
     @property
     def _per_layer(self) -> bool:
@@ -180,6 +188,8 @@ class Stage:
     def run(self, hidden: mx.array, caches: list[Any], inputs: PassInputs | None = None) -> mx.array:
         """Hidden states (B, T, D) of the tokens that follow those in ``caches``, to the same after ``last``.
 
+        In the first stage they are as ``embed`` gives them, without positions.
+
         ``caches`` is one per layer of this stage; they then hold what the layers keep of the tokens.
         ``inputs`` is what ``inputs()`` makes of these tokens. Without it their position is that of a cache
         that counts tokens.
@@ -187,6 +197,8 @@ class Stage:
         if inputs is None:
             counted = (part.offset for cache in caches for part in parts(cache) if hasattr(part, "offset"))
             inputs = PassInputs(int(next(counted, 0)))
+        if self.first == 0 and self.architecture.positions:
+            hidden = hidden + self.weights.positions(mx.arange(hidden.shape[1]) + inputs.start)
         way = LayerPass(self.architecture, self.args, hidden, inputs, self.sources)
         each = zip(self.weights.layers, self.empty, caches, strict=True)
         for index, (layer, empty, cache) in enumerate(each, self.first):
@@ -222,9 +234,14 @@ def _args(model: Any) -> Any:
 
 def architecture_for(model: Any) -> Architecture:
     """How to run an mlx-lm model in pieces. Raises ModelUnsupported if it cannot be cut."""
-    return architecture_of(_args(_text_of(model) or model).model_type)
+    return architecture_of(code_of(_text_of(model) or model))
+
+
+def code_of(model: Any) -> str:
+    """The module of mlx-lm that has a model's code. A config's ``model_type`` may be another name for it."""
+    return str(type(model).__module__.removeprefix("mlx_lm.models."))
 
 
 def _text_of(model: Any) -> Any | None:
     """The text model of one that reads pictures around a text model of any type; None if it is no such."""
-    return model.language_model if _args(model).model_type in ANY_TEXT else None
+    return model.language_model if code_of(model) in ANY_TEXT else None

@@ -90,7 +90,7 @@ def load_stage(
     report(Loading("warming up"))
     caches = stage.make_caches()
     inputs = stage.inputs(mx.zeros((1, WARM_UP_TOKENS), mx.int32), 0)
-    mx.eval(stage.run(mx.zeros((1, WARM_UP_TOKENS, stage.args.hidden_size), dtype), caches, inputs))
+    mx.eval(stage.run(mx.zeros((1, WARM_UP_TOKENS, stage.width), dtype), caches, inputs))
     return LoadedStage(stage, str(dtype).removeprefix("mlx.core."), sizes_of(caches))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from test_disk_tier import BLOCK, Worker, blocks_of, tier
+from tiny_architectures import FAMILIES
 
 from fleetd import limits
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.block_names import state_name
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.architectures import CUT
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, Hit, PrefixCache
@@ -36,8 +35,6 @@ from fleetd.engine.sequence_state.rings import RingState
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 ROOM = 1 << 30
-# What docs/models.md says.
-WINDOWS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate_models.py"))["WINDOWS"]
 # Rows, and an index beside them; windows; a gated delta rule, Mamba 2 with attention, alone, convolutions.
 SAMPLE = {"llama", "deepseek_v32", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "mamba2", "lfm2"}
 
@@ -107,13 +104,14 @@ def answer(model: Any, cache: list[Any] | None, tokens: list[int]) -> bytes:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.long) for kind in sorted(CUT)],
+    [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.long) for kind in sorted(FAMILIES)],
 )
 def test_every_family_is_restored_byte_for_byte(kind: str, settings: DiskCacheSettings) -> None:
     model, tokens = tiny_architectures.tiny(kind), prompt_of(2 * BLOCK + 20)
     memory = kept(model, settings, tokens)
     hit = restored(model, settings, tokens)
-    assert checkpoints.needed(hit.cache or []) is (kind in WINDOWS or CUT[kind].keeps_state)
+    windows = FAMILIES[kind].windows or kind == "mistral"
+    assert checkpoints.needed(hit.cache or []) is (windows or FAMILIES[kind].keeps_state)
     known = memory.fetch(tokens[: 2 * BLOCK + 1])
     assert hit.tokens == known.tokens == 2 * BLOCK
     assert bytes_of(hit.cache) == bytes_of(known.cache)

@@ -1,24 +1,45 @@
-"""A real model drafts: its KV is rolled back to wherever the text goes on otherwise, and nothing else."""
+"""A real model drafts: what it keeps is taken back to wherever the text goes on otherwise."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 import tiny_architectures
 import tiny_models
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, make_prompt_cache
+from tiny_architectures import VOCAB
 
+from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.speculation.drafter import DraftModel
 from fleetd.errors import ModelUnsupported
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return tiny_models.smollm2()
+@pytest.fixture(
+    scope="module",
+    params=[
+        "llama",
+        # Running states: gated delta, short convolutions, state-space layers.
+        "qwen3_5",
+        pytest.param("lfm2", marks=pytest.mark.long),
+        pytest.param("jamba", marks=pytest.mark.long),
+        # Windows of 32 tokens, which move in these texts.
+        "gpt_oss",
+        "gemma4",
+        # An index beside keys and values.
+        pytest.param("deepseek_v32", marks=pytest.mark.long),
+    ],
+)
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_architectures.tiny(request.param)
+
+
+def words(n: int) -> list[int]:
+    return [token % VOCAB for token in tiny_models.prompt(n)]
 
 
 def fresh(model: Any, text: Sequence[int]) -> int:
@@ -31,17 +52,17 @@ def fresh(model: Any, text: Sequence[int]) -> int:
 def test_every_path_is_guessed_as_if_nothing_else_had_been(model: Any) -> None:
     """Texts and paths that grow, branch and turn back at random."""
     rng = random.Random(5)
-    drafting, text = DraftModel(model), tiny_models.prompt(12)
+    drafting, text = DraftModel(model), words(12)
     drafting.committed(text)
     path: list[int] = []
     for _ in range(40):
         if rng.random() < 0.4:
-            new = path[: rng.randint(0, 2)] + [rng.randrange(tiny_models.VOCAB)] * rng.randint(0, 1)
+            new = path[: rng.randint(0, 2)] + [rng.randrange(VOCAB)] * rng.randint(0, 1)
             text += new
             drafting.committed(new)
             path = path[len(new) :] if path[: len(new)] == new else []
         else:
-            path = [*path[: rng.randint(0, len(path))], rng.randrange(tiny_models.VOCAB)]
+            path = [*path[: rng.randint(0, len(path))], rng.randrange(VOCAB)]
         guess = drafting.guess(path)
         assert guess.first == fresh(model, [*text, *path])
         assert 1 >= guess.p_first >= guess.p_second > 0
@@ -51,7 +72,7 @@ def test_every_path_is_guessed_as_if_nothing_else_had_been(model: Any) -> None:
 
 
 def test_a_long_text_is_prefilled_in_pieces(model: Any) -> None:
-    drafting, text = DraftModel(model), tiny_models.prompt(50)
+    drafting, text = DraftModel(model), words(50)
     drafting.committed(text)
     assert drafting.missing([]) == 49
     drafting.prefill([], 30)
@@ -61,9 +82,58 @@ def test_a_long_text_is_prefilled_in_pieces(model: Any) -> None:
     assert drafting.guess([]).first == fresh(model, text)
 
 
-def test_a_cache_that_rotates_or_runs_cannot_be_rolled_back() -> None:
-    with pytest.raises(ModelUnsupported):
-        DraftModel(tiny_models.sliding())
-    # A mark undoes a pass as a whole, and a drafter goes back to any token.
-    with pytest.raises(ModelUnsupported):
-        DraftModel(tiny_architectures.tiny("lfm2"))
+class Counting:
+    """Notes how many tokens each pass computes."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.passes: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> Any:
+        self.passes.append(tokens.shape[1])
+        return self._model(tokens, cache=cache)
+
+
+def test_what_was_right_is_all_that_is_computed_again(model: Any) -> None:
+    """The text goes on otherwise after every few guesses: what is read again is since it was last saved."""
+    counting, text = Counting(model), words(70)
+    drafting = DraftModel(counting)
+    drafting.committed(text)
+    drafting.prefill([], 69)
+    counting.passes.clear()
+    for right in (3, 0, 1, 2, 3):
+        path: list[int] = []
+        for _ in range(4):
+            path.append(drafting.guess(path).first)
+        other = (path[right] + 1) % VOCAB
+        drafting.committed([*path[:right], other])
+        text += [*path[:right], other]
+    assert drafting.guess([]).first == fresh(model, text)
+    # Two turns' worth at most: a state is saved once in each.
+    assert max(counting.passes) <= 8
+
+
+def test_a_text_goes_on_from_what_was_kept_of_an_earlier_one(model: Any) -> None:
+    first, text = DraftModel(model), words(60)
+    first.committed(text)
+    first.guess([])
+    tokens, cache = first.kept
+    assert tokens == text[: len(tokens)]
+    prefix = PrefixCache(1 << 30)
+    prefix.store(tokens, cache, "guessed")
+    more = [*text, 5, 6, 7]
+    second = DraftModel(model, lambda tokens: prefix.fetch(tokens, "guessed"))
+    second.committed(more)
+    assert second.held == len(tokens)
+    assert second.guess([]).first == fresh(model, more)
+    assert second.guess([9]).first == fresh(model, [*more, 9])
+    assert second.guess([8]).first == fresh(model, [*more, 8])
+
+
+def test_a_cache_of_an_unknown_kind_cannot_be_taken_back() -> None:
+    model = SimpleNamespace(make_cache=lambda: [KVCache(), ChunkedKVCache(8)], layers=[])
+    with pytest.raises(ModelUnsupported, match="ChunkedKVCache"):
+        DraftModel(model)

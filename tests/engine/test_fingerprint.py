@@ -6,10 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from tiny_architectures import tiny
+from tiny_architectures import FAMILIES, tiny
 
 from fleetd.engine import cpu
-from fleetd.engine.architectures import CUT
 from fleetd.engine.shared_prefill.fingerprint import TOKENS, any_chunks, arithmetic, layer_hashes, probe
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.stage import Stage
@@ -22,7 +21,7 @@ def hashes(model: Any, first: int = 0, last: int = 4) -> list[bytes]:
     return layer_hashes(stage, KvLayout.of(stage))
 
 
-@pytest.mark.parametrize("name", sorted(CUT))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_each_layer_has_its_own_and_every_part_of_the_model_the_same(name: str) -> None:
     whole = hashes(tiny(name))
     assert len(set(whole)) == 4

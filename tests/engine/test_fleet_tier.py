@@ -20,6 +20,7 @@ import tiny_architectures
 import tiny_models
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from test_disk_tier import BLOCK, SLOW, Worker
+from tiny_architectures import FAMILIES
 
 from fleetd import limits
 from fleetd.cache import block_names, block_stream
@@ -29,7 +30,6 @@ from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.architectures import CUT
 from fleetd.engine.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import (
     BLOCKS,
@@ -527,7 +527,7 @@ def of_kind(kind: str) -> tuple[Any, list[int]]:
 
 @pytest.mark.parametrize(
     "kind",
-    [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in sorted(CUT.keys() - set(KINDS)))],
+    [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in sorted(FAMILIES.keys() - set(KINDS)))],
 )
 def test_every_family_is_fetched_and_the_answer_is_that_of_a_machine_alone(
     kind: str, make_machines: Callable[..., Machines]

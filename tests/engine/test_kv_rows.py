@@ -11,9 +11,8 @@ import pytest
 from family_params import each
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from shared_runs import as_bytes, prefilled, prompt
-from tiny_architectures import WINDOW, tiny
+from tiny_architectures import FAMILIES, WINDOW, tiny
 
-from fleetd.engine.architectures import CUT
 from fleetd.engine.sequence_state import array_bytes, rings, row_memory, whole_states
 from fleetd.engine.sequence_state.array_bytes import all_finite
 from fleetd.engine.sequence_state.parts import parts
@@ -57,7 +56,7 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", each(CUT))
+@pytest.mark.parametrize("name", each(FAMILIES))
 def test_a_layout_says_what_prefill_fills(name: str) -> None:
     model = tiny(name)
     stage = Stage.of(model)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tiny_architectures import VOCAB, tiny
 
@@ -58,6 +59,14 @@ FULL = {
     "mistral": [1, 3],
     "gemma3_text": [1, 3],
     "smollm3": [0, 1, 2, 3],
+    # Between running states: gated delta, short convolutions.
+    "qwen3_5": [1, 3],
+    "qwen3_5_moe": [1, 3],
+    "lfm2": [1, 3],
+    "gpt_oss": [1, 3],
+    # Rotate keys before queries, of two widths of heads, and with inputs of each layer's own.
+    "gemma4": [1, 3],
+    "gemma4_moe": [1, 3],
 }
 PASS = LayoutPass(TOKENS, own=4, count=70, asking=10, first=0)
 A = npt.NDArray[Any]
@@ -76,6 +85,9 @@ def attention_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple
     """Queries, keys and scale that mlx-lm's own attention computes from TOKENS, layer by layer."""
     seen: list[tuple[A, A, float]] = []
     attention = mx.fast.scaled_dot_product_attention
+    rows = [
+        number for number, cache in enumerate(make_prompt_cache(model)) if not isinstance(cache, ArraysCache)
+    ]
 
     def spy(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **rest: Any) -> mx.array:
         seen.append((np.array(q[0]), np.array(k[0]), scale))
@@ -84,7 +96,7 @@ def attention_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple
     with monkeypatch.context() as patch:
         patch.setattr(mx.fast, "scaled_dot_product_attention", spy)
         mx.eval(model(mx.array(TOKENS)[None]))
-    return dict(enumerate(seen))
+    return dict(zip(rows, seen, strict=True))
 
 
 @pytest.mark.parametrize("architecture", sorted(FULL))
@@ -451,6 +463,28 @@ def test_two_texts_in_turns_and_the_same_again(bench: Bench) -> None:
     assert isinstance(a, Scored)
     assert isinstance(b, Scored)
     assert a.scores == b.scores
+
+
+def test_a_model_that_shows_no_keys_is_known_to_score_nothing_from_then_on(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """Also once it is loaded again, so that another model is chosen."""
+
+    def search() -> ProfileSearch:
+        model = tiny("kimi_k2", vocab_size=len(tokenizer))
+        known = ProfileStore(tmp_path)
+        return ProfileSearch(
+            model=model, tokenizer=tokenizer, context_tokens=2048, known=known, digest="d" * 64
+        )
+
+    first = search()
+    assert first.state.state == "unmeasured"
+    first.step(256)
+    assert first.state.state == "unable"
+    later = search()
+    assert later.state.state == "unable"
+    with pytest.raises(ModelUnsupported, match="cannot be looked into"):
+        later.profile()
 
 
 def test_an_earlier_exit_asks_fewer_heads(bench: Bench) -> None:

@@ -7,15 +7,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from family_params import EXPERTS, NO_EXPERTS, each
+from family_params import EXPERTS, each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache
 from shared_runs import LAYERS, Run, as_bytes, prompt
-from tiny_architectures import tiny
+from tiny_architectures import FAMILIES, WITHOUT_EXPERTS, tiny
 
-from fleetd.engine.architectures import CUT
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import PrefillShared
 from fleetd.engine.sequence_state.copies import copy_on_write
@@ -42,7 +41,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("name", each(CUT))
+@pytest.mark.parametrize("name", each(FAMILIES))
 def test_any_split_gives_the_bytes_of_local_prefill(name: str) -> None:
     model = tiny(name)
     for kind in (
@@ -56,9 +55,9 @@ def test_any_split_gives_the_bytes_of_local_prefill(name: str) -> None:
         run.check(run.finish().cache)
 
 
-@pytest.mark.parametrize("name", each(set(CUT) - EXPERTS))
+@pytest.mark.parametrize("name", each(set(FAMILIES) - EXPERTS))
 def test_any_split_gives_the_bytes_of_local_prefill_in_bf16(name: str) -> None:
-    model = tiny(name, **NO_EXPERTS.get(name, {}))
+    model = tiny(name, **WITHOUT_EXPERTS.get(name, {}))
     model.set_dtype(mx.bfloat16)
     for split in (SPLITS["half the layers after a prefix"], SPLITS["half the tokens after a prefix"]):
         run = Run(model, split)
@@ -89,7 +88,7 @@ def test_layers_that_only_read_earlier_keys_are_left_out(split: Split) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(CUT))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_tokens_cut_after_any_chunk_give_the_bytes_of_local_prefill(name: str) -> None:
     model = tiny(name)
     for chunk in (16, 33, 64):

@@ -12,10 +12,9 @@ import numpy.typing as npt
 import pytest
 from family_params import each
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
-from tiny_architectures import VOCAB, tiny
+from tiny_architectures import FAMILIES, VOCAB, tiny
 
-from fleetd.engine.architectures import CUT
-from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install
+from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install, watched
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller
 from fleetd.engine.sparse_prefill.sparse_caches import sparse_cache
 from fleetd.errors import ModelUnsupported
@@ -98,8 +97,8 @@ def keep_some(sparse: Sparse, length: int, share: float = 0.4, seed: int = 5) ->
 
 MORE = [7, 201, 33, 90, 14]
 # Windows and sinks leave attention to paths of MLX that are held to a tolerance (decision 4).
-ALLOWED = [name for name, architecture in CUT.items() if not architecture.whole]
-ROUNDED = {name for name, architecture in CUT.items() if architecture.chunks == "same"} | {"mistral"}
+ALLOWED = [name for name, architecture in FAMILIES.items() if not architecture.whole]
+ROUNDED = {name for name, architecture in FAMILIES.items() if architecture.chunks == "same"} | {"mistral"}
 BYTES = sorted(set(ALLOWED) - ROUNDED | {"deepseek_v3", "gemma2", "kimi_k2"})
 
 
@@ -110,11 +109,11 @@ def assert_same(name: str, mine: Logits, oracle: Logits) -> None:
         assert float(np.abs(mine - oracle).max()) < 1e-5 * float(np.abs(oracle).max())
 
 
-@pytest.mark.parametrize("name", each(set(CUT) - set(ALLOWED)))
+@pytest.mark.parametrize("name", each(set(FAMILIES) - set(ALLOWED)))
 def test_a_model_whose_positions_cannot_be_set_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ModelUnsupported, match="computes every token of a prompt") as refused:
         Sparse.of(tiny(name))
-    assert CUT[name].whole in str(refused.value)
+    assert FAMILIES[name].whole in str(refused.value)
 
 
 @pytest.mark.parametrize("name", each(ALLOWED))
@@ -196,7 +195,7 @@ def test_a_wrong_rope_is_found_when_the_model_is_loaded(monkeypatch: pytest.Monk
 
     def off_by_one(self: PosRoPE, x: mx.array, offset: Any = 0) -> mx.array:
         if isinstance(offset, RopeOffset) and isinstance(offset.positions, mx.array):
-            offset = RopeOffset(int(offset), offset.positions + 1, offset.look)
+            offset = RopeOffset(int(offset), offset.positions + 1)
         return stock(self, x, offset)
 
     monkeypatch.setattr(PosRoPE, "__call__", off_by_one)
@@ -206,7 +205,8 @@ def test_a_wrong_rope_is_found_when_the_model_is_loaded(monkeypatch: pytest.Monk
 
 def test_a_type_that_nobody_tested_is_declined_by_name() -> None:
     model = tiny("llama")
-    model.args.model_type = "novel"
+    model.__class__ = type("Model", (type(model),), {"__module__": "mlx_lm.models.novel"})
+    model.model_type = "novel"
     with pytest.raises(ModelUnsupported, match="novel"):
         Sparse.of(model)
 
@@ -223,8 +223,9 @@ def test_ropes_are_wrapped_once_and_show_queries_and_keys() -> None:
 
     caches = [sparse_cache(layer) for layer in make_prompt_cache(model)]
     for layer in caches:
-        layer.expect([3, 4, 9], look)
-    model(mx.array([[1, 2, 3]]), cache=caches)
+        layer.expect([3, 4, 9])
+    with watched(install(model), look):
+        model(mx.array([[1, 2, 3]]), cache=caches)
     # Queries, then keys.
     assert seen == [(i, (1, heads, 3, 32), False) for i in range(4) for heads in (4, 2)]
     for layer in caches:

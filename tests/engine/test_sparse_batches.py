@@ -12,9 +12,8 @@ import pytest
 from family_params import each
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from tiny_architectures import VOCAB, WINDOW, tiny
+from tiny_architectures import FAMILIES, VOCAB, WINDOW, tiny
 
-from fleetd.engine.architectures import CUT
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading, leading_cache
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, SparseWindow, rows, sparse_cache
@@ -74,11 +73,13 @@ def decoded(model: Any, sparse: Sparse, together: list[Asked]) -> list[npt.NDArr
 
 
 # Windows, sinks and experts' matrices round by what they are computed with (decision 4).
-ROUNDED = {n for n, a in CUT.items() if a.chunks == "same"} | {"mistral"}
+ROUNDED = {n for n, a in FAMILIES.items() if a.chunks == "same"} | {"mistral"}
 
 
 # mlx-lm's gemma2 takes one answer at a time: its mask has no room for the rows of a batch.
-@pytest.mark.parametrize("name", each(name for name, a in CUT.items() if not a.whole and name != "gemma2"))
+@pytest.mark.parametrize(
+    "name", each(name for name, a in FAMILIES.items() if not a.whole and name != "gemma2")
+)
 def test_an_answer_is_the_same_alone_and_among_dense_and_sparse_ones(name: str) -> None:
     model = tiny(name)
     sparse = Sparse.of(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import tiny_architectures
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
 
-from fleetd.engine.architectures import CUT
 from fleetd.engine.loading import load_tokenizer
 from fleetd.engine.protocol import Cancel, Sampling
 from fleetd.engine.sampling import make_processors, make_sampler
@@ -25,13 +25,15 @@ from fleetd.engine.speculation.controller import RISK, RISK_PER_TOKEN, Controlle
 from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
+from fleetd.engine.stage import code_of
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 REPO = Path(__file__).parents[2]
 VOCAB = tiny_architectures.VOCAB
 PROMPT = [(7 * i + 3) % 64 for i in range(40)]
 # Gated delta with attention beside it, short convolutions, state-space layers with attention.
-FAMILIES = ["qwen3_5", "lfm2", "jamba"]
+SAMPLE = ["qwen3_5", "lfm2", "jamba"]
+STATES = sorted(name for name, family in tiny_architectures.FAMILIES.items() if family.keeps_state)
 PENALISED = Sampling(temperature=0.8, seed=9, repetition_penalty=1.3, presence_penalty=0.5, logit_bias={5: 2})
 
 
@@ -40,7 +42,7 @@ def tokenizer(chain_path: Path) -> Any:
     return load_tokenizer(chain_path)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=SAMPLE)
 def model(request: pytest.FixtureRequest) -> Any:
     return tiny_architectures.tiny(request.param)
 
@@ -239,13 +241,14 @@ def test_the_probe_finds_blocks_exact_or_says_why_not() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(name for name, kind in CUT.items() if kind.keeps_state))
+@pytest.mark.parametrize("name", STATES)
 def test_the_page_of_models_says_which_blocks_are_exact(name: str) -> None:
     model = tiny_architectures.tiny(name)
     found = probe(model, vocab_size=VOCAB, context_tokens=2048, plan=ProbePlan.of("cpu", 0.0))
     assert found.again or not found.exact
     page = (REPO / "docs" / "models.md").read_text()
-    (line,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` | yes")]
+    code = code_of(model)
+    (line,) = [line for line in page.splitlines() if re.match(rf"\| `{code}`(,.*)? \| yes", line)]
     assert line.split(" | ")[4] == ("again" if found.exact else "no")
 
 

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -14,14 +13,14 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 import pytest
-from family_params import EXPERTS, LONG, NO_EXPERTS, each
+from family_params import EXPERTS, each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
-from tiny_architectures import VOCAB, WINDOW, tiny
+from tiny_architectures import FAMILIES, LONG, VOCAB, WINDOW, WITHOUT_EXPERTS, tiny
 
-from fleetd.engine.architectures import CUT, REFUSED, architecture_of
+from fleetd.engine.architectures import ANY_TEXT, CUT, REFUSED, architecture_of
 from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.stage import Stage
 from fleetd.errors import InvalidValue, ModelUnsupported
@@ -144,7 +143,7 @@ def run_cut(model: Any, tokens: list[int], sizes: Sequence[int], cuts: Sequence[
 # ---- Any cut ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", each(CUT))
+@pytest.mark.parametrize("name", each(FAMILIES))
 def test_any_cut_gives_the_bytes_of_the_whole_model(name: str) -> None:
     model, tokens = tiny(name), prompt(sum(SIZES))
     whole = run_whole(model, tokens, SIZES)
@@ -152,9 +151,9 @@ def test_any_cut_gives_the_bytes_of_the_whole_model(name: str) -> None:
         run_cut(model, tokens, SIZES, cuts).check(whole)
 
 
-@pytest.mark.parametrize("name", each(set(CUT) - EXPERTS))
+@pytest.mark.parametrize("name", each(set(FAMILIES) - EXPERTS))
 def test_any_cut_gives_the_bytes_of_the_whole_model_in_bf16(name: str) -> None:
-    model, tokens = tiny(name, **NO_EXPERTS.get(name, {})), prompt(sum(SIZES))
+    model, tokens = tiny(name, **WITHOUT_EXPERTS.get(name, {})), prompt(sum(SIZES))
     model.set_dtype(mx.bfloat16)
     whole = run_whole(model, tokens, SIZES)
     assert {x.dtype for x in whole.logits} == {mx.bfloat16}
@@ -208,7 +207,7 @@ def test_layer_after_layer_gives_the_bytes_of_chunk_after_chunk(name: str) -> No
 @pytest.mark.long
 @settings(max_examples=300)
 @given(
-    name=st.sampled_from(sorted(CUT)),
+    name=st.sampled_from(sorted(FAMILIES)),
     n=st.integers(2, 300),
     sizes=st.lists(st.integers(1, 130), min_size=1, max_size=6),
     cuts=st.sampled_from(CUTS),
@@ -225,11 +224,11 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "llama": {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 2},
     "smollm3": {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 2},
 }
-SAME = {name for name, architecture in CUT.items() if architecture.chunks == "same"}
+SAME = {name for name, architecture in FAMILIES.items() if architecture.chunks == "same"}
 WITHOUT: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None, "layer_types": None}}
 
 
-@pytest.mark.parametrize("name", each(n for n, a in CUT.items() if a.chunks != "same"))
+@pytest.mark.parametrize("name", each(n for n, a in FAMILIES.items() if a.chunks != "same"))
 def test_the_chunks_do_not_matter(name: str) -> None:
     """What the table says of these: a stage that is given other chunks still gives the same bytes."""
     model, tokens = tiny(name, **WITHOUT.get(name, {})), prompt(230)
@@ -266,7 +265,7 @@ def together(chunks: list[mx.array]) -> Bytes:
 # ---- What a stage holds ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", each(CUT))
+@pytest.mark.parametrize("name", each(FAMILIES))
 def test_a_stages_caches_are_those_that_the_whole_model_makes(name: str) -> None:
     model = tiny(name)
     stage = Stage.of(model)
@@ -332,10 +331,29 @@ def test_layers_that_keep_nothing_at_the_end_are_not_prefilled() -> None:
     assert Stage.of(tiny("nemotron_h")).prefilled == LAYERS
 
 
-def test_a_text_model_within_a_model_that_reads_pictures_is_cut_as_what_it_is() -> None:
-    model, tokens = tiny("mistral3"), prompt(70)
-    assert Stage.of(model).architecture is CUT["ministral3"]
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        # A text model within one that reads pictures is cut as what it is.
+        ("mistral3", "ministral3"),
+        ("mistral3_small_4", "mistral4"),
+        ("mistral3_llama", "llama"),
+        # As published configs name them.
+        ("minimax_m2", "minimax"),
+        ("bailing_v3", "bailing_moe_v3"),
+    ],
+)
+def test_a_model_is_cut_by_its_code_whatever_its_config_calls_it(name: str, code: str) -> None:
+    model, tokens = tiny(name), prompt(70)
+    assert Stage.of(model).architecture is FAMILIES[name] is CUT[code]
     run_cut(model, tokens, [48, 1, 21], (1, 3)).check(run_whole(model, tokens, [48, 1, 21]))
+
+
+def test_every_other_name_of_code_that_can_be_cut_has_its_small_model() -> None:
+    """A new name in mlx-lm asks whether its configs are what was tested."""
+    for name, code in MODEL_REMAPPING.items():
+        if code in CUT:
+            assert FAMILIES[name] is CUT[code], name
 
 
 # ---- What is refused -------------------------------------------------------------------------------------
@@ -364,7 +382,7 @@ def test_only_the_ends_embed_and_finish() -> None:
 @pytest.mark.parametrize("name", ["rwkv7", "gemma3n", "something_new"])
 def test_what_cannot_be_cut_is_refused_by_name_with_the_reason(name: str) -> None:
     with pytest.raises(ModelUnsupported, match=name) as refused:
-        Stage.of(SimpleNamespace(args=SimpleNamespace(model_type=name)))
+        Stage.of(type("Model", (), {"__module__": f"mlx_lm.models.{name}"})())
     assert REFUSED.get(name, "no test shows") in str(refused.value)
 
 
@@ -382,7 +400,8 @@ def test_a_layer_with_a_cache_of_an_unknown_kind_is_refused(monkeypatch: pytest.
 
 def test_the_tables_name_what_mlx_lm_has_and_nothing_twice() -> None:
     assert not set(CUT) & set(REFUSED)
-    for name in [*CUT, *REFUSED]:
-        assert find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(name, name)}"), name
-    for name in CUT:
-        assert architecture_of(name) is CUT[name]
+    for code in [*CUT, *REFUSED, *ANY_TEXT]:
+        assert find_spec(f"mlx_lm.models.{code}"), code
+    for code in CUT:
+        assert architecture_of(code) is CUT[code]
+        assert any(architecture is CUT[code] for architecture in FAMILIES.values()), code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -18,10 +19,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model
 from msgspec.structs import replace
-from tiny_architectures import VOCAB, write
+from tiny_architectures import VOCAB, tiny, write
 
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.engine import cpu
+from fleetd.engine import cpu, loading
+from fleetd.engine.architectures import CUT
 from fleetd.engine.loading import Device, lazy_model, memory_bytes
 from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading
@@ -29,7 +31,7 @@ from fleetd.engine.sequence_state.parts import sizes
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.stage import Stage
 from fleetd.engine.stage_loading import LoadedStage, load_stage
-from fleetd.errors import InvalidValue, ModelUnsupported, OutOfMemory
+from fleetd.errors import InvalidValue, OutOfMemory
 from fleetd.models.folder import read_config
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
@@ -134,7 +136,8 @@ def test_says_what_it_does(tmp_path: Path) -> None:
 CHILD = """
 import json, sys
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.engine import cpu
+from fleetd.engine import cpu, loading
+from fleetd.engine.architectures import CUT
 cpu.preload_blas()
 import mlx.core as mx
 import psutil
@@ -222,12 +225,22 @@ def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
         load(write(tmp_path, "llama"), 2, 5)
 
 
-def test_a_type_that_nobody_has_cut_is_refused_even_where_mlx_lm_runs_it_as_another(tmp_path: Path) -> None:
+def test_a_type_that_mlx_lm_runs_as_another_is_cut_like_that_one(tmp_path: Path) -> None:
     path = write(tmp_path, "llama")
     config = read_config(path)
     (path / "config.json").write_text(json.dumps({**config, "model_type": "xverse"}))
-    with pytest.raises(ModelUnsupported, match="xverse"):
-        load(path, 0, 2)
+    assert_equals_the_whole(path, "cpu")
+
+
+@pytest.mark.parametrize("call", ["scaled queries", "two masks", "per-layer inputs"])
+def test_a_model_whose_layers_cannot_be_run_apart_is_loaded_and_not_shared(
+    monkeypatch: pytest.MonkeyPatch, call: Any
+) -> None:
+    """As in a newer mlx-lm, which may call its layers otherwise."""
+    monkeypatch.setitem(CUT, "llama", dataclasses.replace(CUT["llama"], call=call))
+    sharable, why = loading._sharable(tiny("llama"), "cpu", None)
+    assert sharable is None
+    assert why.startswith("Its layers cannot be run apart (")
 
 
 # ---- What a part needs, before it is read ------------------------------------------------------------------

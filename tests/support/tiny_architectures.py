@@ -1,4 +1,9 @@
-"""A small random model of every architecture that can be cut, built as mlx-lm builds it from a config."""
+"""A small random model of every architecture that can be cut, built as mlx-lm builds it from a config.
+
+A family is an entry in ``OWN``, under the type that its config has, and more entries for what else is
+published under that type or run by the same code. Tests take them from ``FAMILIES``; those of ``LONG`` run
+in the long tests only.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import _get_classes
+
+from fleetd.engine.architectures import ANY_TEXT, CUT, Architecture
 
 VOCAB = 256
 WINDOW = 32
@@ -85,6 +92,7 @@ _SCALED = {
         "mscale_all_dim": 1.0,
     }
 }
+_MISTRAL4 = {**_LATENT, **_SCALED, "rope_scaling": None, "routed_scaling_factor": 1.0}
 _INDEX = {"index_head_dim": 64, "index_n_heads": 4, "index_topk": 48, "moe_layer_freq": 1}
 _MAMBA = {
     "mamba_n_heads": 4,
@@ -113,6 +121,40 @@ _LINEAR_MOE = {
     "routed_scaling_factor": 1.5,
     "norm_topk_prob": True,
 }
+_BAILING_V3 = {
+    **_LATENT,
+    **_LINEAR_MOE,
+    "rope_scaling": None,
+    "moe_shared_expert_intermediate_size": 64,
+    "short_conv_kernel_size": 4,
+}
+_MINIMAX = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 64,
+    "rotary_dim": 16,
+}
+_GPT = {
+    "n_ctx": 4096,
+    "n_embd": 128,
+    "n_head": 4,
+    "n_layer": 4,
+    "n_positions": 4096,
+    "layer_norm_epsilon": 1e-6,
+    "tie_word_embeddings": True,
+}
+_NEMOTRON = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "mamba_proj_bias": False,
+    "ssm_state_size": 32,
+    "conv_kernel": 4,
+    "n_groups": 1,
+    "mlp_bias": False,
+    "layer_norm_epsilon": 1e-6,
+    "use_bias": False,
+    "use_conv_bias": True,
+}
 _GEMMA4 = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -133,12 +175,11 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
     },
     "bailing_moe_linear": {**_LINEAR_MOE, "num_key_value_heads": 4},
-    "bailing_moe_v3": {
-        **_LATENT,
-        **_LINEAR_MOE,
-        "rope_scaling": None,
-        "moe_shared_expert_intermediate_size": 64,
-        "short_conv_kernel_size": 4,
+    "bailing_moe_v3": _BAILING_V3,
+    "bailing_v3": {
+        **_BAILING_V3,
+        "model_type": "bailing_hybrid",
+        "architectures": ["BailingMoeV3ForCausalLM"],
     },
     "cohere": {},
     "cohere2": _WINDOWS,
@@ -154,6 +195,23 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": _GEMMA3,
     "gemma4": {"text_config": {**_COMMON, **_GEMMA4, "model_type": "gemma4_text"}},
     "gemma4_text": _GEMMA4,
+    # Without inputs of each layer's own; with experts, and with full attention whose keys are the values.
+    "gemma4_moe": {
+        "model_type": "gemma4",
+        "text_config": {
+            **_COMMON,
+            **_GEMMA4,
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
+        },
+    },
+    "gemma4_unified": {"text_config": {**_COMMON, **_GEMMA4, "model_type": "gemma4_unified_text"}},
     "glm4": {"partial_rotary_factor": 0.5},
     "glm4_moe": {
         "partial_rotary_factor": 0.5,
@@ -184,6 +242,8 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "rope_scaling": None,
     },
+    "gpt2": _GPT,
+    "gpt_bigcode": {**_GPT, "n_inner": 256},
     "granite": {
         **_TIED,
         "logits_scaling": 8.0,
@@ -205,6 +265,7 @@ OWN: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 64,
     },
     "hunyuan_v1_dense": {},
+    "iquestcoder": {},
     "jamba": {
         **_TIED,
         "attn_layer_offset": 1,
@@ -217,6 +278,7 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "joyai_llm_flash": _LATENT,
     "kimi_k2": _LATENT,
     "kimi_k25": {"text_config": {**_COMMON, **_LATENT, "model_type": "deepseek_v3"}},
     "kimi_linear": {
@@ -272,12 +334,8 @@ OWN: dict[str, dict[str, Any]] = {
         "time_step_rank": 8,
         "layer_norm_epsilon": 1e-6,
     },
-    "minimax": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 64,
-        "rotary_dim": 16,
-    },
+    "minimax": _MINIMAX,
+    "minimax_m2": _MINIMAX,
     "minimax_m3_vl": {
         "text_config": {
             **_COMMON,
@@ -298,20 +356,31 @@ OWN: dict[str, dict[str, Any]] = {
     "ministral3": {**_SCALED, **_LAYER_TYPES},
     "mistral": {**_LAYER_TYPES, **_TIED},
     "mistral3": {"text_config": {**_COMMON, **_SCALED, "model_type": "ministral3"}},
-    "mistral4": {**_LATENT, **_SCALED, "rope_scaling": None, "routed_scaling_factor": 1.0},
+    "mistral3_llama": {
+        "model_type": "mistral3",
+        "text_config": {**_COMMON, "sliding_window": None, "model_type": "mistral"},
+    },
+    "mistral3_small_4": {
+        "model_type": "mistral3",
+        "text_config": {**_COMMON, **_MISTRAL4, "model_type": "mistral4"},
+    },
+    "mistral4": _MISTRAL4,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "nemotron_h": {
-        "hybrid_override_pattern": ["M", "*", "-", "M"],
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 32,
-        "mamba_proj_bias": False,
-        "ssm_state_size": 32,
-        "conv_kernel": 4,
-        "n_groups": 1,
-        "mlp_bias": False,
-        "layer_norm_epsilon": 1e-6,
-        "use_bias": False,
-        "use_conv_bias": True,
+    "nemotron_h": {**_NEMOTRON, "hybrid_override_pattern": ["M", "*", "-", "M"]},
+    # Nemotron 3: experts in layers of their own, which keep nothing.
+    "nemotron_3": {
+        **_NEMOTRON,
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": ["M", "E", "*", "M"],
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
     },
     "olmo2": {},
     "olmo3": _LAYER_TYPES,
@@ -363,11 +432,80 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"no_rope_layer_interval": 2},
     "starcoder2": {},
+    "xverse": {},
+}
+# With these settings they have no experts.
+WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"n_routed_experts": None},
+    "kimi_k2": {"n_routed_experts": None},
+}
+# Each has something in common with one of the others that the quick run tries: what it keeps, how its layers
+# are called, or where its parts lie.
+LONG = {
+    "baichuan_m1",
+    "bailing_hybrid",
+    "bailing_moe_linear",
+    "bailing_moe_v3",
+    "bailing_v3",
+    "cohere",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma4",
+    "gemma4_unified",
+    "glm4",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "gpt_bigcode",
+    "granite",
+    "granitemoehybrid",
+    "hunyuan_v1_dense",
+    "iquestcoder",
+    "jamba",
+    "joyai_llm_flash",
+    "kimi_k2",
+    "kimi_k25",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "longcat_flash",
+    "mamba2",
+    "minimax",
+    "minimax_m2",
+    "minimax_m3_vl",
+    "ministral3",
+    "mistral3",
+    "mistral3_llama",
+    "mistral3_small_4",
+    "mistral4",
+    "nemotron_h",
+    "olmo2",
+    "olmo_hybrid",
+    "plamo2",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "smollm3",
+    "starcoder2",
+    "xverse",
 }
 
 
+def _code_of(config: dict[str, Any]) -> str:
+    """The module of mlx-lm that builds the text model of such a config, without building it."""
+    code = _get_classes(config)[0].__module__.removeprefix("mlx_lm.models.")
+    return _code_of({"model_type": "llama", **config["text_config"]}) if code in ANY_TEXT else code
+
+
 def config_of(model_type: str, **changes: Any) -> dict[str, Any]:
-    return {**_COMMON, **OWN[model_type], "model_type": model_type, **changes}
+    return {**_COMMON, "model_type": model_type, **OWN[model_type], **changes}
+
+
+# How each of these models is run in pieces.
+FAMILIES: dict[str, Architecture] = {name: CUT[_code_of(config_of(name))] for name in OWN}
 
 
 def tiny(model_type: str, **changes: Any) -> Any:

@@ -2,7 +2,8 @@
 
 The layers are mlx-lm's own, run by ``stage.Stage``; the wrapper around each rope (``rope.PosRoPE``) shows
 what is rotated, after the model's own norms and before or after the rotation. Nothing is known here of an
-architecture but what a look shows: layers whose keys are not seen, or seen in part only, cannot be used.
+architecture but what a look shows: layers whose keys are not seen, or seen in part only, cannot be used. What
+lies between those that can, windows and running states, is computed as in any prefill.
 
     tokens ─► embed ─► layer 0 … layer exit - 1 ─┐  the last layer ends once its keys are seen
                          └── look: q, k ─────────┴─► keys of the scored tokens, queries of those that ask
@@ -10,7 +11,7 @@ architecture but what a look shows: layers whose keys are not seen, or seen in p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +22,13 @@ import numpy as np
 from fleetd.compression.token_scores import F32
 from fleetd.engine.scoring.scoring_layout import LayoutPass
 from fleetd.engine.sequence_state.kinds import kind_of
-from fleetd.engine.sparse_prefill.rope import PosRoPE, install
-from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
-from fleetd.engine.stage import Stage
+from fleetd.engine.sequence_state.parts import arrays
+from fleetd.engine.sparse_prefill.rope import PosRoPE, install, watched
+from fleetd.engine.stage import Stage, code_of
 from fleetd.errors import ModelUnsupported
+
+# How mlx-lm's attentions call what they multiply dot products by.
+_SCALES = ("scale", "sm_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,14 @@ class AttentionTap:
     """A model whose attention can be read.
 
     ``scales``: what the dot products of a layer's queries and keys are multiplied by, for every layer that
-    attends to the whole text and shows all of its queries and keys; ``heads``: how many of both these have.
+    attends to the whole text and shows all of its queries and keys; ``heads``: how many of both these have;
+    ``keys_first``: the layers that rotate keys before queries.
     """
 
     stage: Stage
     scales: dict[int, float]
     heads: dict[int, tuple[int, int]]
+    keys_first: frozenset[int]
     ropes: dict[int, PosRoPE]
 
     @classmethod
@@ -50,22 +56,27 @@ class AttentionTap:
         stage = Stage.of(model)
         ropes = install(model)
         lone = {rope.layer: rope for rope in ropes if sum(rope.layer == other.layer for other in ropes) == 1}
-        heads = _shown(stage, lone)
+        heads, keys_first = _shown(stage, lone)
         if not heads:
             raise ModelUnsupported(
-                f"Attention in a {model.args.model_type} cannot be looked into: scores need layers that see "
+                f"Attention in a {code_of(model)} cannot be looked into: scores need layers that see "
                 "the whole text and rotate all of their queries and keys.",
                 hint="Choose another model for scoring.",
             )
         scales = {number: _scale(stage.weights.layers[number]) for number in heads}
         shown = {number: lone[number] for number in heads}
-        return cls(stage, scales, heads, shown)
+        return cls(stage, scales, heads, keys_first, shown)
 
     def query_heads(self, layer: int) -> int:
         return self.heads[layer][0]
 
     def key_heads(self, layer: int) -> range:
         return range(self.heads[layer][1])
+
+    def ordered(self, layer: int, pair: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+        """Queries and keys, of what a layer rotated in this order or in the other."""
+        first, second = pair
+        return (second, first) if layer in self.keys_first else (first, second)
 
     def rotated(self, layer: int, rows: F32, position: int) -> F32:
         """Queries or keys (heads, T, D) as this layer rotates them at ``position`` and those after it."""
@@ -104,7 +115,7 @@ class AttentionPass:
         """Compute at most ``chunk_tokens`` more; returns how many."""
         if self._stage is None:
             self._stage = self.tap.stage.part(0, max(self.layers) + 1)
-            self._caches = [sparse_cache(cache) for cache in self._stage.make_caches()]
+            self._caches = self._stage.make_caches()
         tokens = self.work.tokens[self.done : self.done + chunk_tokens]
         self._compute(self._stage, tokens)
         self.done += len(tokens)
@@ -120,17 +131,19 @@ class AttentionPass:
             if layer == stage.last - 1 and len(seen[layer]) == 2:
                 raise _Enough
 
-        for cache in self._caches:
-            cache.expect(range(self.done, self.done + len(tokens)), look)
+        chunk_tokens = mx.array(tokens)[None]
+        inputs = stage.inputs(chunk_tokens, self.done)
         try:
-            stage.run(stage.embed(mx.array(tokens)[None]), self._caches)
+            with watched(self.tap.ropes.values(), look):
+                stage.run(stage.embed(chunk_tokens), self._caches, inputs)
         except _Enough:
             # Nothing was put into the last layer's cache; masks and rotations follow its count.
             kind_of(self._caches[-1]).set_held(self._caches[-1], self.done + len(tokens))
-        shown = {layer: pair for layer, pair in seen.items() if layer in self.layers}
-        queries = {layer: self._asking(q) for layer, (q, _) in shown.items()}
-        keys = {layer: self._scored(layer, k, len(tokens)) for layer, (_, k) in shown.items()}
-        mx.eval(queries, keys, [cache.state for cache in self._caches if cache.keys is not None])
+        queries, keys = {}, {}
+        for layer in self.layers:
+            q, k = self.tap.ordered(layer, seen[layer])
+            queries[layer], keys[layer] = self._asking(q), self._scored(layer, k, len(tokens))
+        mx.eval(queries, keys, arrays(self._caches))
         for kept, chunk in ((self._queries, queries), (self._keys, keys)):
             for layer, rows in chunk.items():
                 if rows.shape[1]:
@@ -164,37 +177,36 @@ def logits_of(queries: F32, keys: F32, scale: float) -> F32:
     return logits
 
 
-def _shown(stage: Stage, layers: Collection[int]) -> dict[int, tuple[int, int]]:
-    """The ``layers`` that keep all keys and show them whole, found by a pass over two tokens; with their
-    numbers of query heads and key heads."""
+def _shown(stage: Stage, ropes: Mapping[int, PosRoPE]) -> tuple[dict[int, tuple[int, int]], frozenset[int]]:
+    """The layers, of those with ``ropes``, that keep all keys and show them whole, found by a pass over two
+    tokens; with their numbers of query heads and key heads. And which of them rotate keys first."""
     seen: dict[int, list[mx.array]] = {}
 
     def look(layer: int, _: mx.array, after: mx.array) -> None:
         seen.setdefault(layer, []).append(after)
 
-    try:
-        caches = [sparse_cache(cache) for cache in stage.make_caches()]
-    except TypeError:
-        return {}
-    for cache in caches:
-        cache.expect(range(2), look)
-    stage.run(stage.embed(mx.array([[1, 1]])), caches)
-    found = {}
-    for layer in sorted(layers):
+    caches, tokens = stage.make_caches(), mx.array([[1, 1]])
+    with watched(ropes.values(), look):
+        stage.run(stage.embed(tokens), caches, stage.inputs(tokens, 0))
+    found, keys_first = {}, set()
+    for layer in sorted(ropes):
         cache, pair = caches[layer], seen.get(layer, [])
         # A window hides what is far. A rope that sees a part only, or what is compressed, shows no scores.
-        if not isinstance(cache, SparseKV) or len(pair) != 2:
+        if not kind_of(cache).plain or len(pair) != 2:
             continue
         held = cache.keys[:, :, :2]
-        if pair[1].shape == held.shape and bool(mx.array_equal(pair[1], held)):
-            found[layer] = pair[0].shape[1], pair[1].shape[1]
-    return found
+        keys = [each.shape == held.shape and bool(mx.array_equal(each, held)) for each in pair]
+        if any(keys):
+            if not keys[1]:
+                keys_first.add(layer)
+            found[layer] = pair[0 if keys[1] else 1].shape[1], held.shape[1]
+    return found, frozenset(keys_first)
 
 
 def _scale(layer: nn.Module) -> float:
     for _, module in layer.named_modules():
         if isinstance(module.get("rope"), PosRoPE):
-            scale = getattr(module, "scale", None)
-            if isinstance(scale, int | float):
-                return float(scale)
+            for name in _SCALES:
+                if isinstance(scale := getattr(module, name, None), int | float):
+                    return float(scale)
     raise ModelUnsupported("This model's attention has a scale that is not a number.")

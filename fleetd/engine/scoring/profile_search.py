@@ -66,8 +66,8 @@ class ProfileSearch:
             )
         if not self._profile.heads:
             raise ModelUnsupported(
-                f"This model's attention finds fewer than {LEAST_FOUND:.0%} of sentences that answer a "
-                "question: too few for scoring.",
+                f"This model's attention cannot be looked into, or finds fewer than {LEAST_FOUND:.0%} of "
+                "sentences that answer a question: too few for scoring.",
                 hint="Choose another model for scoring.",
             )
         try:
@@ -82,6 +82,10 @@ class ProfileSearch:
         """Go on with the search by about so many tokens. An error ends it: this model then scores nothing."""
         try:
             self._search(chunk_tokens)
+        except ModelUnsupported as error:
+            self._failure = error
+            # Known from then on, so that another model is chosen before this one is loaded again.
+            self.known.keep(self.digest, self.device, Profile([], 0, False, 0))
         except FleetError as error:
             self._failure = error
         except Exception as error:

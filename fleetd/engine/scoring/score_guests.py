@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from fleetd.engine.protocol import Accepted, Prefill, Profile, Scored
 from fleetd.engine.scoring.attention_pass import AttentionPass, AttentionTap, logits_of
 from fleetd.engine.scoring.profile_search import ProfileSearch, check
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
+from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state.parts import parts
 from fleetd.errors import InvalidValue, Overloaded
 
 
@@ -68,9 +70,9 @@ class ScoreGuests(Guests[ScoringLayout, _ScoringWork]):
 
     def _bytes(self, tap: AttentionTap, layout: ScoringLayout, profile: Profile) -> int:
         """Memory of the longest pass (its keys, and its KV or later its logits) and of the scores."""
-        total = tap.stage.total
         longest = max(len(each.tokens) for each in layout.passes)
-        per_layer = self.budget.sizes.row_bytes / total
+        # Running states have no part in it.
+        per_layer = self.budget.sizes.row_bytes / max(1, sum(map(_in_rows, tap.stage.empty)))
         heads = len(profile.heads)
         most = max(each.count for each in layout.passes)
         # A key is half of a head's part of a cache, which may hold 16 bits where a key here has 32.
@@ -79,7 +81,8 @@ class ScoreGuests(Guests[ScoringLayout, _ScoringWork]):
         # In f32; one head's are there twice more while they are summed up.
         logits = most * asking * (heads + 2) * 4
         found = len(layout.starts) * TOKEN_BYTES
-        return int(most * keys + max(longest * profile.exit_layer * per_layer, logits) + found)
+        kept = sum(map(_in_rows, tap.stage.empty[: profile.exit_layer]))
+        return int(most * keys + max(longest * kept * per_layer, logits) + found)
 
     def advance(self, task: _Task, work: _ScoringWork, chunk_tokens: int) -> Scored | None:
         work.begun_s = work.begun_s or time.monotonic()
@@ -100,6 +103,11 @@ class ScoreGuests(Guests[ScoringLayout, _ScoringWork]):
         seconds = time.monotonic() - work.begun_s
         scores = join(work.scores).packed()
         return Scored(task.id, scores, profile, work.computed, seconds)
+
+
+def _in_rows(empty: Any) -> bool:
+    """True if a layer with such a cache keeps keys and values of tokens."""
+    return any(kind_of(part).attention for part in parts(empty))
 
 
 def _asked(profile: Profile, exit_layer: int) -> list[tuple[int, int]]:

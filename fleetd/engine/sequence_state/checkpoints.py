@@ -85,3 +85,15 @@ def restored(cache: list[Any], stored: int, tokens: int, state: list[Any]) -> li
     return [
         kind_of(layer).restored(layer, stored, tokens, part) for layer, part in zip(cache, state, strict=True)
     ]
+
+
+def gone_back(cache: list[Any], stored: int, tokens: int, state: list[Any]) -> list[Any]:
+    """As ``restored``, of ``cache`` itself, which is used up: rows are cut and not copied."""
+    found = []
+    for layer, part in zip(cache, state, strict=True):
+        if kind_of(layer).has_rows(layer):
+            layer.trim(stored - tokens)
+            found.append(layer)
+        else:
+            found.append(kind_of(layer).restored(layer, stored, tokens, part))
+    return found

@@ -31,7 +31,7 @@ class KvLayout:
         if stage.first == 0:
             hidden = stage.embed(mx.array([[0]]))
         else:
-            hidden = mx.zeros((1, 1, int(stage.args.hidden_size)), _float_dtype(stage))
+            hidden = mx.zeros((1, 1, stage.width), _float_dtype(stage))
         caches = stage.make_caches()
         out = stage.run(hidden, caches, stage.inputs(mx.array([[0]]), 0))
         mx.eval(arrays(caches), out)

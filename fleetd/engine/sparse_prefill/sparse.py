@@ -22,9 +22,9 @@ from fleetd.engine.prefill import give_back
 from fleetd.engine.sequence_state import batches, growth
 from fleetd.engine.sequence_state.copies import beginning
 from fleetd.engine.sequence_state.kinds import kind_of
-from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install
+from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install, watched
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
-from fleetd.engine.stage import architecture_for
+from fleetd.engine.stage import architecture_for, code_of
 from fleetd.errors import ModelUnsupported
 
 # Always kept: the first token, on which attention rests where it finds nothing, and the prompt's end.
@@ -123,8 +123,8 @@ class Sparse:
         Raises:
             ModelUnsupported: why it cannot; it still runs densely.
         """
-        kind = model.model_type
-        if kind not in CUT and kind not in ANY_TEXT:
+        kind, code = model.model_type, code_of(model)
+        if code not in CUT and code not in ANY_TEXT:
             raise ModelUnsupported(f"No test shows that a {kind} model can skip tokens of a prompt.")
         if whole := architecture_for(model).whole:
             raise ModelUnsupported(f"A {kind} model computes every token of a prompt: {whole}.")
@@ -192,8 +192,10 @@ def _check(
     for layer in sparse:
         layer.expect(list(range(n)))
         # As if there were gaps.
-        layer.offset = RopeOffset(0, mx.arange(n), look)
-    _expect(run(prompt, sparse), expected, "a prompt kept whole")
+        layer.offset = RopeOffset(0, mx.arange(n))
+    with watched(ropes, look):
+        whole = run(prompt, sparse)
+    _expect(whole, expected, "a prompt kept whole")
     positions = mx.array(_CHECK_POSITIONS)
     for rope in ropes:
         if (x := seen.get(rope.layer)) is not None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, create_attention_mask
 
 from fleetd.engine.sequence_state.rings import ring
-from fleetd.engine.sparse_prefill.rope import Look, RopeOffset
+from fleetd.engine.sparse_prefill.rope import RopeOffset
 
 _Positions = npt.NDArray[np.int64]
 
@@ -41,9 +41,9 @@ class SparseKV(KVCache):  # type: ignore[misc]
         cache.keys, cache.values, cache.offset = dense.keys, dense.values, dense.offset
         return cache
 
-    def expect(self, positions: Sequence[int], look: Look | None = None) -> None:
-        """The next pass computes tokens at ``positions``, ascending; ``look`` sees queries and keys."""
-        self.offset = RopeOffset.at(int(self.offset), positions, look)
+    def expect(self, positions: Sequence[int]) -> None:
+        """The next pass computes tokens at ``positions``, ascending."""
+        self.offset = RopeOffset.at(int(self.offset), positions)
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         # Not by the method of the base: MLX takes no subclass of int for an offset.
@@ -87,14 +87,14 @@ class SparseWindow:
         cache.offset = dense.offset
         return cache
 
-    def expect(self, positions: Sequence[int], look: Look | None = None) -> None:
+    def expect(self, positions: Sequence[int]) -> None:
         """As SparseKV's. Drops the rows that none of these tokens sees."""
         self._coming = np.array(positions, np.int64)
         hidden = int(np.searchsorted(self._held, positions[0] - self.max_size, side="right"))
         if hidden and self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[..., hidden:, :], self.values[..., hidden:, :]
             self._held = self._held[hidden:]
-        self.offset = RopeOffset.at(int(self.offset), positions, look)
+        self.offset = RopeOffset.at(int(self.offset), positions)
 
     def make_mask(self, n: int, window_size: int | None = None, return_array: bool = False) -> Any:
         window = window_size or self.max_size

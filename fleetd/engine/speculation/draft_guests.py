@@ -18,6 +18,7 @@ from fleetd.engine.guests import Guests, GuestTask
 from fleetd.engine.memory import GROWTH_TOKENS
 from fleetd.engine.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.protocol import Accepted, DraftFor, Followed
+from fleetd.engine.speculation.draft_cache import SAVED_STATES
 from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.engine.speculation.drafter import DraftModel, DraftWriter
 from fleetd.engine.speculation.lookahead import Lookahead
@@ -80,11 +81,15 @@ class DraftGuests(Guests[DraftFor, DraftWriter]):
 
     def _grow(self, task_id: str, tokens: int) -> None:
         """Lend a task KV for ``tokens``, and for some more. Raises OutOfMemory."""
-        if self.budget.sizes.of(tokens) <= self.budget.lent_bytes(task_id):
+        if self._bytes(tokens) <= self.budget.lent_bytes(task_id):
             return
         tokens = min(tokens + GROWTH_TOKENS, self.context_tokens + limits.DRAFT_AHEAD)
         self.budget.give_back(task_id)
-        self.budget.lend(task_id, self.budget.sizes.of(tokens))
+        self.budget.lend(task_id, self._bytes(tokens))
+
+    def _bytes(self, tokens: int) -> int:
+        sizes = self.budget.sizes
+        return sizes.of(tokens) + SAVED_STATES * sizes.whole(tokens)
 
     def on_end(self, task: _Task) -> None:
         tokens, cache = self._models.pop(task.id).kept

@@ -1,6 +1,6 @@
 """Drafting for a text that another worker writes: prefill what is known, then guess what follows.
 
-    COMMIT ──► roll back to what still holds ──► prefill what is new ──► guess, guess, … ──► DRAFT each
+    COMMIT ──► go back to what still holds ──► prefill what is new ──► guess, guess, … ──► DRAFT each
 
 No answer waits for drafts or relies on them. The compute loop does this work in turns (``DraftGuests``).
 """
@@ -16,12 +16,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
 from fleetd.engine.prefix_cache import Hit
-from fleetd.engine.sequence_state import rollback
-from fleetd.engine.sequence_state.kinds import ANY
+from fleetd.engine.sequence_state.parts import arrays
 from fleetd.engine.speculation import draft_messages as wire
+from fleetd.engine.speculation.draft_cache import DraftCache
 from fleetd.engine.speculation.lookahead import Guess, Lookahead
 from fleetd.engine.streams.frames import Frame, FrameHeader, FramePipe, Place
-from fleetd.errors import FleetError, ModelUnsupported, PeerLost, ProtocolError
+from fleetd.errors import FleetError, PeerLost, ProtocolError
 
 # Guesses after which memory that MLX keeps for reuse is given back.
 CLEAR_GUESSES = 512
@@ -39,42 +39,36 @@ class Guesser(Protocol):
 
 
 class DraftModel:
-    """A model and the KV of one text, which is rolled back to wherever that goes on otherwise.
+    """A model and what it keeps of one text, which is taken back to wherever that goes on otherwise.
 
     ``path`` is always what comes after the text that is ``committed``. ``fetch`` finds KV of its beginning
     that is left from earlier texts.
 
-    Raises ModelUnsupported if the model's cache cannot be rolled back.
+    Raises ModelUnsupported if what the model keeps cannot be taken back.
     """
 
     def __init__(self, model: Any, fetch: Callable[[list[int]], Hit] = lambda tokens: Hit(0, None)) -> None:
         self._model = model
         self._fetch = fetch
-        self._cache = make_prompt_cache(model)
-        # A window's cache can be rolled back only until it is full.
-        if rollback.needs_mark(self._cache) or rollback.room(self._cache) < ANY:
-            raise ModelUnsupported(
-                "A model of this kind cannot draft: what it has read cannot be taken back."
-            )
+        self._cache = DraftCache(make_prompt_cache(model), [])
         self._guesses = 0
         self._text: list[int] = []
-        self._in_cache: list[int] = []
         # Leading tokens in the cache that are known to be the text's.
         self._same = 0
 
     @property
     def held(self) -> int:
-        return len(self._in_cache)
+        return len(self._cache)
 
     @property
     def kept(self) -> tuple[list[int], list[Any]]:
         """What the cache holds of the text itself, and the cache, which is not to be used here any more."""
-        self._roll_back(self._common([]))
-        return self._in_cache, self._cache
+        self._cache.go_back(self._common([]))
+        return self._cache.tokens, self._cache.layers
 
     def committed(self, tokens: Sequence[int]) -> None:
         if not self._text and (hit := self._fetch([*tokens])).cache is not None:
-            self._cache, self._in_cache = hit.cache, [*tokens[: hit.tokens]]
+            self._cache = DraftCache(hit.cache, [*tokens[: hit.tokens]])
         self._text += tokens
 
     def missing(self, path: Sequence[int]) -> int:
@@ -84,7 +78,7 @@ class DraftModel:
     def prefill(self, path: Sequence[int], most: int) -> None:
         """Compute at most ``most`` of the ``missing`` ones."""
         self._compute(path, min(most, self.missing(path)))
-        mx.eval([layer.state for layer in self._cache])
+        mx.eval(arrays(self._cache.layers))
         mx.clear_cache()
 
     def guess(self, path: Sequence[int]) -> Guess:
@@ -98,22 +92,20 @@ class DraftModel:
         return Guess(two[0], two[1], shares[0], shares[1])
 
     def _compute(self, path: Sequence[int], count: int) -> mx.array:
+        """Compute ``count`` tokens after those that the cache holds of text and path, or the last ones."""
         total = len(self._text) + len(path)
-        start = min(self._common(path), total - count)
-        self._roll_back(start)
-        chunk = self._between(path, start, start + count)
-        logits: mx.array = self._model(mx.array(chunk)[None], cache=self._cache)
-        self._in_cache += chunk
+        stop = min(self._common(path) + count, total)
+        self._cache.go_back(stop - count)
+        # The text's last token may be computed once more.
+        self._cache.save(len(self._text) - 1)
+        chunk = self._between(path, len(self._cache), stop)
+        logits: mx.array = self._model(mx.array(chunk)[None], cache=self._cache.layers)
+        self._cache.tokens += chunk
         return logits
-
-    def _roll_back(self, length: int) -> None:
-        if surplus := len(self._in_cache) - length:
-            rollback.take_back(self._cache, surplus)
-            del self._in_cache[length:]
 
     def _common(self, path: Sequence[int]) -> int:
         """Leading tokens of text and path that the cache holds."""
-        text, held = self._text, self._in_cache
+        text, held = self._text, self._cache.tokens
         self._same = min(self._same, len(held))
         while self._same < min(len(held), len(text)) and held[self._same] == text[self._same]:
             self._same += 1
