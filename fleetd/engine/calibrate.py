@@ -21,9 +21,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.chunk_size import ALONE_GPU_S
-from fleetd.engine.sequence_state.copies import cache_of
-from fleetd.engine.sequence_state.kinds import all_plain, kind_of
-from fleetd.engine.sequence_state.parts import sizes
+from fleetd.engine.sequence_state.made_up import made_up
 from fleetd.hardware.other_load import CpuReading
 from fleetd.limits import MIB
 
@@ -202,16 +200,16 @@ class Calibration:
         """Find the seconds per token and token before it, by a chunk of ``n``."""
         for context in CONTEXTS:
             fits = context + n <= self._context_tokens and self._fits(BEHIND * self._best_s(n))
-            cache = _made_up(self._short, context, n) if fits else None
+            cache = self._behind(context, n) if fits else None
             if cache is None:
                 break
             behind_s = self._run(n, cache)
+            del cache  # what follows may make up another one
             yield
             if behind_s > SHOWS * self._best_s(n) and self._fits(behind_s):
                 # It may have been another program that showed, and each prompt would pay for that.
-                for layer in cache:
-                    kind_of(layer).set_held(layer, context)
-                behind_s = min(behind_s, self._run(n, cache))
+                again = self._behind(context, n)
+                behind_s = min(behind_s, self._run(n, again)) if again is not None else behind_s
                 yield
             if context == CONTEXTS[0] and self._fits(self._best_s(n)):
                 self._chunk(n)  # as warm as the other
@@ -220,6 +218,9 @@ class Calibration:
             self._context_s = found_s or self._context_s
             if behind_s > SHOWS * self._best_s(n):
                 break
+
+    def _behind(self, context: int, n: int) -> list[Any] | None:
+        return made_up(self._short, context, n, CONTEXT_BYTES)
 
     def _fixed_s(self) -> float:
         """Where the line through the two largest chunks begins."""
@@ -251,25 +252,6 @@ def _spread(runs: Sequence[float]) -> float:
     """How many times as long the second best run took as the best; 1 for a single run."""
     best_s, *others = sorted(runs)
     return others[0] / max(best_s, 1e-9) if others else 1.0
-
-
-def _made_up(like: list[Any], context: int, more: int) -> list[Any] | None:
-    """A cache with a made-up context, and room for ``more`` tokens: to grow is to copy all rows,
-    which prompts pay for every few chunks, and this one would seem to pay every time.
-
-    None if a cache is more than rows, or too large.
-    """
-    if not all_plain(like) or any(layer.keys is None for layer in like):
-        return None
-    if sizes(like).of(context + more) > CONTEXT_BYTES:
-        return None
-    cache = []
-    for layer in like:
-        shapes = [(1, part.shape[1], context + more, part.shape[3]) for part in (layer.keys, layer.values)]
-        keys, values = (mx.ones(shape, layer.keys.dtype) for shape in shapes)
-        cache.append(cache_of(keys, values, context))
-    mx.eval([layer.state for layer in cache])
-    return cache
 
 
 def _tokens(count: int, vocab_size: int) -> mx.array:

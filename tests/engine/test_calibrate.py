@@ -14,6 +14,7 @@ from asking import ask, run
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from tiny_architectures import tiny
 
 from fleetd import limits
 from fleetd.engine.calibrate import (
@@ -32,6 +33,9 @@ from fleetd.engine.calibrate import (
     calibrate,
 )
 from fleetd.engine.pool import EnginePool
+from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state.made_up import made_up
+from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.stage import Stage
@@ -403,3 +407,25 @@ async def test_a_loaded_model_tells_its_speeds_and_nothing_is_left_of_the_measur
     assert status.decode_tok_s > 0
     # One request came, and found nothing in the cache.
     assert (status.prefix_queries, status.prefix_hits) == (1, 0)
+
+
+@pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3_text", "falcon_h1", "gpt_oss"])
+def test_states_and_windows_are_measured_behind_a_context_too(family: str) -> None:
+    """Without it, a hybrid would be priced as if all of its layers were attention."""
+    model = tiny(family)
+    short, tokens = make_prompt_cache(model), mx.array([[1, 2, 3]])
+    model(tokens, cache=short)
+    context, more = 96, 16
+    caches = made_up(short, context, more, CONTEXT_BYTES)
+    assert caches is not None
+    held = [kind_of(part).held(part) for part in all_parts(caches)]
+    assert set(held) <= {context, None}
+    grown = [part.keys.shape[2] for part in all_parts(caches) if kind_of(part).plain]
+    model(mx.array([[5] * more]), cache=caches)
+    # There was room for the chunk: nothing was copied to take it.
+    assert [part.keys.shape[2] for part in all_parts(caches) if kind_of(part).plain] == grown
+    assert [kind_of(part).held(part) for part in all_parts(caches)] == [
+        None if count is None else context + more for count in held
+    ]
+    assert made_up(short, context, more, most_bytes=1) is None
