@@ -6,7 +6,8 @@
     ids of calls in any form                 refused by Mistral → nine letters and digits of a hash
     two messages of one role                 refused by Mistral and Gemma → one message
     a user who speaks after a tool's result  refused by Mistral → an empty turn of the assistant's between
-    a system message                         refused by Gemma 2, in the middle by Qwen3.5 → the user's words
+    a system message                         refused by Gemma 2; in the middle refused by Qwen 3.5, and
+                                             forgotten by gpt-oss → the user's words
 
 Which of these a model's template needs, renderings of small conversations tell. What a template takes as it
 is stays as it is. Pure.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import string
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,6 +223,7 @@ _TOOLS = [
     }
 ]
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
+_ANOTHER: Message = {"role": "system", "content": "Be kind."}
 _USER: Message = {"role": "user", "content": "Look."}
 _ANSWER: Message = {"role": "assistant", "content": "A tree."}
 
@@ -275,28 +277,49 @@ def template_needs(tokenizer: Any) -> TemplateNeeds:
     return TemplateNeeds(**needs)
 
 
-def _joined_roles(render: Render) -> frozenset[str]:
-    def refused(*messages: Message) -> bool:
-        """Two of one role, which are taken as one."""
-        return (
-            render(messages) is None
-            and render(_joined(messages, {"system", "user", "assistant"})) is not None
-        )
+_ROLES = frozenset({"system", "user", "assistant"})
+# Conversations that a template may refuse, or whose system messages it may forget.
+_TWICE: Mapping[str, Sequence[list[Message]]] = {
+    "system": [[_SYSTEM, _ANOTHER, _USER]],
+    "user": [[_USER, _USER]],
+    "assistant": [[_USER, _ANSWER, _ANSWER, _USER], [_USER, _ANSWER, *_calling(_ONE)[1:]]],
+}
+_AT_FIRST = [_SYSTEM, _USER]
+_IN_THE_MIDDLE = [
+    [_SYSTEM, _USER, _ANSWER, _ANOTHER, _USER],
+    [_SYSTEM, _USER, _ANSWER, _ANOTHER, *_calling(_ONE)[1:]],
+]
 
-    pairs = {
-        "system": [[_SYSTEM, _SYSTEM, _USER]],
-        "user": [[_USER, _USER]],
-        "assistant": [[_USER, _ANSWER, _ANSWER, _USER], [_USER, _ANSWER, *_calling(_ONE)[1:]]],
-    }
-    return frozenset(role for role, talks in pairs.items() if any(refused(*each) for each in talks))
+
+def _helps(render: Render, talk: Sequence[Message], changed: Sequence[Message]) -> bool:
+    """True if a conversation is refused, or not all that its system says is shown, and the changed one is
+    taken whole."""
+    texts = [_text_of(each) for each in talk if each["role"] == "system"]
+
+    def taken(messages: Sequence[Message]) -> bool:
+        text = render(messages)
+        return text is not None and all(each in text for each in texts)
+
+    return not taken(talk) and taken(changed)
+
+
+def _joined_roles(render: Render) -> frozenset[str]:
+    return frozenset(
+        role
+        for role, talks in _TWICE.items()
+        if any(_helps(render, talk, _joined(talk, _ROLES)) for talk in talks)
+    )
 
 
 def _system_places(render: Render) -> str:
-    if render([_SYSTEM, _USER]) is None:
+    def as_user(talk: Sequence[Message], *, first: bool) -> list[Message]:
+        return _joined(_system_as_user(talk, first=first), _ROLES)
+
+    if _helps(render, _AT_FIRST, as_user(_AT_FIRST, first=False)):
         return "nowhere"
-    before = [_SYSTEM, _USER, _ANSWER]
-    in_the_middle = render([*before, _SYSTEM, _USER]) is not None or render([*before, _USER]) is None
-    return "anywhere" if in_the_middle else "first"
+    if any(_helps(render, talk, as_user(talk, first=True)) for talk in _IN_THE_MIDDLE):
+        return "first"
+    return "anywhere"
 
 
 def _needs_single_calls(render: Render) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import miniature_tokenizers as miniature
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
@@ -91,7 +91,10 @@ def test_what_each_template_needs_is_found_out() -> None:
         "qwen3": TemplateNeeds(),
         "llama3": TemplateNeeds(single_calls=True),
         "gpt-oss": TemplateNeeds(
-            single_calls=True, preamble="<|end|><|start|>assistant<|channel|>commentary<|message|>"
+            single_calls=True,
+            preamble="<|end|><|start|>assistant<|channel|>commentary<|message|>",
+            joined=frozenset({"system"}),
+            system="first",
         ),
         "mistral": TemplateNeeds(
             short_ids=True,
@@ -100,7 +103,7 @@ def test_what_each_template_needs_is_found_out() -> None:
             system="first",
         ),
         "glm": TemplateNeeds(),
-        "deepseek": TemplateNeeds(joined=frozenset({"assistant"})),
+        "deepseek": TemplateNeeds(joined=frozenset({"assistant"}), system="first"),
     }
     both = frozenset({"user", "assistant"})
     assert template_needs(miniature.gemma2()) == TemplateNeeds(joined=both, system="nowhere")
@@ -261,6 +264,14 @@ def test_a_system_message_is_the_users_where_the_template_knows_none() -> None:
     assert "user\n<system-reminder>\nBe brief.\n</system-reminder>\nLook around.<end_of_turn>" in text
 
 
+def test_a_system_message_that_the_template_forgets_is_read() -> None:
+    made = miniature.gpt_oss()
+    kind = {"role": "system", "content": "Be kind."}
+    text = rendered(made, [SYSTEM, kind, USER, ANSWER, {"role": "system", "content": "Be quick."}, USER])
+    assert "<|start|>system<|message|>Be brief.\nBe kind.<|end|>" in text
+    assert "<|start|>user<|message|><system-reminder>\nBe quick.\n</system-reminder><|end|>" in text
+
+
 def test_a_system_message_in_the_middle_is_the_users_where_the_template_wants_it_first() -> None:
     made = miniature.qwen3()
     template = made._tokenizer.chat_template
@@ -310,7 +321,7 @@ def conversations(draw: st.DrawFn) -> list[Message]:
     """What clients send: a user first and last, or a tool's result at the end."""
     messages: list[Message] = [USER]
     for at in range(draw(st.integers(0, 4))):
-        match draw(st.sampled_from(["user", "assistant", "calls"])):
+        match draw(st.sampled_from(["user", "assistant", "system", "calls"])):
             case "calls":
                 names = [f"{draw(st.sampled_from(IDS))}{at}{i}" for i in range(draw(st.integers(1, 3)))]
                 said = {"content": draw(_WORDS), "reasoning_content": draw(_WORDS)}
@@ -320,21 +331,23 @@ def conversations(draw: st.DrawFn) -> list[Message]:
                     *(result(n, f"thing{at}{i}") for i, n in enumerate(names)),
                 ]
             case role:
-                messages.append({"role": role, "content": draw(_WORDS.filter(bool))})
-    return messages if messages[-1]["role"] != "assistant" else [*messages, USER]
+                messages.append({"role": role, "content": draw(_WORDS) + f"said{at}"})
+    return messages if messages[-1]["role"] in ("user", "tool") else [*messages, USER]
 
 
 @every_family
-def test_every_conversation_is_rendered_with_all_calls_and_results(family: str) -> None:
+def test_every_conversation_is_rendered_whole(family: str) -> None:
     made = FAMILIES[family]()
 
+    @settings(max_examples=60, deadline=None)
     @given(conversations())
     def holds(messages: list[Message]) -> None:
         text = str(made.decode(prepared(made, messages).tokens))
         for message in messages:
             for each in message.get("tool_calls", ()):
                 assert text.count(each["function"]["arguments"]["at"]) == 1
-            if message["role"] == "tool":
+            # Some templates leave out what the assistant says beside a call.
+            if message["role"] != "assistant" and message is not USER:
                 assert text.count(message["content"]) == 1
 
     holds()

@@ -48,7 +48,8 @@ _LLAMA = """
 {%- endfor %}{% if add_generation_prompt %}{{ head('assistant') }}{% endif %}
 """
 
-# As the publisher's: one call of a message is shown; the thoughts of a call go when an answer follows it.
+# As the publisher's: one call of a message is shown, and of system messages the first; the thoughts of a call
+# go when an answer follows it.
 _HARMONY = """
 {%- set called = namespace(name=none) %}
 {%- if tools %}{{ '<|start|>developer<|message|># Tools\n' }}
@@ -72,7 +73,8 @@ _HARMONY = """
 {{- '<|start|>assistant to=functions.' + called.name }}
 {{- '<|channel|>commentary json<|message|>' + m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
 {%- elif m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + content + '<|end|>' }}
-{%- else %}{{ '<|start|>' + m.role + '<|message|>' + content + '<|end|>' }}{% endif %}
+{%- elif loop.first or m.role == 'user' %}
+{{- '<|start|>' + m.role + '<|message|>' + content + '<|end|>' }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
 """
 
