@@ -42,14 +42,16 @@ F32 = npt.NDArray[np.float32]
 # columns than a batch of them.
 ROWS = 4
 COLUMNS = 32
-# Queries per block of attention: few enough that a block's scores stay near the core that computes them.
-BLOCK = 64
+# Queries per block of attention: few enough that a block's scores stay near the core that computes them. A
+# block of LEAST_BLOCK takes up to a fifth longer for each query than a whole one.
+BLOCK, LEAST_BLOCK = 64, 16
 # Sums over keys are formed in pieces of this length, one after the other: MKL adds up to 192 terms in one
 # run, and splits longer sums in a way that depends on their length.
 PIECE = 192
 
 _blas: ctypes.CDLL | None = None
 _threads: ThreadPoolExecutor | None = None
+_thread_count = 1
 
 
 def preload_blas() -> bool:
@@ -88,9 +90,10 @@ def exact() -> bool:
 
 def _start_threads(blas: ctypes.CDLL) -> None:
     """One thread per core for attention's blocks; each multiplies alone, so that they do not crowd."""
-    global _threads
+    global _threads, _thread_count
     threads = int(os.environ.get("MKL_NUM_THREADS") or cores())
     if threads > 1:
+        _thread_count = threads
         _threads = ThreadPoolExecutor(
             threads, "attention", initializer=blas.MKL_Set_Num_Threads_Local, initargs=(ctypes.c_int(1),)
         )
@@ -257,6 +260,7 @@ def scaled_dot_product_attention(
             return None
         rows = np.broadcast_to(mask if mask.ndim == 4 else mask[None, None], (B, 1, T, S))[:, 0]
     tasks: list[Callable[[], None]] = []
+    size = block_size(T, _thread_count)
     for b in range(B):
         start, visible = 0, None
         if rows is not None:
@@ -271,8 +275,8 @@ def scaled_dot_product_attention(
         ob = out[b].reshape(K, H // K, T, -1)
         kb, vb = k[b, :, start:], v[b, :, start:]
         causal = mask is not None and visible is None
-        for t in range(0, T, BLOCK):
-            n = min(BLOCK, T - t)
+        for t in range(0, T, size):
+            n = min(size, T - t)
             end = kb.shape[1] - T + t + n if causal else kb.shape[1]
             tasks.append(
                 partial(
@@ -288,6 +292,16 @@ def scaled_dot_product_attention(
             )
     _all(tasks, wide=T >= BLOCK)
     return out
+
+
+def block_size(queries: int, threads: int) -> int:
+    """Queries per block, such that no thread waits for another one's last block: three blocks of 64 take two
+    threads as long as four. How queries are divided changes no number."""
+    if queries < BLOCK:
+        return BLOCK
+    blocks = -(-queries // BLOCK)
+    even = -(-blocks // threads) * threads
+    return max(LEAST_BLOCK, -(-queries // even))
 
 
 def _all(tasks: list[Callable[[], None]], *, wide: bool) -> None:

@@ -97,6 +97,30 @@ def test_attention_in_any_chunks_has_the_same_bits(H: int, K: int, D: int) -> No
 
 @pytest.mark.usefixtures("cpu_installed")
 @pytest.mark.parametrize(("H", "K", "D"), SHAPES)
+def test_attention_on_any_number_of_threads_has_the_same_bits(
+    H: int, K: int, D: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = draw(1, 1, H, 193, D), draw(2, 1, K, 400, D), draw(3, 1, K, 400, D)
+    found = []
+    for threads in (1, 2, 3, 8, 64):
+        monkeypatch.setattr(cpu, "_thread_count", threads)
+        out = cpu.scaled_dot_product_attention(q, k, v, 0.1, "causal")
+        assert out is not None
+        found.append(out.tobytes())
+    assert len(set(found)) == 1, CHANGED
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8, 64])
+def test_blocks_go_round_evenly(threads: int) -> None:
+    for queries in range(cpu.BLOCK, 2200):
+        size = cpu.block_size(queries, threads)
+        assert cpu.LEAST_BLOCK <= size <= cpu.BLOCK
+        rounds = -(-queries // size // threads)
+        assert rounds * size <= queries / threads + rounds or size == cpu.LEAST_BLOCK
+
+
+@pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize(("H", "K", "D"), SHAPES)
 @pytest.mark.parametrize("n", EDGES)
 def test_a_padded_batch_row_has_the_bits_it_has_alone(H: int, K: int, D: int, n: int) -> None:
     q, k, v = draw(1, 2, H, 1, D), draw(2, 2, K, 1100, D), draw(3, 2, K, 1100, D)

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -191,6 +192,24 @@ def test_running_answers_get_a_token_in_every_turn_of_a_long_prefill(parts: tupl
         bench.turn()
         assert len(bench.of("running")) == before + 1
     bench.scheduler.tell(Cancel("running"))
+    bench.finish()
+    bench.check_clean()
+
+
+def test_a_turn_that_only_decodes_looks_at_nothing_else(parts: tuple[Any, Any]) -> None:
+    bench = Bench(parts)
+    bench.submit("running", "<count>", max_tokens=60)
+    while not bench.scheduler.decoding:
+        bench.turn()
+    bench.turn()
+    others = bench.scheduler._turn_others = Mock(wraps=bench.scheduler._turn_others)
+    for _ in range(5):
+        bench.turn()
+    assert not others.called
+    # Whatever comes gets its turn at once.
+    bench.submit("next", "y" * 40, max_tokens=3)
+    bench.turn()
+    assert others.called
     bench.finish()
     bench.check_clean()
 
