@@ -301,6 +301,10 @@ def start(
 
     quiet_libraries()
     with import_index.stored(Path(settings.cache)) if settings.cache else nullcontext():
+        # For streams and blocks, the first of which is not to wait for it.
+        from cryptography.hazmat.primitives.ciphers import aead  # noqa: F401
+        from cryptography.hazmat.primitives.kdf import hkdf  # noqa: F401
+
         from fleetd.engine import loading, stage_loading
         from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Calibration
         from fleetd.engine.helper_loop import HelperLoop

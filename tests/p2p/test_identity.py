@@ -329,6 +329,17 @@ def test_only_a_signature_needs_cryptography(own: Identity) -> None:
 # ---- A process that makes them ---------------------------------------------------------------------------
 
 
+@pytest.fixture
+def lean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without the library."""
+    monkeypatch.delitem(sys.modules, "cryptography")
+
+
+def test_no_process_is_started_where_it_saves_nothing(folder: Path) -> None:
+    assert new_identity.begin(folder) is None
+
+
+@pytest.mark.usefixtures("lean")
 def test_a_process_makes_a_new_identity(folder: Path) -> None:
     made = new_identity.begin(folder)
     assert made is not None
@@ -340,6 +351,7 @@ def test_a_process_makes_a_new_identity(folder: Path) -> None:
     assert new_identity.begin(folder) is None
 
 
+@pytest.mark.usefixtures("lean")
 @pytest.mark.parametrize("name", ["key.pem", "cert.pem"])
 def test_no_process_touches_what_is_there(folder: Path, name: str) -> None:
     """Not even a link to nothing: what is wrong with it is the daemon's to say."""
@@ -348,9 +360,11 @@ def test_no_process_touches_what_is_there(folder: Path, name: str) -> None:
     assert new_identity.begin(folder) is None
 
 
-def test_where_the_process_fails_the_daemon_says_why(folder: Path) -> None:
+def test_where_the_process_fails_the_daemon_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.write_text("")
-    made = new_identity.begin(folder)
+    with monkeypatch.context() as lean:
+        lean.delitem(sys.modules, "cryptography")
+        made = new_identity.begin(folder)
     assert made is not None
     new_identity.finish(made)
     assert made.returncode == 1

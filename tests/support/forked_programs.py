@@ -43,8 +43,11 @@ _BE_SUBREAPER = 36
 # What the libraries found in the server's environment, and what a worker says of its arithmetic comes from.
 _LIBRARIES = ("MKL_CBWR", "KMP_BLOCKTIME", *_THREADS)
 
-# Of the libraries: what the load of nearly every model of the tests imports.
+# Of the libraries: what the load of nearly every model of the tests imports, and a new home's identity.
 _READ_BY_LOADING = (
+    "cryptography.hazmat.primitives.ciphers.aead",
+    "cryptography.hazmat.primitives.kdf.hkdf",
+    "cryptography.x509",
     "transformers.models.llama.configuration_llama",
     "mlx_lm.models.llama",
     "mlx_lm.models.switch_layers",

@@ -19,12 +19,14 @@ from fleetd.p2p.membership import key_files
 
 
 def begin(folder: Path) -> subprocess.Popen[bytes] | None:
-    """Start to make an identity in ``folder``; None if there is something already.
+    """Start to make an identity in ``folder``; None if there is something already, or if this process has
+    the library in memory anyway.
 
     ``finish`` must follow. A process that fails is no error: ``Identity.load_or_create`` then makes the
     identity in the daemon, or says why there can be none.
     """
-    if any(os.path.lexists(folder / name) for name in (key_files.KEY_NAME, key_files.CERTIFICATE_NAME)):
+    names = (key_files.KEY_NAME, key_files.CERTIFICATE_NAME)
+    if "cryptography" in sys.modules or any(os.path.lexists(folder / name) for name in names):
         return None
     try:
         return subprocess.Popen(
