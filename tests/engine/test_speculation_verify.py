@@ -240,6 +240,17 @@ def test_a_short_context_and_a_window_are_probed_within_it() -> None:
     assert verdict.context <= tiny_architectures.WINDOW
 
 
+@pytest.mark.usefixtures("cpu_installed")
+def test_a_verdict_says_within_which_window_it_holds() -> None:
+    """No draft is tried behind a full window."""
+    window = tiny_architectures.WINDOW
+    model = tiny_architectures.tiny("gemma3_text")
+    verdict = probe(model, vocab_size=VOCAB, context_tokens=2048, plan=ProbePlan.of("cpu", 0.0))
+    assert verdict.exact
+    assert verdict.text.endswith(f"; only while the text fits {window} tokens")
+    assert verdict.context <= window
+
+
 def _request() -> Any:
     from fleetd.engine.protocol import Generate, TokenPrompt
 

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_hybrid
 from forked_programs import Programs
 from live_daemon import LiveDaemon, frozen, until
 from live_fleet import Heard, LiveFleet, answer, body, heard
 
+from fleetd import limits
+
 pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.timeout(300)]
 
-SMOL = "smollm2-135m"
+SMOL, HYBRID = "smollm2-135m", tiny_hybrid.NAME
 NAMES = ("alpha", "beta")
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "as", "with", "they"]
 LOAD_S = 60.0
@@ -25,11 +28,13 @@ TRIES = 5
 
 
 @pytest.fixture(scope="module")
-def pair(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
-    """Two machines that have the same model loaded, and know it of each other."""
-    with LiveFleet(
-        short_dir / "sharing", {name: [live_models / SMOL] for name in NAMES}, programs=programs
-    ) as fleet:
+def pair(
+    live_models: Path, short_dir: Path, programs: Programs, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveFleet]:
+    """Two machines that have the same models."""
+    hybrid = tiny_hybrid.build(tmp_path_factory.mktemp("models") / HYBRID)
+    models = {name: [live_models / SMOL, hybrid] for name in NAMES}
+    with LiveFleet(short_dir / "sharing", models, programs=programs) as fleet:
         fleet.until_usable()
         yield fleet
 
@@ -37,16 +42,21 @@ def pair(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[Liv
 @pytest.fixture
 def ready(pair: LiveFleet) -> LiveFleet:
     """Nobody is avoided for what happened a while ago."""
+    return loaded(pair, SMOL)
+
+
+def loaded(pair: LiveFleet, model: str) -> LiveFleet:
+    """Both have loaded it, and know it of each other."""
     for name, other in (NAMES, NAMES[::-1]):
-        pair.load(name, SMOL, seen_by=other)
-    until(lambda: planned(pair["alpha"])["nodes"] == ["beta", "this"], LOAD_S)
+        pair.load(name, model, seen_by=other)
+    until(lambda: planned(pair["alpha"], model)["nodes"] == ["beta", "this"], LOAD_S)
     return pair
 
 
-def planned(daemon: LiveDaemon) -> dict[str, Any]:
+def planned(daemon: LiveDaemon, model: str = SMOL) -> dict[str, Any]:
     """What it would do with a prompt of 800 tokens."""
-    found = daemon.control("POST", "/fleet/v1/plan", {"model": SMOL, "tokens": 800})
-    assert (found["model"], found["prompt_tokens"]) == (SMOL, 800)
+    found = daemon.control("POST", "/fleet/v1/plan", {"model": model, "tokens": 800})
+    assert (found["model"], found["prompt_tokens"]) == (model, 800)
     best: dict[str, Any] = found["options"][0]
     return best
 
@@ -57,9 +67,9 @@ def prompt(seed: int, words: int) -> str:
     return f"{seed}: " + " ".join(draw.choice(WORDS) for _ in range(words))
 
 
-def ask(daemon: LiveDaemon, text: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+def ask(daemon: LiveDaemon, text: str, model: str = SMOL, **fields: Any) -> tuple[str, dict[str, Any]]:
     """The plan, and the body."""
-    request = body(SMOL, text, max_tokens=8, logprobs=True, **fields)
+    request = body(model, text, max_tokens=8, logprobs=True, **fields)
     status, headers, got = answer(daemon, request)
     assert status == 200, got
     return f"{headers['X-Fleet-Plan']}; {headers['X-Fleet-Exactness']}", got
@@ -107,6 +117,26 @@ def test_a_shared_answer_is_the_answer_of_one_machine(ready: LiveFleet) -> None:
     shown = ready[home].control("GET", "/metrics")
     assert f'fleetd_share_total{{kind="{trace["chosen"]["kind"]}",outcome="shared"}} 1.0' in shown
     assert 'fleetd_served_total{kind="assist",outcome="done"} 1.0' in ready[helper].control("GET", "/metrics")
+
+
+def test_a_hybrids_shared_prompt_is_not_read_again_where_its_end_is_edited(pair: LiveFleet) -> None:
+    loaded(pair, HYBRID)
+    # A token for each character.
+    text = prompt(3, 320)
+    _, got = ask(pair["alpha"], text, HYBRID)
+    home, trace = trace_of(pair, got["id"])
+    (helper,) = {*NAMES} - {home}
+    assert (trace["outcome"], trace["exactness"]) == ("shared", "exact"), trace
+    _, there = ask(pair[helper], text, HYBRID, local_only=True)
+    assert there["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert essence(got) == essence(there)
+    edited = text[:-100] + text[-100:][::-1]
+    _, again = ask(pair[home], edited, HYBRID, local_only=True)
+    usage = again["usage"]
+    read = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+    assert read <= 100 + limits.CHECKPOINT_BLOCK_TOKENS
+    _, cold = ask(pair[helper], edited, HYBRID, local_only=True)
+    assert essence(again) == essence(cold)
 
 
 def test_a_plan_is_shown_before_it_is_needed(ready: LiveFleet) -> None:

@@ -158,8 +158,8 @@ class _HomeWork:
         """The first ``tokens`` of a cache, to be added to. Only these are copied then, not all the room."""
         short = row_cache(sparse=bool(self.split.prompt_span))
         if tokens:
-            rows = (array[..., :tokens, :] for array in kind_of(cache).arrays(cache))
-            kind_of(short).fill(short, *rows, tokens)
+            keys, values = (array[..., :tokens, :] for array in kind_of(cache).arrays(cache))
+            kind_of(short).fill(short, keys, values, tokens)
         return short
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
@@ -228,21 +228,6 @@ class _HomeWork:
             return None
         found = drawn(tokens, min(self.split.chunk, limits.SHARE_SPOT_TOKENS), draw)
         return self._through(place, found, layers), LaterRows(self, found)
-
-    def later_check(
-        self, place: int, done: int, layers: range, draw: random.Random, *, onward: bool = False
-    ) -> LaterProbe | None:
-        """A check of helper ``place``'s ``layers``, of its tokens among the first ``done``. ``onward``: also
-        of the next layer, which rests on the hidden states that were sent."""
-        tokens = self.split.tokens_of(place)
-        further = range(layers.start, min(layers.stop + onward, self.split.layers))
-        found: list[LaterProbe | None] = [
-            self.later_probe(place, range(tokens.start, min(tokens.stop, done)), further, draw)
-        ]
-        if done == self.split.tokens:
-            found.append(known_chunk(self, place, layers, draw))
-        able = [one for one in found if one is not None]
-        return one_of(able, draw) if able else None
 
     def rows(self, caches: Sequence[Any], start: int, count: int) -> Rows:
         """Keys and values of tokens [start, start + count), where each of a layer's caches still has them."""
@@ -363,7 +348,7 @@ class LayersAtHome(_HomeWork):
 
     def later_probes(self, done: int, draw: random.Random) -> list[LaterProbe]:
         # What this machine's first layer made of the tokens shows the hidden states that it was sent.
-        found = self.later_check(0, done, range(self._own.start), draw, onward=True)
+        found = later_check(self, 0, done, range(self._own.start), draw, onward=True)
         return [found] if found is not None else []
 
     def last_hidden(self, layer: int) -> mx.array | None:
@@ -495,7 +480,7 @@ class TokensAtHome(_HomeWork):
 
     def later_probes(self, done: int, draw: random.Random) -> list[LaterProbe]:
         layers = range(self.split.layers)
-        found = (self.later_check(i, done, layers, draw) for i in range(self.split.helpers))
+        found = (later_check(self, i, done, layers, draw) for i in range(self.split.helpers))
         return [probe for probe in found if probe is not None]
 
     def context(self, place: int, layer: int) -> list[Any] | None:
@@ -520,6 +505,28 @@ class TokensAtHome(_HomeWork):
 
     def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
         return None
+
+
+def later_check(
+    work: LayersAtHome | TokensAtHome,
+    place: int,
+    done: int,
+    layers: range,
+    draw: random.Random,
+    *,
+    onward: bool = False,
+) -> LaterProbe | None:
+    """A check of helper ``place``'s ``layers``, of its tokens among the first ``done``. ``onward``: also of
+    the next layer, which rests on the hidden states that were sent."""
+    tokens = work.split.tokens_of(place)
+    further = range(layers.start, min(layers.stop + onward, work.split.layers))
+    found: list[LaterProbe | None] = [
+        work.later_probe(place, range(tokens.start, min(tokens.stop, done)), further, draw)
+    ]
+    if done == work.split.tokens:
+        found.append(known_chunk(work, place, layers, draw))
+    able = [one for one in found if one is not None]
+    return one_of(able, draw) if able else None
 
 
 _WORK: dict[SplitKind, type[LayersAtHome | TokensAtHome]] = {"layers": LayersAtHome, "tokens": TokensAtHome}

@@ -117,7 +117,8 @@ def probe(
     empty = make_prompt_cache(model)
     if why := rollback.declined(empty):
         return ExactnessVerdict(text=f"declined: {why}")
-    most = min(context_tokens, rollback.room(empty))
+    window = rollback.room(empty)
+    most = min(context_tokens, window)
     verdict = _Probing(model, vocab_size, plan, clock).all(most)
     if not verdict.exact and can_widen(empty):
         wide = _Probing(WideSteps(model, ANY), vocab_size, plan, clock, narrow=model).all(most)
@@ -128,6 +129,10 @@ def probe(
             else msgspec.structs.replace(verdict, text=f"{verdict.text}; two rows wide, {also}")
         )
     mx.clear_cache()
+    if verdict.exact and window < ANY:
+        # A window that is full loses a row with every token, and cannot have it back.
+        text = f"{verdict.text}; only while the text fits {window} tokens"
+        verdict = msgspec.structs.replace(verdict, text=text, context=min(verdict.context, window))
     return verdict
 
 
@@ -291,14 +296,14 @@ def _make_up(cache: Any, context: int, seed: int) -> None:
     """Repeat its rows with a little noise, so that no two of them are equal. A running state beside them is
     as large behind any context, and stays as it is."""
     keys = mx.random.split(mx.random.key(seed), 2)
-    parts = []
+    made = []
     for key, part in zip(keys, cache.keys_and_values(), strict=True):
         times = -(-context // part.shape[2])
         rows = mx.concatenate([part] * times, axis=2)[:, :, :context]
         noise = mx.random.normal(rows.shape, key=key).astype(rows.dtype)
-        parts.append(rows * (1 + noise / 8))
-    kind_of(cache).fill(cache, *parts, context)
-    mx.eval(parts)
+        made.append(rows * (1 + noise / 8))
+    kind_of(cache).fill(cache, made[0], made[1], context)
+    mx.eval(made)
 
 
 def _kept(cache: list[Any], first: int, count: int) -> list[mx.array]:
