@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from bench.figures import Figure, Measured, alternated, at_most, percentile
 from bench.harness import prompts
@@ -28,8 +29,7 @@ def measure(runs: int) -> Measured:
             fleet.until_usable(*_MACHINES)
             for name in _MACHINES:
                 fleet[name].warm()
-            first = fleet[_MACHINES[0]]
-            wait_for(lambda fleet=fleet: _loaded(fleet), _KNOWN_WITHIN_S, 0.1, first.log)
+            wait_for(partial(_loaded, fleet), _KNOWN_WITHIN_S, 0.1, fleet[_MACHINES[0]].log)
         for run in range(runs):
             for side in alternated(run, ("forks", "without", "strangers")):
                 fleet = off if side == "without" else keeping

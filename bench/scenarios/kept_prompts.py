@@ -35,7 +35,7 @@ def measure(runs: int) -> Measured:
                 _beside(kept if side == "kept" else off, turn, side, seen)
             # Nothing is written beside the next turn of the other one.
             whole = (turn + 1) * (BESIDE_TOKENS // _BLOCK * _BLOCK)
-            wait_for(lambda whole=whole: _written(kept) >= whole, _WITHIN_S, 0.05, kept.log)
+            _until_written(kept, whole)
     with Fleet(["asked", "beside"]) as fleet:
         fleet.start_all()
         fleet["asked"].warm()
@@ -75,6 +75,10 @@ def _models(daemon: Daemon, name: str) -> int:
 
 def _written(daemon: Daemon) -> int:
     return _models(daemon, "block_tokens")
+
+
+def _until_written(daemon: Daemon, tokens: int) -> None:
+    wait_for(lambda: _written(daemon) >= tokens, _WITHIN_S, 0.05, daemon.log)
 
 
 def _beside(daemon: Daemon, turn: int, side: str, seen: Samples) -> None:

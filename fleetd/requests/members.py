@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Literal
 
 from msgspec import structs
@@ -18,7 +19,7 @@ from fleetd import limits
 from fleetd.errors import EngineError, FleetError, Incompatible, OutOfMemory, PeerError
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
-from fleetd.plan.affinity import Affinity, SessionPlaces
+from fleetd.plan.affinity import BLOCK_CHARS, Affinity, SessionPlaces
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import PrefillOption
 from fleetd.plan.refusals import THIS_NODE, Refusal
@@ -146,6 +147,8 @@ class Members:
         self.requests_at: Callable[[str], int] = lambda node_id: 0
         # Machines that have done what they were asked for, and have not failed since.
         self._proven: set[str] = set()
+        # By request: where its prompt is read at the moment, with which model, and the text's hashes.
+        self._being_read: dict[str, tuple[str, str, list[bytes]]] = {}
         # How many questions about prompts machines have left unanswered, one after the other.
         self._unanswered: dict[str, int] = {}
         self._listed = listed
@@ -241,6 +244,26 @@ class Members:
         if job.request.keep is None:
             links = self.affinity.links(job.prompt_text)
             self.affinity.computed(life, model, links[: int(share * len(links))])
+
+    def reads(self, request_id: str, node_id: str, model: str, job: Job) -> None:
+        """A machine has been asked to read a prompt: another one that begins so waits there for it, instead
+        of being read a second time elsewhere."""
+        if job.request.keep is None:
+            links = self.affinity.links(job.prompt_text)
+            self._being_read[request_id] = (self._life(node_id), model, links)
+
+    def reads_no_more(self, request_id: str) -> None:
+        """It has read it, or will not."""
+        self._being_read.pop(request_id, None)
+
+    def being_read_chars(self, life: str, model: str, links: list[bytes]) -> int:
+        """Characters at the beginning of a text that are in a prompt which a machine reads at the moment."""
+        asked = [found for at, name, found in self._being_read.values() if (at, name) == (life, model)]
+        alike = (
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(links, found, strict=False)))
+            for found in asked
+        )
+        return max(alike, default=0) * BLOCK_CHARS
 
     def lost_prompts(self, node_id: str, model: str) -> None:
         """The engine of a model has died on a machine."""

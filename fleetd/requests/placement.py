@@ -179,8 +179,9 @@ class Placer:
         return self.ways(ask, model, self.known(model, text), others, session=session, places=places)
 
     def known(self, model: WantedModel, *texts: str) -> Callable[[Member], int]:
-        """For a machine, about how many tokens at the beginning of one of the texts it has read before."""
-        affinity = self._members.affinity
+        """For a machine, about how many tokens at the beginning of one of the texts it has read before, or
+        reads at the moment."""
+        affinity, being_read = self._members.affinity, self._members.being_read_chars
         links = [affinity.links(text) for text in texts]
 
         def tokens(member: Member) -> int:
@@ -188,6 +189,7 @@ class Placer:
             if found is None or found.state != "loaded":
                 return 0  # unloading has given the prefix cache back
             chars = [affinity.cached_chars(member.life, model.name, each) for each in links]
+            chars += [being_read(member.life, model.name, each) for each in links]
             return max(chars) // CHARS_PER_TOKEN
 
         return tokens

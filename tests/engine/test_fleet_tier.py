@@ -30,6 +30,7 @@ from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
+from fleetd.engine.fetched_check import FetchedCheck
 from fleetd.engine.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import (
     BLOCKS,
@@ -44,6 +45,7 @@ from fleetd.engine.protocol import (
     StreamTag,
 )
 from fleetd.engine.sequence_state import checkpoints
+from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.shared_prefill.sharable import Sharable
@@ -472,6 +474,25 @@ def test_what_came_is_looked_at_in_turns(machines: Machines, monkeypatch: pytest
     # One for each layer, one that computes, one to take it.
     assert turns == 2 + 1 + 1
     assert machines.finish()[0].timings.fetched_tokens == WHOLE * BLOCK
+
+
+def test_what_came_is_not_copied_to_be_checked(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = FetchedCheck._compute
+    stayed: list[bool] = []
+
+    def places(cache: list[Any]) -> list[int]:
+        return [as_bytes(array).ctypes.data for part in cache for array in (part.keys, part.values)]
+
+    def watched(self: FetchedCheck, cache: list[Any], start: int, stop: int) -> Iterator[None]:
+        before = places(cache)
+        yield from compute(self, cache, start, stop)
+        stayed.append(places(cache) == before)
+
+    monkeypatch.setattr(FetchedCheck, "_compute", watched)
+    machines.ask()
+    machines.send(machines.honest)
+    assert machines.finish()[0].timings.fetched_tokens == WHOLE * BLOCK
+    assert stayed == [True]
 
 
 def test_a_request_that_is_cancelled_meanwhile_leaves_nothing(machines: Machines) -> None:

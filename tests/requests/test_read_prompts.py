@@ -30,6 +30,7 @@ from fleetd.store import Store
 
 TEXT = "".join(chr(65 + i % 26) * BLOCK_CHARS for i in range(80))
 WHOLE = spoken(*answer())
+REPEATED = Generate("r2", TextPrompt(TEXT + "And more."), max_tokens=10)
 
 
 class Fleet:
@@ -81,6 +82,24 @@ async def test_a_fork_finds_the_prompt_at_its_first_token_not_at_its_last(make: 
         while not isinstance(await anext(events), Delta):
             pass
         assert fleet.known("a") == len(TEXT)
+
+
+async def test_the_same_prompt_at_the_same_time_goes_to_the_machine_that_reads_it(make: Make) -> None:
+    hangs = [*spoken(Accepted("r1", 1000)), None]
+    fleet = make(machine("a", faster=1.05), machine("b"), a=[hangs, WHOLE], b=[WHOLE, WHOLE])
+    for name in "ab":
+        fleet.members.succeeded(name, "answer")
+    async with aclosing(fleet.runner.run(job())) as events:
+        while not isinstance(await anext(events), Accepted):
+            pass
+        # The other one is as fast by now, and has less to do.
+        fleet.others.found[1] = machine("b", faster=1.1)
+        await collect(fleet.runner.run(replaced(job(TEXT + "And more."), request=REPEATED)))
+        assert fleet.others.order == ["a", "a"]
+    # It was given up before anything was read.
+    fleet.members.affinity.forget(machine("a").life, "big")
+    await fleet.ask()
+    assert fleet.others.order == ["a", "a", "b"]
 
 
 async def test_a_prompt_that_was_given_up_half_way_is_known_as_far_as_it_was_read(make: Make) -> None:
