@@ -73,6 +73,7 @@ _OTHERS = """\
 Other types are refused too until a small model of theirs passes the test: they need a line in
 `fleetd/engine/architectures.py` and a config in `tests/support/tiny_architectures.py`."""
 
+_WITHIN = {"no": "yes", "where set": "yes; in windows where layers have such", "yes": "in windows"}
 _ANY = {"any": "yes", "unless windows": "yes; no where layers have sliding windows", "same": "no"}
 
 
@@ -88,9 +89,7 @@ def _names(code: str) -> str:
 
 
 def _row(code: str, kind: Architecture) -> str:
-    within = "in windows" if kind.windows else "yes"
-    if kind.chunks == "unless windows":
-        within = "yes; in windows where layers have such"
+    within = _WITHIN[kind.windows]
     cells = [
         _names(code),
         "yes",

@@ -34,10 +34,12 @@ class Architecture:
     embed: str = "embed_tokens"
     layers: str = "layers"
     norm: str = "norm"
+    # Where further layers lie, behind the others, which keep nothing.
+    tail: str = ""
     # An embedding of positions, which is added to that of the tokens.
     positions: str = ""
     # How a layer is called, where not as ``layer(hidden, mask, cache)``: see ``layer_calls``.
-    call: Literal["", "scaled queries", "at offset", "two masks", "per-layer inputs"] = ""
+    call: Literal["", "scaled queries", "at offset", "two masks", "per-layer inputs", "reused keys"] = ""
     # The layers that keep something in a cache of their own, where not all do: the first ones, whose keys and
     # values the later ones read, or those that mix tokens.
     keeps: Literal["all", "first", "mixers"] = "all"
@@ -53,8 +55,8 @@ class Architecture:
     chunks: Literal["any", "unless windows", "same"] = "any"
     # Why every token of a prompt must be computed; "" if some may be left out (sparse prefill).
     whole: str = ""
-    # The rest is for docs/models.md, and tests compare. Some layers keep a sliding window.
-    windows: bool = False
+    # The rest is for docs/models.md, and tests compare. Whether some layers keep a sliding window, or may.
+    windows: Literal["no", "where set", "yes"] = "no"
     # On a CPU running states are computed by other sums for a block of tokens than for single ones, and no
     # drafts are verified there.
     other_blocks: bool = False
@@ -75,9 +77,9 @@ _ADDED = "positions are added to its embeddings one after the other"
 _PLAIN_POSITIONS = "its layers are told positions as plain numbers"
 
 _PLAIN = Architecture()
-_LLAMA = Architecture(chunks="unless windows")
-_WINDOWS = Architecture(chunks="same", windows=True)
-_GEMMA3 = Architecture(scale="sqrt_width_bf16", chunks="same", windows=True)
+_LLAMA = Architecture(chunks="unless windows", windows="where set")
+_WINDOWS = Architecture(chunks="same", windows="yes")
+_GEMMA3 = Architecture(scale="sqrt_width_bf16", chunks="same", windows="yes")
 # Attends to one new token otherwise than to several.
 _DEEPSEEK3 = Architecture(mask_array=True, chunks="same")
 
@@ -89,6 +91,14 @@ _TEXT = "language_model"
 ANY_TEXT = frozenset({"mistral3"})
 
 CUT: dict[str, Architecture] = {
+    "afm7": Architecture(
+        embed="embedding",
+        tail="kv_reuse_layers",
+        norm="output_norm",
+        call="reused keys",
+        keeps="first",
+        whole=_PLAIN_POSITIONS,
+    ),
     "baichuan_m1": Architecture(chunks="same", whole=_STATE, rounds=True),
     "bailing_hybrid": Architecture(
         embed="word_embeddings",
@@ -103,7 +113,7 @@ CUT: dict[str, Architecture] = {
         embed="word_embeddings", mask_array=True, chunks="same", whole=_STATE, other_blocks=True
     ),
     "cohere": Architecture(logits="times_logit_scale"),
-    "cohere2": Architecture(logits="times_logit_scale", chunks="same", windows=True),
+    "cohere2": Architecture(logits="times_logit_scale", chunks="same", windows="yes"),
     "deepseek_v2": _PLAIN,
     "deepseek_v3": _DEEPSEEK3,
     "deepseek_v32": replace(_LATENT_ARRAY, whole=_INDEX),
@@ -150,7 +160,7 @@ CUT: dict[str, Architecture] = {
         logits="softcap",
         chunks="same",
         whole=_PLAIN_POSITIONS,
-        windows=True,
+        windows="yes",
     ),
     "gemma4_text": Architecture(
         scale="sqrt_width",
@@ -159,7 +169,7 @@ CUT: dict[str, Architecture] = {
         logits="softcap",
         chunks="same",
         whole=_PLAIN_POSITIONS,
-        windows=True,
+        windows="yes",
     ),
     "glm4_moe_lite": _LATENT_ARRAY,
     "glm_moe_dsa": replace(_LATENT_ARRAY, whole=_INDEX),
@@ -181,7 +191,7 @@ CUT: dict[str, Architecture] = {
     ),
     "minimax": _PLAIN,
     "minimax_m3_vl": Architecture(text=_TEXT, chunks="same", whole=_INDEX),
-    "ministral3": Architecture(call="scaled queries", chunks="same", whole=_SCALED, windows=True),
+    "ministral3": Architecture(call="scaled queries", chunks="same", whole=_SCALED, windows="where set"),
     "mistral4": Architecture(call="scaled queries", chunks="same", whole=_SCALED),
     "nemotron_h": Architecture(
         body="backbone",
@@ -210,7 +220,6 @@ _SEVERAL = "its layers keep several sets of keys and values: a second attention'
 _ANEW = "its context begins anew every so many tokens"
 
 REFUSED: dict[str, str] = {
-    "afm7": _SHARED,
     "deepseek_v41": _STREAMS,
     "gear": _OWN_WAYS,
     "gemma3n": _SHARED,

@@ -116,12 +116,24 @@ def _per_layer_inputs(
     return hidden
 
 
+def _reused_keys(way: LayerPass, index: int, layer: Any, hidden: mx.array, empty: Any, cache: Any) -> Any:
+    source = way.sources[index]
+    if source == index:
+        hidden = layer(hidden, way.mask(empty, cache), cache)
+        way.made[index] = cache.keys_and_values()
+        return hidden
+    if source not in way.made:
+        raise ValueError(f"layer {index} reads keys of layer {source}, which is not in this stage")
+    return layer(hidden, *way.made[source], way.mask_as_of(None))
+
+
 _CALLS: dict[str, Callable[[LayerPass, int, Any, mx.array, Any, Any], Any]] = {
     "": _plain,
     "scaled queries": _scaled,
     "at offset": _at_offset,
     "two masks": _two_masks,
     "per-layer inputs": _per_layer_inputs,
+    "reused keys": _reused_keys,
 }
 
 # Modules of the body with which per-layer inputs are made: every stage needs them.

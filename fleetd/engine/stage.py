@@ -24,6 +24,9 @@ from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import all_parts, parts
 from fleetd.errors import InvalidValue, ModelUnsupported
 
+# How mlx-lm's models call the width of hidden states.
+_WIDTHS = ("hidden_size", "hidden_dim", "n_embd")
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -62,6 +65,8 @@ class Stage:
         layers = body
         for name in architecture.layers.split("."):
             layers = getattr(layers, name)
+        if architecture.tail:
+            layers = [*layers, *getattr(body, architecture.tail)]
         caches = make_prompt_cache(model)
         empty = tuple(kept_by(layers, caches, architecture.keeps))
         odd = {type(part).__name__ for part in all_parts(caches) if not kind_of(part).shared}
@@ -83,7 +88,8 @@ class Stage:
         for name in PER_LAYER_MODULES:
             if name in body:
                 weights[name] = body[name]
-        sources = tuple(getattr(body, "previous_kvs", range(len(layers))))
+        last_kept = len(caches) - 1 if architecture.tail else len(layers)
+        sources = tuple(getattr(body, "previous_kvs", (min(i, last_kept) for i in range(len(layers)))))
         prefilled = max(index + 1 for index, cache in enumerate(empty) if cache is not None)
         total = len(layers)
         return cls(0, total, total, architecture, _args(text), weights, empty, sources, prefilled)
@@ -118,7 +124,7 @@ class Stage:
     @property
     def width(self) -> int:
         """Of hidden states."""
-        return int(getattr(self.args, "hidden_size", 0) or self.args.n_embd)
+        return int(next(getattr(self.args, name) for name in _WIDTHS if hasattr(self.args, name)))
 
     @property
     def _per_layer(self) -> bool:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from tiny_architectures import VOCAB, tiny
+from tiny_architectures import OWN, VOCAB, tiny
 
 from fleetd.compression.token_scores import SegmentScores, log_sum_exp, merge
 from fleetd.engine.memory import KvBudget
@@ -339,7 +339,11 @@ def test_needles_are_where_they_say() -> None:
 class Bench:
     def __init__(self, tokenizer: Any, **options: Any) -> None:
         self.events: list[Report] = []
-        self.model = tiny("llama", vocab_size=len(tokenizer))
+        kind = options.pop("kind", "llama")
+        changes = {"vocab_size": len(tokenizer)}
+        if "text_config" in OWN[kind]:
+            changes = {**changes, "text_config": OWN[kind]["text_config"] | changes}
+        self.model = tiny(kind, **changes)
         self.tokenizer = tokenizer
         settings = {"budget": KvBudget.of(1 << 30, 4096), "context": 2048, **options}
         self.budget, self.context = settings["budget"], settings["context"]
@@ -420,6 +424,26 @@ def test_scores_are_softmaxes_of_the_chosen_heads(bench: Bench) -> None:
     np.testing.assert_allclose(found.log_sums, log_sum_exp(every.astype(np.float32)), rtol=1e-4)
     best = np.take_along_axis(every.reshape(18, -1).T, found.pairs.astype(np.int64), axis=1)
     np.testing.assert_allclose(found.logits, best, rtol=1e-3, atol=1e-4)
+
+
+def test_texts_are_scored_between_running_states(tokenizer: Any, short_search: None) -> None:
+    """In turns with another, in chunks of any size, and after a search for the heads."""
+    scores = []
+    for chunk in (256, 40):
+        bench = Bench(tokenizer, kind="qwen3_5")
+        for name in "ab":
+            bench.begin(name, profile=Profile([(1, 0), (3, 2)], 4, True))
+        while bench.scoring.ready:
+            bench.scoring.turn(chunk)
+        for name in "ab":
+            scored = bench.of(name)[-1]
+            assert isinstance(scored, Scored)
+            scores.append(SegmentScores.unpack(scored.scores))
+        assert bench.budget.used_bytes == 0
+        assert bench.measure() > 1
+        assert bench.search.state.state in ("ready", "unable")
+    for other in scores[1:]:
+        np.testing.assert_allclose(other.log_sums, scores[0].log_sums, rtol=1e-5)
 
 
 @pytest.mark.parametrize("text", ["lorem ipsum " * 60 + "dolor?", JAPANESE], ids=["latin", "japanese"])

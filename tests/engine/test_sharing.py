@@ -79,11 +79,20 @@ def test_helpers_that_hold_only_some_layers_of_a_model_of_many_kinds(name: str) 
 
 
 @pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma4_text", {"num_kv_shared_layers": 2, "use_double_wide_mlp": False}),
+        ("afm7", {"num_kv_reuse_layers": 2}),
+    ],
+)
+@pytest.mark.parametrize(
     "split", [Split("layers", (0, 1, 2), 2, 20, 101, 40), Split("tokens", (20, 60, 101), 2, 20, 101, 40)]
 )
-def test_layers_that_only_read_earlier_keys_are_left_out(split: Split) -> None:
-    """Gemma 4 of the small kinds: the prompt needs the layers that make keys, and no others."""
-    run = Run(tiny("gemma4_text", num_kv_shared_layers=2, use_double_wide_mlp=False), split)
+def test_layers_that_only_read_earlier_keys_are_left_out(
+    split: Split, name: str, changes: dict[str, Any]
+) -> None:
+    """The prompt needs the layers that make keys, and no others."""
+    run = Run(tiny(name, **changes), split)
     run.check(run.finish().cache)
 
 

@@ -315,6 +315,17 @@ def shared_keys() -> Any:
     return tiny("gemma4_text", num_kv_shared_layers=2, use_double_wide_mlp=False)
 
 
+def test_layers_that_read_the_last_keys_are_run_where_these_are() -> None:
+    model, tokens = tiny("afm7", num_kv_reuse_layers=2), prompt(sum(SIZES))
+    whole = run_whole(model, tokens, SIZES)
+    for cuts in ((), (1,)):
+        run_cut(model, tokens, SIZES, cuts).check(whole)
+    assert Stage.of(model).prefilled == 2
+    for cuts in ((2,), (3,)):
+        with pytest.raises(ValueError, match="reads keys of layer 1"):
+            run_cut(model, tokens, SIZES, cuts)
+
+
 def test_layers_that_read_earlier_keys_are_run_where_these_are() -> None:
     model, tokens = shared_keys(), prompt(sum(SIZES))
     whole = run_whole(model, tokens, SIZES)

@@ -136,8 +136,7 @@ def test_says_what_it_does(tmp_path: Path) -> None:
 CHILD = """
 import json, sys
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.engine import cpu, loading
-from fleetd.engine.architectures import CUT
+from fleetd.engine import cpu
 cpu.preload_blas()
 import mlx.core as mx
 import psutil

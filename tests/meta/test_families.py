@@ -8,8 +8,8 @@ from pathlib import Path
 from fleetd.engine.architectures import CUT, REFUSED
 
 REPO = Path(__file__).parents[2]
-# Formats of tool calls, which have names of their own, and a vendor's name for it.
-FORMATS = {"gemma4"}
+# Formats of tool calls have names of their own.
+FORMATS = {"gemma4", "deepseek_v32"}
 
 
 def strings(path: Path) -> set[str]:

@@ -167,6 +167,7 @@ _GEMMA4 = {
 }
 
 OWN: dict[str, dict[str, Any]] = {
+    "afm7": {"hidden_dim": 128, "num_layers": 4, "num_kv_reuse_layers": 0, "num_heads": 4, "num_kv_heads": 2},
     "baichuan_m1": {"sliding_window": WINDOW, "sliding_window_layers": [1, 3], "conv_window": 2},
     "bailing_hybrid": {
         **_LATENT,
@@ -442,6 +443,7 @@ WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
 # Each has something in common with one of the others that the quick run tries: what it keeps, how its layers
 # are called, or where its parts lie.
 LONG = {
+    "afm7",
     "baichuan_m1",
     "bailing_hybrid",
     "bailing_moe_linear",
