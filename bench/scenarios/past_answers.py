@@ -9,7 +9,6 @@ from bench.harness.repetitive_prompts import FREE
 from bench.harness.samples import Samples
 
 TOKENS = 128
-_REMEMBERING = {"FLEETD_SPECULATION_REMEMBER": "true"}
 # As people ask again: by the button that regenerates an answer, or with a word in front.
 _AGAIN = {"asked again": "", "asked again with a line in front": "Answer with care.\n\n"}
 
@@ -17,7 +16,7 @@ _AGAIN = {"asked again": "", "asked again with a line in front": "Answer with ca
 def measure(runs: int) -> Measured:
     """Raises RuntimeError where past answers change what is said."""
     seen = Samples()
-    with Daemon() as without, Daemon(**_REMEMBERING) as remembering:
+    with Daemon() as without, Daemon(FLEETD_SPECULATION_REMEMBER="true") as remembering:
         sides = {"without": without, "with": remembering}
         for daemon in sides.values():
             daemon.warm()
