@@ -675,9 +675,13 @@ def nested_header(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
 
 
 def longer_windows(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
-    sizes = [header.sizes[0], *(2 * size for size in header.sizes[1:])]
+    """Twice the memory, of the same sender's own account."""
+    states = payload[header.sizes[0] :]
+    known = msgspec.msgpack.decode(payload[: header.sizes[0]], type=list[RingState])
+    rings = msgspec.msgpack.encode([dataclasses.replace(ring, held=2 * ring.held) for ring in known])
+    sizes = [len(rings), *(2 * size for size in header.sizes[1:])]
     text = msgspec.msgpack.encode(msgspec.structs.replace(header, sizes=sizes))
-    return text, payload + payload
+    return text, rings + states + states
 
 
 def no_header(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
