@@ -10,14 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from bench.harness.daemon import MODELS, Daemon
 from bench.harness.samples import Closing, wait_for
+from fleetd.control.prefill_plan import PlanView
+from fleetd.models.catalog import DEFAULT_MODEL
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_file import RosterFile
 
 _WITHIN_S = 30.0
 _POLL_S = 0.002
+_PRICED_WITHIN_S, _PRICED_POLL_S = 120.0, 0.1
 
 
 def pair(folders: Mapping[str, Path]) -> dict[str, str]:
@@ -98,6 +103,28 @@ class Fleet(Closing):
     def until_unusable(self, at: str, of: str) -> float:
         self._until(at, of, usable=False)
         return time.perf_counter()
+
+    def until_priced(self, at: str, helpers: Sequence[str], tokens: int) -> None:
+        """Until one machine knows its links to the others, and has a price for the help of each of them.
+
+        Before, it reads every prompt alone. ``tokens``: of the prompt that is priced.
+        """
+        told = b""
+
+        def known() -> bool:
+            nonlocal told
+            told = self[at].control("POST", "/fleet/v1/plan", {"model": DEFAULT_MODEL, "tokens": tokens})
+            plan = msgspec.json.decode(told, type=PlanView)
+            ways = [o for o in plan.options if o.predicted_s is not None and o.kind != "remote"]
+            priced = {name for o in ways for name in o.nodes}
+            paths = [self.peer(at, name)["paths"] for name in helpers]
+            linked = all(any(path["bytes_per_s"] is not None for path in each) for each in paths)
+            return linked and priced.issuperset(helpers)
+
+        def failure() -> str:
+            return f"{at} never had a price for help:\n{self[at].peers()}\n{told!r}\n{self[at].log()}"
+
+        wait_for(known, _PRICED_WITHIN_S, _PRICED_POLL_S, failure)
 
     def _until(self, at: str, of: str, *, usable: bool) -> None:
         def failure() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import tempfile
@@ -23,7 +22,6 @@ from bench.harness.daemon import MODEL, Daemon
 from bench.harness.fleet import Fleet
 from bench.harness.network import Cable, Link, passed_bytes, why_not
 from bench.harness.samples import Closing, wait_for
-from fleetd.control.prefill_plan import PlanView
 from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.models.catalog import DEFAULT_MODEL
 
@@ -247,20 +245,4 @@ class Machines(Closing):
 
     def _until_helpful(self) -> None:
         """Until home knows the links, and has a price for the help of each machine."""
-        home, helpers = self._fleet[HOME], list(self._shares)[1:]
-        told = b""
-
-        def known() -> bool:
-            nonlocal told
-            told = home.control("POST", "/fleet/v1/plan", {"model": DEFAULT_MODEL, "tokens": _LONG_TOKENS})
-            plan = msgspec.json.decode(told, type=PlanView)
-            ways = [o for o in plan.options if o.predicted_s is not None and o.kind != "remote"]
-            priced = {name for o in ways for name in o.nodes}
-            paths = {name: self._fleet.peer(HOME, name)["paths"] for name in helpers}
-            linked = all(any(path["bytes_per_s"] is not None for path in paths[name]) for name in helpers)
-            return linked and priced.issuperset(helpers)
-
-        def failure() -> str:
-            return f"home never had a price for help:\n{json.dumps(home.peers())}\n{told!r}\n{home.log()}"
-
-        wait_for(known, _KNOWN_WITHIN_S, _POLL_S, failure)
+        self._fleet.until_priced(HOME, list(self._shares)[1:], _LONG_TOKENS)

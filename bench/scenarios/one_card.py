@@ -40,6 +40,9 @@ def measure(runs: int) -> Measured:
         fleet.until_usable(*_NAMES)
         for name in _NAMES:
             fleet[name].warm()
+        # By the speeds that each has measured alone: what sharing one card costs shows after the first split,
+        # and then the planner keeps prompts at home.
+        fleet.until_priced(_NAMES[0], _NAMES[1:], _TOKENS)
         for run in range(runs):
             how.append(_shared(fleet[_NAMES[0]], run, seen))
             _smart(fleet[_NAMES[0]], run, seen)
@@ -120,6 +123,7 @@ def _daemon_figures(seen: Samples, how: list[str]) -> list[Figure]:
 _HOW = (
     "One accelerator. First `fleetctl doctor --prove` in a process of its own; then two paired daemons on "
     "loopback, each with half of the memory that models may take, and no prefix cache: the same prompt kept "
-    "to one and as the planner decides, by turns, and a prompt whole and by smart prefill. On one card "
-    "sharing divides the same hardware: the figure shows what it costs, not what two machines would gain."
+    "to one and as the planner decides, by turns, once it has a price for the other's help, and a prompt "
+    "whole and by smart prefill. On one card sharing divides the same hardware: the figure shows what it "
+    "costs, not what two machines would gain."
 )
