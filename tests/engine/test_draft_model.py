@@ -55,7 +55,7 @@ def test_every_path_is_guessed_as_if_nothing_else_had_been(model: Any) -> None:
     drafting, text = DraftModel(model), words(12)
     drafting.committed(text)
     path: list[int] = []
-    for _ in range(40):
+    for _ in range(25):
         if rng.random() < 0.4:
             new = path[: rng.randint(0, 2)] + [rng.randrange(VOCAB)] * rng.randint(0, 1)
             text += new
