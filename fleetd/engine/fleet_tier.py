@@ -34,6 +34,7 @@ from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, PLAN, Hit
 from fleetd.engine.protocol import FetchBlocks, Fetched, Lacking, StreamTag
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, block_rows
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated, truncated
 from fleetd.engine.turn_time import in_turns
 from fleetd.errors import FleetError, PeerError, PeerLate, PeerWrong
@@ -355,17 +356,19 @@ class Fetching:
 
         if not self._snapshots:
             start = self._draw.randint(first, last - limits.SHARE_SPOT_TOKENS)
-            for part in self._parts:
-                part.offset = start
+            self._let_count(start)
             whole = ArrivingSnapshot(tier.layout()).cache(tier.empty, self._parts)
             yield from check.rows(whole, start, self._parts, first, last)
-            for part in self._parts:
-                part.offset = last
+            self._let_count(last)
             return whole
         earlier, later = self._snapshots
         theirs = after(last, later)
         yield from check.states(after(earlier.tokens, earlier), earlier.tokens, theirs, first, last)
         return theirs
+
+    def _let_count(self, tokens: int) -> None:
+        for part in self._parts:
+            kind_of(part).set_held(part, tokens)
 
     # ---- on the thread -----------------------------------------------------------------------------------
 

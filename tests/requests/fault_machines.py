@@ -180,9 +180,7 @@ class Machines:
     async def ask(self, *_: Any, **__: Any) -> bytes:
         raise AssertionError("nobody is to be asked to load anything")
 
-    def _choose(
-        self, _own: Any, tokens: int, cached: int, chunk: int, _facts: Any, _kept: int = 0
-    ) -> PlanChoice:
+    def _choose(self, _own: Any, tokens: int, cached: int, chunk: int, *_: Any) -> PlanChoice:
         split = self.scenario.split
         assert (split.tokens, split.cached, split.chunk) == (tokens - 1, cached, chunk)
         chain = self.helpers[: split.helpers]
