@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from fleetd.engine.speculation.speculation import WorkerSpeculation
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
+# A writable socket takes so much at once everywhere; macOS does not promise to heed MSG_DONTWAIT.
+EAGER_BYTES = limits.KIB
 # Of what waits for the writer thread, at most so much is copied for one write.
 _WRITE_BYTES = 1 << 16
 
@@ -83,6 +85,8 @@ class DaemonSocket:
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
+        self._writable = select.poll()
+        self._writable.register(self._socket, select.POLLOUT)
         self._changed = threading.Condition()
         # Frames that wait for the writer. It takes nothing out before that is written, so that while there is
         # something nobody else writes.
@@ -139,6 +143,8 @@ class DaemonSocket:
 
     def _send_at_once(self, frame: memoryview) -> int:
         """Bytes that the socket took, 0 if it is full or the daemon has gone: the writer will find out."""
+        if len(frame) > EAGER_BYTES or not self._writable.poll(0):
+            return 0
         try:
             return self._socket.send(frame, socket.MSG_DONTWAIT)
         except OSError:

@@ -11,7 +11,7 @@ import pytest
 
 from fleetd.engine import protocol
 from fleetd.engine.protocol import Delta, Report
-from fleetd.engine.worker import DaemonSocket
+from fleetd.engine.worker import EAGER_BYTES, DaemonSocket
 
 
 class Pair:
@@ -56,7 +56,8 @@ def test_a_report_that_fits_is_written_by_its_sender(pair: Pair, monkeypatch: py
 
 
 def test_a_full_socket_makes_nobody_wait_and_loses_nothing(pair: Pair) -> None:
-    sent = numbered("a", 300, "x" * 3000)
+    sent = numbered("a", 900, "x" * 900)
+    assert len(protocol.encode(sent[-1])) <= EAGER_BYTES
     for report in sent:
         pair.link.send(report)  # nobody reads
     assert pair.link._unsent
