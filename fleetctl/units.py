@@ -64,7 +64,7 @@ def render(template: str, values: Values) -> str:
 
 
 def find_template(name: str) -> Path:
-    """In the installed package, or beside it in a source checkout."""
+    """The template in the installed package, or beside it in a source checkout."""
     package = Path(__file__).resolve().parent
     for folder in (package / "templates", package.parent):
         if (path := folder / name).is_file():

@@ -398,7 +398,7 @@ class Daemon:
                 log.info("ledger.recovered", refunded=lost)
 
     async def _load_pinned(self) -> None:
-        """One after another: each takes the disk for itself, and says what memory is left for the next."""
+        """Load the pinned models one by one: each needs the disk, and its load says what memory is left."""
         for name in sorted(self._pinned.names):
             try:
                 await self._pool.load(await asyncio.to_thread(self._models.resolve, name))

@@ -269,7 +269,7 @@ def facts(machine: HardwareReading) -> MachineFacts:
 
 
 def _parts(engines: Iterable[EngineStatus]) -> dict[str, EngineStatus]:
-    """For each model, the worker with most of its layers, among workers that have only some of them."""
+    """The worker with most of a model's layers, among workers that have only some, for each model."""
     ready = [engine for engine in engines if engine.part_of and engine.state == "ready"]
     return {e.part_of: e for e in sorted(ready, key=lambda e: e.last_layer - e.first_layer)}
 

@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def brief(seconds: float | None) -> str:
-    """For steps and first tokens, which are compared: 0.0042 → "4.2 ms", 10.93 → "10.9 s", None → "-"."""
+    """A time to be compared, of a step or a first token: 0.0042 → "4.2 ms", 10.93 → "10.9 s", None → "-"."""
     if seconds is None:
         return "-"
     if seconds >= 0.0995:
@@ -61,7 +61,7 @@ def brief(seconds: float | None) -> str:
 
 
 def rough(seconds: float) -> str:
-    """For estimates: whole seconds, and never none."""
+    """An estimated time: whole seconds, and never none."""
     return f"{max(1, round(seconds))} s" if seconds < 59.5 else duration(seconds)
 
 

@@ -177,7 +177,7 @@ def _drafts(trace: Trace, machine: str) -> Iterable[tuple[str, str]]:
 
 
 def _source(name: str, drafter: DrafterView | None) -> str:
-    """As figures call it; of another worker's drafts also whose they are."""
+    """A source's name in figures; for another worker's drafts also that worker's."""
     return f"drafter ({_named(drafter)})" if name == "drafter" and drafter is not None else one_line(name)
 
 
@@ -223,7 +223,7 @@ def _why(trace: Trace) -> str:
 
 
 def _plan(trace: Trace, *, cut: bool) -> str:
-    """In a list: the kind and who helps."""
+    """A plan in a list: its kind and its helpers."""
     kind, others = one_line(trace.chosen.kind) or "-", helpers(trace.chosen)
     if trace.chosen.kind == "local" or not others:
         return kind
@@ -234,7 +234,7 @@ def _plan(trace: Trace, *, cut: bool) -> str:
 
 
 def _tokens(trace: Trace) -> str:
-    """In a list: those that were prefilled first, where others were left out."""
+    """Tokens in a list: the prefilled ones first, if others were left out."""
     kept = f"{count(trace.kept_tokens)} of " if trace.kept_tokens else ""
     return kept + count(trace.prompt_tokens)
 

@@ -49,7 +49,7 @@ def _inside(place: inspect.Type, step: str) -> Iterator[inspect.Type]:
 
 
 def _tags(places: Sequence[inspect.Type], step: str) -> Iterator[str]:
-    """Of messages whose type is told by a field of this name."""
+    """The tags of messages whose type stands in the field of this name."""
     for place in places:
         for part in _parts(place):
             if isinstance(part, inspect.StructType) and part.tag_field == step:

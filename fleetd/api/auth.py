@@ -107,7 +107,7 @@ def _check_site(request: web.Request, services: Services) -> None:
 
 
 def require_token(request: web.Request) -> None:
-    """For what changes this machine's disk: the token, also where others need none.
+    """Refuse a change of this machine's disk that comes without the token, also where others need none.
 
     Raises Unauthorized, or Forbidden if the settings have turned the token off.
     """

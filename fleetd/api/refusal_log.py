@@ -28,7 +28,7 @@ class RefusalLog:
         self._told: set[tuple[str, str, str, str]] = set()
 
     def note(self, request: web.Request, error: FleetError) -> None:
-        """Of a request that came over TCP: who uses the Unix socket shows errors itself."""
+        """Log the refusal of a request over TCP: programs on the Unix socket show errors themselves."""
         client = request.headers.get(hdrs.USER_AGENT, "")[:_CLIENT_CHARS]
         path = request.path[:_PATH_CHARS]
         now_s = self._monotonic()

@@ -316,7 +316,7 @@ class BlockStore:
             self._delete_file(file)
 
     def recover(self) -> None:
-        """At the daemon's start, while no worker runs: make files, index, key and quota agree.
+        """Make files, index, key and quota agree. Runs at the daemon's start, before any worker.
 
         Raises CacheUnavailable.
         """

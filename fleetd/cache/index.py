@@ -110,7 +110,7 @@ class FoundBlocks:
 
     @property
     def state_bytes(self) -> int:
-        """Of the last snapshot."""
+        """Bytes of the last snapshot; 0 if there is none."""
         return self.states[-1][1] if self.states else 0
 
 
@@ -166,7 +166,7 @@ class Index:
 
     @property
     def key_id(self) -> str:
-        """Of the key that the blocks were sealed under; "" after ``forget_all``."""
+        """The id of the key that sealed the blocks; "" after ``forget_all``."""
         return str(self._one("SELECT key_id FROM totals"))
 
     def take_key(self, key_id: str) -> None:
@@ -362,7 +362,7 @@ class Index:
             self._db.execute("DELETE FROM blocks WHERE name = ?", (name,))
 
     def forget_unready(self) -> list[str]:
-        """At a start, while nothing is written: the blocks that an earlier run did not finish."""
+        """Forget the blocks that an earlier run did not finish. Called before anything is written."""
         with self._transaction():
             names = [str(row[0]) for row in self._db.execute("SELECT name FROM blocks WHERE ready = 0")]
             self._db.execute("DELETE FROM blocks WHERE ready = 0")

@@ -20,7 +20,7 @@ class PrefillCost:
         return cls(1 / tok_s if tok_s > 0 else limits.CACHE_TOKEN_S, max(0.0, context_s))
 
     def seconds(self, first: int, last: int) -> float:
-        """Of tokens [first, last)."""
+        """Seconds of prefill for tokens [first, last)."""
         return (last - first) * (self.token_s + self.context_s * (first + last) / 2)
 
     def check_s(self, last: int, n_bytes: int, *, states: bool) -> float:

@@ -32,7 +32,7 @@ class StateTargets(Protocol):
     """Memory for a snapshot."""
 
     def targets(self, number: int, header: BlockHeader) -> Sequence[memoryview]:
-        """Of the one at the end of the block of this number. Raises BlockDamaged for another one."""
+        """Buffers for the snapshot at the end of block ``number``. Raises BlockDamaged for another header."""
 
     def check(self) -> None:
         """What came last is a snapshot. Raises BlockDamaged."""
@@ -57,7 +57,7 @@ class RestoreState(Enum):
 
 @dataclass(eq=False)
 class Restore:
-    """One prompt's. ``candidates``: the longest beginning counts, of two as long the first. ``due_s``: when
+    """The search for one prompt's beginning. The longest of ``candidates`` wins. ``due_s``: when
     it is waited for no longer, in monotonic seconds."""
 
     model: str

@@ -61,7 +61,7 @@ class DiskCache:
             self._store.close()
 
     def open_store(self) -> BlockStore:
-        """For one thread, which closes it."""
+        """A store for one thread, which closes it."""
         return BlockStore(self._settings)
 
     def find(self, names: Sequence[bytes], states: Sequence[bytes] = ()) -> FoundBlocks:

@@ -59,7 +59,7 @@ class SegmentScores:
 
     @classmethod
     def of_logits(cls, starts: I32, ends: I32, logits: F32) -> SegmentScores:
-        """From all logits (H, Q, N). Equal ones are kept in the order of the pairs."""
+        """The scores that logits (H, Q, N) give. Equal ones are kept in the order of the pairs."""
         heads, queries, n = logits.shape
         # A head at a time, and a block of tokens: all at once would be as much memory again, several times.
         log_sums = np.stack([log_sum_exp(each) for each in logits])

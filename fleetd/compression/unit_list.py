@@ -45,7 +45,7 @@ class UnitList:
         return outer + own
 
     def sorted(self) -> list[TextUnit]:
-        """In the text's order, with the indexes of frames to match."""
+        """The units in the order of the text, with the indexes of frames to match."""
         found = self._found
         framing = {frame for unit in found for frame in unit.frames}
         ordered: list[tuple[TextUnit, bool]] = []

@@ -186,7 +186,7 @@ class _StandIns:
 
 @functools.lru_cache(maxsize=2)
 def control_tokens(tokenizer: Any) -> ControlTokens:
-    """Of an mlx-lm tokenizer. The last two are remembered."""
+    """The control tokens of an mlx-lm tokenizer. Those of the last two are remembered."""
     whole = getattr(tokenizer, "_tokenizer", tokenizer)
     # One character cannot be written otherwise, and means nothing to a template.
     added = {i: t for i, t in getattr(whole, "added_tokens_decoder", {}).items() if len(t.content) > 1}

@@ -129,7 +129,7 @@ class DiskTier:
     def _snapshots(
         self, layout: BlockLayout, tokens: int, cache: list[Any], states: Mapping[int, list[Any]]
     ) -> dict[int, StateToWrite]:
-        """By the number of the block that each is at the end of."""
+        """The snapshots, by the number of the block at whose end each stands."""
         if not layout.states:
             return {}
         found = dict(states)
@@ -155,7 +155,7 @@ class DiskTier:
         return self._named(arithmetic, tokens) if can_be_checked(self.empty) else []
 
     def worth(self, tokens: int, n_bytes: int) -> float:
-        """Of the blocks of a prompt's first ``tokens``, as ``Index.price`` has it."""
+        """What the blocks of a prompt's first ``tokens`` are worth, in the unit of ``Index.price``."""
         return worth_per_gib(self.cost.seconds(0, tokens), n_bytes)
 
     # ---- from the disk -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fleetd.errors import EngineError, FleetError, ModelCorrupt, ModelUnsupporte
 
 @contextmanager
 def over_files(failing: str, *besides: type[Exception]) -> Iterator[None]:
-    """For libraries' code that runs over a publisher's files: its errors are the files' fault.
+    """Blame a publisher's files for the errors of libraries' code that runs over them.
 
     Args:
         failing: what fails, as the beginning of a sentence.
@@ -67,6 +67,6 @@ def failed(request_id: str, error: BaseException, message: str) -> Failed:
 
 
 def require(condition: bool, message: str) -> None:
-    """For the ``validate`` methods that tests call. Raises AssertionError unless the condition holds."""
+    """Raise AssertionError unless the condition holds. For the ``validate`` methods that tests call."""
     if not condition:
         raise AssertionError(message)

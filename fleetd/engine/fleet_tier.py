@@ -51,7 +51,7 @@ class FetchState(Enum):
 
 
 class Fetching:
-    """One prompt's, from its Lacking to its Fetched.
+    """The fetch of one prompt's beginning, from the worker's question (Lacking) to its report (Fetched).
 
     Args:
         have: tokens of the prompt's beginning that memory and disk hold; ``held`` gives their caches.

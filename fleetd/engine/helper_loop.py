@@ -9,7 +9,7 @@ from fleetd.errors import ModelUnsupported
 
 
 class HelperLoop(ComputeLoop):
-    """As ``Scheduler``, without sequences of its own."""
+    """A ``Scheduler`` for helpers: it has no sequences of its own."""
 
     def _take(self, item: Item) -> None:
         if isinstance(item, DraftFor):

@@ -170,7 +170,7 @@ def per_layer_inputs(weights: Any, args: Any, tokens: mx.array) -> mx.array | No
 
 
 def kept_by(layers: list[Any], caches: list[Any], keeps: str) -> Iterator[Any]:
-    """For each layer what it keeps of ``caches``, which are mlx-lm's for the whole model; None if nothing."""
+    """What each layer keeps of ``caches``, which are mlx-lm's for the whole model; None if nothing."""
     left = iter(caches)
     for index, layer in enumerate(layers):
         match keeps:

@@ -84,7 +84,7 @@ class BlockBasis(msgspec.Struct, frozen=True):
 
 
 def block_basis(key: FindingsKey, arithmetic: Arithmetic | None) -> bytes:
-    """By which blocks of this model are named; b"" if its digest is unknown.
+    """The basis of the names of this model's blocks; b"" if its digest is unknown.
 
     Where the layers have no fingerprint, or a CPU rounds by the number of its threads, only a machine that is
     the same in everything computes the same bytes.

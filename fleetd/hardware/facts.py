@@ -28,7 +28,7 @@ class MacFacts(TypedDict):
 
 
 def mac_facts(sysctl: str) -> MacFacts:
-    """From ``sysctl`` with SYSCTLS, a line ``name: value`` each; what is missing is "" or 0."""
+    """Facts in what ``sysctl`` prints for SYSCTLS, a line ``name: value`` each; "" or 0 if missing."""
     found = dict(line.split(": ", 1) for line in sysctl.splitlines() if ": " in line)
     return MacFacts(
         cpu=found.get("machdep.cpu.brand_string", "").strip(),
@@ -38,7 +38,7 @@ def mac_facts(sysctl: str) -> MacFacts:
 
 
 def mac_product(profile: str) -> str:
-    """From ``SYSTEM_PROFILER``: "Mac Studio (M3 Ultra)", "MacBook Pro" for an Intel Mac, "" from nothing of
+    """A name from ``SYSTEM_PROFILER``: "Mac Studio (M3 Ultra)", "MacBook Pro" on Intel, "" from nothing of
     use.
     """
     try:

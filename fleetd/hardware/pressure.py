@@ -19,12 +19,12 @@ _STALLED = re.compile(r"^(some|full) avg10=([0-9.]+)", re.MULTILINE)
 
 
 def of_level(level: int | None) -> Pressure:
-    """From macOS's level; None is a kernel that does not say."""
+    """The pressure by macOS's level; None is a kernel that does not say."""
     return _DARWIN.get(level, "")
 
 
 def of_stalls(text: str, free_share: float) -> Pressure:
-    """From /proc/pressure/memory and the share of memory that is free."""
+    """The pressure by /proc/pressure/memory and the share of memory that is free."""
     stalled = {kind: float(percent) for kind, percent in _STALLED.findall(text)}
     if not stalled:
         return ""

@@ -119,7 +119,7 @@ class HardwareProbe:
         return self.read()
 
     def _read_device(self) -> DeviceFacts:
-        """As MLX says, and until it has said anything a guess; a CPU is not asked about."""
+        """The device that MLX names, and a guess until it has named one; MLX is not asked about a CPU."""
         guess = self._likely_accelerator()
         if guess == "cpu":
             return DeviceFacts("cpu")

@@ -44,7 +44,7 @@ class ModelAbilities:
 
 
 def of_files(path: Path | None, entry: CatalogEntry | None) -> ModelAbilities:
-    """By the files in ``path``, if the model is on this machine, else by the catalog. Reads files."""
+    """Abilities by the files in ``path``, if the model is here, else by the catalog. Reads files."""
     template = read_template(path) if path is not None else ""
     if template:
         return of_template(template)
@@ -52,7 +52,7 @@ def of_files(path: Path | None, entry: CatalogEntry | None) -> ModelAbilities:
 
 
 def of_template(template: str) -> ModelAbilities:
-    """By what a chat template writes and asks for."""
+    """Abilities by what a chat template writes and asks for."""
     tools = next((name for texts, name in _FORMATS if all(text in template for text in texts)), "")
     return ModelAbilities(tools, any(text in template for text in _THOUGHTS))
 
@@ -70,7 +70,7 @@ def read_template(folder: Path) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _template(folder: Path, _jinja_ns: int, _config_ns: int) -> str:
-    """As the files were at these times: lists of models are asked for often, and these files are long."""
+    """The template, kept for files of these times: models are listed often, and the files are long."""
     try:
         with (folder / "chat_template.jinja").open(encoding="utf-8") as file:
             return file.read(limits.MODEL_CONFIG_BYTES)

@@ -48,7 +48,7 @@ class ModelFolder:
 
 
 def is_gguf(path: Path) -> bool:
-    """By its name, or by how it begins: Ollama names its files by their hashes."""
+    """True for a GGUF file, by its name or its first bytes: Ollama names its files by their hashes."""
     if path.suffix.lower() == ".gguf":
         return True
     try:

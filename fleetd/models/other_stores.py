@@ -142,7 +142,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _size(file: Path) -> int | None:
-    """In bytes; None for a file that is not there or may not be read."""
+    """The file's size in bytes; None if it is not there or may not be read."""
     try:
         return file.stat().st_size if os.access(file, os.R_OK) else None
     except OSError:

@@ -100,7 +100,7 @@ class PeerPath:
 
     @property
     def usual_bytes_per_s(self) -> float:
-        """Of this kind of path."""
+        """Bytes per second that are usual for this kind of path."""
         return _USUAL[self.kind][1]
 
     @property
@@ -128,7 +128,7 @@ class PeerPath:
             self.speeds.transferred(count / seconds, now, sure=sure)
 
     def carried(self, count: int, seconds: float, now: float) -> None:
-        """As ``transferred``, of a transfer that may have waited for other things meanwhile."""
+        """Note a transfer as ``transferred`` does, if it may have waited for other things meanwhile."""
         if _tells(count, seconds):
             self.speeds.carried(count / seconds, now)
 

@@ -71,7 +71,7 @@ class Peer:
         return self.link is not None and not self.link.quiet
 
     def dialled_hints(self) -> list[bool]:
-        """For each address being dialled: whether it is a hint. A forgotten address was one."""
+        """Each address being dialled, and whether it is a hint. A forgotten address was one."""
         return [(path := self.paths.get(address)) is None or path.is_hint for address in self.dialling]
 
     def next_paths(self, now: float) -> list[PeerPath]:

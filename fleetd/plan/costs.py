@@ -34,7 +34,7 @@ class PrefillSpeed:
 
     @classmethod
     def measured(cls, prefill_tok_s: float, context_s: float = 0.0, fixed_s: float = 0.0) -> PrefillSpeed:
-        """From calibration: the rate on an empty context, and two parts of it, measured separately."""
+        """The speed by calibration: the rate on an empty context, and two parts of it measured apart."""
         chunk_s = MEASURED_TOKENS / max(SLOWEST_TOK_S, prefill_tok_s)
         fixed_s = min(max(0.0, fixed_s), _EXPLAINED * chunk_s)
         known_s = fixed_s + max(0.0, context_s) * MEASURED_TOKENS**2 / 2

@@ -46,7 +46,7 @@ class MeasuredSpeed:
 
     @property
     def prefill(self) -> costs.PrefillSpeed:
-        """For the planner."""
+        """The speed as the planner needs it."""
         return costs.PrefillSpeed.measured(self.prefill_tok_s, self.prefill_context_s, self.prefill_fixed_s)
 
 
@@ -59,7 +59,7 @@ class _KnownSpeed:
     requests: int = 0
 
     def weight(self, least: float, now_s: float) -> float:
-        """Of the next request; ``least``: while the figure is new."""
+        """The weight of the next request; ``least``: while the figure is new."""
         aged = WEIGHT_AGED * (1 - math.exp2(min(0.0, self.at_s - now_s) / AGED_S))
         return max(least, aged, WEIGHT_DOUBTFUL if self.speed.doubtful else 0.0)
 

@@ -191,7 +191,7 @@ def plan(ask: RouteQuestion, homes: Sequence[Home]) -> Ways:
 
 
 def _like_their_twins(homes: Sequence[Home]) -> list[Home]:
-    """With the speeds of machines of the same kind where a machine never measured its own."""
+    """The homes, each with the speed of a machine of its kind if it never measured its own."""
     ordered = sorted(homes, key=lambda home: home.candidate.node_id)
     candidates = like_their_twins([home.candidate for home in ordered])
     return [replace(home, candidate=c) for home, c in zip(ordered, candidates, strict=True)]
@@ -204,7 +204,7 @@ def _kept_tokens(home: Home) -> int:
 
 
 def _begun(ask: RouteQuestion, home: Home) -> Home:
-    """With the beginning that saves most, if any saves something: compared with computing it alone."""
+    """The home with the beginning that saves most against computing; unchanged if none saves time."""
     c = home.candidate
     if c.absent or not home.beginnings:
         return home

@@ -113,7 +113,7 @@ def _measure(proof: ProofLines, home: Path, model: str, share: float) -> int:
 
 
 def _settings(home: paths.HomeFolder, model: str) -> WorkerSettings:
-    """As the daemon of this home would start the worker, but that nothing kept from before is used."""
+    """The worker's settings as this home's daemon has them, but nothing kept from before is used."""
     settings = config.load(home.config)
     engine = settings.engine
     store = ModelStore(

@@ -61,7 +61,7 @@ def _gain(measured: float, estimated: float) -> float:
 
 
 def capped(told: Card, seen: Card) -> dict[str, str]:
-    """By model: what a card claims and what is believed instead, as a clause; those that are bounded only."""
+    """What a card claims and what is believed instead, as a clause, for each model that is capped."""
     found = {}
     for claimed, model in zip(told.models, seen.models, strict=True):
         parts = [

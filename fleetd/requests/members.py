@@ -181,7 +181,7 @@ class Members:
         return replace(found, card=card, left_out=left_out, capped=capped)
 
     def capped(self, model: str) -> list[str]:
-        """For each machine that claims an impossible speed for a model, a sentence that says so."""
+        """A sentence for each machine that claims an impossible speed for a model."""
         return [
             f"{found.name} claims {found.capped[model]}: its hardware can do no more."
             for found in self.others("answer")

@@ -109,7 +109,7 @@ def decode_run(body: bytes) -> RunJob:
 
 
 def told_trace(trace: Trace) -> JobTrace:
-    """As much of a trace as another machine is told: not what was passed over, and no more steps than fit."""
+    """The part of a trace that another machine is told: only what ran, and the steps that fit."""
     chosen = msgspec.structs.replace(trace.chosen, steps=trace.chosen.steps[: limits.JOB_TRACE_STEPS])
     steps = trace.steps[: limits.JOB_TRACE_STEPS]
     reason = trace.reason[: limits.ERROR_TEXT_CHARS]

@@ -104,7 +104,7 @@ class ModelCopies:
     # ---- fetching ----------------------------------------------------------------------------------------
 
     async def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]:
-        """From a peer that has it, else from where it comes from; nothing for a model that is here.
+        """Pull the model from a peer that has it, else from where it comes from; nothing if it is here.
 
         Raises:
             FleetError: as ``ModelStore.pull``.

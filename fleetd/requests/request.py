@@ -63,7 +63,7 @@ class LocatedModel:
 
     @property
     def wanted(self) -> WantedModel:
-        """As it is asked of the planner."""
+        """The model as the planner is asked for it."""
         return WantedModel(self.name, self.folder is not None, self.can_pull, self.folder)
 
 
@@ -170,7 +170,7 @@ class Request:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of its prompt, 0 until the engine has counted them."""
+        """Tokens of the prompt; 0 until the engine has counted them."""
         return self._prompt_tokens
 
     @property
@@ -194,7 +194,7 @@ class Request:
 
     @property
     def exactness(self) -> Exactness:
-        """Of the state that the answer rests on: what was cached, what helpers had a part in, what is left
+        """How exact the answer is, by what was cached, what helpers had a part in and what is left
         out."""
         if self.smart is not None and self.smart.used:
             return "lossy"
@@ -242,12 +242,12 @@ class Request:
 
     @property
     def kept_tokens(self) -> int:
-        """Of its prompt's tokens, those that are prefilled, where some are left out; else 0."""
+        """Tokens of the prompt that are prefilled, if some are left out; else 0."""
         return self.accepted.kept if self.accepted is not None else 0
 
     @property
     def cached_tokens(self) -> int:
-        """Of its prompt's tokens, those that the prefix cache held in this attempt."""
+        """Tokens of the prompt that the prefix cache held in this attempt."""
         if self.choice is not None and self.accepted is not None:
             return self.accepted.cached
         return self._cached_in_attempt

@@ -17,7 +17,7 @@ from fleetd.requests.request import Request
 
 
 def trace_of(request: Request) -> Trace:
-    """Of its last attempt, with the earlier ones."""
+    """The trace of the request: its last attempt, with the earlier ones inside."""
     smart, accepted = request.smart, request.accepted
     smart_plan = request.smart_plan if smart is not None else None
     chosen, losers = _options(request, smart_plan)
@@ -74,7 +74,7 @@ def trace_of(request: Request) -> Trace:
 def _saved_s(
     chosen: OptionView, losers: Sequence[OptionView], prefill_s: float | None, drafts: Speculated | None
 ) -> float | None:
-    """As ``Trace`` has it; a prompt that was read here alone saved nothing."""
+    """Seconds saved, as ``Trace`` defines it; a prompt that was read here alone saved nothing."""
     alone_s = next((option.predicted_s for option in losers if option.kind == "local"), None)
     found = [drafts.saved_s] if drafts is not None else []
     if chosen.kind != "local" and alone_s is not None and prefill_s is not None:
@@ -83,7 +83,7 @@ def _saved_s(
 
 
 def attempt_of(request: Request, now_s: float) -> Trace:
-    """Of an attempt that has just failed."""
+    """The trace of an attempt that has just failed."""
     return msgspec.structs.replace(trace_of(request), took_s=now_s - request.began_s, earlier=[])
 
 

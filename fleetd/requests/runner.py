@@ -377,7 +377,7 @@ class Runner:
             self._try_whole(request, error)
 
     def _move(self, request: Request, tried: set[str], failure: FleetError) -> None:
-        """To another machine. Raises FleetError where none is left."""
+        """Move the request to another machine. Raises FleetError if none is left."""
         placement = request.placement
         error = _of(failure, placement)
         if self._placing is not None:

@@ -140,6 +140,32 @@ def test_a_class_name_means_one_thing() -> None:
 # ---- Bounds ----------------------------------------------------------------------------------------------
 
 
+def test_protocols_are_few() -> None:
+    """One with a single class behind it ends the search for a definition in a corridor of doors."""
+    found = {
+        f"{path}: {node.name}"
+        for path, tree in modules()
+        for node in walked(tree)
+        if isinstance(node, ast.ClassDef) and "Protocol" in map(dotted, node.bases)
+    }
+    assert len(found) <= 20, sorted(found)
+
+
+def test_docstrings_say_what_they_are_about() -> None:
+    """Not "Of all layers." but "The parts of all layers.": a reader comes from anywhere."""
+    elliptic = ("Of", "As", "With", "By", "From", "In", "At", "For", "One prompt's")
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        f"{path}:{node.body[0].lineno}: {text.splitlines()[0]}"
+        for path, tree in modules()
+        for node in walked(tree)
+        if isinstance(node, documented) and (text := ast.get_docstring(node))
+        # A module may describe a way: "From messages to token ids".
+        if not isinstance(node, ast.Module) and text.startswith(tuple(f"{word} " for word in elliptic))
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_every_bound_is_applied_somewhere() -> None:
     """A bound that nothing reads protects nothing."""
     read: set[str] = set()

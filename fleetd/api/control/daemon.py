@@ -251,7 +251,7 @@ async def _steps(services: Services, ref: str) -> AsyncGenerator[object, None]:
 
 
 async def add(request: web.Request) -> web.StreamResponse:
-    """As ``pull``: a GGUF file is imported, which takes a while."""
+    """Stream progress as ``pull`` does: importing a GGUF file takes a while."""
     body = parse(await read(request), AddedModel)
     return await relay(request, _adding(request.app[SERVICES], body))
 

@@ -78,7 +78,7 @@ def model_info(model: ModelObject, config: Mapping[str, Any], context_tokens: in
 
 
 def capabilities(entry: CatalogEntry | None, able: ModelAbilities) -> list[str]:
-    """Of what Ollama has words for."""
+    """The model's abilities that Ollama has words for."""
     if entry is not None and "chat" not in entry.roles:
         return ["embedding"]
     known = {"completion": True, "tools": bool(able.tools), "thinking": able.thinking}

@@ -89,7 +89,7 @@ def keep_alive_s(value: float | str | None) -> float | None:
 
 
 def _seconds(text: str) -> float:
-    """Of a duration as Go writes it, or of a bare number; NaN if it is neither."""
+    """Seconds of a duration as Go writes it, or of a bare number; NaN if it is neither."""
     sign, bare = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
     if bare.isascii() and bare.isdecimal() and len(bare) < 16:
         return sign * int(bare)

@@ -43,13 +43,13 @@ def check(request: web.Request) -> None:
 
 
 def still_open(request: web.Request) -> bool:
-    """For long answers: False once the page's session has ended. True for who needs no session."""
+    """False once the page's session has ended, for long answers; True for requests that need no session."""
     key = request.headers.get(KEY_HEADER)
     return key is None or request.app[SERVICES].page.use(_cookie(request), key)
 
 
 async def ticket(request: web.Request) -> web.StreamResponse:
-    """For `fleetctl open`. The ticket is behind the #, which browsers send to no server."""
+    """The address for `fleetctl open`. The ticket is behind the #, which browsers send to no server."""
     services = request.app[SERVICES]
     http = services.status().http
     if http is None:

@@ -34,7 +34,7 @@ _FOLDER = "profiles"
 
 
 class StoredProfile(msgspec.Struct, frozen=True):
-    """As ``Profile``, but without heads where the model finds too little for scoring."""
+    """A ``Profile`` as it is stored; without heads if the model finds too little for scoring."""
 
     heads: Annotated[list[tuple[Natural, Natural]], Meta(max_length=limits.SCORE_HEADS)]
     exit_layer: Natural
@@ -121,7 +121,7 @@ def _versions() -> dict[str, str]:
 
 @cache
 def _shipped() -> dict[str, Profile]:
-    """By digest; none if the search has changed since they were made."""
+    """Shipped profiles by digest; none if the search has changed since they were made."""
     raw = resources.files(__package__).joinpath(SHIPPED).read_bytes()
     file = msgspec.json.decode(raw, type=ShippedProfiles)
     return {each.digest: each.found.profile for each in file.profiles} if file.algorithm == ALGORITHM else {}

@@ -63,7 +63,7 @@ class BlockLayout:
 
     @classmethod
     def of(cls, cache: Sequence[Any]) -> BlockLayout:
-        """Of caches in which there is something. Raises TypeError where one of them cannot be written."""
+        """The layout of caches that are not empty. Raises TypeError if one of them cannot be written."""
         return cls(tuple(tuple(shape_of(part) for part in parts(layer)) for layer in cache))
 
     @cached_property
@@ -72,13 +72,13 @@ class BlockLayout:
 
     @cached_property
     def rows(self) -> list[RowShape]:
-        """Of all parts that have a row per token, in order."""
+        """The shapes of all parts that have a row per token, in order."""
         shapes = (shape for shape in self._shapes if not isinstance(shape, RunningShape))
         return [shape for shape in shapes if shape.in_rows]
 
     @cached_property
     def states(self) -> list[KvShape | RunningShape]:
-        """Of all others, in order."""
+        """The shapes of all other parts, in order."""
         shapes = (shape for shape in self._shapes if not isinstance(shape, QuantisedShape))
         return [shape for shape in shapes if not shape.in_rows]
 
@@ -103,7 +103,7 @@ class BlockLayout:
         return [part for part, shape in zip(all_parts(cache), self._shapes, strict=True) if shape.in_rows]
 
     def header(self, number: int) -> BlockHeader:
-        """Of the block of this number: each array's heads, array by array, part by part."""
+        """The header of block ``number``: each array's heads, array by array, part by part."""
         sizes = []
         for shape in self.rows:
             for width, dtype in shape.row_arrays:
@@ -159,7 +159,7 @@ class ArrivingSnapshot:
         self._buffers: list[memoryview] = []
 
     def targets(self, number: int, header: BlockHeader) -> list[memoryview]:
-        """Of the one at the end of the block of this number. Raises BlockDamaged for another one."""
+        """Buffers for the snapshot at the end of block ``number``. Raises BlockDamaged for another header."""
         self.tokens = (number + 1) * _BLOCK
         self._layout.check_snapshot(header, self.tokens)
         self._buffers = [memoryview(empty_bytes(size)).cast("B") for size in header.sizes]

@@ -41,7 +41,7 @@ ANY = 1 << 30
 
 
 class StateKind:
-    """Also the kind of every cache that is not in the table: it stands for all of its tokens, and no more is
+    """What can be done with one kind of cache. An unknown one is used at its last token only: no more is
     known of it. ``cache`` is one of its kind everywhere."""
 
     # Rows of one sequence at full precision, and nothing else.
@@ -143,7 +143,7 @@ class StateKind:
         return sum(array.nbytes // array.shape[2] for array in self.arrays(cache) if array is not None)
 
     def shape(self, cache: Any) -> AnyShape:
-        """Of a cache in which there is something. Raises TypeError: it can be sent nowhere."""
+        """The shape of a cache that is not empty. Raises TypeError: it cannot be sent."""
         raise TypeError(f"a {type(cache).__name__} stays where it is")
 
 
@@ -278,7 +278,7 @@ class Running(StateKind):
 
 
 class Several(StateKind):
-    """Of one layer. Its parts are asked one by one where they are sent somewhere."""
+    """Several parts of one layer. They are asked one by one where they are sent somewhere."""
 
     attention = False
 
@@ -324,7 +324,7 @@ class Several(StateKind):
 
 
 class BatchRows(StateKind):
-    """Of several sequences at once."""
+    """The rows of several sequences at once."""
 
     widens = True
 
@@ -345,12 +345,12 @@ _OTHER = StateKind()
 
 
 def kind_of(cache: Any) -> StateKind:
-    """By a cache's very class: one derived from it may do otherwise."""
+    """The kind of a cache, by its very class: one derived from it may do otherwise."""
     return _KINDS.get(type(cache), _OTHER)
 
 
 def shape_of(part: Any) -> AnyShape:
-    """As ``StateKind.shape``."""
+    """The shape of a cache that is not empty. Raises TypeError: it cannot be sent."""
     return kind_of(part).shape(part)
 
 

@@ -20,7 +20,7 @@ def parts(cache: Any) -> tuple[Any, ...]:
 
 
 def all_parts(caches: Iterable[Any]) -> list[Any]:
-    """Of all layers, in order."""
+    """The parts of all layers' caches, in the order of the layers."""
     return [part for cache in caches for part in parts(cache)]
 
 

@@ -60,7 +60,7 @@ class RowBuffer:
 
     @classmethod
     def computed(cls, cache: Any) -> RowBuffer:
-        """To be read from. Rows that fill their room may lie there as they were computed, token by token over
+        """Rows to read. Those that fill their room may lie there as they were computed, token by token over
         all heads; such are copied."""
         found = cls(cache)
         found._arrays = [np.ascontiguousarray(array) for array in found._arrays]

@@ -41,7 +41,7 @@ class KvShape:
         return one * self.key_width, one * self.value_width
 
     def dtypes(self, buffers: int) -> list[mx.Dtype]:
-        """Of a frame's ``buffers``."""
+        """The dtypes of a frame's ``buffers``."""
         return [self.dtype] * buffers
 
 
@@ -79,7 +79,7 @@ class RunningShape:
         return 0, 0
 
     def dtypes(self, buffers: int) -> list[mx.Dtype]:
-        """Of a frame's ``buffers``: one for each array."""
+        """The dtypes of a frame's ``buffers``: one for each array."""
         return [dtype for _, dtype in self.arrays]
 
 

@@ -77,7 +77,7 @@ def helper_streams(split: Split, place: int) -> list[str]:
 
 
 def to_helper(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-    """From home to helper ``place``."""
+    """The frames from home to helper ``place``."""
     yield FrameHeader(Kind.TOKENS, 0, 0, split.tokens, (split.token_bytes * split.tokens, 0))
     if split.cached:
         for layer in split.layers_of(place):
@@ -85,13 +85,13 @@ def to_helper(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
 
 
 def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-    """From helper ``place`` to home."""
+    """The frames from helper ``place`` to home."""
     yield from _FRAMES[split.kind].to_home(split, place, sizes)
     yield FrameHeader(Kind.DONE, 0, 0, split.tokens_of(place).stop)
 
 
 def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-    """From helper ``place`` to the next machine of the chain; nothing where ``split.has_next`` is False."""
+    """The frames from helper ``place`` to the next machine; none if ``split.has_next`` is False."""
     if split.has_next(place):
         yield from _FRAMES[split.kind].to_next(split, place, sizes)
 
@@ -171,7 +171,7 @@ def _is_rows(head: FrameHeader) -> bool:
 
 
 def prefixes(split: Split, tokens: bytes) -> dict[int, bytes]:
-    """For every end of a frame the hash of the tokens before it; ``tokens`` as a TOKENS frame has them."""
+    """The hash of the tokens before each frame's end; ``tokens`` as a TOKENS frame has them."""
     ends = {split.cached, split.tokens}
     for machine in range(split.machines):
         ends.update(chunk.stop for chunk in split.chunks_of(machine))

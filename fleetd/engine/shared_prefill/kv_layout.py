@@ -69,7 +69,7 @@ class KvLayout:
 
 
 def _float_dtype(stage: Stage) -> mx.Dtype:
-    """In which most of the weights that are not packed integers are kept."""
+    """The dtype of most of the weights that are not packed integers."""
     nbytes: dict[mx.Dtype, int] = {}
     for _, array in tree_flatten(stage.weights.parameters()):
         if mx.issubdtype(array.dtype, mx.floating):

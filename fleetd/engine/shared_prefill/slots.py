@@ -39,7 +39,7 @@ class Slots:
 
     @classmethod
     def arrived(cls, payload: memoryview, split: Split) -> Slots:
-        """From the ``payload`` of another machine. Raises ProtocolError for positions that cannot be."""
+        """The slots in another machine's ``payload``. Raises ProtocolError for positions that cannot be."""
         numbers = np.frombuffer(payload, dtype=_INT32)
         if not split.prompt_span:
             return cls(numbers)

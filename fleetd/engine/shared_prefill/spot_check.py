@@ -55,7 +55,7 @@ class ReceivedRows(Protocol):
         """True if ``compare`` can be called for the layer."""
 
     def compared(self, place: int, layer: int, count: int) -> Rows:
-        """Of the probe's tokens, as they were sent."""
+        """The rows of the probe's tokens, as they were sent."""
 
     def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
         """What was sent of them on the way into ``layer``, (1, count, width); None if nothing was."""
@@ -195,7 +195,7 @@ class SpotCheck:
 
     @property
     def tokens(self) -> int:
-        """As ``Probe.tokens``, of all."""
+        """The sum of all ``Probe.tokens``."""
         return sum(probe.tokens for probe in self._probes)
 
     def step_layer(self) -> None:

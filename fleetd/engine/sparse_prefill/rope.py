@@ -46,7 +46,7 @@ class RopeOffset(int):
 
     @classmethod
     def at(cls, slots: int, positions: Sequence[int]) -> RopeOffset:
-        """For tokens at ``positions``, ascending, one each."""
+        """The rotation of tokens at ``positions``, ascending, one each."""
         run = positions[-1] - positions[0] == len(positions) - 1
         return cls(slots, positions[0] if run else mx.array(list(positions), dtype=mx.int32))
 

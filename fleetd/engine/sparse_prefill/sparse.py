@@ -40,7 +40,7 @@ _GPU_ROUNDING = 0.03
 
 @dataclass(slots=True)
 class SparsePrefiller:
-    """As ``prefill.Prefiller``, over ``kept`` of ``tokens`` (indices, ascending, the last one included).
+    """A ``prefill.Prefiller`` of ``kept`` among ``tokens`` (indices, ascending, the last one included).
 
     ``done`` counts kept tokens that are in ``cache``. Once nothing remains, ``cache`` can join a batch.
     """

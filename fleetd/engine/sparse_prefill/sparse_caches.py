@@ -56,7 +56,7 @@ class SparseKV(KVCache):  # type: ignore[misc]
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchKVCache:
-        """As KVCache's, each row at its own position; see ``rows``."""
+        """Merge as KVCache does, each row at its own position; see ``rows``."""
         batch = BatchKVCache.merge(caches)
         batch.offset = batch.offset + mx.array([getattr(cache, "ahead", 0) for cache in caches])
         return batch
@@ -88,7 +88,7 @@ class SparseWindow:
         return cache
 
     def expect(self, positions: Sequence[int]) -> None:
-        """As SparseKV's. Drops the rows that none of these tokens sees."""
+        """Expect tokens as SparseKV does, and drop the rows that none of them sees."""
         self._coming = np.array(positions, np.int64)
         hidden = int(np.searchsorted(self._held, positions[0] - self.max_size, side="right"))
         if hidden and self.keys is not None and self.values is not None:

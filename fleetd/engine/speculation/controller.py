@@ -54,7 +54,7 @@ class SourceStats:
         return min(SUREST, self._right / self._judged)
 
     def judge(self, right: int, *, wrong: bool) -> None:
-        """A draft of which the first ``right`` tokens on_tokens, and then, if ``wrong``, another one."""
+        """Count a draft whose first ``right`` tokens were accepted; ``wrong``: the next one was rejected."""
         if right or wrong:
             self._right = self._right * (1 - FADES) + right
             self._judged = self._judged * (1 - FADES) + right + wrong

@@ -66,7 +66,7 @@ def draft(length: int, prefix: bytes, branches: Sequence[Sequence[int]]) -> tupl
 
 
 def place_commit(head: FrameHeader, *, context_tokens: int) -> list[memoryview]:
-    """At the drafter. Raises ProtocolError for what cannot be due."""
+    """Place a commit, at the drafter. Raises ProtocolError for one that cannot be due."""
     length = head.end
     if head.kind is not Kind.COMMIT or head.sizes != (head.count * _TOKEN.size, 0) or not head.count:
         raise ProtocolError(f"A drafter was sent a frame of kind {head.kind} that is no commit.")
@@ -76,7 +76,7 @@ def place_commit(head: FrameHeader, *, context_tokens: int) -> list[memoryview]:
 
 
 def place_draft(head: FrameHeader) -> list[memoryview]:
-    """At the machine that answers. Raises as ``place_commit``."""
+    """Place a draft, at the machine that answers. Raises as ``place_commit`` does."""
     lengths, tokens = head.sizes
     if head.kind is not Kind.DRAFT or head.layer or head.index:
         raise ProtocolError(f"A drafter sent a frame of kind {head.kind} that is no draft.")

@@ -18,7 +18,7 @@ class DraftSource(Protocol):
         """The name shown in figures, from a closed list: "lookup", "suffix", "drafter", …"""
 
     def propose(self, tokens: Sequence[int], width: int) -> list[int]:
-        """At most ``width`` tokens that may follow ``tokens`` (prompt and answer so far), or none.
+        """Propose at most ``width`` tokens that may follow ``tokens`` (prompt and answer so far), or none.
 
         ``tokens`` grow between calls and never change; the sequence is only valid during the call.
         """

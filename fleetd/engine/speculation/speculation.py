@@ -48,7 +48,7 @@ class WorkerSpeculation:
         return WideSteps(model, self.verdict.context) if self.verdict.rows > 1 else model
 
     def new_drafts(self, request: Generate) -> SequenceDrafts | None:
-        """For a new answer; None if nothing is to be drafted for it."""
+        """The drafts of a new answer; None if nothing is to be drafted for it."""
         wanted = request.speculate
         if not self.verdict.exact or self.mode == "off" or (wanted is not None and not wanted.enabled):
             return None

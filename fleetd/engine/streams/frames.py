@@ -79,7 +79,7 @@ class FrameHeader:
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> FrameHeader:
-        """From ``HEAD_BYTES`` bytes. Raises ProtocolError for what is no head."""
+        """The header in ``HEAD_BYTES`` bytes. Raises ProtocolError if they are none."""
         if len(data) != HEAD_BYTES:
             raise ProtocolError(f"A frame's head of {len(data)} bytes came where {HEAD_BYTES} were due.")
         kind, layer, part, start, count, index, prefix, first, second = _HEAD.unpack(data)
@@ -126,7 +126,7 @@ class FramePipe(Protocol):
         """Nothing more will be sent."""
 
     def close(self) -> None:
-        """At once, whatever is still queued. Idempotent. No buffer is read or written afterwards."""
+        """Close at once, whatever is still queued. Idempotent. No buffer is read or written afterwards."""
 
 
 # Opens the stream of that name ("home", "in", "out", "helper0", …) of one share or assist. Its pipe wakes the

@@ -39,7 +39,7 @@ class Packing:
     mode: str = "affine"
 
     def settings(self) -> dict[str, Any]:
-        """As config.json has it."""
+        """The settings as config.json has them."""
         found: dict[str, Any] = {"group_size": self.group, "bits": self.bits}
         return found if self.mode == "affine" else {**found, "mode": self.mode}
 

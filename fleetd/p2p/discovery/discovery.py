@@ -70,7 +70,7 @@ class Discovery:
 
     @property
     def state(self) -> str:
-        """For display: "running", or why this machine can neither find others nor be found."""
+        """The state to show: "running", or why this machine can neither find others nor be found."""
         if self.responder is not None and self.responder.trouble is not None:
             return explain_multicast(self.responder.trouble, sys.platform)
         return self._state

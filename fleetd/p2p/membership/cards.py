@@ -138,7 +138,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def encode(card: Card) -> bytes:
-    """At most ``limits.CARD_BYTES``.
+    """The card as bytes, at most ``limits.CARD_BYTES``.
 
     Texts that a model's files or the operating system made too long are cut, and models that do not fit are
     left out, the loaded ones last: one odd folder must not cost a machine its place in the fleet.

@@ -15,7 +15,7 @@ from fleetd.p2p.token_bucket import TokenBucket
 
 
 class RosterInbox:
-    """Of several records by one signer about one machine, only the newest waits."""
+    """Records that wait to be merged: by one signer about one machine only the newest."""
 
     def __init__(self) -> None:
         self._budgets: dict[str, TokenBucket] = {}

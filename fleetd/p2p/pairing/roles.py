@@ -59,7 +59,7 @@ __all__ = [
 
 
 class Joiner(Side):
-    """At the machine where the code is typed.
+    """The joiner's side of a pairing, at the machine where the code is typed.
 
     ``receive`` until CodeAccepted and Admitted; take the records into the roster, save it, ``saved``; Done.
     """
@@ -122,7 +122,7 @@ class Joiner(Side):
 
 
 class Inviter(Side):
-    """At the machine that shows the code: one for each connection, all with the same window.
+    """The inviter's side, at the machine that shows the code: one for each connection, all with one window.
 
     ``receive`` until CodeAccepted; ask the person; ``approve`` or ``cancel``; ``receive`` until Joined; take
     the records into the roster, save it, ``saved``, which returns Done.

@@ -71,7 +71,7 @@ class _OpenWindow:
 
 
 class PairingService:
-    """At most one window at a time; any number of joins."""
+    """Pairs machines: at most one window at a time, and any number of joins."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

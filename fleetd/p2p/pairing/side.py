@@ -35,14 +35,14 @@ class CodeAccepted:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """At the joiner: put the inviter and these into the roster, save it, call ``saved``."""
+    """The joiner puts the inviter and these into the roster, saves it, and calls ``saved``."""
 
     records: tuple[RosterRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """At the inviter: put the joiner and these into the roster, save it, call ``saved``."""
+    """The inviter puts the joiner and these into the roster, saves it, and calls ``saved``."""
 
     records: tuple[RosterRecord, ...]
 

@@ -80,7 +80,7 @@ def cut_bounds(layers: int, held: Sequence[Part | None], *, whole: bool = False)
 
 
 class Search:
-    """For one prompt and one chain of helpers. ``evaluations`` counts the schedules that were priced."""
+    """The search for one prompt and one chain of helpers. ``evaluations`` counts the schedules priced."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Search:
         return found
 
     def layers(self, *, whole: bool = False) -> Found | None:
-        """As a pipeline of chunks; ``whole``: home computes nothing. None if the helpers lack room.
+        """The best pipeline of chunks by layers; ``whole``: home computes nothing. None without room.
 
         Several helpers take the whole prompt only if home could hardly take a layer.
         """

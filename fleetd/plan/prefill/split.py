@@ -50,7 +50,7 @@ class Split(msgspec.Struct, frozen=True):
 
     @property
     def token_bytes(self) -> int:
-        """Of an id and, if tokens are left out, a position: int32 each."""
+        """Bytes of an id and, if tokens are left out, a position: int32 each."""
         return 8 if self.prompt_span else 4
 
     @property
@@ -182,7 +182,7 @@ def checked(split: Split) -> Split:
 
 
 def prefix_hashes(tokens: bytes, ends: Sequence[int], *, width: int = 4) -> dict[int, bytes]:
-    """For each of the ascending ``ends``, an 8-byte hash of the tokens before it.
+    """An 8-byte hash of the tokens before each of the ascending ``ends``.
 
     Args:
         tokens: ``width`` bytes each, little endian. Rolling: the whole prompt is hashed once.

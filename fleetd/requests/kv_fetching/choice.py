@@ -31,7 +31,7 @@ class FetchSource:
     factor: float = 1.0
 
     def seconds(self, block_bytes: int, blocks: int | None = None) -> float:
-        """From the decision to the last byte, of so many of the blocks or of all."""
+        """Seconds from the decision to the last byte, for so many of the blocks or for all."""
         return self.factor * self.figures_s(block_bytes, self.blocks if blocks is None else blocks)
 
     def figures_s(self, block_bytes: int, blocks: float) -> float:
@@ -39,7 +39,7 @@ class FetchSource:
         return fetch_s(round(blocks * block_bytes) + self.state_bytes, self.link, self.bytes_per_s)
 
     def mixed_s(self, block_bytes: int, computed_s: Sequence[float]) -> float:
-        """From the decision until what is computed meets what comes, the last block first."""
+        """Seconds from the decision until what is computed meets what comes, the last block first."""
         return meeting_s(
             self.blocks,
             lambda blocks: computed_s[blocks - 1] if blocks else 0.0,

@@ -93,7 +93,7 @@ class BlockFetching(PipelineStep):
 
 
 class _Fetch:
-    """One prompt's, from its Lacking to the end of the request."""
+    """The fetch of one prompt's beginning, from the worker's Lacking to the end of the request."""
 
     def __init__(
         self, fetching: BlockFetching, engine: EngineProcess, lacking: Lacking, sources: list[Member]

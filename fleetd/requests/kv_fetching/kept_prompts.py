@@ -33,12 +33,12 @@ LINK_TOKENS = BLOCK_CHARS // CHARS_PER_TOKEN
 
 
 def links(text: str) -> list[bytes]:
-    """Of the beginnings of a text that may be asked for, the shortest first."""
+    """The links of the beginnings of a text that may be asked for, the shortest first."""
     return chain(text, _KEY)[: limits.FETCH_LINKS]
 
 
 def beginning_of(found: TextFound) -> KeptBeginning:
-    """In tokens, as prices count them before a prompt is tokenized."""
+    """The beginning in tokens, as prices count them before a prompt is tokenized."""
     return KeptBeginning(
         found.in_memory * LINK_TOKENS, found.on_disk * LINK_TOKENS, found.n_bytes, found.bytes_per_s
     )

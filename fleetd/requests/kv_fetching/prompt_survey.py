@@ -44,7 +44,7 @@ class PromptSurvey:
         self._here = here
 
     async def of_job(self, job: Job, model: str) -> PromptPlaces:
-        """For a request, unless it must stay here or all of it was read here just before."""
+        """What machines keep of a request's prompt; nothing if it must stay here or was just read here."""
         text, own = job.prompt_text, self._members.here()
         if job.local_only or job.request.keep is not None:
             return {}
@@ -75,7 +75,7 @@ class PromptSurvey:
         return sorted(found, key=lambda member: -member.bytes_per_s)[: limits.FETCH_ASKED]
 
     def _digest(self, model: str) -> str:
-        """Of the files that the name stands for: here, or on the first machine that has them."""
+        """The digest of the files that the name stands for: here, or on the first machine that has them."""
         machines = (self._members.here(), *self._members.others("answer"))
         models = (member.model(model) for member in machines)
         return next((found.digest for found in models if found is not None and found.digest), "")

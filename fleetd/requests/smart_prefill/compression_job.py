@@ -138,7 +138,7 @@ class CompressionService:
                     yield progress
 
     async def score(self, compression: CompressionJob) -> AsyncGenerator[Loading, None]:
-        """As ``run``, for a prompt whose selection needs scores."""
+        """Do what ``run`` does for a prompt whose selection needs scores."""
         began_s = self._monotonic()
         tokens, ratio = compression.tokens, compression.kept_share
         price = compression.price(tokens, ratio) if compression.price else None
@@ -275,7 +275,7 @@ def kept_share(policy: SmartPrefillPolicy, tokens: int, pinned_tokens: int = 0) 
 
 
 def _merged(segments: Sequence[SegmentScores]) -> TokenScores:
-    """In a thread, as it needs numpy. Raises ProtocolError."""
+    """Merge the scores of all segments, in a thread, as it needs numpy. Raises ProtocolError."""
     from fleetd.compression.token_scores import merge
 
     try:

@@ -57,7 +57,7 @@ class ModelHolder:
 
     @property
     def key(self) -> str:
-        """As ``CompressorModel.key``."""
+        """The same as ``CompressorModel.key``."""
         return self.model.digest or self.model.name
 
 
@@ -306,7 +306,7 @@ def choose(named: str, found: Sequence[ModelHolder], target_bytes: int) -> list[
 
 
 def speed_of(model: ModelCard) -> PrefillSpeed | None:
-    """As its machine measured it; None before that."""
+    """The speed that its machine measured; None before that."""
     if model.prefill_tok_s <= 0:
         return None
     return PrefillSpeed.measured(model.prefill_tok_s, model.prefill_context_s, model.prefill_fixed_s)
