@@ -45,7 +45,7 @@ UNSCALED = ConnectionCaps(
 
 
 def connection_caps(descriptors: int, http_sites: int) -> ConnectionCaps:
-    """Of what is left beside the reserve, half is shared by the HTTP sites, a quarter is for sockets at the
+    """The caps beside the reserve: half is shared by the HTTP sites, a quarter is for sockets at the
     peer port that have not said what they are; the last quarter is for members and for streams."""
     free = max(0, descriptors - limits.DESCRIPTORS_RESERVED)
     each = free // 2 // http_sites

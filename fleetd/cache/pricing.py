@@ -16,7 +16,7 @@ class PrefillCost:
 
     @classmethod
     def of(cls, tok_s: float, context_s: float) -> PrefillCost:
-        """From measured speeds; 0 tokens per second is not measured, and taken for slow."""
+        """The cost by measured speeds; 0 tokens per second is not measured, and taken for slow."""
         return cls(1 / tok_s if tok_s > 0 else limits.CACHE_TOKEN_S, max(0.0, context_s))
 
     def seconds(self, first: int, last: int) -> float:
@@ -24,13 +24,13 @@ class PrefillCost:
         return (last - first) * (self.token_s + self.context_s * (first + last) / 2)
 
     def check_s(self, last: int, n_bytes: int, *, states: bool) -> float:
-        """Of the check of what another machine sent of the first ``last`` tokens, ``n_bytes`` of rows."""
+        """Seconds to check what another machine sent of the first ``last`` tokens, ``n_bytes`` of rows."""
         tokens = min(last, checked_tokens(states=states))
         return self.seconds(last - tokens, last) + look_s(n_bytes)
 
 
 def checked_tokens(*, states: bool) -> int:
-    """Of what another machine sent, at most so many tokens are computed to check it; ``states``: where the
+    """The most tokens that are computed to check what another machine sent; ``states``: if the
     model keeps something that cannot be cut at a token."""
     return limits.FETCH_CHECK_BLOCKS * limits.CACHE_BLOCK_TOKENS if states else limits.SHARE_SPOT_TOKENS
 

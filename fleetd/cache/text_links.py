@@ -20,7 +20,7 @@ def kept_as(digest: str, link: bytes) -> bytes:
 def filled_blocks(
     digest: str, links: Sequence[bytes], names: Sequence[bytes], filled: float
 ) -> list[tuple[bytes, bytes]]:
-    """For each link that fills a block: its stored name, and that of the last block which it fills.
+    """Pairs for the links that fill a block: the link's stored name, and that of the last block it fills.
 
     Args:
         names: of the blocks of the whole text.

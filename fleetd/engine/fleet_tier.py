@@ -310,7 +310,7 @@ class Fetching:
         yield from in_turns(parts(), lambda: 0.0 if self._decision is None else limits.FETCH_TURN_S)
 
     def _wait_on(self) -> None:
-        """For the next part, and for all of them."""
+        """Set the time until which the next part, and all of them, are waited for."""
         self.due_s = min(time.monotonic() + self._late_s, self._until_s)
 
     def _begin_front(self, held: Hit, blocks: int, block_s: float) -> None:

@@ -178,7 +178,7 @@ class Guests(ABC, Generic[C, W]):
 
     @property
     def deadlines(self) -> list[float | None]:
-        """For each task the time at which its wait ends even if nothing arrives."""
+        """The time at which each task's wait ends even if nothing arrives."""
         return [task.due_s for task in self._tasks]
 
     def close(self) -> None:

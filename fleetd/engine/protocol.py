@@ -287,7 +287,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class IdleTime(msgspec.Struct, frozen=True, tag="idle"):
-    """For so many ``seconds`` from now on nothing else runs on this machine: between its requests the worker
+    """Nothing else runs on this machine for so many ``seconds``: between its requests the worker
     may find out what it has not found out yet. 0: no longer."""
 
     seconds: Seconds

@@ -30,7 +30,7 @@ _WIDTHS = ("hidden_size", "hidden_dim", "n_embd")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """In the shapes below B is the batch, T a chunk's tokens, D the model's width and V its vocabulary."""
+    """Some layers of a model. In shapes B is the batch, T a chunk's tokens, D the width, V the vocabulary."""
 
     first: int
     last: int
@@ -123,7 +123,7 @@ class Stage:
 
     @property
     def width(self) -> int:
-        """Of hidden states."""
+        """The width of hidden states."""
         return int(next(getattr(self.args, name) for name in _WIDTHS if hasattr(self.args, name)))
 
     @property

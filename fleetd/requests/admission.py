@@ -53,7 +53,7 @@ class ServedRequest:
 
 @dataclass
 class ConcurrencyLimit:
-    """At most ``most`` requests of one kind at once, of them at most ``most_per_peer`` of one machine.
+    """Admits at most ``most`` requests of one kind at once, at most ``most_per_peer`` of one machine.
 
     ``busy`` is told to the next: "helps with 2 prompts".
     """

@@ -179,7 +179,7 @@ class Placer:
         return self.ways(ask, model, self.known(model, text), others, session=session, places=places)
 
     def known(self, model: WantedModel, *texts: str) -> Callable[[Member], int]:
-        """For a machine, about how many tokens at the beginning of one of the texts it has read before, or
+        """About how many tokens at the beginning of one of the texts a machine has read before, or
         reads at the moment."""
         affinity, being_read = self._members.affinity, self._members.being_read_chars
         links = [affinity.links(text) for text in texts]

@@ -62,7 +62,7 @@ class Traces:
         return self._number, list(self._ended)[len(self._ended) - new :]
 
     def newest(self, last: int, request_id: str = "") -> TracesView:
-        """At most ``last`` traces, newest first; of one request only, by its client's id, if named. Blocks.
+        """The newest traces, at most ``last``; of one request only, by its client's id, if named. Blocks.
 
         Each of its answers has an id of its own, which has more behind that. An unusable disk has none.
         """

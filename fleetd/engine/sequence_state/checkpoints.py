@@ -88,7 +88,7 @@ def restored(cache: list[Any], stored: int, tokens: int, state: list[Any]) -> li
 
 
 def gone_back(cache: list[Any], stored: int, tokens: int, state: list[Any]) -> list[Any]:
-    """As ``restored``, of ``cache`` itself, which is used up: rows are cut and not copied."""
+    """What ``restored`` gives, made of ``cache`` itself, which is used up: rows are cut and not copied."""
     found = []
     for layer, part in zip(cache, state, strict=True):
         if kind_of(layer).has_rows(layer):

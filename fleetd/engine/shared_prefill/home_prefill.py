@@ -140,7 +140,7 @@ class SharedPrefill:
 
     @property
     def states(self) -> dict[int, list[Any]]:
-        """As ``Prefiller.states``, once the prompt is all here: at the places where they are sent."""
+        """What ``Prefiller.states`` gives, once the prompt is all here: at the places where states are sent."""
         return self._work.states
 
     @property

@@ -102,7 +102,7 @@ class _HomeWork:
 
     @property
     def states(self) -> dict[int, list[Any]]:
-        """By token, what ``checkpoints.saved`` gives there of the whole prompt's caches; once all is here."""
+        """What ``checkpoints.saved`` gives of the whole prompt's caches, by token; once all is here."""
         return {
             at: [
                 checkpoints.of_parts(empty, self._states_of(layer, at))

@@ -65,7 +65,7 @@ class HomeRows(Protocol):
     """The caches that a shared prefill fills: ``home_work``."""
 
     def owner(self, place: int, layer: int) -> int:
-        """As ``ReceivedRows``."""
+        """The same as in ``ReceivedRows``."""
 
     def kept(self, place: int, layer: int) -> list[Any]:
         """A layer's caches after the tokens of helper ``place``, or after more where a token is a row."""

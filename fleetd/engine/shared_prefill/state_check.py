@@ -63,10 +63,10 @@ class HomeStates(Protocol):
     snapshots: Snapshots
 
     def owner(self, place: int, layer: int) -> int:
-        """As ``ReceivedRows``."""
+        """The same as in ``ReceivedRows``."""
 
     def context(self, place: int, layer: int) -> list[Any] | None:
-        """As ``ReceivedRows``."""
+        """The same as in ``ReceivedRows``."""
 
     def after(self, layer: int, tokens: int) -> list[Any]:
         """A layer's caches, to be added to, after ``tokens`` for which there are snapshots."""

@@ -141,7 +141,7 @@ class PrefillSharing(PipelineStep):
         places: Sequence[int] = (),
         states: int = 0,
     ) -> PlanChoice:
-        """As ``planner_facts.prompt``."""
+        """The planner's choice; arguments as those of ``planner_facts.prompt``."""
         here, *helpers = planner_facts.corrected(self.machines(own, facts), self.members, own.digest)
         asked = planner_facts.prompt(tokens, cached, chunk, facts, kept, places, states)
         return planner_facts.choose(asked, here, helpers, self.members.last_prefill.get(own.name))
