@@ -141,7 +141,7 @@ class Ledger:
             self._complain(error)
 
     def _complain(self, error: BaseException) -> None:
-        """Log at most one line per ``limits.REPEAT_LOG_S``. Called from the loop and from the store's thread."""
+        """Log at most one line per ``limits.REPEAT_LOG_S``. Runs on the loop and on the store's thread."""
         self._lost += 1
         now_s = self._monotonic()
         if now_s - self._told_s >= limits.REPEAT_LOG_S:

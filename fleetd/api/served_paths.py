@@ -40,7 +40,7 @@ def advice(path: str, served: Iterable[str]) -> str:
 
 
 def _ending(plain: str, known: Set[str]) -> str | None:
-    """A hint for an address that only ends as a served one: another server's base URL, or a whole address in the
+    """A hint for an address that only ends as a served one: another server's base, or a whole address in the
     place of one."""
     parts = plain.split("/")
     for at in range(max(2, len(parts) - _MOST_PARTS), len(parts)):

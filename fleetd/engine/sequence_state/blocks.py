@@ -94,7 +94,7 @@ class BlockLayout:
 
     @cached_property
     def most_snapshot_bytes(self) -> int:
-        """The most bytes of a snapshot. Windows that keep no first rows never have more rows than the window."""
+        """The most bytes of a snapshot. Windows that keep no first rows have no more rows than the window."""
         states = [s.nbytes if isinstance(s, RunningShape) else sum(s.sizes(s.window)) for s in self.states]
         return self._rings_bytes + sum(states)
 

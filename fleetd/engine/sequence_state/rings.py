@@ -41,7 +41,7 @@ class RingState:
         return RingState.of(shadow)
 
     def saved(self, empty: RotatingKVCache) -> RingState:
-        """The state in a copy that ``StateKind.saved`` made. A chunk leaves more rows than the window has; what
+        """The state in a copy by ``StateKind.saved``. A chunk leaves more rows than the window has; what
         is added next drops these before anything else, and the copy does without them."""
         window = int(empty.max_size)
         if empty.keep or self.index != self.held or self.held <= window:

@@ -140,7 +140,7 @@ class SharedPrefill:
 
     @property
     def states(self) -> dict[int, list[Any]]:
-        """What ``Prefiller.states`` gives, once the prompt is all here: at the places where states are sent."""
+        """What ``Prefiller.states`` gives, at the places where states are sent; once the prompt is all here."""
         return self._work.states
 
     @property
