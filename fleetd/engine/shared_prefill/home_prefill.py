@@ -140,7 +140,7 @@ class SharedPrefill:
 
     @property
     def states(self) -> dict[int, list[Any]]:
-        """What ``Prefiller.states`` gives, at the places where states are sent; once the prompt is all here."""
+        """What ``Prefiller.states`` gives, at the places where states are sent. Only once all is here."""
         return self._work.states
 
     @property
