@@ -73,6 +73,27 @@ for provider, base in bases.items():
 print(json.dumps(out))
 """
 
+# The same for the chain model's reasoning, whole and streamed.
+LITELLM_THINKING = """
+import json, sys
+import litellm
+litellm.telemetry = False
+base_url, key = sys.argv[1:]
+root = base_url[:-3]
+bases = {"openai": base_url, "hosted_vllm": base_url, "anthropic": root, "ollama_chat": root}
+out = {}
+for provider, base in bases.items():
+    ask = dict(model=f"{provider}/chain", api_base=base, api_key=key, temperature=0, max_tokens=40)
+    ask["messages"] = [{"role": "user", "content": "<ponder>"}]
+    if provider != "anthropic":  # litellm lets only models that it knows have it there
+        ask["reasoning_effort"] = "medium"
+    whole = litellm.completion(**ask)
+    streamed = litellm.stream_chunk_builder(list(litellm.completion(stream=True, **ask)))
+    said = [reply.choices[0].message for reply in (whole, streamed)]
+    out[provider] = [[message.reasoning_content, message.content] for message in said]
+print(json.dumps(out))
+"""
+
 
 def run(*command: str, env: dict[str, str]) -> str:
     merged = {**os.environ, **env}
@@ -104,6 +125,15 @@ def test_litellm_calls_tools_in_three_dialects(target: Target) -> None:
     assert out == {provider: [called, called] for provider in ("openai", "anthropic", "ollama_chat")}
 
 
+def test_litellm_is_told_the_reasoning_in_three_dialects(target: Target) -> None:
+    env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    printed = run(sys.executable, "-c", LITELLM_THINKING, target.base_url, target.api_key, env=env)
+    thought = ["First, I wonder.", "So: 42."]
+    out = json.loads(printed.splitlines()[-1])
+    providers = ("openai", "hosted_vllm", "anthropic", "ollama_chat")
+    assert out == {provider: [thought, thought] for provider in providers}
+
+
 def test_llm_command_line(target: Target, tmp_path: Path) -> None:
     model = {
         "model_id": "fleet",
@@ -122,6 +152,8 @@ def test_llm_command_line(target: Target, tmp_path: Path) -> None:
         assert run(*llm, "-m", "fleet", *options, "Say something.", env=env).strip()
         tool = "def get_weather(city: str) -> str:\n    return f'{city} is dry. <hello>'"
         options = ["-o", "temperature", "0", "--functions", tool, "--td", *stream]
+        # It shows no reasoning, and takes it for no part of the answer.
+        assert run(*llm, "-m", "chain", "-o", "temperature", "0", *stream, "<ponder>", env=env) == "So: 42.\n"
         said = run(*llm, "-m", "chain", *options, "<weather>", env=env)
         assert "Let me look." in said
         assert "Hello there, world!" in said
