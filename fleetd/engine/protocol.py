@@ -209,7 +209,7 @@ class PrefillAlone(msgspec.Struct, frozen=True, tag="alone", omit_defaults=True)
 
 
 class AssistPrefill(msgspec.Struct, frozen=True, tag="assist"):
-    """Do machine ``place``'s part of a split; answered by Accepted once its memory is reserved, then by
+    """Do machine ``rank``'s part of a split; answered by Accepted once its memory is reserved, then by
     Assisted, or by Failed.
 
     Its streams are "home" (to the machine that answers) and between neighbours in the chain "in" and "out":
@@ -219,7 +219,7 @@ class AssistPrefill(msgspec.Struct, frozen=True, tag="assist"):
 
     id: str
     split: Split
-    place: int
+    rank: int
 
 
 class Profile(msgspec.Struct, frozen=True):

@@ -261,9 +261,9 @@ def parts(option: PrefillOption, machines: Iterable[HelperSpec]) -> list[PartOfS
     if len(chain) != split.machines:
         return []  # a helper has just left the fleet
     found = []
-    for place, machine in enumerate(chain):
+    for rank, machine in enumerate(chain):
         expected_s = machine.speed.total(
-            share_of(split.layers_of(place), split.layers), split.tokens_of(place), split.chunk
+            share_of(split.layers_of(rank), split.layers), split.tokens_of(rank), split.chunk
         )
         found.append(PartOfSplit(machine.node_id, machine.speed.token_s, expected_s))
     return found

@@ -7,9 +7,9 @@ from typing import Any
 
 import browser as browsers
 import pytest
+from agent_programs import npm_install
 from api_fakes import MODEL
 from page_fakes import VIEWS, World, fleet_of, goto, trace
-from scripted_agents import npm_install
 
 from fleetd.control.fleet_change import RunningRequest
 

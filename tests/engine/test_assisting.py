@@ -41,12 +41,12 @@ def test_progress_grows_to_its_part(llama: Any, split: Split) -> None:
     run = Run(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
     seen = [[0] for _ in run.helpers]
     for _ in run.turns():
-        for place, helper in enumerate(run.helpers):
-            assert helper.progress >= seen[place][-1]
-            seen[place].append(helper.progress)
-    for place, progress in enumerate(seen):
+        for rank, helper in enumerate(run.helpers):
+            assert helper.progress >= seen[rank][-1]
+            seen[rank].append(helper.progress)
+    for rank, progress in enumerate(seen):
         assert len(set(progress)) > 2
-        assert progress[-1] == len(split.tokens_of(place))
+        assert progress[-1] == len(split.tokens_of(rank))
 
 
 @BOTH

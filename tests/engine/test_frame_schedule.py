@@ -76,7 +76,7 @@ def test_chunks_are_those_of_a_prefill_without_helpers(split: Split) -> None:
     alone, at = [], split.cached
     while at < split.tokens:
         end = min(at + split.chunk - (at - split.cached) % split.chunk, split.tokens)
-        end = min([end, *(place for place in split.places if place > at)])
+        end = min([end, *(rank for rank in split.places if rank > at)])
         alone.append(range(at, end))
         at = end
     assert split.chunks(range(split.cached, split.tokens)) == alone
@@ -89,54 +89,54 @@ def test_chunks_are_those_of_a_prefill_without_helpers(split: Split) -> None:
 def test_every_row_that_home_does_not_compute_arrives_once(split: Split, sizes: Sizes) -> None:
     came: Counter[tuple[int, int, int]] = Counter()
     snapshots: Counter[tuple[int, int, int, int]] = Counter()
-    for place in range(split.helpers):
-        heads = list(frame_schedule.to_home(split, place, sizes))
+    for rank in range(split.helpers):
+        heads = list(frame_schedule.to_home(split, rank, sizes))
         assert [h.kind for h in heads].count(Kind.DONE) == 1
         assert heads[-1].kind is Kind.DONE
         for head in heads:
             if head.kind is Kind.ROWS:
                 assert sizes.parts(head.layer)[head.part].in_rows
                 came.update((head.layer, head.part, token) for token in range(head.start, head.end))
-            elif head.kind is Kind.STATE and head.end in split.states_of(place):
-                snapshots[head.layer, head.part, place, head.end] += 1
+            elif head.kind is Kind.STATE and head.end in split.states_of(rank):
+                snapshots[head.layer, head.part, rank, head.end] += 1
             elif head.kind is Kind.STATE:
                 assert not sizes.parts(head.layer)[head.part].in_rows
                 came[head.layer, head.part, head.end - 1] += 1
-    for place in range(split.helpers):
-        for layer in split.layers_of(place):
-            tokens = split.tokens_of(place)
+    for rank in range(split.helpers):
+        for layer in split.layers_of(rank):
+            tokens = split.tokens_of(rank)
             for part, shape in enumerate(sizes.parts(layer)):
                 for token in tokens if shape.in_rows else [tokens[-1]]:
                     assert came.pop((layer, part, token)) == 1
                 inner = set() if shape.in_rows else {at for at in split.sent_places if at in tokens[1:]}
-                if shape.state_sizes is not None and len(split.chunks_of(place)) > 1:
-                    inner.add(split.chunks_of(place)[-1].start)
+                if shape.state_sizes is not None and len(split.chunks_of(rank)) > 1:
+                    inner.add(split.chunks_of(rank)[-1].start)
                 for at in inner:
-                    assert snapshots.pop((layer, part, place, at)) == 1
+                    assert snapshots.pop((layer, part, rank, at)) == 1
     assert not came
     assert not snapshots
 
 
 @given(splits(), st.sampled_from(KINDS))
 def test_every_machine_has_what_comes_before_its_part(split: Split, sizes: Sizes) -> None:
-    for place in range(split.helpers):
-        first, *prefix = frame_schedule.to_helper(split, place, sizes)
+    for rank in range(split.helpers):
+        first, *prefix = frame_schedule.to_helper(split, rank, sizes)
         assert (first.kind, first.start, first.end) == (Kind.TOKENS, 0, split.tokens)
         kept = [(layer, part) for layer in range(LAYERS) for part in range(len(sizes.parts(layer)))]
-        own = [one for one in kept if one[0] in split.layers_of(place)]
+        own = [one for one in kept if one[0] in split.layers_of(rank)]
         assert [(h.layer, h.part) for h in prefix] == (own if split.cached else [])
         assert all((h.start, h.end) == (0, split.cached) for h in prefix)
-        passed = list(frame_schedule.to_next(split, place, sizes))
-        if not split.has_next(place):
+        passed = list(frame_schedule.to_next(split, rank, sizes))
+        if not split.has_next(rank):
             assert not passed
             continue
         if split.kind == "layers":
             covered = [token for h in passed for token in range(h.start, h.end)]
-            assert covered == list(split.tokens_of(place + 1))
-            assert {h.layer for h in passed} == {split.layers_of(place + 1).start}
+            assert covered == list(split.tokens_of(rank + 1))
+            assert {h.layer for h in passed} == {split.layers_of(rank + 1).start}
         else:
             assert [(h.layer, h.part) for h in passed] == kept
-            assert {h.end for h in passed} == {split.tokens_of(place + 1).start}
+            assert {h.end for h in passed} == {split.tokens_of(rank + 1).start}
 
 
 @given(splits())
@@ -145,9 +145,9 @@ def test_every_frame_has_a_hash_of_its_tokens(split: Split) -> None:
     hashes = frame_schedule.prefixes(split, ids.tobytes())
     ids[0] += 1
     others = frame_schedule.prefixes(split, ids.tobytes())
-    for place in range(split.helpers):
+    for rank in range(split.helpers):
         for heads in (frame_schedule.to_helper, frame_schedule.to_home, frame_schedule.to_next):
-            for head in heads(split, place, ROTATING):
+            for head in heads(split, rank, ROTATING):
                 assert hashes[head.end] != others[head.end] or head.end == 0
 
 
@@ -171,13 +171,13 @@ def test_what_is_due_passes_in_its_order_and_nothing_after_it() -> None:
     stream, heads, hashes = incoming()
     assert not stream.began
     for left, head in zip(reversed(range(len(heads))), heads, strict=True):
-        (buffer,) = stream.place(head)
+        (buffer,) = stream.rank(head)
         assert buffer.nbytes == head.nbytes
         stream.taken(Frame(head, [buffer]), hashes)
         assert stream.left == left
         assert stream.began
     with pytest.raises(ProtocolError, match="after the last"):
-        stream.place(heads[-1])
+        stream.rank(heads[-1])
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_any_other_head_is_refused_by_the_name_of_its_field(change: dict[str, ob
     with pytest.raises(
         ProtocolError, match="size" if set(change) & {"sizes", "index"} else next(iter(change))
     ):
-        stream.place(replace(heads[0], **change))  # type: ignore[arg-type]
+        stream.rank(replace(heads[0], **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,10 @@ def test_the_size_of_a_state_has_bounds(rows: int, index: int, due_here: bool) -
     for head in heads:
         if head.kind is Kind.STATE:
             break
-        stream.taken(Frame(head, stream.place(head)), hashes)
+        stream.taken(Frame(head, stream.rank(head)), hashes)
     state = Outgoing.state(head, Shape(32).sizes(rows), index)
     if due_here:
-        assert stream.place(state)[0].nbytes == 20 * rows
+        assert stream.rank(state)[0].nbytes == 20 * rows
     else:
         with pytest.raises(ProtocolError, match="not a state"):
-            stream.place(state)
+            stream.rank(state)

@@ -207,7 +207,7 @@ def test_a_split_of_another_prompt_or_model_is_refused() -> None:
     layout, tokens = KvLayout.of(stage), list(prompt(98))
     split = SPLITS["half the layers"]
 
-    def opened(name: str, place: Any) -> Any:
+    def opened(name: str, rank: Any) -> Any:
         raise AssertionError("no stream is opened for a split that is refused")
 
     for wrong, prefix in (

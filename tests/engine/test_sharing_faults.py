@@ -404,7 +404,7 @@ def test_garbage_is_found_where_caches_rotate(name: str, split: Split) -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "place"),
+    ("split", "rank"),
     [
         (HALF, 1),
         (HALF, -1),
@@ -414,15 +414,15 @@ def test_garbage_is_found_where_caches_rotate(name: str, split: Split) -> None:
         (TOKENS, 0),
     ],
 )
-def test_an_assist_that_is_not_for_this_worker_is_refused(llama: Any, split: Split, place: int) -> None:
+def test_an_assist_that_is_not_for_this_worker_is_refused(llama: Any, split: Split, rank: int) -> None:
     """It holds layers 0 and 1 only."""
     stage = Stage.of(llama).part(0, 2)
 
-    def opened(name: str, place: Any) -> Any:
+    def opened(name: str, rank: Any) -> Any:
         raise AssertionError("no stream is opened for an assist that is refused")
 
     with pytest.raises(InvalidValue):
-        HelperPrefill(stage, KvLayout.of(stage), AssistPrefill("a", split, place), opened)
+        HelperPrefill(stage, KvLayout.of(stage), AssistPrefill("a", split, rank), opened)
 
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)

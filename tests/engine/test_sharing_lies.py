@@ -225,9 +225,9 @@ def test_attack_a_running_state_is_not_a_number(split: Split) -> None:
 HYBRID = tiny("qwen3_5")
 
 
-def state_lie(split: Split, place: int, lie: Callable[[Any], None], *, last: bool = True) -> Any:
+def state_lie(split: Split, rank: int, lie: Callable[[Any], None], *, last: bool = True) -> Any:
     """Change the states that a helper sends last, or those before its last chunk."""
-    end = split.tokens_of(place).stop if last else split.snapshot_of(place)
+    end = split.tokens_of(rank).stop if last else split.snapshot_of(rank)
 
     def tamper(head: FrameHeader, data: bytes) -> Frames:
         if head.kind is not Kind.STATE or head.end != end:
@@ -251,11 +251,11 @@ def nearly(numbers: Any) -> None:
 def test_attack_running_states_are_wrong(split: Split) -> None:
     """Even where numbers need only be alike; each helper that lies is the one that is named."""
     # Of divided tokens, the next helper's first ones are compared with what rests on these states.
-    for place in range(split.helpers) if split.kind == "layers" else [split.helpers - 1]:
-        tampers = {(place, "home"): state_lie(split, place, opposite)}
+    for rank in range(split.helpers) if split.kind == "layers" else [split.helpers - 1]:
+        tampers = {(rank, "home"): state_lie(split, rank, opposite)}
         error = given_up(Run(HYBRID, split, exact=False, tampers=tampers, draw=Fixed()))
         assert isinstance(error, PeerWrong)
-        assert str(error).startswith(f"helper{place}: it computes other ")
+        assert str(error).startswith(f"helper{rank}: it computes other ")
 
 
 @pytest.mark.parametrize("split", [HALF, TOKENS], ids=["layers", "tokens"])

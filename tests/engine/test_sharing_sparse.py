@@ -181,7 +181,7 @@ def test_a_split_of_other_tokens_is_refused(llama: Any) -> None:
             SharedPrefill(stage, layout, tokens, None, PrefillShared("a", split, 1.0), opened, kept=wrong)
 
 
-def opened(name: str, place: Any) -> Any:
+def opened(name: str, rank: Any) -> Any:
     raise AssertionError("no stream is opened for a split that is refused")
 
 

@@ -74,7 +74,7 @@ def is_open(ours: socket.socket) -> bool:
 )
 def test_who_needs_which_streams(split: Split, home: list[str], helpers: list[list[str]]) -> None:
     assert home_streams(split) == home
-    assert [helper_streams(split, place) for place in range(split.helpers)] == helpers
+    assert [helper_streams(split, rank) for rank in range(split.helpers)] == helpers
 
 
 def test_a_job_is_complete_once_all_its_streams_are_there(pair: Pair) -> None:

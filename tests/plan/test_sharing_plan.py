@@ -299,9 +299,9 @@ def test_what_does_not_fit_is_not_offered(
     for option in options(prompt, replace(HOME, speed=speed), others):
         if (split := option.split) is None:
             continue
-        for place, node_id in enumerate(option.helpers):
-            machine, layers = room[node_id], len(split.layers_of(place)) / split.layers
-            rows = prompt.kv_bytes_per_token * split.tokens_of(place).stop * layers
+        for rank, node_id in enumerate(option.helpers):
+            machine, layers = room[node_id], len(split.layers_of(rank)) / split.layers
+            rows = prompt.kv_bytes_per_token * split.tokens_of(rank).stop * layers
             weights = 0 if machine.loaded else prompt.weights_bytes * layers
             assert rows + weights <= machine.room_bytes * 1.0001
 
@@ -318,8 +318,8 @@ def test_nobody_is_given_layers_that_it_does_not_have(
         if (split := option.split) is None:
             continue
         checked(split)
-        for place, node_id in enumerate(option.helpers):
-            layers, (first, last) = split.layers_of(place), held[node_id]
+        for rank, node_id in enumerate(option.helpers):
+            layers, (first, last) = split.layers_of(rank), held[node_id]
             assert first <= layers.start < layers.stop <= last
     assert all(option.reason for option in choose(found).rejected)
 

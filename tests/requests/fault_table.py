@@ -150,15 +150,15 @@ def steps(scenario: Scenario) -> Iterator[Step]:
     if not alone:
         first, second = chain
         yield from _opening(first, f"{first}'s out", first, second, "out", "in")
-    for place, name in enumerate(chain):
+    for rank, name in enumerate(chain):
         if alone:
-            sent = frame_schedule.to_helper(split, place, _Sizes())
-            yield from _frames(f"{name}'s home", HOME, name, (f"helper{place}", "home"), sent)
-            kept = frame_schedule.to_home(split, place, _Sizes())
-            yield from _frames(f"{name}'s home", name, HOME, ("home", f"helper{place}"), kept)
-        if (alone and split.has_next(place)) or (not alone and place == 0):
+            sent = frame_schedule.to_helper(split, rank, _Sizes())
+            yield from _frames(f"{name}'s home", HOME, name, (f"helper{rank}", "home"), sent)
+            kept = frame_schedule.to_home(split, rank, _Sizes())
+            yield from _frames(f"{name}'s home", name, HOME, ("home", f"helper{rank}"), kept)
+        if (alone and split.has_next(rank)) or (not alone and rank == 0):
             receiver = HOME if alone else chain[1]
-            handed = frame_schedule.to_next(split, place, _Sizes())
+            handed = frame_schedule.to_next(split, rank, _Sizes())
             yield from _frames(f"{name}'s out", name, receiver, ("out", "in"), handed)
     if alone and scenario.name == "layers":
         for what in ("done sent", "done taken"):
@@ -283,7 +283,7 @@ def _disk_full(_step: Step, role: Role) -> _Verdict:
 def _out_of_memory(step: Step, role: Role) -> _Verdict:
     if role.part == "daemon":
         return DAEMON_MEMORY
-    place = HOME if role.machine == HOME else str(HELPERS.index(role.machine))
+    rank = HOME if role.machine == HOME else str(HELPERS.index(role.machine))
     mine = role.machine == step.receiver
     match step.kind:
         case "message" if step.name.endswith("ask"):
@@ -291,15 +291,15 @@ def _out_of_memory(step: Step, role: Role) -> _Verdict:
         case "message":
             return NOTHING_TO_MAKE if step.agreed else PROMISED
         case "given" if mine:
-            return "alone", Short(place, "open", step.stream[1])
+            return "alone", Short(rank, "open", step.stream[1])
         case "share" if mine:
-            return "alone", Short(place, "room")
+            return "alone", Short(rank, "room")
         case "frame" if step.last:
             return NOTHING_TO_MAKE
         case "frame" if mine:
-            return _lost(step), Short(place, "take", step.stream[1], step.frame)
+            return _lost(step), Short(rank, "take", step.stream[1], step.frame)
         case "frame" if role.machine == step.sender:
-            return _lost(step), Short(place, "make", step.stream[0], step.frame)
+            return _lost(step), Short(rank, "make", step.stream[0], step.frame)
     return NOT_BETWEEN
 
 

@@ -120,14 +120,14 @@ def test_who_knows_whole_prompts_only_says_so_and_takes_them() -> None:
 )
 def test_a_split_that_fits_no_model_of_ours_is_refused(split: Split) -> None:
     with pytest.raises(ProtocolError):
-        checked_split(split, layers=4, context_tokens=8192, place=0)
+        checked_split(split, layers=4, context_tokens=8192, rank=0)
 
 
-@pytest.mark.parametrize("place", [-1, 1, 2])
-def test_a_place_outside_the_chain_is_refused(place: int) -> None:
-    assert checked_split(SPLIT, layers=4, context_tokens=8192, place=0) == SPLIT
+@pytest.mark.parametrize("rank", [-1, 1, 2])
+def test_a_place_outside_the_chain_is_refused(rank: int) -> None:
+    assert checked_split(SPLIT, layers=4, context_tokens=8192, rank=0) == SPLIT
     with pytest.raises(ProtocolError, match="Place"):
-        checked_split(SPLIT, layers=4, context_tokens=8192, place=place)
+        checked_split(SPLIT, layers=4, context_tokens=8192, rank=rank)
 
 
 # ---- messages --------------------------------------------------------------------------------------------
@@ -159,8 +159,8 @@ def test_messages_arrive_as_they_were_sent(message: Any) -> None:
         replace(ASK, model=""),
         replace(ASK, digest="D" * 64),
         replace(ASK, digest="d" * 63),
-        replace(ASK, place=limits.SHARE_MACHINES - 1),
-        replace(ASK, place=-1),
+        replace(ASK, rank=limits.SHARE_MACHINES - 1),
+        replace(ASK, rank=-1),
         replace(ASK, id=""),
         replace(ASK, id="x" * (limits.REQUEST_ID_CHARS + 1)),
         replace(ASK, split=replace(SPLIT, cuts=(0, 4))),

@@ -92,7 +92,7 @@ async def test_everybody_gets_the_streams_of_the_split(
         for helper, names in zip(helpers, there, strict=True):
             await helper.engine.until(lambda helper=helper, names=names: set(helper.engine.streams) == names)
             (assist,) = helper.engine.assists
-            assert (assist.split, assist.place) == (of, helpers.index(helper))
+            assert (assist.split, assist.rank) == (of, helpers.index(helper))
             assert {tag.job for tag in helper.engine.tags.values()} == {assist.id}
         assert set(engine.streams) == here
         assert {tag.job for tag in engine.tags.values()} == {"r1"}
@@ -330,11 +330,11 @@ async def test_a_flood_of_assists_is_bounded(tmp_path: Path) -> None:
         replace(ASK, split=replace(ASK.split, layers=8, cuts=(0, 4, 8))),
         replace(ASK, split=replace(ASK.split, cuts=(0, 0, 4))),
         replace(ASK, split=replace(ASK.split, cached=1024)),
-        replace(ASK, place=1),
+        replace(ASK, rank=1),
         replace(ASK, model="/etc/passwd"),
         replace(ASK, id="x" * (limits.REQUEST_ID_CHARS + 1)),
     ],
-    ids=["huge", "context", "layers", "empty", "nothing-new", "place", "path", "id"],
+    ids=["huge", "context", "layers", "empty", "nothing-new", "rank", "path", "id"],
 )
 async def test_an_absurd_ask_is_refused_before_memory_is_reserved(
     tmp_path: Path, ask: messages.AssistQuestion

@@ -34,17 +34,22 @@ def stated_version(client: str) -> str:
     return found[1]
 
 
+def npm_install(folder: Path, package: str) -> None:
+    """Install into ``folder``; skips the test where npm or its registry is missing."""
+    if NPM is None:
+        pytest.skip(f"npm is not installed: {package} was NOT tried")
+    command = [NPM, "install", "--no-audit", "--no-fund", "--prefix", str(folder), package]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"npm could not fetch {package}: it was NOT tried. {done.stderr[-300:]}")
+
+
 def install(folder: Path, agent: str) -> Path:
     """Install into ``folder`` and return the folder of its programs; skips the test where npm or its registry
     is missing."""
     client, package = PACKAGES[agent]
     version = stated_version(client)
-    if NPM is None:
-        pytest.skip(f"npm is not installed: {client} was NOT tried")
-    command = [NPM, "install", "--no-audit", "--no-fund", "--prefix", str(folder), f"{package}@{version}"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"npm could not fetch {package} {version}: it was NOT tried. {done.stderr[-300:]}")
+    npm_install(folder, f"{package}@{version}")
     if agent == "claude":
         # npm may leave a package's own installer to the user.
         installed = folder / "node_modules" / package

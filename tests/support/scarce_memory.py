@@ -80,7 +80,7 @@ def install() -> None:
         share_init(self, stage, layout, tokens, prefix, share, now.opening(connect), **more)
 
     def assist(self: Any, stage: Any, layout: Any, assist: Any, connect: Any, **more: Any) -> None:
-        now.begin(assist.id, str(assist.place))
+        now.begin(assist.id, str(assist.rank))
         assist_init(self, stage, layout, assist, now.opening(connect), **more)
 
     def incoming(self: Any, stream: str, heads: Any, sizes: Any, buffers: Any) -> None:

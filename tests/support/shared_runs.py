@@ -133,16 +133,16 @@ class Run:
             draw=self.draw,
             clock=self.clock,
         )
-        self.helpers = [self._helper(place) for place in range(split.helpers)]
+        self.helpers = [self._helper(rank) for rank in range(split.helpers)]
 
-    def _helper(self, place: int) -> HelperPrefill:
+    def _helper(self, rank: int) -> HelperPrefill:
         stage, layout = staged(self.theirs or self.model)
         if self.stages:
-            own = self.split.layers_of(place)
+            own = self.split.layers_of(rank)
             stage = stage.part(own.start, own.stop)
             layout = KvLayout.of(stage)
-        assist = AssistPrefill("a", self.split, place)
-        return HelperPrefill(stage, layout, assist, self.streams.of(place), clock=self.clock)
+        assist = AssistPrefill("a", self.split, rank)
+        return HelperPrefill(stage, layout, assist, self.streams.of(rank), clock=self.clock)
 
     def turns(self, order: Callable[[int], Sequence[int]] | None = None) -> Iterator[None]:
         """One turn of everybody at a time, until the prompt is prefilled. Raises what home's step raises.

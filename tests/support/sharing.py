@@ -200,23 +200,23 @@ class Sharing:
 
     async def agree(self, split: Split) -> None:
         """Every helper has reserved its memory."""
-        for place, (engine, told) in enumerate(zip(self.helpers, self.assists, strict=True)):
+        for rank, (engine, told) in enumerate(zip(self.helpers, self.assists, strict=True)):
             ready = asyncio.Event()
-            assist = AssistPrefill(f"{self.request.id}.{place}", split, place)
+            assist = AssistPrefill(f"{self.request.id}.{rank}", split, rank)
             self.tasks.append(asyncio.create_task(self._assist(told, engine, assist, ready)))
             await ready.wait()
 
     async def connect(self, split: Split, *, hold_after: int | None = None, leave_out: str = "") -> None:
         """All streams but ``leave_out``; home's pass through a relay that holds after so many bytes."""
-        for place, engine in enumerate(self.helpers):
-            job = f"{self.request.id}.{place}"
-            for name in helper_streams(split, place):
+        for rank, engine in enumerate(self.helpers):
+            job = f"{self.request.id}.{rank}"
+            for name in helper_streams(split, rank):
                 if name == leave_out or name == "in":  # comes with its neighbour's "out"
                     continue
-                last = place == split.helpers - 1
-                other = self.home if name == "home" or last else self.helpers[place + 1]
-                their_job = self.request.id if other is self.home else f"{self.request.id}.{place + 1}"
-                theirs = f"helper{place}" if name == "home" else "in"
+                last = rank == split.helpers - 1
+                other = self.home if name == "home" or last else self.helpers[rank + 1]
+                their_job = self.request.id if other is self.home else f"{self.request.id}.{rank + 1}"
+                theirs = f"helper{rank}" if name == "home" else "in"
                 key = os.urandom(32)
                 near, far = tcp_pair()
                 if name == "home" and hold_after is not None:

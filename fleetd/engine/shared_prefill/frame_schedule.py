@@ -57,52 +57,52 @@ class Sizes(Protocol):
 HOME, IN, OUT = "home", "in", "out"
 
 
-def helper_name(place: int) -> str:
-    """Name of the home worker's stream to helper ``place``."""
-    return f"helper{place}"
+def helper_name(rank: int) -> str:
+    """Name of the home worker's stream to helper ``rank``."""
+    return f"helper{rank}"
 
 
 def home_streams(split: Split) -> list[str]:
     """The streams that the home worker needs before it can begin."""
-    names = [helper_name(place) for place in range(split.helpers)]
+    names = [helper_name(rank) for rank in range(split.helpers)]
     return [*names, IN] if split.has_next(split.helpers - 1) else names
 
 
-def helper_streams(split: Split, place: int) -> list[str]:
-    """The streams that helper ``place`` needs before it can begin."""
-    return [HOME, *([IN] if place else []), *([OUT] if split.has_next(place) else [])]
+def helper_streams(split: Split, rank: int) -> list[str]:
+    """The streams that helper ``rank`` needs before it can begin."""
+    return [HOME, *([IN] if rank else []), *([OUT] if split.has_next(rank) else [])]
 
 
 # ---- The lists -------------------------------------------------------------------------------------------
 
 
-def to_helper(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-    """The frames from home to helper ``place``."""
+def to_helper(split: Split, rank: int, sizes: Sizes) -> Iterator[FrameHeader]:
+    """The frames from home to helper ``rank``."""
     yield FrameHeader(Kind.TOKENS, 0, 0, split.tokens, (split.token_bytes * split.tokens, 0))
     if split.cached:
-        for layer in split.layers_of(place):
+        for layer in split.layers_of(rank):
             yield from _kept(layer, 0, split.cached, sizes)
 
 
-def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-    """The frames from helper ``place`` to home."""
-    yield from _FRAMES[split.kind].to_home(split, place, sizes)
-    yield FrameHeader(Kind.DONE, 0, 0, split.tokens_of(place).stop)
+def to_home(split: Split, rank: int, sizes: Sizes) -> Iterator[FrameHeader]:
+    """The frames from helper ``rank`` to home."""
+    yield from _FRAMES[split.kind].to_home(split, rank, sizes)
+    yield FrameHeader(Kind.DONE, 0, 0, split.tokens_of(rank).stop)
 
 
-def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-    """The frames from helper ``place`` to the next machine; none if ``split.has_next`` is False."""
-    if split.has_next(place):
-        yield from _FRAMES[split.kind].to_next(split, place, sizes)
+def to_next(split: Split, rank: int, sizes: Sizes) -> Iterator[FrameHeader]:
+    """The frames from helper ``rank`` to the next machine; none if ``split.has_next`` is False."""
+    if split.has_next(rank):
+        yield from _FRAMES[split.kind].to_next(split, rank, sizes)
 
 
 class _LayersFrames:
     """Frames of helpers that run some layers, chunk after chunk."""
 
     @staticmethod
-    def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-        layers, snapshots = split.layers_of(place), split.states_of(place)
-        for chunk in split.chunks_of(place):
+    def to_home(split: Split, rank: int, sizes: Sizes) -> Iterator[FrameHeader]:
+        layers, snapshots = split.layers_of(rank), split.states_of(rank)
+        for chunk in split.chunks_of(rank):
             for layer in layers:
                 yield from (head for head in _kept(layer, chunk.start, chunk.stop, sizes) if _is_rows(head))
             if chunk.stop in snapshots:
@@ -112,9 +112,9 @@ class _LayersFrames:
             yield from (head for head in _kept(layer, 0, split.tokens, sizes) if not _is_rows(head))
 
     @staticmethod
-    def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-        layer = split.layers_of(place).stop
-        for chunk in split.chunks_of(place):
+    def to_next(split: Split, rank: int, sizes: Sizes) -> Iterator[FrameHeader]:
+        layer = split.layers_of(rank).stop
+        for chunk in split.chunks_of(rank):
             n_bytes = sizes.hidden_bytes(len(chunk))
             yield FrameHeader(Kind.HIDDEN, layer, chunk.start, len(chunk), (n_bytes, 0))
 
@@ -123,17 +123,17 @@ class _TokensFrames:
     """Frames of helpers that run some tokens, layer after layer."""
 
     @staticmethod
-    def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-        own, snapshots = split.tokens_of(place), split.states_of(place)
-        for layer in split.layers_of(place):
+    def to_home(split: Split, rank: int, sizes: Sizes) -> Iterator[FrameHeader]:
+        own, snapshots = split.tokens_of(rank), split.states_of(rank)
+        for layer in split.layers_of(rank):
             for tokens in snapshots:
                 yield from _snapshots(layer, tokens, split, sizes)
             yield from _kept(layer, own.start, own.stop, sizes)
 
     @staticmethod
-    def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-        for layer in split.layers_of(place):
-            yield from _kept(layer, split.cached, split.tokens_of(place).stop, sizes)
+    def to_next(split: Split, rank: int, sizes: Sizes) -> Iterator[FrameHeader]:
+        for layer in split.layers_of(rank):
+            yield from _kept(layer, split.cached, split.tokens_of(rank).stop, sizes)
 
 
 _FRAMES: dict[SplitKind, type[_LayersFrames | _TokensFrames]] = {

@@ -28,13 +28,13 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
     context_tokens: int
 
     def admit(self, command: AssistPrefill) -> tuple[_Task, Accepted]:
-        split, place = checked(command.split), command.place
+        split, rank = checked(command.split), command.rank
         sharable = self._sharable
         stage = sharable.stage
         total = stage.prefilled
-        if split.layers != total or not 0 <= place < split.helpers:
-            raise InvalidValue(f"Part {place} of {split.layers} layers is none of {total} layers here.")
-        layers = split.layers_of(place)
+        if split.layers != total or not 0 <= rank < split.helpers:
+            raise InvalidValue(f"Part {rank} of {split.layers} layers is none of {total} layers here.")
+        layers = split.layers_of(rank)
         if not stage.first <= layers.start < layers.stop <= stage.last:
             raise InvalidValue(
                 f"Layers {layers.start} to {layers.stop} were asked for; "
@@ -49,7 +49,7 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
         if len(self) >= limits.ASSISTS:
             raise Overloaded(f"This machine helps with {limits.ASSISTS} prompts already.")
         # All tokens that its layers attend to.
-        tokens = split.tokens_of(place).stop
+        tokens = split.tokens_of(rank).stop
         held = min(stage.last, total) - stage.first
         self.budget.lend(command.id, self.budget.sizes.of(tokens) * len(layers) // held)
         return _Task(command), Accepted(command.id, split.tokens, split.cached, split.chunk)
@@ -61,7 +61,7 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
         return self.sharable
 
     def stream_names(self, command: AssistPrefill) -> Iterable[str]:
-        return helper_streams(command.split, command.place)
+        return helper_streams(command.split, command.rank)
 
     def begin_work(self, task: _Task, streams: HandedOverStreams) -> HelperPrefill:
         sharable = self._sharable

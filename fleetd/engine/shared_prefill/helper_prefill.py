@@ -29,7 +29,7 @@ _TAIL_BYTES = HEAD_BYTES + limits.KIB
 
 
 class HelperPrefill:
-    """Machine ``assist.place``'s part of ``assist.split``.
+    """Machine ``assist.rank``'s part of ``assist.split``.
 
     Args:
         stage: a model, or the part of one that has the layers; ``layout`` is ``KvLayout.of`` it.
@@ -49,13 +49,13 @@ class HelperPrefill:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        split, place = checked(assist.split), assist.place
-        if split.layers != stage.prefilled or not 0 <= place < split.helpers:
+        split, rank = checked(assist.split), assist.rank
+        if split.layers != stage.prefilled or not 0 <= rank < split.helpers:
             raise InvalidValue(
-                f"Helper {place} of {split} has no part in a model of {stage.prefilled} layers."
+                f"Helper {rank} of {split} has no part in a model of {stage.prefilled} layers."
             )
         self._split, self._layout, self._clock = split, layout, clock
-        self._work = helper_work(stage, layout, split, place)
+        self._work = helper_work(stage, layout, split, rank)
         self._times = HelperTimes(clock)
         self._hashes: dict[int, bytes] = {}
         self._error: FleetError | None = None
@@ -67,27 +67,27 @@ class HelperPrefill:
         self._incoming: dict[str, Incoming] = {}
         self._writers: dict[str, FrameWriter] = {}
         try:
-            self._open(connect, place)
+            self._open(connect, rank)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, connect: Connect, place: int) -> None:
+    def _open(self, connect: Connect, rank: int) -> None:
         split, layout, work = self._split, self._layout, self._work
-        streams = {"home": frame_schedule.to_helper(split, place, layout)}
-        if place:
-            streams["in"] = frame_schedule.to_next(split, place - 1, layout)
-        if split.has_next(place):
+        streams = {"home": frame_schedule.to_helper(split, rank, layout)}
+        if rank:
+            streams["in"] = frame_schedule.to_next(split, rank - 1, layout)
+        if split.has_next(rank):
             streams["out"] = iter(())
         for name, heads in streams.items():
             incoming = self._incoming[name] = Incoming(name, heads, layout, work.buffers)
             self._pipes[name] = connect(name, incoming.place)
         self._writers["home"] = FrameWriter(
-            self._pipes["home"], frame_schedule.to_home(split, place, layout), self._hashes
+            self._pipes["home"], frame_schedule.to_home(split, rank, layout), self._hashes
         )
         if "out" in streams:
             self._writers["out"] = FrameWriter(
-                self._pipes["out"], frame_schedule.to_next(split, place, layout), self._hashes
+                self._pipes["out"], frame_schedule.to_next(split, rank, layout), self._hashes
             )
 
     # ---- turns -----------------------------------------------------------------------------------------

@@ -40,12 +40,12 @@ class _HelperWork:
     bounded step, has what it needs; ``computed``: whether nothing is left; ``fraction``: how much is done.
     """
 
-    def __init__(self, stage: Stage, layout: KvLayout, split: Split, place: int) -> None:
-        self.layout, self.split, self.place = layout, split, place
-        self.layers = split.layers_of(place)
+    def __init__(self, stage: Stage, layout: KvLayout, split: Split, rank: int) -> None:
+        self.layout, self.split, self.rank = layout, split, rank
+        self.layers = split.layers_of(rank)
         self.stage = stage.part(self.layers.start, self.layers.stop)
-        self.tokens = split.tokens_of(place)
-        self._snapshots = frozenset(split.states_of(place))
+        self.tokens = split.tokens_of(rank)
+        self._snapshots = frozenset(split.states_of(rank))
         self.slots: Slots | None = None
         # By layer, the parts of what it keeps.
         self.caches: dict[int, list[Any]] = {}
@@ -109,9 +109,9 @@ class _HelperWork:
 class LayersOfHelper(_HelperWork):
     """Work of a helper that runs some layers on all new tokens."""
 
-    def __init__(self, stage: Stage, layout: KvLayout, split: Split, place: int) -> None:
-        super().__init__(stage, layout, split, place)
-        self._chunks = deque(split.chunks_of(place))
+    def __init__(self, stage: Stage, layout: KvLayout, split: Split, rank: int) -> None:
+        super().__init__(stage, layout, split, rank)
+        self._chunks = deque(split.chunks_of(rank))
         self._n_chunks = len(self._chunks)
         self._hidden: deque[mx.array] = deque()
         self.allocate(arriving=False)
@@ -130,7 +130,7 @@ class LayersOfHelper(_HelperWork):
     def computable(self) -> bool:
         if not self._chunks or self.lacking or self.slots is None:
             return False
-        return bool(self._hidden) if self.place else True
+        return bool(self._hidden) if self.rank else True
 
     @property
     def computed(self) -> bool:
@@ -145,7 +145,7 @@ class LayersOfHelper(_HelperWork):
         if self.slots is None:
             return
         tokens = self._chunks.popleft()
-        hidden = self._hidden.popleft() if self.place else self.stage.embed(self.slots.tokens(tokens))
+        hidden = self._hidden.popleft() if self.rank else self.stage.embed(self.slots.tokens(tokens))
         caches = [self.cache(layer) for layer in self.layers]
         inputs = self.stage.inputs(self.slots.tokens(tokens), tokens.start)
         out = passes.run(self.stage, hidden, caches, self.slots.where(tokens), inputs)
@@ -177,22 +177,22 @@ class LayersOfHelper(_HelperWork):
 class TokensOfHelper(_HelperWork):
     """Work of a helper that runs all layers on some of the tokens."""
 
-    def __init__(self, stage: Stage, layout: KvLayout, split: Split, place: int) -> None:
-        super().__init__(stage, layout, split, place)
+    def __init__(self, stage: Stage, layout: KvLayout, split: Split, rank: int) -> None:
+        super().__init__(stage, layout, split, rank)
         self._major: LayerMajor | None = None
         # Frames of the tokens before this helper's, but for the cached ones.
         self._frames = 0
         self._arriving = LayersArrived(layout, self.layers)
-        self.allocate(arriving=place > 0)
+        self.allocate(arriving=rank > 0)
 
     def take(self, frame: Frame) -> None:
         head = frame.head
         if head.kind is Kind.TOKENS:
             slots = self.take_tokens(frame)
-            self._major = LayerMajor(self.stage, slots, self.split.chunks_of(self.place))
+            self._major = LayerMajor(self.stage, slots, self.split.chunks_of(self.rank))
         elif (head.layer, head.part) in self.lacking:
             self.take_prefix(frame)
-            if not self.place:
+            if not self.rank:
                 self.row_buffers.pop((head.layer, head.part), None)
         else:
             if head.kind is Kind.STATE:
@@ -211,7 +211,7 @@ class TokensOfHelper(_HelperWork):
         if not major.begins:
             return True
         lacks = any(layer == major.layer for layer, _ in self.lacking)
-        return not lacks and (not self.place or major.layer < self._arriving.after(self._frames))
+        return not lacks and (not self.rank or major.layer < self._arriving.after(self._frames))
 
     @property
     def computed(self) -> bool:
@@ -242,6 +242,6 @@ _WORK: dict[SplitKind, type[LayersOfHelper | TokensOfHelper]] = {
 }
 
 
-def helper_work(stage: Stage, layout: KvLayout, split: Split, place: int) -> LayersOfHelper | TokensOfHelper:
-    """The work of helper ``place`` of ``split``."""
-    return _WORK[split.kind](stage, layout, split, place)
+def helper_work(stage: Stage, layout: KvLayout, split: Split, rank: int) -> LayersOfHelper | TokensOfHelper:
+    """The work of helper ``rank`` of ``split``."""
+    return _WORK[split.kind](stage, layout, split, rank)

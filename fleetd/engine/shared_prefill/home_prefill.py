@@ -291,7 +291,7 @@ class SharedPrefill:
 
     def _receive_from(self, name: str, pipe: FramePipe) -> None:
         incoming = self._incoming[name]
-        place = self._split.helpers - 1 if name == "in" else int(name.removeprefix("helper"))
+        rank = self._split.helpers - 1 if name == "in" else int(name.removeprefix("helper"))
         try:
             # What a stream does after its last frame is no longer of interest.
             while incoming.left and (frame := pipe.receive()) is not None:
@@ -299,9 +299,9 @@ class SharedPrefill:
                 self._times.received += frame.head.nbytes
                 if not frame_payloads.finite(frame, self._layout):
                     raise PeerWrong("It sent numbers that are none (NaN or infinite).", hint=WHAT_TO_SUSPECT)
-                self._work.take(place, frame)
+                self._work.take(rank, frame)
         except FleetError as error:
-            raise from_code(error.code, f"helper{place}: {error.message}", hint=error.hint) from error
+            raise from_code(error.code, f"helper{rank}: {error.message}", hint=error.hint) from error
 
     # ---- streams ---------------------------------------------------------------------------------------
 
@@ -309,15 +309,15 @@ class SharedPrefill:
         """Open all streams, and send the helpers what they need: they begin while room is made here."""
         split, payload = self._split, slots.payload
         spread = [] if prefix is None else self._work.stage.spread(prefix)
-        for place in range(split.helpers):
-            name = f"helper{place}"
-            incoming = Incoming(name, frame_schedule.to_home(split, place, layout), layout, self._buffers)
+        for rank in range(split.helpers):
+            name = f"helper{rank}"
+            incoming = Incoming(name, frame_schedule.to_home(split, rank, layout), layout, self._buffers)
             self._incoming[name] = incoming
             pipe = self._pipes[name] = connect(name, incoming.place)
-            out = FrameWriter(pipe, frame_schedule.to_helper(split, place, layout), self._hashes)
+            out = FrameWriter(pipe, frame_schedule.to_helper(split, rank, layout), self._hashes)
             out.tokens(payload)
             if prefix is not None and split.cached:
-                for layer in split.layers_of(place):
+                for layer in split.layers_of(rank):
                     for part in parts(spread[layer]):
                         out.cache(part)
             self._times.to_send += out.sent

@@ -41,7 +41,7 @@ LaterProbe = tuple[Probe, LaterRows | KnownChunk]
 class _HomeWork:
     """What all kinds of split have in common. Each of them has besides:
 
-    ``allocate()`` makes room for what will arrive; ``take(place, frame)`` is given each frame of a helper.
+    ``allocate()`` makes room for what will arrive; ``take(rank, frame)`` is given each frame of a helper.
     ``computable``: whether ``compute()``, one bounded step, has what it needs; ``computed``: whether nothing
     is left of this machine's own part.
     ``done``: leading tokens whose keys and values are here in all layers.
@@ -143,15 +143,15 @@ class _HomeWork:
         """What a layer keeps of all that is here, as its model takes it."""
         return assembled(self.stage.empty[layer], self.caches[layer])
 
-    def kept(self, place: int, layer: int) -> list[Any]:
+    def kept(self, rank: int, layer: int) -> list[Any]:
         """``HomeRows.kept``."""
         return self.caches[layer]
 
-    def before(self, place: int, layer: int, tokens: int) -> list[Any]:
+    def before(self, rank: int, layer: int, tokens: int) -> list[Any]:
         """``HomeRows.before``; not before the windows' ``first_cut``, and not of a running state."""
         return [
             self._begun(cache, tokens) if shape.in_rows else rings.before(cache, tokens)
-            for cache, shape in zip(self.kept(place, layer), self.layout.parts(layer), strict=True)
+            for cache, shape in zip(self.kept(rank, layer), self.layout.parts(layer), strict=True)
         ]
 
     def _begun(self, cache: Any, tokens: int) -> Any:
@@ -199,21 +199,21 @@ class _HomeWork:
         """``state_check.HomeStates.after``."""
         return self._context(layer, tokens, self.snapshots.after(tokens, layer))
 
-    def owner(self, place: int, layer: int) -> int:
-        """The helper that computes a layer of the tokens of helper ``place``."""
-        return place
+    def owner(self, rank: int, layer: int) -> int:
+        """The helper that computes a layer of the tokens of helper ``rank``."""
+        return rank
 
-    def probe(self, place: int, tokens: range, layers: range) -> Probe:
+    def probe(self, rank: int, tokens: range, layers: range) -> Probe:
         # No more than the first chunk, which is the first thing that arrives.
         count = min(len(tokens), self.split.chunk, limits.SHARE_SPOT_TOKENS)
-        return self._through(place, range(tokens.start, tokens.start + count), layers)
+        return self._through(rank, range(tokens.start, tokens.start + count), layers)
 
-    def _through(self, place: int, tokens: range, layers: range) -> Probe:
+    def _through(self, rank: int, tokens: range, layers: range) -> Probe:
         parts = [self.stage.part(layer, layer + 1) for layer in layers]
-        return Probe.of(place, parts, self.slots, tokens)
+        return Probe.of(rank, parts, self.slots, tokens)
 
     def later_probe(
-        self, place: int, tokens: range, layers: range, draw: random.Random
+        self, rank: int, tokens: range, layers: range, draw: random.Random
     ) -> tuple[Probe, LaterRows] | None:
         """A few of ``tokens``, drawn from those whose windows are still here.
 
@@ -222,12 +222,12 @@ class _HomeWork:
         if not tokens or not layers or self.layout.keeps_running(layers):
             return None
         windows = self.places(layers, in_rows=False)
-        cuts = (rings.first_cut(self.kept(place, layer)[part]) for layer, part in windows)
+        cuts = (rings.first_cut(self.kept(rank, layer)[part]) for layer, part in windows)
         tokens = range(max(tokens.start, *cuts, 0), tokens.stop)
         if not tokens:
             return None
         found = drawn(tokens, min(self.split.chunk, limits.SHARE_SPOT_TOKENS), draw)
-        return self._through(place, found, layers), LaterRows(self, found)
+        return self._through(rank, found, layers), LaterRows(self, found)
 
     def rows(self, caches: Sequence[Any], start: int, count: int) -> Rows:
         """Keys and values of tokens [start, start + count), where each of a layer's caches still has them."""
@@ -253,9 +253,7 @@ class LayersAtHome(_HomeWork):
         self._computed = 0
         # Frames of rows that arrived of each helper, and how many of them make a chunk.
         self._arrived = [0] * split.helpers
-        self._rows = [
-            len(self.places(split.layers_of(place), in_rows=True)) for place in range(split.helpers)
-        ]
+        self._rows = [len(self.places(split.layers_of(rank), in_rows=True)) for rank in range(split.helpers)]
         self._ended = [False] * split.helpers
 
     def allocate(self) -> None:
@@ -264,12 +262,12 @@ class LayersAtHome(_HomeWork):
         for layer, part in self.places(range(self._own.start), in_rows=True):
             self.row_buffers[layer, part] = RowBuffer(self.caches[layer][part])
 
-    def take(self, place: int, frame: Frame) -> None:
-        if self.snapshots.took(place, frame):
+    def take(self, rank: int, frame: Frame) -> None:
+        if self.snapshots.took(rank, frame):
             return
         match frame.head.kind:
             case Kind.ROWS:
-                self._arrived[place] += 1
+                self._arrived[rank] += 1
             case Kind.STATE:
                 self.caches[frame.head.layer][frame.head.part] = self._states.taken(frame)
             case Kind.HIDDEN:
@@ -279,8 +277,8 @@ class LayersAtHome(_HomeWork):
                 self._hidden.append(hidden)
                 self._latest = hidden
             case _:
-                self._ended[place] = True
-                for layer, part in self.places(self.split.layers_of(place), in_rows=True):
+                self._ended[rank] = True
+                for layer, part in self.places(self.split.layers_of(rank), in_rows=True):
                     if self.row_buffers.pop((layer, part), None) is not None:
                         cache = self.caches[layer][part]
                         kind_of(cache).set_held(cache, self.split.tokens)
@@ -306,16 +304,16 @@ class LayersAtHome(_HomeWork):
         mx.clear_cache()
         self._computed += 1
 
-    def _chunks_of(self, place: int) -> int:
-        """Chunks of helper ``place`` that are all here."""
-        if self._ended[place]:
+    def _chunks_of(self, rank: int) -> int:
+        """Chunks of helper ``rank`` that are all here."""
+        if self._ended[rank]:
             return self._chunks
-        return self._arrived[place] // self._rows[place] if self._rows[place] else 0
+        return self._arrived[rank] // self._rows[rank] if self._rows[rank] else 0
 
     def _whole(self) -> int:
         """Chunks that are here in all layers."""
         own = self._chunks if self._part is None else self._computed
-        return min(own, *(self._chunks_of(place) for place in range(self.split.helpers)))
+        return min(own, *(self._chunks_of(rank) for rank in range(self.split.helpers)))
 
     @property
     def done(self) -> int:
@@ -354,26 +352,26 @@ class LayersAtHome(_HomeWork):
     def last_hidden(self, layer: int) -> mx.array | None:
         return self._latest if layer == self._own.start else None
 
-    def owner(self, place: int, layer: int) -> int:
+    def owner(self, rank: int, layer: int) -> int:
         # The first layer here rests on what the last helper sent.
         places = (i for i in range(self.split.helpers) if layer in self.split.layers_of(i))
         return next(places, self.split.helpers - 1)
 
-    def context(self, place: int, layer: int) -> list[Any]:
+    def context(self, rank: int, layer: int) -> list[Any]:
         return self._context(layer, self.split.cached, self.prefix[layer])
 
-    def arrived(self, place: int, layer: int) -> bool:
-        owner = self.owner(place, layer)
+    def arrived(self, rank: int, layer: int) -> bool:
+        owner = self.owner(rank, layer)
         if self._part is not None and layer + 1 == self._own.start and self._begin is None:
             return False
         if self.layout.keeps_states([layer]) or not self._rows[owner]:
             return self._ended[owner]
         return self._chunks_of(owner) > 0
 
-    def compared(self, place: int, layer: int, count: int) -> Rows:
+    def compared(self, rank: int, layer: int, count: int) -> Rows:
         return self.rows(self.caches[layer], self.split.cached, count)
 
-    def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
+    def hidden(self, rank: int, layer: int, count: int) -> mx.array | None:
         if self._begin is None or layer != self._own.start:
             return None
         return self._begin[:, :count]
@@ -404,19 +402,19 @@ class TokensAtHome(_HomeWork):
         for layer, part in self.places(range(self.split.layers), in_rows=True):
             self.row_buffers[layer, part] = RowBuffer(self.caches[layer][part])
 
-    def take(self, place: int, frame: Frame) -> None:
-        if self.snapshots.took(place, frame):
+    def take(self, rank: int, frame: Frame) -> None:
+        if self.snapshots.took(rank, frame):
             return
         match frame.head.kind:
             case Kind.DONE:
-                self._ended[place] = True
+                self._ended[rank] = True
                 return
             case Kind.STATE:
                 layer, part = frame.head.layer, frame.head.part
-                self._after[place][layer, part] = cache = self._states.taken(frame)
+                self._after[rank][layer, part] = cache = self._states.taken(frame)
                 if frame.head.end in self._places:
                     self.snapshots.put(frame.head.end, layer, part, kind_of(cache).saved(cache))
-        self._frames[place] += 1
+        self._frames[rank] += 1
         while self._completed < self._here:
             self._complete(self._completed)
             self._completed += 1
@@ -430,9 +428,9 @@ class TokensAtHome(_HomeWork):
             else:
                 self.caches[layer][part] = copy_on_write(self._after[-1][layer, part])
 
-    def _of(self, place: int) -> int:
-        """Layers that arrived of helper ``place``."""
-        return self._layers.after(self._frames[place])
+    def _of(self, rank: int) -> int:
+        """Layers that arrived of helper ``rank``."""
+        return self._layers.after(self._frames[rank])
 
     @property
     def _here(self) -> int:
@@ -483,48 +481,48 @@ class TokensAtHome(_HomeWork):
         found = (later_check(self, i, done, layers, draw) for i in range(self.split.helpers))
         return [probe for probe in found if probe is not None]
 
-    def context(self, place: int, layer: int) -> list[Any] | None:
-        if min(map(self._of, range(place)), default=self.split.layers) <= layer:
+    def context(self, rank: int, layer: int) -> list[Any] | None:
+        if min(map(self._of, range(rank)), default=self.split.layers) <= layer:
             return None
         states = self.prefix[layer]
-        if place:
-            states = [self._after[place - 1].get((layer, part)) for part in range(len(states))]
-        return self._context(layer, self.split.tokens_of(place).start, states)
+        if rank:
+            states = [self._after[rank - 1].get((layer, part)) for part in range(len(states))]
+        return self._context(layer, self.split.tokens_of(rank).start, states)
 
-    def arrived(self, place: int, layer: int) -> bool:
-        return self._of(place) > layer
+    def arrived(self, rank: int, layer: int) -> bool:
+        return self._of(rank) > layer
 
-    def kept(self, place: int, layer: int) -> list[Any]:
-        return [self._after[place].get((layer, part), own) for part, own in enumerate(self.caches[layer])]
+    def kept(self, rank: int, layer: int) -> list[Any]:
+        return [self._after[rank].get((layer, part), own) for part, own in enumerate(self.caches[layer])]
 
     def last_hidden(self, layer: int) -> mx.array | None:
         return None
 
-    def compared(self, place: int, layer: int, count: int) -> Rows:
-        return self.rows(self.kept(place, layer), self.split.tokens_of(place).start, count)
+    def compared(self, rank: int, layer: int, count: int) -> Rows:
+        return self.rows(self.kept(rank, layer), self.split.tokens_of(rank).start, count)
 
-    def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
+    def hidden(self, rank: int, layer: int, count: int) -> mx.array | None:
         return None
 
 
 def later_check(
     work: LayersAtHome | TokensAtHome,
-    place: int,
+    rank: int,
     done: int,
     layers: range,
     draw: random.Random,
     *,
     onward: bool = False,
 ) -> LaterProbe | None:
-    """A check of helper ``place``'s ``layers``, of its tokens among the first ``done``. ``onward``: also of
+    """A check of helper ``rank``'s ``layers``, of its tokens among the first ``done``. ``onward``: also of
     the next layer, which rests on the hidden states that were sent."""
-    tokens = work.split.tokens_of(place)
+    tokens = work.split.tokens_of(rank)
     further = range(layers.start, min(layers.stop + onward, work.split.layers))
     found: list[LaterProbe | None] = [
-        work.later_probe(place, range(tokens.start, min(tokens.stop, done)), further, draw)
+        work.later_probe(rank, range(tokens.start, min(tokens.stop, done)), further, draw)
     ]
     if done == work.split.tokens:
-        found.append(known_chunk(work, place, layers, draw))
+        found.append(known_chunk(work, rank, layers, draw))
     able = [one for one in found if one is not None]
     return one_of(able, draw) if able else None
 

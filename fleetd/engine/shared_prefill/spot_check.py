@@ -42,35 +42,35 @@ WHAT_TO_SUSPECT = "Its model, its accelerator or its memory is not what it says.
 
 
 class ReceivedRows(Protocol):
-    """What has arrived for the probe of helper ``place``; layers are counted from the model's first."""
+    """What has arrived for the probe of helper ``rank``; layers are counted from the model's first."""
 
-    def owner(self, place: int, layer: int) -> int:
+    def owner(self, rank: int, layer: int) -> int:
         """The helper that computes the layer."""
 
-    def context(self, place: int, layer: int) -> list[Any] | None:
+    def context(self, rank: int, layer: int) -> list[Any] | None:
         """A layer's caches, to be added to, of what comes before the probe's tokens; None if they are not yet
         there."""
 
-    def arrived(self, place: int, layer: int) -> bool:
+    def arrived(self, rank: int, layer: int) -> bool:
         """True if ``compare`` can be called for the layer."""
 
-    def compared(self, place: int, layer: int, count: int) -> Rows:
+    def compared(self, rank: int, layer: int, count: int) -> Rows:
         """The rows of the probe's tokens, as they were sent."""
 
-    def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
+    def hidden(self, rank: int, layer: int, count: int) -> mx.array | None:
         """What was sent of them on the way into ``layer``, (1, count, width); None if nothing was."""
 
 
 class HomeRows(Protocol):
     """The caches that a shared prefill fills: ``home_work``."""
 
-    def owner(self, place: int, layer: int) -> int:
+    def owner(self, rank: int, layer: int) -> int:
         """The same as in ``ReceivedRows``."""
 
-    def kept(self, place: int, layer: int) -> list[Any]:
-        """A layer's caches after the tokens of helper ``place``, or after more where a token is a row."""
+    def kept(self, rank: int, layer: int) -> list[Any]:
+        """A layer's caches after the tokens of helper ``rank``, or after more where a token is a row."""
 
-    def before(self, place: int, layer: int, tokens: int) -> list[Any]:
+    def before(self, rank: int, layer: int, tokens: int) -> list[Any]:
         """The same of the first ``tokens``, to be added to."""
 
     def rows(self, caches: Sequence[Any], start: int, count: int) -> Rows:
@@ -81,7 +81,7 @@ class HomeRows(Protocol):
 class Probe:
     """A few tokens of one helper's slice through the single layers ``parts``; ``hidden`` is (1, n, D)."""
 
-    place: int
+    rank: int
     parts: Sequence[Stage]
     hidden: mx.array
     count: int
@@ -92,10 +92,10 @@ class Probe:
     settled: int = 0
 
     @classmethod
-    def of(cls, place: int, parts: Sequence[Stage], slots: Slots, first: range) -> Self:
+    def of(cls, rank: int, parts: Sequence[Stage], slots: Slots, first: range) -> Self:
         tokens, where = slots.tokens(first), slots.where(first)
         hidden, inputs = parts[0].embed(tokens), parts[0].inputs(tokens, first.start)
-        return cls(place, parts, hidden, len(first), where, inputs)
+        return cls(rank, parts, hidden, len(first), where, inputs)
 
     def made(self, cache: Any) -> tuple[mx.array, ...] | None:
         """What is compared of one of a layer's caches; None for nothing."""
@@ -152,19 +152,19 @@ class LaterRows:
     def __init__(self, work: HomeRows, tokens: range) -> None:
         self._work, self._tokens = work, tokens
 
-    def owner(self, place: int, layer: int) -> int:
-        return self._work.owner(place, layer)
+    def owner(self, rank: int, layer: int) -> int:
+        return self._work.owner(rank, layer)
 
-    def context(self, place: int, layer: int) -> list[Any]:
-        return self._work.before(place, layer, self._tokens.start)
+    def context(self, rank: int, layer: int) -> list[Any]:
+        return self._work.before(rank, layer, self._tokens.start)
 
-    def arrived(self, place: int, layer: int) -> bool:
+    def arrived(self, rank: int, layer: int) -> bool:
         return True
 
-    def compared(self, place: int, layer: int, count: int) -> Rows:
-        return self._work.rows(self._work.kept(place, layer), self._tokens.start, count)
+    def compared(self, rank: int, layer: int, count: int) -> Rows:
+        return self._work.rows(self._work.kept(rank, layer), self._tokens.start, count)
 
-    def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
+    def hidden(self, rank: int, layer: int, count: int) -> mx.array | None:
         return None
 
 
@@ -188,7 +188,7 @@ class SpotCheck:
     def _next(self) -> tuple[Probe, list[Any]] | None:
         for probe in self._probes:
             if not probe.computed:
-                context = self._received.context(probe.place, len(probe.rows))
+                context = self._received.context(probe.rank, len(probe.rows))
                 if context is not None:
                     return probe, context
         return None
@@ -216,13 +216,13 @@ class SpotCheck:
     def settle(self) -> None:
         """Compare what is there of both. Raises PeerWrong."""
         for probe in self._probes:
-            while probe.settled < len(probe.rows) and self._received.arrived(probe.place, probe.settled):
+            while probe.settled < len(probe.rows) and self._received.arrived(probe.rank, probe.settled):
                 self._compare(probe, probe.settled)
                 probe.settled += 1
 
     def _compare(self, probe: Probe, layer: int) -> None:
-        owner = self._received.owner(probe.place, layer)
-        theirs = self._received.compared(probe.place, layer, probe.count)
+        owner = self._received.owner(probe.rank, layer)
+        theirs = self._received.compared(probe.rank, layer, probe.count)
         empty = parts(probe.parts[layer].empty[0])
         for cache, mine, sent in zip(empty, probe.rows[layer], theirs, strict=True):
             if mine is not None and sent is not None:
@@ -235,7 +235,7 @@ class SpotCheck:
                         self._check(
                             ours[..., :_FIRST, :], other[..., :_FIRST, :], owner, f"{name} of layer {layer}"
                         )
-        after = self._received.hidden(probe.place, layer + 1, probe.count)
+        after = self._received.hidden(probe.rank, layer + 1, probe.count)
         if after is not None and probe.computed:
             self._check(probe.hidden, after, owner, f"hidden states before layer {layer + 1}")
 

@@ -34,13 +34,13 @@ class Snapshots:
 
     def __init__(self, states: States, split: Split) -> None:
         self._states = states
-        self._due = [frozenset(split.states_of(place)) for place in range(split.helpers)]
+        self._due = [frozenset(split.states_of(rank)) for rank in range(split.helpers)]
         self._found: dict[tuple[int, int], dict[int, Any]] = {}
 
-    def took(self, place: int, frame: Frame) -> bool:
-        """True if the frame is one of helper ``place``'s snapshots, and is kept."""
+    def took(self, rank: int, frame: Frame) -> bool:
+        """True if the frame is one of helper ``rank``'s snapshots, and is kept."""
         head = frame.head
-        if head.kind is not Kind.STATE or head.end not in self._due[place]:
+        if head.kind is not Kind.STATE or head.end not in self._due[rank]:
             return False
         self.put(head.end, head.layer, head.part, self._states.saved(frame))
         return True
@@ -62,17 +62,17 @@ class HomeStates(Protocol):
     slots: Slots
     snapshots: Snapshots
 
-    def owner(self, place: int, layer: int) -> int:
+    def owner(self, rank: int, layer: int) -> int:
         """The same as in ``ReceivedRows``."""
 
-    def context(self, place: int, layer: int) -> list[Any] | None:
+    def context(self, rank: int, layer: int) -> list[Any] | None:
         """The same as in ``ReceivedRows``."""
 
     def after(self, layer: int, tokens: int) -> list[Any]:
         """A layer's caches, to be added to, after ``tokens`` for which there are snapshots."""
 
-    def kept(self, place: int, layer: int) -> list[Any]:
-        """The same as they were sent after the part of helper ``place``. Those with a row per token may hold
+    def kept(self, rank: int, layer: int) -> list[Any]:
+        """The same as they were sent after the part of helper ``rank``. Those with a row per token may hold
         more."""
 
     def last_hidden(self, layer: int) -> mx.array | None:
@@ -92,29 +92,29 @@ class KnownChunk:
     def __init__(self, work: HomeStates, tokens: range) -> None:
         self._work, self._tokens = work, tokens
 
-    def owner(self, place: int, layer: int) -> int:
-        return self._work.owner(place, layer)
+    def owner(self, rank: int, layer: int) -> int:
+        return self._work.owner(rank, layer)
 
-    def context(self, place: int, layer: int) -> list[Any] | None:
-        if self._tokens.start == self._work.split.tokens_of(place).start:
-            return self._work.context(place, layer)
+    def context(self, rank: int, layer: int) -> list[Any] | None:
+        if self._tokens.start == self._work.split.tokens_of(rank).start:
+            return self._work.context(rank, layer)
         return self._work.after(layer, self._tokens.start)
 
-    def arrived(self, place: int, layer: int) -> bool:
+    def arrived(self, rank: int, layer: int) -> bool:
         return True
 
-    def compared(self, place: int, layer: int, count: int) -> Rows:
-        return [None if cache is None else self._compared(cache, count) for cache in self._kept(place, layer)]
+    def compared(self, rank: int, layer: int, count: int) -> Rows:
+        return [None if cache is None else self._compared(cache, count) for cache in self._kept(rank, layer)]
 
     def _compared(self, cache: Any, count: int) -> tuple[mx.array, ...] | None:
         kind = kind_of(cache)
         rows = kind.rows(cache, self._tokens.start, count)
         return rows if kind.attention else tuple(kind.kept(cache))
 
-    def _kept(self, place: int, layer: int) -> list[Any]:
+    def _kept(self, rank: int, layer: int) -> list[Any]:
         """A layer's caches after the chunk; None for a state that was not sent there."""
-        kept = self._work.kept(place, layer)
-        if self._is_last(place):
+        kept = self._work.kept(rank, layer)
+        if self._is_last(rank):
             return kept
         states = self._work.snapshots.after(self._tokens.stop, layer)
         shapes = self._work.layout.parts(layer)
@@ -123,17 +123,17 @@ class KnownChunk:
             for part, (cache, shape) in enumerate(zip(kept, shapes, strict=True))
         ]
 
-    def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
-        return self._work.last_hidden(layer) if self._is_last(place) else None
+    def hidden(self, rank: int, layer: int, count: int) -> mx.array | None:
+        return self._work.last_hidden(layer) if self._is_last(rank) else None
 
-    def _is_last(self, place: int) -> bool:
-        return self._tokens.stop == self._work.split.tokens_of(place).stop
+    def _is_last(self, rank: int) -> bool:
+        return self._tokens.stop == self._work.split.tokens_of(rank).stop
 
 
 def known_chunk(
-    work: HomeStates, place: int, layers: Sequence[int], draw: random.Random
+    work: HomeStates, rank: int, layers: Sequence[int], draw: random.Random
 ) -> tuple[StateProbe, KnownChunk] | None:
-    """The probe of one of helper ``place``'s chunks through these layers; None if the states before none of
+    """The probe of one of helper ``rank``'s chunks through these layers; None if the states before none of
     them are here, or if there are no states."""
     split = work.split
     if not work.layout.keeps_states(layers):
@@ -141,10 +141,10 @@ def known_chunk(
     shapes = [shape for layer in layers for shape in work.layout.parts(layer)]
     windows = any(not (shape.in_rows or isinstance(shape, RunningShape)) for shape in shapes)
     # Windows are sent at places alone.
-    begins = split.sent_places if windows else split.states_of(place)
-    chunks = split.chunks_of(place)
+    begins = split.sent_places if windows else split.states_of(rank)
+    chunks = split.chunks_of(rank)
     known = [chunk for chunk in chunks if chunk.start in begins]
-    ends = {*split.states_of(place), split.tokens_of(place).stop}
+    ends = {*split.states_of(rank), split.tokens_of(rank).stop}
     if not any(shape.in_rows for shape in shapes):
         # Nothing shows what came of the others.
         known = [chunk for chunk in known if chunk.stop in ends]
@@ -155,4 +155,4 @@ def known_chunk(
         # Only rows are compared, and those of tokens further on rest less on the states that were sent.
         tokens = tokens[: limits.SHARE_SPOT_TOKENS]
     parts = [work.stage.part(layer, layer + 1) for layer in layers]
-    return StateProbe.of(place, parts, work.slots, tokens), KnownChunk(work, tokens)
+    return StateProbe.of(rank, parts, work.slots, tokens), KnownChunk(work, tokens)

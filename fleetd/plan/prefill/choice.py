@@ -180,8 +180,8 @@ def _option(
     )
     checked(split)
     cold = {
-        machine: _load(prompt, machine, split.layers_of(place))
-        for place, machine in enumerate(chain)
+        machine: _load(prompt, machine, split.layers_of(rank))
+        for rank, machine in enumerate(chain)
         if not machine.loaded
     }
     load_s = max((machine.load_s for machine in cold), default=0.0)

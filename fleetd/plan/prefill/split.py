@@ -84,10 +84,10 @@ class Split(msgspec.Struct, frozen=True):
         ends = [tokens.start, *sorted(between), tokens.stop]
         return [range(a, b) for a, b in itertools.pairwise(ends) if a < b]
 
-    def snapshot_of(self, place: int) -> int | None:
-        """The token at which the last of helper ``place``'s chunks begins: running states, which cannot be
+    def snapshot_of(self, rank: int) -> int | None:
+        """The token at which the last of helper ``rank``'s chunks begins: running states, which cannot be
         had from later ones, are sent as they are there, too. None if it has one chunk: home knows them."""
-        own = self.chunks_of(place)
+        own = self.chunks_of(rank)
         return own[-1].start if len(own) > 1 else None
 
     @property
@@ -95,16 +95,16 @@ class Split(msgspec.Struct, frozen=True):
         """The places that ``sent`` counts."""
         return self.places[len(self.places) - self.sent :]
 
-    def states_of(self, place: int) -> list[int]:
-        """The tokens within helper ``place``'s part after which it sends states, ascending: at places all
+    def states_of(self, rank: int) -> list[int]:
+        """The tokens within helper ``rank``'s part after which it sends states, ascending: at places all
         that has no row per token, before the last chunk running states alone."""
-        own, snapshot = self.tokens_of(place), self.snapshot_of(place)
+        own, snapshot = self.tokens_of(rank), self.snapshot_of(rank)
         inner = {at for at in self.sent_places if own.start < at < own.stop}
         return sorted(inner if snapshot is None else {*inner, snapshot})
 
-    def has_next(self, place: int) -> bool:
-        """True if helper ``place`` sends anything to the next machine, which may be home."""
-        return place + 1 < self.helpers or _RULES[self.kind].last_sends(self)
+    def has_next(self, rank: int) -> bool:
+        """True if helper ``rank`` sends anything to the next machine, which may be home."""
+        return rank + 1 < self.helpers or _RULES[self.kind].last_sends(self)
 
 
 class _LayersRules:

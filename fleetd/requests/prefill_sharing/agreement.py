@@ -56,7 +56,7 @@ class AgreedHelper:
 
     node_id: str
     name: str
-    place: int
+    rank: int
     stream: PeerStream = field(init=False)
     offer: messages.AssistOffer = field(init=False)
     ready: bool = False
@@ -76,7 +76,7 @@ class Agreement:
         terms: SharingTerms,
         helpers: Sequence[tuple[str, str]],
     ) -> None:
-        self.helpers = [AgreedHelper(node_id, name, place) for place, (node_id, name) in enumerate(helpers)]
+        self.helpers = [AgreedHelper(node_id, name, rank) for rank, (node_id, name) in enumerate(helpers)]
         self._partners = partners
         self._engine = engine
         self._terms = terms
@@ -114,15 +114,15 @@ class Agreement:
     async def _ask(self, helper: AgreedHelper) -> bool:
         terms = self._terms
         ask = messages.AssistQuestion(
-            terms.model, terms.digest, terms.split, helper.place, terms.id, terms.arithmetic
+            terms.model, terms.digest, terms.split, helper.rank, terms.id, terms.arithmetic
         )
         with _blaming(helper):
             helper.stream = self._partners.request(helper.node_id, messages.ASSIST, messages.encode(ask))
             self._opened.append(helper.stream)
             helper.offer = offer = messages.decode(await require_message(helper.stream), messages.AssistOffer)
-            if (offer.input is None) != (helper.place == 0):
+            if (offer.input is None) != (helper.rank == 0):
                 raise ProtocolError(f"{helper.name} expects streams that this split does not have.")
-            layers, sparse = terms.split.layers_of(helper.place), bool(terms.split.prompt_span)
+            layers, sparse = terms.split.layers_of(helper.rank), bool(terms.split.prompt_span)
             return compare(
                 terms.arithmetic, offer.arithmetic, layers, own_chunks=terms.own_chunks, sparse=sparse
             )
@@ -144,7 +144,7 @@ class Agreement:
 
     def _go(self, helper: AgreedHelper, own: Expected | None) -> messages.AssistGo:
         if helper is not self.helpers[-1]:
-            following = self.helpers[helper.place + 1]
+            following = self.helpers[helper.rank + 1]
             return messages.AssistGo(following.node_id, following.offer.input)
         return (
             messages.AssistGo() if own is None else messages.AssistGo(self._partners.node_id, invitation(own))
@@ -154,7 +154,7 @@ class Agreement:
         with _blaming(helper):
             invited = helper.offer.home
             sock = await self._partners.connect(helper.node_id, invited)
-        tag = StreamTag(self._terms.id, f"helper{helper.place}", invited.key, "connector")
+        tag = StreamTag(self._terms.id, f"helper{helper.rank}", invited.key, "connector")
         await self._engine.give_stream(tag, sock)
         helper.ready = True
 
@@ -226,13 +226,13 @@ def compare(
     return own_chunks or home.chunks == helper.chunks == "any"
 
 
-def checked_split(split: Split, *, layers: int, context_tokens: int, place: int | None = None) -> Split:
+def checked_split(split: Split, *, layers: int, context_tokens: int, rank: int | None = None) -> Split:
     """The same split. Raises ProtocolError, before anything of the split's size is allocated, for a split of
     another model or of a prompt that this machine's model cannot take.
 
     Args:
         layers, context_tokens: the model's, as the own engine says.
-        place: the helper's in the chain; None for the machine that answers.
+        rank: the helper's in the chain; None for the machine that answers.
     """
     try:
         checked(split)
@@ -242,8 +242,8 @@ def checked_split(split: Split, *, layers: int, context_tokens: int, place: int 
         raise ProtocolError(f"A split of {split.layers} layers; the model has {layers}.")
     if (longest := max(split.tokens, split.prompt_span)) >= context_tokens:
         raise ProtocolError(f"A split of {longest} tokens; the model takes {context_tokens}.")
-    if place is not None and not 0 <= place < split.helpers:
-        raise ProtocolError(f"Place {place} is none of the {split.helpers} helpers'.")
+    if rank is not None and not 0 <= rank < split.helpers:
+        raise ProtocolError(f"Rank {rank} is none of the {split.helpers} helpers'.")
     return split
 
 

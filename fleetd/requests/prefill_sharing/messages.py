@@ -43,7 +43,7 @@ class AssistQuestion(msgspec.Struct, frozen=True):
     model: ModelName
     digest: Digest
     split: Split
-    place: Annotated[int, Meta(ge=0, lt=limits.SHARE_MACHINES - 1)]
+    rank: Annotated[int, Meta(ge=0, lt=limits.SHARE_MACHINES - 1)]
     id: RequestId
     arithmetic: Arithmetic
 

@@ -55,20 +55,20 @@ class AssistServer:
 
     async def _assist(self, ask: messages.AssistQuestion, stream: PeerStream, visit: ServedRequest) -> None:
         folder = await self._host.holding(ask.model, ask.digest)
-        split, place = ask.split, ask.place
+        split, rank = ask.split, ask.rank
         # Before an engine is asked for, whose own figures are checked below: these must make sense at all.
-        checked_split(split, layers=split.layers, context_tokens=folder.context_tokens, place=place)
-        layers = split.layers_of(place)
+        checked_split(split, layers=split.layers, context_tokens=folder.context_tokens, rank=rank)
+        layers = split.layers_of(rank)
         if not self._pool.holds(folder, layers.start, layers.stop):
             raise Overloaded(f"{folder.name} is not loaded on this machine.", hint="Ask again when it is.")
         async with self._pool.assisting(folder, layers.start, layers.stop) as engine:
             facts = engine.facts
             if facts is None or facts.arithmetic is None:
                 raise EngineDied(f"The engine for {folder.name} has just ended.")
-            checked_split(split, layers=facts.layers, context_tokens=facts.context_tokens, place=place)
+            checked_split(split, layers=facts.layers, context_tokens=facts.context_tokens, rank=rank)
             compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True, sparse=bool(split.prompt_span))
             job = own_id(ask.id)
-            async with aclosing(engine.assist(AssistPrefill(job, split, place))) as events:
+            async with aclosing(engine.assist(AssistPrefill(job, split, rank))) as events:
                 if not isinstance(await anext(events, None), Accepted):
                     raise EngineDied(f"The engine for {folder.name} did not take the work.")
                 # An engine that ends before it has its streams must not leave others waiting for them.
@@ -87,7 +87,7 @@ class AssistServer:
         """Offer, wait for Go, and give the engine its streams."""
         with ExitStack() as stack:
             home = stack.enter_context(self._dialer.expect())
-            before = stack.enter_context(self._dialer.expect()) if ask.place else None
+            before = stack.enter_context(self._dialer.expect()) if ask.rank else None
             offer = messages.AssistOffer(arithmetic, invitation(home), invitation(before) if before else None)
             stream.send(messages.encode(offer))
             await self._stream(job, engine, home, before, await _go(stream))
