@@ -54,11 +54,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import msgspec
-
-# What msgspec raises for bytes that are no message: malformed ones, deep nesting, invalid UTF-8.
-UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
-
 
 class FleetError(Exception):
     """Base of all errors meant for people.

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from fleetd.errors import UNREADABLE, ProtocolError
+from fleetd.errors import ProtocolError
+from fleetd.unreadable import UNREADABLE
 
 
 def reader(kind: Any, what: str, most_bytes: int | None = None) -> Callable[[bytes], Any]:

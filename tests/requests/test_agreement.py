@@ -124,9 +124,9 @@ def test_a_split_that_fits_no_model_of_ours_is_refused(split: Split) -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 1, 2])
-def test_a_place_outside_the_chain_is_refused(rank: int) -> None:
+def test_a_rank_outside_the_chain_is_refused(rank: int) -> None:
     assert checked_split(SPLIT, layers=4, context_tokens=8192, rank=0) == SPLIT
-    with pytest.raises(ProtocolError, match="Place"):
+    with pytest.raises(ProtocolError, match="Rank"):
         checked_split(SPLIT, layers=4, context_tokens=8192, rank=rank)
 
 

@@ -17,7 +17,8 @@ from typing import Annotated
 from msgspec import Meta, Struct, msgpack
 
 from fleetd import limits
-from fleetd.errors import UNREADABLE, ProtocolError
+from fleetd.errors import ProtocolError
+from fleetd.unreadable import UNREADABLE
 
 # The oldest and the newest version that this program supports.
 PROTOCOL_VERSIONS = (1, 1)
