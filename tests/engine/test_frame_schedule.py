@@ -171,13 +171,13 @@ def test_what_is_due_passes_in_its_order_and_nothing_after_it() -> None:
     stream, heads, hashes = incoming()
     assert not stream.began
     for left, head in zip(reversed(range(len(heads))), heads, strict=True):
-        (buffer,) = stream.rank(head)
+        (buffer,) = stream.place(head)
         assert buffer.nbytes == head.nbytes
         stream.taken(Frame(head, [buffer]), hashes)
         assert stream.left == left
         assert stream.began
     with pytest.raises(ProtocolError, match="after the last"):
-        stream.rank(heads[-1])
+        stream.place(heads[-1])
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_any_other_head_is_refused_by_the_name_of_its_field(change: dict[str, ob
     with pytest.raises(
         ProtocolError, match="size" if set(change) & {"sizes", "index"} else next(iter(change))
     ):
-        stream.rank(replace(heads[0], **change))  # type: ignore[arg-type]
+        stream.place(replace(heads[0], **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,10 @@ def test_the_size_of_a_state_has_bounds(rows: int, index: int, due_here: bool) -
     for head in heads:
         if head.kind is Kind.STATE:
             break
-        stream.taken(Frame(head, stream.rank(head)), hashes)
+        stream.taken(Frame(head, stream.place(head)), hashes)
     state = Outgoing.state(head, Shape(32).sizes(rows), index)
     if due_here:
-        assert stream.rank(state)[0].nbytes == 20 * rows
+        assert stream.place(state)[0].nbytes == 20 * rows
     else:
         with pytest.raises(ProtocolError, match="not a state"):
-            stream.rank(state)
+            stream.place(state)
