@@ -44,7 +44,7 @@ class Declined(msgspec.Struct, frozen=True):
 
 
 def requests(name: str) -> list[AskedRequest]:
-    """Those of "tune" or "held_out"."""
+    """Those of "tune", "more" or "held_out"."""
     return msgspec.json.decode((FOLDER / f"{name}.json").read_bytes(), type=list[AskedRequest])
 
 
