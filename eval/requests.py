@@ -1,4 +1,6 @@
-"""Requests of ``data/gate``: how many the gate declines, by language, by voice and by where they stand.
+"""``python -m eval.requests NAME``: how many requests of a set of ``data/gate`` the gate declines.
+
+By language, by voice, by where they stand, and by author: the first letter of an id stands for one.
 
 A voice is one kind of evidence by itself: *signs*, what people write for either kind of task, and *places*,
 where the request's words stand in the text.
@@ -6,6 +8,7 @@ where the request's words stand in the text.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -106,3 +109,13 @@ def _declined(texts: Sequence[str]) -> bool:
 @cache
 def _text(name: str) -> str:
     return (FOLDER / "documents" / name).read_text(encoding="utf-8")
+
+
+def _authors(found: Sequence[AskedRequest]) -> list[Declined]:
+    letters = sorted({one.id[0] for one in found})
+    return [_row(f"author {each}", [one for one in found if one.id[0] == each], alone) for each in letters]
+
+
+if __name__ == "__main__":
+    chosen = requests(sys.argv[1])
+    print("\n".join(table([*measured(chosen), *_authors(chosen)])))
