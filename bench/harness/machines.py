@@ -250,5 +250,5 @@ class Machines(Closing):
 
 
 def _measured(daemon: Daemon) -> bool:
-    """True once the speeds are those of the first idle time, not of a first look while the model was loaded."""
+    """True once the speeds are those of the first idle time, not of a first look at the load."""
     return all("first look" not in engine["doubt"] for engine in daemon.status()["engines"])
