@@ -67,6 +67,8 @@ class IdleCalibration:
         longer_s = max(limits.CALIBRATE_AGAIN_S, 2 * self._wait_s)
         self._wait_s = min(limits.CALIBRATE_AGAIN_MOST_S, longer_s)
         self._end(self._clock())
+        if found.prefill_tok_s <= 0:
+            return  # its time was up before a chunk was measured: what is known is better than nothing
         if not found.doubt or self._looked_only or found.prefill_tok_s > self._prefill_tok_s:
             self._looked_only = False
             self._prefill_tok_s = found.prefill_tok_s

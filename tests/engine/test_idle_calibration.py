@@ -119,3 +119,11 @@ def test_attempts_in_doubt_too_come_less_and_less_often_and_tell_only_what_is_fa
     assert waits[0] == 2 * limits.CALIBRATE_AGAIN_S
     assert waits == sorted(waits)
     assert waits[-1] == limits.CALIBRATE_AGAIN_MOST_S
+
+
+def test_an_attempt_that_measured_no_chunk_takes_no_figure_away() -> None:
+    worker = Worker(Speeds(0.0, 50.0), QUIET, doubt=FIRST_LOOK)
+    worker.attempt()
+    assert worker.told == []
+    worker.attempt()
+    assert worker.told == [MeasuredAgain(1000.0, 50.0, 1e-6, 0.01)]
