@@ -39,7 +39,19 @@ class Architecture:
     # An embedding of positions, which is added to that of the tokens.
     positions: str = ""
     # How a layer is called, where not as ``layer(hidden, mask, cache)``: see ``layer_calls``.
-    call: Literal["", "scaled queries", "at offset", "two masks", "per-layer inputs", "reused keys"] = ""
+    call: Literal[
+        "",
+        "scaled queries",
+        "at offset",
+        "two masks",
+        "per-layer inputs",
+        "reused keys",
+        "reused caches",
+        "residual blocks",
+        "given keys",
+    ] = ""
+    # What a token has between two layers, where not one hidden state: see ``between_layers``.
+    between: Literal["", "several states", "residual blocks", "keys"] = ""
     # The layers that keep something in a cache of their own, where not all do: the first ones, whose keys and
     # values the later ones read, or those that mix tokens.
     keeps: Literal["all", "first", "mixers"] = "all"
@@ -171,6 +183,18 @@ CUT: dict[str, Architecture] = {
         whole=_PLAIN_POSITIONS,
         windows="yes",
     ),
+    "gemma3n": Architecture(
+        text="model.language_model",
+        body="",
+        scale="sqrt_width",
+        call="reused caches",
+        between="several states",
+        keeps="first",
+        logits="softcap",
+        chunks="same",
+        whole=_PLAIN_POSITIONS,
+        windows="yes",
+    ),
     "glm4_moe_lite": _LATENT_ARRAY,
     "glm_moe_dsa": replace(_LATENT_ARRAY, whole=_INDEX),
     "granitemoehybrid": Architecture(
@@ -180,8 +204,18 @@ CUT: dict[str, Architecture] = {
         whole=_STATE,
         other_blocks=True,
     ),
+    "hunyuan": Architecture(call="given keys", between="keys"),
     "jamba": Architecture(norm="final_layernorm", whole=_STATE),
     "kimi_k25": replace(_DEEPSEEK3, text=_TEXT),
+    "kimi_k3": Architecture(
+        text=_TEXT,
+        call="residual blocks",
+        between="residual blocks",
+        mask_array=True,
+        chunks="same",
+        whole=_STATE,
+        other_blocks=True,
+    ),
     "kimi_linear": Architecture(mask_array=True, chunks="same", whole=_STATE, other_blocks=True),
     "lfm2": Architecture(norm="embedding_norm", whole=_STATE),
     "lfm2_moe": Architecture(norm="embedding_norm", whole=_STATE),
@@ -211,7 +245,6 @@ CUT: dict[str, Architecture] = {
     "qwen3_vl_moe": Architecture(text=_TEXT),
 }
 
-_SHARED = "its later layers read keys and values of earlier ones, which may lie on the other side of a cut"
 _OWN_WAYS = "it keeps running states in ways of its own, and no test shows that a cut leaves them as they are"
 _STREAMS = "more passes between its layers than one hidden state per token"
 _METAL = "its layers are Metal kernels, on which the tests of the bytes do not run"
@@ -222,10 +255,7 @@ _ANEW = "its context begins anew every so many tokens"
 REFUSED: dict[str, str] = {
     "deepseek_v41": _STREAMS,
     "gear": _OWN_WAYS,
-    "gemma3n": _SHARED,
-    "hunyuan": _SHARED,
     "iquestloopcoder": _LOOPS,
-    "kimi_k3": _STREAMS,
     "llama4": _ANEW,
     "longcat_flash_ngram": _SEVERAL,
     "mamba": _OWN_WAYS,

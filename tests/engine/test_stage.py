@@ -21,8 +21,9 @@ from mlx_lm.utils import MODEL_REMAPPING
 from tiny_architectures import FAMILIES, LONG, VOCAB, WINDOW, WITHOUT_EXPERTS, tiny
 
 from fleetd.engine.architectures import ANY_TEXT, CUT, REFUSED, architecture_of
+from fleetd.engine.between_layers import BETWEEN
 from fleetd.engine.sequence_state.parts import parts
-from fleetd.engine.stage import Stage
+from fleetd.engine.stage import Stage, architecture_for
 from fleetd.errors import InvalidValue, ModelUnsupported
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -41,8 +42,8 @@ class Run:
     """What one way of running the tokens gave."""
 
     logits: list[mx.array] = field(default_factory=list)
-    # After each layer that was looked at, chunk by chunk.
-    hidden: dict[int, list[mx.array]] = field(default_factory=dict)
+    # After each layer that was looked at, chunk by chunk: hidden states, and what the next layers read besides.
+    hidden: dict[int, list[list[mx.array]]] = field(default_factory=dict)
     caches: list[Any] = field(default_factory=list)
 
     def kv(self) -> list[Bytes]:
@@ -51,7 +52,10 @@ class Run:
     def check(self, whole: Run) -> None:
         assert_equal(self.logits, whole.logits, "logits")
         for layer, chunks in self.hidden.items():
-            assert_equal(chunks, whole.hidden[layer], f"hidden states after layer {layer}")
+            for mine, theirs in zip(chunks, whole.hidden[layer], strict=True):
+                # The whole model may go on holding what no further layer reads.
+                assert 0 < len(mine) <= len(theirs)
+                assert_equal(mine, theirs[: len(mine)], f"hidden states after layer {layer}")
         for layer, (mine, theirs) in enumerate(zip(self.caches, whole.caches, strict=True)):
             assert type(mine) is type(theirs)
             assert [plain(part) for part in parts(mine)] == [plain(part) for part in parts(theirs)]
@@ -97,16 +101,26 @@ def chunked(tokens: list[int], sizes: Sequence[int]) -> Iterator[mx.array]:
         at += size
 
 
+def states_of(out: Any) -> list[mx.array]:
+    """All that a layer hands to the next: one array or several, or blocks of earlier hidden states."""
+    hidden, *more = out if isinstance(out, tuple) else (out,)
+    found = [mx.array(hidden)]
+    for each in more:
+        found += [] if each is None else each if isinstance(each, tuple) else [each.raw]
+    return [array for array in found if array is not None]
+
+
 def run_whole(model: Any, tokens: list[int], sizes: Sequence[int]) -> Run:
     """mlx-lm's own forward pass, its layers' outputs noted as they come."""
     run = Run(caches=make_prompt_cache(model))
-    noted: list[mx.array] = []
+    noted: list[list[mx.array]] = []
+    one_state = not architecture_for(model).between
     kinds: list[Any] = list({type(layer) for layer in model.layers})
     stock = {kind: kind.__call__ for kind in kinds}
 
     def noting(self: Any, *given: Any, **named: Any) -> Any:
         out = stock[type(self)](self, *given, **named)
-        noted.append(out[0] if isinstance(out, tuple) else out)
+        noted.append(states_of(out[0] if one_state and isinstance(out, tuple) else out))
         return out
 
     for kind in kinds:
@@ -121,6 +135,11 @@ def run_whole(model: Any, tokens: list[int], sizes: Sequence[int]) -> Run:
     return run
 
 
+def handed_on(stage: Stage, hidden: mx.array) -> list[mx.array]:
+    """What a stage gave, as the next layer takes it."""
+    return states_of(BETWEEN[stage.architecture.between].unpacked(stage.args, stage.last, hidden))
+
+
 def run_cut(model: Any, tokens: list[int], sizes: Sequence[int], cuts: Sequence[int]) -> Run:
     """Each chunk through the stages between ``cuts``."""
     stages = [Stage.of(model).part(a, b) for a, b in itertools.pairwise([0, *cuts, LAYERS])]
@@ -133,7 +152,7 @@ def run_cut(model: Any, tokens: list[int], sizes: Sequence[int], cuts: Sequence[
             hidden = stage.run(hidden, own, stage.inputs(chunk, start))
             # As it would be sent: nothing of the stage before is left to be computed with the next.
             mx.eval(hidden, [cache.state for cache in own if cache is not None])
-            run.hidden[stage.last - 1].append(hidden)
+            run.hidden[stage.last - 1].append(handed_on(stage, hidden))
         run.logits.append(stages[-1].finish(hidden))
         start += chunk.shape[1]
     run.caches = [cache for own in caches for cache in own if cache is not None]
@@ -173,18 +192,40 @@ def test_any_cut_gives_the_bytes_of_the_whole_model_in_bf16(name: str) -> None:
         "gpt_oss",
         "qwen3_5",
         "gemma4_text",
+        "gemma3n",
+        "hunyuan",
+        "kimi_k3",
     ],
 )
 @pytest.mark.parametrize("bits", [4, 8])
 def test_any_cut_of_a_quantised_model_gives_the_bytes_of_the_whole(name: str, bits: int) -> None:
     model, tokens = tiny(name), prompt(70)
-    nn.quantize(model, group_size=32, bits=bits)
+    wanted = getattr(model, "quant_predicate", lambda path, module: True)
+
+    def quantised(path: str, module: nn.Module) -> bool:
+        """As mlx-lm chooses."""
+        able = hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+        return able and bool(wanted(path, module))
+
+    nn.quantize(model, group_size=32, bits=bits, class_predicate=quantised)
     whole = run_whole(model, tokens, [48, 1, 21])
     run_cut(model, tokens, [48, 1, 21], (1, 3)).check(whole)
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_5", "gemma4_text", "nemotron_h"]
+    "name",
+    [
+        "llama",
+        "gemma3_text",
+        "qwen3_moe",
+        "deepseek_v3",
+        "qwen3_5",
+        "gemma4_text",
+        "nemotron_h",
+        "gemma3n",
+        "hunyuan",
+        "kimi_k3",
+    ],
 )
 def test_layer_after_layer_gives_the_bytes_of_chunk_after_chunk(name: str) -> None:
     """As a token split runs it: a layer's keys and values are whole before the next layer begins."""
@@ -199,7 +240,7 @@ def test_layer_after_layer_gives_the_bytes_of_chunk_after_chunk(name: str) -> No
         part = stage.part(layer, layer + 1)
         chunks = [part.run(h, [caches[layer]], one) for h, one in zip(chunks, inputs, strict=True)]
         mx.eval(chunks, [cache.state for cache in caches[layer : layer + 1] if cache is not None])
-        run.hidden[layer] = chunks
+        run.hidden[layer] = [handed_on(part, hidden) for hidden in chunks]
     run.logits = [stage.finish(hidden) for hidden in chunks]
     run.check(whole)
 
@@ -390,7 +431,7 @@ def test_only_the_ends_embed_and_finish() -> None:
         stage.part(0, 2).finish(mx.zeros((1, 1, 128)))
 
 
-@pytest.mark.parametrize("name", ["rwkv7", "gemma3n", "something_new"])
+@pytest.mark.parametrize("name", ["rwkv7", "llama4", "something_new"])
 def test_what_cannot_be_cut_is_refused_by_name_with_the_reason(name: str) -> None:
     with pytest.raises(ModelUnsupported, match=name) as refused:
         Stage.of(type("Model", (), {"__module__": f"mlx_lm.models.{name}"})())

@@ -165,6 +165,52 @@ _GEMMA4 = {
     "tie_word_embeddings": True,
     "final_logit_softcapping": 30.0,
 }
+_GEMMA3N = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": VOCAB,
+    "rope_local_base_freq": 10000.0,
+    "final_logit_softcapping": 30.0,
+    "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+    "hidden_size_per_layer_input": 32,
+    "altup_num_inputs": 4,
+    "altup_coef_clip": 120.0,
+    "altup_correct_scale": True,
+    "altup_active_idx": 0,
+    "laurel_rank": 32,
+}
+_HUNYUAN = {
+    "moe_topk": 2,
+    "num_experts": 1,
+    "num_shared_expert": 1,
+    "use_mixed_mlp_moe": True,
+    "use_qk_norm": True,
+    "use_cla": True,
+    "cla_share_factor": 2,
+    "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0},
+}
+_KIMI_K3 = {
+    **_LATENT,
+    "model_type": "kimi_linear",
+    "num_experts": 0,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "routed_expert_hidden_size": 64,
+    "latent_moe_use_norm": True,
+    "activation_situ_beta": 4.0,
+    "activation_situ_linear_beta": 25.0,
+    "mla_use_output_gate": True,
+    "attn_res_block_size": 2,
+    "linear_attn_config": {
+        "kda_layers": [1, 3],
+        "full_attn_layers": [2, 4],
+        "num_heads": 4,
+        "head_dim": 32,
+        "short_conv_kernel_size": 4,
+        "gate_lower_bound": -5.0,
+    },
+}
 
 OWN: dict[str, dict[str, Any]] = {
     "afm7": {"hidden_dim": 128, "num_layers": 4, "num_kv_reuse_layers": 0, "num_heads": 4, "num_kv_heads": 2},
@@ -194,6 +240,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32.0},
     "gemma3": {"text_config": {**_COMMON, **_GEMMA3, "model_type": "gemma3_text"}},
     "gemma3_text": _GEMMA3,
+    "gemma3n": {"text_config": {**_COMMON, **_GEMMA3N, "model_type": "gemma3n_text"}},
     "gemma4": {"text_config": {**_COMMON, **_GEMMA4, "model_type": "gemma4_text"}},
     "gemma4_text": _GEMMA4,
     # Without inputs of each layer's own; with experts, and with full attention whose keys are the values.
@@ -265,6 +312,10 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 64,
     },
+    "hunyuan": {**_HUNYUAN, **_TIED},
+    # All layers but the first read the keys of another: three of four cuts part them.
+    "hunyuan_3": {**_HUNYUAN, **_TIED, "model_type": "hunyuan", "cla_share_factor": 3},
+    "hunyuan_experts": {**_HUNYUAN, **_TIED, "model_type": "hunyuan", "num_experts": 4},
     "hunyuan_v1_dense": {},
     "iquestcoder": {},
     "jamba": {
@@ -282,6 +333,11 @@ OWN: dict[str, dict[str, Any]] = {
     "joyai_llm_flash": _LATENT,
     "kimi_k2": _LATENT,
     "kimi_k25": {"text_config": {**_COMMON, **_LATENT, "model_type": "deepseek_v3"}},
+    "kimi_k3": {"text_config": {**_COMMON, **_KIMI_K3}},
+    "kimi_k3_experts": {
+        "model_type": "kimi_k3",
+        "text_config": {**_COMMON, **_KIMI_K3, "num_experts": 4, "attn_res_block_size": 3},
+    },
     "kimi_linear": {
         **_LATENT,
         **_EXPERTS,
@@ -461,12 +517,14 @@ LONG = {
     "gpt_bigcode",
     "granite",
     "granitemoehybrid",
+    "hunyuan_experts",
     "hunyuan_v1_dense",
     "iquestcoder",
     "jamba",
     "joyai_llm_flash",
     "kimi_k2",
     "kimi_k25",
+    "kimi_k3_experts",
     "kimi_linear",
     "lfm2",
     "lfm2_moe",
