@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
-from tiny_architectures import FAMILIES, LONG, VOCAB, WINDOW, WITHOUT_EXPERTS, tiny
+from tiny_architectures import FAMILIES, LONG, VOCAB, WINDOW, WITHOUT_EXPERTS, config_of, tiny
 
 from fleetd.engine.architectures import ANY_TEXT, CUT, REFUSED, architecture_of
 from fleetd.engine.between_layers import BETWEEN
+from fleetd.engine.layer_calls import PER_LAYER_MODULES
 from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.stage import Stage, architecture_for
 from fleetd.errors import InvalidValue, ModelUnsupported
@@ -200,7 +202,7 @@ def test_any_cut_gives_the_bytes_of_the_whole_model_in_bf16(name: str) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_any_cut_of_a_quantised_model_gives_the_bytes_of_the_whole(name: str, bits: int) -> None:
     model, tokens = tiny(name), prompt(70)
-    wanted = getattr(model, "quant_predicate", lambda path, module: True)
+    wanted = getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
     def quantised(path: str, module: nn.Module) -> bool:
         """As mlx-lm chooses."""
@@ -347,6 +349,18 @@ def test_each_stage_holds_what_its_own_layers_need(tied: bool) -> None:
     assert stage.part(2, 4).weights_bytes == 2 * inner + (VOCAB + 1) * 128 * 4
 
 
+def test_what_joins_and_parts_several_hidden_states_is_held_at_the_ends() -> None:
+    stage = Stage.of(tiny("gemma3n"))
+    inputs = {"layers", "embed_tokens", *PER_LAYER_MODULES}
+    assert held(stage.part(0, 2)) == {*inputs, "altup_projections"}
+    assert held(stage.part(1, 3)) == inputs
+    assert held(stage.part(2, 4)) == {*inputs, "altup_unembed_projections", "norm"}
+    stage = Stage.of(tiny("kimi_k3"))
+    assert held(stage.part(0, 2)) == {"layers", "embed_tokens"}
+    ends = {"output_attn_res_proj", "output_attn_res_norm", "norm", "lm_head"}
+    assert held(stage.part(2, 4)) == {"layers", *ends}
+
+
 def held(stage: Stage) -> set[str]:
     return set(stage.weights.children())
 
@@ -367,12 +381,43 @@ def test_layers_that_read_the_last_keys_are_run_where_these_are() -> None:
             run_cut(model, tokens, SIZES, cuts)
 
 
-def test_layers_that_read_earlier_keys_are_run_where_these_are() -> None:
-    model, tokens = shared_keys(), prompt(sum(SIZES))
+def shared_caches(layers: int) -> Any:
+    """Gemma 3n, whose last ``layers`` of four read the keys of the last layers that have some."""
+    return tiny("gemma3n", text_config={**config_of("gemma3n")["text_config"], "num_kv_shared_layers": layers})
+
+
+@pytest.mark.parametrize("made", [shared_keys, partial(shared_caches, 2)])
+def test_layers_that_read_earlier_keys_are_run_where_these_are(made: Callable[[], Any]) -> None:
+    model, tokens = made(), prompt(sum(SIZES))
     whole = run_whole(model, tokens, SIZES)
     run_cut(model, tokens, SIZES, ()).check(whole)
     with pytest.raises(ValueError, match="layer 2 reads keys of layer 0"):
         run_cut(model, tokens, SIZES, (1,))
+
+
+def test_a_cut_may_lie_before_the_keys_that_later_layers_read() -> None:
+    model, tokens = shared_caches(1), prompt(sum(SIZES))
+    whole = run_whole(model, tokens, SIZES)
+    for cuts in ((), (1,)):
+        run_cut(model, tokens, SIZES, cuts).check(whole)
+    assert Stage.of(model).prefilled == 3
+    with pytest.raises(ValueError, match="layer 3 reads keys of layer 1"):
+        run_cut(model, tokens, SIZES, (2,))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("hunyuan", {"use_cla": False}),
+        ("kimi_k3", {"text_config": {**config_of("kimi_k3")["text_config"], "attn_res_block_size": None}}),
+    ],
+)
+def test_of_models_without_more_than_a_hidden_state_that_alone_travels(
+    name: str, changes: dict[str, Any]
+) -> None:
+    model, tokens = tiny(name, **changes), prompt(70)
+    assert Stage.of(model).width == 128
+    run_cut(model, tokens, [48, 1, 21], (1, 3)).check(run_whole(model, tokens, [48, 1, 21]))
 
 
 def test_layers_that_keep_nothing_at_the_end_are_not_prefilled() -> None:
