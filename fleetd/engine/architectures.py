@@ -246,14 +246,14 @@ CUT: dict[str, Architecture] = {
 }
 
 _OWN_WAYS = "it keeps running states in ways of its own, and no test shows that a cut leaves them as they are"
-_STREAMS = "more passes between its layers than one hidden state per token"
+_COMPRESSED = "later layers read what earlier ones compressed of several tokens, and its cache cannot be cut"
 _METAL = "its layers are Metal kernels, on which the tests of the bytes do not run"
 _LOOPS = "it runs through its layers more than once"
 _SEVERAL = "its layers keep several sets of keys and values: a second attention's, or an index of the context"
 _ANEW = "its context begins anew every so many tokens"
 
 REFUSED: dict[str, str] = {
-    "deepseek_v41": _STREAMS,
+    "deepseek_v41": _COMPRESSED,
     "gear": _OWN_WAYS,
     "iquestloopcoder": _LOOPS,
     "llama4": _ANEW,

@@ -1,8 +1,8 @@
 """What a token has on its way from one layer to the next, as one row of numbers.
 
-Mostly that is one hidden state. Some models have several of them per token, or later layers read what earlier
-ones made besides. Each such way has a class, which says how many numbers that is, and packs them side by side:
-a stage takes and gives (B, T, numbers), so that frames, checks and prices know no more than their number.
+Mostly that is one hidden state. Some models have several of them per token, or later layers read what
+earlier ones made besides. Each such way has a class, which says how many numbers that is, and packs them side
+by side: a stage takes and gives (B, T, numbers), and frames, checks and prices know their number only.
 
 In shapes B is the batch, T a chunk's tokens, D the width of a hidden state.
 """
@@ -30,12 +30,12 @@ class OneState:
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
 
-    def numbers(self, args: Any, layers: int) -> int:
-        """How many numbers a token has between two layers."""
-        return width_of(args)
+    def widths(self, args: Any, layers: int) -> tuple[int, ...]:
+        """How many numbers each of the things has that are side by side."""
+        return (width_of(args),)
 
     def begun(self, args: Any, layers: int, weights: Any, embedded: mx.array) -> mx.array:
-        """What embedded tokens (B, T, D) have before the first layer. ``weights`` has the modules ``first``."""
+        """What embedded tokens (B, T, D) have before the first layer. ``weights``: what ``first`` names."""
         return embedded
 
     def unpacked(self, args: Any, index: int, packed: mx.array) -> Any:
@@ -48,8 +48,8 @@ class OneState:
         return packed
 
     def ended(self, args: Any, layers: int, weights: Any, packed: mx.array) -> mx.array:
-        """After the last layer, the hidden state (B, T, D) that the last norm takes. ``weights`` has the
-        modules ``last``."""
+        """After the last layer, the hidden state (B, T, D) that the last norm takes. In ``weights`` is what
+        ``last`` names."""
         return packed
 
 
@@ -59,8 +59,8 @@ class AltupStates(OneState):
     first = ("altup_projections",)
     last = ("altup_unembed_projections",)
 
-    def numbers(self, args: Any, layers: int) -> int:
-        return int(args.altup_num_inputs) * width_of(args)
+    def widths(self, args: Any, layers: int) -> tuple[int, ...]:
+        return (width_of(args),) * int(args.altup_num_inputs)
 
     def begun(self, args: Any, layers: int, weights: Any, embedded: mx.array) -> mx.array:
         others = [project(embedded) for project in weights.altup_projections]
@@ -87,8 +87,8 @@ class BlockStates(OneState):
 
     last = ("output_attn_res_proj", "output_attn_res_norm")
 
-    def numbers(self, args: Any, layers: int) -> int:
-        return (1 + _blocks(args, layers)) * width_of(args)
+    def widths(self, args: Any, layers: int) -> tuple[int, ...]:
+        return (width_of(args),) * (1 + _blocks(args, layers))
 
     def begun(self, args: Any, layers: int, weights: Any, embedded: mx.array) -> mx.array:
         return self._joined(args, layers, embedded, [])
@@ -112,7 +112,7 @@ class BlockStates(OneState):
         return self._joined(args, layers, hidden, [] if blocks is None or blocks.raw is None else blocks.raw)
 
     def _joined(self, args: Any, layers: int, hidden: mx.array, blocks: Any) -> mx.array:
-        missing = self.numbers(args, layers) - (1 + len(blocks)) * width_of(args)
+        missing = sum(self.widths(args, layers)) - (1 + len(blocks)) * width_of(args)
         zeros = mx.zeros((*hidden.shape[:2], missing), hidden.dtype)
         return mx.concatenate([hidden, *blocks, zeros], axis=-1)
 
@@ -131,8 +131,9 @@ class StateAndKeys(OneState):
     """Hunyuan: with the hidden state go the keys and values of the last layer that made some, unrotated; the
     next ones take the same."""
 
-    def numbers(self, args: Any, layers: int) -> int:
-        return width_of(args) + 2 * _key_width(args)
+    def widths(self, args: Any, layers: int) -> tuple[int, ...]:
+        keys = _key_width(args)
+        return (width_of(args), keys, keys) if keys else (width_of(args),)
 
     def begun(self, args: Any, layers: int, weights: Any, embedded: mx.array) -> mx.array:
         return self.packed(args, layers, (embedded, None))

@@ -9,6 +9,7 @@ it computes nothing until its results are evaluated.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -32,8 +33,8 @@ _SOURCES = ("previous_kvs", "layer_idx_to_cache_idx")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Some layers of a model. In shapes B is the batch, T a chunk's tokens, V the vocabulary, D the numbers that
-    a token has between layers: its hidden state, or what ``between_layers`` packs.
+    """Some layers of a model. In shapes B is the batch, T a chunk's tokens, V the vocabulary, D the numbers
+    that a token has between layers: its hidden state, or what ``between_layers`` packs.
     """
 
     first: int
@@ -132,7 +133,12 @@ class Stage:
     @property
     def width(self) -> int:
         """How many numbers a token has between layers."""
-        return self._between.numbers(self.args, self.total)
+        return sum(self._between.widths(self.args, self.total))
+
+    def apart(self, hidden: mx.array) -> list[mx.array]:
+        """What lies between two layers, (B, T, D), as the single hidden states, keys and so on of it."""
+        *ends, _ = itertools.accumulate(self._between.widths(self.args, self.total))
+        return list(mx.split(hidden, ends, axis=-1))
 
     @property
     def _between(self) -> OneState:

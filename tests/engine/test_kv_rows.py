@@ -56,8 +56,8 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
-# How many numbers a token has between layers, where it is not one hidden state's 128: four hidden states; one,
-# with keys and values of two heads of 32 each; one, with those before each block of layers.
+# How many numbers a token has between layers, where it is not one hidden state's 128: four hidden states;
+# one, with keys and values of two heads of 32 each; one, with those before each block of layers.
 MORE_BETWEEN = {
     "gemma3n": 4 * 128,
     "hunyuan": 128 + 4 * 32,

@@ -17,7 +17,13 @@ import pytest
 from family_params import EXPERTS, each
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from mlx_lm.utils import MODEL_REMAPPING
 from tiny_architectures import FAMILIES, LONG, VOCAB, WINDOW, WITHOUT_EXPERTS, config_of, tiny
 
@@ -44,7 +50,7 @@ class Run:
     """What one way of running the tokens gave."""
 
     logits: list[mx.array] = field(default_factory=list)
-    # After each layer that was looked at, chunk by chunk: hidden states, and what the next layers read besides.
+    # After each layer that was looked at, chunk by chunk: hidden states, and what else the next layers read.
     hidden: dict[int, list[list[mx.array]]] = field(default_factory=dict)
     caches: list[Any] = field(default_factory=list)
 
@@ -107,8 +113,8 @@ def states_of(out: Any) -> list[mx.array]:
     """All that a layer hands to the next: one array or several, or blocks of earlier hidden states."""
     hidden, *more = out if isinstance(out, tuple) else (out,)
     found = [mx.array(hidden)]
-    for each in more:
-        found += [] if each is None else each if isinstance(each, tuple) else [each.raw]
+    for other in more:
+        found += [] if other is None else other if isinstance(other, tuple) else [other.raw]
     return [array for array in found if array is not None]
 
 
@@ -383,7 +389,9 @@ def test_layers_that_read_the_last_keys_are_run_where_these_are() -> None:
 
 def shared_caches(layers: int) -> Any:
     """Gemma 3n, whose last ``layers`` of four read the keys of the last layers that have some."""
-    return tiny("gemma3n", text_config={**config_of("gemma3n")["text_config"], "num_kv_shared_layers": layers})
+    return tiny(
+        "gemma3n", text_config={**config_of("gemma3n")["text_config"], "num_kv_shared_layers": layers}
+    )
 
 
 @pytest.mark.parametrize("made", [shared_keys, partial(shared_caches, 2)])
@@ -483,12 +491,15 @@ def test_what_cannot_be_cut_is_refused_by_name_with_the_reason(name: str) -> Non
     assert REFUSED.get(name, "no test shows") in str(refused.value)
 
 
-def test_a_layer_with_a_cache_of_an_unknown_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("odd", [ChunkedKVCache(8), QuantizedKVCache()])
+def test_a_layer_with_a_cache_of_an_unknown_kind_is_refused(
+    monkeypatch: pytest.MonkeyPatch, odd: Any
+) -> None:
     """A newer mlx-lm may keep other things for an architecture than the one that was tested."""
     model = tiny("llama")
-    caches = [*make_prompt_cache(model)[:-1], ChunkedKVCache(8)]
-    monkeypatch.setattr(type(model), "make_cache", lambda self: caches)
-    with pytest.raises(ModelUnsupported, match="ChunkedKVCache"):
+    caches = [*make_prompt_cache(model)[:-1], odd]
+    monkeypatch.setattr(type(model), "make_cache", lambda self: caches, raising=False)
+    with pytest.raises(ModelUnsupported, match=type(odd).__name__):
         Stage.of(model)
     monkeypatch.setattr(type(model), "make_cache", lambda self: caches[:-1])
     with pytest.raises(ModelUnsupported, match="3 caches for 4 layers"):

@@ -517,6 +517,7 @@ LONG = {
     "gpt_bigcode",
     "granite",
     "granitemoehybrid",
+    "hunyuan_3",
     "hunyuan_experts",
     "hunyuan_v1_dense",
     "iquestcoder",
