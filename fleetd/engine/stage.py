@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.architectures import ANY_TEXT, Architecture, architecture_of
-from fleetd.engine.between_layers import BETWEEN, OneState
+from fleetd.engine.between_layers import BETWEEN, OneState, width_of
 from fleetd.engine.layer_calls import PER_LAYER_MODULES, LayerPass, PassInputs, kept_by, per_layer_inputs
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import all_parts, parts
@@ -134,6 +134,11 @@ class Stage:
     def width(self) -> int:
         """How many numbers a token has between layers."""
         return sum(self._between.widths(self.args, self.total))
+
+    @property
+    def hidden_width(self) -> int:
+        """The width of one hidden state."""
+        return width_of(self.args)
 
     def apart(self, hidden: mx.array) -> list[mx.array]:
         """What lies between two layers, (B, T, D), as the single hidden states, keys and so on of it."""

@@ -75,6 +75,7 @@ def test_a_layout_says_what_prefill_fills(name: str) -> None:
     layout = KvLayout.of(stage)
     assert (layout.first, len(layout.layers)) == (0, 4)
     assert layout.hidden_bytes(3) == 3 * MORE_BETWEEN.get(name, 128) * 4
+    assert stage.hidden_width == 128
     for shapes, cache in zip(
         layout.layers, stage.spread(prefilled(model, prompt(12), 11).cache), strict=True
     ):
