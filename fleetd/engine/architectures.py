@@ -103,6 +103,15 @@ _TEXT = "language_model"
 ANY_TEXT = frozenset({"mistral3"})
 
 CUT: dict[str, Architecture] = {
+    "afmoe": Architecture(scale="sqrt_width", chunks="same", windows="yes"),
+    "apertus": _PLAIN,
+    "bailing_moe": Architecture(embed="word_embeddings"),
+    "dots1": _PLAIN,
+    "ernie4_5_moe": _PLAIN,
+    "exaone_moe": _WINDOWS,
+    "mimo_v2_flash": _WINDOWS,
+    "seed_oss": _PLAIN,
+    "step3p5": _WINDOWS,
     "afm7": Architecture(
         embed="embedding",
         tail="kv_reuse_layers",
