@@ -49,9 +49,10 @@ class Architecture:
         "reused caches",
         "residual blocks",
         "given keys",
+        "first values",
     ] = ""
     # What a token has between two layers, where not one hidden state: see ``between_layers``.
-    between: Literal["", "several states", "residual blocks", "keys"] = ""
+    between: Literal["", "several states", "residual blocks", "keys", "first values"] = ""
     # The layers that keep something in a cache of their own, where not all do: the first ones, whose keys and
     # values the later ones read, or those that mix tokens.
     keeps: Literal["all", "first", "mixers"] = "all"
@@ -148,6 +149,7 @@ CUT: dict[str, Architecture] = {
         whole=_STATE,
         other_blocks=True,
     ),
+    "gear": Architecture(scale="sqrt_width", logits="softcap", chunks="same", whole=_STATE, windows="yes"),
     "gemma": Architecture(scale="sqrt_width"),
     # Caps the scores, which leaves attention to MLX's own products.
     "gemma2": Architecture(scale="sqrt_width", mask_array=True, logits="softcap", chunks="same"),
@@ -171,6 +173,9 @@ CUT: dict[str, Architecture] = {
     "qwen2_moe": _PLAIN,
     "qwen3": _PLAIN,
     "qwen3_moe": _PLAIN,
+    "rwkv7": Architecture(
+        embed="embeddings", call="first values", between="first values", chunks="same", whole=_STATE
+    ),
     "smollm3": _LLAMA,
     "starcoder2": _PLAIN,
     "gemma4": Architecture(
@@ -263,7 +268,6 @@ _ANEW = "its context begins anew every so many tokens"
 
 REFUSED: dict[str, str] = {
     "deepseek_v41": _COMPRESSED,
-    "gear": _OWN_WAYS,
     "iquestloopcoder": _LOOPS,
     "llama4": _ANEW,
     "longcat_flash_ngram": _SEVERAL,
@@ -271,7 +275,6 @@ REFUSED: dict[str, str] = {
     "muse_spark": _METAL,
     "nanbeige": _LOOPS,
     "recurrent_gemma": _OWN_WAYS,
-    "rwkv7": _OWN_WAYS,
 }
 
 

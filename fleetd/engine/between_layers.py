@@ -158,6 +158,29 @@ class StateAndKeys(OneState):
         return hidden
 
 
+class StateAndFirstValues(OneState):
+    """RWKV 7: with the hidden state go the values of the first layer, which all others mix into theirs."""
+
+    def widths(self, args: Any, layers: int) -> tuple[int, ...]:
+        return (width_of(args),) * 2
+
+    def begun(self, args: Any, layers: int, weights: Any, embedded: mx.array) -> mx.array:
+        return mx.concatenate([embedded, mx.zeros_like(embedded)], axis=-1)
+
+    def unpacked(self, args: Any, index: int, packed: mx.array) -> Any:
+        """(the hidden state, the values (B, T, heads, D of a head) or None where the layer makes them)."""
+        hidden, values = (mx.contiguous(half) for half in mx.split(packed, 2, axis=-1))
+        return hidden, values.reshape(*values.shape[:2], -1, args.head_dim) if index else None
+
+    def packed(self, args: Any, layers: int, state: Any) -> mx.array:
+        hidden, values = state
+        return mx.concatenate([hidden, values.reshape(hidden.shape)], axis=-1)
+
+    def ended(self, args: Any, layers: int, weights: Any, packed: mx.array) -> mx.array:
+        hidden: mx.array = self.unpacked(args, layers, packed)[0]
+        return hidden
+
+
 def _as_large(states: mx.array) -> mx.array:
     """(n, B, T, D), all but the first scaled to its mean square."""
     size = mx.mean(states[0] ** 2, axis=-1, keepdims=True) ** 0.5
@@ -191,4 +214,5 @@ BETWEEN: dict[str, OneState] = {
     "several states": AltupStates(),
     "residual blocks": BlockStates(),
     "keys": StateAndKeys(),
+    "first values": StateAndFirstValues(),
 }

@@ -147,6 +147,11 @@ def _residual_blocks(way: LayerPass, index: int, layer: Any, state: Any, empty: 
     return layer(hidden, way.mask(empty, cache), cache, blocks)
 
 
+def _first_values(way: LayerPass, index: int, layer: Any, state: Any, empty: Any, cache: Any) -> Any:
+    hidden, values = state
+    return layer(hidden, values, cache)
+
+
 def _given_keys(way: LayerPass, index: int, layer: Any, state: Any, empty: Any, cache: Any) -> Any:
     hidden, given = state
     hidden, made = layer(hidden, way.mask(empty, cache), cache, given)
@@ -165,6 +170,7 @@ _CALLS: dict[str, Callable[[LayerPass, int, Any, mx.array, Any, Any], Any]] = {
     "reused caches": _reused_caches,
     "residual blocks": _residual_blocks,
     "given keys": _given_keys,
+    "first values": _first_values,
 }
 
 # Modules of the body with which per-layer inputs are made: every stage needs them.

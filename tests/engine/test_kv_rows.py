@@ -57,7 +57,8 @@ def equal(a: Any, b: Any) -> bool:
 
 
 # How many numbers a token has between layers, where it is not one hidden state's 128: four hidden states;
-# one, with keys and values of two heads of 32 each; one, with those before each block of layers.
+# one, with keys and values of two heads of 32 each; one, with those before each block of layers; one, with
+# the first values.
 MORE_BETWEEN = {
     "gemma3n": 4 * 128,
     "hunyuan": 128 + 4 * 32,
@@ -65,6 +66,7 @@ MORE_BETWEEN = {
     "hunyuan_experts": 128 + 4 * 32,
     "kimi_k3": 3 * 128,
     "kimi_k3_experts": 3 * 128,
+    "rwkv7": 2 * 128,
 }
 
 
