@@ -263,14 +263,14 @@ _OWN_WAYS = "it keeps running states in ways of its own, and no test shows that 
 _COMPRESSED = "later layers read what earlier ones compressed of several tokens, and its cache cannot be cut"
 _METAL = "its layers are Metal kernels, on which the tests of the bytes do not run"
 _LOOPS = "it runs through its layers more than once"
-_SEVERAL = "its layers keep several sets of keys and values: a second attention's, or an index of the context"
+_NGRAMS = "its embedding reads the tokens before, which it keeps in a cache that is no layer's"
 _ANEW = "its context begins anew every so many tokens"
 
 REFUSED: dict[str, str] = {
     "deepseek_v41": _COMPRESSED,
     "iquestloopcoder": _LOOPS,
     "llama4": _ANEW,
-    "longcat_flash_ngram": _SEVERAL,
+    "longcat_flash_ngram": _NGRAMS,
     "mamba": _OWN_WAYS,
     "muse_spark": _METAL,
     "nanbeige": _LOOPS,
