@@ -242,6 +242,7 @@ class CardMaker:
             window_bytes_per_token=whole.window_bytes_per_token,
             window_tokens=whole.window_tokens,
             hidden_bytes=whole.hidden_bytes,
+            hidden_width=whole.hidden_width,
             outside_bytes=whole.outside_bytes,
             any_chunks=whole.any_chunks,
         )

@@ -132,6 +132,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     window_bytes_per_token: int = 0
     window_tokens: int = 0
     hidden_bytes: int = 0
+    hidden_width: int = 0
     outside_bytes: int = 0
     any_chunks: bool = False
     speculation: str = ""

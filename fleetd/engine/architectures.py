@@ -39,7 +39,20 @@ class Architecture:
     # An embedding of positions, which is added to that of the tokens.
     positions: str = ""
     # How a layer is called, where not as ``layer(hidden, mask, cache)``: see ``layer_calls``.
-    call: Literal["", "scaled queries", "at offset", "two masks", "per-layer inputs", "reused keys"] = ""
+    call: Literal[
+        "",
+        "scaled queries",
+        "at offset",
+        "two masks",
+        "per-layer inputs",
+        "reused keys",
+        "reused caches",
+        "residual blocks",
+        "given keys",
+        "first values",
+    ] = ""
+    # What a token has between two layers, where not one hidden state: see ``between_layers``.
+    between: Literal["", "several states", "residual blocks", "keys", "first values"] = ""
     # The layers that keep something in a cache of their own, where not all do: the first ones, whose keys and
     # values the later ones read, or those that mix tokens.
     keeps: Literal["all", "first", "mixers"] = "all"
@@ -91,6 +104,15 @@ _TEXT = "language_model"
 ANY_TEXT = frozenset({"mistral3"})
 
 CUT: dict[str, Architecture] = {
+    "afmoe": Architecture(scale="sqrt_width", chunks="same", windows="yes"),
+    "apertus": _PLAIN,
+    "bailing_moe": Architecture(embed="word_embeddings"),
+    "dots1": _PLAIN,
+    "ernie4_5_moe": _PLAIN,
+    "exaone_moe": _WINDOWS,
+    "mimo_v2_flash": _WINDOWS,
+    "seed_oss": _PLAIN,
+    "step3p5": _WINDOWS,
     "afm7": Architecture(
         embed="embedding",
         tail="kv_reuse_layers",
@@ -127,6 +149,7 @@ CUT: dict[str, Architecture] = {
         whole=_STATE,
         other_blocks=True,
     ),
+    "gear": Architecture(scale="sqrt_width", logits="softcap", chunks="same", whole=_STATE, windows="yes"),
     "gemma": Architecture(scale="sqrt_width"),
     # Caps the scores, which leaves attention to MLX's own products.
     "gemma2": Architecture(scale="sqrt_width", mask_array=True, logits="softcap", chunks="same"),
@@ -150,6 +173,9 @@ CUT: dict[str, Architecture] = {
     "qwen2_moe": _PLAIN,
     "qwen3": _PLAIN,
     "qwen3_moe": _PLAIN,
+    "rwkv7": Architecture(
+        embed="embeddings", call="first values", between="first values", chunks="same", whole=_STATE
+    ),
     "smollm3": _LLAMA,
     "starcoder2": _PLAIN,
     "gemma4": Architecture(
@@ -171,6 +197,18 @@ CUT: dict[str, Architecture] = {
         whole=_PLAIN_POSITIONS,
         windows="yes",
     ),
+    "gemma3n": Architecture(
+        text="model.language_model",
+        body="",
+        scale="sqrt_width",
+        call="reused caches",
+        between="several states",
+        keeps="first",
+        logits="softcap",
+        chunks="same",
+        whole=_PLAIN_POSITIONS,
+        windows="yes",
+    ),
     "glm4_moe_lite": _LATENT_ARRAY,
     "glm_moe_dsa": replace(_LATENT_ARRAY, whole=_INDEX),
     "granitemoehybrid": Architecture(
@@ -180,8 +218,18 @@ CUT: dict[str, Architecture] = {
         whole=_STATE,
         other_blocks=True,
     ),
+    "hunyuan": Architecture(call="given keys", between="keys"),
     "jamba": Architecture(norm="final_layernorm", whole=_STATE),
     "kimi_k25": replace(_DEEPSEEK3, text=_TEXT),
+    "kimi_k3": Architecture(
+        text=_TEXT,
+        call="residual blocks",
+        between="residual blocks",
+        mask_array=True,
+        chunks="same",
+        whole=_STATE,
+        other_blocks=True,
+    ),
     "kimi_linear": Architecture(mask_array=True, chunks="same", whole=_STATE, other_blocks=True),
     "lfm2": Architecture(norm="embedding_norm", whole=_STATE),
     "lfm2_moe": Architecture(norm="embedding_norm", whole=_STATE),
@@ -211,28 +259,22 @@ CUT: dict[str, Architecture] = {
     "qwen3_vl_moe": Architecture(text=_TEXT),
 }
 
-_SHARED = "its later layers read keys and values of earlier ones, which may lie on the other side of a cut"
 _OWN_WAYS = "it keeps running states in ways of its own, and no test shows that a cut leaves them as they are"
-_STREAMS = "more passes between its layers than one hidden state per token"
+_COMPRESSED = "later layers read what earlier ones compressed of several tokens, and its cache cannot be cut"
 _METAL = "its layers are Metal kernels, on which the tests of the bytes do not run"
 _LOOPS = "it runs through its layers more than once"
-_SEVERAL = "its layers keep several sets of keys and values: a second attention's, or an index of the context"
+_NGRAMS = "its embedding reads the tokens before, which it keeps in a cache that is no layer's"
 _ANEW = "its context begins anew every so many tokens"
 
 REFUSED: dict[str, str] = {
-    "deepseek_v41": _STREAMS,
-    "gear": _OWN_WAYS,
-    "gemma3n": _SHARED,
-    "hunyuan": _SHARED,
+    "deepseek_v41": _COMPRESSED,
     "iquestloopcoder": _LOOPS,
-    "kimi_k3": _STREAMS,
     "llama4": _ANEW,
-    "longcat_flash_ngram": _SEVERAL,
+    "longcat_flash_ngram": _NGRAMS,
     "mamba": _OWN_WAYS,
     "muse_spark": _METAL,
     "nanbeige": _LOOPS,
     "recurrent_gemma": _OWN_WAYS,
-    "rwkv7": _OWN_WAYS,
 }
 
 

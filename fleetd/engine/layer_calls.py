@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import gemma4_text, ministral3
+from mlx_lm.models import gemma3n, gemma4_text, ministral3
 from mlx_lm.models.base import create_attention_mask
 
 from fleetd.engine.architectures import Architecture
@@ -34,7 +34,7 @@ class LayerPass:
     """One chunk through some layers, in order.
 
     Args:
-        hidden: (B, T, D), on the way into the first of them.
+        hidden: (B, T, numbers), on the way into the first of them.
         sources: for each layer of the whole model the one whose keys and values it reads.
     """
 
@@ -69,6 +69,12 @@ class LayerPass:
     def mask_as_of(self, window: int | None) -> Any:
         """The mask that an earlier layer of this pass had."""
         return self._masks[window]
+
+    def made_by(self, source: int, index: int) -> Any:
+        """What layer ``source`` made, for layer ``index``. Raises ValueError if that is another stage's."""
+        if source not in self.made:
+            raise ValueError(f"layer {index} reads keys of layer {source}, which is not in this stage")
+        return self.made[source]
 
     def query_scale(self) -> mx.array:
         """(T, 1): by which queries are multiplied, which grows with their position."""
@@ -105,11 +111,9 @@ def _per_layer_inputs(
     source = way.sources[index]
     if source == index:
         keys_values, offset, mask = None, None, way.mask(empty, cache)
-    elif source in way.made:
-        keys_values, offset = way.made[source]
-        mask = way.mask_as_of(way.args.sliding_window if layer.self_attn.is_sliding else None)
     else:
-        raise ValueError(f"layer {index} reads keys of layer {source}, which is not in this stage")
+        keys_values, offset = way.made_by(source, index)
+        mask = way.mask_as_of(way.args.sliding_window if layer.self_attn.is_sliding else None)
     own = None if way.inputs.per_layer is None else way.inputs.per_layer[:, :, index, :]
     hidden, *made = layer(hidden, mask, cache, per_layer_input=own, shared_kv=keys_values, offset=offset)
     way.made[index] = made
@@ -122,9 +126,38 @@ def _reused_keys(way: LayerPass, index: int, layer: Any, hidden: mx.array, empty
         hidden = layer(hidden, way.mask(empty, cache), cache)
         way.made[index] = cache.keys_and_values()
         return hidden
-    if source not in way.made:
-        raise ValueError(f"layer {index} reads keys of layer {source}, which is not in this stage")
-    return layer(hidden, *way.made[source], way.mask_as_of(None))
+    return layer(hidden, *way.made_by(source, index), way.mask_as_of(None))
+
+
+def _reused_caches(way: LayerPass, index: int, layer: Any, hidden: mx.array, empty: Any, cache: Any) -> Any:
+    source = way.sources[index]
+    if source == index:
+        mask = way.mask(empty, cache)
+    else:
+        cache = way.made_by(source, index)
+        mask = way.mask_as_of(way.args.sliding_window if layer.is_sliding else None)
+    own = None if way.inputs.per_layer is None else way.inputs.per_layer[:, :, index, :]
+    hidden = layer(hidden, mask, cache, own, offset=way.inputs.start)
+    way.made[index] = cache
+    return hidden
+
+
+def _residual_blocks(way: LayerPass, index: int, layer: Any, state: Any, empty: Any, cache: Any) -> Any:
+    hidden, blocks = state
+    return layer(hidden, way.mask(empty, cache), cache, blocks)
+
+
+def _first_values(way: LayerPass, index: int, layer: Any, state: Any, empty: Any, cache: Any) -> Any:
+    hidden, values = state
+    return layer(hidden, values, cache)
+
+
+def _given_keys(way: LayerPass, index: int, layer: Any, state: Any, empty: Any, cache: Any) -> Any:
+    hidden, given = state
+    hidden, made = layer(hidden, way.mask(empty, cache), cache, given)
+    # The layer that begins the next group makes its own.
+    ends = not way.args.use_cla or (index + 1) % way.args.cla_share_factor == 0
+    return hidden, None if ends else made
 
 
 _CALLS: dict[str, Callable[[LayerPass, int, Any, mx.array, Any, Any], Any]] = {
@@ -134,6 +167,10 @@ _CALLS: dict[str, Callable[[LayerPass, int, Any, mx.array, Any, Any], Any]] = {
     "two masks": _two_masks,
     "per-layer inputs": _per_layer_inputs,
     "reused keys": _reused_keys,
+    "reused caches": _reused_caches,
+    "residual blocks": _residual_blocks,
+    "given keys": _given_keys,
+    "first values": _first_values,
 }
 
 # Modules of the body with which per-layer inputs are made: every stage needs them.
@@ -144,14 +181,20 @@ PER_LAYER_MODULES = (
 )
 
 
-def per_layer_inputs(weights: Any, args: Any, tokens: mx.array) -> mx.array | None:
+def per_layer_inputs(
+    architecture: Architecture, weights: Any, args: Any, tokens: mx.array
+) -> mx.array | None:
     """Each layer's own input, (B, T, layers, width), of ``tokens`` (B, T); None if the model has none.
 
     ``weights`` has the embedding and ``PER_LAYER_MODULES``.
     """
-    width = args.hidden_size_per_layer_input
-    if not width:
+    if not args.hidden_size_per_layer_input:
         return None
+    return _PER_LAYER[architecture.call](weights, args, tokens)
+
+
+def _gemma4_inputs(weights: Any, args: Any, tokens: mx.array) -> mx.array:
+    width = args.hidden_size_per_layer_input
     # mlx-lm's own methods, on the modules that a stage has of the body.
     body = SimpleNamespace(
         config=args,
@@ -167,6 +210,28 @@ def per_layer_inputs(weights: Any, args: Any, tokens: mx.array) -> mx.array | No
         body, embedded * args.hidden_size**0.5, own
     )
     return found
+
+
+def _gemma3n_inputs(weights: Any, args: Any, tokens: mx.array) -> mx.array:
+    body = SimpleNamespace(
+        config=args,
+        hidden_size=args.hidden_size,
+        hidden_size_per_layer_input=args.hidden_size_per_layer_input,
+        num_hidden_layers=args.num_hidden_layers,
+        vocab_size_per_layer_input=args.vocab_size_per_layer_input,
+        **{name: weights[name] for name in PER_LAYER_MODULES},
+    )
+    own = gemma3n.LanguageModel.get_per_layer_inputs(body, tokens)
+    embedded = weights.embed_tokens(tokens) * args.hidden_size**0.5
+    found: mx.array = gemma3n.LanguageModel.project_per_layer_inputs(body, embedded, own)
+    return found
+
+
+# By ``Architecture.call``.
+_PER_LAYER: dict[str, Callable[[Any, Any, mx.array], mx.array]] = {
+    "per-layer inputs": _gemma4_inputs,
+    "reused caches": _gemma3n_inputs,
+}
 
 
 def kept_by(layers: list[Any], caches: list[Any], keeps: str) -> Iterator[Any]:

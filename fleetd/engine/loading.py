@@ -238,6 +238,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         window_bytes_per_token=sizes.window_bytes,
         window_tokens=sizes.window,
         hidden_bytes=sharable.layout.hidden_bytes(1) if sharable else 0,
+        hidden_width=sharable.stage.hidden_width if sharable else 0,
         outside_bytes=sharable.stage.outside_bytes if sharable else 0,
         layer_bytes=sharable.stage.layer_bytes if sharable else 0,
         last_layer=layers,

@@ -395,7 +395,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     state_bytes: int = 0
     window_bytes_per_token: Count = 0
     window_tokens: Count = 0
+    # What a token has between two layers, and the width of one hidden state of it.
     hidden_bytes: int = 0
+    hidden_width: Count = 0
     # The part of ``weights_bytes`` that belongs to no layer: a machine that has some layers has a part of it,
     # or none.
     outside_bytes: int = 0

@@ -9,8 +9,10 @@ it computes nothing until its results are evaluated.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -19,18 +21,21 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.architectures import ANY_TEXT, Architecture, architecture_of
+from fleetd.engine.between_layers import BETWEEN, OneState, width_of
 from fleetd.engine.layer_calls import PER_LAYER_MODULES, LayerPass, PassInputs, kept_by, per_layer_inputs
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import all_parts, parts
 from fleetd.errors import InvalidValue, ModelUnsupported
 
-# How mlx-lm's models call the width of hidden states.
-_WIDTHS = ("hidden_size", "hidden_dim", "n_embd")
+# How mlx-lm's models call the list of the layers whose keys and values each layer reads.
+_SOURCES = ("previous_kvs", "layer_idx_to_cache_idx")
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Some layers of a model. In shapes B is the batch, T a chunk's tokens, D the width, V the vocabulary."""
+    """Some layers of a model. In shapes B is the batch, T a chunk's tokens, V the vocabulary, D the numbers
+    that a token has between layers: its hidden state, or what ``between_layers`` packs.
+    """
 
     first: int
     last: int
@@ -58,7 +63,7 @@ class Stage:
         """
         text_of = _text_of(model)
         architecture = architecture_for(model)
-        text = text_of or (getattr(model, architecture.text) if architecture.text else model)
+        text = text_of or (attrgetter(architecture.text)(model) if architecture.text else model)
         body = text
         for name in filter(None, architecture.body.split(".")):
             body = getattr(body, name)
@@ -85,11 +90,13 @@ class Stage:
             weights.positions = body[architecture.positions]
         if "lm_head" in text:
             weights.lm_head = text.lm_head
-        for name in PER_LAYER_MODULES:
+        between = BETWEEN[architecture.between]
+        for name in (*PER_LAYER_MODULES, *between.first, *between.last):
             if name in body:
                 weights[name] = body[name]
         last_kept = len(caches) - 1 if architecture.tail else len(layers)
-        sources = tuple(getattr(body, "previous_kvs", (min(i, last_kept) for i in range(len(layers)))))
+        told = (getattr(body, name) for name in _SOURCES if hasattr(body, name))
+        sources = tuple(next(told, [min(i, last_kept) for i in range(len(layers))]))
         prefilled = max(index + 1 for index, cache in enumerate(empty) if cache is not None)
         total = len(layers)
         return cls(0, total, total, architecture, _args(text), weights, empty, sources, prefilled)
@@ -115,6 +122,8 @@ class Stage:
             "norm": ends,
             "lm_head": ends and "lm_head" in self.weights,
             **dict.fromkeys(PER_LAYER_MODULES, self._per_layer),
+            **{name: first == 0 and name in self.weights for name in self._between.first},
+            **{name: ends and name in self.weights for name in self._between.last},
         }
         for name, needed in wanted.items():
             if needed:
@@ -123,8 +132,22 @@ class Stage:
 
     @property
     def width(self) -> int:
-        """The width of hidden states."""
-        return int(next(getattr(self.args, name) for name in _WIDTHS if hasattr(self.args, name)))
+        """How many numbers a token has between layers."""
+        return sum(self._between.widths(self.args, self.total))
+
+    @property
+    def hidden_width(self) -> int:
+        """The width of one hidden state."""
+        return width_of(self.args)
+
+    def apart(self, hidden: mx.array) -> list[mx.array]:
+        """What lies between two layers, (B, T, D), as the single hidden states, keys and so on of it."""
+        *ends, _ = itertools.accumulate(self._between.widths(self.args, self.total))
+        return list(mx.split(hidden, ends, axis=-1))
+
+    @property
+    def _between(self) -> OneState:
+        return BETWEEN[self.architecture.between]
 
     @property
     def _per_layer(self) -> bool:
@@ -172,8 +195,9 @@ class Stage:
 
     def inputs(self, tokens: mx.array, start: int) -> PassInputs:
         """What of ``tokens`` (B, T), the first at position ``start``, enters layers besides hidden states."""
-        own = per_layer_inputs(self.weights, self.args, tokens) if self._per_layer else None
-        return PassInputs(start, own)
+        if not self._per_layer:
+            return PassInputs(start)
+        return PassInputs(start, per_layer_inputs(self.architecture, self.weights, self.args, tokens))
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Tokens (B, T) to hidden states (B, T, D), in the first stage."""
@@ -189,7 +213,7 @@ class Stage:
                 hidden = hidden * self.args.embedding_multiplier
             case "":
                 pass
-        return hidden
+        return self._between.begun(self.args, self.total, self.weights, hidden)
 
     def run(self, hidden: mx.array, caches: list[Any], inputs: PassInputs | None = None) -> mx.array:
         """Hidden states (B, T, D) of the tokens that follow those in ``caches``, to the same after ``last``.
@@ -207,19 +231,20 @@ class Stage:
             hidden = hidden + self.weights.positions(mx.arange(hidden.shape[1]) + inputs.start)
         way = LayerPass(self.architecture, self.args, hidden, inputs, self.sources)
         each = zip(self.weights.layers, self.empty, caches, strict=True)
+        state = self._between.unpacked(self.args, self.first, hidden)
         for index, (layer, empty, cache) in enumerate(each, self.first):
-            hidden = way.call(way, index, layer, hidden, empty, cache)
-        return hidden
+            state = way.call(way, index, layer, state, empty, cache)
+        return self._between.packed(self.args, self.total, state)
 
     def finish(self, hidden: mx.array) -> mx.array:
         """Hidden states (B, T, D) after the last layer to logits (B, T, V), in the last stage."""
         if self.last != self.total:
             raise ValueError(f"logits come after layer {self.total - 1}; this stage ends before {self.last}")
-        hidden = self.weights.norm(hidden)
+        hidden = self.weights.norm(self._between.ended(self.args, self.total, self.weights, hidden))
         head = self.weights.lm_head if "lm_head" in self.weights else self.weights.embed_tokens.as_linear
         logits: mx.array = head(hidden)
         match self.architecture.logits:
-            case "softcap":
+            case "softcap" if self.args.final_logit_softcapping is not None:
                 cap = self.args.final_logit_softcapping
                 logits = mx.tanh(logits / cap) * cap
             case "times_logit_scale":

@@ -133,6 +133,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             window_bytes_per_token=loaded.sizes.window_bytes,
             window_tokens=loaded.sizes.window,
             hidden_bytes=sharable.layout.hidden_bytes(1),
+            hidden_width=stage.hidden_width,
             outside_bytes=stage.outside_bytes,
             layer_bytes=stage.layer_bytes,
             first_layer=stage.first,

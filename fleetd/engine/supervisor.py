@@ -446,6 +446,7 @@ class EngineProcess:
             window_bytes_per_token=facts.window_bytes_per_token if facts else 0,
             window_tokens=facts.window_tokens if facts else 0,
             hidden_bytes=facts.hidden_bytes if facts else 0,
+            hidden_width=facts.hidden_width if facts else 0,
             outside_bytes=facts.outside_bytes if facts else 0,
             any_chunks=bool(facts and facts.arithmetic and facts.arithmetic.chunks == "any"),
             speculation=facts.speculation if facts else "",

@@ -40,7 +40,9 @@ _RANGES: dict[str, tuple[int, int]] = {
     "max_position_embeddings": (1, 1 << 40),
 }
 # Whatever a family calls them, a model is built in as many steps as such a number says.
-_COUNTED = re.compile(r"layers?$|^n_layer|blocks?$|experts?$|depth$|heads?$|stages?$|groups?$", re.IGNORECASE)
+_COUNTED = re.compile(
+    r"layers?$|^n_layer|blocks?$|experts?$|depth$|heads?$|stages?$|groups?$|num_inputs$", re.IGNORECASE
+)
 _MOST_COUNTED = 1 << 16
 _BITS = range(1, 33)
 # No number of a config is larger: what some architecture multiplies stays within 64 bits.

@@ -36,14 +36,13 @@ class Hardware:
         weights = max(1, weights_bytes) * 8 / BITS_PER_WEIGHT
         return PREFILL_SHARE * self.flops / (2 * weights)
 
-    def prefill_context_s(self, layers: int, hidden_bytes: int) -> float:
+    def prefill_context_s(self, layers: int, hidden_width: int) -> float:
         """Seconds that each token of context adds to each token: a product with a key and one with a value.
 
         Args:
-            hidden_bytes: one token's hidden state in 16 bits; its width is assumed to be that of all heads.
+            hidden_width: of one hidden state; all heads together are assumed to be as wide.
         """
-        width = hidden_bytes / 2
-        return 4 * layers * width / (PREFILL_SHARE * ATTENTION_SHARE * self.flops)
+        return 4 * layers * hidden_width / (PREFILL_SHARE * ATTENTION_SHARE * self.flops)
 
     def decode_tok_s(self, weights_bytes: int) -> float:
         return DECODE_SHARE * self.bytes_per_s / max(1, weights_bytes)

@@ -68,9 +68,9 @@ class PrefillSpeed:
         return count * (self.token_s + self.context_s * (start + count / 2))
 
 
-def modelled(chip: chip_speeds.Hardware, weights_bytes: int, layers: int, hidden_bytes: int) -> PrefillSpeed:
+def modelled(chip: chip_speeds.Hardware, weights_bytes: int, layers: int, hidden_width: int) -> PrefillSpeed:
     """The speed of a machine that never ran the model, from its chip's published figures."""
-    context_s = chip.prefill_context_s(layers, hidden_bytes)
+    context_s = chip.prefill_context_s(layers, hidden_width)
     return PrefillSpeed.measured(chip.prefill_tok_s(weights_bytes), context_s)
 
 

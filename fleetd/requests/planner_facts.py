@@ -79,7 +79,9 @@ def divisible(model: ModelCard) -> bool:
     """True if a card says how a model can be divided, in figures that a model may have."""
     kept = model.kv_bytes_per_token + model.window_bytes_per_token + model.state_bytes
     each = (kept, model.hidden_bytes, model.weights_bytes)
-    return 0 < model.layers <= min(each) and max(*each, model.window_tokens) <= _BYTES_MOST
+    return (
+        0 < model.layers <= min(each) and max(*each, model.window_tokens, model.hidden_width) <= _BYTES_MOST
+    )
 
 
 def told_facts(model: ModelCard) -> Ready:
@@ -104,6 +106,7 @@ def told_facts(model: ModelCard) -> Ready:
         load_s=model.load_s,
         versions={},
         hidden_bytes=model.hidden_bytes,
+        hidden_width=model.hidden_width,
         outside_bytes=model.outside_bytes,
         unshareable="" if divisible(model) else "No machine has said yet how this model can be divided.",
         arithmetic=Arithmetic("", model.dtype, {}, chunks=chunks, sparse=""),
@@ -229,9 +232,9 @@ def _speed(member: Member, known: ModelCard | Ready, facts: Ready) -> tuple[Pref
     """The machine's speed, and True if it is not measured but comes from its chip's published figures."""
     chip = member.chip
     if known.prefill_tok_s <= 0:
-        return modelled(chip, facts.weights_bytes, facts.layers, facts.hidden_bytes), True
+        return modelled(chip, facts.weights_bytes, facts.layers, facts.hidden_width), True
     # 0: calibration had no time to measure behind a context, or the context made no difference.
-    context_s = known.prefill_context_s or chip.prefill_context_s(facts.layers, facts.hidden_bytes)
+    context_s = known.prefill_context_s or chip.prefill_context_s(facts.layers, facts.hidden_width)
     return PrefillSpeed.measured(known.prefill_tok_s, context_s, known.prefill_fixed_s), False
 
 

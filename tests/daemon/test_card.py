@@ -154,7 +154,7 @@ async def test_what_a_load_took_and_what_a_prefill_consists_of_is_known_after_it
     await daemon.listed()
     assert (daemon.model.load_s, daemon.model.layers) == (pytest.approx(chip_speeds.load_s(1000), rel=0.1), 0)
     took = [StepView("verifying", 33.0), StepView("reading", 8.0)]
-    whole = {"layers": 30, "kv_bytes_per_token": 9, "hidden_bytes": 8, "outside_bytes": 7}
+    whole = {"layers": 30, "kv_bytes_per_token": 9, "hidden_bytes": 8, "hidden_width": 3, "outside_bytes": 7}
     whole |= {"state_bytes": 6, "window_bytes_per_token": 5, "window_tokens": 4}
     daemon.engines = [engine(7, **whole, any_chunks=True, load_steps=took)]
     assert {name: getattr(daemon.model, name) for name in whole} == whole

@@ -56,13 +56,28 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
+# How many numbers a token has between layers, where it is not one hidden state's 128: four hidden states;
+# one, with keys and values of two heads of 32 each; one, with those before each block of layers; one, with
+# the first values.
+MORE_BETWEEN = {
+    "gemma3n": 4 * 128,
+    "hunyuan": 128 + 4 * 32,
+    "hunyuan_3": 128 + 4 * 32,
+    "hunyuan_experts": 128 + 4 * 32,
+    "kimi_k3": 3 * 128,
+    "kimi_k3_experts": 3 * 128,
+    "rwkv7": 2 * 128,
+}
+
+
 @pytest.mark.parametrize("name", each(FAMILIES))
 def test_a_layout_says_what_prefill_fills(name: str) -> None:
     model = tiny(name)
     stage = Stage.of(model)
     layout = KvLayout.of(stage)
     assert (layout.first, len(layout.layers)) == (0, 4)
-    assert layout.hidden_bytes(3) == 3 * 128 * 4
+    assert layout.hidden_bytes(3) == 3 * MORE_BETWEEN.get(name, 128) * 4
+    assert stage.hidden_width == 128
     for shapes, cache in zip(
         layout.layers, stage.spread(prefilled(model, prompt(12), 11).cache), strict=True
     ):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache
 from shared_runs import LAYERS, Run, as_bytes, prompt
-from tiny_architectures import FAMILIES, WITHOUT_EXPERTS, tiny
+from tiny_architectures import FAMILIES, WITHOUT_EXPERTS, config_of, tiny
 
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import PrefillShared
@@ -39,6 +39,9 @@ SPLITS = {
     "a part that fills its room at once": Split("tokens", (0, 256, 280), LAYERS, 0, 280, 256),
     "all tokens elsewhere": Split("tokens", (33, 97, 130, 130), LAYERS, 33, 130, 64),
 }
+
+# Gemma 3n, whose last two of four layers read the keys of the first two.
+SHARED_KEYS = {"text_config": {**config_of("gemma3n")["text_config"], "num_kv_shared_layers": 2}}
 
 
 @pytest.mark.parametrize("name", each(FAMILIES))
@@ -70,7 +73,7 @@ def test_helpers_that_hold_their_own_layers_only(split: Split) -> None:
     run.check(run.finish().cache)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma4_text", "falcon_h1"])
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4_text", "falcon_h1", "gemma3n", "hunyuan", "kimi_k3"])
 def test_helpers_that_hold_only_some_layers_of_a_model_of_many_kinds(name: str) -> None:
     model = tiny(name)
     for split in (SPLITS["half the layers after a prefix"], SPLITS["three helpers"]):
@@ -83,6 +86,7 @@ def test_helpers_that_hold_only_some_layers_of_a_model_of_many_kinds(name: str) 
     [
         ("gemma4_text", {"num_kv_shared_layers": 2, "use_double_wide_mlp": False}),
         ("afm7", {"num_kv_reuse_layers": 2}),
+        ("gemma3n", SHARED_KEYS),
     ],
 )
 @pytest.mark.parametrize(

@@ -162,6 +162,23 @@ def test_attack_hidden_states_are_wrong_later(llama: Any, split: Split) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "lie"), [("gemma3n", (384, 512)), ("hunyuan_3", (128, 192)), ("kimi_k3", (128, 256))]
+)
+def test_attack_one_of_several_hidden_states_is_wrong(name: str, lie: tuple[int, int]) -> None:
+    """Or the keys that travel with one: wrong by two fifths, which is little of all that a token has."""
+
+    def tamper(head: FrameHeader, data: bytes) -> Frames:
+        if head.kind is not Kind.HIDDEN:
+            return [(head, data)]
+        numbers = np.frombuffer(data, np.float32).reshape(head.count, -1).copy()
+        numbers[:, slice(*lie)] *= np.float32(0.6)
+        return [(head, numbers.tobytes())]
+
+    run = Run(tiny(name), HALF, exact=False, tampers={(0, "out"): tamper}, draw=Fixed())
+    assert "helper0: it computes other hidden states before layer 2" in str(given_up(run))
+
+
+@pytest.mark.parametrize(
     ("split", "value"), [(HALF, np.nan), (CHAIN, np.inf), (TOKENS, -np.inf), (TOKEN_CHAIN, np.nan)]
 )
 def test_attack_a_later_number_is_none(llama: Any, split: Split, value: float) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,13 +17,21 @@ import pytest
 from family_params import EXPERTS, each
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from mlx_lm.utils import MODEL_REMAPPING
-from tiny_architectures import FAMILIES, LONG, VOCAB, WINDOW, WITHOUT_EXPERTS, tiny
+from tiny_architectures import FAMILIES, LONG, VOCAB, WINDOW, WITHOUT_EXPERTS, config_of, tiny
 
 from fleetd.engine.architectures import ANY_TEXT, CUT, REFUSED, architecture_of
+from fleetd.engine.between_layers import BETWEEN
+from fleetd.engine.layer_calls import PER_LAYER_MODULES
 from fleetd.engine.sequence_state.parts import parts
-from fleetd.engine.stage import Stage
+from fleetd.engine.stage import Stage, architecture_for
 from fleetd.errors import InvalidValue, ModelUnsupported
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -41,8 +50,8 @@ class Run:
     """What one way of running the tokens gave."""
 
     logits: list[mx.array] = field(default_factory=list)
-    # After each layer that was looked at, chunk by chunk.
-    hidden: dict[int, list[mx.array]] = field(default_factory=dict)
+    # After each layer that was looked at, chunk by chunk: hidden states, and what else the next layers read.
+    hidden: dict[int, list[list[mx.array]]] = field(default_factory=dict)
     caches: list[Any] = field(default_factory=list)
 
     def kv(self) -> list[Bytes]:
@@ -51,7 +60,10 @@ class Run:
     def check(self, whole: Run) -> None:
         assert_equal(self.logits, whole.logits, "logits")
         for layer, chunks in self.hidden.items():
-            assert_equal(chunks, whole.hidden[layer], f"hidden states after layer {layer}")
+            for mine, theirs in zip(chunks, whole.hidden[layer], strict=True):
+                # The whole model may go on holding what no further layer reads.
+                assert 0 < len(mine) <= len(theirs)
+                assert_equal(mine, theirs[: len(mine)], f"hidden states after layer {layer}")
         for layer, (mine, theirs) in enumerate(zip(self.caches, whole.caches, strict=True)):
             assert type(mine) is type(theirs)
             assert [plain(part) for part in parts(mine)] == [plain(part) for part in parts(theirs)]
@@ -97,16 +109,26 @@ def chunked(tokens: list[int], sizes: Sequence[int]) -> Iterator[mx.array]:
         at += size
 
 
+def states_of(out: Any) -> list[mx.array]:
+    """All that a layer hands to the next: one array or several, or blocks of earlier hidden states."""
+    hidden, *more = out if isinstance(out, tuple) else (out,)
+    found = [mx.array(hidden)]
+    for other in more:
+        found += other if isinstance(other, tuple) else [getattr(other, "raw", other)]
+    return [array for array in found if array is not None]
+
+
 def run_whole(model: Any, tokens: list[int], sizes: Sequence[int]) -> Run:
     """mlx-lm's own forward pass, its layers' outputs noted as they come."""
     run = Run(caches=make_prompt_cache(model))
-    noted: list[mx.array] = []
+    noted: list[list[mx.array]] = []
+    one_state = not architecture_for(model).between
     kinds: list[Any] = list({type(layer) for layer in model.layers})
     stock = {kind: kind.__call__ for kind in kinds}
 
     def noting(self: Any, *given: Any, **named: Any) -> Any:
         out = stock[type(self)](self, *given, **named)
-        noted.append(out[0] if isinstance(out, tuple) else out)
+        noted.append(states_of(out[0] if one_state and isinstance(out, tuple) else out))
         return out
 
     for kind in kinds:
@@ -121,6 +143,11 @@ def run_whole(model: Any, tokens: list[int], sizes: Sequence[int]) -> Run:
     return run
 
 
+def handed_on(stage: Stage, hidden: mx.array) -> list[mx.array]:
+    """What a stage gave, as the next layer takes it."""
+    return states_of(BETWEEN[stage.architecture.between].unpacked(stage.args, stage.last, hidden))
+
+
 def run_cut(model: Any, tokens: list[int], sizes: Sequence[int], cuts: Sequence[int]) -> Run:
     """Each chunk through the stages between ``cuts``."""
     stages = [Stage.of(model).part(a, b) for a, b in itertools.pairwise([0, *cuts, LAYERS])]
@@ -133,7 +160,7 @@ def run_cut(model: Any, tokens: list[int], sizes: Sequence[int], cuts: Sequence[
             hidden = stage.run(hidden, own, stage.inputs(chunk, start))
             # As it would be sent: nothing of the stage before is left to be computed with the next.
             mx.eval(hidden, [cache.state for cache in own if cache is not None])
-            run.hidden[stage.last - 1].append(hidden)
+            run.hidden[stage.last - 1].append(handed_on(stage, hidden))
         run.logits.append(stages[-1].finish(hidden))
         start += chunk.shape[1]
     run.caches = [cache for own in caches for cache in own if cache is not None]
@@ -173,18 +200,40 @@ def test_any_cut_gives_the_bytes_of_the_whole_model_in_bf16(name: str) -> None:
         "gpt_oss",
         "qwen3_5",
         "gemma4_text",
+        "gemma3n",
+        "hunyuan",
+        "kimi_k3",
     ],
 )
 @pytest.mark.parametrize("bits", [4, 8])
 def test_any_cut_of_a_quantised_model_gives_the_bytes_of_the_whole(name: str, bits: int) -> None:
     model, tokens = tiny(name), prompt(70)
-    nn.quantize(model, group_size=32, bits=bits)
+    wanted = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+
+    def quantised(path: str, module: nn.Module) -> bool:
+        """As mlx-lm chooses."""
+        able = hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+        return able and bool(wanted(path, module))
+
+    nn.quantize(model, group_size=32, bits=bits, class_predicate=quantised)
     whole = run_whole(model, tokens, [48, 1, 21])
     run_cut(model, tokens, [48, 1, 21], (1, 3)).check(whole)
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_5", "gemma4_text", "nemotron_h"]
+    "name",
+    [
+        "llama",
+        "gemma3_text",
+        "qwen3_moe",
+        "deepseek_v3",
+        "qwen3_5",
+        "gemma4_text",
+        "nemotron_h",
+        "gemma3n",
+        "hunyuan",
+        "kimi_k3",
+    ],
 )
 def test_layer_after_layer_gives_the_bytes_of_chunk_after_chunk(name: str) -> None:
     """As a token split runs it: a layer's keys and values are whole before the next layer begins."""
@@ -199,7 +248,7 @@ def test_layer_after_layer_gives_the_bytes_of_chunk_after_chunk(name: str) -> No
         part = stage.part(layer, layer + 1)
         chunks = [part.run(h, [caches[layer]], one) for h, one in zip(chunks, inputs, strict=True)]
         mx.eval(chunks, [cache.state for cache in caches[layer : layer + 1] if cache is not None])
-        run.hidden[layer] = chunks
+        run.hidden[layer] = [handed_on(part, hidden) for hidden in chunks]
     run.logits = [stage.finish(hidden) for hidden in chunks]
     run.check(whole)
 
@@ -306,6 +355,18 @@ def test_each_stage_holds_what_its_own_layers_need(tied: bool) -> None:
     assert stage.part(2, 4).weights_bytes == 2 * inner + (VOCAB + 1) * 128 * 4
 
 
+def test_what_joins_and_parts_several_hidden_states_is_held_at_the_ends() -> None:
+    stage = Stage.of(tiny("gemma3n"))
+    inputs = {"layers", "embed_tokens", *PER_LAYER_MODULES}
+    assert held(stage.part(0, 2)) == {*inputs, "altup_projections"}
+    assert held(stage.part(1, 3)) == inputs
+    assert held(stage.part(2, 4)) == {*inputs, "altup_unembed_projections", "norm"}
+    stage = Stage.of(tiny("kimi_k3"))
+    assert held(stage.part(0, 2)) == {"layers", "embed_tokens"}
+    ends = {"output_attn_res_proj", "output_attn_res_norm", "norm", "lm_head"}
+    assert held(stage.part(2, 4)) == {"layers", *ends}
+
+
 def held(stage: Stage) -> set[str]:
     return set(stage.weights.children())
 
@@ -326,12 +387,45 @@ def test_layers_that_read_the_last_keys_are_run_where_these_are() -> None:
             run_cut(model, tokens, SIZES, cuts)
 
 
-def test_layers_that_read_earlier_keys_are_run_where_these_are() -> None:
-    model, tokens = shared_keys(), prompt(sum(SIZES))
+def shared_caches(layers: int) -> Any:
+    """Gemma 3n, whose last ``layers`` of four read the keys of the last layers that have some."""
+    return tiny(
+        "gemma3n", text_config={**config_of("gemma3n")["text_config"], "num_kv_shared_layers": layers}
+    )
+
+
+@pytest.mark.parametrize("made", [shared_keys, partial(shared_caches, 2)])
+def test_layers_that_read_earlier_keys_are_run_where_these_are(made: Callable[[], Any]) -> None:
+    model, tokens = made(), prompt(sum(SIZES))
     whole = run_whole(model, tokens, SIZES)
     run_cut(model, tokens, SIZES, ()).check(whole)
     with pytest.raises(ValueError, match="layer 2 reads keys of layer 0"):
         run_cut(model, tokens, SIZES, (1,))
+
+
+def test_a_cut_may_lie_before_the_keys_that_later_layers_read() -> None:
+    model, tokens = shared_caches(1), prompt(sum(SIZES))
+    whole = run_whole(model, tokens, SIZES)
+    for cuts in ((), (1,)):
+        run_cut(model, tokens, SIZES, cuts).check(whole)
+    assert Stage.of(model).prefilled == 3
+    with pytest.raises(ValueError, match="layer 3 reads keys of layer 1"):
+        run_cut(model, tokens, SIZES, (2,))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("hunyuan", {"use_cla": False}),
+        ("kimi_k3", {"text_config": {**config_of("kimi_k3")["text_config"], "attn_res_block_size": None}}),
+    ],
+)
+def test_of_models_without_more_than_a_hidden_state_that_alone_travels(
+    name: str, changes: dict[str, Any]
+) -> None:
+    model, tokens = tiny(name, **changes), prompt(70)
+    assert Stage.of(model).width == 128
+    run_cut(model, tokens, [48, 1, 21], (1, 3)).check(run_whole(model, tokens, [48, 1, 21]))
 
 
 def test_layers_that_keep_nothing_at_the_end_are_not_prefilled() -> None:
@@ -390,19 +484,22 @@ def test_only_the_ends_embed_and_finish() -> None:
         stage.part(0, 2).finish(mx.zeros((1, 1, 128)))
 
 
-@pytest.mark.parametrize("name", ["rwkv7", "gemma3n", "something_new"])
+@pytest.mark.parametrize("name", ["mamba", "llama4", "something_new"])
 def test_what_cannot_be_cut_is_refused_by_name_with_the_reason(name: str) -> None:
     with pytest.raises(ModelUnsupported, match=name) as refused:
         Stage.of(type("Model", (), {"__module__": f"mlx_lm.models.{name}"})())
     assert REFUSED.get(name, "no test shows") in str(refused.value)
 
 
-def test_a_layer_with_a_cache_of_an_unknown_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("odd", [ChunkedKVCache(8), QuantizedKVCache()])
+def test_a_layer_with_a_cache_of_an_unknown_kind_is_refused(
+    monkeypatch: pytest.MonkeyPatch, odd: Any
+) -> None:
     """A newer mlx-lm may keep other things for an architecture than the one that was tested."""
     model = tiny("llama")
-    caches = [*make_prompt_cache(model)[:-1], ChunkedKVCache(8)]
-    monkeypatch.setattr(type(model), "make_cache", lambda self: caches)
-    with pytest.raises(ModelUnsupported, match="ChunkedKVCache"):
+    caches = [*make_prompt_cache(model)[:-1], odd]
+    monkeypatch.setattr(type(model), "make_cache", lambda self: caches, raising=False)
+    with pytest.raises(ModelUnsupported, match=type(odd).__name__):
         Stage.of(model)
     monkeypatch.setattr(type(model), "make_cache", lambda self: caches[:-1])
     with pytest.raises(ModelUnsupported, match="3 caches for 4 layers"):

@@ -27,6 +27,7 @@ from fleetd.engine.architectures import CUT
 from fleetd.engine.loading import Device, lazy_model, memory_bytes
 from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import sizes
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.stage import Stage
@@ -68,14 +69,14 @@ def assert_equals_the_whole(path: Path, device: Device, cuts: tuple[int, ...] = 
 
     loaded = [load(path, a, b, device) for a, b in itertools.pairwise([0, *cuts, LAYERS])]
     caches = [part.stage.make_caches() for part in loaded]
-    for n, logits in zip((40, 1), expected, strict=True):
+    for start, n, logits in zip((0, 40), (40, 1), expected, strict=True):
         hidden = loaded[0].stage.embed(prompt(n))
         for part, own in zip(loaded, caches, strict=True):
             assert str(hidden.dtype) == f"mlx.core.{part.dtype}"
-            hidden = part.stage.run(hidden, own)
+            hidden = part.stage.run(hidden, own, part.stage.inputs(prompt(n), start))
         assert np.array_equal(exact(loaded[-1].stage.finish(hidden)), exact(logits))
     for mine, theirs in zip(itertools.chain(*caches), cache, strict=True):
-        for a, b in zip(mine.keys_and_values(), theirs.keys_and_values(), strict=True):
+        for a, b in zip(kind_of(mine).kept(mine), kind_of(theirs).kept(theirs), strict=True):
             assert a.dtype == b.dtype
             assert np.array_equal(exact(a), exact(b))
     assert sum((part.sizes for part in loaded), StateSizes(0)) == sizes(cache)
@@ -93,6 +94,9 @@ def assert_equals_the_whole(path: Path, device: Device, cuts: tuple[int, ...] = 
         ("qwen3_moe", {"bits": 4}),
         ("gpt_oss", {}),
         ("deepseek_v3", {}),
+        ("gemma3n", {"dtype": mx.bfloat16}),
+        ("hunyuan", {"dtype": mx.bfloat16}),
+        ("kimi_k3", {"dtype": mx.bfloat16}),
     ],
 )
 def test_stages_read_one_by_one_give_the_bytes_of_the_model_read_whole(

@@ -73,7 +73,7 @@ def test_links_carry_bytes_and_the_worse_of_two_counts() -> None:
 def test_modelled_attention_is_a_small_part_of_a_short_prompt_and_a_large_one_of_a_long_prompt() -> None:
     """Llama-3.1-8B: 4·32·4096 operations per token and token of context, against 2·8e9 for the weights."""
     for chip in (GB10, APPLE[3, "Ultra"]):
-        speed = modelled(chip, int(8e9 * 4.5 / 8), 32, 8192)
+        speed = modelled(chip, int(8e9 * 4.5 / 8), 32, 4096)
         short, long = (speed.context_s * n / 2 / speed.token_s for n in (1000, 64_000))
         assert short < 0.1
         assert 1 < long < 5

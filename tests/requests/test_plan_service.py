@@ -50,6 +50,7 @@ SAME: dict[str, Any] = {
     "layers": LAYERS,
     "kv_bytes_per_token": 65536,
     "hidden_bytes": 4096,
+    "hidden_width": 2048,
     "any_chunks": True,
     "dtype": "bfloat16",
     "roles": ["chat"],
@@ -61,6 +62,7 @@ READY: Ready = replace(
     weights_bytes=2 * GIB,
     kv_bytes_per_token=65536,
     hidden_bytes=4096,
+    hidden_width=2048,
     prefill_tok_s=100.0,
 )
 
@@ -293,6 +295,7 @@ made_up = st.fixed_dictionaries(
                 "window_bytes_per_token",
                 "window_tokens",
                 "hidden_bytes",
+                "hidden_width",
                 "outside_bytes",
             ],
             counts,

@@ -22,7 +22,13 @@ from fleetd.requests.members import Member
 M4 = MachineFacts(chip="Apple M4", accelerator="metal")
 M4_MAX = MachineFacts(chip="Apple M4 Max", accelerator="metal")
 MODEL: Ready = replace(
-    FACTS, layers=32, weights_bytes=4 * GIB, outside_bytes=GIB // 2, hidden_bytes=8192, prefill_tok_s=300.0
+    FACTS,
+    layers=32,
+    weights_bytes=4 * GIB,
+    outside_bytes=GIB // 2,
+    hidden_bytes=8192,
+    hidden_width=4096,
+    prefill_tok_s=300.0,
 )
 UNKNOWN: dict[str, Any] = {"prefill_tok_s": 0.0}
 
@@ -109,7 +115,7 @@ def test_a_machine_that_nobody_measured_keeps_the_pace_of_this_one() -> None:
 def test_a_context_that_nobody_measured_is_taken_from_the_makers_figures() -> None:
     chip = chip_speeds.hardware_of(M4.chip, M4.accelerator, 0)
     measured = {"prefill_tok_s": 100.0, "prefill_fixed_s": 0.1}
-    context_s = chip.prefill_context_s(MODEL.layers, MODEL.hidden_bytes)
+    context_s = chip.prefill_context_s(MODEL.layers, MODEL.hidden_width)
     assert context_s > 0
     for found in (home(card(**measured)), helper(card(**measured))):
         assert found.speed == PrefillSpeed.measured(100.0, context_s, 0.1)

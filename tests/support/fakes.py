@@ -63,6 +63,7 @@ FACTS = Ready(
     prefill_tok_s=100.0,
     decode_tok_s=10.0,
     hidden_bytes=256,
+    hidden_width=128,
     arithmetic=ARITHMETIC,
     scoring=ScoringState("ready"),
 )

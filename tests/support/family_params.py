@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_architectures import LONG, OWN, WITHOUT_EXPERTS, config_of
 
-_COUNT = re.compile(r"(n|num)_(routed_|local_)?experts")
+_COUNT = re.compile(r"(moe_)?(n|num)_(routed_|local_)?experts")
 
 
 def _has_experts(config: dict[str, Any]) -> bool:

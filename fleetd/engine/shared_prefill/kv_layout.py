@@ -1,4 +1,4 @@
-"""What each layer of a stage keeps of a prompt, and how wide the hidden states between layers are."""
+"""What each layer of a stage keeps of a prompt, and how many numbers a token has between layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fleetd.engine.stage import Stage
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The caches of layers ``first`` and following, and the hidden states between them, (B, T, width)."""
+    """The caches of layers ``first`` and following, and what lies between them, (B, T, width): hidden states,
+    or what ``between_layers`` packs."""
 
     first: int
     layers: tuple[tuple[PartShape, ...], ...]

@@ -28,7 +28,7 @@ class Kind(IntEnum):
     # What has no row per token: all rows that a cache which rotates holds, in the order in which it holds
     # them, or the arrays of a running state.
     STATE = 3
-    # Hidden states (count, width) on their way into ``layer``.
+    # What tokens have on their way into ``layer``: hidden states, and all else of it, (count, width).
     HIDDEN = 4
     # Nothing more follows.
     DONE = 5

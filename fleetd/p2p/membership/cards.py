@@ -78,6 +78,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     window_bytes_per_token: Count = 0
     window_tokens: Count = 0
     hidden_bytes: Count = 0
+    hidden_width: Count = 0
     outside_bytes: Count = 0
     any_chunks: bool = False
     scoring: Text = ""

@@ -41,8 +41,8 @@ from fleetd.requests.smart_prefill.skip import SkipCompression
 
 # A chat model scores only for models at least this many times its size.
 _CLEARLY_LARGER = 4
-# Layers and hidden bytes of a typical compressor, for machines that never measured one.
-_LAYERS, _HIDDEN_BYTES = 30, 2048
+# Layers, and the width of hidden states, of a typical compressor, for machines that never measured one.
+_LAYERS, _WIDTH = 30, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Scorers:
         """Its price, corrected by what it took for other prompts."""
         member, model = holder.member, holder.model
         measured = speed_of(model)
-        speed = measured or modelled(member.chip, max(1, model.weights_bytes), _LAYERS, _HIDDEN_BYTES)
+        speed = measured or modelled(member.chip, max(1, model.weights_bytes), _LAYERS, _WIDTH)
         correction = self._members.correction(member.node_id, holder.key, speed, "score")
         profile = self._profiles.get(holder.key)
         return Scorer(
