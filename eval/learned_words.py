@@ -92,7 +92,8 @@ class Rows:
         return np.asarray(np.add.reduceat(weights[self.at] * self.values, begins))
 
     def summed(self, per_row: F64) -> F64:
-        return np.bincount(self.at, np.repeat(per_row, self.lengths) * self.values, BUCKETS)
+        weighed = np.repeat(per_row, self.lengths) * self.values
+        return np.bincount(self.at, weighed, BUCKETS).astype(np.float64, copy=False)
 
 
 def ridge(rows: Rows, wanted: F64) -> tuple[F64, float]:
@@ -146,7 +147,7 @@ class Learning:
     def of_requests(
         cls, asked: Sequence[tuple[str, AskedRequest]], loose: Sequence[LooseRequest]
     ) -> Learning:
-        both = [*(one for _, one in asked), *loose]
+        both: list[AskedRequest | LooseRequest] = [*(one for _, one in asked), *loose]
         return cls(
             [evidence(one.request, one.text) for _, one in asked],
             Rows.of_requests([one.request for one in both]),
