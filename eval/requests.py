@@ -24,6 +24,9 @@ FOLDER = Path(__file__).parent / "data" / "gate"
 # What the rows are called for the gate by where the request stands.
 GATE, BEHIND, IN_FRONT = "the gate", "request behind the text", "request in front of the text"
 LANGUAGES = ("en", "de", "fr", "es", "zh")
+Kind = Literal["whole", "part"]
+# Authors are known by the first letter of an id; these letters are another author's too.
+_SAME_AUTHOR = {"h": "t", "p": "w", "n": "y"}
 
 
 class AskedRequest(msgspec.Struct, frozen=True):
@@ -31,7 +34,7 @@ class AskedRequest(msgspec.Struct, frozen=True):
     language: str
     document: str
     request: str
-    kind: Literal["whole", "part"]
+    kind: Kind
 
     @property
     def text(self) -> str:
@@ -47,8 +50,13 @@ class Declined(msgspec.Struct, frozen=True):
 
 
 def requests(name: str) -> list[AskedRequest]:
-    """Those of "tune", "more" or "held_out"."""
+    """Those of "tune", "more", "held_out" or "other_texts"."""
     return msgspec.json.decode((FOLDER / f"{name}.json").read_bytes(), type=list[AskedRequest])
+
+
+def author(one: AskedRequest) -> str:
+    letter = one.id[0]
+    return _SAME_AUTHOR.get(letter, letter)
 
 
 def alone(one: AskedRequest) -> bool:

@@ -7,6 +7,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from bench.figures import wilson
 
 
@@ -33,6 +36,11 @@ class Share:
             return "none"
         low, high = self.interval
         return f"{100 * self.value:.1f} % ({100 * low:.0f} to {100 * high:.0f}, n={self.of})"
+
+
+def area(higher: npt.NDArray[np.float64], lower: npt.NDArray[np.float64]) -> float:
+    """How often one of ``higher`` is above one of ``lower``: 0.5 tells nothing."""
+    return float(np.mean(higher[:, None] > lower[None, :]))
 
 
 _RESAMPLED = 2000

@@ -10,14 +10,12 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from eval.engine import Engine
 from eval.requests import AskedRequest, as_turns
+from eval.statistics import area
 from fleetd.compression.document import Document
 from fleetd.compression.gate import evidence
-
-F64 = npt.NDArray[np.float64]
 
 _SHOTS = """A text is given. Does the request need one place of it, or the whole of it?
 
@@ -91,9 +89,6 @@ def _told(found: Sequence[AskedRequest], values: Sequence[float]) -> Told:
     gate = np.array([evidence(one.request, one.text).log_odds for one in found])
     deviation = (value - value.mean()) / (value.std() or 1.0)
     lost = float(np.mean(value[part] <= np.quantile(value[~part], 0.95)))
-    both = max(_area(gate + worth * deviation, part) for worth in _WORTHS)
-    return Told(_area(value, part), lost, len(found), _area(gate, part), both)
-
-
-def _area(values: F64, part: npt.NDArray[np.bool_]) -> float:
-    return float(np.mean(values[part][:, None] > values[~part][None, :]))
+    added = [gate + worth * deviation for worth in _WORTHS]
+    both = max(area(each[part], each[~part]) for each in added)
+    return Told(area(value[part], value[~part]), lost, len(found), area(gate[part], gate[~part]), both)

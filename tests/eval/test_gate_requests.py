@@ -44,7 +44,7 @@ def test_the_gate_still_knows_what_was_once_held_out(where: object, whole: float
 
 
 def test_requests_are_about_documents_that_are_there() -> None:
-    for name, count in (("tune", 1244), ("more", 3100), ("held_out", 400)):
+    for name, count in (("tune", 1244), ("more", 3100), ("held_out", 400), ("other_texts", 300)):
         found = requests.requests(name)
         assert len({one.id for one in found}) == count
         assert {one.language for one in found} == set(LANGUAGES)
