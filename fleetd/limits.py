@@ -704,6 +704,9 @@ FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.03, 0.1
 FETCH_LATE, FETCH_BLOCK_S = 5.0, 2.0
 # A fetch that takes so many times as long as planned: its link is measured again.
 FETCH_DOUBT = 2.0
+# Fetches by whose median the next one from the same machine is predicted: two of them may be odd. They count
+# for so long; a machine that was slow is not asked, so it must be forgotten some time.
+FETCH_SPEEDS, FETCH_SPEED_S = 5, 600.0
 # Questions about prompts that a machine leaves unanswered, one after the other, before it is left out.
 FETCH_UNANSWERED = 2
 # Fetches that a machine serves at once: each reads its disk as fast as it can.

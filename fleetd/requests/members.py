@@ -21,6 +21,7 @@ from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.affinity import BLOCK_CHARS, Affinity, SessionPlaces
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.fetch_speeds import FetchSpeed, FetchSpeeds
 from fleetd.plan.prefill.options import PrefillOption
 from fleetd.plan.refusals import THIS_NODE, Refusal
 from fleetd.plan.speed_corrections import CorrectedWork, PromptWork, SpeedCorrections
@@ -35,9 +36,6 @@ _FAILED_AT: dict[Work, str] = {
     "draft": "to draft an answer",
     "fetch": "to send the keys and values of a prompt",
 }
-
-# A fetch has no figure of one machine's own that could be measured again: its parts are measured each time.
-_ANY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +136,7 @@ class Members:
         self.affinity = Affinity(os.urandom(16))
         self.sessions = SessionPlaces(os.urandom(16))
         self.corrections = SpeedCorrections()
+        self._fetch_speeds = FetchSpeeds()
         self.backoff = PeerBackoff()
         self.unaided = unaided
         # By model: how its last prompt here was prefilled, which the next one keeps where two ways are alike.
@@ -312,14 +311,16 @@ class Members:
         of, now_s = CorrectedWork(node_id, model, work), self._monotonic()
         self.corrections.ran(of, token_s, now_s, expected_s=expected_s, took_s=took_s, seen_here=True)
 
-    def fetch_factor(self, node_id: str) -> float:
-        """How many times as long as predicted blocks from a machine take, by earlier ones."""
-        return self.corrections.factor(CorrectedWork(node_id, "", "fetch"), _ANY_S, self._monotonic())
+    def fetch_speed(self, node_id: str, link: LinkSpeed, bytes_per_s: float, cached: float) -> FetchSpeed:
+        """How fast blocks come from a machine; see ``FetchSpeeds.speed``."""
+        return self._fetch_speeds.speed(node_id, link, bytes_per_s, cached, self._monotonic())
 
-    def fetched(self, node_id: str, *, expected_s: float, took_s: float) -> None:
-        """Blocks have come from there; ``expected_s`` is without the factor."""
-        of, now_s = CorrectedWork(node_id, "", "fetch"), self._monotonic()
-        self.corrections.ran(of, _ANY_S, now_s, expected_s=expected_s, took_s=took_s, seen_here=True)
+    def fetched(
+        self, node_id: str, cached: float, n_bytes: float, *, opening_s: float, took_s: float
+    ) -> None:
+        """Blocks have come from there; see ``FetchSpeeds.fetched``."""
+        now_s = self._monotonic()
+        self._fetch_speeds.fetched(node_id, cached, n_bytes, opening_s=opening_s, took_s=took_s, now_s=now_s)
 
     def answered(self, node_id: str) -> None:
         """A machine has said what it keeps of a prompt."""
