@@ -699,6 +699,9 @@ FETCH_LOOK_BYTES_PER_S = 8 * GIB
 FETCH_TURN_S = 0.02
 # What a fetch takes besides its bytes and round trips, and the part of computing it must save.
 FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.03, 0.1
+# The part of a fetch that computing towards it must save: it takes cores from what opens the seals, comes in
+# whole chunks, and what has come before a failure is of no use until the two meet.
+FETCH_MIX_GAIN = 0.25
 # A block that takes so many times as long as planned, and at least this, ends the fetch; so does a fetch that
 # takes as long as computing all of it, at least this.
 FETCH_LATE, FETCH_BLOCK_S = 5.0, 2.0

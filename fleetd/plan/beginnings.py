@@ -89,7 +89,7 @@ def from_peer(
         return speed.total(1.0, range(known_tokens, known_tokens + tokens), MEASURED_TOKENS)
 
     seconds = sent_s(lacking)
-    if not state_bytes and gains(met_s := meeting_s(lacking, computed_s, sent_s), seconds):
+    if not state_bytes and mixes(met_s := meeting_s(lacking, computed_s, sent_s), seconds):
         seconds = met_s
     tokens = min(lacking, checked_tokens(states=state_bytes > 0))
     check_s = speed.total(1.0, range(kept.disk_tokens - tokens, kept.disk_tokens), MEASURED_TOKENS)
@@ -117,3 +117,8 @@ def meeting_s(pieces: int, computed_s: Callable[[int], float], sent_s: Callable[
 def gains(seconds: float, instead_s: float) -> bool:
     """True if something takes so much less time than the other that it is worth doing."""
     return seconds <= (1 - limits.FETCH_LEAST_GAIN) * instead_s
+
+
+def mixes(met_s: float, waited_s: float) -> bool:
+    """True if computing towards what comes, until the two meet, is clearly sooner than waiting for it."""
+    return met_s <= (1 - limits.FETCH_MIX_GAIN) * waited_s

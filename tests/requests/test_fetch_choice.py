@@ -50,6 +50,17 @@ def test_over_a_slow_link_the_prompt_is_computed_towards_what_comes() -> None:
     assert choose_fetch([source(link=LinkSpeed(BLOCK / 2, 0.0), state_bytes=1)], COMPUTED_S, BLOCK) is None
 
 
+def test_computing_towards_what_comes_must_save_a_quarter_of_the_wait() -> None:
+    def last_first(block_s: float) -> bool:
+        found = choose_fetch([source(link=LinkSpeed(BLOCK / block_s, 0.0))], COMPUTED_S, BLOCK)
+        assert found is not None
+        return found.last_first
+
+    # Two blocks computed while eight come save a fifth, three while seven come three tenths.
+    assert not last_first(0.26)
+    assert last_first(0.44)
+
+
 def test_what_comes_at_once_comes_in_order() -> None:
     found = choose_fetch([source(link=LinkSpeed(1e10, 0.0), disk=1e10)], COMPUTED_S, BLOCK)
     assert found is not None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fleetd import limits
-from fleetd.plan.beginnings import gains, meeting_s
+from fleetd.plan.beginnings import gains, meeting_s, mixes
 from fleetd.plan.fetch_speeds import FetchSpeed
 
 
@@ -83,7 +83,7 @@ def _ordered(source: FetchSource, computed_s: Sequence[float], block_bytes: int)
     waited_s = source.seconds(block_bytes)
     if not source.state_bytes:
         mixed_s = source.mixed_s(block_bytes, computed_s)
-        if gains(mixed_s, waited_s):
+        if mixes(mixed_s, waited_s):
             return FetchChoice(source, mixed_s, last_first=True)
     return FetchChoice(source, waited_s)
 
