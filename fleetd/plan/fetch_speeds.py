@@ -51,7 +51,7 @@ class FetchSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class _PastFetch:
     """One fetch; ``bytes_per_s`` is None where too little came to tell."""
 
     at_s: float
@@ -67,7 +67,7 @@ class FetchSpeeds:
 
     def __init__(self) -> None:
         # By machine, and whether its files were in memory.
-        self._last: dict[tuple[str, bool], deque[_Measured]] = {}
+        self._last: dict[tuple[str, bool], deque[_PastFetch]] = {}
 
     def fetched(
         self, node_id: str, cached: float, n_bytes: float, *, opening_s: float, took_s: float, now_s: float
@@ -82,7 +82,7 @@ class FetchSpeeds:
         tells = n_bytes >= limits.CACHE_SPEED_BYTES and took_s > opening_s
         rate = n_bytes / (took_s - opening_s) if tells else None
         last = self._last.setdefault((node_id, place), deque(maxlen=limits.FETCH_SPEEDS))
-        last.append(_Measured(now_s, opening_s, rate))
+        last.append(_PastFetch(now_s, opening_s, rate))
 
     def speed(
         self, node_id: str, link: LinkSpeed, bytes_per_s: float, cached: float, now_s: float
