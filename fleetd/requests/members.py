@@ -6,6 +6,7 @@ and answers to it. A machine that failed at one kind of work is therefore not as
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -148,8 +149,9 @@ class Members:
         self._proven: set[str] = set()
         # By request: where its prompt is read at the moment, with which model, and the text's hashes.
         self._being_read: dict[str, tuple[str, str, list[bytes]]] = {}
-        # How many questions about prompts machines have left unanswered, one after the other.
-        self._unanswered: dict[str, int] = {}
+        # How many questions about prompts machines have left unanswered, one after the other, and when the
+        # last of them was given up.
+        self._unanswered: dict[str, tuple[int, float]] = {}
         self._listed = listed
         self._own_card = own_card
         self._monotonic = monotonic
@@ -326,14 +328,22 @@ class Members:
         """A machine has said what it keeps of a prompt."""
         self._unanswered.pop(node_id, None)
 
-    def unanswered(self, node_id: str) -> None:
+    def unanswered(self, node_id: str, asked_s: float) -> None:
         """A machine has not said in time what it keeps of a prompt. The prompt has waited for it, so one that
-        is silent again and again is asked for nothing of the kind for a while."""
-        count = self._unanswered.pop(node_id, 0) + 1
-        if count < limits.FETCH_UNANSWERED:
-            self._unanswered[node_id] = count
-        else:
+        is silent again and again is asked for nothing of the kind for a while.
+
+        Args:
+            asked_s: when it was asked, in monotonic seconds. Of questions of the same moment, as subagents
+                have them, one counts.
+        """
+        count, given_up_s = self._unanswered.get(node_id, (0, -math.inf))
+        if asked_s < given_up_s:
+            return
+        count += 1
+        if count >= limits.FETCH_UNANSWERED:
             self.late(node_id, "fetch")
+            count = 0
+        self._unanswered[node_id] = (count, self._monotonic())
 
 
 def _on_trial(asked: int) -> str:

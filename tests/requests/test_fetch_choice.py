@@ -159,12 +159,31 @@ def test_a_fetch_may_take_a_few_times_as_long_as_planned_and_no_longer_than_comp
 
 
 def test_a_machine_that_is_silent_again_and_again_is_not_asked_for_a_while() -> None:
-    members = Members(monotonic=lambda: 0.0)
-    members.unanswered("a")
+    now_s = 0.0
+    members = Members(monotonic=lambda: now_s)
+    members.unanswered("a", 0.0)
     assert not members.left_out("a", "fetch")
     members.answered("a")
-    members.unanswered("a")
+    members.unanswered("a", 0.0)
     assert not members.left_out("a", "fetch")
-    members.unanswered("a")
+    now_s = 1.0
+    members.unanswered("a", 0.5)
     assert members.left_out("a", "fetch")
     assert not members.left_out("a", "answer"), "it may do everything else well"
+
+
+def test_questions_of_one_moment_are_one_silence() -> None:
+    now_s = 1.0
+    members = Members(monotonic=lambda: now_s)
+    for _ in range(5):
+        members.unanswered("a", 0.9)
+    assert not members.left_out("a", "fetch")
+    now_s = 2.0
+    for _ in range(5):
+        members.unanswered("a", 1.9)
+    assert members.left_out("a", "fetch")
+    # Once it is asked again, questions from before do not count, and the first silence leaves it in.
+    now_s = 2.1 + limits.BACKOFF_S
+    members.unanswered("a", 1.9)
+    members.unanswered("a", now_s)
+    assert not members.left_out("a", "fetch")

@@ -175,6 +175,7 @@ class _Fetch:
         """What it has, and how soon that would be here; None for nothing."""
         lacking = self._lacking
         body = messages.encode(messages.BlocksQuestion(self._names(plan=plan), lacking.rows, lacking.states))
+        asked_s = time.monotonic()
         try:
             answer = await self._fetching.partners.ask(
                 member.node_id, messages.FIND, body, within_s=limits.FETCH_FIND_S
@@ -183,7 +184,7 @@ class _Fetch:
         except FleetError as error:
             log.debug("fetching.no_answer", peer=member.node_id[:7], reason=str(error))
             if isinstance(error, PeerUnreachable):
-                self._fetching.members.unanswered(member.node_id)
+                self._fetching.members.unanswered(member.node_id, asked_s)
             return None
         self._fetching.members.answered(member.node_id)
         link = member.link
