@@ -699,11 +699,17 @@ FETCH_LOOK_BYTES_PER_S = 8 * GIB
 FETCH_TURN_S = 0.02
 # What a fetch takes besides its bytes and round trips, and the part of computing it must save.
 FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.03, 0.1
+# The part of a fetch that computing towards it must save: it takes cores from what opens the seals, comes in
+# whole chunks, and what has come before a failure is of no use until the two meet.
+FETCH_MIX_GAIN = 0.25
 # A block that takes so many times as long as planned, and at least this, ends the fetch; so does a fetch that
 # takes as long as computing all of it, at least this.
 FETCH_LATE, FETCH_BLOCK_S = 5.0, 2.0
 # A fetch that takes so many times as long as planned: its link is measured again.
 FETCH_DOUBT = 2.0
+# Fetches by whose median the next one from the same machine is predicted: two of them may be odd. They count
+# for so long; a machine that was slow is not asked, so it must be forgotten some time.
+FETCH_SPEEDS, FETCH_SPEED_S = 5, 600.0
 # Questions about prompts that a machine leaves unanswered, one after the other, before it is left out.
 FETCH_UNANSWERED = 2
 # Fetches that a machine serves at once: each reads its disk as fast as it can.

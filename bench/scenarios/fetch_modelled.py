@@ -11,6 +11,7 @@ from bench.figures import Figure, Measured
 from fleetd.limits import GIB
 from fleetd.plan.beginnings import Beginning, KeptBeginning, from_disk, from_peer
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.fetch_speeds import FetchSpeed
 from fleetd.plan.prefill.options import HelperSpec
 from fleetd.plan.prefill.schedule import PrefillSize
 from fleetd.plan.route import Candidate, RouteQuestion
@@ -82,8 +83,8 @@ def rows() -> dict[str, Priced]:
     for name, tok_s in MACHINES.items():
         found[f"{name}, from its own disk"] = priced(tok_s, from_disk(KEPT, 0, STATE_BYTES))
         for link_name, link in LINKS.items():
-            speed = PrefillSpeed.measured(tok_s)
-            fetched = from_peer(KEPT, 0, None, link, "another machine", speed, STATE_BYTES)
+            speed, fetch = PrefillSpeed.measured(tok_s), FetchSpeed.by_figures(link, DISK_BYTES_PER_S)
+            fetched = from_peer(KEPT, 0, None, fetch, "another machine", speed, STATE_BYTES)
             found[f"{name}, from another machine over {link_name}"] = priced(tok_s, fetched)
     return found
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from fleetd import limits
 from fleetd.cache import block_file, disk_speed, machine_key
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
-from fleetd.cache.index import FoundBlocks, FoundText, Index, KeyReplaced, NewBlock, NoRoom
+from fleetd.cache.index import FoundBlocks, FoundText, Index, KeyReplaced, NewBlock, NoRoom, RestoredPrompt
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.settings import DiskCacheSettings, default_quota
 from fleetd.control.cache_report import CacheReport
@@ -158,7 +158,8 @@ class BlockStore:
         """What is here of a text with these beginnings. Raises CacheUnavailable, NotKept."""
         with self._open() as (index, key):
             found = index.longest(key.id, [key.file_name(link) for link in links])
-            return replace(found, bytes_per_s=index.speeds.of(self._cached_share(found.files)))
+            cached = self._cached_share(found.files)
+            return replace(found, bytes_per_s=index.speeds.of(cached), cached=cached)
 
     # ---- writing -----------------------------------------------------------------------------------------
 
@@ -260,18 +261,10 @@ class BlockStore:
 
     # ---- figures -----------------------------------------------------------------------------------------
 
-    def restored(
-        self,
-        model: str,
-        tokens: int,
-        n_bytes: int,
-        seconds: float,
-        saved_s: float,
-        cached: float | None = None,
-    ) -> None:
-        """Count a prompt whose beginning was read; see ``Index.restored``."""
+    def restored(self, read: RestoredPrompt) -> None:
+        """Count a prompt whose beginning was read. Raises CacheUnavailable."""
         with self._open() as (index, _):
-            index.restored(model, tokens, n_bytes, seconds, saved_s, cached)
+            index.restored(read)
 
     def sent(self, n_bytes: int, seconds: float, cached: float | None = None) -> None:
         """Count what was read for another machine; see ``Index.sent``."""

@@ -94,6 +94,19 @@ class NewBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class RestoredPrompt:
+    """A prompt of which so much was read, in so many seconds. ``saved_s``: computing it would have taken
+    longer. ``cached``: as in FoundBlocks, before that."""
+
+    model: str
+    tokens: int
+    nbytes: int
+    seconds: float
+    saved_s: float
+    cached: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FoundBlocks:
     """The beginning of a prompt that is on the disk: blocks, their bytes, the measured speed of reading.
 
@@ -117,12 +130,13 @@ class FoundBlocks:
 @dataclass(frozen=True, slots=True)
 class FoundText:
     """The beginning of a text that is on the disk: up to which link, its bytes, the speed of reading.
-    ``files``: of the blocks that its links end in."""
+    ``files``: of the blocks that its links end in. ``cached``: as in FoundBlocks."""
 
     links: int = 0
     nbytes: int = 0
     bytes_per_s: float = 0.0
     files: tuple[str, ...] = ()
+    cached: float | None = None
 
 
 class Index:
@@ -384,20 +398,12 @@ class Index:
 
     # ---- figures -----------------------------------------------------------------------------------------
 
-    def restored(
-        self,
-        model: str,
-        tokens: int,
-        n_bytes: int,
-        seconds: float,
-        saved_s: float,
-        cached: float | None = None,
-    ) -> None:
-        """Count a prompt whose beginning was read from the disk. ``cached``: as in FoundBlocks, before
-        that."""
+    def restored(self, read: RestoredPrompt) -> None:
+        """Count a prompt whose beginning was read from the disk."""
+        saved_s = max(0.0, read.saved_s)
         with self._transaction():
-            self._count(model, hits=1, tokens=tokens, saved_s=max(0.0, saved_s), read_bytes=n_bytes)
-            self._read_in(n_bytes, seconds, cached)
+            self._count(read.model, hits=1, tokens=read.tokens, saved_s=saved_s, read_bytes=read.nbytes)
+            self._read_in(read.nbytes, read.seconds, read.cached)
 
     def sent(self, n_bytes: int, seconds: float, cached: float | None = None) -> None:
         """Count blocks that were read for another machine: how fast the disk is."""

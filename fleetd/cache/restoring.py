@@ -23,7 +23,7 @@ from typing import Protocol
 from fleetd import limits
 from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore, CacheUnavailable, NotKept
-from fleetd.cache.index import FoundBlocks
+from fleetd.cache.index import FoundBlocks, RestoredPrompt
 
 Targets = Callable[[int, BlockHeader], Sequence[memoryview]]
 
@@ -126,8 +126,8 @@ class BlockReader:
 
     def count(self, restore: Restore, tokens: int, n_bytes: int, saved_s: float) -> None:
         """Count a restore that was of use."""
-        seconds, cached = restore.seconds, restore.found.cached
-        self._put(lambda store: store.restored(restore.model, tokens, n_bytes, seconds, saved_s, cached))
+        read = RestoredPrompt(restore.model, tokens, n_bytes, restore.seconds, saved_s, restore.found.cached)
+        self._put(lambda store: store.restored(read))
 
     def close(self) -> None:
         self._work.put(None)
@@ -147,6 +147,9 @@ class BlockReader:
                 work(store)
             except (CacheUnavailable, NotKept):
                 pass  # a miss; the writer tells people of it
+            except Exception:  # noqa: S110
+                # A bug, or memory that is short: what has come counts, and the next prompt is looked for.
+                pass
             self._stuck = False
         store.close()
 

@@ -68,6 +68,14 @@ class Restoring:
     def step(self) -> Hit | None:
         """Go on, if it is ready. At the end the restored beginning, which has 0 tokens where the disk was of
         no use; None before that."""
+        try:
+            return self._step()
+        except Exception:
+            # Whatever it makes of a library: what the disk has is a miss, and the prompt is computed.
+            self.close()
+            return self._none()
+
+    def _step(self) -> Hit | None:
         if self._restore.state is RestoreState.FOUND:
             if not self._pays():
                 return self._none()
@@ -134,5 +142,5 @@ class Restoring:
         return Hit(blocks * _BLOCK, cache, restore.chosen.namespace)
 
     def _none(self) -> Hit:
-        self._cache, self._snapshot = [], None
+        self._cache, self._snapshot, self.tokens, self.n_bytes = [], None, 0, 0
         return Hit(0, None, DENSE)

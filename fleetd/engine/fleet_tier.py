@@ -106,14 +106,22 @@ class Fetching:
         self._checking: Iterator[None] | None = None
         self._error: FleetError | None = None
         self._begun_s = self._decided_s = time.monotonic()
+        # From the decision to the first byte; 0 before that.
+        self._opening_s = 0.0
         self._until_s = math.inf
 
     @property
     def worth_asking(self) -> bool:
         return len(self._names) * _BLOCK >= limits.FETCH_LEAST_TOKENS
 
-    def question(self) -> Lacking:
-        cost, start, layout = self._tier.cost, self._first * _BLOCK, self._tier.layout()
+    def question(self) -> Lacking | None:
+        """What is to be asked of other machines; None where what the model keeps cannot be told."""
+        try:
+            layout = self._tier.layout()
+        except Exception:
+            # It may compute a token to see that, which may fail. Then the prompt is computed.
+            return None
+        cost, start = self._tier.cost, self._first * _BLOCK
         block_bytes = layout.header(0).nbytes
         computed_s = []
         for number in range(1, len(self._names) + 1):
@@ -241,7 +249,7 @@ class Fetching:
         blocks = self.tokens // _BLOCK
         n_bytes = blocks * self._tier.layout().header(0).nbytes
         n_bytes += sum(snapshot.nbytes for snapshot in self._snapshots) if blocks else 0
-        return Fetched(self._id, blocks, n_bytes, self.seconds, code, reason)
+        return Fetched(self._id, blocks, n_bytes, self.seconds, code, reason, self._opening_s)
 
     def _begin(self) -> None:
         decision, sock = self._decision, self._sock
@@ -382,6 +390,7 @@ class Fetching:
         def targets(number: int, header: BlockHeader) -> Sequence[memoryview]:
             if self._targets is None:
                 raise PeerLate("Its keys and values came too late.")
+            self._opening_s = self._opening_s or time.monotonic() - self._decided_s
             return self._targets(number, header)
 
         error: FleetError | None = None

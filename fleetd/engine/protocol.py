@@ -641,8 +641,8 @@ class Kept(msgspec.Struct, frozen=True, tag="kept"):
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched", omit_defaults=True):
-    """A fetch has ended. ``blocks``: those that are used. ``seconds``: from the decision to the last byte.
-    ``code`` and ``reason``: why not all are."""
+    """A fetch has ended. ``blocks``: those that are used. ``seconds``: from the decision to the last byte;
+    ``opening_s``: to the first one. ``code`` and ``reason``: why not all are."""
 
     id: str
     blocks: Natural = 0
@@ -650,6 +650,7 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched", omit_defaults=True):
     seconds: Seconds = 0.0
     code: str = ""
     reason: Text = ""
+    opening_s: Seconds = 0.0
 
 
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]

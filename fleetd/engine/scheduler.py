@@ -374,9 +374,9 @@ class Scheduler(ComputeLoop):
             wake=self.inbox.wake,
             draw=random.Random(),  # noqa: S311 — which tokens are checked; nobody can know it before
         )
-        if fetching.worth_asking:
+        if fetching.worth_asking and (question := fetching.question()) is not None:
             sequence.fetching = fetching
-            self.emit(fetching.question())
+            self.emit(question)
 
     def _fetch(self, sequence: ScheduledSequence) -> None:
         """Take what has come from another machine, and go on once nothing more comes."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from fleetd import limits
 from fleetd.cache.pricing import checked_tokens, look_s, restore_s
-from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
+from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
+from fleetd.plan.fetch_speeds import FetchSpeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +20,14 @@ class KeptBeginning:
     """What one machine has of a prompt, about: tokens in its prefix cache, and on its disk.
 
     ``n_bytes``: of the rows of those on the disk; ``bytes_per_s``: at which it reads them, 0 if that is not
-    measured.
+    measured; ``cached``: how much of them its system has in memory.
     """
 
     memory_tokens: int = 0
     disk_tokens: int = 0
     n_bytes: int = 0
     bytes_per_s: float = 0.0
+    cached: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,51 +61,40 @@ def from_peer(
     kept: KeptBeginning,
     known_tokens: int,
     own: Beginning | None,
-    link: LinkSpeed,
+    fetch: FetchSpeed,
     name: str,
     speed: PrefillSpeed,
     state_bytes: int = 0,
-    factor: float = 1.0,
 ) -> Beginning | None:
     """Another machine's blocks, beyond what is here; None where it has too few more.
 
     Args:
         own: what is read from this machine's disk first.
+        fetch: how fast the other machine's blocks come.
         speed: at which this machine computes meanwhile, unless the model keeps a state.
         state_bytes: as in ``from_disk``. Two snapshots come, of which one is checked by the other.
-        factor: how many times as long as predicted its blocks took lately.
     """
     first_s, restored = 0.0, 0
     if own is not None:
         known_tokens, first_s, restored = own.tokens, own.seconds, own.restored
     lacking = kept.disk_tokens - known_tokens
-    if lacking < limits.FETCH_LEAST_TOKENS or link.bytes_per_s <= 0:
+    if lacking < limits.FETCH_LEAST_TOKENS or fetch.bytes_per_s <= 0:
         return None
 
     def sent_s(tokens: int) -> float:
         n_bytes = kept.n_bytes * tokens // kept.disk_tokens + 2 * state_bytes
-        return factor * fetch_s(n_bytes, link, kept.bytes_per_s)
+        return fetch.seconds(n_bytes)
 
     def computed_s(tokens: int) -> float:
         return speed.total(1.0, range(known_tokens, known_tokens + tokens), MEASURED_TOKENS)
 
     seconds = sent_s(lacking)
-    if not state_bytes and gains(met_s := meeting_s(lacking, computed_s, sent_s), seconds):
+    if not state_bytes and mixes(met_s := meeting_s(lacking, computed_s, sent_s), seconds):
         seconds = met_s
     tokens = min(lacking, checked_tokens(states=state_bytes > 0))
     check_s = speed.total(1.0, range(kept.disk_tokens - tokens, kept.disk_tokens), MEASURED_TOKENS)
     check_s += look_s(kept.n_bytes * lacking // kept.disk_tokens)
     return Beginning(kept.disk_tokens, first_s + seconds + check_s, restored, lacking, name)
-
-
-def fetch_s(n_bytes: int, link: LinkSpeed, bytes_per_s: float) -> float:
-    """How long another machine's blocks take, from the decision to the last byte.
-
-    Args:
-        bytes_per_s: of its disk, 0 if that is not measured.
-    """
-    disk = bytes_per_s or limits.CACHE_READ_BYTES_PER_S
-    return limits.FETCH_FIXED_S + 4 * link.rtt_s + n_bytes / max(1.0, min(link.bytes_per_s, disk))
 
 
 def meeting_s(pieces: int, computed_s: Callable[[int], float], sent_s: Callable[[int], float]) -> float:
@@ -126,3 +117,8 @@ def meeting_s(pieces: int, computed_s: Callable[[int], float], sent_s: Callable[
 def gains(seconds: float, instead_s: float) -> bool:
     """True if something takes so much less time than the other that it is worth doing."""
     return seconds <= (1 - limits.FETCH_LEAST_GAIN) * instead_s
+
+
+def mixes(met_s: float, waited_s: float) -> bool:
+    """True if computing towards what comes, until the two meet, is clearly sooner than waiting for it."""
+    return met_s <= (1 - limits.FETCH_MIX_GAIN) * waited_s

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 from fleetd import limits
 
 # Scoring stops after some of the layers and keeps attention that prefill throws away: one says little of the
-# other. A fetch is the way from a machine's disk into this one's caches, whatever the model.
-PromptWork = Literal["prefill", "score", "decode", "fetch"]
+# other.
+PromptWork = Literal["prefill", "score", "decode"]
 
 # Weight of the newest measurement in the moving average: the next prompt should already be cut better.
 WEIGHT = 0.5

@@ -6,6 +6,7 @@ and answers to it. A machine that failed at one kind of work is therefore not as
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,7 @@ from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.affinity import BLOCK_CHARS, Affinity, SessionPlaces
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.fetch_speeds import FetchSpeed, FetchSpeeds
 from fleetd.plan.prefill.options import PrefillOption
 from fleetd.plan.refusals import THIS_NODE, Refusal
 from fleetd.plan.speed_corrections import CorrectedWork, PromptWork, SpeedCorrections
@@ -35,9 +37,6 @@ _FAILED_AT: dict[Work, str] = {
     "draft": "to draft an answer",
     "fetch": "to send the keys and values of a prompt",
 }
-
-# A fetch has no figure of one machine's own that could be measured again: its parts are measured each time.
-_ANY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +137,7 @@ class Members:
         self.affinity = Affinity(os.urandom(16))
         self.sessions = SessionPlaces(os.urandom(16))
         self.corrections = SpeedCorrections()
+        self._fetch_speeds = FetchSpeeds()
         self.backoff = PeerBackoff()
         self.unaided = unaided
         # By model: how its last prompt here was prefilled, which the next one keeps where two ways are alike.
@@ -149,8 +149,9 @@ class Members:
         self._proven: set[str] = set()
         # By request: where its prompt is read at the moment, with which model, and the text's hashes.
         self._being_read: dict[str, tuple[str, str, list[bytes]]] = {}
-        # How many questions about prompts machines have left unanswered, one after the other.
-        self._unanswered: dict[str, int] = {}
+        # How many questions about prompts machines have left unanswered, one after the other, and when the
+        # last of them was given up.
+        self._unanswered: dict[str, tuple[int, float]] = {}
         self._listed = listed
         self._own_card = own_card
         self._monotonic = monotonic
@@ -312,27 +313,37 @@ class Members:
         of, now_s = CorrectedWork(node_id, model, work), self._monotonic()
         self.corrections.ran(of, token_s, now_s, expected_s=expected_s, took_s=took_s, seen_here=True)
 
-    def fetch_factor(self, node_id: str) -> float:
-        """How many times as long as predicted blocks from a machine take, by earlier ones."""
-        return self.corrections.factor(CorrectedWork(node_id, "", "fetch"), _ANY_S, self._monotonic())
+    def fetch_speed(self, node_id: str, link: LinkSpeed, bytes_per_s: float, cached: float) -> FetchSpeed:
+        """How fast blocks come from a machine; see ``FetchSpeeds.speed``."""
+        return self._fetch_speeds.speed(node_id, link, bytes_per_s, cached, self._monotonic())
 
-    def fetched(self, node_id: str, *, expected_s: float, took_s: float) -> None:
-        """Blocks have come from there; ``expected_s`` is without the factor."""
-        of, now_s = CorrectedWork(node_id, "", "fetch"), self._monotonic()
-        self.corrections.ran(of, _ANY_S, now_s, expected_s=expected_s, took_s=took_s, seen_here=True)
+    def fetched(
+        self, node_id: str, cached: float, n_bytes: float, *, opening_s: float, took_s: float
+    ) -> None:
+        """Blocks have come from there; see ``FetchSpeeds.fetched``."""
+        now_s = self._monotonic()
+        self._fetch_speeds.fetched(node_id, cached, n_bytes, opening_s=opening_s, took_s=took_s, now_s=now_s)
 
     def answered(self, node_id: str) -> None:
         """A machine has said what it keeps of a prompt."""
         self._unanswered.pop(node_id, None)
 
-    def unanswered(self, node_id: str) -> None:
+    def unanswered(self, node_id: str, asked_s: float) -> None:
         """A machine has not said in time what it keeps of a prompt. The prompt has waited for it, so one that
-        is silent again and again is asked for nothing of the kind for a while."""
-        count = self._unanswered.pop(node_id, 0) + 1
-        if count < limits.FETCH_UNANSWERED:
-            self._unanswered[node_id] = count
-        else:
+        is silent again and again is asked for nothing of the kind for a while.
+
+        Args:
+            asked_s: when it was asked, in monotonic seconds. Of questions of the same moment, as subagents
+                have them, one counts.
+        """
+        count, given_up_s = self._unanswered.get(node_id, (0, -math.inf))
+        if asked_s < given_up_s:
+            return
+        count += 1
+        if count >= limits.FETCH_UNANSWERED:
             self.late(node_id, "fetch")
+            count = 0
+        self._unanswered[node_id] = (count, self._monotonic())
 
 
 def _on_trial(asked: int) -> str:

@@ -287,8 +287,8 @@ class Placer:
                 kept, link = places.get(other.node_id), other.link
                 if kept is None or link is None or not alike(member.card, other.card, model.name):
                     continue
-                factor = self._members.fetch_factor(other.node_id)
-                theirs = from_peer(kept, cached, own, link, other.name, speed, state_bytes, factor)
+                fetch = self._members.fetch_speed(other.node_id, link, kept.bytes_per_s, kept.cached)
+                theirs = from_peer(kept, cached, own, fetch, other.name, speed, state_bytes)
                 if theirs is not None:
                     found.append(theirs)
         return tuple(found)

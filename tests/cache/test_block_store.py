@@ -20,6 +20,7 @@ from fleetd import limits
 from fleetd.cache import block_file, block_store
 from fleetd.cache.block_file import sealed_bytes
 from fleetd.cache.block_store import BlockStore, CacheUnavailable, NotKept
+from fleetd.cache.index import RestoredPrompt
 from fleetd.cache.settings import DiskCacheSettings, default_quota
 
 NAMES = prompt(1, 3)
@@ -296,7 +297,7 @@ def test_the_quota_is_a_tenth_of_the_disk_that_is_free_or_held_and_bounded() -> 
 
 def test_the_report_tells_sizes_by_model_and_wear(store: BlockStore) -> None:
     written = write(store, NAMES, model="one") + write(store, prompt(2, 1), model="two")
-    store.restored("one", 512, 100, 0.1, 3.0)
+    store.restored(RestoredPrompt("one", 512, 100, 0.1, 3.0))
     report = store.report()
     one, two = report.models
     assert report.on

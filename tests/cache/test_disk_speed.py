@@ -16,7 +16,7 @@ from fleetd import limits
 from fleetd.cache import disk_speed
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.disk_speed import DiskSpeeds, cached_share, is_cached
-from fleetd.cache.index import Index
+from fleetd.cache.index import Index, RestoredPrompt
 
 DRAW = random.Random(1)
 DISK, CACHED = 200e6, 2e9
@@ -97,7 +97,7 @@ def test_reads_teach_the_speed_of_where_the_files_were(tmp_path: Path) -> None:
     index = Index(tmp_path / "index.db", 100)
     index.sent(100 * limits.MIB, 1.0, 0.0)
     index.sent(900 * limits.MIB, 1.0, 1.0)
-    index.restored("tiny", 256, 500 * limits.MIB, 1.0, 0.5, 0.5)
+    index.restored(RestoredPrompt("tiny", 256, 500 * limits.MIB, 1.0, 0.5, 0.5))
     assert index.speeds == DiskSpeeds(100 * limits.MIB, 900 * limits.MIB)
     index.sent(200 * limits.MIB, 1.0)
     assert 100 * limits.MIB < index.speeds.disk < 200 * limits.MIB

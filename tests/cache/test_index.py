@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.cache.index import Index, KeyReplaced, NewBlock, NoRoom
+from fleetd.cache.index import Index, KeyReplaced, NewBlock, NoRoom, RestoredPrompt
 
 KEY = "a key"
 
@@ -148,11 +148,11 @@ def test_two_processes_fill_one_quota(tmp_path: Path) -> None:
 
 
 def test_the_measured_speed_follows_what_is_measured_and_small_reads_do_not_count(index: Index) -> None:
-    index.restored("tiny", 256, 10, 1.0, 0.5)
+    index.restored(RestoredPrompt("tiny", 256, 10, 1.0, 0.5))
     assert index.speeds.disk == 0
-    index.restored("tiny", 256, 100 * limits.MIB, 1.0, 0.5)
+    index.restored(RestoredPrompt("tiny", 256, 100 * limits.MIB, 1.0, 0.5))
     assert index.speeds.disk == 100 * limits.MIB
-    index.restored("tiny", 256, 200 * limits.MIB, 1.0, -0.5)
+    index.restored(RestoredPrompt("tiny", 256, 200 * limits.MIB, 1.0, -0.5))
     assert 100 * limits.MIB < index.speeds.disk < 200 * limits.MIB
     (model,) = index.models()
     assert (model.hits, model.restored_tokens, model.saved_s) == (3, 768, 1.0)

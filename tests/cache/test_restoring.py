@@ -128,6 +128,23 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_said_and_not_asked_meanw
     assert reading.look(("dense", NAMES)).state is RestoreState.FOUND
 
 
+def test_whatever_goes_wrong_while_a_prompt_is_read_the_next_one_is_looked_for(
+    reading: Reading, store: BlockStore
+) -> None:
+    write(store, NAMES)
+
+    def failing(number: int, found: BlockHeader) -> list[memoryview]:
+        if number == 2:
+            raise ValueError("no memory has this form")
+        return reading.targets(number, found)
+
+    restore = reading.look(("dense", NAMES))
+    reading.reader.read(restore, 0, 1.0, failing)
+    reading.wait()
+    assert (restore.state, restore.blocks) == (RestoreState.DONE, 2)
+    assert reading.read(reading.look(("dense", NAMES))) == 4
+
+
 def test_a_prompt_that_is_given_up_is_read_no_further(
     reading: Reading, store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

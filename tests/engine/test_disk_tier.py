@@ -37,6 +37,7 @@ from fleetd.engine.protocol import (
 )
 from fleetd.engine.scheduler import Scheduler
 from fleetd.engine.sequence_state.array_bytes import as_bytes
+from fleetd.engine.sequence_state.blocks import ArrivingSnapshot
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
 
@@ -300,6 +301,35 @@ def test_a_disk_that_hangs_costs_a_bounded_wait(
     assert worker.text("first") == answer
     go_on.set()
     worker.stop()
+
+
+@pytest.mark.parametrize("failing", [(DiskTier, "layout"), (ArrivingSnapshot, "cache")])
+def test_a_restore_that_fails_is_a_miss_and_no_failed_request(
+    model: Any,
+    tokenizer: Any,
+    settings: DiskCacheSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: tuple[type, str],
+) -> None:
+    answer = kept(model, tokenizer, settings, PROMPT)
+    worker, failed = Worker(model, tokenizer, settings), []
+
+    def fails(*args: Any) -> Any:
+        failed.append(args)
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*failing, fails)
+        # Where nothing is known of the model's states, other machines are not asked either.
+        done = worker.ask("missed", PROMPT, fetches=failing[1] == "layout")
+    assert failed
+    assert (done.usage.cached_tokens, done.timings.restored_tokens) == (0, 0)
+    assert worker.text("missed") == answer
+    assert worker.scheduler.budget.used_bytes == 0
+    worker.stop()
+    again = Worker(model, tokenizer, settings)
+    assert again.ask("again", PROMPT).timings.restored_tokens == 2 * BLOCK
+    again.stop()
 
 
 def test_a_model_whose_states_are_of_an_unknown_kind_is_not_kept() -> None:

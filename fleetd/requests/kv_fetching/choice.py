@@ -11,32 +11,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fleetd import limits
-from fleetd.plan.beginnings import fetch_s, gains, meeting_s
-from fleetd.plan.costs import LinkSpeed
+from fleetd.plan.beginnings import gains, meeting_s, mixes
+from fleetd.plan.fetch_speeds import FetchSpeed
 
 
 @dataclass(frozen=True, slots=True)
 class FetchSource:
-    """A machine that has the first ``blocks`` of those that lack; ``bytes_per_s``: of its disk, 0 unknown.
-    ``state_bytes``: of the snapshots that come with them. ``plan``: other numerics had a part. ``factor``:
-    how many times as long as its figures say what it sent took lately."""
+    """A machine that has the first ``blocks`` of those that lack, and how fast they come from it.
+    ``state_bytes``: of the snapshots that come with them. ``plan``: other numerics had a part. ``cached``:
+    how much of their files its system has in memory."""
 
     node_id: str
     name: str
-    link: LinkSpeed
+    speed: FetchSpeed
     blocks: int
-    bytes_per_s: float = 0.0
     state_bytes: int = 0
     plan: bool = False
-    factor: float = 1.0
+    cached: float = 0.0
 
     def seconds(self, block_bytes: int, blocks: int | None = None) -> float:
         """Seconds from the decision to the last byte, for so many of the blocks or for all."""
-        return self.factor * self.figures_s(block_bytes, self.blocks if blocks is None else blocks)
-
-    def figures_s(self, block_bytes: int, blocks: float) -> float:
-        """The same by the figures of its link and its disk alone."""
-        return fetch_s(round(blocks * block_bytes) + self.state_bytes, self.link, self.bytes_per_s)
+        return self.speed.seconds(
+            (self.blocks if blocks is None else blocks) * block_bytes + self.state_bytes
+        )
 
     def mixed_s(self, block_bytes: int, computed_s: Sequence[float]) -> float:
         """Seconds from the decision until what is computed meets what comes, the last block first."""
@@ -48,8 +45,7 @@ class FetchSource:
 
     def block_s(self, block_bytes: int) -> float:
         """What a block takes, or a snapshot."""
-        disk = self.bytes_per_s or limits.CACHE_READ_BYTES_PER_S
-        return self.factor * max(block_bytes, self.state_bytes) / max(1.0, min(self.link.bytes_per_s, disk))
+        return max(block_bytes, self.state_bytes) / max(1.0, self.speed.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,7 @@ def choose_fetch(
     """
     best, most_s = None, 0.0
     for source in sources:
-        if not 0 < source.blocks <= len(computed_s) or source.link.bytes_per_s <= 0:
+        if not 0 < source.blocks <= len(computed_s) or source.speed.bytes_per_s <= 0:
             continue
         alone_s = computed_s[source.blocks - 1]
         choice = _ordered(source, computed_s, block_bytes)
@@ -87,7 +83,7 @@ def _ordered(source: FetchSource, computed_s: Sequence[float], block_bytes: int)
     waited_s = source.seconds(block_bytes)
     if not source.state_bytes:
         mixed_s = source.mixed_s(block_bytes, computed_s)
-        if gains(mixed_s, waited_s):
+        if mixes(mixed_s, waited_s):
             return FetchChoice(source, mixed_s, last_first=True)
     return FetchChoice(source, waited_s)
 

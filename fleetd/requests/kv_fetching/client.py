@@ -175,6 +175,7 @@ class _Fetch:
         """What it has, and how soon that would be here; None for nothing."""
         lacking = self._lacking
         body = messages.encode(messages.BlocksQuestion(self._names(plan=plan), lacking.rows, lacking.states))
+        asked_s = time.monotonic()
         try:
             answer = await self._fetching.partners.ask(
                 member.node_id, messages.FIND, body, within_s=limits.FETCH_FIND_S
@@ -183,7 +184,7 @@ class _Fetch:
         except FleetError as error:
             log.debug("fetching.no_answer", peer=member.node_id[:7], reason=str(error))
             if isinstance(error, PeerUnreachable):
-                self._fetching.members.unanswered(member.node_id)
+                self._fetching.members.unanswered(member.node_id, asked_s)
             return None
         self._fetching.members.answered(member.node_id)
         link = member.link
@@ -191,8 +192,8 @@ class _Fetch:
         if not blocks or link is None or (lacking.states and not found.state_bytes):
             return None
         node_id, name = member.node_id, member.name
-        factor = self._fetching.members.fetch_factor(node_id)
-        return FetchSource(node_id, name, link, blocks, found.bytes_per_s, found.state_bytes, plan, factor)
+        speed = self._fetching.members.fetch_speed(node_id, link, found.bytes_per_s, found.cached)
+        return FetchSource(node_id, name, speed, blocks, found.state_bytes, plan, found.cached)
 
     def _failed(self, error: FleetError) -> None:
         if self._choice is not None and isinstance(error, PeerError):
@@ -217,6 +218,15 @@ class _Fetch:
             late = tells and fetched.seconds > limits.FETCH_DOUBT * choice.seconds
             self._fetching.partners.carried(source.node_id, fetched.n_bytes, fetched.seconds, late=late)
         if fetched.blocks:
+            log.debug(
+                "fetching.came",
+                peer=source.name,
+                n_bytes=fetched.n_bytes,
+                cached=round(source.cached, 2),
+                opening_s=round(fetched.opening_s, 4),
+                took_s=round(fetched.seconds, 4),
+                predicted_s=round(choice.seconds, 4),
+            )
             lacking = self._lacking
             # What was computed meanwhile took no time of its own.
             blocks = source.blocks if choice.last_first and not fetched.code else fetched.blocks
@@ -236,9 +246,9 @@ class _Fetch:
         members.succeeded(source.node_id, "fetch")
         if fetched.blocks:
             # The one that was under way when the two ends met counts half.
-            blocks = fetched.blocks + (0.5 if choice.last_first else 0.0)
-            expected_s = source.figures_s(self._lacking.block_bytes, blocks)
-            members.fetched(source.node_id, expected_s=expected_s, took_s=fetched.seconds)
+            n_bytes = fetched.n_bytes + (self._lacking.block_bytes / 2 if choice.last_first else 0.0)
+            opening_s, took_s = fetched.opening_s, fetched.seconds
+            members.fetched(source.node_id, source.cached, n_bytes, opening_s=opening_s, took_s=took_s)
 
 
 async def _until_end(stream: PeerStream) -> None:

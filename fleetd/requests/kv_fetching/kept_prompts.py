@@ -40,7 +40,11 @@ def links(text: str) -> list[bytes]:
 def beginning_of(found: TextFound) -> KeptBeginning:
     """The beginning in tokens, as prices count them before a prompt is tokenized."""
     return KeptBeginning(
-        found.in_memory * LINK_TOKENS, found.on_disk * LINK_TOKENS, found.n_bytes, found.bytes_per_s
+        found.in_memory * LINK_TOKENS,
+        found.on_disk * LINK_TOKENS,
+        found.n_bytes,
+        found.bytes_per_s,
+        found.cached,
     )
 
 
@@ -79,7 +83,8 @@ class KeptPrompts(PipelineStep):
         """How much of a text is here; for this machine itself, too. Blocks."""
         on_disk = self._disk.longest(digest, asked)
         in_memory = self._memory.cached_chars("", digest, asked) // BLOCK_CHARS
-        return TextFound(in_memory, on_disk.links, on_disk.nbytes, on_disk.bytes_per_s)
+        cached = on_disk.cached or 0.0
+        return TextFound(in_memory, on_disk.links, on_disk.nbytes, on_disk.bytes_per_s, cached)
 
     # ---- what is not on the disk yet: other machines are served from there alone -------------------------
 

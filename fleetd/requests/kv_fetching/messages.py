@@ -37,6 +37,7 @@ _LinkCount = Annotated[int, Meta(ge=0, le=limits.FETCH_LINKS)]
 _Count = Annotated[int, Meta(ge=0, le=limits.FETCH_BLOCKS)]
 _Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 _Speed = Annotated[float, Meta(ge=0, le=1e13)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class BlocksQuestion(msgspec.Struct, frozen=True):
@@ -49,12 +50,13 @@ class BlocksQuestion(msgspec.Struct, frozen=True):
 
 
 class BlocksFound(msgspec.Struct, frozen=True):
-    """``bytes_per_s``: at which the machine reads them; 0 if it has not measured that. ``state_bytes``: of
-    both snapshots."""
+    """``bytes_per_s``: at which the machine reads them; 0 if it has not measured that. ``cached``: how much
+    of their files its system has in memory. ``state_bytes``: of both snapshots."""
 
     blocks: _Count = 0
     bytes_per_s: _Speed = 0.0
     state_bytes: _Bytes = 0
+    cached: _Share = 0.0
 
 
 class TextQuestion(msgspec.Struct, frozen=True):
@@ -71,6 +73,7 @@ class TextFound(msgspec.Struct, frozen=True):
     on_disk: _LinkCount = 0
     n_bytes: _Bytes = 0
     bytes_per_s: _Speed = 0.0
+    cached: _Share = 0.0
 
 
 class FetchQuestion(msgspec.Struct, frozen=True):

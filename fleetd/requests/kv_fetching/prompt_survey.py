@@ -84,7 +84,7 @@ class PromptSurvey:
         return beginning_of(await asyncio.to_thread(self._here.look, digest, asked))
 
     async def _ask(self, member: Member, digest: str, asked: list[bytes]) -> KeptBeginning | None:
-        body = messages.encode(messages.TextQuestion(digest, asked))
+        body, asked_s = messages.encode(messages.TextQuestion(digest, asked)), time.monotonic()
         try:
             answer = await self._partners.ask(
                 member.node_id, messages.LOOK, body, within_s=limits.FETCH_LOOK_S
@@ -93,7 +93,7 @@ class PromptSurvey:
         except FleetError as error:
             log.debug("survey.no_answer", peer=member.node_id[:7], reason=str(error))
             if isinstance(error, PeerUnreachable):
-                self._members.unanswered(member.node_id)
+                self._members.unanswered(member.node_id, asked_s)
             return None
         self._members.answered(member.node_id)
         return beginning_of(found)

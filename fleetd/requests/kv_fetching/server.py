@@ -70,7 +70,8 @@ class BlockServer:
             snapshots = checked_by(found.states)
             blocks = snapshots[-1][0] if snapshots else 0
             state_bytes = sum(n_bytes for _, n_bytes in snapshots)
-        stream.send(messages.encode(messages.BlocksFound(blocks, found.bytes_per_s, state_bytes)))
+        answer = messages.BlocksFound(blocks, found.bytes_per_s, state_bytes, found.cached or 0.0)
+        stream.send(messages.encode(answer))
 
     async def _found(self, asked: messages.BlocksQuestion) -> FoundBlocks:
         """What is on the disk. Blocks of a prompt that was just read are written now, and waited for a
