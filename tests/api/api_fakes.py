@@ -6,7 +6,7 @@ import asyncio
 import random
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from fakes import FakeModels, FakePool, play
 from msgspec.structs import replace as replace_fields
 
 from fleetd import errors
@@ -31,7 +32,6 @@ from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
 from fleetd.hardware.memory import MemoryReading, budget
 from fleetd.models.model_names import ModelNames
-from fleetd.models.other_stores import FoundFile
 from fleetd.requests.job import LOCAL, Job, Planned
 
 TOKEN = "fleet-test-token"
@@ -100,17 +100,6 @@ def speak(job: Job) -> Iterable[Step]:
     yield p.Finished(r.id, reason, p.Usage(total, 1, sent, 0), timings)
 
 
-async def play(steps: Iterable[Any]) -> AsyncGenerator[Any, None]:
-    """Exceptions are raised, asyncio.Events waited for, all else is yielded."""
-    for step in steps:
-        if isinstance(step, asyncio.Event):
-            await step.wait()
-        elif isinstance(step, Exception):
-            raise step
-        else:
-            yield step
-
-
 class FakeRunner:
     """Plays a script per job."""
 
@@ -151,97 +140,11 @@ class FakeRunner:
             await self.changed.wait_for(condition)
 
 
-@dataclass
-class FakeFolder:
-    name: str
-    path: Path = Path("/models/it")
-    source: str = "embedded"
-    architecture: str = "llama"
-    context_tokens: int = 8192
-    weights_bytes: int = 1000
-    config: Mapping[str, Any] = field(default_factory=dict)
-    created_s: float = 1_700_000_000.5
-
-
-@dataclass
-class FakePullStep:
-    file: str
-    done_bytes: int
-    total_bytes: int
-    stage: str = "downloading"
-
-
-@dataclass
-class FakeModels:
-    names: list[str] = field(default_factory=lambda: [MODEL, "mlx-community/Qwen3-0.6B-4bit"])
-    pull_steps: list[FakePullStep | Exception | asyncio.Event] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
-    pull_ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def installed(self) -> list[FakeFolder]:
-        return [FakeFolder(name) for name in self.names]
-
-    def resolve(self, ref: str) -> FakeFolder:
-        if ref not in self.names:
-            raise ModelNotFound(
-                f"No model is called {ref!r}.", hint=f"The nearest is {MODEL!r}.", param="model"
-            )
-        return FakeFolder(ref)
-
-    def needs_pull(self, ref: str) -> bool:
-        return ref.startswith("/blobs/")
-
-    async def pull(self, ref: str) -> AsyncGenerator[FakePullStep, None]:
-        try:
-            async for step in play(self.pull_steps):
-                yield step
-            self.names.append(ref)
-        finally:
-            self.pull_ended.set()
-
-    def remove(self, ref: str) -> None:
-        self.removed.append(ref)
-
-    def importable(self) -> list[FoundFile]:
-        return [FoundFile("qwen3:4b", Path("/blobs/sha256-1"), 5, "Ollama")]
-
-    def locate(self, ref: str) -> FoundFile | Path:
-        return Path(ref) if ref.startswith("/") else self.importable()[0]
-
-    def name_for(self, place: FoundFile | Path, name: str) -> str:
-        return name or "usual"
-
-    def add(self, place: FoundFile | Path, name: str) -> FakeFolder:
-        self.names.append(name)
-        return FakeFolder(name)
-
-    def digest(self, folder: FakeFolder) -> str:
-        return "blake3:" + folder.name
-
-
-@dataclass
-class FakePool:
-    loaded: list[str] = field(default_factory=list)
-    kept: dict[str, float] = field(default_factory=dict)
-
-    def keep(self, name: str, idle_s: float) -> None:
-        if name in self.loaded:
-            self.kept[name] = idle_s
-
-    def stays_s(self, name: str) -> float:
-        return self.kept.get(name, 1800.0)
-
-    def facts(self, name: str) -> p.Ready | None:
-        return None
-
-    async def load(self, folder: FakeFolder) -> None:
-        self.loaded.append(folder.name)
-
-    async def unload(self, name: str) -> bool:
-        if name not in self.loaded:
-            return False
-        self.loaded.remove(name)
-        return True
+def installed_models(*names: str) -> FakeModels:
+    """A store with these models, or two usual ones; a pull ends at once."""
+    names = names or (MODEL, "mlx-community/Qwen3-0.6B-4bit")
+    digests = {name: f"blake3:{name}" for name in names}
+    return FakeModels(list(names), known={"/blobs/sha256-1"}, digests=digests, pull_steps=[])
 
 
 @dataclass
@@ -381,8 +284,8 @@ async def no_plan(question: PlanQuestion) -> PlanView:
 def services(runner: Any = None, **changes: Any) -> Services:
     made = Services(
         runner=runner if runner is not None else FakeRunner(),
-        models=FakeModels(),
-        pull=FakeModels().pull,
+        models=installed_models(),
+        pull=installed_models().pull,
         pool=FakePool(),
         ledger=FakeLedger(),
         metrics=FakeMetrics(),

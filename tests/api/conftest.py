@@ -11,7 +11,7 @@ import browser as browsers
 import pytest
 from api_fakes import MODEL, TOKEN, FakeRunner, Site, Target, scripts, serve, serve_in_thread, services
 from browser import Visit
-from page_fakes import World
+from page_fakes import PageWorld
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ def person(chromium: Any) -> Visit:
 
 
 @pytest.fixture
-def world(chromium: Any, person: Visit) -> Iterator[World]:
+def world(chromium: Any, person: Visit) -> Iterator[PageWorld]:
     """A daemon, its page and people; at the end no page may have complained."""
-    made = World(chromium, person)
+    made = PageWorld(chromium, person)
     with serve_in_thread(made.services) as site:
         made.site = site
         yield made

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from api_fakes import MODEL, FakeFleet, FakeModels, FakePool, FakeRunner, services, status
+from api_fakes import MODEL, FakeFleet, FakeRunner, installed_models, services, status
 from browser import Visit
+from fakes import FakeModels, FakePool
 
 from fleetd.api.page_sessions import PageSessions
 from fleetd.api.services import Services
@@ -85,7 +86,7 @@ def trace(n: int, **changes: Any) -> Trace:
 
 
 @dataclass
-class World:
+class PageWorld:
     """A scripted daemon that tests may change while it runs."""
 
     chromium: Any
@@ -93,7 +94,7 @@ class World:
     runner: FakeRunner = field(default_factory=FakeRunner)
     fleet: WatchedFleet = field(default_factory=WatchedFleet)
     pool: FakePool = field(default_factory=FakePool)
-    models: FakeModels = field(default_factory=FakeModels)
+    models: FakeModels = field(default_factory=installed_models)
     traces: list[Trace] = field(default_factory=list)
     requests: list[RunningRequest] = field(default_factory=list)
     now_s: float = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,24 @@ def hello_folder(root: Path) -> tuple[Path, Path]:
     return home, work
 
 
-class Scripted:
-    """Plays one turn per tool result that a conversation has, then says that it is done."""
+class ScriptedAgent:
+    """Plays one turn per tool result that a conversation has, then says that it is done.
 
-    def __init__(self, turns: list[tuple[str, dict[str, Any]]], limit: int = 10_000_000) -> None:
+    Args:
+        limit: tokens of the longest prompt that is not refused.
+        is_summary: whether a request goes on with a summary of its conversation, after which no turn is left.
+    """
+
+    def __init__(
+        self,
+        turns: list[tuple[str, dict[str, Any]]],
+        limit: int = 10_000_000,
+        *,
+        is_summary: Callable[[Job], bool] = lambda job: False,
+    ) -> None:
         self.turns = turns
         self.limit = limit
+        self.is_summary = is_summary
         self.jobs: list[Job] = []
         self.refused = 0
 
@@ -37,6 +49,8 @@ class Scripted:
         self.jobs.append(job)
         r = job.request
         assert isinstance(r.prompt, p.ChatPrompt)
+        if self.is_summary(job):
+            self.turns = []
         tokens = len(str(r.prompt.messages)) // 4
         if r.count_only:
             return [p.Accepted(r.id, tokens), p.Finished(r.id, "stop")]

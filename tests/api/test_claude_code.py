@@ -8,16 +8,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_fakes import MODEL, TOKEN, FakeRunner, Step, serve_in_thread, services
-from scripted_agents import Scripted, extended, hello_folder
+from api_fakes import MODEL, TOKEN, FakeRunner, serve_in_thread, services
+from scripted_agents import ScriptedAgent, extended, hello_folder
 
 from fleetd.engine import protocol as p
-from fleetd.requests.job import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.one_loop, pytest.mark.timeout(600)]
 
@@ -35,7 +34,7 @@ def ask(claude: str, tmp_path: Path) -> Ask:
     """Run Claude Code in an empty home on a folder with one file; returns what it says of its run."""
     home, work = hello_folder(tmp_path)
 
-    def run(script: Scripted, *arguments: str, **variables: str) -> dict[str, Any]:
+    def run(script: ScriptedAgent, *arguments: str, **variables: str) -> dict[str, Any]:
         with serve_in_thread(lambda: services(FakeRunner(script))) as site:
             env = {
                 "PATH": os.environ["PATH"],
@@ -66,7 +65,7 @@ def ask(claude: str, tmp_path: Path) -> Ask:
 @pytest.mark.parametrize("model", ["", MODEL])
 def test_it_reads_edits_runs_and_finishes(ask: Ask, tmp_path: Path, model: str) -> None:
     file = tmp_path / "work" / "hello.py"
-    script = Scripted(
+    script = ScriptedAgent(
         [
             ("Read", {"file_path": str(file)}),
             ("Edit", {"file_path": str(file), "old_string": "hello", "new_string": "goodbye"}),
@@ -95,13 +94,9 @@ def test_a_prompt_that_is_too_long_makes_it_compact(ask: Ask, tmp_path: Path) ->
         file.write_text("\n".join(f"line {i} of long file {n} that fills the context" for i in range(500)))
         turns.append(("Read", {"file_path": str(file)}))
 
-    class UntilCompacted(Scripted):
-        def __call__(self, job: Job) -> Iterable[Step]:
-            if "continued from a previous" in str(job.request.prompt):
-                self.turns = []
-            return super().__call__(job)
-
-    script = UntilCompacted(turns, limit=25_000)
+    script = ScriptedAgent(
+        turns, limit=25_000, is_summary=lambda job: "continued from a previous" in str(job.request.prompt)
+    )
     found = ask(
         script, "-p", "Read the files", ANTHROPIC_MODEL=MODEL, CLAUDE_CODE_MAX_CONTEXT_TOKENS="200000"
     )

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_fakes import MODEL, TOKEN, FakeRunner, Step, serve_in_thread, services
-from scripted_agents import Scripted, extended, hello_folder
+from api_fakes import MODEL, TOKEN, FakeRunner, serve_in_thread, services
+from scripted_agents import ScriptedAgent, extended, hello_folder
 
 from fleetctl.agents import AGENTS, AgentModels
 from fleetd.control.daemon_status import ClientSettings
@@ -37,7 +37,7 @@ def ask(codex: str, tmp_path: Path) -> Ask:
     home, work = hello_folder(tmp_path)
     (home / ".codex").mkdir()
 
-    def run(script: Scripted, prompt: str, context: int = 65_536) -> list[dict[str, Any]]:
+    def run(script: ScriptedAgent, prompt: str, context: int = 65_536) -> list[dict[str, Any]]:
         with serve_in_thread(lambda: services(FakeRunner(script))) as site:
             models = AgentModels(MODEL, MODEL, context)
             start = AGENTS["codex"].start(ClientSettings(api_key=TOKEN), f"{site.url}/v1", models)
@@ -62,7 +62,7 @@ def ask(codex: str, tmp_path: Path) -> Ask:
 def test_it_reads_edits_runs_and_finishes(ask: Ask, tmp_path: Path) -> None:
     edit = "sed -i s/hello/goodbye/ hello.py"
     commands = ["cat hello.py", edit, "python3 hello.py | tee seen.txt"]
-    script = Scripted([("exec_command", {"cmd": command}) for command in commands])
+    script = ScriptedAgent([("exec_command", {"cmd": command}) for command in commands])
     found = ask(script, "Say goodbye instead of hello, and run it")
     assert found[-1]["type"] == "turn.completed"
     assert found[-1]["usage"]["reasoning_output_tokens"] == 3 * 4
@@ -81,7 +81,7 @@ def test_it_reads_edits_runs_and_finishes(ask: Ask, tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_said_in_its_own_words(ask: Ask) -> None:
-    script = Scripted([], limit=100)
+    script = ScriptedAgent([], limit=100)
     found = ask(script, "Say goodbye")
     assert script.refused == 1
     assert found[-1]["type"] == "turn.failed"
@@ -89,14 +89,12 @@ def test_a_prompt_that_is_too_long_is_said_in_its_own_words(ask: Ask) -> None:
 
 
 def test_it_compacts_before_the_context_is_full(ask: Ask) -> None:
-    class UntilCompacted(Scripted):
-        def __call__(self, job: Job) -> Iterable[Step]:
-            assert isinstance(job.request.prompt, p.ChatPrompt)
-            if "checkpoint" in job.request.prompt.messages[-1]["content"].lower():
-                self.turns = []
-            return super().__call__(job)
+    def asks_for_summary(job: Job) -> bool:
+        assert isinstance(job.request.prompt, p.ChatPrompt)
+        return "checkpoint" in job.request.prompt.messages[-1]["content"].lower()
 
-    script = UntilCompacted([("exec_command", {"cmd": "seq 1 2500"})] * 8, limit=100_000)
+    turns = [("exec_command", {"cmd": "seq 1 2500"})] * 8
+    script = ScriptedAgent(turns, limit=100_000, is_summary=asks_for_summary)
     found = ask(script, "Count", 16_000)
     assert script.turns == [], "it did not compact"
     assert found[-1]["type"] == "turn.completed"

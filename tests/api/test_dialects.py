@@ -28,7 +28,7 @@ from fleetd.engine import protocol as p
 from fleetd.requests.job import Job, Planned
 
 
-class Ask(msgspec.Struct):
+class AskBody(msgspec.Struct):
     text: str
     stream: bool = False
 
@@ -119,7 +119,7 @@ class Talk(Streamer, Collector):
 
 
 async def talk(request: web.Request) -> web.StreamResponse:
-    ask = parse(await read(request), Ask)
+    ask = parse(await read(request), AskBody)
     work = generate.GenerationRequest(
         "talk-1", MODEL, "talk", [p.Generate(id="talk-1-0", prompt=p.TextPrompt(ask.text))]
     )
@@ -130,8 +130,8 @@ async def talk(request: web.Request) -> web.StreamResponse:
 LINES, EVENTS = LinesDialect(), EventsDialect()
 ROUTES = (
     *ALL_ROUTES,
-    Route("POST", "/talk/lines", talk, LINES, name="lines", body=Ask, reply=Said, item=Piece),
-    Route("POST", "/talk/events", talk, EVENTS, name="events", body=Ask, reply=Said, item=Piece),
+    Route("POST", "/talk/lines", talk, LINES, name="lines", body=AskBody, reply=Said, item=Piece),
+    Route("POST", "/talk/events", talk, EVENTS, name="events", body=AskBody, reply=Said, item=Piece),
 )
 FRAMES = [
     {"text": "one ", "kind": "piece"},
@@ -246,4 +246,4 @@ async def test_the_page_of_the_api_lists_the_new_route(site: Site) -> None:
     trouble = {"$ref": "#/components/schemas/Trouble"}
     assert responses["401"]["content"]["application/json"]["schema"] == trouble
     assert set(responses["200"]["content"]) == {"application/json", "application/x-ndjson"}
-    assert {"Ask", "Piece", "Said", "Trouble"} <= set(served["components"]["schemas"])
+    assert {"AskBody", "Piece", "Said", "Trouble"} <= set(served["components"]["schemas"])

@@ -17,16 +17,15 @@ from api_fakes import (
     MODEL,
     TOKEN,
     FakeLedger,
-    FakeModels,
-    FakePool,
-    FakePullStep,
     FakeRunner,
     engine,
     frames,
+    installed_models,
     serve_unix,
     services,
     status,
 )
+from fakes import FakeModels, FakePool, FakePullStep
 
 from fleetd import errors, limits
 from fleetd.api.app import build_app, make_runner
@@ -35,7 +34,7 @@ from fleetd.models.catalog import CATALOG
 
 
 @dataclass
-class Daemon:
+class ControlledDaemon:
     session: aiohttp.ClientSession
     models: FakeModels
     pool: FakePool
@@ -54,8 +53,8 @@ class Daemon:
 
 
 @pytest.fixture
-async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
-    models, pool, verified = FakeModels(), FakePool(), []
+async def daemon(tmp_path: Path) -> AsyncIterator[ControlledDaemon]:
+    models, pool, verified = installed_models(), FakePool(), []
 
     def verify(path: Path, *, full: bool) -> None:
         verified.append((path, full))
@@ -65,15 +64,17 @@ async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
 
     given = services(FakeRunner(), models=models, pool=pool, verify=verify, status=current, catalog=CATALOG)
     async with serve_unix(given, tmp_path / "s") as site, site.client(headers={}) as session:
-        daemon = Daemon(session, models, pool, verified, status(engines=[engine(memory_bytes=1 << 30)]))
+        daemon = ControlledDaemon(
+            session, models, pool, verified, status(engines=[engine(memory_bytes=1 << 30)])
+        )
         yield daemon
 
 
-async def test_status_is_passed_on_as_it_is(daemon: Daemon) -> None:
+async def test_status_is_passed_on_as_it_is(daemon: ControlledDaemon) -> None:
     assert await daemon.get("/fleet/v1/status") == msgspec.to_builtins(daemon.status)
 
 
-async def test_models_lists_what_is_here_and_what_could_be(daemon: Daemon) -> None:
+async def test_models_lists_what_is_here_and_what_could_be(daemon: ControlledDaemon) -> None:
     listing = await daemon.get("/fleet/v1/models")
     first = listing["installed"][0]
     assert set(first) == {
@@ -105,7 +106,7 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: Daemon) -> No
     ]
 
 
-async def test_load_and_unload(daemon: Daemon) -> None:
+async def test_load_and_unload(daemon: ControlledDaemon) -> None:
     assert await daemon.post("/fleet/v1/models/load") == {"ok": True}
     assert daemon.pool.loaded == [MODEL]
     assert await daemon.post("/fleet/v1/models/unload") == {"ok": True}
@@ -114,7 +115,7 @@ async def test_load_and_unload(daemon: Daemon) -> None:
 
 
 async def test_a_pinned_model_is_loaded_and_listed_as_such_until_it_is_unpinned_or_removed(
-    daemon: Daemon,
+    daemon: ControlledDaemon,
 ) -> None:
     async def pinned() -> list[str]:
         installed = (await daemon.get("/fleet/v1/models"))["installed"]
@@ -132,7 +133,7 @@ async def test_a_pinned_model_is_loaded_and_listed_as_such_until_it_is_unpinned_
     assert refused["error"]["code"] == "model_not_found"
 
 
-async def test_a_model_whose_folder_is_gone_is_unloaded_by_its_name(daemon: Daemon) -> None:
+async def test_a_model_whose_folder_is_gone_is_unloaded_by_its_name(daemon: ControlledDaemon) -> None:
     daemon.pool.loaded.append("gone")
     assert await daemon.post("/fleet/v1/models/unload", "gone") == {"ok": True}
     assert daemon.pool.loaded == []
@@ -140,29 +141,31 @@ async def test_a_model_whose_folder_is_gone_is_unloaded_by_its_name(daemon: Daem
     assert refused["error"]["code"] == "model_not_found"
 
 
-async def test_verify_reads_everything_and_answers_with_the_digest(daemon: Daemon) -> None:
+async def test_verify_reads_everything_and_answers_with_the_digest(daemon: ControlledDaemon) -> None:
     assert await daemon.post("/fleet/v1/models/verify") == {"ok": True, "digest": f"blake3:{MODEL}"}
     assert daemon.verified == [(Path("/models/it"), True)]
 
 
-async def test_remove_unloads_first(daemon: Daemon) -> None:
+async def test_remove_unloads_first(daemon: ControlledDaemon) -> None:
     daemon.pool.loaded.append(MODEL)
     assert await daemon.post("/fleet/v1/models/remove") == {"ok": True}
     assert (daemon.pool.loaded, daemon.models.removed) == ([], [MODEL])
 
 
-async def test_a_damaged_model_or_one_that_is_gone_can_be_removed_by_its_name(daemon: Daemon) -> None:
+async def test_a_damaged_model_or_one_that_is_gone_can_be_removed_by_its_name(
+    daemon: ControlledDaemon,
+) -> None:
     assert await daemon.post("/fleet/v1/models/remove", "gone") == {"ok": True}
     assert daemon.models.removed == ["gone"]
 
 
-async def add(daemon: Daemon, **body: str) -> list[dict[str, Any]]:
+async def add(daemon: ControlledDaemon, **body: str) -> list[dict[str, Any]]:
     async with daemon.session.post("/fleet/v1/models/add", json=body) as response:
         assert response.status == 200
         return [json.loads(frame) for frame in frames(await response.text())]
 
 
-async def test_a_folder_is_added_at_once_and_a_file_is_imported_first(daemon: Daemon) -> None:
+async def test_a_folder_is_added_at_once_and_a_file_is_imported_first(daemon: ControlledDaemon) -> None:
     daemon.models.pull_steps = [FakePullStep("sha256-1", 1, 2)]
     assert await add(daemon, path="/models/mine", name="mine") == [{"done": True, "name": "mine"}]
     steps = await add(daemon, path="qwen3:4b")
@@ -174,7 +177,7 @@ async def test_a_folder_is_added_at_once_and_a_file_is_imported_first(daemon: Da
 
 
 @pytest.mark.parametrize("verb", ["load", "unload", "pin", "unpin", "verify"])
-async def test_unknown_models_and_odd_bodies_are_refused(daemon: Daemon, verb: str) -> None:
+async def test_unknown_models_and_odd_bodies_are_refused(daemon: ControlledDaemon, verb: str) -> None:
     path = f"/fleet/v1/models/{verb}"
     assert (await daemon.post(path, "nobody", 404))["error"]["code"] == "model_not_found"
     for odd in (None, "", 1, "x" * 5000):
@@ -182,14 +185,14 @@ async def test_unknown_models_and_odd_bodies_are_refused(daemon: Daemon, verb: s
             assert (await daemon.post(route, odd, 400))["error"]["param"] == "model"
 
 
-async def pull(daemon: Daemon, name: str) -> list[dict[str, Any]]:
+async def pull(daemon: ControlledDaemon, name: str) -> list[dict[str, Any]]:
     async with daemon.session.post("/fleet/v1/models/pull", json={"model": name}) as response:
         assert response.status == 200
         assert response.headers["Content-Type"].startswith("text/event-stream")
         return [json.loads(frame) for frame in frames(await response.text())]
 
 
-async def test_pull_streams_progress_and_says_when_it_is_done(daemon: Daemon) -> None:
+async def test_pull_streams_progress_and_says_when_it_is_done(daemon: ControlledDaemon) -> None:
     daemon.models.pull_steps = [FakePullStep("a.safetensors", 1, 2), FakePullStep("a.safetensors", 2, 2)]
     assert await pull(daemon, "new") == [
         {"file": "a.safetensors", "done_bytes": 1, "total_bytes": 2, "stage": "downloading"},
@@ -198,14 +201,16 @@ async def test_pull_streams_progress_and_says_when_it_is_done(daemon: Daemon) ->
     ]
 
 
-async def test_pull_ends_with_what_went_wrong(daemon: Daemon) -> None:
+async def test_pull_ends_with_what_went_wrong(daemon: ControlledDaemon) -> None:
     daemon.models.pull_steps = [FakePullStep("a", 1, 2), errors.DiskFull("No space.", hint="Free 1 GB.")]
     *_, last = await pull(daemon, "new")
     assert (last["error"]["code"], last["error"]["hint"]) == ("disk_full", "Free 1 GB.")
     assert daemon.models.pull_ended.is_set()
 
 
-async def test_pull_talks_while_the_source_is_silent(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pull_talks_while_the_source_is_silent(
+    daemon: ControlledDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "SSE_KEEPALIVE_S", 0.05)
     go = asyncio.Event()
     daemon.models.pull_steps = [go]
@@ -218,7 +223,7 @@ async def test_pull_talks_while_the_source_is_silent(daemon: Daemon, monkeypatch
     assert b'"done":true' in seen
 
 
-async def test_leaving_a_pull_stops_it(daemon: Daemon) -> None:
+async def test_leaving_a_pull_stops_it(daemon: ControlledDaemon) -> None:
     daemon.models.pull_steps = [FakePullStep("a", 1, 2), asyncio.Event()]
     async with daemon.session.post("/fleet/v1/models/pull", json={"model": "new"}) as response:
         await response.content.readuntil(b"downloading")
@@ -231,7 +236,7 @@ async def test_leaving_a_pull_stops_it(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("days", "expected"), [("7", 200), ("", 400), ("0", 400), ("-1", 400), ("99999", 400), ("²", 400)]
 )
-async def test_usage(daemon: Daemon, days: str, expected: int) -> None:
+async def test_usage(daemon: ControlledDaemon, days: str, expected: int) -> None:
     body = await daemon.get(f"/fleet/v1/usage?days={days}", expected)
     if expected == 200:
         assert body == msgspec.to_builtins(FakeLedger().usage(7))
@@ -248,7 +253,7 @@ async def test_usage(daemon: Daemon, days: str, expected: int) -> None:
         (None, None),
     ],
 )
-async def test_env(daemon: Daemon, http: HttpAddress | None, url: str | None) -> None:
+async def test_env(daemon: ControlledDaemon, http: HttpAddress | None, url: str | None) -> None:
     daemon.status = status(http=http, ollama=http)
     settings = {"base_url": url, "api_key": TOKEN, "large": MODEL, "small": MODEL}
     settings["ollama_url"] = "" if url is None else url.removesuffix("/v1")

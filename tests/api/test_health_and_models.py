@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from api_fakes import MODEL, FakeFleet, FakeModels, FakePool, engine, serve, services, status
-from fakes import FACTS
+from api_fakes import MODEL, FakeFleet, engine, serve, services, status
+from fakes import FACTS, FakeModels, FakePool
 
 from fleetd import limits
 from fleetd.api.health import judge

@@ -7,7 +7,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from api_fakes import TOKEN, FakeModels, FakePool, FakeRunner, Site, serve, services
+from api_fakes import TOKEN, FakeRunner, Site, installed_models, serve, services
+from fakes import FakePool
 from test_web_attacks import ODD_HOSTS
 
 JSON = {"Content-Type": "application/json"}
@@ -86,7 +87,7 @@ async def test_control_is_not_served(tokenless: Site) -> None:
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/api/pull"), ("DELETE", "/api/delete")])
 async def test_what_changes_the_disk_needs_the_token(runner: FakeRunner, method: str, path: str) -> None:
-    models = FakeModels()
+    models = installed_models()
     async with serve(services(runner, models=models), needs_token=False) as site:
         assert (await ask(site, JSON, path, REF, method))[0] == 401
         assert (await ask(site, {**JSON, "Authorization": "Bearer ollama"}, path, REF, method))[0] == 401

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import ollama
 import pytest
-from api_fakes import FakePullStep, FakeRunner, Site, Step, Target, serve, serve_in_thread, services
+from api_fakes import FakeRunner, Site, Step, Target, serve, serve_in_thread, services
+from fakes import FakePullStep
 from ollama_order import OllamaOrder, read_lines
 
 from fleetd import errors, limits

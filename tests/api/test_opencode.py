@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from api_fakes import MODEL, TOKEN, FakeRunner, serve_in_thread, services
-from scripted_agents import Scripted, extended, hello_folder
+from scripted_agents import ScriptedAgent, extended, hello_folder
 
 from fleetctl.agents import AGENTS, AgentModels
 from fleetd.control.daemon_status import ClientSettings
@@ -35,7 +35,7 @@ def ask(opencode: str, tmp_path: Path) -> Ask:
     """Run opencode in an empty home on a folder with one file; returns what it says of its run."""
     home, work = hello_folder(tmp_path)
 
-    def run(script: Scripted, prompt: str, context: int = 65_536) -> list[dict[str, Any]]:
+    def run(script: ScriptedAgent, prompt: str, context: int = 65_536) -> list[dict[str, Any]]:
         with serve_in_thread(lambda: services(FakeRunner(script))) as site:
             models = AgentModels(MODEL, MODEL, context)
             start = AGENTS["opencode"].start(ClientSettings(api_key=TOKEN), f"{site.url}/v1", models)
@@ -67,7 +67,7 @@ def test_it_reads_edits_runs_and_finishes(ask: Ask, tmp_path: Path) -> None:
         ("edit", {"filePath": file, "oldString": "hello", "newString": "goodbye"}),
         ("bash", {"command": "python3 hello.py | tee seen.txt", "description": "Run it"}),
     ]
-    script = Scripted(turns)
+    script = ScriptedAgent(turns)
     found = ask(script, "Say goodbye instead of hello, and run it")
     assert [each["part"]["text"] for each in found if each["type"] == "text"][-1] == "All done."
     assert Path(file).read_text() == 'print("goodbye")\n'
@@ -90,7 +90,7 @@ def test_it_reads_edits_runs_and_finishes(ask: Ask, tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_reported(ask: Ask) -> None:
-    script = Scripted([], limit=100)
+    script = ScriptedAgent([], limit=100)
     found = ask(script, "Say goodbye")
     assert script.refused
     assert "maximum context length" in str([each for each in found if each["type"] == "error"])

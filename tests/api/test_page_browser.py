@@ -11,15 +11,11 @@ from typing import Any
 
 import browser as browsers
 import pytest
-from api_fakes import (
-    MODEL,
-    FakePullStep,
-    Step,
-    speak,
-)
+from api_fakes import MODEL, Step, speak
 from browser import OTHER_SITE, REBOUND
+from fakes import FakePullStep
 from live_daemon import until
-from page_fakes import VIEWS, World, fleet_of, goto, trace
+from page_fakes import VIEWS, PageWorld, fleet_of, goto, trace
 
 from fleetd import limits
 from fleetd.control import pairing_events
@@ -39,7 +35,7 @@ HOSTILE = (
 # ---- Logging in ------------------------------------------------------------------------------------------
 
 
-def test_a_link_logs_in_once_and_leaves_the_address_bar(world: World) -> None:
+def test_a_link_logs_in_once_and_leaves_the_address_bar(world: PageWorld) -> None:
     link = world.link
     page = world.person.open(link)
     page.wait_for_selector(".link.live")
@@ -54,7 +50,7 @@ def test_a_link_logs_in_once_and_leaves_the_address_bar(world: World) -> None:
     assert "fleetctl open" in other.inner_text("main")
 
 
-def test_a_late_link_opens_nothing_and_a_new_one_does(world: World) -> None:
+def test_a_late_link_opens_nothing_and_a_new_one_does(world: PageWorld) -> None:
     link = world.link
     world.now_s += limits.PAGE_TICKET_S
     page = world.person.open(link)
@@ -64,7 +60,7 @@ def test_a_late_link_opens_nothing_and_a_new_one_does(world: World) -> None:
     page.wait_for_selector(".link.live")
 
 
-def test_logging_out_ends_every_tab_and_another_link_brings_them_back(world: World) -> None:
+def test_logging_out_ends_every_tab_and_another_link_brings_them_back(world: PageWorld) -> None:
     page = world.opened()
     other = world.person.open(world.site.url)
     other.wait_for_selector(".link.live")
@@ -80,7 +76,7 @@ def test_logging_out_ends_every_tab_and_another_link_brings_them_back(world: Wor
 
 
 @pytest.mark.parametrize("width", [320, 1440])
-def test_every_view_fits_its_width(world: World, width: int) -> None:
+def test_every_view_fits_its_width(world: PageWorld, width: int) -> None:
     world.traces = [trace(n) for n in range(3)]
     world.requests = [RunningRequest("r1", MODEL, stage="reading the prompt", done=5, total=9)]
     page = world.opened()
@@ -92,7 +88,7 @@ def test_every_view_fits_its_width(world: World, width: int) -> None:
         assert page.evaluate(wide) <= 0, view
 
 
-def test_the_keyboard_alone_reaches_a_view(world: World) -> None:
+def test_the_keyboard_alone_reaches_a_view(world: PageWorld) -> None:
     page = world.opened()
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
@@ -103,7 +99,7 @@ def test_the_keyboard_alone_reaches_a_view(world: World) -> None:
     page.wait_for_function("document.activeElement.id === 'main'")
 
 
-def test_a_request_tells_why_it_took_as_long(world: World) -> None:
+def test_a_request_tells_why_it_took_as_long(world: PageWorld) -> None:
     world.traces = [trace(1)]
     page = world.opened("requests")
     page.click("table.past a")
@@ -120,7 +116,7 @@ def test_a_request_tells_why_it_took_as_long(world: World) -> None:
         assert part in told, part
 
 
-def test_what_runs_shows_its_progress_machine_by_machine(world: World) -> None:
+def test_what_runs_shows_its_progress_machine_by_machine(world: PageWorld) -> None:
     plan = OptionView("tokens", ["studio", "this"], 2.0, chosen=True, cuts=[0, 3000, 4000])
     world.requests = [
         RunningRequest("r1", MODEL, stage="reading the prompt", done=1024, total=4000, plan=plan)
@@ -132,7 +128,7 @@ def test_what_runs_shows_its_progress_machine_by_machine(world: World) -> None:
     page.wait_for_selector("text=Nothing runs.")
 
 
-def test_a_machine_that_is_lost_says_why(world: World) -> None:
+def test_a_machine_that_is_lost_says_why(world: PageWorld) -> None:
     page = world.opened()
     page.wait_for_selector(".machines li:has-text('machine-01') .state.usable")
     peers = [*world.fleet.fleet.peers]
@@ -141,7 +137,7 @@ def test_a_machine_that_is_lost_says_why(world: World) -> None:
     page.wait_for_selector(".machines li:has-text('machine-01') >> text=It does not answer. Is it on?")
 
 
-def test_a_model_is_pulled_loaded_and_removed(world: World) -> None:
+def test_a_model_is_pulled_loaded_and_removed(world: PageWorld) -> None:
     waits: list[asyncio.Event] = []
 
     def steps() -> Iterable[Any]:
@@ -167,7 +163,7 @@ def test_a_model_is_pulled_loaded_and_removed(world: World) -> None:
     until(lambda: world.models.removed == ["someone/tiny-model"])
 
 
-def test_a_chat_shows_any_text_as_text_and_stops(world: World) -> None:
+def test_a_chat_shows_any_text_as_text_and_stops(world: PageWorld) -> None:
     def script(job: Job) -> Iterable[Step]:
         yield p.Accepted(job.request.id, 9)
         yield p.Prefill(job.request.id, 9, 9)
@@ -195,7 +191,7 @@ def test_a_chat_shows_any_text_as_text_and_stops(world: World) -> None:
     page.wait_for_selector("text=The answer is complete.", state="attached")
 
 
-def test_what_smart_prefill_drops_is_marked(world: World) -> None:
+def test_what_smart_prefill_drops_is_marked(world: PageWorld) -> None:
     page = world.opened("chat")
     page.fill("#prompt", "first line 😀\nsecond line\nthird line")
     page.click("text=Send")
@@ -208,7 +204,7 @@ def test_what_smart_prefill_drops_is_marked(world: World) -> None:
     assert page.eval_on_selector(".selection del", "one => one.textContent.trim()") == "second line"
 
 
-def test_pairing_asks_about_the_phrase(world: World) -> None:
+def test_pairing_asks_about_the_phrase(world: PageWorld) -> None:
     world.fleet.waiting = "abc"
     world.fleet.steps = [
         pairing_events.CodeShown("12-abcde-fghij", 300.0, 3, "mini", 8115, ["10.0.0.2"]),
@@ -225,7 +221,7 @@ def test_pairing_asks_about_the_phrase(world: World) -> None:
     until(world.fleet.closed.is_set)
 
 
-def test_a_large_fleet_and_many_requests_are_drawn(world: World) -> None:
+def test_a_large_fleet_and_many_requests_are_drawn(world: PageWorld) -> None:
     world.fleet.fleet = fleet_of(64)
     world.traces = [trace(n) for n in range(1000)]
     page = world.opened()
@@ -282,7 +278,7 @@ def other_server() -> Iterator[tuple[int, list[dict[str, str]]]]:
     """Another program of this machine that serves a page: its port, and the headers that it was sent."""
     asked: list[dict[str, str]] = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class OtherSiteHandler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             asked.append(dict(self.headers))
             self.send_response(200)
@@ -293,7 +289,7 @@ def other_server() -> Iterator[tuple[int, list[dict[str, str]]]]:
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OtherSiteHandler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server.server_port, asked
@@ -302,7 +298,7 @@ def other_server() -> Iterator[tuple[int, list[dict[str, str]]]]:
 
 
 @pytest.mark.parametrize("host", [OTHER_SITE, "127.0.0.1"])
-def test_attack_a_page_of_another_origin_does_and_reads_nothing(world: World, host: str) -> None:
+def test_attack_a_page_of_another_origin_does_and_reads_nothing(world: PageWorld, host: str) -> None:
     """On another site, and on another port of this machine, which browsers count as the same site."""
     world.opened()
     with other_server() as (port, asked):
@@ -320,7 +316,7 @@ def test_attack_a_page_of_another_origin_does_and_reads_nothing(world: World, ho
     assert any("fleetd-" in cookie for cookie in cookies) == (host == "127.0.0.1")
 
 
-def test_attack_a_page_that_opens_the_page_in_a_window_cannot_reach_into_it(world: World) -> None:
+def test_attack_a_page_that_opens_the_page_in_a_window_cannot_reach_into_it(world: PageWorld) -> None:
     world.opened()
     with other_server() as (port, _):
         page = world.person.open(f"http://{OTHER_SITE}:{port}/")
@@ -331,7 +327,7 @@ def test_attack_a_page_that_opens_the_page_in_a_window_cannot_reach_into_it(worl
         page.wait_for_function("window.other.closed")
 
 
-def test_attack_a_name_that_was_rebound_to_this_machine_is_refused(world: World) -> None:
+def test_attack_a_name_that_was_rebound_to_this_machine_is_refused(world: PageWorld) -> None:
     world.opened()
     page = world.person.context.new_page()
     for path in ("/", "/page/app.js", "/fleet/v1/status", "/v1/models"):
@@ -341,7 +337,7 @@ def test_attack_a_name_that_was_rebound_to_this_machine_is_refused(world: World)
     assert "does not name this server" in page.content()
 
 
-def test_attack_no_secret_of_a_session_can_be_read_from_the_page(world: World) -> None:
+def test_attack_no_secret_of_a_session_can_be_read_from_the_page(world: PageWorld) -> None:
     page = world.opened("clients")
     token = world.services().token
     assert token not in page.content()
@@ -363,7 +359,7 @@ new PerformanceObserver((list) => {
 
 
 @pytest.mark.parametrize("width", [320, 1440])
-def test_nothing_on_a_page_moves_while_it_opens(world: World, width: int) -> None:
+def test_nothing_on_a_page_moves_while_it_opens(world: PageWorld, width: int) -> None:
     world.traces = [trace(n) for n in range(60)]
     world.fleet.fleet = fleet_of(12)
     visit = world.visit(viewport={"width": width, "height": 700})

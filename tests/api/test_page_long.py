@@ -9,7 +9,7 @@ import browser as browsers
 import pytest
 from agent_programs import npm_install
 from api_fakes import MODEL
-from page_fakes import VIEWS, World, fleet_of, goto, trace
+from page_fakes import VIEWS, PageWorld, fleet_of, goto, trace
 
 from fleetd.control.fleet_change import RunningRequest
 
@@ -30,7 +30,7 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 1440])
 def test_a_checker_of_accessibility_finds_no_serious_fault(
-    world: World, axe: str, scheme: str, width: int
+    world: PageWorld, axe: str, scheme: str, width: int
 ) -> None:
     world.fleet.fleet = fleet_of(9)
     world.traces = [trace(n) for n in range(3)]
@@ -56,7 +56,7 @@ def faults(page: Any) -> list[str]:
     ]
 
 
-def test_a_page_that_stays_open_takes_no_more_memory(world: World) -> None:
+def test_a_page_that_stays_open_takes_no_more_memory(world: PageWorld) -> None:
     """As many changes as an hour of a busy fleet brings, one after the other."""
     world.traces = [trace(n) for n in range(200)]
     page = world.opened()

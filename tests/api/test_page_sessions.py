@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
+from pipes import Clock
+
 import pytest
 
 from fleetd import limits
 from fleetd.api.page_sessions import PageLogin, PageSessions
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -42,9 +36,9 @@ def test_a_ticket_makes_one_session(sessions: PageSessions) -> None:
 
 def test_a_ticket_dies_after_its_seconds(sessions: PageSessions, clock: Clock) -> None:
     early, late = sessions.issue(), sessions.issue()
-    clock.now_s = limits.PAGE_TICKET_S - 0.1
+    clock.now = limits.PAGE_TICKET_S - 0.1
     assert sessions.redeem(early) is not None
-    clock.now_s = limits.PAGE_TICKET_S
+    clock.now = limits.PAGE_TICKET_S
     assert sessions.redeem(late) is None
 
 
@@ -63,9 +57,9 @@ def test_neither_secret_opens_anything_alone(sessions: PageSessions) -> None:
 
 def test_a_session_ends_when_it_is_not_used(sessions: PageSessions, clock: Clock) -> None:
     used, unused = logged_in(sessions), logged_in(sessions)
-    clock.now_s = limits.PAGE_SESSION_S - 1
+    clock.now = limits.PAGE_SESSION_S - 1
     assert sessions.use(used.cookie, used.key)
-    clock.now_s = limits.PAGE_SESSION_S + 1
+    clock.now = limits.PAGE_SESSION_S + 1
     assert sessions.use(used.cookie, used.key)
     assert not sessions.use(unused.cookie, unused.key)
 

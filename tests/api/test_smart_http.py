@@ -45,7 +45,7 @@ OPTIONS: list[Any] = [
 ]
 
 
-class Told:
+class SmartRunner:
     """Says what came of smart prefill, after a wait, then answers."""
 
     def __init__(self, *told: SmartPrefillResult, wait_s: float = 0.0) -> None:
@@ -63,7 +63,7 @@ class Told:
 
 
 async def asked(
-    runner: Told,
+    runner: SmartRunner,
     route: str = "chat",
     socket: Path | None = None,
     defaults: SmartPrefillPolicy | None = None,
@@ -93,7 +93,7 @@ async def test_every_option_means_the_same_everywhere(
     route: str, on_socket: bool, stream: bool, tmp_path: Path
 ) -> None:
     for option in OPTIONS:
-        runner = Told(USED)
+        runner = SmartRunner(USED)
         socket = tmp_path / "s" if on_socket else None
         await asked(runner, route, socket, smart_prefill=option, stream=stream)
         given = option if isinstance(option, dict) else {}
@@ -104,7 +104,7 @@ async def test_every_option_means_the_same_everywhere(
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("option", [None, False, {"enabled": False}])
 async def test_off_is_off(route: str, option: Any) -> None:
-    runner = Told()
+    runner = SmartRunner()
     _, headers, text = await asked(runner, route, smart_prefill=option)
     assert runner.jobs[0].smart is None
     assert not [name for name in headers if name.startswith("X-SmartPrefill")]
@@ -113,7 +113,7 @@ async def test_off_is_off(route: str, option: Any) -> None:
 
 
 async def test_settings_turn_it_on_for_requests_that_do_not_ask() -> None:
-    runner = Told(USED)
+    runner = SmartRunner(USED)
     defaults = SmartPrefillPolicy(enabled=True, target_ratio=0.4)
     await asked(runner, defaults=defaults)
     assert runner.jobs[0].smart == defaults
@@ -136,7 +136,7 @@ async def test_settings_turn_it_on_for_requests_that_do_not_ask() -> None:
     ],
 )
 async def test_what_makes_no_sense_is_refused(route: str, option: Any) -> None:
-    status, _, text = await asked(Told(), route, smart_prefill=option)
+    status, _, text = await asked(SmartRunner(), route, smart_prefill=option)
     assert status == 400
     assert json.loads(text)["error"]["param"].startswith("smart_prefill")
 
@@ -150,7 +150,7 @@ async def test_headers_and_body_say_what_was_left_out(route: str, stream: bool) 
     body = {"smart_prefill": {"target_ratio": 0.2}, "stream": stream}
     if stream:
         body["stream_options"] = {"include_usage": True}
-    _, headers, text = await asked(Told(USED), route, **body)
+    _, headers, text = await asked(SmartRunner(USED), route, **body)
     assert headers["X-SmartPrefill-Compressor"] == "smollm2-135m"
     assert headers["X-SmartPrefill-Original-Tokens"] == "1000"
     assert headers["X-SmartPrefill-Compressed-Tokens"] == "200"
@@ -167,23 +167,23 @@ async def test_headers_and_body_say_what_was_left_out(route: str, stream: bool) 
 
 
 async def test_tokens_that_were_not_computed_make_no_speed() -> None:
-    plain = json.loads((await asked(Told()))[2])
-    sparse = json.loads((await asked(Told(SPARSE), smart_prefill=True))[2])
+    plain = json.loads((await asked(SmartRunner()))[2])
+    sparse = json.loads((await asked(SmartRunner(SPARSE), smart_prefill=True))[2])
     assert sparse["usage"] == plain["usage"]  # a sparse prompt reaches the engine whole
     assert sparse["timings"]["prompt_n"] == 0
 
 
 async def test_each_choice_computes_its_own_prompt() -> None:
-    plain = json.loads((await asked(Told(), n=2))[2])
+    plain = json.loads((await asked(SmartRunner(), n=2))[2])
     few = structs.replace(SPARSE, original_tokens=2, compressed_tokens=1)
-    sparse = json.loads((await asked(Told(few), n=2, smart_prefill=True))[2])
+    sparse = json.loads((await asked(SmartRunner(few), n=2, smart_prefill=True))[2])
     assert sparse["timings"]["prompt_n"] == plain["timings"]["prompt_n"] - 2 > 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("route", ROUTES)
 async def test_why_nothing_was_left_out_is_told(route: str, stream: bool) -> None:
-    _, headers, text = await asked(Told(SKIPPED), route, smart_prefill=True, stream=stream)
+    _, headers, text = await asked(SmartRunner(SKIPPED), route, smart_prefill=True, stream=stream)
     assert headers["X-SmartPrefill-Skipped"].startswith("short: The prompt has about 40 tokens")
     assert headers["X-SmartPrefill-Skipped"].isascii()
     assert headers["X-Fleet-Exactness"] == "exact"
@@ -208,7 +208,7 @@ def test_a_header_escapes_a_percent_sign_only_where_it_would_mislead(said: str, 
 
 async def test_headers_that_cannot_wait_promise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HEADERS_PLAN_S", 0.01)
-    _, headers, text = await asked(Told(USED, wait_s=0.2), smart_prefill=True, stream=True)
+    _, headers, text = await asked(SmartRunner(USED, wait_s=0.2), smart_prefill=True, stream=True)
     assert headers["X-Fleet-Exactness"] == "lossy"
     assert "X-SmartPrefill-Mode" not in headers
     assert ": smart prefill text; compressor=smollm2-135m; tokens=200/1000\n" in text
@@ -216,7 +216,7 @@ async def test_headers_that_cannot_wait_promise_nothing(monkeypatch: pytest.Monk
 
 
 async def test_what_changes_after_the_headers_is_a_comment() -> None:
-    class Late(Told):
+    class Late(SmartRunner):
         async def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
             yield structs.replace(LOCAL, smart=SPARSE, exactness="lossy")
             yield p.Accepted(job.request.id, 3)
@@ -232,7 +232,7 @@ async def test_what_changes_after_the_headers_is_a_comment() -> None:
 
 async def test_prompts_of_one_request_add_up_and_choices_do_not() -> None:
     _, headers, text = await asked(
-        Told(USED), "completions", prompt=["one", "two"], n=2, smart_prefill=True, max_tokens=2
+        SmartRunner(USED), "completions", prompt=["one", "two"], n=2, smart_prefill=True, max_tokens=2
     )
     report = json.loads(text)["smart_prefill"]
     assert (report["original_tokens"], report["compressed_tokens"]) == (2000, 400)

@@ -11,6 +11,7 @@ from typing import Any
 import kv_blocks
 import pytest
 from kv_blocks import header, prompt
+from waiting_store import SOON_S, WaitingStore
 
 from fleetd.cache.block_file import BlockDamaged, BlockHeader, sealed_bytes
 from fleetd.cache.block_names import state_name
@@ -19,7 +20,6 @@ from fleetd.cache.restoring import BlockNames, BlockReader, Restore, RestoreStat
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.cache.write_behind import BlocksToWrite, StateToWrite, WriteBehind
 
-SOON_S = 30.0
 NAMES = prompt(1, 4)
 STATES = [state_name(name) for name in NAMES]
 
@@ -82,13 +82,7 @@ def test_snapshots_and_blocks_share_the_quota(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_goes_on_keeps_the_snapshots_of_its_beginning(settings: DiskCacheSettings) -> None:
-    begun, let = threading.Event(), threading.Event()
-
-    class Slow(BlockStore):
-        def write(self, *args: Any, **kwargs: Any) -> int:
-            begun.set()
-            assert let.wait(SOON_S)
-            return super().write(*args, **kwargs)
+    slow = WaitingStore(settings)
 
     def to_write(names: Sequence[bytes], states: Mapping[int, bytes]) -> BlocksToWrite:
         return BlocksToWrite(
@@ -104,13 +98,13 @@ def test_a_prompt_that_goes_on_keeps_the_snapshots_of_its_beginning(settings: Di
             },
         )
 
-    writer, store = WriteBehind(lambda: Slow(settings), 10_000), BlockStore(settings)
+    writer, store = WriteBehind(lambda: slow, 10_000), BlockStore(settings)
     assert writer.put(to_write(prompt(2, 1), {}))
-    assert begun.wait(SOON_S)
+    assert slow.begun.acquire(timeout=SOON_S)
     assert writer.put(to_write(NAMES[:2], {0: STATES[0], 1: STATES[1]}))
     assert writer.put(to_write(NAMES, {3: STATES[3]}))
     assert writer.figures.queued_bytes == 2 * 1000 + 3 * 500
-    let.set()
+    slow.let.release(100)
     assert writer.flush(SOON_S)
     assert writer.figures.written_blocks == 1 + 4 + 3
     assert [blocks for blocks, _ in store.find(NAMES, STATES).states] == [1, 2, 4]

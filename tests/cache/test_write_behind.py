@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,27 +9,12 @@ from typing import Any
 import kv_blocks
 import pytest
 from kv_blocks import header, payload, prompt, read
+from waiting_store import SOON_S, WaitingStore
 
 from fleetd import limits
 from fleetd.cache.block_store import BlockStore, CacheUnavailable, PromptBlocks
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.cache.write_behind import BlocksToWrite, WriteBehind
-
-SOON_S = 30.0
-
-
-class Slow(BlockStore):
-    """Writes a block only when it is let."""
-
-    def __init__(self, settings: DiskCacheSettings) -> None:
-        super().__init__(settings)
-        self.begun = threading.Semaphore(0)
-        self.let = threading.Semaphore(0)
-
-    def write(self, *args: Any, **kwargs: Any) -> int:
-        self.begun.release()
-        assert self.let.acquire(timeout=SOON_S)
-        return super().write(*args, **kwargs)
 
 
 def to_write(names: Sequence[bytes], nbytes: int = 1000) -> BlocksToWrite:
@@ -38,19 +22,19 @@ def to_write(names: Sequence[bytes], nbytes: int = 1000) -> BlocksToWrite:
 
 
 @pytest.fixture
-def slow(settings: DiskCacheSettings) -> Slow:
-    return Slow(settings)
+def slow(settings: DiskCacheSettings) -> WaitingStore:
+    return WaitingStore(settings)
 
 
 @pytest.fixture
-def writer(slow: Slow) -> Iterator[WriteBehind]:
+def writer(slow: WaitingStore) -> Iterator[WriteBehind]:
     made = WriteBehind(lambda: slow, most_bytes=3000)
     yield made
     slow.let.release(1000)
     made.close()
 
 
-def test_what_is_put_is_written_in_order(writer: WriteBehind, slow: Slow, store: BlockStore) -> None:
+def test_what_is_put_is_written_in_order(writer: WriteBehind, slow: WaitingStore, store: BlockStore) -> None:
     one, two = prompt(1, 2), prompt(2, 1)
     assert writer.put(to_write(one))
     assert writer.put(to_write(two))
@@ -62,7 +46,9 @@ def test_what_is_put_is_written_in_order(writer: WriteBehind, slow: Slow, store:
     assert (figures.queued_bytes, figures.written_blocks, figures.dropped, figures.note) == (0, 3, 0, "")
 
 
-def test_the_queue_is_bounded_in_bytes_and_says_what_it_dropped(writer: WriteBehind, slow: Slow) -> None:
+def test_the_queue_is_bounded_in_bytes_and_says_what_it_dropped(
+    writer: WriteBehind, slow: WaitingStore
+) -> None:
     for seed in range(1, 4):
         assert writer.put(to_write(prompt(seed, 1)))
     assert slow.begun.acquire(timeout=SOON_S)
@@ -72,7 +58,7 @@ def test_the_queue_is_bounded_in_bytes_and_says_what_it_dropped(writer: WriteBeh
 
 
 def test_a_prompt_that_goes_on_takes_the_place_of_its_beginning(
-    writer: WriteBehind, slow: Slow, store: BlockStore
+    writer: WriteBehind, slow: WaitingStore, store: BlockStore
 ) -> None:
     assert writer.put(to_write(prompt(1, 1)))
     assert slow.begun.acquire(timeout=SOON_S)  # under way, so not replaced
@@ -84,7 +70,7 @@ def test_a_prompt_that_goes_on_takes_the_place_of_its_beginning(
     assert writer.figures.written_blocks == 9
 
 
-def test_memory_that_is_needed_elsewhere_is_let_go(writer: WriteBehind, slow: Slow) -> None:
+def test_memory_that_is_needed_elsewhere_is_let_go(writer: WriteBehind, slow: WaitingStore) -> None:
     assert writer.put(to_write(prompt(1, 1)))
     assert slow.begun.acquire(timeout=SOON_S)
     assert writer.put(to_write(prompt(2, 1)))
@@ -95,7 +81,7 @@ def test_memory_that_is_needed_elsewhere_is_let_go(writer: WriteBehind, slow: Sl
     assert writer.figures.written_blocks == 1
 
 
-def test_closing_writes_what_is_queued(writer: WriteBehind, slow: Slow, store: BlockStore) -> None:
+def test_closing_writes_what_is_queued(writer: WriteBehind, slow: WaitingStore, store: BlockStore) -> None:
     writer.paced = True
     slow.let.release(100)
     assert writer.put(to_write(prompt(1, 5)))
@@ -105,7 +91,7 @@ def test_closing_writes_what_is_queued(writer: WriteBehind, slow: Slow, store: B
 
 
 def test_what_another_machine_asks_for_is_written_without_pauses_until_nothing_waits(
-    writer: WriteBehind, slow: Slow, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+    writer: WriteBehind, slow: WaitingStore, store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A pause would take longer than the test.
     monkeypatch.setattr(limits, "CACHE_WRITE_SHARE", 1e-12)
@@ -121,7 +107,7 @@ def test_what_another_machine_asks_for_is_written_without_pauses_until_nothing_w
     assert store.find(prompt(1, 2)).blocks == 2
 
 
-def test_closing_does_not_wait_for_a_disk_that_hangs(writer: WriteBehind, slow: Slow) -> None:
+def test_closing_does_not_wait_for_a_disk_that_hangs(writer: WriteBehind, slow: WaitingStore) -> None:
     assert writer.put(to_write(prompt(1, 1)))
     assert slow.begun.acquire(timeout=SOON_S)
     begun = time.monotonic()
@@ -132,7 +118,7 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(writer: WriteBehind, slow: 
 def test_a_full_disk_is_told_once_left_alone_for_a_while_and_used_again(settings: DiskCacheSettings) -> None:
     now, asked, full = 0.0, 0, True
 
-    class Refusing(BlockStore):
+    class FullStore(BlockStore):
         def write(self, prompt: PromptBlocks, *args: Any, **kwargs: Any) -> int:
             nonlocal asked
             asked += 1
@@ -140,7 +126,7 @@ def test_a_full_disk_is_told_once_left_alone_for_a_while_and_used_again(settings
                 raise CacheUnavailable("the disk is full")
             return super().write(prompt, *args, **kwargs)
 
-    writer = WriteBehind(lambda: Refusing(settings), 10_000, monotonic=lambda: now)
+    writer = WriteBehind(lambda: FullStore(settings), 10_000, monotonic=lambda: now)
     for seed in range(3):
         assert writer.put(to_write(prompt(seed, 2)))
         assert writer.flush(SOON_S)
@@ -181,7 +167,7 @@ def test_it_works_a_small_part_of_the_time_while_the_worker_computes(
     writer.close()
 
 
-def test_nothing_of_a_written_prompt_stays_in_memory(writer: WriteBehind, slow: Slow) -> None:
+def test_nothing_of_a_written_prompt_stays_in_memory(writer: WriteBehind, slow: WaitingStore) -> None:
     class Held:
         pass
 

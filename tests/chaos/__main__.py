@@ -12,7 +12,7 @@ sys.path[:0] = [str(_HERE), *(str(_HERE.parent / name) for name in ("support", "
 
 import faults  # noqa: E402
 import forked_programs  # noqa: E402
-from chaos_run import Run, fleet  # noqa: E402
+from chaos_run import ChaosRun, fleet  # noqa: E402
 from netns import why_not  # noqa: E402
 from tries import Tally  # noqa: E402
 
@@ -46,7 +46,7 @@ def main() -> int:
     tally, begun = Tally(), time.monotonic()
     for number, network in enumerate(networks, 1):
         with fleet(MODELS, network) as made:
-            run = Run(made, tally, lambda line: print(line, flush=True))
+            run = ChaosRun(made, tally, lambda line: print(line, flush=True))
             for name, reason in faults.UNABLE.items():
                 if "other kind" not in reason:
                     print(f"NOT TRIED: {name}: {reason}", flush=True)

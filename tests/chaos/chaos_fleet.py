@@ -21,7 +21,7 @@ from live_daemon import LiveDaemon, OverUnixSocket
 from live_fleet import LiveFleet, free_port, give_model
 from netns import Lab
 from tcp_proxy import Address, Proxies
-from tries import Ask, Reply
+from tries import Ask, TryReply
 
 NAMES = ("alpha", "beta", "gamma")
 ORACLE = "oracle"
@@ -119,7 +119,7 @@ def workers(daemon: LiveDaemon) -> list[int]:
     return []
 
 
-def asked(daemon: LiveDaemon, ask: Ask) -> Reply:
+def asked(daemon: LiveDaemon, ask: Ask) -> TryReply:
     """Ask over the Unix socket of a daemon; never raises."""
     body = {
         "model": SMALL if ask.model == "small" else ask.model,
@@ -141,40 +141,40 @@ def asked(daemon: LiveDaemon, ask: Ask) -> Reply:
                 plan = (response.headers["X-Fleet-Plan"] or "").partition(";")[0]
                 return replace(reply, plan=plan)
     except TimeoutError:
-        return Reply(late=True)
+        return TryReply(late=True)
     except (OSError, http.client.HTTPException) as error:
-        return Reply(broken=f"{type(error).__name__}: {error}")
+        return TryReply(broken=f"{type(error).__name__}: {error}")
 
 
-def _whole(response: http.client.HTTPResponse) -> Reply:
+def _whole(response: http.client.HTTPResponse) -> TryReply:
     text = response.read()
     try:
         body = json.loads(text)
     except ValueError:
-        return Reply(broken=f"status {response.status}, {text[:200]!r}")
+        return TryReply(broken=f"status {response.status}, {text[:200]!r}")
     if "error" in body:
-        return Reply(code=str(body["error"].get("code")))
+        return TryReply(code=str(body["error"].get("code")))
     choice = body["choices"][0]
-    return Reply(
+    return TryReply(
         _essence(choice["message"]["content"], choice["finish_reason"], choice["logprobs"]["content"])
     )
 
 
-def _streamed(response: http.client.HTTPResponse) -> Reply:
+def _streamed(response: http.client.HTTPResponse) -> TryReply:
     text, finish, logprobs = "", None, list[Mapping[str, Any]]()
     for line in iter(response.readline, b""):
         if not line.startswith(b"data: "):
             continue
         if line.strip() == b"data: [DONE]":
-            return Reply(_essence(text, finish, logprobs))
+            return TryReply(_essence(text, finish, logprobs))
         event = json.loads(line.removeprefix(b"data: "))
         if "error" in event:
-            return Reply(code=str(event["error"].get("code")))
+            return TryReply(code=str(event["error"].get("code")))
         for choice in event["choices"]:
             text += choice["delta"].get("content") or ""
             finish = choice["finish_reason"] or finish
             logprobs += (choice.get("logprobs") or {}).get("content") or []
-    return Reply(broken="the stream ended without its end")
+    return TryReply(broken="the stream ended without its end")
 
 
 def _essence(text: str, finish: Any, logprobs: list[Any]) -> Any:

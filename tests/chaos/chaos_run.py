@@ -18,7 +18,7 @@ from chaos_fleet import NAMES, ChaosFleet, asked, take_copy
 from leaks import Leaks
 from live_daemon import WAIT_S
 from netns import Lab
-from tries import Ask, Fault, Outcome, Reply, Tally, Try, judged, schedule, worst
+from tries import Ask, Fault, Outcome, Tally, Try, TryReply, judged, schedule, worst
 
 from fleetd.engine import openmp_file
 
@@ -42,7 +42,7 @@ def fleet(models_dir: Path, network: str) -> Iterator[ChaosFleet]:
         yield made
 
 
-class Run:
+class ChaosRun:
     """Tries one after another. ``told`` gets a line for each."""
 
     def __init__(self, fleet: ChaosFleet, tally: Tally, told: Callable[[str], None]) -> None:
@@ -93,7 +93,7 @@ class Run:
         outcome = worst(each for each, _ in found)
         return outcome, "; ".join(why for each, why in found if each is outcome and why)
 
-    def _ask(self, ask: Ask, begun: float) -> Reply:
+    def _ask(self, ask: Ask, begun: float) -> TryReply:
         time.sleep(max(0.0, begun + ask.after_s - time.monotonic()))
         return asked(self._fleet[NAMES[ask.machine]], ask)
 

@@ -18,7 +18,7 @@ _PIECE_BYTES = 1 << 16
 
 
 @dataclass
-class Weather:
+class ProxyWeather:
     """How the network is now. ``bytes_per_s`` 0: as fast as it can be."""
 
     delay_s: float = 0.0
@@ -38,7 +38,7 @@ class Proxies:
         self._writers: dict[str, set[asyncio.StreamWriter]] = {}
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self.weather: dict[str, Weather] = {}
+        self.weather: dict[str, ProxyWeather] = {}
 
     def __enter__(self) -> Proxies:
         self._thread.start()
@@ -59,7 +59,7 @@ class Proxies:
 
     def add(self, name: str, listen: Address, target: Address, source: str) -> None:
         """Pass connections to ``listen`` on to ``target``, as coming from ``source``."""
-        self.weather[name], self._writers[name] = Weather(), set()
+        self.weather[name], self._writers[name] = ProxyWeather(), set()
 
         async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()

@@ -11,7 +11,7 @@ import pytest
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("live", "p2p")]
 
 import forked_programs
-from chaos_run import Run, fleet
+from chaos_run import ChaosRun, fleet
 from netns import why_not
 from tries import Tally
 
@@ -33,7 +33,7 @@ def test_no_answer_is_wrong_hangs_or_leaves_anything_behind(
         pytest.skip(f"NO PARTITIONS, LOSS OR REORDERING ARE TRIED: {reason}")
     tally, lines = Tally(), list[str]()
     with fleet(embedded_model.path.parent, network) as made:
-        Run(made, tally, lines.append).through(SEED, TRIES, time.monotonic() + MINUTES * 60)
+        ChaosRun(made, tally, lines.append).through(SEED, TRIES, time.monotonic() + MINUTES * 60)
     with capsys.disabled():
         sys.stdout.write(f"\n{tally.table()}\n")
     assert tally.failures == [], "\n".join(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tries import Fault, Outcome, Reply, Tally, Try, judged, schedule, worst
+from tries import Fault, Outcome, Tally, Try, TryReply, judged, schedule, worst
 
 KINDS = [f"kind {number}" for number in range(7)]
 
@@ -26,17 +26,17 @@ def test_every_kind_is_tried_about_as_often() -> None:
 @pytest.mark.parametrize(
     ("reply", "killed", "outcome"),
     [
-        (Reply("text"), False, Outcome.RIGHT),
-        (Reply("texts"), True, Outcome.WRONG),
-        (Reply(code="peer_lost"), False, Outcome.TYPED),
-        (Reply(code="internal_error"), True, Outcome.WRONG),
-        (Reply(code="what?"), False, Outcome.WRONG),
-        (Reply(broken="reset"), True, Outcome.GONE),
-        (Reply(broken="reset"), False, Outcome.WRONG),
-        (Reply(late=True), True, Outcome.HUNG),
+        (TryReply("text"), False, Outcome.RIGHT),
+        (TryReply("texts"), True, Outcome.WRONG),
+        (TryReply(code="peer_lost"), False, Outcome.TYPED),
+        (TryReply(code="internal_error"), True, Outcome.WRONG),
+        (TryReply(code="what?"), False, Outcome.WRONG),
+        (TryReply(broken="reset"), True, Outcome.GONE),
+        (TryReply(broken="reset"), False, Outcome.WRONG),
+        (TryReply(late=True), True, Outcome.HUNG),
     ],
 )
-def test_what_a_client_gets_is_judged(reply: Reply, killed: bool, outcome: Outcome) -> None:
+def test_what_a_client_gets_is_judged(reply: TryReply, killed: bool, outcome: Outcome) -> None:
     assert judged(reply, "text", killed=killed)[0] is outcome
 
 

@@ -38,7 +38,7 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
 
 
 @dataclass(frozen=True)
-class Reply:
+class TryReply:
     """What a client got: a whole answer, an error, or neither.
 
     ``answer`` is everything that must be equal: text, finish reason, log probabilities.
@@ -52,7 +52,7 @@ class Reply:
     plan: str = ""
 
 
-def judged(reply: Reply, expected: Any, *, killed: bool) -> tuple[Outcome, str]:
+def judged(reply: TryReply, expected: Any, *, killed: bool) -> tuple[Outcome, str]:
     """The outcome of one request, and why where it is not right. ``killed``: the machine asked was."""
     if reply.late:
         return Outcome.HUNG, "no answer and no error in time"

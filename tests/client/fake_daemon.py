@@ -159,7 +159,7 @@ class FakeDaemon:
         self.on("GET", "/fleet/v1/peers", Reply({"enabled": False}))
         daemon = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class DaemonHandler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def address_string(self) -> str:
@@ -237,7 +237,7 @@ class FakeDaemon:
             block_on_close = True
             request_queue_size = 16
 
-        self._server = Server(str(self.socket), Handler)
+        self._server = Server(str(self.socket), DaemonHandler)
         self.socket.chmod(0o600)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()

@@ -7,26 +7,9 @@ import threading
 import time
 
 import pytest
+from terminals import FakeTerminal
 
 from fleetctl.render.progress_line import Progress, bar
-
-
-class Terminal(io.StringIO):
-    """A terminal that signals its first paint."""
-
-    encoding = "utf-8"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.painted = threading.Event()
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        done = super().write(text)
-        self.painted.set()
-        return done
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +18,14 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_shown_for_what_is_quick() -> None:
-    terminal = Terminal()
+    terminal = FakeTerminal()
     with Progress(terminal, show_after_s=60) as progress:
         progress.update("reading", 1, 2)
     assert terminal.getvalue() == ""
 
 
 def test_shown_and_erased() -> None:
-    terminal = Terminal()
+    terminal = FakeTerminal()
     with Progress(terminal, show_after_s=0) as progress:
         progress.update("reading the prompt", 1024, 4096, unit="tokens")
         assert terminal.painted.wait(10)
@@ -53,7 +36,7 @@ def test_shown_and_erased() -> None:
 
 
 def test_a_stage_that_ends_by_itself_counts_down() -> None:
-    terminal = Terminal()
+    terminal = FakeTerminal()
     with Progress(terminal, show_after_s=0) as progress:
         progress.update("waiting", left_s=299.9)
         assert terminal.painted.wait(10)
@@ -69,14 +52,14 @@ def test_ctrl_c_while_the_painter_starts(monkeypatch: pytest.MonkeyPatch) -> Non
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    terminal = Terminal()
+    terminal = FakeTerminal()
     with pytest.raises(KeyboardInterrupt), Progress(terminal, show_after_s=0) as progress:
         progress.update("reading", 1, 2)
     assert terminal.getvalue() == ""
 
 
 def test_a_stage_name_cannot_escape() -> None:
-    terminal = Terminal()
+    terminal = FakeTerminal()
     with Progress(terminal, show_after_s=0) as progress:
         progress.update("\x1b[2Jstage\nname")
         assert terminal.painted.wait(10)
@@ -120,7 +103,7 @@ def test_a_log_of_a_long_stage_stays_short(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_dumb_terminal_is_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    terminal = Terminal()
+    terminal = FakeTerminal()
     with Progress(terminal, show_after_s=0) as progress:
         progress.update("loading", 3, 30)
     assert terminal.getvalue() == "loading  3 of 30\n"

@@ -44,7 +44,7 @@ def part(pid: int, first: int, last: int, **fields: Any) -> EngineStatus:
     return engine(pid, **{"model": f"m[{first}:{last}]", **held, **fields})
 
 
-class Daemon:
+class CardDaemon:
     """A card maker with everything it looks at."""
 
     def __init__(self, profiles: ProfileStore | None = None, *, alone: bool = False, **limits: Any) -> None:
@@ -89,7 +89,7 @@ class Daemon:
 
 @pytest.mark.one_loop
 async def test_a_card_tells_what_a_load_measured_in_two_digits() -> None:
-    daemon = Daemon()
+    daemon = CardDaemon()
     await daemon.listed()
     assert daemon.model.prefill_tok_s == 0
     daemon.engines = [engine(7)]
@@ -106,7 +106,7 @@ async def test_a_card_tells_what_a_load_measured_in_two_digits() -> None:
 @pytest.mark.one_loop
 async def test_a_card_says_whether_a_model_can_score_at_once(tmp_path: Path) -> None:
     """Also of one that is not loaded, if its profile is shipped or was found here."""
-    daemon = Daemon()
+    daemon = CardDaemon()
     await daemon.listed()
     assert daemon.model.scoring == ""
     daemon.engines = [engine(7, scoring="unmeasured")]
@@ -118,7 +118,7 @@ async def test_a_card_says_whether_a_model_can_score_at_once(tmp_path: Path) -> 
     for heads, scoring in (([(0, 0)], "ready"), ([], "unable")):
         store = ProfileStore(tmp_path / scoring)
         store.keep("d", "metal", Profile(heads, 1))
-        daemon = Daemon(profiles=store)
+        daemon = CardDaemon(profiles=store)
         await daemon.listed()
         assert daemon.model.scoring == scoring
 
@@ -126,7 +126,7 @@ async def test_a_card_says_whether_a_model_can_score_at_once(tmp_path: Path) -> 
 @pytest.mark.one_loop
 async def test_digests_are_found_also_without_a_fleet() -> None:
     """Prompts on the disk are named by them."""
-    daemon = Daemon(alone=True)
+    daemon = CardDaemon(alone=True)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         running = group.create_task(daemon.maker.run())
         while not (models := daemon.maker.card().models) or models[0].digest != "d":  # noqa: ASYNC110
@@ -136,7 +136,7 @@ async def test_digests_are_found_also_without_a_fleet() -> None:
 
 @pytest.mark.one_loop
 async def test_what_a_model_computes_in_is_known_after_it_was_unloaded() -> None:
-    daemon = Daemon()
+    daemon = CardDaemon()
     await daemon.listed()
     daemon.engines = [engine(7)]
     loaded = daemon.model
@@ -150,7 +150,7 @@ async def test_what_a_model_computes_in_is_known_after_it_was_unloaded() -> None
 @pytest.mark.one_loop
 async def test_what_a_load_took_and_what_a_prefill_consists_of_is_known_after_it_was_unloaded() -> None:
     """Other machines price a load, and the help that this machine would get, by these."""
-    daemon = Daemon()
+    daemon = CardDaemon()
     await daemon.listed()
     assert (daemon.model.load_s, daemon.model.layers) == (pytest.approx(chip_speeds.load_s(1000), rel=0.1), 0)
     took = [StepView("verifying", 33.0), StepView("reading", 8.0)]
@@ -167,7 +167,7 @@ async def test_what_a_load_took_and_what_a_prefill_consists_of_is_known_after_it
 
 @pytest.mark.one_loop
 async def test_a_worker_is_believed_once_and_then_its_runs_are() -> None:
-    daemon = Daemon()
+    daemon = CardDaemon()
     await daemon.listed()
     daemon.engines = [engine(7)]
     begun = daemon.model.prefill_tok_s
@@ -188,7 +188,7 @@ async def test_a_worker_is_believed_once_and_then_its_runs_are() -> None:
 
 @pytest.mark.one_loop
 async def test_a_machine_that_has_some_layers_tells_which_and_how_fast_they_are() -> None:
-    daemon = Daemon()
+    daemon = CardDaemon()
     await daemon.listed()
     daemon.engines = [part(7, 0, 4, kv_budget_bytes=5), part(8, 0, 14, kv_budget_bytes=9)]
     told = daemon.model
@@ -202,7 +202,7 @@ async def test_a_machine_that_has_some_layers_tells_which_and_how_fast_they_are(
 
 @pytest.mark.one_loop
 async def test_with_the_whole_model_loaded_a_part_says_nothing() -> None:
-    daemon = Daemon()
+    daemon = CardDaemon()
     await daemon.listed()
     daemon.engines = [engine(7, kv_budget_bytes=5), part(8, 0, 14)]
     told = daemon.model
@@ -215,13 +215,13 @@ async def test_with_the_whole_model_loaded_a_part_says_nothing() -> None:
 @pytest.mark.one_loop
 @pytest.mark.parametrize(("most", "usable"), [(0, 1 << 32), (1 << 31, 1 << 31), (1 << 40, 1 << 32)])
 async def test_what_a_model_may_take_is_bounded_by_the_settings(most: int, usable: int) -> None:
-    daemon = Daemon(fraction=0.5, max_bytes=most)
+    daemon = CardDaemon(fraction=0.5, max_bytes=most)
     assert daemon.maker.card().usable_bytes == usable
 
 
 @pytest.mark.one_loop
 async def test_a_card_says_that_its_speeds_are_in_doubt_until_they_are_measured_again() -> None:
-    daemon = Daemon()
+    daemon = CardDaemon()
     await daemon.listed()
     daemon.engines = [engine(7, doubt="other programs had 60 % of the processor")]
     assert daemon.model.doubtful

@@ -48,7 +48,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
     return make
 
 
-class Machine:
+class AwakeMachine:
     def __init__(self, platform: str = "darwin", *, pid: int | None = None, **settings: float) -> None:
         self.working = False
         self.share: float | None = None
@@ -84,7 +84,7 @@ async def gone(processes: list[psutil.Process]) -> None:
 
 
 async def test_a_mac_is_kept_awake_while_it_works_and_no_longer(fake: Callable[[str, str], Path]) -> None:
-    asked, mac = fake("caffeinate", CAFFEINATE), Machine()
+    asked, mac = fake("caffeinate", CAFFEINATE), AwakeMachine()
     assert not await mac.look(working=False)
     assert await mac.look(working=True), mac.awake.view
     child = mac.child
@@ -102,7 +102,7 @@ async def test_it_does_not_outlive_a_daemon_that_is_killed(fake: Callable[[str, 
     daemon = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
     )
-    mac = Machine(pid=daemon.pid)
+    mac = AwakeMachine(pid=daemon.pid)
     assert await mac.look(working=True)
     child = mac.child
     daemon.kill()
@@ -113,7 +113,7 @@ async def test_it_does_not_outlive_a_daemon_that_is_killed(fake: Callable[[str, 
 
 @pytest.mark.one_loop
 async def test_linux_takes_the_lock_that_it_is_given(fake: Callable[[str, str], Path]) -> None:
-    asked, machine = fake("systemd-inhibit", INHIBIT), Machine("linux")
+    asked, machine = fake("systemd-inhibit", INHIBIT), AwakeMachine("linux")
 
     async def second() -> bool:
         held = await machine.look(working=True)
@@ -165,7 +165,7 @@ async def test_linux_lets_go_when_the_daemon_is_killed(fake: Callable[[str, str]
 
 async def test_a_low_battery_comes_first(fake: Callable[[str, str], Path]) -> None:
     fake("caffeinate", CAFFEINATE)
-    mac = Machine(least_battery=0.3)
+    mac = AwakeMachine(least_battery=0.3)
     mac.share = 0.31
     assert await mac.look(working=True)
     mac.share = 0.29
@@ -181,7 +181,7 @@ async def test_a_system_that_refuses_is_told_once_and_asked_again_later(
     fake: Callable[[str, str], Path],
 ) -> None:
     asked = fake("caffeinate", 'echo x >> "$0.log"; echo "no power assertions here" >&2; exit 1\n')
-    mac = Machine()
+    mac = AwakeMachine()
 
     async def refused() -> bool:
         await mac.look(working=True)
@@ -202,7 +202,7 @@ async def test_without_the_program_the_machine_computes_all_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str, word: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    machine = Machine(platform)
+    machine = AwakeMachine(platform)
     assert not await machine.look(working=True)
     assert word in machine.awake.view.refused
 
@@ -215,7 +215,7 @@ def test_a_laptop_sleeps_when_its_lid_is_closed() -> None:
 
 async def test_it_may_be_switched_off(fake: Callable[[str, str], Path]) -> None:
     fake("caffeinate", CAFFEINATE)
-    assert not await Machine(enabled=False).look(working=True)
+    assert not await AwakeMachine(enabled=False).look(working=True)
 
 
 @pytest.mark.parametrize(

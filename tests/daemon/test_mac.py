@@ -22,6 +22,7 @@ from darwin import (
     WORKING_SETS,
     Kernel,
     PeerSocket,
+    PsutilMemory,
     Raises,
     profile,
     with_mac,
@@ -300,8 +301,5 @@ def test_linux_is_short_of_memory_where_programs_wait_and_little_is_free(
     assert system_memory((), tmp_path).pressure == ""
 
 
-def psutil_memory(free_gib: int) -> Any:
-    class Memory:
-        total, available = 48 * GIB, free_gib * GIB
-
-    return Memory()
+def psutil_memory(free_gib: int) -> PsutilMemory:
+    return PsutilMemory(48 * GIB, free_gib * GIB)

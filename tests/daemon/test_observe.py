@@ -8,13 +8,9 @@ import logging
 
 import pytest
 import structlog
+from terminals import FakeTerminal
 
 from fleetd import observe
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_json_lines_carry_event_level_and_context() -> None:
@@ -42,7 +38,7 @@ def test_libraries_log_in_the_same_format() -> None:
 def test_a_terminal_gets_text_unless_a_service_manager_reads(
     environ: dict[str, str], json_expected: bool
 ) -> None:
-    out = Terminal()
+    out = FakeTerminal()
     observe.configure("info", "auto", stream=out, environ=environ)
     observe.get_logger("x").info("hello")
     assert out.getvalue().startswith("{") is json_expected

@@ -6,7 +6,7 @@ from pipes import Clock
 from typing import Any
 
 import pytest
-from shared_runs import LAYERS, Run
+from shared_runs import LAYERS, SharedRun
 from tiny_architectures import tiny
 
 from fleetd import limits
@@ -27,7 +27,7 @@ def llama() -> Any:
 
 @BOTH
 def test_it_is_finished_when_all_is_sent(llama: Any, split: Split) -> None:
-    run = Run(llama, split, clock=Clock(tick=0.01))
+    run = SharedRun(llama, split, clock=Clock(tick=0.01))
     for helper in run.helpers:
         while helper.ready:
             helper.step()
@@ -38,7 +38,7 @@ def test_it_is_finished_when_all_is_sent(llama: Any, split: Split) -> None:
 
 @BOTH
 def test_progress_grows_to_its_part(llama: Any, split: Split) -> None:
-    run = Run(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
+    run = SharedRun(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
     seen = [[0] for _ in run.helpers]
     for _ in run.turns():
         for rank, helper in enumerate(run.helpers):
@@ -51,7 +51,7 @@ def test_progress_grows_to_its_part(llama: Any, split: Split) -> None:
 
 @BOTH
 def test_it_says_where_its_time_went_and_what_crossed_its_links(llama: Any, split: Split) -> None:
-    run = Run(llama, split, clock=Clock(tick=0.01))
+    run = SharedRun(llama, split, clock=Clock(tick=0.01))
     run.finish()
     for helper in run.helpers:
         steps = {step.name: step for step in helper.steps}
@@ -74,7 +74,7 @@ def test_it_says_where_its_time_went_and_what_crossed_its_links(llama: Any, spli
 @BOTH
 def test_others_may_leave_as_soon_as_they_have_what_they_need(llama: Any, split: Split) -> None:
     """Home closes its streams on the last frame, before the helper could end them."""
-    run = Run(llama, split, clock=Clock(tick=0.01))
+    run = SharedRun(llama, split, clock=Clock(tick=0.01))
     for _ in run.turns():
         pass
     for (machine, _), pipe in run.streams.ends.items():
@@ -90,7 +90,7 @@ def test_others_may_leave_as_soon_as_they_have_what_they_need(llama: Any, split:
 
 @BOTH
 def test_it_forgets_everything_when_closed(llama: Any, split: Split) -> None:
-    run = Run(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
+    run = SharedRun(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
     next(run.turns())
     helper = run.helpers[0]
     helper.close()
@@ -100,7 +100,7 @@ def test_it_forgets_everything_when_closed(llama: Any, split: Split) -> None:
 
 
 def test_hidden_states_go_before_rows_that_nobody_waits_for(llama: Any) -> None:
-    run = Run(llama, LAYER_SPLIT, clock=Clock(tick=1.0), predicted_s=1e6)
+    run = SharedRun(llama, LAYER_SPLIT, clock=Clock(tick=1.0), predicted_s=1e6)
     order: list[Kind] = []
     for name in ("home", "out"):
         pipe = run.streams.ends[0, name]

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from turned_scheduler import CHUNK, Family, Turned, alone, drawn, family
+from turned_scheduler import CHUNK, TinyFamily, Turned, alone, drawn, family
 
 from fleetd import limits
 from fleetd.engine.prefix_cache import PrefixCache
@@ -18,7 +18,7 @@ FAMILIES = ("llama", "gemma3_text")
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyFamily]:
     return {name: family(tmp_path_factory.mktemp(name), name) for name in FAMILIES}
 
 
@@ -34,7 +34,7 @@ def alike(answer: list[Any], whole: list[Any], name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_same_prompt_at_the_same_time_is_read_once(families: dict[str, Family], name: str) -> None:
+def test_the_same_prompt_at_the_same_time_is_read_once(families: dict[str, TinyFamily], name: str) -> None:
     of, tokens, names = families[name], drawn(300), ["a", "b", "c", "d"]
     bench = Turned(of)
     for each in names:
@@ -46,7 +46,7 @@ def test_the_same_prompt_at_the_same_time_is_read_once(families: dict[str, Famil
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_forks_of_one_beginning_read_it_once(families: dict[str, Family], name: str) -> None:
+def test_forks_of_one_beginning_read_it_once(families: dict[str, TinyFamily], name: str) -> None:
     of, begin = families[name], drawn(420)
     forks = {f"fork{n}": begin + drawn(40 + 30 * n, seed=7 + n) for n in range(3)}
     bench = Turned(of)
@@ -60,7 +60,9 @@ def test_forks_of_one_beginning_read_it_once(families: dict[str, Family], name: 
     assert bench.computed(*forks) - new < (1 if name == "llama" else 2 * CHUNK)
 
 
-def test_a_prompt_whose_leader_is_past_their_beginning_takes_it_at_once(families: dict[str, Family]) -> None:
+def test_a_prompt_whose_leader_is_past_their_beginning_takes_it_at_once(
+    families: dict[str, TinyFamily],
+) -> None:
     of, begin = families["llama"], drawn(200)
     bench = Turned(of)
     bench.ask("leader", begin + drawn(600, 2))
@@ -76,7 +78,7 @@ def test_a_prompt_whose_leader_is_past_their_beginning_takes_it_at_once(families
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("turns", [0, 1, 4, 9])
 def test_when_the_first_leaves_the_second_goes_on_from_there(
-    families: dict[str, Family], name: str, turns: int
+    families: dict[str, TinyFamily], name: str, turns: int
 ) -> None:
     of, tokens = families[name], drawn(300)
     # No memory for earlier prompts: what is handed over does not come from there.
@@ -93,7 +95,7 @@ def test_when_the_first_leaves_the_second_goes_on_from_there(
     assert read + bench.computed("second", "third") <= len(tokens) + 3
 
 
-def test_one_that_waits_may_leave(families: dict[str, Family]) -> None:
+def test_one_that_waits_may_leave(families: dict[str, TinyFamily]) -> None:
     of, tokens = families["llama"], drawn(300)
     bench = Turned(of)
     for each in ("first", "second"):
@@ -106,7 +108,7 @@ def test_one_that_waits_may_leave(families: dict[str, Family]) -> None:
 
 
 def test_when_the_first_fails_the_second_reads_for_itself(
-    families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
+    families: dict[str, TinyFamily], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of, tokens = families["llama"], drawn(300)
     bench = Turned(of)
@@ -122,7 +124,7 @@ def test_when_the_first_fails_the_second_reads_for_itself(
     assert bench.answer("second") == alone(of, tokens)
 
 
-def test_waiting_for_a_longer_prompt_makes_none_later(families: dict[str, Family]) -> None:
+def test_waiting_for_a_longer_prompt_makes_none_later(families: dict[str, TinyFamily]) -> None:
     begin, short, long = drawn(300), drawn(20, 2), drawn(1200, 3)
 
     def turns(first: list[int]) -> int:
@@ -138,7 +140,7 @@ def test_waiting_for_a_longer_prompt_makes_none_later(families: dict[str, Family
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_leader_that_begins_past_their_beginning_gives_no_more_than_that(
-    families: dict[str, Family], name: str
+    families: dict[str, TinyFamily], name: str
 ) -> None:
     of, known = families[name], drawn(240)
     bench = Turned(of)
@@ -153,7 +155,7 @@ def test_a_leader_that_begins_past_their_beginning_gives_no_more_than_that(
 
 
 def test_progress_is_told_while_it_waits(
-    families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
+    families: dict[str, TinyFamily], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "ENGINE_BEAT_S", 0.0)
     bench = Turned(families["llama"])
@@ -167,7 +169,9 @@ def test_progress_is_told_while_it_waits(
     bench.finish()
 
 
-def test_a_prompt_that_is_being_read_already_is_not_offered_to_helpers(families: dict[str, Family]) -> None:
+def test_a_prompt_that_is_being_read_already_is_not_offered_to_helpers(
+    families: dict[str, TinyFamily],
+) -> None:
     bench = Turned(families["llama"], sharable=families["llama"].sharable)
     tokens = drawn(600)
     bench.ask("first", tokens)
@@ -183,7 +187,9 @@ def test_a_prompt_that_is_being_read_already_is_not_offered_to_helpers(families:
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 40))])
-def test_whatever_comes_and_goes_answers_are_the_same_bytes(families: dict[str, Family], seed: int) -> None:
+def test_whatever_comes_and_goes_answers_are_the_same_bytes(
+    families: dict[str, TinyFamily], seed: int
+) -> None:
     name = FAMILIES[seed % 2]
     of = families[name]
     dice = random.Random(seed)

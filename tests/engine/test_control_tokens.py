@@ -247,7 +247,7 @@ def test_what_cannot_be_kept_text_is_refused(tokenizer: Any, text: str) -> None:
     assert prepared(tokenizer, messages[:1]).tokens
 
 
-class Slow:
+class SlowTokenizer:
     """A tokenizer that does not tell where a token's text is."""
 
     has_chat_template, has_tool_calling, has_thinking = True, False, False
@@ -267,10 +267,10 @@ class Slow:
 
 
 def test_a_tokenizer_without_places_or_a_template_that_cuts_refuses_only_control_tokens() -> None:
-    assert prepared(Slow(), [{"role": "user", "content": "ab"}]).tokens == [1, 97, 98]
+    assert prepared(SlowTokenizer(), [{"role": "user", "content": "ab"}]).tokens == [1, 97, 98]
     for text in ("<s>", "a <s>"):
         with pytest.raises(InvalidValue) as caught:
-            prepared(Slow(), [{"role": "user", "content": text}])
+            prepared(SlowTokenizer(), [{"role": "user", "content": text}])
         assert caught.value.param == "messages[0].content"
 
 

@@ -14,7 +14,7 @@ from fleetd.engine.protocol import Delta, Report
 from fleetd.engine.worker import EAGER_BYTES, DaemonSocket
 
 
-class Pair:
+class SocketPair:
     """A worker's socket, and the daemon's end."""
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+def pair() -> Iterator[SocketPair]:
+    made = SocketPair()
     yield made
     made.close()
 
@@ -46,7 +46,9 @@ def numbered(sender: str, count: int, text: str = "") -> list[Report]:
     return [Delta(sender, f"{i} {text}") for i in range(count)]
 
 
-def test_a_report_that_fits_is_written_by_its_sender(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_fits_is_written_by_its_sender(
+    pair: SocketPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pair.link._changed, "notify", lambda: pytest.fail("the writer was woken"))
     sent = numbered("a", 3)
     for report in sent:
@@ -55,7 +57,7 @@ def test_a_report_that_fits_is_written_by_its_sender(pair: Pair, monkeypatch: py
     monkeypatch.undo()
 
 
-def test_a_full_socket_makes_nobody_wait_and_loses_nothing(pair: Pair) -> None:
+def test_a_full_socket_makes_nobody_wait_and_loses_nothing(pair: SocketPair) -> None:
     sent = numbered("a", 900, "x" * 900)
     assert len(protocol.encode(sent[-1])) <= EAGER_BYTES
     for report in sent:
@@ -67,7 +69,7 @@ def test_a_full_socket_makes_nobody_wait_and_loses_nothing(pair: Pair) -> None:
     assert pair.read(1) == sent[:1]
 
 
-def test_frames_of_several_threads_are_whole_and_in_order(pair: Pair) -> None:
+def test_frames_of_several_threads_are_whole_and_in_order(pair: SocketPair) -> None:
     sent = {name: numbered(name, 200, "x" * size) for name, size in (("a", 10), ("b", 900), ("c", 9000))}
 
     def send(reports: list[Report]) -> None:
@@ -86,7 +88,7 @@ def test_frames_of_several_threads_are_whole_and_in_order(pair: Pair) -> None:
     assert found == sent
 
 
-def test_flushing_writes_what_is_left_and_ends(pair: Pair) -> None:
+def test_flushing_writes_what_is_left_and_ends(pair: SocketPair) -> None:
     sent = numbered("a", 300, "x" * 3000)
     for report in sent:
         pair.link.send(report)
@@ -99,7 +101,7 @@ def test_flushing_writes_what_is_left_and_ends(pair: Pair) -> None:
     assert not pair.link._unsent
 
 
-def test_a_daemon_that_has_gone_stops_nobody(pair: Pair) -> None:
+def test_a_daemon_that_has_gone_stops_nobody(pair: SocketPair) -> None:
     pair.daemon.close()
     for report in numbered("a", 300, "x" * 3000):
         pair.link.send(report)

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from test_disk_tier import BLOCK, Worker, bytes_of
-from test_fleet_tier import Machines
+from test_fleet_tier import TwoMachines
 
 from fleetd.engine import cpu
 from fleetd.engine.prefix_cache import DENSE
@@ -26,7 +26,7 @@ WHOLE = (TOKENS - 1) // BLOCK
 @pytest.fixture
 def machines(
     cpu_installed: None, patient: None, embedded_model: ModelFolder, tmp_path: Path
-) -> Iterator[Machines]:
+) -> Iterator[TwoMachines]:
     """One has read 4,000 tokens of this project's own words, the other one has not."""
     model, tokenizer = load_model(embedded_model.path)[0], load_tokenizer(embedded_model.path)
     cpu.to_float32(model)
@@ -35,7 +35,7 @@ def machines(
     text = "\n".join(page.read_text(encoding="utf-8") for page in docs)
     prompt = tokenizer.encode(text[: 8 * TOKENS])[:TOKENS]
     assert len(prompt) == TOKENS
-    made = Machines(model, tokenizer, tmp_path, prompt, max_tokens=ANSWERED)
+    made = TwoMachines(model, tokenizer, tmp_path, prompt, max_tokens=ANSWERED)
     yield made
     made.close()
 
@@ -50,7 +50,7 @@ def kept(worker: Worker, prompt: list[int]) -> tuple[list[bytes], bytes]:
     return rows, bytes(memoryview(logits))
 
 
-def test_restored_and_fetched_keys_and_values_are_the_computed_ones(machines: Machines) -> None:
+def test_restored_and_fetched_keys_and_values_are_the_computed_ones(machines: TwoMachines) -> None:
     prompt, there = machines.prompt, machines.there
     computed = kept(there, prompt)
     assert len(computed[0]) == 2 * len(machines.model.layers)

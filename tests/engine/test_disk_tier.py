@@ -19,6 +19,7 @@ from fleetd.cache.block_store import BlockStore
 from fleetd.cache.index import FoundBlocks
 from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.settings import DiskCacheSettings
+from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import DENSE, PrefixCache
@@ -50,14 +51,6 @@ VOCAB = 1 << 16
 PROMPT = tiny_models.prompt(600)
 
 
-class Turns:
-    def size(self, *, shared: bool, context: int = 0) -> int:
-        return 128
-
-    def took(self, tokens: int, seconds: float) -> None:
-        pass
-
-
 class Worker:
     """A scheduler of one worker's life, with blocks in a folder that outlives it."""
 
@@ -70,7 +63,7 @@ class Worker:
             model=model,
             tokenizer=tokenizer,
             context_tokens=4096,
-            chunks=Turns(),
+            chunks=FixedChunks(128, 128),
             max_streams=4,
             budget=KvBudget.of(1 << 30, 1024),
             prefix=PrefixCache(1 << 30),

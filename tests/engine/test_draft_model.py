@@ -82,7 +82,7 @@ def test_a_long_text_is_prefilled_in_pieces(model: Any) -> None:
     assert drafting.guess([]).first == fresh(model, text)
 
 
-class Counting:
+class CountingModel:
     """Notes how many tokens each pass computes."""
 
     def __init__(self, model: Any) -> None:
@@ -99,7 +99,7 @@ class Counting:
 
 def test_what_was_right_is_all_that_is_computed_again(model: Any) -> None:
     """The text goes on otherwise after every few guesses: what is read again is since it was last saved."""
-    counting, text = Counting(model), words(70)
+    counting, text = CountingModel(model), words(70)
     drafting = DraftModel(counting)
     drafting.committed(text)
     drafting.prefill([], 69)

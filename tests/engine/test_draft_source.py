@@ -12,7 +12,7 @@ from pipes import Events, MemoryPipe
 from typing import Any
 
 import pytest
-from drafts import LIES, VOCAB, Decoded, Oracle, decode, greedy, scrambled
+from drafts import LIES, VOCAB, Decoded, OracleGuesser, decode, greedy, scrambled
 
 from fleetd import limits
 from fleetd.engine.speculation import draft_messages as wire
@@ -28,7 +28,7 @@ TOKENS = 40
 WAIT_S = 20.0
 
 
-class Pair:
+class DraftPair:
     """A source and a drafter whose frames travel when they are asked for."""
 
     def __init__(self, model: Guesser, *, fatal: int = -1, **options: Any) -> None:
@@ -67,7 +67,7 @@ class Pair:
 
 
 def test_a_perfect_drafter_fills_every_pass() -> None:
-    pair = Pair(Oracle(scrambled))
+    pair = DraftPair(OracleGuesser(scrambled))
     found = pair.decode()
     assert found.tokens == greedy(scrambled, PROMPT, TOKENS)
     assert found.passes == TOKENS // 5
@@ -78,29 +78,29 @@ def test_a_perfect_drafter_fills_every_pass() -> None:
 
 def test_a_mistake_that_was_foreseen_costs_no_wait() -> None:
     """Every third token is wrong, and the truth is the runner-up: its continuation is there already."""
-    pair = Pair(Oracle(scrambled, wrong=lambda length: length % 3 == 0))
+    pair = DraftPair(OracleGuesser(scrambled, wrong=lambda length: length % 3 == 0))
     found = pair.decode()
     assert found.tokens == greedy(scrambled, PROMPT, TOKENS)
     # A pass that meets a mistake takes at most three tokens; each pass after one has drafts again.
     assert found.passes <= TOKENS // 3 + 2
-    blind = Pair(Oracle(scrambled, wrong=lambda length: length % 3 == 0, second_best=False))
+    blind = DraftPair(OracleGuesser(scrambled, wrong=lambda length: length % 3 == 0, second_best=False))
     assert blind.decode().tokens == found.tokens
 
 
 def test_a_drafter_that_is_always_wrong_changes_nothing() -> None:
-    found = Pair(Oracle(scrambled, wrong=lambda length: True, second_best=False)).decode()
+    found = DraftPair(OracleGuesser(scrambled, wrong=lambda length: True, second_best=False)).decode()
     assert (found.tokens, found.accepted) == (greedy(scrambled, PROMPT, TOKENS), 0)
 
 
 def test_a_slow_drafter_is_not_waited_for() -> None:
     """One guess per pass: what it has is used, and what the text has passed is not."""
-    found = Pair(Oracle(scrambled)).decode(steps=1)
+    found = DraftPair(OracleGuesser(scrambled)).decode(steps=1)
     assert found.tokens == greedy(scrambled, PROMPT, TOKENS)
 
 
 @pytest.mark.parametrize("fatal", range(120))
 def test_the_stream_breaks_at_any_step(fatal: int) -> None:
-    pair = Pair(Oracle(scrambled, wrong=lambda length: length % 4 == 0), fatal=fatal)
+    pair = DraftPair(OracleGuesser(scrambled, wrong=lambda length: length % 4 == 0), fatal=fatal)
     assert pair.decode().tokens == greedy(scrambled, PROMPT, TOKENS)
     if pair.events.count > fatal:
         assert isinstance(pair.source.error, PeerLost)
@@ -117,7 +117,7 @@ HARMLESS = {"other tokens", "silence", "twice"}
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("step", [0, 1, 5, 31, 32, 40])
 def test_a_lie_costs_only_its_drafts(lie: str, step: int) -> None:
-    pair = Pair(Oracle(scrambled))
+    pair = DraftPair(OracleGuesser(scrambled))
     sent = 0
 
     def tamper(head: FrameHeader, payload: bytes) -> list[tuple[FrameHeader, bytes]]:
@@ -136,7 +136,7 @@ def test_a_lie_costs_only_its_drafts(lie: str, step: int) -> None:
 
 
 def test_a_flood_ends_the_stream() -> None:
-    pair = Pair(Oracle(scrambled))
+    pair = DraftPair(OracleGuesser(scrambled))
     head, payload = wire.draft(len(PROMPT), wire.TextHash().hash, [[1]])
     for _ in range(2 * limits.DRAFT_WAITING):
         pair.sending.send(head, payload)
@@ -147,7 +147,7 @@ def test_a_flood_ends_the_stream() -> None:
 
 
 def test_attack_frames_that_come_while_others_are_taken_do_not_hold_up_decoding() -> None:
-    pair = Pair(Oracle(scrambled))
+    pair = DraftPair(OracleGuesser(scrambled))
     text = wire.TextHash()
     text.extend(PROMPT)
     head, payload = wire.draft(len(PROMPT), text.hash, [greedy(scrambled, PROMPT, 4)])
@@ -163,7 +163,7 @@ def test_attack_frames_that_come_while_others_are_taken_do_not_hold_up_decoding(
 
 
 def test_a_drafter_that_reads_nothing_costs_one_list() -> None:
-    pair = Pair(Oracle(scrambled))
+    pair = DraftPair(OracleGuesser(scrambled))
     # Nothing travels: the drafter never looks.
     found = decode(scrambled, PROMPT, TOKENS, pair.source)
     assert found.tokens == greedy(scrambled, PROMPT, TOKENS)
@@ -193,7 +193,7 @@ def test_a_drafter_that_reads_nothing_costs_one_list() -> None:
     ],
 )
 def test_a_commit_that_fits_nothing_ends_the_drafter(tamper: Any) -> None:
-    pair = Pair(Oracle(scrambled))
+    pair = DraftPair(OracleGuesser(scrambled))
     pair.turn()
     pair.ends[1].tamper = tamper
     assert pair.decode().tokens == greedy(scrambled, PROMPT, TOKENS)
@@ -201,8 +201,8 @@ def test_a_commit_that_fits_nothing_ends_the_drafter(tamper: Any) -> None:
 
 
 def test_what_is_far_behind_is_prefilled_in_chunks() -> None:
-    model = Oracle(scrambled)
-    pair = Pair(model)
+    model = OracleGuesser(scrambled)
+    pair = DraftPair(model)
     pair.source.close()
     long = [n % VOCAB for n in range(100)]
     pair.ends.clear()
@@ -214,7 +214,7 @@ def test_what_is_far_behind_is_prefilled_in_chunks() -> None:
 
 
 def test_it_drafts_no_further_than_its_context() -> None:
-    model = Oracle(scrambled)
+    model = OracleGuesser(scrambled)
     ends: list[MemoryPipe] = []
 
     def opened(place: Place) -> MemoryPipe:
@@ -233,14 +233,14 @@ def test_no_memory_ends_it() -> None:
     def grow(tokens: int) -> None:
         raise OutOfMemory("full")
 
-    pair = Pair(Oracle(scrambled), grow=grow)
+    pair = DraftPair(OracleGuesser(scrambled), grow=grow)
     assert pair.decode().tokens == greedy(scrambled, PROMPT, TOKENS)
     assert isinstance(pair.failed, OutOfMemory)
 
 
 def test_silence_ends_it() -> None:
     now = 0.0
-    pair = Pair(Oracle(scrambled), clock=lambda: now)
+    pair = DraftPair(OracleGuesser(scrambled), clock=lambda: now)
     pair.turn()
     assert not pair.drafter.ready
     now = limits.DRAFT_IDLE_S + 1
@@ -270,7 +270,7 @@ def test_over_sealed_sockets(sockets: tuple[socket.socket, socket.socket]) -> No
         return lambda place: SocketPipe(sock, key, role, place=place, wake=moved.set)
 
     drafter = DraftWriter(
-        Oracle(scrambled), connect(far, "acceptor"), Lookahead(), context_tokens=4096, vocab_size=VOCAB
+        OracleGuesser(scrambled), connect(far, "acceptor"), Lookahead(), context_tokens=4096, vocab_size=VOCAB
     )
     source = RemoteSource(connect(near, "connector"), PROMPT, VOCAB)
     try:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from drafting import answer, drafted, following
 from msgspec.structs import replace
-from sharing import Told, prompt, resources, settle, workers, write
+from request_events import RequestEvents
+from sharing import prompt, resources, settle, workers, write
 
 from fleetd import limits
 from fleetd.engine.protocol import Cancel, DraftFor, Followed, Generate, Speculate
@@ -48,7 +49,7 @@ async def plain(home: EngineProcess, asked: Generate) -> list[Any]:
     return (await answer(home, alone)).numbers
 
 
-def accepted(told: Told) -> int:
+def accepted(told: RequestEvents) -> int:
     found = told.finished.speculation
     return found.sources["drafter"].accepted if found is not None else 0
 

@@ -80,7 +80,7 @@ def settings_in(folder: Path) -> DiskCacheSettings:
     return DiskCacheSettings(str(folder / "kv"), str(folder / "identity" / "kv.key"), 1 << 30)
 
 
-class Machines:
+class TwoMachines:
     """One that has read PROMPT and keeps it, ``there``, and one that has not, ``here``."""
 
     def __init__(
@@ -166,11 +166,11 @@ class Machines:
 
 
 @pytest.fixture
-def make_machines(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., Machines]]:
+def make_machines(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., TwoMachines]]:
     with ExitStack() as stack:
 
-        def make(model: Any, prompt: list[int] = PROMPT) -> Machines:
-            made = Machines(model, tokenizer, tmp_path, prompt)
+        def make(model: Any, prompt: list[int] = PROMPT) -> TwoMachines:
+            made = TwoMachines(model, tokenizer, tmp_path, prompt)
             stack.callback(made.close)
             return made
 
@@ -178,11 +178,11 @@ def make_machines(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., Mach
 
 
 @pytest.fixture
-def machines(model: Any, make_machines: Callable[..., Machines]) -> Machines:
+def machines(model: Any, make_machines: Callable[..., TwoMachines]) -> TwoMachines:
     return make_machines(model)
 
 
-def test_what_another_machine_has_read_is_not_read_again(machines: Machines) -> None:
+def test_what_another_machine_has_read_is_not_read_again(machines: TwoMachines) -> None:
     machines.ask()
     lacking = machines.lacking()
     assert len(lacking.names) == len(lacking.computed_s) == WHOLE
@@ -201,7 +201,7 @@ def test_what_another_machine_has_read_is_not_read_again(machines: Machines) -> 
 
 
 def test_what_came_lies_on_the_own_disk_afterwards(
-    machines: Machines, model: Any, tokenizer: Any, tmp_path: Path
+    machines: TwoMachines, model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     machines.ask()
     machines.send(machines.honest)
@@ -214,7 +214,7 @@ def test_what_came_lies_on_the_own_disk_afterwards(
     again.stop()
 
 
-def test_only_what_lacks_is_asked_for(machines: Machines) -> None:
+def test_only_what_lacks_is_asked_for(machines: TwoMachines) -> None:
     machines.here.ask("begun", PROMPT[: BLOCK + 10])
     machines.ask()
     assert len(machines.lacking().names) == WHOLE - 1
@@ -224,7 +224,7 @@ def test_only_what_lacks_is_asked_for(machines: Machines) -> None:
     assert done.usage.cached_tokens == WHOLE * BLOCK
 
 
-def test_a_machine_that_has_less_than_it_said_gives_what_it_has(machines: Machines) -> None:
+def test_a_machine_that_has_less_than_it_said_gives_what_it_has(machines: TwoMachines) -> None:
     def two(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
         machines.honest(sock, sender, names[:2])
 
@@ -236,7 +236,7 @@ def test_a_machine_that_has_less_than_it_said_gives_what_it_has(machines: Machin
     assert told.code == ""
 
 
-def test_nothing_comes_where_the_daemon_says_so(machines: Machines) -> None:
+def test_nothing_comes_where_the_daemon_says_so(machines: TwoMachines) -> None:
     machines.ask()
     machines.lacking()
     machines.decide(0)
@@ -245,7 +245,7 @@ def test_nothing_comes_where_the_daemon_says_so(machines: Machines) -> None:
 
 
 def test_a_daemon_that_says_nothing_is_not_waited_for(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch
+    machines: TwoMachines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "FETCH_DECIDE_S", 0.05)
     machines.ask()
@@ -253,13 +253,13 @@ def test_a_daemon_that_says_nothing_is_not_waited_for(
     assert (done.timings.fetched_tokens, told) == (0, None)
 
 
-def test_a_prompt_that_may_not_leave_is_not_asked_for(machines: Machines) -> None:
+def test_a_prompt_that_may_not_leave_is_not_asked_for(machines: TwoMachines) -> None:
     machines.ask(local_only=True)
     machines.finish()
     assert not [e for e in machines.here.events if isinstance(e, Lacking)]
 
 
-def test_what_came_is_checked_without_a_pause_between_the_steps(machines: Machines) -> None:
+def test_what_came_is_checked_without_a_pause_between_the_steps(machines: TwoMachines) -> None:
     machines.ask()
     machines.send(machines.honest)
     sequence = machines.here.scheduler._prefilling[0]
@@ -272,7 +272,9 @@ def test_what_came_is_checked_without_a_pause_between_the_steps(machines: Machin
     machines.finish()
 
 
-def damaged(machines: Machines, change: Callable[[int, int, int, memoryview], None]) -> Callable[..., None]:
+def damaged(
+    machines: TwoMachines, change: Callable[[int, int, int, memoryview], None]
+) -> Callable[..., None]:
     """Blocks sent with other bytes than those on the disk. ``change`` is told the number of what is sent, and
     of the buffer in it."""
 
@@ -310,7 +312,7 @@ def not_a_number(number: int, part: int, parts: int, buffer: memoryview) -> None
 
 
 @pytest.mark.parametrize("change", [every_byte, not_a_number])
-def test_other_bytes_are_found_and_not_used(machines: Machines, change: Callable[..., None]) -> None:
+def test_other_bytes_are_found_and_not_used(machines: TwoMachines, change: Callable[..., None]) -> None:
     machines.ask()
     machines.send(damaged(machines, change))
     done, told = machines.finish()
@@ -339,7 +341,7 @@ def gone(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
 
 @pytest.mark.parametrize("work", [broken_seal, no_block, half_a_header, gone])
 def test_a_stream_that_is_not_one_costs_nothing_but_itself(
-    machines: Machines, work: Callable[..., None]
+    machines: TwoMachines, work: Callable[..., None]
 ) -> None:
     machines.ask()
     machines.send(work)
@@ -350,7 +352,7 @@ def test_a_stream_that_is_not_one_costs_nothing_but_itself(
 
 
 def test_a_machine_that_stalls_is_given_up_and_what_came_counts(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch
+    machines: TwoMachines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "FETCH_BLOCK_S", 0.5)
     over = threading.Event()
@@ -381,7 +383,7 @@ def test_a_machine_that_stalls_is_given_up_and_what_came_counts(
     assert told.code == "peer_late"
 
 
-def first_block_then_nothing(machines: Machines, over: threading.Event) -> Callable[..., None]:
+def first_block_then_nothing(machines: TwoMachines, over: threading.Event) -> Callable[..., None]:
     """Sends a block, and keeps the stream open."""
 
     def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
@@ -401,7 +403,7 @@ def first_block_then_nothing(machines: Machines, over: threading.Event) -> Calla
 
 @pytest.mark.parametrize("last_first", [False, True])
 def test_attack_a_machine_that_trickles_is_waited_for_no_longer_than_all_may_take(
-    machines: Machines, last_first: bool
+    machines: TwoMachines, last_first: bool
 ) -> None:
     over = threading.Event()
     machines.ask()
@@ -414,7 +416,7 @@ def test_attack_a_machine_that_trickles_is_waited_for_no_longer_than_all_may_tak
     assert told.code == "peer_late"
 
 
-def test_a_fetch_lasts_from_the_decision_on(machines: Machines) -> None:
+def test_a_fetch_lasts_from_the_decision_on(machines: TwoMachines) -> None:
     machines.ask()
     machines.lacking()
     fetching = machines.here.scheduler._prefilling[0].fetching
@@ -430,7 +432,7 @@ def test_a_fetch_lasts_from_the_decision_on(machines: Machines) -> None:
 
 @pytest.mark.parametrize("last_first", [False, True])
 def test_a_machine_that_ends_before_it_has_sent_what_it_said_it_keeps_is_late(
-    machines: Machines, last_first: bool
+    machines: TwoMachines, last_first: bool
 ) -> None:
     def nothing(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
         sender.finish()
@@ -443,7 +445,7 @@ def test_a_machine_that_ends_before_it_has_sent_what_it_said_it_keeps_is_late(
     assert (told.code, told.blocks) == ("peer_late", 0)
 
 
-def test_memory_for_what_may_come_is_made_while_the_others_are_asked(machines: Machines) -> None:
+def test_memory_for_what_may_come_is_made_while_the_others_are_asked(machines: TwoMachines) -> None:
     machines.ask()
     machines.lacking()
     fetching = machines.here.scheduler._prefilling[0].fetching
@@ -459,7 +461,7 @@ def test_memory_for_what_may_come_is_made_while_the_others_are_asked(machines: M
     assert done.timings.fetched_tokens == WHOLE * BLOCK
 
 
-def test_what_came_is_looked_at_in_turns(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_is_looked_at_in_turns(machines: TwoMachines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "FETCH_TURN_S", 0.0)
     machines.ask()
     machines.send(machines.honest)
@@ -476,7 +478,9 @@ def test_what_came_is_looked_at_in_turns(machines: Machines, monkeypatch: pytest
     assert machines.finish()[0].timings.fetched_tokens == WHOLE * BLOCK
 
 
-def test_what_came_is_not_copied_to_be_checked(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_is_not_copied_to_be_checked(
+    machines: TwoMachines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compute = FetchedCheck._compute
     stayed: list[bool] = []
 
@@ -495,7 +499,7 @@ def test_what_came_is_not_copied_to_be_checked(machines: Machines, monkeypatch: 
     assert stayed == [True]
 
 
-def test_a_request_that_is_cancelled_meanwhile_leaves_nothing(machines: Machines) -> None:
+def test_a_request_that_is_cancelled_meanwhile_leaves_nothing(machines: TwoMachines) -> None:
     over = threading.Event()
 
     def waits(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
@@ -510,7 +514,7 @@ def test_a_request_that_is_cancelled_meanwhile_leaves_nothing(machines: Machines
     machines.here.scheduler.validate()
 
 
-def test_a_worker_tells_which_blocks_a_prompt_fills_if_others_may_know(machines: Machines) -> None:
+def test_a_worker_tells_which_blocks_a_prompt_fills_if_others_may_know(machines: TwoMachines) -> None:
     def told(name: str, **fields: Any) -> list[Kept]:
         machines.here.ask(name, PROMPT, **fields)
         return [e for e in machines.here.events if isinstance(e, Kept)]
@@ -524,7 +528,7 @@ def test_a_worker_tells_which_blocks_a_prompt_fills_if_others_may_know(machines:
     store.close()
 
 
-def test_a_stream_that_is_not_wanted_any_more_is_closed(machines: Machines) -> None:
+def test_a_stream_that_is_not_wanted_any_more_is_closed(machines: TwoMachines) -> None:
     machines.ask()
     machines.lacking()
     near, far = socket.socketpair()
@@ -551,7 +555,7 @@ def of_kind(kind: str) -> tuple[Any, list[int]]:
     [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in sorted(FAMILIES.keys() - set(KINDS)))],
 )
 def test_every_family_is_fetched_and_the_answer_is_that_of_a_machine_alone(
-    kind: str, make_machines: Callable[..., Machines]
+    kind: str, make_machines: Callable[..., TwoMachines]
 ) -> None:
     machines = make_machines(*of_kind(kind))
     machines.ask()
@@ -572,7 +576,7 @@ def test_every_family_is_fetched_and_the_answer_is_that_of_a_machine_alone(
     again.stop()
 
 
-def refused(machines: Machines, change: Callable[[int, int, int, memoryview], None]) -> None:
+def refused(machines: TwoMachines, change: Callable[[int, int, int, memoryview], None]) -> None:
     """What is sent otherwise is found, not used and not forgiven."""
     machines.ask()
     machines.send(damaged(machines, change))
@@ -584,7 +588,7 @@ def refused(machines: Machines, change: Callable[[int, int, int, memoryview], No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_snapshot_of_other_numbers_is_found_and_not_used(
-    kind: str, make_machines: Callable[..., Machines]
+    kind: str, make_machines: Callable[..., TwoMachines]
 ) -> None:
     machines = make_machines(*of_kind(kind))
     last = 1 if kind == "mamba2" else WHOLE + 1
@@ -597,7 +601,7 @@ def test_a_snapshot_of_other_numbers_is_found_and_not_used(
 
 
 def test_where_bytes_must_be_equal_one_changed_bit_of_a_state_is_found(
-    make_machines: Callable[..., Machines],
+    make_machines: Callable[..., TwoMachines],
 ) -> None:
     machines = make_machines(*of_kind("qwen3_5"))
     machines.here.scheduler.sharable = SimpleNamespace(any_chunks=True)  # type: ignore[assignment]
@@ -610,7 +614,7 @@ def test_where_bytes_must_be_equal_one_changed_bit_of_a_state_is_found(
 
 
 def test_windows_that_say_they_turned_otherwise_are_not_used(
-    make_machines: Callable[..., Machines],
+    make_machines: Callable[..., TwoMachines],
 ) -> None:
     def turned(number: int, part: int, parts: int, buffer: memoryview) -> None:
         if number == WHOLE + 1 and not part:
@@ -621,7 +625,7 @@ def test_windows_that_say_they_turned_otherwise_are_not_used(
 
 
 def instead(
-    machines: Machines, change: Callable[[BlockHeader, bytes], tuple[bytes, bytes]]
+    machines: TwoMachines, change: Callable[[BlockHeader, bytes], tuple[bytes, bytes]]
 ) -> Callable[..., None]:
     """Honest blocks of rows, and snapshots of which ``change`` makes a header and a payload."""
 
@@ -700,7 +704,7 @@ def no_header(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
 )
 def test_attack_a_snapshot_that_is_none_ends_neither_the_worker_nor_the_request(
     change: Callable[[BlockHeader, bytes], tuple[bytes, bytes]],
-    make_machines: Callable[..., Machines],
+    make_machines: Callable[..., TwoMachines],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machines = make_machines(*of_kind("gemma3_text"))
@@ -715,7 +719,7 @@ def test_attack_a_snapshot_that_is_none_ends_neither_the_worker_nor_the_request(
 
 @pytest.mark.parametrize("where", ["cache", "targets"])
 def test_whatever_breaks_over_what_came_the_prompt_is_computed(
-    where: str, make_machines: Callable[..., Machines], monkeypatch: pytest.MonkeyPatch
+    where: str, make_machines: Callable[..., TwoMachines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def breaks(*_: Any) -> None:
         raise MemoryError
@@ -752,7 +756,7 @@ def keep_as_plan(worker: Worker, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("where", ["there", "here"])
 def test_an_answer_that_begins_with_other_numbers_is_labelled_wherever_these_lie(
-    where: str, machines: Machines
+    where: str, machines: TwoMachines
 ) -> None:
     # Those that another machine keeps, or the own disk's, before blocks of the other one that are exact.
     model, tokenizer, own = machines.model, machines.tokenizer, settings_in(machines.root / "own")
@@ -780,7 +784,7 @@ def test_an_answer_that_begins_with_other_numbers_is_labelled_wherever_these_lie
     assert machines.here.scheduler.prefix.longest(PROMPT, PLAN) == len(PROMPT) - 1
 
 
-def forget_exact(settings: DiskCacheSettings, machines: Machines, tokens: list[int]) -> None:
+def forget_exact(settings: DiskCacheSettings, machines: TwoMachines, tokens: list[int]) -> None:
     """Leave only the blocks of other numbers on the disk."""
     key = MachineKey.load_or_create(Path(settings.key_file))
     store = BlockStore(settings)
@@ -790,7 +794,7 @@ def forget_exact(settings: DiskCacheSettings, machines: Machines, tokens: list[i
     store.close()
 
 
-def test_a_prompt_whose_answer_must_be_exact_asks_for_no_other_numbers(machines: Machines) -> None:
+def test_a_prompt_whose_answer_must_be_exact_asks_for_no_other_numbers(machines: TwoMachines) -> None:
     machines.ask()
     assert machines.lacking().plan_names == []
     machines.decide(0)
@@ -802,7 +806,7 @@ def test_a_prompt_whose_answer_must_be_exact_asks_for_no_other_numbers(machines:
 QUICK = PrefillCost(token_s=1e-9)
 
 
-def first_then(blocks: int, after: Callable[[], object], machines: Machines) -> Callable[..., None]:
+def first_then(blocks: int, after: Callable[[], object], machines: TwoMachines) -> Callable[..., None]:
     """Sends so many blocks, and the others after ``after``."""
 
     def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
@@ -820,7 +824,7 @@ def first_then(blocks: int, after: Callable[[], object], machines: Machines) -> 
     return work
 
 
-def test_a_machine_that_computes_slowly_waits_for_all_blocks(machines: Machines) -> None:
+def test_a_machine_that_computes_slowly_waits_for_all_blocks(machines: TwoMachines) -> None:
     machines.ask()
     machines.send(machines.honest, last_first=True)
     done, told = machines.finish()
@@ -829,7 +833,7 @@ def test_a_machine_that_computes_slowly_waits_for_all_blocks(machines: Machines)
     assert (told.blocks, told.code) == (WHOLE, "")
 
 
-def test_the_beginning_is_computed_while_the_rest_comes(machines: Machines) -> None:
+def test_the_beginning_is_computed_while_the_rest_comes(machines: TwoMachines) -> None:
     machines.here.tier.cost = QUICK
     computed = threading.Event()
     machines.ask()
@@ -855,7 +859,7 @@ def test_the_beginning_is_computed_while_the_rest_comes(machines: Machines) -> N
     assert done.timings.prefill_s > 0
 
 
-def test_what_lies_between_is_computed_where_the_other_machine_leaves(machines: Machines) -> None:
+def test_what_lies_between_is_computed_where_the_other_machine_leaves(machines: TwoMachines) -> None:
     machines.here.tier.cost = QUICK
     machines.ask()
     machines.send(first_then(1, lambda: None, machines), last_first=True)
@@ -864,7 +868,7 @@ def test_what_lies_between_is_computed_where_the_other_machine_leaves(machines: 
     assert (done.usage.cached_tokens, done.timings.fetched_tokens, told.blocks) == (BLOCK, BLOCK, 1)
 
 
-def test_what_was_computed_meanwhile_counts_where_nothing_comes(machines: Machines) -> None:
+def test_what_was_computed_meanwhile_counts_where_nothing_comes(machines: TwoMachines) -> None:
     machines.here.tier.cost = QUICK
     machines.ask()
     machines.send(gone, last_first=True)
@@ -872,7 +876,7 @@ def test_what_was_computed_meanwhile_counts_where_nothing_comes(machines: Machin
     assert (done.usage.cached_tokens, done.timings.fetched_tokens) == (0, 0)
 
 
-def test_the_other_end_is_not_trusted_because_this_one_was_computed_here(machines: Machines) -> None:
+def test_the_other_end_is_not_trusted_because_this_one_was_computed_here(machines: TwoMachines) -> None:
     machines.here.tier.cost = QUICK
     machines.ask()
     machines.send(damaged(machines, every_byte), last_first=True)
@@ -881,7 +885,7 @@ def test_the_other_end_is_not_trusted_because_this_one_was_computed_here(machine
     assert told is None or told.blocks == 0
 
 
-def test_a_prompt_goes_on_from_memory_towards_what_comes(machines: Machines) -> None:
+def test_a_prompt_goes_on_from_memory_towards_what_comes(machines: TwoMachines) -> None:
     machines.here.ask("begun", PROMPT[: BLOCK + 10])
     machines.here.tier.cost = QUICK
     machines.ask()
@@ -892,7 +896,7 @@ def test_a_prompt_goes_on_from_memory_towards_what_comes(machines: Machines) -> 
     assert done.usage.cached_tokens == BLOCK + 10 + BLOCK
 
 
-def test_without_memory_for_both_ends_the_prompt_waits(machines: Machines) -> None:
+def test_without_memory_for_both_ends_the_prompt_waits(machines: TwoMachines) -> None:
     machines.here.tier.cost = QUICK
     budget = machines.here.scheduler.budget
     budget.budget_bytes = budget.sizes.of(len(PROMPT) + 300)
@@ -902,7 +906,7 @@ def test_without_memory_for_both_ends_the_prompt_waits(machines: Machines) -> No
     assert done.timings.fetched_tokens == WHOLE * BLOCK
 
 
-def test_a_request_that_is_cancelled_half_way_leaves_what_it_computed(machines: Machines) -> None:
+def test_a_request_that_is_cancelled_half_way_leaves_what_it_computed(machines: TwoMachines) -> None:
     machines.here.tier.cost = QUICK
     over = threading.Event()
     machines.ask()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 from asking import ask, run
-from shared_runs import LAYERS, Run
+from shared_runs import LAYERS, SharedRun
 from tiny_architectures import tiny
 
 from fleetd.engine.pool import EnginePool
@@ -65,5 +65,5 @@ async def test_the_same_prompt_is_always_cut_in_the_same_places_on_the_gpu(
 )
 def test_a_shared_prefill_on_the_gpu_has_the_bytes_of_the_local_one(name: str, split: Split) -> None:
     """Rows are written into MLX's own memory: on a GPU that shares it, that has to be what it reads."""
-    shared = Run(tiny(name), split, device="gpu")
+    shared = SharedRun(tiny(name), split, device="gpu")
     shared.check(shared.finish().cache)

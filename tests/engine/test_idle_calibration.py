@@ -37,7 +37,7 @@ class Attempt:
         return self.found
 
 
-class Worker:
+class CalibratedWorker:
     """A worker that was measured beside other work, on a clock of its own; its attempts end as scripted."""
 
     def __init__(self, *ends: Speeds, doubt: str = DOUBT) -> None:
@@ -63,7 +63,7 @@ class Worker:
 
 
 def test_figures_that_can_be_believed_are_left_alone() -> None:
-    worker = Worker(doubt="")
+    worker = CalibratedWorker(doubt="")
     assert worker.idle.due_s is None
     worker.now += 1e6
     worker.idle.turn(idle=True)
@@ -71,7 +71,7 @@ def test_figures_that_can_be_believed_are_left_alone() -> None:
 
 
 def test_an_idle_worker_measures_again_and_tells_what_it_found() -> None:
-    worker = Worker(QUIET)
+    worker = CalibratedWorker(QUIET)
     worker.idle.turn(idle=True)
     assert not worker.attempts, "it has not been idle for long"
     worker.attempt()
@@ -80,7 +80,7 @@ def test_an_idle_worker_measures_again_and_tells_what_it_found() -> None:
 
 
 def test_a_first_look_is_followed_by_a_measurement_soon_whatever_that_finds() -> None:
-    worker = Worker(BUSIER, BUSIER, QUIET, doubt=FIRST_LOOK)
+    worker = CalibratedWorker(BUSIER, BUSIER, QUIET, doubt=FIRST_LOOK)
     assert worker.idle.due_s == worker.now + limits.CALIBRATE_SOON_S
     worker.attempt()
     # Slower than the first look, and beside other work: it still says more.
@@ -94,7 +94,7 @@ def test_a_first_look_is_followed_by_a_measurement_soon_whatever_that_finds() ->
 
 
 def test_a_request_ends_the_attempt_and_the_next_one_waits_as_long_again() -> None:
-    worker = Worker(BUSIER, QUIET)
+    worker = CalibratedWorker(BUSIER, QUIET)
     worker.until_due()
     for _ in range(RUNS):
         worker.idle.turn(idle=True)
@@ -109,7 +109,7 @@ def test_a_request_ends_the_attempt_and_the_next_one_waits_as_long_again() -> No
 
 def test_attempts_in_doubt_too_come_less_and_less_often_and_tell_only_what_is_faster() -> None:
     better = Speeds(400.0, 30.0, doubt=DOUBT)
-    worker = Worker(BUSIER, better, *[BUSY] * 20)
+    worker = CalibratedWorker(BUSIER, better, *[BUSY] * 20)
     for _ in range(22):
         worker.attempt()
     # Other work makes a device slower, never faster.
@@ -122,7 +122,7 @@ def test_attempts_in_doubt_too_come_less_and_less_often_and_tell_only_what_is_fa
 
 
 def test_an_attempt_that_measured_no_chunk_takes_no_figure_away() -> None:
-    worker = Worker(Speeds(0.0, 50.0), QUIET, doubt=FIRST_LOOK)
+    worker = CalibratedWorker(Speeds(0.0, 50.0), QUIET, doubt=FIRST_LOOK)
     worker.attempt()
     assert worker.told == []
     worker.attempt()

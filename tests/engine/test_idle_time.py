@@ -38,7 +38,7 @@ class Engine:
 
 
 @dataclass
-class Machine:
+class IdleMachine:
     pool: EnginePool
     small: Engine
     large: Engine
@@ -53,18 +53,18 @@ class Machine:
 
 
 @pytest.fixture
-async def machine() -> Machine:
+async def machine() -> IdleMachine:
     pool = EnginePool(PoolOptions())
     small, large = Engine(FACTS), Engine(replace(FACTS, weights_bytes=limits.IDLE_MODEL_BYTES + 1))
     engines: dict[str, Any] = {"large": large, "small": small}
     pool._engines = engines
-    return Machine(pool, small, large)
+    return IdleMachine(pool, small, large)
 
 
 GIVEN = [limits.IDLE_TIME_S]
 
 
-async def test_a_small_model_is_measured_and_a_large_one_only_on_demand(machine: Machine) -> None:
+async def test_a_small_model_is_measured_and_a_large_one_only_on_demand(machine: IdleMachine) -> None:
     assert machine.given() == (GIVEN, [])
     # What a prompt has wanted goes first.
     machine.pool.measure_when_idle(LARGE)
@@ -78,7 +78,7 @@ async def test_a_small_model_is_measured_and_a_large_one_only_on_demand(machine:
     assert machine.given() == ([], [])
 
 
-async def test_nothing_is_measured_beside_a_request_or_a_load(machine: Machine) -> None:
+async def test_nothing_is_measured_beside_a_request_or_a_load(machine: IdleMachine) -> None:
     machine.large.busy = True
     assert machine.given() == ([], [])
     machine.large.busy, machine.large.state = False, "loading"
@@ -89,13 +89,13 @@ async def test_nothing_is_measured_beside_a_request_or_a_load(machine: Machine) 
     assert machine.given() == (GIVEN, [])
 
 
-async def test_time_is_taken_back_when_any_worker_is_to_do_something(machine: Machine) -> None:
+async def test_time_is_taken_back_when_any_worker_is_to_do_something(machine: IdleMachine) -> None:
     machine.pool._end_idle_time()
     assert (machine.small.given, machine.large.given) == ([0.0], [0.0])
 
 
 async def test_a_model_is_loaded_to_be_measured_once_and_only_beside_others(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: IdleMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[str] = []
 

@@ -9,7 +9,7 @@ from typing import Any
 import miniature_tokenizers
 import pytest
 import sharing
-from turned_scheduler import CHUNK, Family, Turned, family
+from turned_scheduler import CHUNK, TinyFamily, Turned, family
 
 from fleetd import limits
 from fleetd.api.anthropic import translate
@@ -169,14 +169,14 @@ def test_a_template_that_refuses_what_stands_for_contents_leaves_the_prompt_as_i
 
 
 @pytest.fixture(scope="module")
-def qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> Family:
+def qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> TinyFamily:
     return family(tmp_path_factory.mktemp("hybrid"), "qwen3_next")
 
 
 class Chats:
     """A scheduler with a hybrid, and what a chat computes."""
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: TinyFamily) -> None:
         self.bench = Turned(family, context_tokens=1 << 13)
         self.tokenizer = miniature_tokenizers.qwen3()
         self.asked = 0
@@ -204,7 +204,7 @@ def conversation(last: str) -> list[Message]:
     return [SYSTEM, *turns, {"role": "user", "content": last}]
 
 
-def test_after_an_edited_last_message_only_it_and_less_than_a_chunk_is_read(qwen3_next: Family) -> None:
+def test_after_an_edited_last_message_only_it_and_less_than_a_chunk_is_read(qwen3_next: TinyFamily) -> None:
     chats = Chats(qwen3_next)
     first, all_computed = chats.new(conversation("Where is the tool? " * 40))
     assert all_computed == len(first) > 4 * BLOCK
@@ -212,7 +212,7 @@ def test_after_an_edited_last_message_only_it_and_less_than_a_chunk_is_read(qwen
     assert computed < len(second) - common(first, second) + CHUNK
 
 
-def test_a_turn_whose_template_goes_on_in_another_way_reads_what_is_new(qwen3_next: Family) -> None:
+def test_a_turn_whose_template_goes_on_in_another_way_reads_what_is_new(qwen3_next: TinyFamily) -> None:
     """Without thinking, a prompt ends in an empty thought, which the next turn does not repeat."""
     chats = Chats(qwen3_next)
     quiet = {"enable_thinking": False}
@@ -226,7 +226,7 @@ def test_a_turn_whose_template_goes_on_in_another_way_reads_what_is_new(qwen3_ne
 
 
 def test_a_new_session_reads_the_same_instructions_and_tools_from_the_last_block_on(
-    qwen3_next: Family,
+    qwen3_next: TinyFamily,
 ) -> None:
     chats = Chats(qwen3_next)
     tools = [TOOL] * 12
@@ -238,7 +238,7 @@ def test_a_new_session_reads_the_same_instructions_and_tools_from_the_last_block
     assert computed < len(other) - shared + BLOCK
 
 
-def test_a_cache_control_mark_is_where_the_next_request_goes_on(qwen3_next: Family) -> None:
+def test_a_cache_control_mark_is_where_the_next_request_goes_on(qwen3_next: TinyFamily) -> None:
     chats = Chats(qwen3_next)
 
     def asked(question: str, **mark: Any) -> ChatPrompt:

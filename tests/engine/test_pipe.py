@@ -34,7 +34,7 @@ def rows(*sizes: int, layer: int = 0) -> FrameHeader:
     return FrameHeader(Kind.ROWS, layer, 0, 1, (first, sum(rest)), 0, b"prefix--")
 
 
-class End:
+class PipeEnd:
     """A pipe, with somewhere to put what comes, and an event to wait on."""
 
     def __init__(self, sock: socket.socket, role: str) -> None:
@@ -80,9 +80,9 @@ class End:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[End, End]]:
+def ends() -> Iterator[tuple[PipeEnd, PipeEnd]]:
     near, far = tcp_pair()
-    here, there = End(near, "connector"), End(far, "acceptor")
+    here, there = PipeEnd(near, "connector"), PipeEnd(far, "acceptor")
     yield here, there
     here.pipe.close()
     there.pipe.close()
@@ -92,7 +92,7 @@ def pipe_threads() -> int:
     return sum(thread.name.startswith("pipe-") for thread in threading.enumerate())
 
 
-def test_frames_of_all_sizes_arrive_whole_and_in_order(ends: tuple[End, End]) -> None:
+def test_frames_of_all_sizes_arrive_whole_and_in_order(ends: tuple[PipeEnd, PipeEnd]) -> None:
     here, there = ends
     chunk, whole = limits.SEALED_CHUNK_BYTES, pipe.WHOLE_BYTES
     sizes = [(0, 0), (1, 0), (10, whole), (whole - 1, whole - 1), (whole, 3), (chunk, chunk + 1), (3, chunk)]
@@ -104,7 +104,7 @@ def test_frames_of_all_sizes_arrive_whole_and_in_order(ends: tuple[End, End]) ->
     here.until(lambda: here.pipe.backlog == 0)
 
 
-def test_many_short_buffers_are_one_payload(ends: tuple[End, End]) -> None:
+def test_many_short_buffers_are_one_payload(ends: tuple[PipeEnd, PipeEnd]) -> None:
     """One key head's rows lie apart from the next one's; what arrives is their bytes one after the other."""
     here, there = ends
     parts = [os.urandom(size) for size in (1000, 140_000, 5, 64_000, 64_000) * 12]
@@ -114,7 +114,7 @@ def test_many_short_buffers_are_one_payload(ends: tuple[End, End]) -> None:
     assert bytes(frame.buffers[0]) == data
 
 
-def test_both_directions_at_once(ends: tuple[End, End]) -> None:
+def test_both_directions_at_once(ends: tuple[PipeEnd, PipeEnd]) -> None:
     here, there = ends
     payload = memoryview(bytes(3 << 20))
     for end in ends:
@@ -128,7 +128,7 @@ def test_both_directions_at_once(ends: tuple[End, End]) -> None:
 def test_send_does_not_wait_for_a_side_that_reads_nothing() -> None:
     near, far = tcp_pair()
     with far:
-        end = End(near, "connector")
+        end = PipeEnd(near, "connector")
         payload = memoryview(bytes(8 << 20))
         for _ in range(8):
             end.pipe.send(rows(len(payload)), payload)
@@ -138,7 +138,7 @@ def test_send_does_not_wait_for_a_side_that_reads_nothing() -> None:
     assert pipe_threads() == 0
 
 
-def test_a_finished_stream_is_no_broken_one(ends: tuple[End, End]) -> None:
+def test_a_finished_stream_is_no_broken_one(ends: tuple[PipeEnd, PipeEnd]) -> None:
     here, there = ends
     here.pipe.send(rows(10), memoryview(bytes(10)))
     here.pipe.finish()
@@ -150,7 +150,7 @@ def test_a_finished_stream_is_no_broken_one(ends: tuple[End, End]) -> None:
     assert there.pipe.receive() is None
 
 
-def test_a_side_that_goes_is_lost_after_its_last_frame(ends: tuple[End, End]) -> None:
+def test_a_side_that_goes_is_lost_after_its_last_frame(ends: tuple[PipeEnd, PipeEnd]) -> None:
     here, there = ends
     here.pipe.send(rows(10), memoryview(bytes(10)))
     here.until(lambda: here.pipe.backlog == 0)
@@ -162,7 +162,7 @@ def test_a_side_that_goes_is_lost_after_its_last_frame(ends: tuple[End, End]) ->
     assert isinstance(there.broken(), PeerLost)
 
 
-def test_a_frame_that_is_not_due_is_refused_before_its_payload(ends: tuple[End, End]) -> None:
+def test_a_frame_that_is_not_due_is_refused_before_its_payload(ends: tuple[PipeEnd, PipeEnd]) -> None:
     here, there = ends
 
     def refuse(head: FrameHeader) -> list[memoryview]:
@@ -177,7 +177,7 @@ def test_a_frame_that_is_not_due_is_refused_before_its_payload(ends: tuple[End, 
 
 
 def test_a_bug_in_sending_is_an_error_and_no_silence(
-    ends: tuple[End, End], capsys: pytest.CaptureFixture[str]
+    ends: tuple[PipeEnd, PipeEnd], capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, _ = ends
     here.pipe.finish()
@@ -187,7 +187,7 @@ def test_a_bug_in_sending_is_an_error_and_no_silence(
     assert "ValueError" in capsys.readouterr().err
 
 
-def test_buffers_of_another_size_are_never_filled(ends: tuple[End, End]) -> None:
+def test_buffers_of_another_size_are_never_filled(ends: tuple[PipeEnd, PipeEnd]) -> None:
     here, there = ends
     there.pipe._place = lambda head: [memoryview(bytearray(11))]
     here.pipe.send(rows(10), memoryview(bytes(10)))
@@ -195,7 +195,7 @@ def test_buffers_of_another_size_are_never_filled(ends: tuple[End, End]) -> None
 
 
 def test_a_bug_in_placing_is_an_error_and_no_silence(
-    ends: tuple[End, End], capsys: pytest.CaptureFixture[str]
+    ends: tuple[PipeEnd, PipeEnd], capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, there = ends
     there.pipe._place = lambda head: [][0]
@@ -206,7 +206,7 @@ def test_a_bug_in_placing_is_an_error_and_no_silence(
 
 def test_garbage_instead_of_a_sealed_stream() -> None:
     near, far = tcp_pair()
-    end = End(near, "connector")
+    end = PipeEnd(near, "connector")
     with far:
         far.sendall(os.urandom(4096))
         assert isinstance(end.broken(), SealBroken | PeerLost)
@@ -218,7 +218,7 @@ def test_garbage_instead_of_a_sealed_stream() -> None:
 )
 def test_a_stream_that_ends_within_a_frame(sent: int) -> None:
     near, far = tcp_pair()
-    end = End(near, "connector")
+    end = PipeEnd(near, "connector")
     sender = SealedSender(far, KEY, "acceptor")
     sender.send((rows(10).pack() + bytes(10))[:sent])
     sender.finish()
@@ -231,7 +231,7 @@ def test_a_stream_that_ends_within_a_frame(sent: int) -> None:
 def test_closing_leaves_no_thread_and_no_descriptor() -> None:
     before, threads = psutil.Process().num_fds(), pipe_threads()
     for _ in range(3):
-        here, there = (End(s, r) for s, r in zip(tcp_pair(), ("connector", "acceptor"), strict=True))
+        here, there = (PipeEnd(s, r) for s, r in zip(tcp_pair(), ("connector", "acceptor"), strict=True))
         here.pipe.send(rows(5), memoryview(bytes(5)))
         for end in (here, there):
             end.pipe.close()
@@ -244,7 +244,7 @@ def test_silence_between_frames_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> N
     """The other side may compute for longer than a connection may be quiet within a frame."""
     monkeypatch.setattr(limits, "SEALED_STALL_S", 0.05)
     near, far = tcp_pair()
-    here, there = End(near, "connector"), End(far, "acceptor")
+    here, there = PipeEnd(near, "connector"), PipeEnd(far, "acceptor")
     assert not there.woken.wait(0.3)
     here.pipe.send(rows(5), memoryview(bytes(5)))
     assert there.frame().head.sizes == (5, 0)
@@ -255,7 +255,7 @@ def test_silence_between_frames_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_eager_pipe_writes_short_frames_itself_and_keeps_their_order() -> None:
     near, far = tcp_pair()
     here = SocketPipe(near, KEY, "connector", place=lambda head: [], wake=lambda: None, eager=True)
-    there = End(far, "acceptor")
+    there = PipeEnd(far, "acceptor")
     sizes = [5, 5, 1 << 20, 5, pipe.EAGER_BYTES, 5, 0, 5]
     for number, size in enumerate(sizes):
         here.send(rows(size, layer=number), memoryview(bytes(size)))

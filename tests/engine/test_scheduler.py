@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,9 +13,11 @@ from fakes import FACTS
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from msgspec.structs import replace
+from turned_scheduler import TurnedScheduler
 
 from fleetd import limits
 from fleetd.engine.calibrate import Calibration
+from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.idle_calibration import IdleCalibration
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
@@ -39,7 +40,7 @@ from fleetd.engine.protocol import (
     TextPrompt,
     TokenPrompt,
 )
-from fleetd.engine.scheduler import PATIENCE_TURNS, Scheduler
+from fleetd.engine.scheduler import PATIENCE_TURNS
 from fleetd.engine.scoring import head_profile
 from fleetd.errors import InvalidValue
 
@@ -57,60 +58,16 @@ def parts(chain_path: Path) -> tuple[Any, Any]:
     return model, load_tokenizer(chain_path)
 
 
-@dataclass(frozen=True)
-class Turns:
-    """Prefill tokens per turn: alone, and while others decode."""
-
-    alone: int
-    shared: int
-
-    def size(self, *, shared: bool, context: int = 0) -> int:
-        return self.shared if shared else self.alone
-
-    def took(self, tokens: int, seconds: float) -> None:
-        pass
-
-
-class Bench:
-    """A scheduler that is turned by hand."""
+class SchedulerBench(TurnedScheduler):
+    """A scheduler of the chain model."""
 
     def __init__(self, parts: tuple[Any, Any], **options: Any) -> None:
-        self.events: list[Report] = []
-        self.tokenizer = parts[1]
-        settings: dict[str, Any] = {
-            "context_tokens": CONTEXT,
-            "chunks": Turns(32, 16),
-            "max_streams": 4,
-            "budget": KvBudget.of(1 << 30, 1024),
-            "prefix": PrefixCache(1 << 30),
-            **options,
-        }
-        self.scheduler = Scheduler(model=parts[0], tokenizer=parts[1], emit=self.events.append, **settings)
+        settings = {"context_tokens": CONTEXT, "chunks": FixedChunks(32, 16), **options}
+        super().__init__(*parts, **settings)
 
     def submit(self, name: str, text: str, **fields: Any) -> None:
         request = Generate(name, TextPrompt(text), **{"sampling": GREEDY, **fields})
         self.scheduler.inbox.put(prepare(request, self.tokenizer, 512))
-
-    def turn(self) -> None:
-        assert self.scheduler.turn()
-        self.scheduler.validate()
-
-    @property
-    def busy(self) -> bool:
-        return self.scheduler.busy
-
-    def finish(self, turns: int = 3000) -> None:
-        for _ in range(turns):
-            if not self.busy:
-                return
-            self.turn()
-        pytest.fail("not done")
-
-    def of(self, name: str) -> list[Report]:
-        return [e for e in self.events if getattr(e, "id", None) == name]
-
-    def text(self, name: str) -> str:
-        return "".join(e.text for e in self.of(name) if isinstance(e, Delta))
 
     def check_clean(self) -> None:
         """Nothing is left of requests that have ended."""
@@ -151,7 +108,7 @@ def check_order(events: list[Report]) -> None:
 
 
 def test_events_come_in_order(parts: tuple[Any, Any]) -> None:
-    bench = Bench(parts)
+    bench = SchedulerBench(parts)
     bench.submit("a", "x" * 100 + "<hello>")
     bench.finish()
     check_order(bench.of("a"))
@@ -161,7 +118,7 @@ def test_events_come_in_order(parts: tuple[Any, Any]) -> None:
 
 
 def test_the_shortest_prompt_goes_first(parts: tuple[Any, Any]) -> None:
-    bench = Bench(parts)
+    bench = SchedulerBench(parts)
     for name, n in (("long", 500), ("middle", 200), ("short", 20)):
         bench.submit(name, "x" * n + "<hello>")
     bench.finish()
@@ -170,7 +127,7 @@ def test_the_shortest_prompt_goes_first(parts: tuple[Any, Any]) -> None:
 
 
 def test_a_long_prompt_is_not_passed_over_for_ever(parts: tuple[Any, Any]) -> None:
-    bench = Bench(parts)
+    bench = SchedulerBench(parts)
     bench.submit("long", "y" * 1000 + "<hello>")
     turns = 0
     while not any(isinstance(e, Prefill) for e in bench.of("long")):
@@ -182,7 +139,7 @@ def test_a_long_prompt_is_not_passed_over_for_ever(parts: tuple[Any, Any]) -> No
 
 
 def test_running_answers_get_a_token_in_every_turn_of_a_long_prefill(parts: tuple[Any, Any]) -> None:
-    bench = Bench(parts)
+    bench = SchedulerBench(parts)
     bench.submit("running", "<count>", max_tokens=500)
     while not bench.text("running"):
         bench.turn()
@@ -197,7 +154,7 @@ def test_running_answers_get_a_token_in_every_turn_of_a_long_prefill(parts: tupl
 
 
 def test_a_turn_that_only_decodes_looks_at_nothing_else(parts: tuple[Any, Any]) -> None:
-    bench = Bench(parts)
+    bench = SchedulerBench(parts)
     bench.submit("running", "<count>", max_tokens=60)
     while not bench.scheduler.decoding:
         bench.turn()
@@ -216,7 +173,7 @@ def test_a_turn_that_only_decodes_looks_at_nothing_else(parts: tuple[Any, Any]) 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 5, 6, 8])
 def test_cancelled_in_any_state(parts: tuple[Any, Any], turns: int) -> None:
-    bench = Bench(parts, max_streams=1)
+    bench = SchedulerBench(parts, max_streams=1)
     bench.submit("first", "x" * 150 + "<count>")  # prefills for five turns, then decodes
     bench.submit("waiting", "<hello>")
     for _ in range(turns):
@@ -239,7 +196,7 @@ def test_cancelled_in_any_state(parts: tuple[Any, Any], turns: int) -> None:
 
 
 def test_a_prompt_that_is_given_up_keeps_memory_for_what_was_read(parts: tuple[Any, Any]) -> None:
-    bench = Bench(parts)
+    bench = SchedulerBench(parts)
     bench.submit("long", "x" * 1000)
     for _ in range(3):
         bench.turn()
@@ -255,7 +212,7 @@ def test_a_prompt_that_is_given_up_keeps_memory_for_what_was_read(parts: tuple[A
 
 def test_nothing_is_kept_after_any_sequence(parts: tuple[Any, Any]) -> None:
     dice = random.Random(5)
-    bench = Bench(parts, budget=KvBudget.of(1100 * 1024, 1024), prefix=PrefixCache(40_000_000))
+    bench = SchedulerBench(parts, budget=KvBudget.of(1100 * 1024, 1024), prefix=PrefixCache(40_000_000))
     live: dict[str, str] = {}
     texts = {"<hello>": "Hello there, world!", "<utf8>": "aé€😀z", "<cutoff>": "good part STOP bad part"}
     for i in range(60):
@@ -280,7 +237,7 @@ def test_nothing_is_kept_after_any_sequence(parts: tuple[Any, Any]) -> None:
 
 
 def test_an_answer_that_cannot_grow_fails_alone(parts: tuple[Any, Any]) -> None:
-    bench = Bench(parts, budget=KvBudget.of(1300 * 1024, 1024))
+    bench = SchedulerBench(parts, budget=KvBudget.of(1300 * 1024, 1024))
     for name in ("a", "b"):
         bench.submit(name, f"{name}<count>", max_tokens=1200)
     bench.finish()
@@ -292,7 +249,7 @@ def test_an_answer_that_cannot_grow_fails_alone(parts: tuple[Any, Any]) -> None:
     bench.check_clean()
 
 
-class Broken:
+class FailingTokenizer:
     """A tokenizer one of whose methods fails for one request's tokens."""
 
     def __init__(self, real: Any, where: str) -> None:
@@ -326,11 +283,11 @@ class Broken:
 def test_what_breaks_one_request_breaks_no_other(
     parts: tuple[Any, Any], where: str, limit: int | None
 ) -> None:
-    bench = Bench(parts)
+    bench = SchedulerBench(parts)
     bench.submit("good", "<count>", max_tokens=20)
     while not bench.text("good"):
         bench.turn()
-    bench.scheduler.tokenizer = Broken(parts[1], where)
+    bench.scheduler.tokenizer = FailingTokenizer(parts[1], where)
     bench.submit("bad", "<hello>", echo=where == "echo", max_tokens=limit)
     bench.turn()
     bench.scheduler.tokenizer = bench.tokenizer
@@ -352,7 +309,7 @@ def test_a_logit_bias_outside_the_vocabulary_is_refused(parts: tuple[Any, Any]) 
 
 def test_a_token_of_the_embeddings_padding_is_no_text(parts: tuple[Any, Any]) -> None:
     assert len(parts[1]) < 512
-    bench = Bench(parts)
+    bench = SchedulerBench(parts)
     bench.submit("r", "<hello>", sampling=Sampling(temperature=0.0, logit_bias={511: 100.0}), max_tokens=3)
     bench.finish()
     check_order(bench.of("r"))
@@ -360,7 +317,7 @@ def test_a_token_of_the_embeddings_padding_is_no_text(parts: tuple[Any, Any]) ->
 
 
 def test_more_alternatives_than_the_vocabulary_has(parts: tuple[Any, Any]) -> None:
-    bench = Bench(parts)
+    bench = SchedulerBench(parts)
     bench.submit("r", "<hello>", max_tokens=2, top_logprobs=600)
     bench.finish()
     deltas = [e for e in bench.of("r") if isinstance(e, Delta)]
@@ -370,7 +327,7 @@ def test_more_alternatives_than_the_vocabulary_has(parts: tuple[Any, Any]) -> No
 def test_echo_scores_every_prompt_token_whatever_the_chunks(parts: tuple[Any, Any]) -> None:
     scores = []
     for chunk in (1, 7, 1000):
-        bench = Bench(parts, chunks=Turns(chunk, chunk))
+        bench = SchedulerBench(parts, chunks=FixedChunks(chunk, chunk))
         bench.submit("r", "abc<hello>Hel", echo=True, max_tokens=0, top_logprobs=2)
         bench.finish()
         (delta,) = [e for e in bench.of("r") if isinstance(e, Delta)]
@@ -382,7 +339,7 @@ def test_echo_scores_every_prompt_token_whatever_the_chunks(parts: tuple[Any, An
 
 
 def test_an_echoed_prompt_of_one_token(parts: tuple[Any, Any]) -> None:
-    bench = Bench(parts)
+    bench = SchedulerBench(parts)
     bench.submit("r", "a", echo=True, max_tokens=0, top_logprobs=0)
     bench.finish()
     (delta,) = [e for e in bench.of("r") if isinstance(e, Delta)]
@@ -390,7 +347,7 @@ def test_an_echoed_prompt_of_one_token(parts: tuple[Any, Any]) -> None:
 
 
 def test_prompts_at_the_context_and_one_past_it(parts: tuple[Any, Any]) -> None:
-    bench = Bench(parts, context_tokens=20)
+    bench = SchedulerBench(parts, context_tokens=20)
     for n in (18, 19, 20):
         bench.scheduler.inbox.put(PreparedPrompt(Generate(f"n{n}", TokenPrompt([65] * n), GREEDY), [65] * n))
     bench.finish()
@@ -415,7 +372,7 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_search")
 def test_idle_time_goes_to_the_search_for_a_profile_and_requests_before_it(parts: tuple[Any, Any]) -> None:
-    bench = Bench(parts)
+    bench = SchedulerBench(parts)
     scoring = bench.scheduler._scores.search
     left = scoring.state.left
     # Nothing is searched where the daemon has given no time: other workers of the machine may be busy.
@@ -466,7 +423,7 @@ def test_a_request_in_the_middle_of_a_measurement_is_answered_as_without_it(
         begun.append(Calibration(parts[0], 512, 256, 0.5))
         return begun[-1]
 
-    def answer(bench: Bench) -> str:
+    def answer(bench: SchedulerBench) -> str:
         bench.submit("r", "<hello>", max_tokens=20)
         bench.finish()
         return "".join(event.text for event in bench.of("r") if isinstance(event, Delta))
@@ -475,11 +432,11 @@ def test_a_request_in_the_middle_of_a_measurement_is_answered_as_without_it(
     measuring = IdleCalibration(
         begin, replace(FACTS, prefill_tok_s=1e-3, doubt="another program"), told.append
     )
-    bench = Bench(parts, idle=measuring)
+    bench = SchedulerBench(parts, idle=measuring)
     while not begun:
         bench.turn()
     bench.turn()
-    assert answer(bench) == answer(Bench(parts)) != ""
+    assert answer(bench) == answer(SchedulerBench(parts)) != ""
     assert not told
     while not told:
         bench.turn()
@@ -493,7 +450,7 @@ def test_a_request_in_the_middle_of_a_measurement_is_answered_as_without_it(
 def test_kept_prompts_are_given_back_only_where_memory_is_critically_short(
     parts: tuple[Any, Any], prompts: bool, kept: int
 ) -> None:
-    bench = Bench(parts)
+    bench = SchedulerBench(parts)
     bench.submit("a", "<hello>")
     bench.finish()
     assert len(bench.scheduler.prefix) == 1

@@ -10,10 +10,11 @@ import pytest
 import sharing
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
+from turned_scheduler import TurnedScheduler
 
 from fleetd import limits
-from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix_cache import PLAN, PrefixCache
+from fleetd.engine.chunk_size import FixedChunks
+from fleetd.engine.prefix_cache import PLAN
 from fleetd.engine.prompt_encoding import prepare
 from fleetd.engine.protocol import (
     Accepted,
@@ -25,24 +26,14 @@ from fleetd.engine.protocol import (
     Heartbeat,
     PrefillAlone,
     PrefillShared,
-    Report,
     Shared,
 )
-from fleetd.engine.scheduler import Scheduler
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
 from fleetd.plan.prefill.split import Split
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 SPLIT = Split("layers", (0, 2, 4), 4, 0, 399, sharing.CHUNK)
-
-
-class Turns:
-    def size(self, *, shared: bool, context: int = 0) -> int:
-        return sharing.CHUNK
-
-    def took(self, tokens: int, seconds: float) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +54,13 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "ENGINE_BEAT_S", 0.05)
 
 
-class Bench:
-    """A scheduler that is turned by hand."""
+class SharingBench(TurnedScheduler):
+    """A scheduler whose prompts may be shared."""
 
     def __init__(self, parts: tuple[Any, Any, Sharable], **options: Any) -> None:
-        self.events: list[Report] = []
-        model, self.tokenizer, sharable = parts
-        settings: dict[str, Any] = {
-            "context_tokens": 2048,
-            "chunks": Turns(),
-            "max_streams": 4,
-            "budget": KvBudget.of(1 << 30, 1024),
-            "prefix": PrefixCache(1 << 30),
-            "sharable": sharable,
-            **options,
-        }
-        self.scheduler = Scheduler(model=model, tokenizer=parts[1], emit=self.events.append, **settings)
+        model, tokenizer, sharable = parts
+        chunks = FixedChunks(sharing.CHUNK, sharing.CHUNK)
+        super().__init__(model, tokenizer, **{"chunks": chunks, "sharable": sharable, **options})
 
     def ask(self, name: str, tokens: int = 400, seed: int = 5, **fields: Any) -> None:
         request = sharing.prompt(name, tokens, seed, **fields)
@@ -90,10 +72,7 @@ class Bench:
             self.scheduler.heartbeat()
             self.scheduler.validate()
 
-    def of(self, name: str, kind: type[Any] = object) -> list[Any]:
-        return [e for e in self.events if getattr(e, "id", None) == name and isinstance(e, kind)]
-
-    def finish(self, *names: str) -> None:
+    def finish_all(self, *names: str) -> None:
         for _ in range(500):
             if all(self.of(name, Finished) or self.of(name, Failed) for name in names):
                 break
@@ -110,7 +89,7 @@ def test_a_prompt_that_waits_for_word_lets_others_go_and_keeps_its_memory(
     parts: tuple[Any, Any, Sharable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "SHARE_SETUP_S", 600.0)
-    bench = Bench(parts)
+    bench = SharingBench(parts)
     bench.ask("waits")
     bench.ask("other", 300, 6, shared=False)
     while not bench.of("other", Finished):
@@ -123,18 +102,18 @@ def test_a_prompt_that_waits_for_word_lets_others_go_and_keeps_its_memory(
     assert heartbeats[-1].blocked
     assert heartbeats[-1].prefilling == 1
     bench.scheduler.tell(PrefillAlone("waits"))
-    bench.finish("waits")
+    bench.finish_all("waits")
     assert bench.of("waits", Shared) == []
     assert bench.of("waits", Finished)[0].reason == "length"
 
 
 def test_without_word_or_streams_it_goes_on_alone(parts: tuple[Any, Any, Sharable]) -> None:
-    bench = Bench(parts)
+    bench = SharingBench(parts)
     bench.ask("no word")
     bench.ask("no streams", seed=6)
     bench.turn()
     bench.scheduler.tell(PrefillShared("no streams", SPLIT, 1.0))
-    bench.finish("no word", "no streams")
+    bench.finish_all("no word", "no streams")
     for name in ("no word", "no streams"):
         kinds = [type(event) for event in bench.of(name)]
         assert kinds.index(Shared) < kinds.index(Delta)
@@ -146,33 +125,33 @@ def test_without_word_or_streams_it_goes_on_alone(parts: tuple[Any, Any, Sharabl
 def test_cancelled_while_it_waits(
     parts: tuple[Any, Any, Sharable], word: PrefillShared | PrefillAlone | None
 ) -> None:
-    bench = Bench(parts)
+    bench = SharingBench(parts)
     bench.ask("r")
     bench.turn()
     if word is not None:
         bench.scheduler.tell(word)
     bench.scheduler.tell(Cancel("r"))
-    bench.finish("r")
+    bench.finish_all("r")
     assert bench.of("r", Finished)[0].reason == "cancelled"
     assert bench.of("r", Delta) == []
 
 
 def test_what_would_have_to_queue_or_cannot_be_cut_is_not_offered(parts: tuple[Any, Any, Sharable]) -> None:
-    busy = Bench(parts, max_streams=1)
+    busy = SharingBench(parts, max_streams=1)
     busy.ask("running", 20, max_tokens=50, shared=False)
     busy.turn()
     busy.ask("queued")
-    whole = Bench(parts, sharable=None)
+    whole = SharingBench(parts, sharable=None)
     whole.ask("whole")
     whole.scheduler.tell(AssistPrefill("assist", SPLIT, 0))
     for bench, name in ((busy, "queued"), (whole, "whole")):
-        bench.finish(name)
+        bench.finish_all(name)
         assert bench.of(name)[0] == Accepted(name, 400)
     assert whole.of("assist")[0].code == "model_unsupported"
 
 
 def test_assists_are_bounded_and_end_without_their_streams(parts: tuple[Any, Any, Sharable]) -> None:
-    bench = Bench(parts)
+    bench = SharingBench(parts)
     for name in ("one", "two", "three", "one"):
         bench.scheduler.tell(AssistPrefill(name, SPLIT, 0))
     bench.turn()
@@ -186,13 +165,13 @@ def test_assists_are_bounded_and_end_without_their_streams(parts: tuple[Any, Any
     while len(bench.of("one", Failed)) < 2:
         bench.turn()
     assert bench.of("one", Failed)[1].code == "peer_lost"
-    bench.finish()
+    bench.finish_all()
 
 
 def test_cached_numbers_of_others_serve_only_what_may_be_shared(parts: tuple[Any, Any, Sharable]) -> None:
-    bench = Bench(parts)
+    bench = SharingBench(parts)
     bench.ask("first", 300, shared=False)
-    bench.finish("first")
+    bench.finish_all("first")
     entries = bench.scheduler.prefix._entries
     for key, entry in entries.items():
         entries[key] = type(entry)(PLAN, entry.tokens, entry.cache, entry.nbytes, entry.trimmable)
@@ -201,7 +180,7 @@ def test_cached_numbers_of_others_serve_only_what_may_be_shared(parts: tuple[Any
     (accepted,) = bench.of("shared", Accepted)
     assert (accepted.cached, accepted.exact) == (300, False)
     bench.scheduler.tell(PrefillAlone("shared"))
-    bench.finish("shared")
+    bench.finish_all("shared")
     assert bench.of("shared", Finished)[0].usage.cached_tokens == 300
     # Also where so little is new that nobody would help: a conversation's next turn.
     bench.ask("turn", 710)
@@ -209,10 +188,10 @@ def test_cached_numbers_of_others_serve_only_what_may_be_shared(parts: tuple[Any
     (accepted,) = bench.of("turn", Accepted)
     assert (accepted.waits, accepted.cached, accepted.exact) == (True, 700, False)
     bench.scheduler.tell(PrefillAlone("turn"))
-    bench.finish("turn")
+    bench.finish_all("turn")
     assert bench.of("turn", Finished)[0].usage.cached_tokens == 700
     # What rests on them is kept with them, and an answer of its own begins anew.
     assert {entry.namespace for entry in entries.values()} == {PLAN}
     bench.ask("own", 700, shared=False)
-    bench.finish("own")
+    bench.finish_all("own")
     assert bench.of("own", Finished)[0].usage.cached_tokens == 0

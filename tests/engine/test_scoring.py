@@ -336,7 +336,7 @@ def test_needles_are_where_they_say() -> None:
 # ---- Turns -----------------------------------------------------------------------------------------------
 
 
-class Bench:
+class ScoringBench:
     def __init__(self, tokenizer: Any, **options: Any) -> None:
         self.events: list[Report] = []
         kind = options.pop("kind", "llama")
@@ -386,11 +386,11 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bench(tokenizer: Any) -> Bench:
-    return Bench(tokenizer)
+def bench(tokenizer: Any) -> ScoringBench:
+    return ScoringBench(tokenizer)
 
 
-def test_one_text(bench: Bench) -> None:
+def test_one_text(bench: ScoringBench) -> None:
     bench.begin("a", profile=PROFILE)
     assert bench.budget.used_bytes > 0
     bench.run()
@@ -406,7 +406,7 @@ def test_one_text(bench: Bench) -> None:
     assert bench.budget.used_bytes == 0
 
 
-def test_scores_are_softmaxes_of_the_chosen_heads(bench: Bench) -> None:
+def test_scores_are_softmaxes_of_the_chosen_heads(bench: ScoringBench) -> None:
     """Against all heads' queries and keys of one pass, put together by hand."""
     bench.begin("a", profile=PROFILE)
     bench.run()
@@ -430,7 +430,7 @@ def test_texts_are_scored_between_running_states(tokenizer: Any, short_search: N
     """In turns with another, in chunks of any size, and after a search for the heads."""
     scores = []
     for chunk in (256, 40):
-        bench = Bench(tokenizer, kind="qwen3_5")
+        bench = ScoringBench(tokenizer, kind="qwen3_5")
         for name in "ab":
             bench.begin(name, profile=Profile([(1, 0), (3, 2)], 4, True))
         while bench.scoring.ready:
@@ -448,7 +448,7 @@ def test_texts_are_scored_between_running_states(tokenizer: Any, short_search: N
 
 @pytest.mark.parametrize("text", ["lorem ipsum " * 60 + "dolor?", JAPANESE], ids=["latin", "japanese"])
 def test_several_passes_are_joined(tokenizer: Any, text: str) -> None:
-    bench = Bench(tokenizer, context=600)
+    bench = ScoringBench(tokenizer, context=600)
     bench.begin("a", text, profile=PROFILE)
     bench.run()
     laid = lay_out(Score("a", text, [(len(text) - 6, len(text))]), tokenizer, 600)
@@ -460,7 +460,7 @@ def test_several_passes_are_joined(tokenizer: Any, text: str) -> None:
     assert found.starts.tolist() == laid.starts.tolist()
 
 
-def test_what_fails_at_the_end_is_told_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_at_the_end_is_told_too(bench: ScoringBench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Any) -> None:
         raise ValueError
 
@@ -472,12 +472,12 @@ def test_what_fails_at_the_end_is_told_too(bench: Bench, monkeypatch: pytest.Mon
 
 
 def test_logits_are_reserved_where_they_are_more_than_the_cache(tokenizer: Any) -> None:
-    bench = Bench(tokenizer, budget=KvBudget.of(1 << 30, 4))
+    bench = ScoringBench(tokenizer, budget=KvBudget.of(1 << 30, 4))
     bench.begin("a", profile=PROFILE)
     assert bench.budget.used_bytes > 720 * 3 * 6 * 4  # tokens, heads, queries, f32
 
 
-def test_two_texts_in_turns_and_the_same_again(bench: Bench) -> None:
+def test_two_texts_in_turns_and_the_same_again(bench: ScoringBench) -> None:
     bench.begin("a", profile=PROFILE)
     bench.begin("b", profile=PROFILE)
     bench.run()
@@ -511,7 +511,7 @@ def test_a_model_that_shows_no_keys_is_known_to_score_nothing_from_then_on(
         later.profile()
 
 
-def test_an_earlier_exit_asks_fewer_heads(bench: Bench) -> None:
+def test_an_earlier_exit_asks_fewer_heads(bench: ScoringBench) -> None:
     bench.begin("a", profile=PROFILE, exit_layer=2)
     bench.run()
     scored = bench.of("a")[-1]
@@ -519,7 +519,7 @@ def test_an_earlier_exit_asks_fewer_heads(bench: Bench) -> None:
     assert scored.scores.heads == 2
 
 
-def test_cancelled_in_the_middle(bench: Bench) -> None:
+def test_cancelled_in_the_middle(bench: ScoringBench) -> None:
     bench.begin("a", profile=PROFILE)
     bench.scoring.turn(64)
     assert bench.scoring.cancel("a")
@@ -536,7 +536,7 @@ def test_cancelled_in_the_middle(bench: Bench) -> None:
         ({"profile": Profile([(2, 0)], 2)}, "invalid_value"),
     ],
 )
-def test_a_foreign_profile_is_refused(bench: Bench, fields: dict[str, Any], code: str) -> None:
+def test_a_foreign_profile_is_refused(bench: ScoringBench, fields: dict[str, Any], code: str) -> None:
     bench.begin("a", **fields)
     (failed,) = bench.of("a")
     assert isinstance(failed, Failed)
@@ -545,14 +545,14 @@ def test_a_foreign_profile_is_refused(bench: Bench, fields: dict[str, Any], code
 
 
 def test_what_does_not_fit_is_refused(tokenizer: Any) -> None:
-    bench = Bench(tokenizer, budget=KvBudget.of(1000, 4096))
+    bench = ScoringBench(tokenizer, budget=KvBudget.of(1000, 4096))
     bench.begin("a", profile=PROFILE)
     (failed,) = bench.of("a")
     assert isinstance(failed, Failed)
     assert failed.code == "out_of_memory"
 
 
-def test_no_text_waits_for_a_search(bench: Bench) -> None:
+def test_no_text_waits_for_a_search(bench: ScoringBench) -> None:
     """It is refused at once, whatever has been searched already."""
     for part in range(2):
         bench.begin(f"a{part}")
@@ -568,7 +568,7 @@ def test_no_text_waits_for_a_search(bench: Bench) -> None:
 
 
 @pytest.mark.usefixtures("short_search")
-def test_a_search_tells_how_much_is_left_of_it(bench: Bench) -> None:
+def test_a_search_tells_how_much_is_left_of_it(bench: ScoringBench) -> None:
     assert bench.search.state == ScoringState("unmeasured", SEARCH_TOKENS)
     left = [bench.search.state.left]
     while bench.search.state.left:
@@ -579,7 +579,7 @@ def test_a_search_tells_how_much_is_left_of_it(bench: Bench) -> None:
 
 
 @pytest.mark.usefixtures("short_search")
-def test_a_model_that_looks_nothing_up_says_so(bench: Bench) -> None:
+def test_a_model_that_looks_nothing_up_says_so(bench: ScoringBench) -> None:
     """A random model finds no needles: it is told with figures, and nothing is left behind."""
     bench.measure()
     bench.begin("a")
@@ -591,7 +591,7 @@ def test_a_model_that_looks_nothing_up_says_so(bench: Bench) -> None:
 
 
 def test_a_model_whose_attention_cannot_be_read_says_so(tokenizer: Any) -> None:
-    bench = Bench(tokenizer)
+    bench = ScoringBench(tokenizer)
     bench.search.model = tiny("deepseek_v3", n_routed_experts=None, vocab_size=len(tokenizer))
     assert bench.measure() == 1
     bench.begin("a")
@@ -600,7 +600,7 @@ def test_a_model_whose_attention_cannot_be_read_says_so(tokenizer: Any) -> None:
     assert failed.code == ModelUnsupported.code
 
 
-def test_a_search_that_fails_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_fails_ends(bench: ScoringBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would fail again: an idle worker must not try for ever."""
 
     def fails(*_: Any) -> None:
@@ -620,8 +620,8 @@ DIGEST = "ab" * 32
 @pytest.mark.usefixtures("short_search")
 def test_a_model_that_looks_nothing_up_is_searched_once(tokenizer: Any, tmp_path: Path) -> None:
     """Also after another load."""
-    assert Bench(tokenizer, folder=tmp_path, digest=DIGEST).measure() > 0
-    later = Bench(tokenizer, folder=tmp_path, digest=DIGEST)
+    assert ScoringBench(tokenizer, folder=tmp_path, digest=DIGEST).measure() > 0
+    later = ScoringBench(tokenizer, folder=tmp_path, digest=DIGEST)
     assert later.search.state == ScoringState("unable")
     later.begin("a")
     (failed,) = later.of("a")
@@ -638,7 +638,7 @@ def test_a_profile_is_found_once_on_a_machine(
     searched: list[bool] = []
     for versions in ({"mlx": "1"}, {"mlx": "1"}, {"mlx": "2"}):
         monkeypatch.setattr(known_profiles, "_versions", lambda versions=versions: versions)
-        bench = Bench(tokenizer, folder=tmp_path, digest=DIGEST)
+        bench = ScoringBench(tokenizer, folder=tmp_path, digest=DIGEST)
         searched.append(bench.measure() > 0)
         assert bench.search.state == ScoringState("ready")
         bench.begin("a")
@@ -657,7 +657,7 @@ def test_a_kept_profile_that_is_not_this_models_is_not_used(
     tokenizer: Any, tmp_path: Path, heads: list[tuple[int, int]]
 ) -> None:
     ProfileStore(tmp_path).keep(DIGEST, "cpu", Profile(heads, 3, True))
-    bench = Bench(tokenizer, folder=tmp_path, digest=DIGEST)
+    bench = ScoringBench(tokenizer, folder=tmp_path, digest=DIGEST)
     bench.begin("a")
     failed = bench.of("a")[-1]
     assert isinstance(failed, Failed)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache
-from shared_runs import LAYERS, Run, as_bytes, prompt
+from shared_runs import LAYERS, SharedRun, as_bytes, prompt
 from tiny_architectures import FAMILIES, WITHOUT_EXPERTS, config_of, tiny
 
 from fleetd.engine.prefix_cache import PrefixCache
@@ -54,7 +54,7 @@ def test_any_split_gives_the_bytes_of_local_prefill(name: str) -> None:
         "half the tokens after a prefix",
         "tokens of three helpers",
     ):
-        run = Run(model, checked(SPLITS[kind]))
+        run = SharedRun(model, checked(SPLITS[kind]))
         run.check(run.finish().cache)
 
 
@@ -63,13 +63,13 @@ def test_any_split_gives_the_bytes_of_local_prefill_in_bf16(name: str) -> None:
     model = tiny(name, **WITHOUT_EXPERTS.get(name, {}))
     model.set_dtype(mx.bfloat16)
     for split in (SPLITS["half the layers after a prefix"], SPLITS["half the tokens after a prefix"]):
-        run = Run(model, split)
+        run = SharedRun(model, split)
         run.check(run.finish().cache)
 
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_helpers_that_hold_their_own_layers_only(split: Split) -> None:
-    run = Run(tiny("llama"), split, stages=True)
+    run = SharedRun(tiny("llama"), split, stages=True)
     run.check(run.finish().cache)
 
 
@@ -77,7 +77,7 @@ def test_helpers_that_hold_their_own_layers_only(split: Split) -> None:
 def test_helpers_that_hold_only_some_layers_of_a_model_of_many_kinds(name: str) -> None:
     model = tiny(name)
     for split in (SPLITS["half the layers after a prefix"], SPLITS["three helpers"]):
-        run = Run(model, split, stages=True)
+        run = SharedRun(model, split, stages=True)
         run.check(run.finish().cache)
 
 
@@ -96,7 +96,7 @@ def test_layers_that_only_read_earlier_keys_are_left_out(
     split: Split, name: str, changes: dict[str, Any]
 ) -> None:
     """The prompt needs the layers that make keys, and no others."""
-    run = Run(tiny(name, **changes), split)
+    run = SharedRun(tiny(name, **changes), split)
     run.check(run.finish().cache)
 
 
@@ -106,11 +106,11 @@ def test_tokens_cut_after_any_chunk_give_the_bytes_of_local_prefill(name: str) -
     model = tiny(name)
     for chunk in (16, 33, 64):
         for cut in range(chunk, 130, chunk):
-            run = Run(model, Split("tokens", (0, cut, 130), LAYERS, 0, 130, chunk))
+            run = SharedRun(model, Split("tokens", (0, cut, 130), LAYERS, 0, 130, chunk))
             run.check(run.finish().cache)
     for first in range(1, LAYERS):
         for second in range(first + 1, LAYERS + 1):
-            run = Run(model, Split("layers", (0, first, second, LAYERS), LAYERS, 0, 70, 33))
+            run = SharedRun(model, Split("layers", (0, first, second, LAYERS), LAYERS, 0, 70, 33))
             run.check(run.finish().cache)
 
 
@@ -140,7 +140,7 @@ def test_random_splits_in_any_order_of_turns(
     llama: Any, split: Split, tick: float, data: st.DataObject
 ) -> None:
     """With ``tick`` every turn is one chunk, through one layer where tokens are split."""
-    run = Run(llama, checked(split), clock=Clock(tick=tick), predicted_s=1e6)
+    run = SharedRun(llama, checked(split), clock=Clock(tick=tick), predicted_s=1e6)
     orders = st.permutations(range(split.machines))
     order = data.draw(st.lists(orders, min_size=1, max_size=5))
     turn = iter(range(1 << 30))
@@ -152,7 +152,7 @@ def test_random_splits_in_any_order_of_turns(
 def test_what_is_decoded_and_kept_of_it_is_the_same(name: str, split: Split) -> None:
     """Batched decoding and the prefix cache are given its caches as they are given local ones."""
     model = tiny(name)
-    shared, local = Run(model, split), Run(model, split)
+    shared, local = SharedRun(model, split), SharedRun(model, split)
     answers = []
     for caches in (shared.finish().cache, local.local().cache):
         store = PrefixCache(1 << 30)
@@ -175,7 +175,7 @@ def test_what_is_decoded_and_kept_of_it_is_the_same(name: str, split: Split) -> 
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_progress_grows_and_ends_with_the_prompt(split: Split) -> None:
-    run = Run(tiny("llama"), split, clock=Clock(tick=1.0), predicted_s=1e6)
+    run = SharedRun(tiny("llama"), split, clock=Clock(tick=1.0), predicted_s=1e6)
     seen = [run.home.progress]
     for _ in run.turns():
         assert run.home.progress >= seen[-1]
@@ -189,7 +189,7 @@ def test_progress_grows_and_ends_with_the_prompt(split: Split) -> None:
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_what_is_verified_at_any_time_can_be_gone_on_from_alone(name: str, split: Split) -> None:
     model = tiny(name)
-    run = Run(model, split, clock=Clock(tick=1.0), predicted_s=1e6)
+    run = SharedRun(model, split, clock=Clock(tick=1.0), predicted_s=1e6)
     looked = set()
     for _ in run.turns():
         done, caches = run.home.verified

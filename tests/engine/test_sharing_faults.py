@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from shared_runs import LAYERS, Run, prompt
+from shared_runs import LAYERS, SharedRun, prompt
 from tiny_architectures import VOCAB, tiny
 
 from fleetd import limits
@@ -45,7 +45,7 @@ def llama() -> Any:
     return tiny("llama")
 
 
-def gives_up(run: Run) -> FleetError:
+def gives_up(run: SharedRun) -> FleetError:
     """The error with which sharing ends; what is left of it leads to the local bytes."""
     with pytest.raises(FleetError) as ended:
         run.finish()
@@ -56,7 +56,7 @@ def gives_up(run: Run) -> FleetError:
     return ended.value
 
 
-def goes_on_alone(run: Run) -> None:
+def goes_on_alone(run: SharedRun) -> None:
     run.home.close()
     run.home.close()
     done, caches = run.home.verified
@@ -85,11 +85,11 @@ def steps_of(helper: HelperPrefill) -> Iterator[None]:
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_a_stream_that_breaks_at_any_event(llama: Any, split: Split) -> None:
     """Each of the sends and receipts of a whole share is the one at which its stream is cut."""
-    whole = Run(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
+    whole = SharedRun(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
     whole.finish()
     gave_up = 0
     for fatal in range(whole.streams.events.count):
-        run = Run(llama, split, clock=Clock(tick=1.0), predicted_s=1e6, fatal=fatal)
+        run = SharedRun(llama, split, clock=Clock(tick=1.0), predicted_s=1e6, fatal=fatal)
         error = lost(run.turns())
         assert error is None or str(error).startswith("helper")
         gave_up += error is not None
@@ -104,17 +104,17 @@ def test_a_stream_that_breaks_at_any_event(llama: Any, split: Split) -> None:
 @pytest.mark.parametrize("split", [CHAIN, TOKEN_CHAIN])
 def test_a_stream_that_breaks_where_layers_keep_states(name: str, split: Split) -> None:
     model = tiny(name)
-    whole = Run(model, split, clock=Clock(tick=1.0), predicted_s=1e6)
+    whole = SharedRun(model, split, clock=Clock(tick=1.0), predicted_s=1e6)
     whole.finish()
     for fatal in range(3, whole.streams.events.count, 4):
-        run = Run(model, split, clock=Clock(tick=1.0), predicted_s=1e6, fatal=fatal)
+        run = SharedRun(model, split, clock=Clock(tick=1.0), predicted_s=1e6, fatal=fatal)
         lost(run.turns())
         goes_on_alone(run)
 
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_home_that_goes_away_ends_the_assist(llama: Any, split: Split) -> None:
-    run = Run(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
+    run = SharedRun(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
     next(run.turns())
     run.home.close()
     for helper in run.helpers:
@@ -129,7 +129,7 @@ def test_home_that_goes_away_ends_the_assist(llama: Any, split: Split) -> None:
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_a_helper_that_never_answers_is_given_up_when_it_is_due(llama: Any, split: Split) -> None:
-    run = Run(llama, split, predicted_s=4.0)
+    run = SharedRun(llama, split, predicted_s=4.0)
     while run.home.ready:
         run.home.step()
     due = run.home.due_s
@@ -145,7 +145,7 @@ def test_a_helper_that_never_answers_is_given_up_when_it_is_due(llama: Any, spli
 
 @pytest.mark.parametrize("split", [HALF, TOKENS])
 def test_a_helper_that_stops_in_the_middle_is_given_up(llama: Any, split: Split) -> None:
-    run = Run(llama, split, clock=Clock(tick=0.001), predicted_s=1.0)
+    run = SharedRun(llama, split, clock=Clock(tick=0.001), predicted_s=1.0)
     first = run.helpers[0]
     run.clock.tick = 1.0
     assert first.ready
@@ -163,7 +163,7 @@ def test_a_helper_that_stops_in_the_middle_is_given_up(llama: Any, split: Split)
 
 
 def test_time_in_which_home_was_busy_is_not_the_helpers_fault(llama: Any) -> None:
-    run = Run(llama, HALF, predicted_s=1.0)
+    run = SharedRun(llama, HALF, predicted_s=1.0)
     helper = run.helpers[0]
     while helper.ready and not helper.finished:
         helper.step()
@@ -237,7 +237,7 @@ ATTACKS: dict[str, Tamper] = {
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 @pytest.mark.parametrize("split", [HALF, TOKENS])
 def test_rows_that_are_not_due(llama: Any, split: Split, attack: Tamper) -> None:
-    run = Run(llama, split, tampers={(0, "home"): only(Kind.ROWS, attack)})
+    run = SharedRun(llama, split, tampers={(0, "home"): only(Kind.ROWS, attack)})
     error = gives_up(run)
     assert isinstance(error, ProtocolError)
     assert "helper0" in str(error)
@@ -245,7 +245,7 @@ def test_rows_that_are_not_due(llama: Any, split: Split, attack: Tamper) -> None
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_hidden_states_that_are_not_due(llama: Any, attack: Tamper) -> None:
-    run = Run(llama, CHAIN, tampers={(1, "out"): only(Kind.HIDDEN, attack, 0)})
+    run = SharedRun(llama, CHAIN, tampers={(1, "out"): only(Kind.HIDDEN, attack, 0)})
     error = gives_up(run)
     assert isinstance(error, ProtocolError)
     assert "helper1" in str(error)
@@ -256,7 +256,7 @@ def test_hidden_states_that_are_not_due(llama: Any, attack: Tamper) -> None:
 def test_what_is_not_due_between_helpers_ends_their_part(
     llama: Any, split: Split, kind: Kind, attack: Tamper
 ) -> None:
-    run = Run(llama, split, tampers={(0, "out"): only(kind, attack, 0)})
+    run = SharedRun(llama, split, tampers={(0, "out"): only(kind, attack, 0)})
     assert isinstance(gives_up(run), PeerLost)
 
 
@@ -266,7 +266,7 @@ def test_a_prompt_that_is_not_due_ends_the_assist(llama: Any, kind: Kind, attack
     if kind is Kind.TOKENS and attack is ATTACKS["a frame of another kind"]:
         attack = headed(kind=Kind.ROWS)
     split = Split("layers", (0, 2, 4), LAYERS, 17, 97, 32)
-    run = Run(llama, split, tampers={(-1, "helper0"): only(kind, attack, 0)})
+    run = SharedRun(llama, split, tampers={(-1, "helper0"): only(kind, attack, 0)})
     with pytest.raises(ProtocolError, match="home"):
         run.helpers[0].step()
     run.helpers[0].close()
@@ -294,7 +294,7 @@ STATES: dict[str, Tamper] = {
 @pytest.mark.parametrize("attack", STATES.values(), ids=STATES)
 @pytest.mark.parametrize("split", [HALF, TOKENS])
 def test_a_state_that_these_tokens_do_not_leave(split: Split, attack: Tamper) -> None:
-    run = Run(tiny("gemma3_text"), split, tampers={(0, "home"): only(Kind.STATE, attack, 0)})
+    run = SharedRun(tiny("gemma3_text"), split, tampers={(0, "home"): only(Kind.STATE, attack, 0)})
     assert isinstance(gives_up(run), ProtocolError)
 
 
@@ -306,7 +306,7 @@ def test_a_token_that_is_not_in_the_vocabulary(llama: Any, token: int) -> None:
         return [(head, data[:-4] + np.int32(token).tobytes())]
 
     for split in (HALF, TOKENS):
-        run = Run(llama, split, tampers={(-1, "helper0"): only(Kind.TOKENS, foreign, 0)})
+        run = SharedRun(llama, split, tampers={(-1, "helper0"): only(Kind.TOKENS, foreign, 0)})
         with pytest.raises(ProtocolError, match=r"other tokens|vocabulary"):
             run.helpers[0].step()
 
@@ -354,7 +354,7 @@ def test_garbage_from_a_helper_is_found_and_nothing_of_it_kept(
     llama: Any, split: Split, end: tuple[int, str], kind: Kind, garbage: Tamper
 ) -> None:
     """Even where rows need only be alike."""
-    run = Run(llama, split, exact=False, tampers={end: only(kind, garbage, 0)})
+    run = SharedRun(llama, split, exact=False, tampers={end: only(kind, garbage, 0)})
     error = gives_up(run)
     assert isinstance(error, PeerWrong)
     assert str(error).startswith(f"helper{end[0]}: ")
@@ -364,8 +364,8 @@ def test_garbage_from_a_helper_is_found_and_nothing_of_it_kept(
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_a_bit_that_differs_is_found_where_bytes_must_be_equal(llama: Any, split: Split) -> None:
     flipped = {(0, "home"): only(Kind.ROWS, last_bit, 0)}
-    assert isinstance(gives_up(Run(llama, split, tampers=flipped)), PeerWrong)
-    alike = Run(llama, split, exact=False, tampers={(0, "home"): only(Kind.ROWS, last_bit, 0)})
+    assert isinstance(gives_up(SharedRun(llama, split, tampers=flipped)), PeerWrong)
+    alike = SharedRun(llama, split, exact=False, tampers={(0, "home"): only(Kind.ROWS, last_bit, 0)})
     assert alike.finish().done == split.tokens
 
 
@@ -374,7 +374,7 @@ def test_a_bit_that_differs_is_found_where_bytes_must_be_equal(llama: Any, split
 def test_a_helper_with_other_weights_is_found(llama: Any, split: Split, exact: bool) -> None:
     other = tiny("llama")
     other.update({"model": {"layers": [{"mlp": {"up_proj": {"weight": mx.zeros((256, 128))}}}]}})
-    run = Run(llama, split, theirs=other, exact=exact)
+    run = SharedRun(llama, split, theirs=other, exact=exact)
     assert isinstance(gives_up(run), PeerWrong)
 
 
@@ -384,9 +384,9 @@ def test_a_helper_whose_rounding_differs_is_none_the_worse_for_it(llama: Any, sp
     other = tiny("llama")
     other.set_dtype(mx.bfloat16)
     other.set_dtype(mx.float32)
-    run = Run(llama, split, theirs=other, exact=False)
+    run = SharedRun(llama, split, theirs=other, exact=False)
     assert run.finish().done == split.tokens
-    assert isinstance(gives_up(Run(llama, split, theirs=other, exact=True)), PeerWrong)
+    assert isinstance(gives_up(SharedRun(llama, split, theirs=other, exact=True)), PeerWrong)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "mistral", "gpt_oss"])
@@ -396,7 +396,7 @@ def test_garbage_is_found_where_caches_rotate(name: str, split: Split) -> None:
     other.update(
         {"model": {"layers": [{"self_attn": {"k_proj": {"weight": mx.ones((64, 128))}}} for _ in range(4)]}}
     )
-    run = Run(model, split, theirs=other)
+    run = SharedRun(model, split, theirs=other)
     assert isinstance(gives_up(run), PeerWrong)
 
 
@@ -430,7 +430,7 @@ def test_a_helper_waits_while_too_much_is_queued(
     llama: Any, split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "SHARE_QUEUED_BYTES", 1000)
-    run = Run(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
+    run = SharedRun(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
     first = run.helpers[0]
     assert first.ready
     first.step()

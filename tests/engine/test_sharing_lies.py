@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from shared_runs import LAYERS, Run
+from shared_runs import LAYERS, SharedRun
 from tiny_architectures import tiny
 
 from fleetd import limits
@@ -100,7 +100,7 @@ def a_little(head: FrameHeader, keys: Any, values: Any) -> None:
 LIES: dict[str, Lie] = {"noise": noise, "wrong values": wrong_values, "rows of other tokens": other_tokens}
 
 
-def given_up(run: Run) -> FleetError:
+def given_up(run: SharedRun) -> FleetError:
     """The error with which sharing ends; home goes on alone, to the local bytes, with nothing of the lie."""
     with pytest.raises(FleetError) as ended:
         run.finish()
@@ -116,7 +116,7 @@ def given_up(run: Run) -> FleetError:
 def test_attack_right_at_first_and_wrong_later(llama: Any, split: Split, lie: Lie) -> None:
     """Even where rows need only be alike."""
     last = split.helpers - 1
-    run = Run(llama, split, exact=False, tampers={(last, "home"): later(lie)}, draw=Fixed())
+    run = SharedRun(llama, split, exact=False, tampers={(last, "home"): later(lie)}, draw=Fixed())
     error = given_up(run)
     assert isinstance(error, PeerWrong)
     assert str(error).startswith(f"helper{last}: it computes other ")
@@ -125,13 +125,13 @@ def test_attack_right_at_first_and_wrong_later(llama: Any, split: Split, lie: Li
 @pytest.mark.parametrize("layer", range(2))
 def test_attack_one_layer_is_wrong(llama: Any, layer: int) -> None:
     tampers = {(0, "home"): later(wrong_values, layers=(layer,))}
-    error = given_up(Run(llama, HALF, exact=False, tampers=tampers, draw=Fixed()))
+    error = given_up(SharedRun(llama, HALF, exact=False, tampers=tampers, draw=Fixed()))
     assert f"values of layer {layer}" in str(error)
 
 
 def test_attack_a_last_bit_is_wrong_where_bytes_must_be_equal(llama: Any) -> None:
     tampers = {(0, "home"): later(a_little, layers=(1,))}
-    assert isinstance(given_up(Run(llama, HALF, tampers=tampers, draw=Fixed())), PeerWrong)
+    assert isinstance(given_up(SharedRun(llama, HALF, tampers=tampers, draw=Fixed())), PeerWrong)
 
 
 def test_attack_tokens_that_are_not_drawn_show_in_those_that_attend_to_them(llama: Any) -> None:
@@ -141,7 +141,7 @@ def test_attack_tokens_that_are_not_drawn_show_in_those_that_attend_to_them(llam
         if head.start <= 20 < head.end:
             values[:, 20 - head.start - FIRST] *= 3
 
-    run = Run(llama, HALF, tampers={(0, "home"): later(one_row, layers=(0,))}, draw=Fixed())
+    run = SharedRun(llama, HALF, tampers={(0, "home"): later(one_row, layers=(0,))}, draw=Fixed())
     assert "of layer 1" in str(given_up(run)), "where the lie was about layer 0"
 
 
@@ -156,7 +156,7 @@ def test_attack_hidden_states_are_wrong_later(llama: Any, split: Split) -> None:
         return [(head, rng.standard_normal(len(data) // 4).astype(np.float32).tobytes())]
 
     last = split.helpers - 1
-    error = given_up(Run(llama, split, exact=False, tampers={(last, "out"): tamper}, draw=Fixed()))
+    error = given_up(SharedRun(llama, split, exact=False, tampers={(last, "out"): tamper}, draw=Fixed()))
     assert isinstance(error, PeerWrong)
     assert str(error).startswith(f"helper{last}: ")
 
@@ -188,7 +188,7 @@ def test_attack_a_later_number_is_none(llama: Any, split: Split, value: float) -
         values[-1, -1, -1] = value
 
     last = split.helpers - 1
-    run = Run(llama, split, exact=False, tampers={(last, "home"): later(spoil)})
+    run = SharedRun(llama, split, exact=False, tampers={(last, "home"): later(spoil)})
     with pytest.raises(PeerWrong, match=f"helper{last}: It sent numbers that are none"):
         run.finish()
     run.home.close()
@@ -202,7 +202,7 @@ def test_attack_a_hidden_state_is_not_a_number(llama: Any) -> None:
             return [(head, data)]
         return [(head, data[:-4] + np.float32(np.nan).tobytes())]
 
-    run = Run(llama, HALF, exact=False, tampers={(0, "out"): tamper})
+    run = SharedRun(llama, HALF, exact=False, tampers={(0, "out"): tamper})
     with pytest.raises(PeerWrong, match="helper0: It sent numbers that are none"):
         run.finish()
 
@@ -217,7 +217,7 @@ def test_attack_a_hybrids_keys_are_wrong_from_the_first_token(split: Split) -> N
         return [(head, (np.frombuffer(data, np.float32) + np.float32(1)).tobytes())]
 
     model = tiny("qwen3_5")
-    run = Run(model, split, exact=False, tampers={(0, "home"): tamper})
+    run = SharedRun(model, split, exact=False, tampers={(0, "home"): tamper})
     with pytest.raises(PeerWrong, match="helper0: it computes other keys of layer 1"):
         run.finish()
     done, caches = run.home.verified
@@ -232,7 +232,7 @@ def test_attack_a_running_state_is_not_a_number(split: Split) -> None:
             return [(head, data)]
         return [(head, data[:-4] + np.float32(np.nan).tobytes())]
 
-    run = Run(tiny("qwen3_5"), split, tampers={(0, "home"): tamper})
+    run = SharedRun(tiny("qwen3_5"), split, tampers={(0, "home"): tamper})
     with pytest.raises(PeerWrong, match="helper0: It sent numbers that are none"):
         run.finish()
     done, caches = run.home.verified
@@ -270,7 +270,7 @@ def test_attack_running_states_are_wrong(split: Split) -> None:
     # Of divided tokens, the next helper's first ones are compared with what rests on these states.
     for rank in range(split.helpers) if split.kind == "layers" else [split.helpers - 1]:
         tampers = {(rank, "home"): state_lie(split, rank, opposite)}
-        error = given_up(Run(HYBRID, split, exact=False, tampers=tampers, draw=Fixed()))
+        error = given_up(SharedRun(HYBRID, split, exact=False, tampers=tampers, draw=Fixed()))
         assert isinstance(error, PeerWrong)
         assert str(error).startswith(f"helper{rank}: it computes other ")
 
@@ -278,7 +278,7 @@ def test_attack_running_states_are_wrong(split: Split) -> None:
 @pytest.mark.parametrize("split", [HALF, TOKENS], ids=["layers", "tokens"])
 def test_attack_running_states_are_nearly_right_where_bytes_must_be_equal(split: Split) -> None:
     tampers = {(0, "home"): state_lie(split, 0, nearly)}
-    error = given_up(Run(HYBRID, split, tampers=tampers, draw=Fixed()))
+    error = given_up(SharedRun(HYBRID, split, tampers=tampers, draw=Fixed()))
     assert str(error).startswith("helper0: it computes other running states of layer 0 ")
 
 
@@ -291,7 +291,7 @@ def test_attack_a_hybrids_last_hidden_states_are_wrong(split: Split) -> None:
             return [(head, data)]
         return [(head, (-np.frombuffer(data, np.float32)).tobytes())]
 
-    run = Run(HYBRID, split, exact=False, tampers={(last, "out"): tamper}, draw=Fixed())
+    run = SharedRun(HYBRID, split, exact=False, tampers={(last, "out"): tamper}, draw=Fixed())
     assert str(given_up(run)).startswith(f"helper{last}: it computes other hidden states ")
 
 
@@ -309,7 +309,7 @@ def test_attack_a_hybrids_rows_of_its_last_chunk_are_wrong(split: Split) -> None
             half[:, max(0, begun - head.start) :] *= -1
         return [(head, b"".join(half.tobytes() for half in rows))]
 
-    run = Run(HYBRID, split, exact=False, tampers={(0, "home"): tamper}, draw=Fixed())
+    run = SharedRun(HYBRID, split, exact=False, tampers={(0, "home"): tamper}, draw=Fixed())
     assert str(given_up(run)).startswith("helper0: it computes other keys of layer 1 ")
 
 
@@ -322,7 +322,7 @@ def test_an_honest_helper_whose_numbers_round_otherwise_is_not_blamed_for_its_st
     for split in (HALF, TOKENS):
         for last in (True, False):
             tampers = {(0, "home"): state_lie(split, 0, round_otherwise, last=last)}
-            run = Run(HYBRID, split, exact=False, tampers=tampers, draw=Fixed())
+            run = SharedRun(HYBRID, split, exact=False, tampers=tampers, draw=Fixed())
             assert run.finish().remaining == 0
 
 
@@ -335,7 +335,9 @@ def test_the_check_of_states_is_made_as_seldom_as_its_tokens_are_many() -> None:
     """By a clock of seconds: the first check takes one, the last chunk of 17 tokens a little longer."""
     tampers = {(0, "home"): state_lie(HALF, 0, opposite)}
     for predicted_s, found in ((10_000.0, True), (1.0, False)):
-        run = Run(HYBRID, HALF, tampers=tampers, draw=Never(), clock=Clock(tick=1.0), predicted_s=predicted_s)
+        run = SharedRun(
+            HYBRID, HALF, tampers=tampers, draw=Never(), clock=Clock(tick=1.0), predicted_s=predicted_s
+        )
         if found:
             assert isinstance(given_up(run), PeerWrong)
         else:
@@ -362,7 +364,7 @@ def test_numbers_are_told_from_what_is_none_in_every_dtype(llama: Any, dtype: mx
 
 def test_attack_lies_and_then_breaks_off(llama: Any) -> None:
     """What home would go on from is checked, too."""
-    run = Run(llama, HALF, exact=False, tampers={(0, "home"): later(noise)}, draw=Fixed())
+    run = SharedRun(llama, HALF, exact=False, tampers={(0, "home"): later(noise)}, draw=Fixed())
     run.clock.tick = 1.0
     turns = run.turns()
     while run.home.done < 40:
@@ -375,7 +377,7 @@ def test_attack_lies_and_then_breaks_off(llama: Any) -> None:
 
 
 def test_a_helper_that_was_right_until_it_broke_off_is_not_computed_again(llama: Any) -> None:
-    run = Run(llama, HALF, exact=True, draw=Fixed(), clock=Clock(tick=1.0))
+    run = SharedRun(llama, HALF, exact=True, draw=Fixed(), clock=Clock(tick=1.0))
     turns = run.turns()
     while run.home.done < 40:
         next(turns)
@@ -417,7 +419,7 @@ def test_a_lie_about_the_second_half_is_found_where_tokens_of_it_are_drawn(
         first = max(0, 48 - (head.end - keys.shape[1]))
         noise(head, keys[:, first:], values[:, first:])
 
-    run = Run(llama, HALF, exact=False, tampers={(0, "home"): later(second_half)}, draw=At())
+    run = SharedRun(llama, HALF, exact=False, tampers={(0, "home"): later(second_half)}, draw=At())
     if is_found:
         assert isinstance(given_up(run), PeerWrong)
     else:
@@ -436,7 +438,9 @@ def test_a_check_that_takes_more_than_a_hundredth_is_made_less_often(
     """By a clock on which each step of the first check takes a second."""
 
     tampers = {(0, "home"): later(a_little, layers=(1,))}
-    run = Run(llama, HALF, tampers=tampers, draw=Unlucky(), clock=Clock(tick=1.0), predicted_s=predicted_s)
+    run = SharedRun(
+        llama, HALF, tampers=tampers, draw=Unlucky(), clock=Clock(tick=1.0), predicted_s=predicted_s
+    )
     if is_checked:
         assert isinstance(given_up(run), PeerWrong)
     else:
@@ -464,7 +468,7 @@ def in_the_end(head: FrameHeader, data: bytes) -> Frames:
 @pytest.mark.parametrize("split", WINDOWED.values(), ids=WINDOWED)
 def test_attack_a_window_is_wrong_in_its_last_tokens(split: Split) -> None:
     last = split.helpers - 1
-    error = given_up(Run(tiny("mistral"), split, tampers={(last, "home"): in_the_end}, draw=Fixed()))
+    error = given_up(SharedRun(tiny("mistral"), split, tampers={(last, "home"): in_the_end}, draw=Fixed()))
     assert isinstance(error, PeerWrong)
     assert str(error).startswith(f"helper{last}: it computes other ")
 
@@ -472,7 +476,7 @@ def test_attack_a_window_is_wrong_in_its_last_tokens(split: Split) -> None:
 @pytest.mark.parametrize("split", [HALF, TOKENS], ids=["layers", "tokens"])
 def test_attack_windows_are_right_and_later_rows_beside_them_are_not(split: Split) -> None:
     tampers = {(0, "home"): later(noise)}
-    error = given_up(Run(tiny("gemma3_text"), split, tampers=tampers, draw=Fixed()))
+    error = given_up(SharedRun(tiny("gemma3_text"), split, tampers=tampers, draw=Fixed()))
     assert "it computes other keys of layer 1" in str(error), "the layers with windows are 0 and 2"
 
 
@@ -480,4 +484,4 @@ def test_attack_windows_are_right_and_later_rows_beside_them_are_not(split: Spli
 @pytest.mark.parametrize("name", ["gemma3_text", "mistral", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def test_an_honest_helper_with_windows_is_never_blamed(name: str, split: Split) -> None:
     for draw in (Fixed(), random.Random(1)):
-        assert Run(tiny(name), split, draw=draw).finish().done == split.tokens
+        assert SharedRun(tiny(name), split, draw=draw).finish().done == split.tokens

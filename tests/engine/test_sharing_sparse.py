@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shared_runs import LAYERS, Run, kept_of, prompt, staged
+from shared_runs import LAYERS, SharedRun, kept_of, prompt, staged
 from tiny_architectures import tiny
 
 from fleetd.engine.protocol import PrefillShared
@@ -58,18 +58,18 @@ def llama() -> Any:
 def test_any_split_gives_the_bytes_of_local_sparse_prefill(name: str, kinds: list[str]) -> None:
     model = model_of(name)
     for split in map(SPLITS.__getitem__, kinds):
-        run = Run(model, checked(split))
+        run = SharedRun(model, checked(split))
         run.check(run.finish().cache)
 
 
 def test_helpers_that_hold_their_own_layers_only(llama: Any) -> None:
-    run = Run(llama, SPLITS["layers of two helpers after a prefix"], stages=True)
+    run = SharedRun(llama, SPLITS["layers of two helpers after a prefix"], stages=True)
     run.check(run.finish().cache)
 
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_what_is_verified_at_any_time_can_be_gone_on_from_alone(llama: Any, split: Split) -> None:
-    run = Run(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
+    run = SharedRun(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
     looked = set()
     for _ in run.turns():
         done, caches = run.home.verified
@@ -84,11 +84,11 @@ def test_what_is_verified_at_any_time_can_be_gone_on_from_alone(llama: Any, spli
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_a_helper_that_is_lost_midway_changes_nothing(llama: Any, split: Split) -> None:
-    whole = Run(llama, split)
+    whole = SharedRun(llama, split)
     whole.finish()
     events = whole.streams.events.count
     for fatal in range(1, events, max(1, events // 4)):
-        run = Run(llama, split, fatal=fatal)
+        run = SharedRun(llama, split, fatal=fatal)
         try:
             run.finish()
         except FleetError:
@@ -156,7 +156,7 @@ def test_a_hash_stands_for_positions_too(llama: Any) -> None:
         return [(head, data)]
 
     split = SPLITS["half the layers"]
-    run = Run(llama, split, tampers={(-1, "helper0"): elsewhere})
+    run = SharedRun(llama, split, tampers={(-1, "helper0"): elsewhere})
     with pytest.raises(FleetError):
         run.finish()
     done, caches = run.home.verified

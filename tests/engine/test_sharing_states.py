@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from shared_runs import LAYERS, Run, as_bytes, prefilled
+from shared_runs import LAYERS, SharedRun, as_bytes, prefilled
 from test_disk_states import ROOM, restored, tier, written
 from test_sharing_lies import Fixed, Frames, opposite
 from tiny_architectures import VOCAB, tiny
@@ -41,7 +41,7 @@ CUTS = {
 }
 
 
-def shared(model: Any, cut: str, *, cached: int = 0, sent: int | None = None, **options: Any) -> Run:
+def shared(model: Any, cut: str, *, cached: int = 0, sent: int | None = None, **options: Any) -> SharedRun:
     kind, cuts = CUTS[cut]
     if kind == "tokens":
         cuts = (cached, *(cached + at for at in cuts[1:-1] if cached + at < TOKENS - 1), TOKENS - 1)
@@ -58,7 +58,7 @@ def shared(model: Any, cut: str, *, cached: int = 0, sent: int | None = None, **
         places=places,
         sent=len(places) if sent is None else sent,
     )
-    return Run(model, checked(split), borders=BORDERS, **options)
+    return SharedRun(model, checked(split), borders=BORDERS, **options)
 
 
 def bytes_of(state: list[Any]) -> list[Any]:

@@ -30,7 +30,7 @@ def prompt(n: int = LENGTH, key: int = 3) -> list[int]:
     return tokens
 
 
-class Oracle:
+class MaskedCache:
     """A dense pass over all tokens, rotated natively, in which only the kept keys are there to be seen.
 
     It stands in for a layer's cache: dropped keys are taken out, which is what a mask comes to, so that sums
@@ -69,7 +69,7 @@ class Oracle:
 def oracle_logits(model: Any, tokens: list[int], kept: list[int], more: list[int]) -> Logits:
     """(1 + len(more), V): after the prompt's last token, and after each of ``more``."""
     everything = [*kept, *range(len(tokens), len(tokens) + len(more))]
-    caches = [Oracle(everything, layer) for layer in make_prompt_cache(model)]
+    caches = [MaskedCache(everything, layer) for layer in make_prompt_cache(model)]
     mx.eval(model(mx.array([tokens[:-1]]), cache=caches))
     out = [model(mx.array([[token]]), cache=caches)[0, -1] for token in [tokens[-1], *more]]
     return np.array(mx.stack(out))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tiny_architectures import tiny
+from turned_scheduler import TurnedScheduler
 
 from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import (
     Accepted,
@@ -24,11 +24,9 @@ from fleetd.engine.protocol import (
     Generate,
     Keep,
     Prefill,
-    Report,
     Sampling,
     TokenPrompt,
 )
-from fleetd.engine.scheduler import Scheduler
 from fleetd.engine.sparse_prefill.sparse import TAIL_TOKENS, Sparse
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -40,24 +38,18 @@ def prompt(n: int, key: int = 1) -> list[int]:
     return tokens
 
 
-class Bench:
-    """A scheduler of a random llama that is turned by hand."""
+class SparseBench(TurnedScheduler):
+    """A scheduler of a random llama."""
 
     def __init__(self, chain_path: Path, **options: Any) -> None:
-        self.events: list[Report] = []
         model = tiny("llama", vocab_size=VOCAB)
-        settings: dict[str, Any] = {
+        settings = {
             "context_tokens": 1024,
             "chunks": FixedChunks(48, 16),
-            "max_streams": 4,
-            "budget": KvBudget.of(1 << 30, 1024),
-            "prefix": PrefixCache(1 << 30),
             "sparse": Sparse.of(model),
             **options,
         }
-        self.scheduler = Scheduler(
-            model=model, tokenizer=load_tokenizer(chain_path), emit=self.events.append, **settings
-        )
+        super().__init__(model, load_tokenizer(chain_path), **settings)
 
     def submit(self, name: str, tokens: list[int], kept: list[int] | None = None, **fields: Any) -> None:
         """``kept`` stands for what was found of a Keep."""
@@ -70,11 +62,7 @@ class Bench:
         )
         self.scheduler.inbox.put(PreparedPrompt(request, tokens, kept=kept))
 
-    def turn(self, times: int = 1) -> None:
-        for _ in range(times):
-            assert self.scheduler.turn()
-
-    def finish(self, *names: str) -> None:
+    def finish_all(self, *names: str) -> None:
         ended: set[str] = set()
         for _ in range(500):
             self.turn()
@@ -84,32 +72,29 @@ class Bench:
         pytest.fail(f"only {ended} ended")
 
     def one(self, name: str, kind: Any) -> Any:
-        (event,) = self.all(name, kind)
+        (event,) = self.of(name, kind)
         return event
-
-    def all(self, name: str, kind: Any) -> list[Any]:
-        return [e for e in self.events if isinstance(e, kind) and e.id == name]
 
     def said(self, name: str) -> list[Any]:
         """Its tokens and their probabilities, to the bit."""
-        return [entry for delta in self.all(name, Delta) for entry in delta.logprobs or []]
+        return [entry for delta in self.of(name, Delta) for entry in delta.logprobs or []]
 
 
 @pytest.fixture
-def bench(chain_path: Path) -> Bench:
-    return Bench(chain_path)
+def bench(chain_path: Path) -> SparseBench:
+    return SparseBench(chain_path)
 
 
 LONG = prompt(300)
 KEPT = [*range(40), *range(100, 160), *range(280, 300)]
 
 
-def test_what_is_told(bench: Bench) -> None:
+def test_what_is_told(bench: SparseBench) -> None:
     bench.submit("a", LONG, KEPT)
-    bench.finish("a")
+    bench.finish_all("a")
     accepted = bench.one("a", Accepted)
     assert (accepted.prompt_tokens, accepted.kept, accepted.dense_reason) == (300, len(KEPT), "")
-    progress = bench.all("a", Prefill)
+    progress = bench.of("a", Prefill)
     assert [p.total for p in progress] == [len(KEPT)] * len(progress)
     # The last token is computed by the first step of decoding.
     assert progress[-1].done == len(KEPT) - 1
@@ -124,15 +109,15 @@ def test_dense_and_sparse_ones_at_once_say_what_they_say_alone(chain_path: Path)
         "same but dense": (LONG, None),
         "other": (prompt(200, 3), [*range(10), *range(150, 200)]),
     }
-    together = Bench(chain_path)
+    together = SparseBench(chain_path)
     for name, (tokens, kept) in asked.items():
         together.submit(name, tokens, kept)
         together.turn(2)
-    together.finish(*asked)
+    together.finish_all(*asked)
     for name, (tokens, kept) in asked.items():
-        alone = Bench(chain_path)
+        alone = SparseBench(chain_path)
         alone.submit(name, tokens, kept)
-        alone.finish(name)
+        alone.finish_all(name)
         # One of them says its end before its limit.
         assert len(alone.said(name)) > 4
         assert together.said(name) == alone.said(name)
@@ -145,45 +130,47 @@ def test_dense_and_sparse_ones_at_once_say_what_they_say_alone(chain_path: Path)
 
 def test_a_dense_beginning_serves_a_sparse_prompt_and_none_of_it_is_lost(chain_path: Path) -> None:
     """A hit that is longer than what is kept without a gap counts only up to the gap."""
-    cold = Bench(chain_path)
+    cold = SparseBench(chain_path)
     cold.submit("a", LONG, KEPT)
-    cold.finish("a")
-    warm = Bench(chain_path)
+    cold.finish_all("a")
+    warm = SparseBench(chain_path)
     warm.submit("before", LONG)
-    warm.finish("before")
+    warm.finish_all("before")
     warm.submit("a", LONG, KEPT)
-    warm.finish("a")
+    warm.finish_all("a")
     assert warm.one("a", Finished).usage.cached_tokens == 40
-    assert warm.all("a", Prefill)[0].cached == 40
+    assert warm.of("a", Prefill)[0].cached == 40
     assert warm.said("a") == cold.said("a")
 
 
-def test_nothing_sparse_is_found_by_anybody(bench: Bench, chain_path: Path) -> None:
+def test_nothing_sparse_is_found_by_anybody(bench: SparseBench, chain_path: Path) -> None:
     bench.submit("a", LONG, KEPT)
     bench.submit("cancelled", prompt(299, 9), [*range(5), *range(90, 299)])
     bench.turn(6)
     bench.scheduler.inbox.put(Cancel("cancelled"))
-    bench.finish("a", "cancelled")
+    bench.finish_all("a", "cancelled")
     # What has no gap before it is as dense as any: that alone is kept.
     assert [len(entry.tokens) for entry in bench.scheduler.prefix._entries.values()] == [40]
-    cold = Bench(chain_path)
+    cold = SparseBench(chain_path)
     for one in (bench, cold):
         one.submit("again", LONG)
-        one.finish("again")
+        one.finish_all("again")
     assert bench.one("again", Finished).usage.cached_tokens == 40
     assert bench.said("again") == cold.said("again")
 
 
 @pytest.mark.parametrize("dense", [True, False])
-def test_a_second_turn_after_a_sparse_first_is_right(bench: Bench, chain_path: Path, dense: bool) -> None:
+def test_a_second_turn_after_a_sparse_first_is_right(
+    bench: SparseBench, chain_path: Path, dense: bool
+) -> None:
     bench.submit("first", LONG, KEPT)
-    bench.finish("first")
+    bench.finish_all("first")
     turn = [*LONG, *prompt(60, 5)]
     kept = None if dense else [*KEPT, *range(300, 360)]
-    cold = Bench(chain_path)
+    cold = SparseBench(chain_path)
     for one in (bench, cold):
         one.submit("second", turn, kept)
-        one.finish("second")
+        one.finish_all("second")
     assert bench.one("second", Finished).usage.cached_tokens == 40
     assert bench.said("second") == cold.said("second")
 
@@ -192,56 +179,56 @@ def test_a_second_turn_after_a_sparse_first_is_right(bench: Bench, chain_path: P
 
 
 def test_memory_is_promised_for_what_is_kept(chain_path: Path) -> None:
-    bench = Bench(chain_path, budget=KvBudget.of(200 * 1024, 1024))
+    bench = SparseBench(chain_path, budget=KvBudget.of(200 * 1024, 1024))
     bench.submit("dense", LONG)
     bench.submit("sparse", LONG, KEPT)
     bench.turn()
     assert bench.one("dense", Failed).code == "out_of_memory"
     assert bench.scheduler.budget.used_bytes == (len(KEPT) + 8) * 1024
-    bench.finish("sparse")
+    bench.finish_all("sparse")
     assert bench.one("sparse", Finished).reason == "length"
 
 
-def test_the_context_holds_all_of_a_prompt(bench: Bench) -> None:
+def test_the_context_holds_all_of_a_prompt(bench: SparseBench) -> None:
     """Positions go on from its true length, and the model knows no position beyond its context."""
     bench.submit("long", prompt(1024), list(range(20)))
     bench.submit("nearly", prompt(1021), list(range(20)), max_tokens=None)
-    bench.finish("long", "nearly")
+    bench.finish_all("long", "nearly")
     assert bench.one("long", Failed).code == "context_length_exceeded"
     assert bench.one("nearly", Finished).usage.completion_tokens == 3
 
 
-def test_the_end_of_a_prompt_is_always_kept(bench: Bench) -> None:
+def test_the_end_of_a_prompt_is_always_kept(bench: SparseBench) -> None:
     bench.submit("a", LONG, [])
-    bench.finish("a")
+    bench.finish_all("a")
     assert bench.one("a", Accepted).kept == 1 + TAIL_TOKENS
     assert len(bench.said("a")) == 8
 
 
 def test_what_is_prefilled_whole_says_why(chain_path: Path) -> None:
-    bench = Bench(chain_path)
+    bench = SparseBench(chain_path)
     bench.submit("echo", LONG, KEPT, echo=True)
     bench.submit("all", prompt(20), list(range(19)))
-    none = Bench(chain_path, sparse=None)
+    none = SparseBench(chain_path, sparse=None)
     none.submit("none", LONG, KEPT)
     for one, name, why in ((bench, "echo", "echoed"), (bench, "all", "Nothing"), (none, "none", "whole")):
-        one.finish(name)
+        one.finish_all(name)
         accepted = one.one(name, Accepted)
         assert accepted.kept == 0
         assert why in accepted.dense_reason
         assert one.one(name, Finished).reason == "length"
 
 
-def test_a_sparse_prompt_does_not_wait_for_helpers(bench: Bench) -> None:
+def test_a_sparse_prompt_does_not_wait_for_helpers(bench: SparseBench) -> None:
     bench.submit("a", LONG, KEPT, shared=True)
-    bench.finish("a")
+    bench.finish_all("a")
     assert not bench.one("a", Accepted).waits
 
 
-def test_positions_are_the_true_ones(bench: Bench) -> None:
+def test_positions_are_the_true_ones(bench: SparseBench) -> None:
     """The same kept tokens as a prompt of their own, without the gaps, give something else."""
     bench.submit("sparse", LONG, KEPT)
     bench.submit("short", [LONG[i] for i in KEPT])
-    bench.finish("sparse", "short")
+    bench.finish_all("sparse", "short")
     mine, theirs = ([entry.logprob for entry in bench.said(name)[:1]] for name in ("sparse", "short"))
     assert not np.allclose(mine, theirs, rtol=1e-6)

@@ -46,7 +46,7 @@ Bytes = npt.NDArray[np.float32]
 
 
 @dataclass
-class Run:
+class StageRun:
     """What one way of running the tokens gave."""
 
     logits: list[mx.array] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Run:
     def kv(self) -> list[Bytes]:
         return [exact(x) for cache in self.caches for x in arrays_of(cache)]
 
-    def check(self, whole: Run) -> None:
+    def check(self, whole: StageRun) -> None:
         assert_equal(self.logits, whole.logits, "logits")
         for layer, chunks in self.hidden.items():
             for mine, theirs in zip(chunks, whole.hidden[layer], strict=True):
@@ -118,9 +118,9 @@ def states_of(out: Any) -> list[mx.array]:
     return [array for array in found if array is not None]
 
 
-def run_whole(model: Any, tokens: list[int], sizes: Sequence[int]) -> Run:
+def run_whole(model: Any, tokens: list[int], sizes: Sequence[int]) -> StageRun:
     """mlx-lm's own forward pass, its layers' outputs noted as they come."""
-    run = Run(caches=make_prompt_cache(model))
+    run = StageRun(caches=make_prompt_cache(model))
     noted: list[list[mx.array]] = []
     one_state = not architecture_for(model).between
     kinds: list[Any] = list({type(layer) for layer in model.layers})
@@ -148,11 +148,11 @@ def handed_on(stage: Stage, hidden: mx.array) -> list[mx.array]:
     return states_of(BETWEEN[stage.architecture.between].unpacked(stage.args, stage.last, hidden))
 
 
-def run_cut(model: Any, tokens: list[int], sizes: Sequence[int], cuts: Sequence[int]) -> Run:
+def run_cut(model: Any, tokens: list[int], sizes: Sequence[int], cuts: Sequence[int]) -> StageRun:
     """Each chunk through the stages between ``cuts``."""
     stages = [Stage.of(model).part(a, b) for a, b in itertools.pairwise([0, *cuts, LAYERS])]
     caches = [stage.make_caches() for stage in stages]
-    run = Run(hidden={stage.last - 1: [] for stage in stages})
+    run = StageRun(hidden={stage.last - 1: [] for stage in stages})
     start = 0
     for chunk in chunked(tokens, sizes):
         hidden = stages[0].embed(chunk)
@@ -241,7 +241,7 @@ def test_layer_after_layer_gives_the_bytes_of_chunk_after_chunk(name: str) -> No
     whole = run_whole(model, tokens, SIZES)
     stage = Stage.of(model)
     caches, starts = stage.make_caches(), list(itertools.accumulate(SIZES, initial=0))
-    run = Run(caches=[cache for cache in caches if cache is not None])
+    run = StageRun(caches=[cache for cache in caches if cache is not None])
     inputs = [stage.inputs(*given) for given in zip(chunked(tokens, SIZES), starts, strict=False)]
     chunks = [stage.embed(chunk) for chunk in chunked(tokens, SIZES)]
     for layer in range(LAYERS):

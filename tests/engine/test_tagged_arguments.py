@@ -10,7 +10,7 @@ from typing import Any
 
 import chain_model
 import pytest
-from call_formats import family, spelling
+from call_formats import SpelledAnswer, family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -18,7 +18,6 @@ from mlx_lm.utils import load_model
 from speculating import GREEDY, Run
 
 from fleetd.engine.dsml import DSML
-from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import Delta, Generate, TokenPrompt, ToolCall, ToolCallPiece
 from fleetd.engine.tagged_arguments import TAGGED_FORMATS, escaped
@@ -69,30 +68,6 @@ def closing(parser: str) -> tuple[str, ...]:
 def tools_of(properties: dict[str, Any]) -> list[dict[str, Any]]:
     parameters = {"type": "object", "properties": properties}
     return [{"type": "function", "function": {"name": "write_file", "parameters": parameters}}]
-
-
-class Written:
-    """One answer, whose tokens are given pieces of text."""
-
-    def __init__(
-        self,
-        parser: str,
-        words: list[str],
-        tools: list[dict[str, Any]],
-        *,
-        pieces: bool = True,
-        cut: bool = False,
-        stops: tuple[str, ...] = (),
-    ) -> None:
-        words = [word for word in words if word]
-        made = spelling(parser, words)
-        self.state = AnswerText("r", made, list(stops), tools, call_pieces=pieces)
-        self.by_word = [self.state.push(token) for token in range(len(words))]
-        events = [*itertools.chain(*self.by_word), *self.state.finish(cut=cut)]
-        self.text = "".join(e.text for e in events if isinstance(e, Delta))
-        self.calls = [(e.index, e.name, e.arguments) for e in events if isinstance(e, ToolCall)]
-        self.pieces = [e for e in events if isinstance(e, ToolCallPiece)]
-        self.streamed = "".join(e.text for e in self.pieces)
 
 
 def answer(parser: str, *calls: str) -> str:
@@ -191,7 +166,7 @@ def test_the_fragments_make_up_what_the_parser_reads_of_the_whole_call(
     )
     at = [0, *sorted(cuts), len(whole)]
     words = [whole[a:b] for a, b in itertools.pairwise(at)]
-    seen = Written(parser, words, tools)
+    seen = SpelledAnswer(parser, words, tools)
     assert len(seen.calls) == 1
     index, name, arguments = seen.calls[0]
     assert (index, name, seen.text) == (0, "write_file", "")
@@ -199,7 +174,7 @@ def test_the_fragments_make_up_what_the_parser_reads_of_the_whole_call(
     if expected is not None:
         assert arguments == expected
     assert not seen.pieces or seen.streamed == arguments
-    assert Written(parser, words, tools, pieces=False).calls == seen.calls
+    assert SpelledAnswer(parser, words, tools, pieces=False).calls == seen.calls
 
 
 # ---- As they are written ---------------------------------------------------------------------------------
@@ -215,7 +190,7 @@ def file_call(parser: str) -> str:
 @pytest.mark.parametrize("parser", PARSERS)
 def test_a_long_string_is_told_while_it_is_written(parser: str) -> None:
     whole = answer(parser, file_call(parser))
-    seen = Written(parser, list(whole), STRINGS)
+    seen = SpelledAnswer(parser, list(whole), STRINGS)
     value = reading(parser, LONG)
     assert json.loads(seen.streamed) == {"path": "a.py", "n": 7, "content": value}
     begin, begun = whole.index(value), seen.streamed.index(escaped(value))
@@ -237,7 +212,7 @@ def reading(parser: str, text: str) -> str:
 @pytest.mark.parametrize("parser", PARSERS)
 def test_the_name_is_told_before_the_first_value(parser: str) -> None:
     whole = answer(parser, file_call(parser))
-    seen = Written(parser, list(whole), STRINGS)
+    seen = SpelledAnswer(parser, list(whole), STRINGS)
     first = next(
         i for i, events in enumerate(seen.by_word) if any(isinstance(e, ToolCallPiece) for e in events)
     )
@@ -251,7 +226,7 @@ def test_half_a_call_is_never_text(parser: str) -> None:
     arguments = reference(parser, file_call(parser), STRINGS)
     assert arguments is not None
     for end in range(whole.index("write_file") + 12, whole.rindex(LONG.strip()) + len(LONG.strip()), 3):
-        seen = Written(parser, list(whole[:end]), STRINGS, cut=True)
+        seen = SpelledAnswer(parser, list(whole[:end]), STRINGS, cut=True)
         assert (seen.text, seen.calls) == ("", [])
         assert arguments.startswith(seen.streamed)
         assert seen.state.cut_call
@@ -263,11 +238,11 @@ def test_an_answer_that_ends_inside_of_a_value_has_half_a_call(parser: str) -> N
     whole = answer(parser, file_call(parser))
     half = whole[: whole.index("return")]
     for seen in (
-        Written(parser, list(half), STRINGS),
-        Written(parser, list(whole), STRINGS, stops=("return",)),
+        SpelledAnswer(parser, list(half), STRINGS),
+        SpelledAnswer(parser, list(whole), STRINGS, stops=("return",)),
     ):
         assert (seen.text, seen.calls, seen.state.cut_call) == ("", [], True)
-    assert Written(parser, list(whole), STRINGS, stops=("return",)).state.stopped_by == "return"
+    assert SpelledAnswer(parser, list(whole), STRINGS, stops=("return",)).state.stopped_by == "return"
 
 
 @pytest.mark.parametrize("parser", PARSERS)
@@ -275,7 +250,7 @@ def test_a_section_that_ends_inside_of_a_value_gives_the_arguments_as_far_as_the
     """As for models that write JSON: whoever runs the tool tells the model that this is none."""
     whole = answer(parser, file_call(parser))
     end = family(parser).end
-    seen = Written(parser, list(whole[: whole.index("return")] + end + "Done."), STRINGS)
+    seen = SpelledAnswer(parser, list(whole[: whole.index("return")] + end + "Done."), STRINGS)
     ((_, name, arguments),) = seen.calls
     assert (name, arguments, seen.text) == ("write_file", seen.streamed, "Done.")
     with pytest.raises(json.JSONDecodeError):
@@ -290,7 +265,7 @@ def test_each_of_several_calls_is_whole_before_the_next_begins(parser: str, toge
     if parser in ("minimax_m2", "gemma4", "qwen3_coder"):
         sections.append(answer(parser, "".join(texts)))  # both in one section
     for whole in sections:
-        seen = Written(parser, [whole] if together else list(whole), STRINGS)
+        seen = SpelledAnswer(parser, [whole] if together else list(whole), STRINGS)
         assert seen.calls == [(i, "write_file", f'{{"path": "{path}"}}') for i, path in enumerate("ab")]
         assert seen.streamed == "".join(arguments for _, _, arguments in seen.calls)
         assert (seen.text, [piece.index for piece in seen.pieces]) == (
@@ -301,7 +276,7 @@ def test_each_of_several_calls_is_whole_before_the_next_begins(parser: str, toge
 
 def test_a_call_whose_end_tag_is_left_out_ends_with_its_section() -> None:
     text = tagged("qwen3_coder", {"path": "a.py"}).replace("</function>", "")
-    assert Written("qwen3_coder", list(answer("qwen3_coder", text)), STRINGS).calls == [
+    assert SpelledAnswer("qwen3_coder", list(answer("qwen3_coder", text)), STRINGS).calls == [
         (0, "write_file", '{"path": "a.py"}')
     ]
 
@@ -310,23 +285,23 @@ def test_the_tag_that_ends_a_call_may_stand_in_a_value() -> None:
     """mlx-lm's parser of MiniMax loses such a value, which is out by then."""
     for parser in ("minimax_m2", "qwen3_coder"):
         value = f"a {TAGGED_FORMATS[parser].end} b"
-        seen = Written(parser, list(answer(parser, tagged(parser, {"content": value}))), STRINGS)
+        seen = SpelledAnswer(parser, list(answer(parser, tagged(parser, {"content": value}))), STRINGS)
         assert seen.calls == [(0, "write_file", json.dumps({"content": value}))]
 
 
 @pytest.mark.parametrize("parser", ["qwen3_coder", "gemma4"])
 def test_a_value_that_its_type_does_not_have_is_given_as_the_string_that_was_written(parser: str) -> None:
     text = tagged(parser, {"n": "seven", "path": string(parser, "a")})
-    seen = Written(parser, list(answer(parser, text)), STRINGS)
+    seen = SpelledAnswer(parser, list(answer(parser, text)), STRINGS)
     assert seen.calls == [(0, "write_file", '{"n": "seven", "path": "a"}')]
 
 
 def test_what_is_no_call_is_left_to_the_parser() -> None:
     json_call = '{"name": "write_file", "arguments": {"path": "a"}}'
-    assert Written("glm47", list(answer("glm47", json_call)), STRINGS).calls == [
+    assert SpelledAnswer("glm47", list(answer("glm47", json_call)), STRINGS).calls == [
         (0, "write_file", '{"path": "a"}')
     ]
-    assert Written("qwen3_coder", list(answer("qwen3_coder", "Hm.")), STRINGS).text == "Hm."
+    assert SpelledAnswer("qwen3_coder", list(answer("qwen3_coder", "Hm.")), STRINGS).text == "Hm."
 
 
 # ---- In a worker -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from call_formats import WordDetokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load
@@ -94,27 +95,10 @@ class Letters:
 
     @property
     def detokenizer(self) -> Any:
-        words = self._words
-
-        class Detokenizer:
-            text = ""
-            _read = 0
-
-            def add_token(self, token: int) -> None:
-                self.text += words[token]
-
-            def finalize(self) -> None:
-                pass
-
-            @property
-            def last_segment(self) -> str:
-                at, self._read = self._read, len(self.text)
-                return self.text[at:]
-
-        return Detokenizer()
+        return WordDetokenizer(self._words)
 
 
-class Seen:
+class ReadText:
     def __init__(self, events: list[Delta | ToolCall], answer: AnswerText) -> None:
         self.content = "".join(e.text for e in events if isinstance(e, Delta) and e.channel == "content")
         self.reasoning = "".join(e.text for e in events if isinstance(e, Delta) and e.channel == "reasoning")
@@ -124,14 +108,14 @@ class Seen:
         self.visible = (self.content, self.reasoning, self.calls, self.hit)
 
 
-def read(tokenizer: Any, words: list[str], stops: tuple[str, ...] = (), **fields: Any) -> Seen:
+def read(tokenizer: Any, words: list[str], stops: tuple[str, ...] = (), **fields: Any) -> ReadText:
     answer = AnswerText("r", Letters(tokenizer, words), list(stops), **fields)
     events: list[Delta | ToolCall] = []
     for token in range(len(words)):
         events += answer.push(token)
         if answer.stopped_by is not None:
             break
-    return Seen(events + answer.finish(), answer)
+    return ReadText(events + answer.finish(), answer)
 
 
 ANSWERS = {

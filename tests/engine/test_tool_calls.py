@@ -7,7 +7,7 @@ import json
 
 import miniature_tokenizers as miniature
 import pytest
-from call_formats import spelling
+from call_formats import SpelledAnswer, spelling
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,25 +64,6 @@ ANSWERS = [
 ]
 
 
-class Answer:
-    def __init__(self, parser: str, words: list[str], *, pieces: bool = True, cut: bool = False) -> None:
-        words = [word for word in words if word]
-        made = spelling(parser, words)
-        initial = made.response_initial_state or "normal"
-        self.state = AnswerText("r", made, [], TOOLS, initial, call_pieces=pieces)
-        events = [e for token in range(len(words)) for e in self.state.push(token)]
-        events += self.state.finish(cut=cut)
-        self.events = events
-        deltas = [e for e in events if isinstance(e, Delta)]
-        self.content = "".join(e.text for e in deltas if e.channel == "content")
-        self.reasoning = "".join(e.text for e in deltas if e.channel == "reasoning")
-        self.calls = [(e.index, e.name, e.arguments) for e in events if isinstance(e, ToolCall)]
-        self.pieces = [e for e in events if isinstance(e, ToolCallPiece)]
-        self.streamed = "".join(e.text for e in self.pieces)
-        self.ids = {e.call_id for e in events if isinstance(e, ToolCall | ToolCallPiece)}
-        self.said = (self.content, self.reasoning, self.calls)
-
-
 @pytest.mark.parametrize(("parser", "text", "content", "reasoning"), ANSWERS)
 @given(cuts=st.sets(st.integers(1, 400), max_size=40))
 def test_arguments_come_as_they_are_written_and_make_up_those_of_the_whole_call(
@@ -90,25 +71,25 @@ def test_arguments_come_as_they_are_written_and_make_up_those_of_the_whole_call(
 ) -> None:
     at = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     words = [text[a:b] for a, b in itertools.pairwise(at)]
-    seen = Answer(parser, words)
+    seen = SpelledAnswer(parser, words, TOOLS)
     assert seen.said == (content, reasoning, [(0, "write_file", TEXT)])
     assert seen.streamed == TEXT
     assert len(seen.ids) == 1
-    assert Answer(parser, words, pieces=False).said == seen.said
+    assert SpelledAnswer(parser, words, TOOLS, pieces=False).said == seen.said
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "reasoning"), ANSWERS)
 def test_each_letter_of_the_arguments_is_told_at_once(
     parser: str, text: str, content: str, reasoning: str
 ) -> None:
-    assert len(Answer(parser, list(text)).pieces) == len(TEXT)
+    assert len(SpelledAnswer(parser, list(text), TOOLS).pieces) == len(TEXT)
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "reasoning"), ANSWERS)
 def test_half_a_call_is_never_text(parser: str, text: str, content: str, reasoning: str) -> None:
     begin = text.index("write_file") + len("write_file")
     for end in range(begin, text.index(TEXT) + len(TEXT), 5):
-        seen = Answer(parser, list(text[:end]), cut=True)
+        seen = SpelledAnswer(parser, list(text[:end]), TOOLS, cut=True)
         assert seen.said == (content, reasoning, [])
         assert TEXT.startswith(seen.streamed)
         assert seen.state.cut_call
@@ -116,12 +97,14 @@ def test_half_a_call_is_never_text(parser: str, text: str, content: str, reasoni
 
 def test_llama_answers_with_json_of_its_own() -> None:
     for text in ('{"name": "Ann", "age": 3}', "{}", "[1]", "Call write_file.", '{"name": "write_file"}'):
-        assert Answer("llama3", list(text)).said == (text, "", [])
+        assert SpelledAnswer("llama3", list(text), TOOLS).said == (text, "", [])
 
 
 def test_llama_makes_two_calls() -> None:
     one = '{"name": "look", "parameters": {"n": 1}}'
-    assert Answer("llama3", list(f"{one}; {one}")).calls == [(i, "look", '{"n": 1}') for i in range(2)]
+    assert SpelledAnswer("llama3", list(f"{one}; {one}"), TOOLS).calls == [
+        (i, "look", '{"n": 1}') for i in range(2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +127,7 @@ def test_llama_makes_two_calls() -> None:
 )
 @pytest.mark.parametrize("together", [True, False])
 def test_a_call_is_whole_before_the_next_begins(parser: str, text: str, together: bool) -> None:
-    seen = Answer(parser, [text] if together else list(text))
+    seen = SpelledAnswer(parser, [text] if together else list(text), TOOLS)
     assert seen.said == ("", "", [(0, "look", "{}"), (1, "look", '{"a": 1}')])
     order = [(e.index, isinstance(e, ToolCall)) for e in seen.events if not isinstance(e, Delta)]
     assert order == sorted(order)
@@ -161,13 +144,13 @@ def test_the_part_of_a_forced_call_that_stood_in_the_prompt_is_no_text(words: li
 
 
 def test_a_final_channel_is_the_answer() -> None:
-    seen = Answer("harmony", list(f"{HARMONY}<|channel|>final<|message|>42."))
+    seen = SpelledAnswer("harmony", list(f"{HARMONY}<|channel|>final<|message|>42."), TOOLS)
     assert seen.said == ("42.", "So.", [])
 
 
 def test_line_ends_in_strings_are_escaped_so_that_arguments_are_json() -> None:
     text = '<tool_call>{"name": "look", "arguments": {"a": "b\n\tc"}}</tool_call>'
-    seen = Answer("json_tools", list(text))
+    seen = SpelledAnswer("json_tools", list(text), TOOLS)
     assert json.loads(seen.calls[0][2]) == {"a": "b\n\tc"}
     assert seen.streamed == seen.calls[0][2]
 
@@ -213,6 +196,6 @@ def test_llama_3_is_known_by_its_template() -> None:
 def test_a_long_call_tells_its_tokens_while_it_is_written(answer: tuple[str, ...], pieces: bool) -> None:
     """Without that, a machine that writes one could not be told from one that hangs."""
     words = list(answer[1])
-    events = Answer(answer[0], words, pieces=pieces).events
+    events = SpelledAnswer(answer[0], words, TOOLS, pieces=pieces).events
     told = sum(event.tokens for event in events if isinstance(event, Delta | ToolCallPiece))
     assert 0 <= len(words) - told < limits.UNTOLD_TOKENS

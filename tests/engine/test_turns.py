@@ -9,7 +9,7 @@ from typing import Any
 
 import miniature_tokenizers
 import pytest
-from turned_scheduler import CHUNK, Family, Turned, drawn, family
+from turned_scheduler import CHUNK, TinyFamily, Turned, drawn, family
 
 from fleetd.api.anthropic import translate as anthropic
 from fleetd.api.anthropic.bodies import MessagesBody
@@ -126,12 +126,12 @@ def test_numbers_marks_and_dates_behind_the_prefix_keep_99_percent_of_it(
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Family:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyFamily:
     return family(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Family:
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> TinyFamily:
     return family(tmp_path_factory.mktemp("gemma"), "gemma3_text")
 
 
@@ -139,7 +139,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Family:
     "client", [of_claude_code, *(pytest.param(each, marks=pytest.mark.long) for each in CLIENTS[1:])]
 )
 def test_the_next_turn_of_each_agent_reads_what_is_new_and_at_most_one_chunk(
-    llama: Family, client: Client
+    llama: TinyFamily, client: Client
 ) -> None:
     made = miniature_tokenizers.qwen3()
     first, second = (prepare(client(turn, "1"), made, ROOM).tokens for turn in (1, 2))

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from request_events import RequestEvents
 from sharing import (
     CHUNK,
     LAYERS,
     Sharing,
-    Told,
     prompt,
     resources,
     settle,
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def alone(engine: EngineProcess, request: Generate) -> list[Any]:
     """The numbers of the same request where nobody helps."""
-    told = Told()
+    told = RequestEvents()
     request = Generate(
         f"{request.id} alone",
         request.prompt,

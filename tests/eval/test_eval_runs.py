@@ -13,7 +13,7 @@ from fleetd.compression.words import estimate_tokens
 from fleetd.engine.protocol import Keep
 
 
-class Reader:
+class EchoReader:
     """Says all that it is shown; of sparse prompts it is shown the kept characters."""
 
     def count(self, text: str) -> int:
@@ -34,7 +34,7 @@ class Reader:
 async def test_what_is_kept_is_what_is_answered(kind: str) -> None:
     seen: list[list[Outcome]] = []
     logged: list[str] = []
-    runner = Runner([Reader(), Reader()], logged.append, scored=False)  # type: ignore[list-item]
+    runner = Runner([EchoReader(), EchoReader()], logged.append, scored=False)  # type: ignore[list-item]
     await runner.cell(kind, 800, (0.3, 0.0), range(3), seen.append)
     found = seen[-1]
     assert len(found) == 6

@@ -254,7 +254,7 @@ def free_port() -> int:
 
 
 @dataclass
-class Heard:
+class StreamedAnswer:
     """A streamed answer as it comes: events, and comments beside them."""
 
     response: http.client.HTTPResponse
@@ -330,11 +330,11 @@ def posted(
 
 
 @contextlib.contextmanager
-def heard(daemon: LiveDaemon, model: str, prompt: str, **fields: Any) -> Iterator[Heard]:
+def heard(daemon: LiveDaemon, model: str, prompt: str, **fields: Any) -> Iterator[StreamedAnswer]:
     """A streamed chat."""
     with posted(daemon, body(model, prompt, stream=True, **fields)) as response:
         assert response.status == 200, response.read()
-        yield Heard(response)
+        yield StreamedAnswer(response)
 
 
 def answer(

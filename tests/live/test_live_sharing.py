@@ -14,7 +14,7 @@ import pytest
 import tiny_hybrid
 from forked_programs import Programs
 from live_daemon import LiveDaemon, frozen, until
-from live_fleet import Heard, LiveFleet, answer, body, heard
+from live_fleet import LiveFleet, StreamedAnswer, answer, body, heard
 
 from fleetd import limits
 
@@ -157,7 +157,7 @@ def test_what_has_to_stay_is_not_shared(ready: LiveFleet) -> None:
 
 
 @contextlib.contextmanager
-def shared(daemon: LiveDaemon) -> Iterator[tuple[Heard, str, str]]:
+def shared(daemon: LiveDaemon) -> Iterator[tuple[StreamedAnswer, str, str]]:
     """An answer, the machine that helps with its prompt, and that.
 
     Before both have agreed a helper may be lost without anybody counting on it; and they may not, on a busy

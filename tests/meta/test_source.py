@@ -31,8 +31,8 @@ def walked(tree: ast.Module) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(tree))
 
 
-def modules() -> Iterator[tuple[Path, ast.Module]]:
-    for package in PACKAGES:
+def modules(packages: tuple[str, ...] = PACKAGES) -> Iterator[tuple[Path, ast.Module]]:
+    for package in packages:
         for path in sorted((REPO / package).rglob("*.py")):
             yield path.relative_to(REPO), parsed(path)
 
@@ -126,10 +126,11 @@ def test_every_module_says_its_idea() -> None:
     assert not silent
 
 
-def test_a_class_name_means_one_thing() -> None:
+@pytest.mark.parametrize("packages", [PACKAGES, ("tests",)], ids=["the program", "its tests"])
+def test_a_class_name_means_one_thing(packages: tuple[str, ...]) -> None:
     """A name in two places sends a reader to the wrong one."""
     places: dict[str, list[str]] = {}
-    for path, tree in modules():
+    for path, tree in modules(packages):
         for node in walked(tree):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name.lstrip("_"), []).append(str(path))

@@ -22,7 +22,7 @@ from two_machines import (
     KEY,
     SHARDS,
     Copy,
-    Wire,
+    FaultyWire,
     assert_nothing_published,
     changed,
     children,
@@ -76,7 +76,7 @@ async def test_no_descriptor_stays_open(there: ModelStore, here: ModelStore) -> 
     counts = []
     for cut_at in (None, None, 3_000_000, 0):
         with contextlib.suppress(PeerLost):
-            await copied(there, here, Wire(cut_at=cut_at))
+            await copied(there, here, FaultyWire(cut_at=cut_at))
             here.remove("own")
         counts.append(psutil.Process().num_fds())
     # After the first, because the loop keeps what it needs to start processes.
@@ -140,7 +140,7 @@ async def test_the_daemon_does_not_grow_with_the_model(
 
 async def killed(there: ModelStore, here: ModelStore, module: str, at: int) -> None:
     """A copy whose ``module`` is killed when so many bytes have passed and what came is written."""
-    wire, seen = Wire(hold_at=at), Copy()
+    wire, seen = FaultyWire(hold_at=at), Copy()
     async with copying(there, here, wire, seen) as steps:
         async for step in steps:
             if wire.held.is_set() and step.done_bytes >= at - 2 * CHUNK and step.stage == "copying":
@@ -165,7 +165,7 @@ async def test_what_arrived_before_a_kill_is_not_sent_again(
     kept = {name: size for name, size in partials(here).items() if name != ".revision"}
     # Killed in the middle of a chunk: that one, and of the small files what was not flushed, are lost.
     assert sum(kept.values()) >= at - 2 * CHUNK
-    wire = Wire()
+    wire = FaultyWire()
     seen = await copied(there, here, wire)
     original = there.resolve("own")
     assert here.digest(here.resolve("own")) == there.digest(original)
@@ -181,7 +181,7 @@ async def test_a_kill_between_the_last_byte_and_the_end_costs_no_byte(
     there: ModelStore, here: ModelStore
 ) -> None:
     seen = Copy()
-    async with copying(there, here, Wire(), seen) as steps:
+    async with copying(there, here, FaultyWire(), seen) as steps:
         async for step in steps:
             if step.stage == "verifying":
                 break
@@ -200,7 +200,7 @@ async def test_a_kill_between_the_last_byte_and_the_end_costs_no_byte(
 async def test_a_copy_nobody_wants_any_more_ends_and_frees_its_lock(
     there: ModelStore, here: ModelStore
 ) -> None:
-    wire = Wire(hold_at=3_000_000)
+    wire = FaultyWire(hold_at=3_000_000)
     async with copying(there, here, wire, Copy()) as steps:
         async for step in steps:
             if step.stage == "copying":
@@ -257,7 +257,7 @@ async def test_what_is_left_of_another_version_is_thrown_away(there: ModelStore,
 
 async def test_attack_flipped_byte_on_the_wire_of_a_copy(there: ModelStore, here: ModelStore) -> None:
     with pytest.raises(SealBroken, match="changed on its way"):
-        await copied(there, here, Wire(flip_at=5_000_000))
+        await copied(there, here, FaultyWire(flip_at=5_000_000))
     assert_nothing_published(here)
     seen = await copied(there, here)  # what came before is kept, and sound
     assert any(need.offset for need in seen.needs)
@@ -266,7 +266,7 @@ async def test_attack_flipped_byte_on_the_wire_of_a_copy(there: ModelStore, here
 async def test_attack_copy_cut_short(there: ModelStore, here: ModelStore) -> None:
     for cut_at in (0, 7, 3_000_000):
         with pytest.raises(PeerLost, match="before its end"):
-            await copied(there, here, Wire(cut_at=cut_at))
+            await copied(there, here, FaultyWire(cut_at=cut_at))
         assert_nothing_published(here)
 
 
@@ -297,7 +297,7 @@ async def test_a_model_that_does_not_fit_is_not_begun(
 ) -> None:
     huge = changed(offer, SHARDS[0], size_bytes=limits.COPY_BYTES // 2)
     seen = Copy()
-    async with copying(there, here, Wire(), seen, offer=huge) as steps:
+    async with copying(there, here, FaultyWire(), seen, offer=huge) as steps:
         with pytest.raises(DiskFull, match=r"4,194,3\d\d MiB are needed"):
             await exhausted(steps)
     assert seen.needs == []

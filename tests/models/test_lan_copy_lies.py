@@ -17,7 +17,7 @@ from two_machines import (
     KEY,
     SHARDS,
     Copy,
-    Wire,
+    FaultyWire,
     assert_nothing_published,
     changed,
     copied,
@@ -180,7 +180,7 @@ async def test_attack_config_that_names_code_ends_the_copy_before_the_weights(
     folder = there.resolve("own")
     (folder.path / "config.json").write_text(json.dumps(CONFIG | {"model_file": "evil.py"}))
     seen = Copy()
-    async with copying(there, here, Wire(), seen) as steps:
+    async with copying(there, here, FaultyWire(), seen) as steps:
         with pytest.raises(ModelRefused, match="model_file"):
             await exhausted(steps, seen)
     assert not {step.file for step in seen.steps} & set(SHARDS)

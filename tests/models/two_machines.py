@@ -34,7 +34,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-class Wire:
+class FaultyWire:
     """Carries a stream from its sender to its receiver, counts the bytes, and misbehaves on demand.
 
     Args:
@@ -108,7 +108,7 @@ class Copy:
 
 @contextlib.asynccontextmanager
 async def copying(
-    there: ModelStore, here: ModelStore, wire: Wire, seen: Copy, **changes: Any
+    there: ModelStore, here: ModelStore, wire: FaultyWire, seen: Copy, **changes: Any
 ) -> AsyncIterator[Any]:
     """The steps of a copy of "own". ``changes``: another ``offer``, ``digest`` or ``folder`` to send from."""
     folder = changes.get("folder") or (await asyncio.to_thread(there.resolve, "own"))
@@ -136,9 +136,9 @@ async def copying(
                 seen.sent = error
 
 
-async def copied(there: ModelStore, here: ModelStore, wire: Wire | None = None, **changes: Any) -> Copy:
+async def copied(there: ModelStore, here: ModelStore, wire: FaultyWire | None = None, **changes: Any) -> Copy:
     seen = Copy()
-    async with copying(there, here, wire or Wire(), seen, **changes) as steps:
+    async with copying(there, here, wire or FaultyWire(), seen, **changes) as steps:
         await exhausted(steps, seen)
     return seen
 

@@ -12,7 +12,7 @@ from fleetd.p2p.membership import keys
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineKeys:
     """What the roster and pairing need of an keys."""
 
     key: Ed25519PrivateKey
@@ -24,6 +24,6 @@ class Machine:
 
 
 @functools.cache
-def machine(number: int) -> Machine:
+def machine(number: int) -> MachineKeys:
     key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"machine %d" % number).digest())
-    return Machine(key, keys.node_id(key.public_key().public_bytes_raw()), keys.certificate_for(key))
+    return MachineKeys(key, keys.node_id(key.public_key().public_bytes_raw()), keys.certificate_for(key))

@@ -42,7 +42,7 @@ def why_not() -> str:
         return f"not permitted: {error}"
 
 
-class Host:
+class LabHost:
     """One machine of a lab. ``address`` is its own on the switch."""
 
     def __init__(self, number: int, enter: list[str]) -> None:
@@ -83,7 +83,7 @@ class Lab:
         self._held: list[subprocess.Popen[str]] = []
         self._switch: subprocess.Popen[str] | None = None
         self._cut: set[int] = set()
-        self.hosts: list[Host] = []
+        self.hosts: list[LabHost] = []
 
     def __enter__(self) -> Lab:
         try:
@@ -102,12 +102,12 @@ class Lab:
         """From now on lose, double or delay these shares of all frames, in the words of the switch."""
         self._tell({**shares})
 
-    def cut(self, host: Host) -> None:
+    def cut(self, host: LabHost) -> None:
         """Lose everything from and to a machine, which sees nothing of it: a Wi-Fi out of reach."""
         self._cut.add(host.number)
         self._tell({"cut": sorted(self._cut)})
 
-    def mend(self, host: Host) -> None:
+    def mend(self, host: LabHost) -> None:
         self._cut.discard(host.number)
         self._tell({"cut": sorted(self._cut)})
 
@@ -128,7 +128,7 @@ class Lab:
         self._switch = self._hold([*inside, sys.executable, str(_SWITCH), *taps])
         for number, tap in enumerate(taps):
             holder = self._hold([*inside, "unshare", "--net", "cat"], echoes=True)
-            host = Host(number, _enter(holder.pid))
+            host = LabHost(number, _enter(holder.pid))
             self.hosts.append(host)
             _run([*inside, "ip", "link", "set", tap, "netns", str(holder.pid)])
             host.run(["ip", "link", "set", tap, "name", "eth0", "mtu", str(self._mtu)])

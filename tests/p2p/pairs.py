@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from machines import Machine, machine
+from machines import MachineKeys, machine
 
 from fleetd.errors import PairingFailed
 from fleetd.p2p.membership.roster import Roster
@@ -44,11 +44,11 @@ def window(code: PairingCode = CODE) -> PairingWindow:
     return PairingWindow(code, NOW)
 
 
-def inviter(opened: PairingWindow, me: Machine = A, seed: str = "inviter", now: float = NOW) -> Inviter:
+def inviter(opened: PairingWindow, me: MachineKeys = A, seed: str = "inviter", now: float = NOW) -> Inviter:
     return Inviter(opened, me, "ada", now, chance(seed))
 
 
-def joiner(code: PairingCode = CODE, me: Machine = B, seed: str = "joiner", now: float = NOW) -> Joiner:
+def joiner(code: PairingCode = CODE, me: MachineKeys = B, seed: str = "joiner", now: float = NOW) -> Joiner:
     return Joiner(me, "ben", code, now, chance(seed))
 
 

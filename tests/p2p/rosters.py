@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import msgspec
-from machines import Machine, machine
+from machines import MachineKeys, machine
 
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_record import RosterRecord
@@ -15,8 +15,8 @@ NAMES = {who.node_id: name for who, name in zip((A, B, C, D, E), "abcde", strict
 
 
 def said(
-    signer: Machine,
-    about: Machine,
+    signer: MachineKeys,
+    about: MachineKeys,
     sequence: int = 1,
     *,
     removed: bool = False,
@@ -32,7 +32,7 @@ def names(roster: Roster) -> str:
     return "".join(sorted(NAMES[node_id] for node_id in roster.members))
 
 
-def pair(inviter: Roster, joiner: Roster, first: Machine, second: Machine) -> None:
+def pair(inviter: Roster, joiner: Roster, first: MachineKeys, second: MachineKeys) -> None:
     """What pairing does, without its cryptography."""
     offered = Roster(first, inviter.records())
     offered.admit(second.certificate, NAMES[second.node_id], True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from machines import Machine, machine
+from machines import MachineKeys, machine
 from simulated_node import Node
 from simulated_wire import RTO_S
 
@@ -47,7 +47,7 @@ class Host:
     """A machine with its disk, whether it is on or not."""
 
     number: int
-    me: Machine
+    me: MachineKeys
     addresses: list[Address]
     records: tuple[RosterRecord, ...] = ()
     remembered: dict[str, list[Address]] = field(default_factory=dict)

@@ -47,7 +47,7 @@ def new_id() -> str:
     return "".join(random.choices("abcdefghijklmnopqrstuvwxyz234567", k=56))
 
 
-class Machine:
+class DiscoveringMachine:
     """A running Discovery and what it was told."""
 
     def __init__(self, name: str, *, node_id: str = "", port: int = 8115, host: str = LOOPBACK) -> None:
@@ -77,7 +77,7 @@ class Machine:
                     async with asyncio.timeout(0.02):
                         await self.news.wait()
 
-    async def meets(self, *others: Machine) -> None:
+    async def meets(self, *others: DiscoveringMachine) -> None:
         await self.until(lambda: all(other.node_id in self.heard for other in others))
 
     @property
@@ -88,7 +88,7 @@ class Machine:
 
 
 @asynccontextmanager
-async def running(machine: Machine, *, goodbye: bool = True) -> AsyncIterator[Machine]:
+async def running(machine: DiscoveringMachine, *, goodbye: bool = True) -> AsyncIterator[DiscoveringMachine]:
     task = asyncio.create_task(machine.discovery.run())
     try:
         yield machine
@@ -130,7 +130,7 @@ def packet(node_id: str, *, hosts: tuple[str, ...] = ("10.0.0.7",), port: int = 
 async def test_two_machines_see_each_other_and_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what they say when they come and go; nobody has to ask again."""
     monkeypatch.setattr(module, "_EARLY_S", ())
-    first, second = Machine("first"), Machine("second", port=8116)
+    first, second = DiscoveringMachine("first"), DiscoveringMachine("second", port=8116)
     async with running(first):
         await first.until(lambda: first.discovery.state == RUNNING)
         async with running(second):
@@ -142,12 +142,12 @@ async def test_two_machines_see_each_other_and_a_goodbye(monkeypatch: pytest.Mon
 
 
 async def test_a_machine_that_died_without_goodbye_and_came_back_is_heard_at_its_new_port() -> None:
-    watcher, before = Machine("watcher"), Machine("dies", port=8120)
+    watcher, before = DiscoveringMachine("watcher"), DiscoveringMachine("dies", port=8120)
     async with running(watcher):
         async with running(before, goodbye=False):
             await watcher.meets(before)
         assert before.node_id in watcher.discovery.seen
-        again = Machine("dies", node_id=before.node_id, port=8121)
+        again = DiscoveringMachine("dies", node_id=before.node_id, port=8121)
         async with running(again):
             await watcher.until(
                 lambda: watcher.discovery.seen[before.node_id].addresses == ((LOOPBACK, 8121),)
@@ -155,7 +155,7 @@ async def test_a_machine_that_died_without_goodbye_and_came_back_is_heard_at_its
 
 
 async def test_a_pairing_window_is_announced_and_taken_back_and_outlives_a_new_network() -> None:
-    shows, looks = Machine("shows"), Machine("looks")
+    shows, looks = DiscoveringMachine("shows"), DiscoveringMachine("looks")
     await shows.discovery.announce_pairing("7")  # before it runs
     async with running(shows), running(looks):
         await looks.until(lambda: shows.node_id in looks.heard and looks.heard[shows.node_id].pairing == "7")
@@ -169,7 +169,7 @@ async def test_what_a_machine_says_now_replaces_at_once_what_it_has_said_for_lon
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mdns, "_SAY_AGAIN_S", 100.0)
-    shows, looks = Machine("shows"), Machine("looks")
+    shows, looks = DiscoveringMachine("shows"), DiscoveringMachine("looks")
     await shows.discovery.announce_pairing("7")
     async with running(shows), running(looks):
         await looks.until(lambda: shows.node_id in looks.heard and looks.heard[shows.node_id].pairing == "7")
@@ -180,7 +180,7 @@ async def test_what_a_machine_says_now_replaces_at_once_what_it_has_said_for_lon
 
 
 async def test_a_window_that_opens_and_closes_quickly_is_not_taken_for_open() -> None:
-    shows, looks = Machine("shows"), Machine("looks")
+    shows, looks = DiscoveringMachine("shows"), DiscoveringMachine("looks")
     async with running(shows), running(looks):
         await looks.meets(shows)
         await shows.discovery.announce_pairing("5")
@@ -220,7 +220,7 @@ async def test_a_newcomer_is_told_at_once_and_a_crowd_of_them_only_once_a_second
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_EARLY_S", ())  # it has no other reason to speak
-    machine = Machine("m")
+    machine = DiscoveringMachine("m")
     async with listening() as ear, running(machine):
         await machine.until(lambda: machine.discovery.state == RUNNING)
 
@@ -239,11 +239,11 @@ async def test_a_newcomer_is_told_at_once_and_a_crowd_of_them_only_once_a_second
 
 
 async def test_names_of_any_kind_can_be_announced() -> None:
-    watcher = Machine("watcher")
+    watcher = DiscoveringMachine("watcher")
     names = ["", ".", "Anna's Mac Studio (2)", "a.b._tcp.local.", "ü" * 300, "\x00\x1b[2J", "-" * 63]
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(running(watcher))
-        machines = [Machine(name) for name in names]
+        machines = [DiscoveringMachine(name) for name in names]
         for machine in machines:
             await stack.enter_async_context(running(machine))
         await watcher.meets(*machines)
@@ -272,7 +272,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> list[Interface]:
 
 async def test_without_a_network_it_says_so_and_starts_when_one_comes(network: list[Interface]) -> None:
     cable = network.pop()
-    machine = Machine("m", host="0.0.0.0")  # noqa: S104
+    machine = DiscoveringMachine("m", host="0.0.0.0")  # noqa: S104
     async with running(machine):
         await machine.until(lambda: "no network interface" in machine.discovery.state)
         network.append(cable)
@@ -282,7 +282,7 @@ async def test_without_a_network_it_says_so_and_starts_when_one_comes(network: l
 async def test_another_network_is_announced_on_and_the_machines_seen_are_kept(
     network: list[Interface],
 ) -> None:
-    machine, other = Machine("m", host="0.0.0.0"), Machine("other")  # noqa: S104
+    machine, other = DiscoveringMachine("m", host="0.0.0.0"), DiscoveringMachine("other")  # noqa: S104
     async with running(machine), running(other):
         await machine.until(lambda: machine.discovery.state == RUNNING)
         await machine.meets(other)
@@ -299,7 +299,7 @@ async def test_another_network_is_announced_on_and_the_machines_seen_are_kept(
 
 
 async def test_a_socket_that_dies_is_replaced(network: list[Interface]) -> None:
-    machine = Machine("m")
+    machine = DiscoveringMachine("m")
     async with running(machine):
         await machine.until(lambda: machine.discovery.state == RUNNING)
         before = machine.discovery.responder
@@ -322,7 +322,7 @@ async def test_what_keeps_it_from_running_is_said_and_it_tries_again(
         return real(**parts)
 
     monkeypatch.setattr(mdns, "Responder", refuse)
-    machine, states = Machine("m"), set()
+    machine, states = DiscoveringMachine("m"), set()
 
     def settled() -> bool:
         states.add(machine.discovery.state)
@@ -337,13 +337,13 @@ async def test_what_keeps_it_from_running_is_said_and_it_tries_again(
 
 
 async def test_an_address_that_this_machine_does_not_have_is_no_silent_success() -> None:
-    machine = Machine("m", host="192.0.2.254")
+    machine = DiscoveringMachine("m", host="192.0.2.254")
     async with running(machine):
         await machine.until(lambda: "no network interface" in machine.discovery.state)
 
 
 async def test_multicast_that_the_system_refuses_to_send_shows_until_it_works_again() -> None:
-    machine = Machine("m")
+    machine = DiscoveringMachine("m")
     async with running(machine):
         await machine.until(lambda: machine.discovery.state == RUNNING)
         machine.gate.error_received(OSError(errno.EPERM, "Operation not permitted"))
@@ -355,7 +355,7 @@ async def test_multicast_that_the_system_refuses_to_send_shows_until_it_works_ag
 
 
 async def test_stopping_twice_or_before_the_start_is_nothing_special() -> None:
-    machine = Machine("m")
+    machine = DiscoveringMachine("m")
     await machine.discovery.stop()
     await machine.discovery.stop()
     await machine.discovery.run()
@@ -446,12 +446,12 @@ def test_a_txt_record_is_read_as_it_is_written() -> None:
 async def test_a_packet_that_breaks_the_parser_breaks_nothing_else(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    class Broken:
+    class FailingListener:
         def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
             raise IndexError("no such label")
 
     now = 0.0
-    gate = FloodFilter(Broken(), budget(), lambda: now, lambda error: None)
+    gate = FloodFilter(FailingListener(), budget(), lambda: now, lambda error: None)
     for _ in range(100):
         gate.datagram_received(b"fleetd", GROUP)
     shown = capsys.readouterr()
@@ -461,7 +461,7 @@ async def test_a_packet_that_breaks_the_parser_breaks_nothing_else(
 async def test_hostile_packets_leave_a_machine_that_still_finds_its_friends() -> None:
     """Mutations of real packets, and records that claim what cannot be."""
     rng = random.Random(5)
-    victim, friend = Machine("victim"), Machine("friend")
+    victim, friend = DiscoveringMachine("victim"), DiscoveringMachine("friend")
     async with running(victim):
         await victim.until(lambda: victim.discovery.state == RUNNING)
         for round_number in range(800):
@@ -499,7 +499,7 @@ def sender() -> Iterator[socket.socket]:
         yield sock
 
 
-class Counting:
+class CountingListener:
     """In front of zeroconf's listener: the bytes that it gets."""
 
     def __init__(self, inner: Any) -> None:
@@ -513,13 +513,13 @@ class Counting:
 
 async def flood(seconds: float, records_per_s: int) -> None:
     """Spoofed announcements, four records each, to the real port of a running machine."""
-    victim, member = Machine("victim"), Machine("member")
+    victim, member = DiscoveringMachine("victim"), DiscoveringMachine("member")
     victim.members.add(member.node_id)
     process, loop = psutil.Process(), asyncio.get_running_loop()
     packets = [packet(new_id(), hosts=(f"10.0.{n >> 8}.{n & 255}",)) for n in range(int(records_per_s / 2))]
     async with running(victim), running(member):
         await victim.meets(member)
-        parser = victim.gate.inner = Counting(victim.gate.inner)
+        parser = victim.gate.inner = CountingListener(victim.gate.inner)
         before, began, sent = process.memory_info().rss, loop.time(), 0
         with sender() as sock:
             while (elapsed := loop.time() - began) < seconds:

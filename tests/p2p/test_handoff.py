@@ -79,7 +79,7 @@ def sending(channel: socket.socket, body: bytes, sock: socket.socket) -> Iterato
         sent.result(10)
 
 
-class Tapped(socket.socket):
+class TappedSocket(socket.socket):
     """A socket that tells when somebody waits for what comes on it."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -97,7 +97,7 @@ def test_the_sender_keeps_its_copy_until_the_other_process_has_one(
 ) -> None:
     """Even if an acknowledgement comes late that an earlier message was given up for."""
     there = channel[1]
-    with Tapped(channel[0]) as here:
+    with TappedSocket(channel[0]) as here:
         here.settimeout(0)
         with pytest.raises(BlockingIOError):
             handoff.send(here, b"given up", spare)

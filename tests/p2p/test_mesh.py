@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from machines import Machine, machine
+from machines import MachineKeys, machine
 
 from fleetd import limits
 from fleetd.errors import FleetError, NotPaired, PeerLost, PeerUnreachable, ProtocolError, VersionMismatch
@@ -35,7 +35,7 @@ class Tried:
     """A mesh of machine 0, or of ``me``, and what it has asked for."""
 
     members: Sequence[int] = (1,)
-    me: Machine = ME
+    me: MachineKeys = ME
     static: Sequence[Address] = ()
     numbers: Iterable[int] = field(default_factory=lambda: itertools.count(1))
 

@@ -82,17 +82,19 @@ KINDS: list[Any] = [
 
 
 @dataclass(frozen=True)
-class At:
+class StructPlace:
     """A step into a struct that is written as an array."""
 
     place: int
 
 
-def places(kind: inspect.StructType) -> list[str] | list[At]:
+def places(kind: inspect.StructType) -> list[str] | list[StructPlace]:
     """Where the fields of a struct are."""
     if not kind.array_like:
         return [field.encode_name for field in kind.fields]
-    return [At(place) for place in range(kind.tag is not None, len(kind.fields) + (kind.tag is not None))]
+    return [
+        StructPlace(place) for place in range(kind.tag is not None, len(kind.fields) + (kind.tag is not None))
+    ]
 
 
 def numbers(kind: inspect.Type, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], inspect.Type]]:
@@ -213,7 +215,7 @@ def replaced(value: Any, path: tuple[Any, ...], number: Any) -> Any:
         return number
     step, rest = path[0], path[1:]
     match value:
-        case list() if isinstance(step, At):
+        case list() if isinstance(step, StructPlace):
             return [replaced(x, rest, number) if i == step.place else x for i, x in enumerate(value)]
         case dict() if step == "key":
             return dict.fromkeys([number], next(iter(value.values())))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from netns import Host, Lab, why_not
+from netns import Lab, LabHost, why_not
 
 PROGRAM = Path(__file__).with_name("discovering.py")
 
@@ -28,10 +28,10 @@ def lab() -> Iterator[Lab]:
         yield built
 
 
-class Machine:
+class DiscoveringProcess:
     """A discovering process on one host of a lab, and its news."""
 
-    def __init__(self, host: Host, letter: str) -> None:
+    def __init__(self, host: LabHost, letter: str) -> None:
         self.host = host
         self.node_id = letter * 56
         command = [sys.executable, str(PROGRAM), self.node_id, f"machine-{letter}", "8115"]
@@ -64,7 +64,7 @@ class Machine:
                 raise AssertionError(f"in {within_s} s {self.node_id[0]} heard only {self._news}")
         return found[0]
 
-    def sees(self, other: Machine, within_s: float = 10.0) -> None:
+    def sees(self, other: DiscoveringProcess, within_s: float = 10.0) -> None:
         news = self.hears(lambda news: news.get("seen") == other.node_id, within_s)
         assert other.host.address in news["hosts"]
 
@@ -73,7 +73,9 @@ class Machine:
 
 
 def test_three_machines_find_each_other_on_a_network_and_hear_a_goodbye(lab: Lab) -> None:
-    first, second, third = (Machine(host, letter) for host, letter in zip(lab.hosts, "abc", strict=True))
+    first, second, third = (
+        DiscoveringProcess(host, letter) for host, letter in zip(lab.hosts, "abc", strict=True)
+    )
     for machine, others in ((first, (second, third)), (second, (third,)), (third, (first,))):
         for other in others:
             machine.sees(other)
@@ -85,7 +87,7 @@ def test_three_machines_find_each_other_on_a_network_and_hear_a_goodbye(lab: Lab
 @pytest.mark.long
 def test_a_cut_off_machine_is_found_once_packets_pass_again(lab: Lab) -> None:
     lab.cut(lab.hosts[1])
-    first, second = Machine(lab.hosts[0], "a"), Machine(lab.hosts[1], "b")
+    first, second = DiscoveringProcess(lab.hosts[0], "a"), DiscoveringProcess(lab.hosts[1], "b")
     first.runs()
     second.runs()
     with pytest.raises(AssertionError):
@@ -98,7 +100,9 @@ def test_a_cut_off_machine_is_found_once_packets_pass_again(lab: Lab) -> None:
 @pytest.mark.long
 def test_machines_find_each_other_though_a_third_of_all_packets_is_lost(lab: Lab) -> None:
     lab.tell(loss=0.33)
-    first, second, third = (Machine(host, letter) for host, letter in zip(lab.hosts, "abc", strict=True))
+    first, second, third = (
+        DiscoveringProcess(host, letter) for host, letter in zip(lab.hosts, "abc", strict=True)
+    )
     for machine, others in ((first, (second, third)), (second, (third,)), (third, (first,))):
         for other in others:
             machine.sees(other, within_s=20.0)

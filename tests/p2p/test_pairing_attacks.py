@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import Machine, machine
+from machines import MachineKeys, machine
 from pairs import NOW, WRONG, A, B, M, Pair, inviter, joiner, kinds, pair, split, window
 
 from fleetd import limits
@@ -122,7 +122,7 @@ def test_window_closed_in_mid_exchange_is_refused() -> None:
 # ---- Attacks on the way ---------------------------------------------------------------------------------
 
 
-def hello_of(who: Machine, frame: bytes) -> bytes:
+def hello_of(who: MachineKeys, frame: bytes) -> bytes:
     """The same hello with another machine's certificate."""
     body = pairing_wire.decode(frame[2:])
     assert isinstance(body, PairingHello)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from wired import (
-    Wire,
+    SessionWire,
     closed_with,
     credit_is_conserved,
     drain,
@@ -40,7 +40,7 @@ KIB = limits.KIB
 
 
 def test_hellos_cross_and_both_sides_open() -> None:
-    wire = Wire()
+    wire = SessionWire()
     assert wire.a.next_deadline() == limits.HELLO_S
     wire.settle(now=0.25)
     at_a, at_b = wire.take()
@@ -163,7 +163,7 @@ def test_writes_are_as_small_as_asked(limit: int) -> None:
 def test_neighbouring_versions_agree_on_the_newest_that_both_speak(
     ours: tuple[int, int], theirs: tuple[int, int], agreed: int
 ) -> None:
-    wire = Wire(hello("a", ours), hello("b", theirs)).settle()
+    wire = SessionWire(hello("a", ours), hello("b", theirs)).settle()
     assert wire.a.version == wire.b.version == agreed
     assert wire.at_a[0] == Opened(hello("b", theirs), agreed)
 
@@ -172,7 +172,7 @@ def test_neighbouring_versions_agree_on_the_newest_that_both_speak(
 def test_versions_without_a_common_one_part_with_a_sentence_on_both_sides(
     ours: tuple[int, int], theirs: tuple[int, int]
 ) -> None:
-    wire = Wire(hello("a", ours), hello("b", theirs)).settle()
+    wire = SessionWire(hello("a", ours), hello("b", theirs)).settle()
     for events in wire.take():
         error = closed_with(events, VersionMismatch)
         assert "1 to 1" in error.message

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from wired import Wire, credit_is_conserved, drain, hello, opened
+from wired import SessionWire, credit_is_conserved, drain, hello, opened
 
 from fleetd import limits
 from fleetd.errors import FleetError, Overloaded, ProtocolError, VersionMismatch
@@ -49,7 +49,7 @@ class TwoSessions(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.wire = Wire().settle()
+        self.wire = SessionWire().settle()
         self.wire.take()
         self.pipe = {True: bytearray(), False: bytearray()}  # to a, to b
         self.offset = 0

@@ -44,7 +44,7 @@ def opened(*, initiator: bool = True, now: float = 0.0) -> Session:
     return session
 
 
-class Wire:
+class SessionWire:
     """``a`` dialled ``b``. Bytes move when asked; all times are the test's."""
 
     def __init__(self, a: Hello | None = None, b: Hello | None = None) -> None:
@@ -64,7 +64,7 @@ class Wire:
         self.b.validate()
         return bool(forth or back)
 
-    def settle(self, now: float = 0.0) -> Wire:
+    def settle(self, now: float = 0.0) -> SessionWire:
         while self.step(now):
             pass
         return self
@@ -76,14 +76,14 @@ class Wire:
         return taken
 
 
-def wired() -> Wire:
-    wire = Wire().settle()
+def wired() -> SessionWire:
+    wire = SessionWire().settle()
     events = wire.take()
     assert all(type(side[0]) is Opened for side in events)
     return wire
 
 
-def request(wire: Wire, body: bytes = b"") -> int:
+def request(wire: SessionWire, body: bytes = b"") -> int:
     """A stream from a to b whose request has arrived and been taken."""
     number = wire.a.open("m", body)
     wire.settle()
@@ -93,7 +93,7 @@ def request(wire: Wire, body: bytes = b"") -> int:
     return number
 
 
-def credit_is_conserved(wire: Wire) -> None:
+def credit_is_conserved(wire: SessionWire) -> None:
     """With nothing on the wire, what one side may not send the other has not given back."""
     for sender, reader in ((wire.a, wire.b), (wire.b, wire.a)):
         for number in sender.streams.numbers():

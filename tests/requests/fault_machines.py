@@ -4,7 +4,7 @@
             │                                                     │
          worker ═══════════════ sealed streams ════════════════ worker          (processes of their own)
 
-``Machines.point`` is told of every step before it happens, and says what becomes of it.
+``FaultMachines.point`` is told of every step before it happens, and says what becomes of it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from asking import folder_of
 from fault_seams import (
     GARBAGE,
     WITHIN_S,
+    FaultMachine,
     FullableStore,
     FullDisk,
-    Machine,
-    Tapped,
-    Told,
+    TappedStream,
     request,
     settled,
     told,
@@ -43,8 +42,9 @@ from fault_table import CHUNK, HELPERS, HOME, Scenario
 from fleet_nodes import running, settings, together
 from forked_programs import Programs
 from msgspec.structs import replace
+from request_events import RequestEvents
 from sharing import write
-from wire import Effect, Way, Wire
+from wire import Effect, WatchedWire, Way
 
 from fleetd import limits, observe
 from fleetd.control.prefill_trace import Trace
@@ -87,10 +87,12 @@ _WORKERS = {
 _KEPT = ("asyncio_", "uvloop_")
 
 
-class Machines:
+class FaultMachines:
     """Home and helpers, as long as ``machines`` is entered."""
 
-    def __init__(self, home: Machine, helpers: list[Machine], wire: Wire, store: FullableStore) -> None:
+    def __init__(
+        self, home: FaultMachine, helpers: list[FaultMachine], wire: WatchedWire, store: FullableStore
+    ) -> None:
         self.home, self.helpers, self.wire, self.store = home, helpers, wire, store
         self.all = {machine.name: machine for machine in (home, *helpers)}
         #: Told of each step; what it says becomes of it.
@@ -123,7 +125,7 @@ class Machines:
             ) -> None:
                 if self.point(f"{name}: ask") is Effect.SPOIL:
                     body = GARBAGE
-                tapped = Tapped(
+                tapped = TappedStream(
                     stream,
                     self.point,
                     [f"{name}: offer made", f"{name}: done sent"],
@@ -173,7 +175,7 @@ class Machines:
     def request(self, node_id: str, method: str, body: bytes) -> Any:
         name = next(machine.name for machine in self.helpers if machine.node_id == node_id)
         stream = self.home.node.request(node_id, method, body)
-        return Tapped(
+        return TappedStream(
             stream, self.point, [f"{name}: go sent"], [f"{name}: offer taken", f"{name}: done taken"]
         )
 
@@ -197,17 +199,17 @@ class Machines:
             return self.point(f"{name}: dial")
         return self.point(f"{name}: to {listener if way == 'forth' else dialler} {number}")
 
-    def machine_of(self, engine: EngineProcess) -> Machine:
+    def machine_of(self, engine: EngineProcess) -> FaultMachine:
         return next(machine for machine in self.all.values() if machine.folder.name == engine.settings.name)
 
     # ---- requests ----------------------------------------------------------------------------------------
 
-    async def reference(self, asked: Generate) -> Told:
+    async def reference(self, asked: Generate) -> RequestEvents:
         """What a machine that has never heard of it answers alone."""
         last = self.all[HELPERS[-1]]
         return await last.alone(replace(asked, id=f"alone {asked.id}"))
 
-    async def run(self, request: Generate, *, local_only: bool = False) -> Told:
+    async def run(self, request: Generate, *, local_only: bool = False) -> RequestEvents:
         """As a user's."""
         job = Job("m", request, "socket", "chat", local_only=local_only)
         async with asyncio.timeout(2 * WITHIN_S):
@@ -307,7 +309,7 @@ def stream_name(dialler: str, listener: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def machines(folder: Path) -> AsyncIterator[Machines]:
+async def machines(folder: Path) -> AsyncIterator[FaultMachines]:
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         observe.configure("warning", "json", stream=sys.stderr)
         patch.setattr(limits, "SHARE_SETUP_S", SETUP_S)
@@ -340,9 +342,9 @@ async def machines(folder: Path) -> AsyncIterator[Machines]:
             found.store.close()
 
 
-async def _made(folder: Path, patch: pytest.MonkeyPatch, stack: contextlib.ExitStack) -> Machines:
+async def _made(folder: Path, patch: pytest.MonkeyPatch, stack: contextlib.ExitStack) -> FaultMachines:
     model = write(folder / "model")
-    wire = Wire()
+    wire = WatchedWire()
     options = PoolOptions(
         device="cpu",
         threads=1,
@@ -355,10 +357,10 @@ async def _made(folder: Path, patch: pytest.MonkeyPatch, stack: contextlib.ExitS
     for name in (HOME, *HELPERS):
         node = Node(settings(folder, name))
         # Whatever others call it, by its files it is the same.
-        every.append(Machine(name, node, EnginePool(options), folder_of(model, f"tiny-{name}")))
+        every.append(FaultMachine(name, node, EnginePool(options), folder_of(model, f"tiny-{name}")))
     for machine in every:
         await machine.node.open()
-    found = Machines(every[0], every[1:], wire, FullableStore(folder / "fleetd.db"))
+    found = FaultMachines(every[0], every[1:], wire, FullableStore(folder / "fleetd.db"))
     give, share = EngineProcess.give_stream, EngineProcess.share
 
     async def given(self: EngineProcess, tag: StreamTag, sock: Any) -> None:
@@ -383,7 +385,7 @@ async def _made(folder: Path, patch: pytest.MonkeyPatch, stack: contextlib.ExitS
     return found
 
 
-async def _introduced(found: Machines) -> None:
+async def _introduced(found: FaultMachines) -> None:
     """Each knows the others, and finds them only through the wire."""
     nodes = {name: machine.node for name, machine in found.all.items()}
     ports = {name: node.port for name, node in nodes.items()}

@@ -6,7 +6,6 @@ A worker and its pool are real; a request's stream, a disk and a log can be told
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import sqlite3
 from collections.abc import Callable
@@ -14,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asking import GREEDY
+from request_events import RequestEvents
 from sharing import resources
 from wire import Effect
 
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import Delta, Finished, Generate, TokenPrompt
+from fleetd.engine.protocol import Generate, TokenPrompt
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.errors import FleetError
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
 from fleetd.requests.message_codec import ALIVE
@@ -57,7 +56,7 @@ class FullableStore(Store):
         return super()._attempt(on_a_full_disk)
 
 
-class Tapped:
+class TappedStream:
     """A request's stream, seen from one machine."""
 
     def __init__(
@@ -81,7 +80,7 @@ class Tapped:
 
 
 @dataclass
-class Machine:
+class FaultMachine:
     name: str
     node: Node
     pool: EnginePool
@@ -117,7 +116,7 @@ class Machine:
     def needs_pull(self, _ref: str) -> bool:
         return False
 
-    async def alone(self, request: Generate) -> Told:
+    async def alone(self, request: Generate) -> RequestEvents:
         return await told(self.pool.stream(self.folder, request))
 
     async def ready(self) -> None:
@@ -167,33 +166,9 @@ class Machine:
             )
 
 
-@dataclass
-class Told:
-    """What one request gave."""
-
-    events: list[Any]
-    error: FleetError | None = None
-
-    def of(self, kind: type[Any]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    @property
-    def answer(self) -> tuple[str, list[Any]]:
-        """Text, tokens and log-probabilities, bit for bit."""
-        assert isinstance(self.events[-1], Finished), self.error
-        deltas = self.of(Delta)
-        numbers = [(p.token, p.logprob, p.top) for delta in deltas for p in delta.logprobs or []]
-        return "".join(delta.text for delta in deltas), numbers
-
-
-async def told(events: Any) -> Told:
-    found = Told([])
-    try:
-        async with contextlib.aclosing(events):
-            async for event in events:
-                found.events.append(event)
-    except FleetError as error:
-        found.error = error
+async def told(events: Any) -> RequestEvents:
+    found = RequestEvents()
+    await found.read(events)
     return found
 
 

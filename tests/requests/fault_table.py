@@ -74,7 +74,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Step:
-    """``name``: as ``Machines.point`` is told of it.
+    """``name``: as ``FaultMachines.point`` is told of it.
 
     kind: a "message" of the agreement, a stream that is dialled ("dial") or "given" to a worker, the word to
     "share", or a "frame" of a stream.
@@ -114,13 +114,13 @@ class Case:
 # ---- steps -----------------------------------------------------------------------------------------------
 
 
-class _Sizes:
+class _RowSizes:
     """Of a model; here only how many frames there are matters."""
 
     in_rows = True
     state_sizes = None
 
-    def parts(self, layer: int) -> list[_Sizes]:
+    def parts(self, layer: int) -> list[_RowSizes]:
         return [self]
 
     def sizes(self, rows: int) -> tuple[int, int]:
@@ -152,13 +152,13 @@ def steps(scenario: Scenario) -> Iterator[Step]:
         yield from _opening(first, f"{first}'s out", first, second, "out", "in")
     for rank, name in enumerate(chain):
         if alone:
-            sent = frame_schedule.to_helper(split, rank, _Sizes())
+            sent = frame_schedule.to_helper(split, rank, _RowSizes())
             yield from _frames(f"{name}'s home", HOME, name, (f"helper{rank}", "home"), sent)
-            kept = frame_schedule.to_home(split, rank, _Sizes())
+            kept = frame_schedule.to_home(split, rank, _RowSizes())
             yield from _frames(f"{name}'s home", name, HOME, ("home", f"helper{rank}"), kept)
         if (alone and split.has_next(rank)) or (not alone and rank == 0):
             receiver = HOME if alone else chain[1]
-            handed = frame_schedule.to_next(split, rank, _Sizes())
+            handed = frame_schedule.to_next(split, rank, _RowSizes())
             yield from _frames(f"{name}'s out", name, receiver, ("out", "in"), handed)
     if alone and scenario.name == "layers":
         for what in ("done sent", "done taken"):

@@ -197,7 +197,7 @@ def folders(*names: str) -> list[FakeFolder]:
 
 def models(*names: str) -> FakeModels:
     """Models of which ``m`` answers; the others may score."""
-    return FakeModels({"m", *names}, folders(*names), digests={SCORER: DIGEST})
+    return FakeModels(["m", *names], folders(*names), digests={SCORER: DIGEST})
 
 
 class Profiles:

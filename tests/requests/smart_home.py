@@ -47,7 +47,7 @@ ASKED = SmartPrefillPolicy(enabled=True, target_ratio=0.2, min_prompt_tokens=500
 
 
 @dataclass
-class Home:
+class SmartHome:
     runner: Runner
     pool: ScoringPool
     models: FakeModels
@@ -85,7 +85,7 @@ class Home:
         return line in self.metrics.render()[0].decode().splitlines()
 
 
-def maker(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., Home]:
+def maker(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., SmartHome]:
     """Makes a machine that has the model ``m`` and a scorer; ``fields`` are those of its ScoringPool."""
 
     def make(
@@ -93,7 +93,7 @@ def maker(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., Home]
         pool: ScoringPool | None = None,
         clock: Callable[[], float] = time.monotonic,
         **fields: Any,
-    ) -> Home:
+    ) -> SmartHome:
         pool, found, speeds = pool or ScoringPool(**fields), models("m", "smollm2-135m"), ModelSpeeds()
         traces: list[Trace] = []
         members = Members()
@@ -114,12 +114,12 @@ def maker(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., Home]
             record=traces.append,
             monotonic=clock,
         )
-        return Home(runner, pool, found, store, metrics, speeds, smart, traces)
+        return SmartHome(runner, pool, found, store, metrics, speeds, smart, traces)
 
     return make
 
 
-def target(this: Home) -> AnsweringModel:
+def target(this: SmartHome) -> AnsweringModel:
     """The model of this machine."""
     return AnsweringModel("m", this.models.resolve("m"), Placement("", LOCAL))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from peer_streams import OnlyAlive
 
 from fleetd import limits
 from fleetd.engine.protocol import (
@@ -23,7 +24,6 @@ from fleetd.errors import PeerLost
 from fleetd.requests import messages, remote
 from fleetd.requests.answer_deadline import AnswerDeadline
 from fleetd.requests.job import LOCAL, Job
-from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.messages import RanAt
 
 STALL_S, TOK_S = limits.JOB_STALL_S, limits.JOB_LEAST_TOK_S
@@ -110,20 +110,6 @@ def test_a_slow_machine_has_the_time_that_its_answer_takes(tok_s: float) -> None
     assert over(AnswerDeadline(0.0, busy=False), steady, 1 / tok_s) == math.inf
 
 
-class OnlyAlive:
-    def __init__(self, *first: Any) -> None:
-        self.bodies = [messages.encode(event) for event in first]
-        self.cancelled = False
-
-    async def receive(self) -> bytes:
-        return self.bodies.pop(0) if self.bodies else ALIVE
-
-    def end(self) -> None: ...
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
 @pytest.mark.parametrize("first", [(), (Accepted("r", 1), Delta("r", "a"))], ids=["at once", "after a token"])
 async def test_attack_signs_of_life_without_progress(
     monkeypatch: pytest.MonkeyPatch, first: tuple[Any, ...]
@@ -131,7 +117,7 @@ async def test_attack_signs_of_life_without_progress(
     monkeypatch.setattr(limits, "JOB_BEGIN_S", 0.05)
     monkeypatch.setattr(limits, "JOB_STALL_S", 0.05)
     monkeypatch.setattr(limits, "JOB_LEAST_TOK_S", 1e9)
-    stream = OnlyAlive(*first)
+    stream = OnlyAlive(messages.encode(event) for event in first)
     job = Job("m", Generate("r", TextPrompt("x")), "client", "chat")
     asked = remote.RemoteJob(lambda method, body: stream, job, "m", "", LOCAL, busy=False)
     with pytest.raises(PeerLost, match="gets no further"):

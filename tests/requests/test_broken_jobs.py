@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
 import pytest
 from fleet_nodes import introduce, running, settings, together
-from kept_objects import Kept, without_collector
+from kept_objects import KeptObjects, without_collector
 
 from fleetd.engine.protocol import Accepted, Delta, Event, Generate, Loading, TextPrompt
 from fleetd.errors import FleetError
@@ -64,7 +64,7 @@ async def break_in_mid_answer(here: Node, there: Node) -> None:
         await connection.gone.wait()
 
 
-def few(kept: Kept) -> None:
+def few(kept: KeptObjects) -> None:
     """Those of the session that is up now, and of the one that was broken last, whose end may be due."""
     assert kept.n_bytes < 3 * JOBS * len(PROMPT), kept.n_bytes
     assert {name: n for name, n in kept.objects.items() if n > 2 * JOBS} == {}

@@ -12,7 +12,8 @@ from fakes import FakeModels, FakePool, answer
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from test_placement import FACTS, MODEL, OWN, FakeOthers, FakeStream, machine, spoken
+from peer_streams import FakeOthers, FakeStream, OnlyAlive
+from test_placement import FACTS, MODEL, OWN, machine, spoken
 
 from fleetd import limits
 from fleetd.engine.protocol import Accepted, Generate, Prefill, TextPrompt
@@ -29,7 +30,6 @@ from fleetd.requests.answer_deadline import AnswerDeadline
 from fleetd.requests.drafting import drafters
 from fleetd.requests.job import Job
 from fleetd.requests.members import Member, Members
-from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.placement import AnswerTokens, Placement, Placer, WantedModel
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill.scorers import speed_of
@@ -134,7 +134,7 @@ def test_every_service_reads_the_bounded_figures() -> None:
 # ---- what was seen here ----------------------------------------------------------------------------------
 
 
-class Fleet:
+class LiarFleet:
     """A machine that may be a liar, beside this one, on a clock that stands still unless it is moved."""
 
     def __init__(self, **model: Any) -> None:
@@ -158,7 +158,7 @@ class Fleet:
 
 @pytest.mark.parametrize("claim", [1e4, 1e6, INFINITE])
 def test_a_claim_that_one_answer_disproves_is_believed_no_more(claim: float) -> None:
-    fleet = Fleet(prefill_tok_s=claim, decode_tok_s=claim)
+    fleet = LiarFleet(prefill_tok_s=claim, decode_tok_s=claim)
     assert fleet.chosen().node_id == "liar"
     # This machine would take some 40 s for the prompt, and 10 s for the answer.
     fleet.answers(300.0)
@@ -169,7 +169,7 @@ def test_a_claim_that_one_answer_disproves_is_believed_no_more(claim: float) -> 
 
 
 def test_an_honest_machine_is_not_called_slow_for_what_a_request_takes_besides() -> None:
-    fleet = Fleet(prefill_tok_s=1000.0, decode_tok_s=100.0)
+    fleet = LiarFleet(prefill_tok_s=1000.0, decode_tok_s=100.0)
     price = fleet.chosen().prefill_s
     fleet.answers(4.5)
     assert fleet.chosen().prefill_s == price
@@ -179,7 +179,7 @@ def test_an_honest_machine_is_not_called_slow_for_what_a_request_takes_besides()
 
 
 def test_what_was_seen_here_outlives_a_faster_claim_and_fades() -> None:
-    fleet = Fleet()
+    fleet = LiarFleet()
     learn = fleet.members.waited
     learn("liar", "d", 1e-6, "prefill", expected_s=0.01, took_s=1e9)
     factor = fleet.members.correction("liar", "d", PrefillSpeed(1e-6))
@@ -191,14 +191,6 @@ def test_what_was_seen_here_outlives_a_faster_claim_and_fades() -> None:
 
 
 # ---- seventeen requests ----------------------------------------------------------------------------------
-
-
-class OnlyAlive(FakeStream):
-    """Says that it is alive, for ever; ``first`` comes before that."""
-
-    async def receive(self) -> bytes | None:
-        await asyncio.sleep(0)
-        return await super().receive() if self.script else ALIVE
 
 
 class Liars(FakeOthers):
@@ -224,7 +216,7 @@ def make(store: Store) -> Make:
         members = Members(others.machines, lambda: own)
         return Runner(
             pool=FakePool(answer()),
-            models=FakeModels(names={"big"}),
+            models=FakeModels(names=["big"]),
             ledger=Ledger(store),
             metrics=Metrics("0"),
             names=ModelNames("big"),
@@ -308,7 +300,7 @@ async def test_a_client_that_gives_up_a_silent_machine_counts_as_late(
     assert len(liars.asked) == 1
 
 
-class Refusing(FakeOthers):
+class RefusingOthers(FakeOthers):
     """Ends every request with one error."""
 
     def __init__(self, error: FleetError, *found: Member) -> None:
@@ -329,7 +321,7 @@ WRONG = [BadRequest("No."), ContextLengthExceeded("No."), ModelRefused("No."), M
 async def test_attack_seventeen_requests_and_a_machine_that_calls_them_all_wrong(
     make: Make, error: FleetError, state: str
 ) -> None:
-    liars = Refusing(error, machine("liar", prefill_tok_s=1e6, decode_tok_s=1e6))
+    liars = RefusingOthers(error, machine("liar", prefill_tok_s=1e6, decode_tok_s=1e6))
     runner = make(liars, replace(OWN, models=[replace(MODEL, state=state)]))
     first = await answered(runner, 0)
     assert first[-1] == answer()[-1]
@@ -345,7 +337,7 @@ async def test_a_request_that_is_wrong_is_asked_twice_at_most_and_leaves_no_mach
     make: Make, error: FleetError
 ) -> None:
     names = [f"fast{number}" for number in range(4)]
-    others = Refusing(error, *(machine(name, faster=1e3) for name in names))
+    others = RefusingOthers(error, *(machine(name, faster=1e3) for name in names))
     runner = make(others, replace(OWN, models=[MODEL]))
     with pytest.raises(type(error), match=r"No\."):
         await answered(runner, 0)

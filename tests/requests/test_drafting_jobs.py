@@ -102,7 +102,7 @@ def card(name: str, **model: Any) -> Card:
     return replace(own_card(name), models=[ModelCard(SMALL, **fields)])
 
 
-class Machine:
+class DraftingMachine:
     """A machine that drafts for others, over a fake engine. As ``sharing_fakes.HelperMachine``."""
 
     def __init__(self, node: Node) -> None:
@@ -113,7 +113,7 @@ class Machine:
         self.draining = False
         self.outcomes: list[str] = []
         host = ServingContext(
-            FakeModels({SMALL}),
+            FakeModels([SMALL]),
             lambda: self.card,
             draining=lambda: self.draining,
             finished=lambda _kind, outcome: self.outcomes.append(outcome),
@@ -133,9 +133,9 @@ class Machine:
 
 
 @contextlib.asynccontextmanager
-async def fleet(folder: Path, count: int = 1) -> AsyncIterator[tuple[Node, list[Machine]]]:
+async def fleet(folder: Path, count: int = 1) -> AsyncIterator[tuple[Node, list[DraftingMachine]]]:
     home = Node(fleet_nodes.settings(folder, "home"))
-    others = [Machine(Node(fleet_nodes.settings(folder, f"peer{n}"))) for n in range(count)]
+    others = [DraftingMachine(Node(fleet_nodes.settings(folder, f"peer{n}"))) for n in range(count)]
     nodes = [home, *(other.node for other in others)]
     try:
         async with fleet_nodes.running(*nodes):
@@ -148,7 +148,7 @@ async def fleet(folder: Path, count: int = 1) -> AsyncIterator[tuple[Node, list[
 
 
 @dataclass
-class Told:
+class DrafterMetrics:
     """``drafting.Metrics``."""
 
     told: list[tuple[str, str]] = field(default_factory=list)
@@ -158,10 +158,10 @@ class Told:
 
 
 @dataclass
-class Home:
+class DraftingHome:
     drafting: DrafterService
     pool: DraftingPool
-    metrics: Told
+    metrics: DrafterMetrics
     tasks: list[asyncio.Task[list[Event]]] = field(default_factory=list)
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     traces: list[Trace] = field(default_factory=list)
@@ -204,17 +204,17 @@ def job(**fields: Any) -> Job:
 @contextlib.asynccontextmanager
 async def home_of(
     node: Node | None = None,
-    machines: Sequence[Machine] = (),
+    machines: Sequence[DraftingMachine] = (),
     *,
     fields: dict[str, Any] | None = None,
     **options: Any,
-) -> AsyncIterator[Home]:
+) -> AsyncIterator[DraftingHome]:
     partners: Any = HomePartners(node, machines, **(fields or {})) if node is not None else None  # type: ignore[arg-type]
-    pool, metrics = DraftingPool(FakeEngine(facts()), FakeEngine(facts())), Told()
-    models = FakeModels({"m"} if options.pop("missing", False) else {"m", SMALL})
+    pool, metrics = DraftingPool(FakeEngine(facts()), FakeEngine(facts())), DrafterMetrics()
+    models = FakeModels(["m"] if options.pop("missing", False) else ["m", SMALL])
     members = Members(partners.machines if partners is not None else tuple)
     drafting = DrafterService(partners, members, pool, models, metrics, **{"model": SMALL, **options})
-    home = Home(drafting, pool, metrics)
+    home = DraftingHome(drafting, pool, metrics)
     try:
         async with asyncio.timeout(WITHIN_S):
             yield home
@@ -473,7 +473,7 @@ def test_nobody_is_sent_a_text_that_it_must_not_see() -> None:
 # ---- for people ------------------------------------------------------------------------------------------
 
 
-async def planned(home: Home, tokens: int = 100) -> DraftsView:
+async def planned(home: DraftingHome, tokens: int = 100) -> DraftsView:
     view = await home.drafting.plan(PlanView("m", tokens, 0, []), TARGET)
     assert view.drafts is not None
     return view.drafts

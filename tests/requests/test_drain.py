@@ -52,7 +52,7 @@ class Engines(FakePool):
 
 
 @dataclass
-class Running:
+class RunningDaemon:
     daemon: Daemon
     task: asyncio.Task[None]
     session: aiohttp.ClientSession
@@ -77,7 +77,7 @@ def start(tmp_path: Path) -> Start:
     """Run a daemon over fake engines on this test's loop."""
 
     @asynccontextmanager
-    async def running(pool: Engines) -> AsyncIterator[Running]:
+    async def running(pool: Engines) -> AsyncIterator[RunningDaemon]:
         home = HomeFolder(tmp_path / "h")
         paths.prepare(home)
         config = Config(
@@ -88,7 +88,7 @@ def start(tmp_path: Path) -> Start:
             config,
             home,
             pool=pool,  # type: ignore[arg-type]  # the fake has what the daemon uses
-            models=FakeModels(),  # type: ignore[arg-type]
+            models=FakeModels(found=[]),  # type: ignore[arg-type]
             notifier=Notifier({}),
             exit_after=resorts.append,
         )
@@ -98,7 +98,7 @@ def start(tmp_path: Path) -> Start:
                 while not daemon.status().ready:  # noqa: ASYNC110  (readiness is a figure in status)
                     await asyncio.sleep(0.005)
             async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(home.socket))) as session:
-                yield Running(daemon, task, session, resorts)
+                yield RunningDaemon(daemon, task, session, resorts)
                 await ended(task)
         finally:
             task.cancel()

@@ -57,7 +57,7 @@ class Pool:
         return self._engine
 
 
-class Home:
+class FetchingHome:
     """The machine that has a prompt and asks."""
 
     def __init__(self, node: Node, keepers: list[Keeper], **fields: Any) -> None:
@@ -129,7 +129,7 @@ async def test_blocks_come_from_the_machine_that_has_most_of_them(tmp_path: Path
     async with fleet(tmp_path, True, True) as (node, keepers):
         keepers[0].keep(NAMES[:2])
         keepers[1].keep(NAMES)
-        home = Home(node, keepers)
+        home = FetchingHome(node, keepers)
 
         def fetched() -> Fetched:
             assert home.receive(NAMES) == payloads(NAMES)
@@ -150,7 +150,7 @@ async def test_over_a_slow_link_the_last_block_comes_first_and_to_leave_half_way
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES)
         # A block takes about as long as computing it.
-        home = Home(node, keepers, bytes_per_s=SIZE / 5)
+        home = FetchingHome(node, keepers, bytes_per_s=SIZE / 5)
 
         def fetched() -> Fetched:
             assert home.receive_kept([3, 2], leave=True) == payloads(NAMES[:1:-1])
@@ -171,7 +171,7 @@ async def test_where_a_model_needs_snapshots_the_last_two_come_after_the_rows(
 ) -> None:
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES, states=[1, 2])
-        home = Home(node, keepers)
+        home = FetchingHome(node, keepers)
         kept = [block_names.kept_as(name, local_only=False) for name in NAMES[:3]]
         sent = [*(kept if rows else []), *(block_names.state_name(name) for name in kept[1:])]
 
@@ -193,10 +193,10 @@ async def test_a_machine_that_takes_four_times_as_long_is_predicted_so_the_next_
         seen = []
         for _ in range(2):
             # Two seconds by the figures of the link.
-            home = Home(node, keepers, bytes_per_s=4 * size / 2)
+            home = FetchingHome(node, keepers, bytes_per_s=4 * size / 2)
             members = home.step.members = members or home.members
 
-            def fetched(home: Home = home) -> Fetched:
+            def fetched(home: FetchingHome = home) -> Fetched:
                 home.receive(NAMES)
                 return Fetched("r1", 4, 4 * size, 8.0, opening_s=1.0)
 
@@ -213,7 +213,7 @@ async def test_a_machine_that_takes_four_times_as_long_is_predicted_so_the_next_
 async def test_a_fetch_has_a_bound_for_all_of_it(tmp_path: Path) -> None:
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES)
-        home = Home(node, keepers)
+        home = FetchingHome(node, keepers)
         await home.run(lacking(NAMES), lambda: Fetched("r1", 4, 4 * SIZE, 0.5))
         assert home.engine.fetches[0].within_s == limits.FETCH_BLOCK_S
 
@@ -221,7 +221,7 @@ async def test_a_fetch_has_a_bound_for_all_of_it(tmp_path: Path) -> None:
 async def test_a_machine_that_is_late_is_asked_for_other_work(tmp_path: Path) -> None:
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES)
-        home = Home(node, keepers)
+        home = FetchingHome(node, keepers)
         await home.run(lacking(NAMES), lambda: Fetched("r1", 1, SIZE, 2.5, "peer_late", "Too late."))
         assert home.members.left_out(keepers[0].node_id, "fetch")
         assert not home.members.left_out(keepers[0].node_id, "answer")
@@ -237,7 +237,7 @@ async def test_attack_a_machine_that_never_says_what_it_keeps_is_asked_twice(
             await stream.receive()
 
         keepers[0].node.handle(messages.FIND, silent)
-        home = Home(node, keepers)
+        home = FetchingHome(node, keepers)
         for left_out in (False, True):
             home.engine.fetches.clear()
             await home.run(lacking(NAMES))
@@ -253,7 +253,7 @@ async def test_blocks_of_other_numbers_come_where_there_are_fewer_exact_ones(
         keepers[0].keep(others)
         if exact_ones:
             keepers[0].keep(NAMES)
-        home = Home(node, keepers)
+        home = FetchingHome(node, keepers)
         wanted = NAMES if exact_ones else others
 
         def fetched() -> Fetched:
@@ -277,7 +277,7 @@ async def test_a_snapshot_that_could_not_be_checked_is_not_offered(tmp_path: Pat
 async def test_what_came_is_counted_on_both_sides_and_named_in_the_answer(tmp_path: Path) -> None:
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES)
-        home = Home(node, keepers)
+        home = FetchingHome(node, keepers)
         home.fetched_tokens = 1024
 
         def fetched() -> Fetched:
@@ -299,7 +299,7 @@ async def test_what_came_is_counted_on_both_sides_and_named_in_the_answer(tmp_pa
 async def test_what_is_computed_sooner_is_not_fetched(tmp_path: Path) -> None:
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES)
-        home = Home(node, keepers)
+        home = FetchingHome(node, keepers)
         await home.run(lacking(NAMES, each_s=0.001))
         assert [fetch.blocks for fetch in home.engine.fetches] == [0]
         assert keepers[0].outcomes == []
@@ -309,7 +309,7 @@ async def test_nothing_is_told_of_prompts_that_stay_or_to_who_may_not_see_them(t
     async with fleet(tmp_path, True, False) as (node, keepers):
         keepers[0].keep(NAMES, local_only=True)
         keepers[1].keep(NAMES)
-        home = Home(node, keepers)
+        home = FetchingHome(node, keepers)
         await home.run(lacking(NAMES))
         assert [fetch.blocks for fetch in home.engine.fetches] == [0]
         # Nor by a name that says how such a block is kept.
@@ -327,7 +327,9 @@ async def test_nothing_is_told_of_prompts_that_stay_or_to_who_may_not_see_them(t
 async def test_machines_that_may_not_be_asked_are_not(tmp_path: Path, fields: dict[str, Any]) -> None:
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES)
-        home = Home(node, keepers, **{name: value for name, value in fields.items() if name != "left_out"})
+        home = FetchingHome(
+            node, keepers, **{name: value for name, value in fields.items() if name != "left_out"}
+        )
         if "left_out" in fields:
             home.members.failed(keepers[0].node_id, "fetch", PeerLost("gone"))
         await home.run(lacking(NAMES))
@@ -339,7 +341,7 @@ async def test_machines_that_may_not_be_asked_are_not(tmp_path: Path, fields: di
 async def test_a_machine_whose_bytes_were_wrong_is_left_out(tmp_path: Path) -> None:
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES)
-        home = Home(node, keepers)
+        home = FetchingHome(node, keepers)
 
         def wrong() -> Fetched:
             home.receive(NAMES)
@@ -353,7 +355,7 @@ async def test_a_machine_whose_bytes_were_wrong_is_left_out(tmp_path: Path) -> N
 async def test_a_machine_that_is_gone_costs_no_answer(tmp_path: Path) -> None:
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES)
-        home = Home(node, keepers)
+        home = FetchingHome(node, keepers)
         home.partners.connect = _refused  # type: ignore[method-assign,assignment]
         told = await home.run(lacking(NAMES))
         assert [fetch.blocks for fetch in home.engine.fetches] == [0]
@@ -373,7 +375,7 @@ async def test_attack_a_machine_that_says_it_keeps_a_prompt_and_then_nothing_is_
             await stream.receive()
 
         keepers[0].node.handle(messages.FETCH, silent)
-        home = Home(node, keepers)
+        home = FetchingHome(node, keepers)
         async with asyncio.timeout(30):
             told = await home.run(lacking(NAMES))
         assert [fetch.blocks for fetch in home.engine.fetches] == [0]

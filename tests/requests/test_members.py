@@ -48,7 +48,7 @@ def member(name: str = "studio", **fields: Any) -> Member:
     return Member(own_card(name), name, **{"rtt_s": 0.001, "bytes_per_s": 1e9, **fields})
 
 
-class Fleet:
+class SeenFleet:
     """Members that see ``found``, on a clock that stands still unless it is moved."""
 
     def __init__(self, *found: Member, **options: Any) -> None:
@@ -119,7 +119,7 @@ def test_attack_no_work_is_given_to_a_machine_that_may_not_see_a_prompt(
     allowed = {
         each.name for each in found if each.sees_prompts and not each.unusable and not each.card.draining
     }
-    fleet = Fleet(*found)
+    fleet = SeenFleet(*found)
     placer = Placer(fleet.members, lambda *_: pytest.fail("nothing is asked"))
     job = Job("m", Generate("r", TextPrompt("x")), "http", "chat")
     ranked = placer.rank(job, WantedModel("m", here=False), found, tried=frozenset())
@@ -150,11 +150,11 @@ def test_machines_of_one_name_are_told_apart_by_their_short_ids() -> None:
 
 
 def test_local_only_leaves_no_others() -> None:
-    assert Fleet(member(), local_only=True).members.others("answer") == []
+    assert SeenFleet(member(), local_only=True).members.others("answer") == []
 
 
 def test_this_machine_has_no_link_and_its_own_id() -> None:
-    here = Fleet(member()).members.here()
+    here = SeenFleet(member()).members.here()
     assert (here.node_id, here.link, here.name) == (THIS_NODE, None, "this")
     assert Members().here().card.models == [], "before it has told a card"
 
@@ -165,7 +165,7 @@ def test_this_machine_has_no_link_and_its_own_id() -> None:
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("error", [PeerLost("gone"), EngineDied("gone")], ids=lambda error: error.code)
 def test_a_machine_that_failed_is_left_out_of_every_kind_of_work(work: Work, error: FleetError) -> None:
-    fleet = Fleet(member(), member("mini"))
+    fleet = SeenFleet(member(), member("mini"))
     fleet.members.failed("studio", work, error)
     assert [fleet.others(each) for each in WORKS] == [["mini"]] * len(WORKS)
     fleet.now_s += limits.BACKOFF_S
@@ -175,7 +175,7 @@ def test_a_machine_that_failed_is_left_out_of_every_kind_of_work(work: Work, err
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("error", [Incompatible("other words"), OutOfMemory("full")], ids=lambda e: e.code)
 def test_what_concerns_one_kind_of_work_leaves_the_others_alone(work: Work, error: FleetError) -> None:
-    fleet = Fleet(member())
+    fleet = SeenFleet(member())
     fleet.members.failed("studio", work, error)
     assert {each: fleet.others(each) for each in WORKS} == {
         each: [] if each == work else ["studio"] for each in WORKS
@@ -183,7 +183,7 @@ def test_what_concerns_one_kind_of_work_leaves_the_others_alone(work: Work, erro
 
 
 def test_too_late_is_not_asked_for_the_same_again() -> None:
-    fleet = Fleet(member())
+    fleet = SeenFleet(member())
     fleet.members.late("studio", "score")
     assert [work for work in WORKS if not fleet.others(work)] == ["score"]
     assert fleet.members.failure("studio", "score") == "timeout"
@@ -191,14 +191,14 @@ def test_too_late_is_not_asked_for_the_same_again() -> None:
 
 @pytest.mark.parametrize("error", [Overloaded("busy"), ModelNotFound("gone"), InvalidValue("bad")])
 def test_what_is_not_the_machines_fault_costs_it_nothing(error: FleetError) -> None:
-    fleet = Fleet(member())
+    fleet = SeenFleet(member())
     fleet.members.failed("studio", "answer", error)
     assert fleet.others("answer") == ["studio"]
 
 
 def test_only_a_success_at_the_same_work_ends_it() -> None:
     """Else a machine whose helpers always fail would be asked again after each answer that it scored."""
-    fleet = Fleet(member())
+    fleet = SeenFleet(member())
     fleet.members.failed("studio", "prefill", PeerLost("gone"))
     fleet.members.succeeded("studio", "score")
     assert fleet.others("score") == []
@@ -207,7 +207,7 @@ def test_only_a_success_at_the_same_work_ends_it() -> None:
 
 
 async def test_a_machine_that_failed_a_shared_prefill_is_not_asked_to_draft_or_to_score() -> None:
-    fleet = Fleet(Member(own_card("studio", scoring="ready"), "studio"))
+    fleet = SeenFleet(Member(own_card("studio", scoring="ready"), "studio"))
     scorers = Scorers(ScoringPool(), models(), ModelSpeeds(), fleet.members)  # type: ignore[arg-type]
     policy = SmartPrefillPolicy(compressor_model="m")
     own = own_card("home").models[0]
@@ -232,7 +232,7 @@ async def test_a_machine_that_failed_a_shared_prefill_is_not_asked_to_draft_or_t
 
 
 def test_a_machine_that_failed_answers_where_no_other_can() -> None:
-    fleet = Fleet(member("a"), member("b"))
+    fleet = SeenFleet(member("a"), member("b"))
     placer = Placer(fleet.members, lambda *_: pytest.fail("nothing is asked"))
     job = Job("m", Generate("r", TextPrompt("x")), "http", "chat")
 
@@ -278,7 +278,7 @@ def test_a_machine_that_failed_is_left_out_longer_each_time() -> None:
 
 
 def test_a_conversation_is_known_where_it_was_read_until_that_machine_starts_again() -> None:
-    fleet = Fleet(member("a"))
+    fleet = SeenFleet(member("a"))
     members = fleet.members
     text = "x" * (4 * BLOCK_CHARS)
     job = Job("m", Generate("r", TextPrompt(text)), "http", "chat", session="s")
@@ -303,7 +303,7 @@ def test_a_conversation_is_known_where_it_was_read_until_that_machine_starts_aga
 
 
 def test_what_a_prefill_took_corrects_prefills_and_not_scoring_which_is_other_work() -> None:
-    fleet, speed = Fleet(member()), PrefillSpeed(0.001)
+    fleet, speed = SeenFleet(member()), PrefillSpeed(0.001)
     assert fleet.members.correction("studio", DIGEST, speed) == 1
     fleet.members.computed("studio", DIGEST, speed.token_s, expected_s=1.0, took_s=3.0)
     assert fleet.members.correction("studio", DIGEST, speed) == 2

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 from fakes import FakeModels, FakePool, answer
 from msgspec.structs import replace
+from peer_streams import FakeOthers, FakeStream
 
 from fleetd import limits
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import Delta, Finished, Generate, Loading, TextPrompt
 from fleetd.errors import (
-    FleetError,
     InvalidValue,
     ModelNotFound,
     NoMachine,
@@ -75,70 +75,6 @@ OWN = Card(
 )
 
 
-class FakeStream:
-    """A peer's answer: bodies are received, exceptions raised, None hangs."""
-
-    def __init__(self, script: Iterable[bytes | FleetError | None]) -> None:
-        self.script = list(script)
-        self.cancelled = False
-        self.ended = False
-
-    async def receive(self) -> bytes | None:
-        if not self.script:
-            return None
-        step = self.script.pop(0)
-        if step is None:
-            await asyncio.Event().wait()
-        if isinstance(step, FleetError):
-            raise step
-        return step
-
-    def send(self, body: bytes) -> None:
-        raise AssertionError("who asks says everything in the request")
-
-    async def drained(self) -> None: ...
-
-    def end(self) -> None:
-        self.ended = True
-
-    def cancel(self, error: FleetError | None = None) -> None:
-        self.cancelled = True
-
-
-class FakeOthers:
-    """Scripted peers: node id → what its streams say, one script per request."""
-
-    def __init__(self, *found: Member, **scripts: list[Any]) -> None:
-        self.found = list(found)
-        self.scripts = scripts
-        self.asked: list[tuple[str, messages.RunJob]] = []
-        self.streams: list[FakeStream] = []
-        self.methods: list[str] = []
-        self.woken: list[str] = []
-        self.deaf: FleetError | None = None
-
-    async def wake(self, node_id: str) -> None:
-        self.woken.append(node_id)
-        if self.deaf is not None:
-            raise self.deaf
-
-    def machines(self) -> list[Member]:
-        return self.found
-
-    def request(self, node_id: str, method: str, body: bytes) -> FakeStream:
-        self.methods.append(method)
-        self.asked.append((node_id, messages.decode_run(body)))
-        script = self.scripts[node_id].pop(0)
-        if isinstance(script, FleetError):
-            raise script
-        self.streams.append(FakeStream(script))
-        return self.streams[-1]
-
-    @property
-    def order(self) -> list[str]:
-        return [node_id for node_id, _ in self.asked]
-
-
 def spoken(*events: Any) -> list[bytes]:
     return [messages.encode(event) for event in events]
 
@@ -171,7 +107,7 @@ def make(store: Store) -> Make:
         members = Members(others.machines, lambda: own, **more)
         return Runner(
             pool=pool or FakePool(answer()),
-            models=models or FakeModels(names=set()),
+            models=models or FakeModels(names=[]),
             ledger=Ledger(store),
             metrics=Metrics("0"),
             names=ModelNames("big"),
@@ -249,7 +185,7 @@ async def test_a_machine_is_woken_where_its_answer_still_comes_first(
     """Here the prompts take 100 s and 10 s, there a tenth of that."""
     others = FakeOthers(asleep("studio", wake_s), studio=[WHOLE])
     own = replace(OWN, models=[MODEL])
-    runner = make(others, own=own, models=FakeModels(names={"big"}))
+    runner = make(others, own=own, models=FakeModels(names=["big"]))
     seen = await collect(runner.run(reading(tokens)))
     assert others.woken == others.order == (["studio"] if wakes else [])
     if wakes:
@@ -260,7 +196,7 @@ async def test_a_machine_is_woken_where_its_answer_still_comes_first(
 async def test_a_machine_that_does_not_wake_costs_no_answer(make: Make) -> None:
     others = FakeOthers(asleep("studio", 20.0), studio=[WHOLE])
     others.deaf = PeerUnreachable("studio did not wake within 40 s.")
-    runner = make(others, own=replace(OWN, models=[MODEL]), models=FakeModels(names={"big"}))
+    runner = make(others, own=replace(OWN, models=[MODEL]), models=FakeModels(names=["big"]))
     seen = await collect(runner.run(reading(10_000)))
     assert (others.woken, others.order) == (["studio"], [])
     assert isinstance(seen[-1], Finished)
@@ -269,7 +205,7 @@ async def test_a_machine_that_does_not_wake_costs_no_answer(make: Make) -> None:
 
 async def test_a_machine_that_is_asleep_and_not_to_be_woken_is_not_asked(make: Make) -> None:
     others = FakeOthers(machine("studio", faster=10, reach="It is probably asleep."), studio=[WHOLE])
-    runner = make(others, own=replace(OWN, models=[MODEL]), models=FakeModels(names={"big"}))
+    runner = make(others, own=replace(OWN, models=[MODEL]), models=FakeModels(names=["big"]))
     await collect(runner.run(reading(10_000)))
     assert others.woken == others.order == []
 
@@ -292,7 +228,7 @@ async def test_local_only_never_leaves(make: Make, how: str) -> None:
     others = FakeOthers(machine("studio", faster=100.0))
     with pytest.raises(ModelNotFound):
         await collect(make(others, local_only=how == "settings").run(job(local_only=how == "request")))
-    here = make(others, models=FakeModels(names={"big"}), local_only=how == "settings")
+    here = make(others, models=FakeModels(names=["big"]), local_only=how == "settings")
     assert (await collect(here.run(job(local_only=how == "request"))))[0] == LOCAL
     assert others.order == []
 
@@ -326,7 +262,7 @@ async def test_a_job_that_came_without_helpers_is_not_shared(unaided: bool) -> N
             yield event
 
     body = messages.encode(messages.RunJob("big", job().request, "chat"))
-    await remote.JobServer(run, has, unaided=unaided)("peer", body, Heard())
+    await remote.JobServer(run, has, unaided=unaided)("peer", body, ServedStream())
     assert [(each.local_only, each.shareable) for each in taken] == [(True, not unaided)]
 
 
@@ -408,7 +344,7 @@ async def test_a_model_too_big_for_this_machine_goes_to_one_that_holds_it(make: 
     others = FakeOthers(machine("studio"), studio=[WHOLE])
     pool = FakePool([OutOfMemory("It needs 40 GiB.")])
     own = replace(OWN, models=[MODEL])
-    seen = await collect(make(others, models=FakeModels(names={"big"}), pool=pool, own=own).run(job()))
+    seen = await collect(make(others, models=FakeModels(names=["big"]), pool=pool, own=own).run(job()))
     assert [event.nodes for event in seen if isinstance(event, Planned)] == [("this",), ("studio",)]
     assert isinstance(seen[-1], Finished)
 
@@ -425,7 +361,7 @@ async def test_leaving_cancels_the_work_there(make: Make) -> None:
 # ---- the serving end -----------------------------------------------------------------------------------
 
 
-class Heard(FakeStream):
+class ServedStream(FakeStream):
     def __init__(self, enough: int = 10**9) -> None:
         super().__init__([])
         self.sent: list[bytes] = []
@@ -439,8 +375,8 @@ class Heard(FakeStream):
 
 
 async def test_the_serving_end_sends_what_its_runner_yields(make: Make) -> None:
-    runner = make(FakeOthers(), models=FakeModels(names={"big"}))
-    stream = Heard()
+    runner = make(FakeOthers(), models=FakeModels(names=["big"]))
+    stream = ServedStream()
     await remote.JobServer(runner.run, has)(
         "peer", messages.encode(messages.RunJob("big", job().request, "chat")), stream
     )
@@ -450,8 +386,8 @@ async def test_the_serving_end_sends_what_its_runner_yields(make: Make) -> None:
 async def test_the_serving_end_says_that_it_is_alive(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "JOB_ALIVE_S", 0.01)
     gate = asyncio.Event()
-    runner = make(FakeOthers(), models=FakeModels(names={"big"}), pool=FakePool([gate, *answer()]))
-    stream = Heard(enough=3)
+    runner = make(FakeOthers(), models=FakeModels(names=["big"]), pool=FakePool([gate, *answer()]))
+    stream = ServedStream(enough=3)
     task = asyncio.create_task(
         remote.JobServer(runner.run, has)(
             "peer", messages.encode(messages.RunJob("big", job().request, "chat")), stream
@@ -465,16 +401,16 @@ async def test_the_serving_end_says_that_it_is_alive(make: Make, monkeypatch: py
 
 
 async def test_other_files_under_the_same_name_are_refused(make: Make) -> None:
-    runner = make(FakeOthers(), models=FakeModels(names={"big"}))
+    runner = make(FakeOthers(), models=FakeModels(names=["big"]))
     body = messages.encode(messages.RunJob("big", job().request, "chat", digest="0" * 64))
     with pytest.raises(ModelNotFound, match="other files under the name"):
-        await remote.JobServer(runner.run, has)("peer", body, Heard())
+        await remote.JobServer(runner.run, has)("peer", body, ServedStream())
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", b"\xff" * 100, b"\x81" * 5000])
 async def test_garbage_instead_of_a_job_is_refused(make: Make, body: bytes) -> None:
     with pytest.raises(ProtocolError):
-        await remote.JobServer(make(FakeOthers()).run, has)("peer", body, Heard())
+        await remote.JobServer(make(FakeOthers()).run, has)("peer", body, ServedStream())
 
 
 async def test_the_next_turn_goes_where_the_last_one_was_read(make: Make) -> None:
@@ -527,7 +463,7 @@ THERE = Trace(
 )
 
 
-class Written(list[Trace]):
+class WrittenTraces(list[Trace]):
     """Traces as they are written down."""
 
     def __init__(self) -> None:
@@ -546,7 +482,7 @@ class Written(list[Trace]):
 
 async def story(make: Make, *scripts: Any, **machines: Any) -> Trace:
     """What is written down of a request that studio and then mini are asked to answer."""
-    written, (studio, *mini) = Written(), scripts
+    written, (studio, *mini) = WrittenTraces(), scripts
     found = [machine("studio", faster=9), *([machine("mini")] if mini else [])]
     others = FakeOthers(*found, studio=[studio], mini=mini)
     runner = make(others, record=written.append)
@@ -596,7 +532,7 @@ async def test_a_machine_that_died_on_the_way_stays_in_the_story(make: Make) -> 
 
 
 async def test_an_answer_that_broke_off_says_where_it_was_and_why(make: Make) -> None:
-    written = Written()
+    written = WrittenTraces()
     others = FakeOthers(machine("studio"), studio=[[*spoken(*answer()[:-1]), PeerLost("It broke.")]])
     with pytest.raises(PeerLost):
         await collect(make(others, record=written.append).run(job()))
@@ -645,9 +581,9 @@ def test_what_is_told_of_a_trace_is_bounded() -> None:
 
 async def test_the_serving_end_tells_its_trace_after_the_last_event(make: Make) -> None:
     canary = "a sentence that no trace may hold"
-    written = Written()
-    runner = make(FakeOthers(), models=FakeModels(names={"big"}), record=written.append)
-    server, stream = remote.JobServer(runner.run, has, {"peer": "alpha"}.__getitem__), Heard()
+    written = WrittenTraces()
+    runner = make(FakeOthers(), models=FakeModels(names=["big"]), record=written.append)
+    server, stream = remote.JobServer(runner.run, has, {"peer": "alpha"}.__getitem__), ServedStream()
     request = replace(job().request, prompt=TextPrompt(canary))
     await server("peer", messages.encode(messages.RunJob("big", request, "chat", trace=True)), stream)
     *events, last = stream.sent

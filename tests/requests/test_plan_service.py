@@ -454,7 +454,7 @@ async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path, fa
         run=asyncio.Event().wait, status=list, facts=lambda name: facts, close=_nothing, held_bytes=0
     )
     pool.engine = lambda folder: None
-    models = FakeModels()
+    models = FakeModels(found=[])
     daemon = Daemon(
         config,
         home,

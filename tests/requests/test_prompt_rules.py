@@ -37,7 +37,7 @@ from fleetd.requests.smart_prefill.skip import SkipCompression
 pytestmark = [pytest.mark.timeout(60), pytest.mark.one_loop]
 
 
-class Machine:
+class AskedMachine:
     """A machine of the fleet that has the model ``m``, and could be asked for any kind of work."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -81,8 +81,8 @@ def everything(names: str) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def three(folder: Path) -> AsyncIterator[list[Machine]]:
-    machines = [Machine(folder, name) for name in "abc"]
+async def three(folder: Path) -> AsyncIterator[list[AskedMachine]]:
+    machines = [AskedMachine(folder, name) for name in "abc"]
     nodes = [machine.node for machine in machines]
     async with running(*nodes):
         await introduce(*nodes)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from fakes import FakeModels, FakePool, answer
 from msgspec.structs import replace
-from test_placement import OWN, FakeOthers, collect, machine, spoken
+from peer_streams import FakeOthers
+from test_placement import OWN, collect, machine, spoken
 
 from fleetd import limits
 from fleetd.control.prefill_trace import Trace
@@ -33,7 +34,7 @@ WHOLE = spoken(*answer())
 REPEATED = Generate("r2", TextPrompt(TEXT + "And more."), max_tokens=10)
 
 
-class Fleet:
+class ScriptedFleet:
     """A runner among scripted machines, and what it wrote down."""
 
     def __init__(
@@ -44,7 +45,7 @@ class Fleet:
         self.members = Members(self.others.machines, lambda: OWN)
         self.runner = Runner(
             pool=pool or FakePool(answer()),
-            models=FakeModels(names={"big"} if here else set()),
+            models=FakeModels(names=["big"] if here else []),
             ledger=Ledger(store),
             metrics=Metrics("0"),
             names=ModelNames("big"),
@@ -61,13 +62,13 @@ class Fleet:
         return self.members.known_tokens(node_id, "big", text) * CHARS_PER_TOKEN
 
 
-Make = Callable[..., Fleet]
+Make = Callable[..., ScriptedFleet]
 
 
 @pytest.fixture
 def make(store: Store) -> Make:
-    def build(*found: Any, **more: Any) -> Fleet:
-        return Fleet(store, *found, **more)
+    def build(*found: Any, **more: Any) -> ScriptedFleet:
+        return ScriptedFleet(store, *found, **more)
 
     return build
 

@@ -258,7 +258,7 @@ async def test_a_model_that_cannot_be_served_is_neither_asked_nor_fetched(make_r
 
 
 async def test_the_embedded_model_is_fetched_with_progress(make_runner: Make, store: Store) -> None:
-    models = FakeModels(names=set())
+    models = FakeModels(names=[])
     models.gate.set()
     pool = FakePool(answer())
     seen = await collect(make_runner(pool, models, names=ModelNames("tiny")), job(""))
@@ -296,7 +296,7 @@ def test_stages_that_come_again_are_listed_again_and_no_more_than_fit() -> None:
 
 
 async def test_two_first_requests_share_one_download(make_runner: Make) -> None:
-    models = FakeModels(names=set())
+    models = FakeModels(names=[])
     runner = make_runner(FakePool(answer()), models)
     first, second = planned(runner, job("tiny", "r1")), planned(runner, job("tiny", "r2"))
     async with aclosing(first), aclosing(second):
@@ -308,7 +308,7 @@ async def test_two_first_requests_share_one_download(make_runner: Make) -> None:
 
 
 async def test_the_first_to_leave_does_not_stop_the_others_download(make_runner: Make) -> None:
-    models = FakeModels(names=set())
+    models = FakeModels(names=[])
     runner = make_runner(FakePool(answer()), models)
     async with aclosing(planned(runner, job("tiny", "r2"))) as second:
         async with aclosing(planned(runner, job("tiny", "r1"))) as first:
@@ -320,7 +320,7 @@ async def test_the_first_to_leave_does_not_stop_the_others_download(make_runner:
 
 
 async def test_the_last_to_leave_stops_the_download(make_runner: Make, store: Store) -> None:
-    models = FakeModels(names=set())
+    models = FakeModels(names=[])
     runner = make_runner(FakePool(answer()), models)
     async with aclosing(planned(runner, job("tiny"))) as events:
         await anext(events)
@@ -332,7 +332,8 @@ async def test_the_last_to_leave_stops_the_download(make_runner: Make, store: St
 
 
 async def test_a_failed_download_reaches_everybody(make_runner: Make, store: Store) -> None:
-    models = FakeModels(names=set(), error=DownloadFailed("The index does not answer."))
+    models = FakeModels(names=[])
+    models.pull_steps = [models.gate, DownloadFailed("The index does not answer.")]
     runner = make_runner(FakePool(answer()), models)
     tasks = [asyncio.create_task(collect(runner, job("tiny", f"r{number}"))) for number in range(3)]
     await until(lambda: runner.counts.waiting == 3 and models.pulls == 1)
@@ -389,7 +390,7 @@ async def test_what_is_cut_off_by_the_stop_says_so(make_runner: Make, store: Sto
 
 
 async def test_a_download_cut_off_by_the_stop_says_so(make_runner: Make) -> None:
-    models = FakeModels(names=set())
+    models = FakeModels(names=[])
     runner = make_runner(FakePool(answer()), models)
     task = asyncio.create_task(collect(runner, job("tiny")))
     await until(lambda: models.pulls == 1)
@@ -495,7 +496,7 @@ async def test_a_helper_that_fails_is_a_fallback_of_the_plan(make_runner: Make, 
 
 async def test_a_model_that_has_to_be_fetched_first_is_not_shared(make_runner: Make) -> None:
     sharing = FakeSharing()
-    models = FakeModels(names=set())
+    models = FakeModels(names=[])
     models.gate.set()
     await collect(make_runner(FakePool(answer()), models, sharing=sharing), job("tiny"))
     assert sharing.asked == []

@@ -19,7 +19,7 @@ from fleetd.requests.job import Job, Planned
 PROMPT = TextPrompt("hi")
 
 
-class Reader:
+class PeerReader:
     """The asking side, which reads unless told otherwise."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Reader:
     def cancel(self, error: FleetError | None = None) -> None: ...
 
 
-class Running:
+class CountingRunner:
     """A runner's part: the jobs that reached it, and whether they were left early."""
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class Running:
 
 
 async def ask(
-    body: bytes, *, running: Running | None = None, has: Callable[[str], bool] = lambda digest: True
+    body: bytes, *, running: CountingRunner | None = None, has: Callable[[str], bool] = lambda digest: True
 ) -> list[Job]:
-    running = running or Running()
-    await remote.JobServer(running.run, has)("peer", body, Reader())
+    running = running or CountingRunner()
+    await remote.JobServer(running.run, has)("peer", body, PeerReader())
     return running.jobs
 
 
@@ -150,7 +150,7 @@ async def test_looking_around_on_the_disk_is_refused(model: str) -> None:
 
 
 async def test_a_digest_that_is_not_known_starts_no_reading_of_files() -> None:
-    running = Running()
+    running = CountingRunner()
     with pytest.raises(ModelNotFound, match="does not have these files of big"):
         await ask(run(digest="a" * 64), running=running, has=lambda digest: digest == "b" * 64)
     assert running.jobs == []
@@ -159,7 +159,7 @@ async def test_a_digest_that_is_not_known_starts_no_reading_of_files() -> None:
 
 async def test_the_id_of_a_running_request_cannot_be_taken() -> None:
     """The engine tells requests apart by their ids: with that of another one its answer would be had."""
-    running = Running()
+    running = CountingRunner()
     for _ in range(2):
         await ask(run(id="r" * limits.REQUEST_ID_CHARS), running=running)
     ids = [job.request.id for job in running.jobs]
@@ -171,7 +171,7 @@ async def test_the_id_of_a_running_request_cannot_be_taken() -> None:
 
 async def test_a_machine_that_stops_reading_ends_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "JOB_READ_STALL_S", 0.05)
-    running, reader = Running(), Reader()
+    running, reader = CountingRunner(), PeerReader()
     reader.reads.clear()
     with pytest.raises(PeerLost, match="Nothing of it was read"):
         await remote.JobServer(running.run, lambda digest: True)("peer", run(), reader)
@@ -180,21 +180,21 @@ async def test_a_machine_that_stops_reading_ends_its_job(monkeypatch: pytest.Mon
 
 
 async def test_a_slow_reader_gets_everything() -> None:
-    reader = Reader()
+    reader = PeerReader()
     reader.reads.clear()
     asyncio.get_running_loop().call_later(0.05, reader.reads.set)
-    await remote.JobServer(Running().run, lambda digest: True)("peer", run(), reader)
+    await remote.JobServer(CountingRunner().run, lambda digest: True)("peer", run(), reader)
     assert [messages.decode_event(body) for body in reader.sent] == answer()
 
 
-class SharedRunning(Running):
+class SharedRunning(CountingRunner):
     async def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
         yield Planned("layers", ("mini", "this"), "exact")
         for event in answer():
             yield event
 
 
-class RestingRunning(Running):
+class RestingRunning(CountingRunner):
     async def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
         yield Planned("local", ("this",), "plan")
         for event in answer():
@@ -202,7 +202,7 @@ class RestingRunning(Running):
 
 
 async def test_an_answer_that_rests_on_what_others_computed_is_not_passed_off_as_exact() -> None:
-    reader = Reader()
+    reader = PeerReader()
     body = messages.encode(messages.RunJob("big", generate(), "chat", where=True))
     await remote.JobServer(RestingRunning().run, lambda digest: True)("peer", body, reader)
     assert messages.decode_event(reader.sent[0]) == messages.RanAt()
@@ -211,14 +211,14 @@ async def test_an_answer_that_rests_on_what_others_computed_is_not_passed_off_as
 @pytest.mark.parametrize("where", [True, False])
 async def test_who_helps_is_told_to_those_who_want_to_know(where: bool) -> None:
     """Machines of an earlier version would not understand it."""
-    reader = Reader()
+    reader = PeerReader()
     body = messages.encode(messages.RunJob("big", generate(), "chat", where=where))
     await remote.JobServer(SharedRunning().run, lambda digest: True)("peer", body, reader)
     events = [messages.decode_event(body) for body in reader.sent]
     assert events == [*([messages.RanAt(("mini",), exact=True)] if where else []), *answer()]
 
 
-class TokenizingRunning(Running):
+class TokenizingRunning(CountingRunner):
     async def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
         yield Tokenized("r1", 7)
         for event in answer():
@@ -228,7 +228,7 @@ class TokenizingRunning(Running):
 @pytest.mark.parametrize("tokenized", [True, False])
 async def test_a_prompts_length_is_told_at_once_to_those_who_want_to_know(tokenized: bool) -> None:
     """Machines of an earlier version would not understand it."""
-    reader = Reader()
+    reader = PeerReader()
     body = messages.encode(messages.RunJob("big", generate(), "chat", tokenized=tokenized))
     await remote.JobServer(TokenizingRunning().run, lambda digest: True)("peer", body, reader)
     events = [messages.decode_event(body) for body in reader.sent]
@@ -239,7 +239,7 @@ async def test_another_machine_is_asked_to_tell_a_prompts_length_at_once() -> No
     bodies = [messages.encode(event) for event in (Tokenized("r1", 7), *answer())]
     asked: list[bytes] = []
 
-    class Answering(Reader):
+    class Answering(PeerReader):
         async def receive(self) -> bytes | None:
             return bodies.pop(0)
 

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import structlog
 import uvloop
-from fault_machines import PATIENT_S, SETUP_S, Machines, machines
-from fault_seams import Told, settled
+from fault_machines import PATIENT_S, SETUP_S, FaultMachines, machines
+from fault_seams import settled
 from fault_table import FAULTS, HOME, SCENARIOS, Case, Role, Step, table
 from msgspec.structs import replace
+from request_events import RequestEvents
 from wire import Effect
 
 from fleetd.engine.protocol import Accepted, AssistPrefill, Shared
@@ -57,22 +58,22 @@ def _parameters() -> list[Any]:
 
 
 @dataclass
-class Kept:
+class KeptMachines:
     """Machines that outlast one test, what is here of them at rest, and the loop that is theirs."""
 
-    machines: Machines
+    machines: FaultMachines
     runner: asyncio.Runner
     before: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptMachines]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     folder = tmp_path_factory.mktemp("machines")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         loop = runner.get_loop()
-        made: asyncio.Future[Machines] = loop.create_future()
+        made: asyncio.Future[FaultMachines] = loop.create_future()
         over = asyncio.Event()
 
         async def keep() -> None:
@@ -100,7 +101,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
 
         keeper = runner.run(made_or_failed())
         before = runner.run(at_rest())
-        yield Kept(made.result(), runner, before)
+        yield KeptMachines(made.result(), runner, before)
         runner.run(end(keeper))
     root.handlers[:] = handlers
     root.setLevel(level)
@@ -110,7 +111,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
 class Strike:
     """One fault, at its step."""
 
-    def __init__(self, fleet: Machines, case: Case) -> None:
+    def __init__(self, fleet: FaultMachines, case: Case) -> None:
         self.fleet, self.case = fleet, case
         self.struck = False
 
@@ -179,7 +180,7 @@ class Strike:
 
 
 @contextlib.asynccontextmanager
-async def _full(fleet: Machines, case: Case) -> AsyncIterator[None]:
+async def _full(fleet: FaultMachines, case: Case) -> AsyncIterator[None]:
     """Where a machine's memory is promised to others before it is asked."""
     if case.fault != "out of memory" or case.short is not None:
         yield
@@ -204,7 +205,7 @@ async def _left(events: Any, after_s: float) -> None:
     await events.aclose()
 
 
-def _check(case: Case, told: Told, expected: Any) -> None:
+def _check(case: Case, told: RequestEvents, expected: Any) -> None:
     """The answer of one prompt that a fault struck."""
     if case.outcome == "none" and told.error is not None:
         assert isinstance(told.error, EngineDied)
@@ -222,11 +223,11 @@ def _check(case: Case, told: Told, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("case", _parameters())
-def test_a_fault_costs_time_and_nothing_else(kept: Kept, case: Case) -> None:
+def test_a_fault_costs_time_and_nothing_else(kept: KeptMachines, case: Case) -> None:
     kept.runner.run(_strike(kept.machines, case, kept.before))
 
 
-async def _strike(fleet: Machines, case: Case, before: dict[str, Any]) -> None:
+async def _strike(fleet: FaultMachines, case: Case, before: dict[str, Any]) -> None:
     number = _CASES.index(case)
     fleet.scenario = case.scenario
     marker = case.short.marker if case.short is not None else ""

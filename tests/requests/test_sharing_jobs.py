@@ -62,7 +62,7 @@ def job(text: str = LONG, **fields: Any) -> Job:
 
 
 @dataclass
-class Home:
+class SharingHome:
     """The machine that answers, over a fake engine."""
 
     node: Node
@@ -98,7 +98,7 @@ class Home:
 @contextlib.asynccontextmanager
 async def home_with(
     folder: Path, helpers: int = 1, ending: Shared | str = OK, card: Any = None, **fields: Any
-) -> AsyncIterator[Home]:
+) -> AsyncIterator[SharingHome]:
     async with machines(folder, helpers) as (node, others):
         partners = HomePartners(node, others, **fields)
         engine = FakeEngine()
@@ -111,7 +111,7 @@ async def home_with(
         for other in others:
             other.engine.end.set()
         try:
-            yield Home(node, others, partners, pool, sharing, metrics, traces)
+            yield SharingHome(node, others, partners, pool, sharing, metrics, traces)
         finally:
             await sharing.close()
             engine.close()
@@ -697,7 +697,7 @@ async def test_a_helper_that_takes_longer_than_it_should_is_expected_to_the_next
         assert second.kind == "local" or (second.predicted_s or 0) > (first.predicted_s or 0)
 
 
-async def sent(home: Home) -> tuple[str, int, float, bool]:
+async def sent(home: SharingHome) -> tuple[str, int, float, bool]:
     """What a helper's stream was seen to carry, once the answer's accounts are in."""
     async with asyncio.timeout(WITHIN_S):
         while not home.partners.came:  # noqa: ASYNC110  (a list of a callback, which announces nothing)

@@ -19,7 +19,7 @@ from smart_fakes import (
     folders,
     haystack,
 )
-from smart_home import ASKED, Home, maker, target, text_of
+from smart_home import ASKED, SmartHome, maker, target, text_of
 
 from fleetd.compression.words import estimate_tokens
 from fleetd.control.prefill_plan import PlanView
@@ -38,7 +38,7 @@ from fleetd.store import Store
 
 
 @pytest.fixture
-def home(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., Home]:
+def home(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., SmartHome]:
     return maker(store, ledger, metrics)
 
 

@@ -15,7 +15,7 @@ from smart_fakes import (
     haystack,
     messages,
 )
-from smart_home import ASKED, Home, maker, text_of
+from smart_home import ASKED, SmartHome, maker, text_of
 
 from fleetd.compression.document import Document
 from fleetd.engine.protocol import (
@@ -34,7 +34,7 @@ from fleetd.store import Store
 
 
 @pytest.fixture
-def home(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., Home]:
+def home(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., SmartHome]:
     return maker(store, ledger, metrics)
 
 

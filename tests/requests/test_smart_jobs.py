@@ -21,7 +21,7 @@ from smart_fakes import (
     haystack,
     messages,
 )
-from smart_home import ASKED, WITHIN_S, Home, maker, target, text_of
+from smart_home import ASKED, WITHIN_S, SmartHome, maker, target, text_of
 
 from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
@@ -49,7 +49,7 @@ from fleetd.store import Store
 
 
 @pytest.fixture
-def home(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., Home]:
+def home(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., SmartHome]:
     return maker(store, ledger, metrics)
 
 

@@ -67,7 +67,7 @@ SMOL = "smollm2-135m"
 ASKED = SmartPrefillPolicy(enabled=True, target_ratio=0.2, min_prompt_tokens=500)
 
 
-class Pipe:
+class RequestPipe:
     """Both ends of one request: what the server sends is what the client receives."""
 
     def __init__(self, serve: Callable[[Any], Any]) -> None:
@@ -129,7 +129,7 @@ class Mini:
     context_tokens: int = 100_000
     scoring: str = "ready"
     state: Any = "loaded"
-    pipes: list[Pipe] = field(default_factory=list)
+    pipes: list[RequestPipe] = field(default_factory=list)
 
     @property
     def machine(self) -> Member:
@@ -142,13 +142,13 @@ class Mini:
         host = ServingContext(found, lambda: card(self.name), draining=lambda: self.draining)
         return ScoreServer(self.pool, host, self.ledger)
 
-    def open(self, body: bytes) -> Pipe:
-        async def serve(pipe: Pipe) -> None:
+    def open(self, body: bytes) -> RequestPipe:
+        async def serve(pipe: RequestPipe) -> None:
             if self.silent:
                 await asyncio.Event().wait()
             await self.server("me", body, pipe)
 
-        self.pipes.append(Pipe(serve))
+        self.pipes.append(RequestPipe(serve))
         return self.pipes[-1]
 
 
@@ -159,13 +159,13 @@ class Neighbours:
     def machines(self) -> Iterable[Member]:
         return [mini.machine for mini in self.minis]
 
-    def request(self, node_id: str, method: str, body: bytes) -> Pipe:
+    def request(self, node_id: str, method: str, body: bytes) -> RequestPipe:
         assert method == messages.SCORE
         return next(mini for mini in self.minis if mini.name == node_id).open(body)
 
 
 @dataclass
-class Home:
+class HomeOfMinis:
     runner: Runner
     pool: ScoringPool
     minis: list[Mini]
@@ -201,7 +201,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
         compressor_here: bool = False,
         own: Card | None = None,
         profiles: Profiles | None = None,
-    ) -> Home:
+    ) -> HomeOfMinis:
         minis = [Mini(name, ledger) for name in names]
         pool, speeds, traces = ScoringPool(), ModelSpeeds(), list[Trace]()
         speeds.seed("m", 100.0, 100.0, now_s=0.0)
@@ -235,7 +235,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
             members=members,
             record=traces.append,
         )
-        return Home(runner, pool, minis, store, speeds, traces, warmed)
+        return HomeOfMinis(runner, pool, minis, store, speeds, traces, warmed)
 
     return make
 
@@ -607,7 +607,7 @@ async def test_attack_a_peer_asks_for_what_makes_no_sense(
 async def test_attack_garbage_instead_of_a_question(ledger: Ledger) -> None:
     for body in (b"", b"\xc1", b"\x80", b"\x93" * 100_000, struct.pack(">I", 5)):
         with pytest.raises(ProtocolError):
-            await Mini("mini", ledger).server("peer", body, Pipe(lambda pipe: asyncio.sleep(0)))
+            await Mini("mini", ledger).server("peer", body, RequestPipe(lambda pipe: asyncio.sleep(0)))
 
 
 async def test_attack_scores_without_end() -> None:
@@ -644,7 +644,7 @@ async def test_attack_one_peer_cannot_have_many_prompts_scored_at_once(ledger: L
     server, gate = mini.server, asyncio.Event()
     mini.pool.trouble = [gate] * limits.SMART_SERVED
     body = messages.encode(messages.ScoreQuestion(SMOL, DIGEST, score()))
-    running = [Pipe(lambda pipe: server("peer", body, pipe)) for _ in range(limits.SMART_SERVED)]
+    running = [RequestPipe(lambda pipe: server("peer", body, pipe)) for _ in range(limits.SMART_SERVED)]
     for pipe in running:
         await pipe.receive()
     with pytest.raises(Overloaded):

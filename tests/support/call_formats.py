@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from fleetd.engine import dsml, tool_formats
+from fleetd.engine.output_text import AnswerText
+from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
 
 
 @dataclass(frozen=True)
-class Family:
+class CallFamily:
     """Where a family's calls begin and end, and what reads them."""
 
     start: str
@@ -21,18 +24,38 @@ class Family:
 
 
 _OURS = {
-    "llama3": Family(tool_formats.LLAMA3_START, "", tool_formats.parse_llama3),
-    "harmony": Family(tool_formats.HARMONY_START, "<|call|>", tool_formats.parse_harmony),
-    "deepseek_v32": Family(dsml.DSML_START, dsml.DSML_END, dsml.parse_dsml),
+    "llama3": CallFamily(tool_formats.LLAMA3_START, "", tool_formats.parse_llama3),
+    "harmony": CallFamily(tool_formats.HARMONY_START, "<|call|>", tool_formats.parse_harmony),
+    "deepseek_v32": CallFamily(dsml.DSML_START, dsml.DSML_END, dsml.parse_dsml),
 }
 
 
-def family(parser: str) -> Family:
+def family(parser: str) -> CallFamily:
     """By the parser's name: ours or mlx-lm's."""
     if parser in _OURS:
         return _OURS[parser]
     module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
-    return Family(module.tool_call_start, module.tool_call_end, module.parse_tool_call)
+    return CallFamily(module.tool_call_start, module.tool_call_end, module.parse_tool_call)
+
+
+class WordDetokenizer:
+    """Gives each token a piece of text."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.text = ""
+        self._words = words
+        self._read = 0
+
+    def add_token(self, token: int) -> None:
+        self.text += self._words[token]
+
+    def finalize(self) -> None:
+        pass
+
+    @property
+    def last_segment(self) -> str:
+        at, self._read = self._read, len(self.text)
+        return self.text[at:]
 
 
 def spelling(parser: str, words: list[str]) -> Any:
@@ -40,17 +63,8 @@ def spelling(parser: str, words: list[str]) -> Any:
     made = family(parser)
     response = tool_formats.HARMONY_FORMAT if parser == "harmony" else {}
 
-    class Detokenizer:
-        text = last_segment = ""
-
-        def add_token(self, token: int) -> None:
-            self.last_segment = words[token]
-
-        def finalize(self) -> None:
-            self.last_segment = ""
-
     return SimpleNamespace(
-        detokenizer=Detokenizer(),
+        detokenizer=WordDetokenizer(words),
         init_kwargs={"tool_parser_type": parser},
         has_thinking=False,
         has_tool_calling=True,
@@ -61,3 +75,33 @@ def spelling(parser: str, words: list[str]) -> Any:
         response_transitions=response.get("transitions", {}),
         response_initial_state=response.get("initial_state"),
     )
+
+
+class SpelledAnswer:
+    """One answer in a family's format, whose tokens are given pieces of text, and all that was told of it."""
+
+    def __init__(
+        self,
+        parser: str,
+        words: list[str],
+        tools: list[dict[str, Any]],
+        *,
+        pieces: bool = True,
+        cut: bool = False,
+        stops: tuple[str, ...] = (),
+    ) -> None:
+        words = [word for word in words if word]
+        made = spelling(parser, words)
+        initial = made.response_initial_state or "normal"
+        self.state = AnswerText("r", made, list(stops), tools, initial, call_pieces=pieces)
+        self.by_word = [self.state.push(token) for token in range(len(words))]
+        self.events = events = [*itertools.chain(*self.by_word), *self.state.finish(cut=cut)]
+        deltas = [e for e in events if isinstance(e, Delta)]
+        self.text = "".join(e.text for e in deltas)
+        self.content = "".join(e.text for e in deltas if e.channel == "content")
+        self.reasoning = "".join(e.text for e in deltas if e.channel == "reasoning")
+        self.calls = [(e.index, e.name, e.arguments) for e in events if isinstance(e, ToolCall)]
+        self.pieces = [e for e in events if isinstance(e, ToolCallPiece)]
+        self.streamed = "".join(e.text for e in self.pieces)
+        self.ids = {e.call_id for e in events if isinstance(e, ToolCall | ToolCallPiece)}
+        self.said = (self.content, self.reasoning, self.calls)

@@ -133,7 +133,7 @@ class Kernel:
 
 
 @dataclass
-class Programs:
+class MacPrograms:
     """What a Mac's programs print; ``asked`` are the names of those that were run."""
 
     mac: Mac
@@ -172,9 +172,11 @@ def profile(mac: Mac) -> str:
     return json.dumps({"SPHardwareDataType": [found]}, indent=2)
 
 
-def with_mac(patch: pytest.MonkeyPatch, mac: Mac, kernel: Kernel, *, psutil_fails: bool = False) -> Programs:
+def with_mac(
+    patch: pytest.MonkeyPatch, mac: Mac, kernel: Kernel, *, psutil_fails: bool = False
+) -> MacPrograms:
     """Make this process believe that it runs on ``mac``, until the test ends."""
-    programs = Programs(mac)
+    programs = MacPrograms(mac)
     patch.setattr(sys, "platform", "darwin")
     patch.setattr(platform, "machine", lambda: "arm64")
     patch.setattr(platform, "system", lambda: "Darwin")
@@ -185,13 +187,13 @@ def with_mac(patch: pytest.MonkeyPatch, mac: Mac, kernel: Kernel, *, psutil_fail
     patch.setattr(subprocess, "run", programs)
     asked = DarwinKernel(kernel)
     patch.setattr(darwin, "kernel", lambda: asked)
-    memory = Raises(RuntimeError(PSUTIL_FAILS)) if psutil_fails else lambda: _Memory(mac.memory_bytes)
+    memory = Raises(RuntimeError(PSUTIL_FAILS)) if psutil_fails else lambda: PsutilMemory(mac.memory_bytes)
     patch.setattr(psutil, "virtual_memory", memory)
     return programs
 
 
 @dataclass(frozen=True)
-class _Memory:
+class PsutilMemory:
     total: int
     available: int = AVAILABLE_BYTES
 

@@ -7,7 +7,8 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from sharing import Told, settle
+from request_events import RequestEvents
+from sharing import settle
 
 from bench.harness.delayed_sockets import Delayed
 from fleetd.engine.protocol import Accepted, Delta, DraftFor, Generate, StreamTag
@@ -19,9 +20,9 @@ from fleetd.errors import FleetError
 DRAFTED_BYTES = 1500
 
 
-async def answer(home: EngineProcess, request: Generate) -> Told:
+async def answer(home: EngineProcess, request: Generate) -> RequestEvents:
     """Without drafts of others."""
-    told = Told()
+    told = RequestEvents()
     async for event in home.stream(request):
         told.events.append(event)
     return told
@@ -30,9 +31,9 @@ async def answer(home: EngineProcess, request: Generate) -> Told:
 @asynccontextmanager
 async def following(
     drafter: EngineProcess, follow: DraftFor
-) -> AsyncIterator[tuple[Told, asyncio.Task[None]]]:
+) -> AsyncIterator[tuple[RequestEvents, asyncio.Task[None]]]:
     """A follow that is accepted, or has failed."""
-    told, ready = Told(), asyncio.Event()
+    told, ready = RequestEvents(), asyncio.Event()
 
     async def run() -> None:
         try:
@@ -59,7 +60,7 @@ async def drafted(
     *,
     begun: Callable[[], None] = lambda: None,
     leave: bool = False,
-) -> tuple[Told, Told]:
+) -> tuple[RequestEvents, RequestEvents]:
     """The answer with drafts from another worker, and that one's own account.
 
     The prompt of a ``shared`` request is kept waiting until there are drafts: tiny models are quick.
@@ -68,7 +69,7 @@ async def drafted(
         begun: called when the answer's first text comes.
         leave: the daemon gives the drafter up when the first text comes.
     """
-    told, follow, wire = Told(), DraftFor(f"{request.id}.drafts"), Delayed(0.0)
+    told, follow, wire = RequestEvents(), DraftFor(f"{request.id}.drafts"), Delayed(0.0)
     try:
         async with following(drafter, follow) as (followed, task):
             assert followed.error is None, followed.error

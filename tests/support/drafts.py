@@ -71,7 +71,7 @@ def decode(
 
 
 @dataclass
-class Oracle:
+class OracleGuesser:
     """``drafter.Guesser`` that knows the target. Wrong where ``wrong`` says so; then the truth is its
     runner-up if ``second_best``."""
 

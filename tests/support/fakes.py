@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fleetd.engine.protocol import (
     Accepted,
@@ -33,6 +34,7 @@ from fleetd.engine.protocol import (
     Usage,
 )
 from fleetd.errors import FleetError, ModelNotFound
+from fleetd.models.other_stores import FoundFile
 from fleetd.requests.job import Job
 
 WITHIN_S = 20.0
@@ -76,15 +78,29 @@ class FakeFolder:
     context_tokens: int = 8192
     weights_bytes: int = 1000
     config: dict[str, object] = field(default_factory=dict, compare=False)
-    path: Path = field(default=Path("nowhere"), compare=False)
+    path: Path = field(default=Path("/models/it"), compare=False)
+    source: str = field(default="embedded", compare=False)
+    architecture: str = field(default="llama", compare=False)
+    created_s: float = field(default=1_700_000_000.5, compare=False)
 
 
 @dataclass(frozen=True)
-class FakeProgress:
+class FakePullStep:
     file: str
     done_bytes: int
     total_bytes: int
     stage: str = "downloading"
+
+
+async def play(steps: Iterable[Any]) -> AsyncGenerator[Any, None]:
+    """Exceptions are raised, asyncio.Events waited for, all else is yielded."""
+    for step in steps:
+        if isinstance(step, BaseException):
+            raise step
+        if isinstance(step, asyncio.Event):
+            await step.wait()
+        else:
+            yield step
 
 
 def answer(request_id: str = "r1", text: Sequence[str] = ("Hello", " world")) -> list[Loading | Event]:
@@ -105,25 +121,42 @@ def answer(request_id: str = "r1", text: Sequence[str] = ("Hello", " world")) ->
 
 @dataclass
 class FakePool:
-    """Streams ``script``; an exception in it is raised, an Event in it is waited for."""
+    """Streams ``script``, as ``play`` does. Models of ``loaded`` stay for the time of ``kept``."""
 
     script: Sequence[Loading | Event | BaseException | asyncio.Event] = ()
     cancelled: int = 0
     streamed: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    kept: dict[str, float] = field(default_factory=dict)
 
     async def stream(self, folder: FakeFolder, request: Generate) -> AsyncGenerator[Loading | Event, None]:
         self.streamed.append(folder.name)
         try:
-            for step in self.script:
-                if isinstance(step, BaseException):
-                    raise step
-                if isinstance(step, asyncio.Event):
-                    await step.wait()
-                else:
+            async with aclosing(play(self.script)) as steps:
+                async for step in steps:
                     yield step
         except (GeneratorExit, asyncio.CancelledError):
             self.cancelled += 1
             raise
+
+    def keep(self, name: str, idle_s: float) -> None:
+        if name in self.loaded:
+            self.kept[name] = idle_s
+
+    def stays_s(self, name: str) -> float:
+        return self.kept.get(name, 1800.0)
+
+    def facts(self, name: str) -> Ready | None:
+        return None
+
+    async def load(self, folder: FakeFolder) -> None:
+        self.loaded.append(folder.name)
+
+    async def unload(self, name: str) -> bool:
+        if name not in self.loaded:
+            return False
+        self.loaded.remove(name)
+        return True
 
 
 @dataclass
@@ -222,47 +255,74 @@ class FakeEngine:
 
 @dataclass
 class FakeModels:
-    """Models with these ``names``; those of ``found`` are listed. ``pull`` reports one step, waits for
-    ``gate``, then installs."""
+    """Models with these ``names``; ``found`` are those that are listed, if it is given.
 
-    names: set[str] = field(default_factory=lambda: {"m"})
-    found: list[FakeFolder] = field(default_factory=list)
+    ``pull`` plays ``pull_steps``, then installs; unless they are given, it reports one step and waits for
+    ``gate``. It knows the models of ``known``.
+    """
+
+    names: list[str] = field(default_factory=lambda: ["m"])
+    found: list[FakeFolder] | None = None
     known: set[str] = field(default_factory=set)
     digests: dict[str, str] = field(default_factory=dict)
+    pull_steps: Iterable[FakePullStep | BaseException | asyncio.Event] | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     pulls: int = 0
     cancelled_pulls: int = 0
-    error: FleetError | None = None
+    pull_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    removed: list[str] = field(default_factory=list)
 
     def resolve(self, ref: str) -> FakeFolder:
         if ref not in self.names:
-            raise ModelNotFound(f"No model is called {ref}.", hint="Did you mean `m`?", param="model")
-        return next((folder for folder in self.found if folder.name == ref), FakeFolder(ref))
+            nearest = (self.names or ["m"])[0]
+            raise ModelNotFound(
+                f"No model is called {ref!r}.", hint=f"The nearest is {nearest!r}.", param="model"
+            )
+        return next((folder for folder in self.found or () if folder.name == ref), FakeFolder(ref))
 
     def needs_pull(self, ref: str) -> bool:
         return ref in self.known and ref not in self.names
 
     def installed(self) -> list[FakeFolder]:
-        return self.found
+        return [FakeFolder(name) for name in self.names] if self.found is None else self.found
 
     def digest(self, folder: FakeFolder) -> str:
-        return "d"
+        return self.digests.get(folder.name, "d")
 
     def known_digest(self, folder: FakeFolder) -> str:
         return self.digests.get(folder.name, "")
 
-    async def pull(self, ref: str) -> AsyncGenerator[FakeProgress, None]:
+    async def pull(self, ref: str) -> AsyncGenerator[FakePullStep, None]:
         self.pulls += 1
+        steps = self.pull_steps
+        if steps is None:
+            steps = [FakePullStep("weights", 1, 2), self.gate, FakePullStep("weights", 2, 2)]
         try:
-            yield FakeProgress("weights", 1, 2)
-            await self.gate.wait()
-            if self.error is not None:
-                raise self.error
-            yield FakeProgress("weights", 2, 2)
-            self.names.add(ref)
+            async with aclosing(play(steps)) as played:
+                async for step in played:
+                    yield step
+            self.names.append(ref)
         except (GeneratorExit, asyncio.CancelledError):
             self.cancelled_pulls += 1
             raise
+        finally:
+            self.pull_ended.set()
+
+    def remove(self, ref: str) -> None:
+        self.removed.append(ref)
+
+    def importable(self) -> list[FoundFile]:
+        return [FoundFile("qwen3:4b", Path("/blobs/sha256-1"), 5, "Ollama")]
+
+    def locate(self, ref: str) -> FoundFile | Path:
+        return Path(ref) if ref.startswith("/") else self.importable()[0]
+
+    def name_for(self, place: FoundFile | Path, name: str) -> str:
+        return name or "usual"
+
+    def add(self, place: FoundFile | Path, name: str) -> FakeFolder:
+        self.names.append(name)
+        return FakeFolder(name)
 
 
 def job(model: str = "m", request_id: str = "r1", prompt: str = "hi") -> Job:

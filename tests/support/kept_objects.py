@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Kept:
+class KeptObjects:
     """Compared with what there was at the beginning of ``without_collector``."""
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class Kept:
 
 
 @contextmanager
-def without_collector() -> Iterator[Kept]:
+def without_collector() -> Iterator[KeptObjects]:
     gc.collect()
     gc.disable()
     tracemalloc.start()
     try:
-        yield Kept()
+        yield KeptObjects()
     finally:
         tracemalloc.stop()
         gc.enable()

@@ -95,7 +95,7 @@ def prefix_of(model: Any, tokens: Sequence[int], cached: int) -> Any:
 
 
 @dataclass
-class Run:
+class SharedRun:
     """``model`` is home's; ``theirs`` the helpers', where it is another."""
 
     model: Any
@@ -208,7 +208,7 @@ class Run:
 _known: dict[tuple[Any, ...], tuple[Any, list[Any], bytes]] = {}
 
 
-def local(run: Run) -> tuple[list[Any], bytes]:
+def local(run: SharedRun) -> tuple[list[Any], bytes]:
     """The caches of the prompt prefilled here alone, and the logits of its last token."""
     split = run.split
     key = (id(run.model), split.cached, split.tokens, split.chunk, split.prompt_span, split.places)

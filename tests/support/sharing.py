@@ -19,14 +19,12 @@ import chain_model
 import psutil
 import tiny_architectures
 from asking import GREEDY
+from request_events import RequestEvents
 
 from fleetd.engine.protocol import (
     Accepted,
     Assisted,
     AssistPrefill,
-    Delta,
-    Event,
-    Finished,
     Generate,
     Prefill,
     PrefillShared,
@@ -125,40 +123,13 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-class Told:
-    """What one request gave."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.error: FleetError | None = None
-
-    def of(self, kind: type[Any]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    @property
-    def numbers(self) -> list[Any]:
-        """Tokens and log-probabilities of the answer, bit for bit."""
-        return [(p.token, p.logprob, p.top) for d in self.of(Delta) for p in d.logprobs or []]
-
-    @property
-    def shared(self) -> Shared:
-        (found,) = self.of(Shared)
-        return found  # type: ignore[no-any-return]
-
-    @property
-    def finished(self) -> Finished:
-        last = self.events[-1]
-        assert isinstance(last, Finished)
-        return last
-
-
 class Sharing:
     """One request of ``home`` and the assists that belong to it."""
 
     def __init__(self, home: EngineProcess, helpers: Sequence[EngineProcess], request: Generate) -> None:
         self.home, self.helpers, self.request = home, helpers, request
-        self.told = Told()
-        self.assists = [Told() for _ in helpers]
+        self.told = RequestEvents()
+        self.assists = [RequestEvents() for _ in helpers]
         self.relays: list[Relay] = []
         self.accepted = asyncio.Event()
         self.computed = asyncio.Event()
@@ -183,7 +154,7 @@ class Sharing:
             self.told.error = error
 
     async def _assist(
-        self, told: Told, engine: EngineProcess, assist: AssistPrefill, ready: asyncio.Event
+        self, told: RequestEvents, engine: EngineProcess, assist: AssistPrefill, ready: asyncio.Event
     ) -> None:
         try:
             async for event in engine.assist(assist):
@@ -247,7 +218,7 @@ class Sharing:
         await self.connect(split, hold_after=hold_after)
         self.home.share(PrefillShared(self.request.id, split, predicted_s, exact))
 
-    async def run(self, kind: str, cuts: Sequence[float] = (0.5,), *, exact: bool = True) -> Told:
+    async def run(self, kind: str, cuts: Sequence[float] = (0.5,), *, exact: bool = True) -> RequestEvents:
         """From the acceptance to the end of everything."""
         await self.begin(kind, cuts, exact=exact)
         await self.end()

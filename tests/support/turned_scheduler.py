@@ -13,6 +13,7 @@ import sharing
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 
+from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.prompt_encoding import prepare
@@ -25,71 +26,78 @@ CHUNK = 32
 
 
 @dataclass(frozen=True)
-class Turns:
-    def size(self, *, shared: bool, context: int = 0) -> int:
-        return CHUNK
-
-    def took(self, tokens: int, seconds: float) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Family:
+class TinyFamily:
     model: Any
     tokenizer: Any
     sharable: Sharable
 
 
-def family(folder: Path, model_type: str) -> Family:
+def family(folder: Path, model_type: str) -> TinyFamily:
     """The tiny model of an architecture, on the CPU."""
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
     path = sharing.write(folder, model_type)
     model, _ = load_model(path)
-    found = Family(model, load_tokenizer(path), Sharable.of(Stage.of(model), "cpu", {}))
+    found = TinyFamily(model, load_tokenizer(path), Sharable.of(Stage.of(model), "cpu", {}))
     mx.set_default_device(before)
     return found
 
 
-class Turned:
-    """A scheduler that is turned by hand."""
+class TurnedScheduler:
+    """A scheduler that a test turns by hand, and what it reported."""
 
-    def __init__(self, family: Family, **options: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, **options: Any) -> None:
         self.events: list[Report] = []
-        self.family = family
+        self.tokenizer = tokenizer
         settings: dict[str, Any] = {
             "context_tokens": 2048,
-            "chunks": Turns(),
-            "max_streams": 8,
+            "chunks": FixedChunks(CHUNK, CHUNK),
+            "max_streams": 4,
             "budget": KvBudget.of(1 << 30, 1024),
             "prefix": PrefixCache(1 << 30),
             **options,
         }
-        self.scheduler = Scheduler(
-            model=family.model, tokenizer=family.tokenizer, emit=self.events.append, **settings
-        )
+        self.scheduler = Scheduler(model=model, tokenizer=tokenizer, emit=self.events.append, **settings)
 
-    def ask(self, name: str, tokens: list[int], **fields: Any) -> None:
-        settings = {"shared": False, "top_logprobs": 2, "max_tokens": 1, **fields}
-        request = sharing.prompt(name, 1, prompt=TokenPrompt(tokens), **settings)
-        self.scheduler.inbox.put(prepare(request, self.family.tokenizer, sharing.VOCAB))
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
 
     def turn(self, turns: int = 1) -> None:
         for _ in range(turns):
             assert self.scheduler.turn()
             self.scheduler.validate()
 
-    def finish(self) -> None:
-        for _ in range(2000):
-            if not self.scheduler.busy:
-                break
-            self.turn()
-        else:
-            pytest.fail("not done")
-        assert self.scheduler.budget.used_bytes == 0
-
     def of(self, name: str, kind: type[Any] = object) -> list[Any]:
+        """What was reported of a request."""
         return [e for e in self.events if getattr(e, "id", None) == name and isinstance(e, kind)]
+
+    def text(self, name: str) -> str:
+        return "".join(delta.text for delta in self.of(name, Delta))
+
+    def finish(self, turns: int = 3000) -> None:
+        for _ in range(turns):
+            if not self.busy:
+                return
+            self.turn()
+        pytest.fail(f"not done: {self.events[-5:]}")
+
+
+class Turned(TurnedScheduler):
+    """One of a family's tiny model."""
+
+    def __init__(self, family: TinyFamily, **options: Any) -> None:
+        super().__init__(family.model, family.tokenizer, **{"max_streams": 8, **options})
+        self.family = family
+
+    def ask(self, name: str, tokens: list[int], **fields: Any) -> None:
+        settings = {"shared": False, "top_logprobs": 2, "max_tokens": 1, **fields}
+        request = sharing.prompt(name, 1, prompt=TokenPrompt(tokens), **settings)
+        self.scheduler.inbox.put(prepare(request, self.family.tokenizer, sharing.VOCAB))
+
+    def finish(self, turns: int = 2000) -> None:
+        super().finish(turns)
+        assert self.scheduler.budget.used_bytes == 0
 
     def answer(self, name: str) -> list[Any]:
         """Its text and the exact logprobs of its tokens, which depend on the whole prompt."""
@@ -113,7 +121,7 @@ def drawn(n: int, seed: int = 1) -> list[int]:
     return random.Random(seed).choices(range(300), k=n)
 
 
-def alone(family: Family, tokens: list[int]) -> list[Any]:
+def alone(family: TinyFamily, tokens: list[int]) -> list[Any]:
     bench = Turned(family)
     bench.ask("alone", tokens)
     bench.finish()

@@ -82,7 +82,7 @@ class Link:
 class Front:
     """Where ``dialler`` finds ``listener``, whose own port is ``port``."""
 
-    def __init__(self, wire: Wire, dialler: str, listener: str, port: int) -> None:
+    def __init__(self, wire: WatchedWire, dialler: str, listener: str, port: int) -> None:
         self.wire, self.dialler, self.listener, self._port = wire, dialler, listener, port
         self.links: set[Link] = set()
         # Ports from which streams have come.
@@ -208,7 +208,7 @@ class Front:
         return effect
 
 
-class Wire:
+class WatchedWire:
     """All fronts between some machines."""
 
     def __init__(self) -> None:

@@ -1,0 +1,84 @@
+"""Other machines whose answers a test writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from fleetd.errors import FleetError
+from fleetd.requests import messages
+from fleetd.requests.members import Member
+from fleetd.requests.message_codec import ALIVE
+
+
+class FakeStream:
+    """A peer's answer: bodies are received, exceptions raised, None hangs."""
+
+    def __init__(self, script: Iterable[bytes | FleetError | None]) -> None:
+        self.script = list(script)
+        self.cancelled = False
+        self.ended = False
+
+    async def receive(self) -> bytes | None:
+        if not self.script:
+            return None
+        step = self.script.pop(0)
+        if step is None:
+            await asyncio.Event().wait()
+        if isinstance(step, FleetError):
+            raise step
+        return step
+
+    def send(self, body: bytes) -> None:
+        raise AssertionError("who asks says everything in the request")
+
+    async def drained(self) -> None: ...
+
+    def end(self) -> None:
+        self.ended = True
+
+    def cancel(self, error: FleetError | None = None) -> None:
+        self.cancelled = True
+
+
+class FakeOthers:
+    """Scripted peers: node id → what its streams say, one script per request."""
+
+    def __init__(self, *found: Member, **scripts: list[Any]) -> None:
+        self.found = list(found)
+        self.scripts = scripts
+        self.asked: list[tuple[str, messages.RunJob]] = []
+        self.streams: list[FakeStream] = []
+        self.methods: list[str] = []
+        self.woken: list[str] = []
+        self.deaf: FleetError | None = None
+
+    async def wake(self, node_id: str) -> None:
+        self.woken.append(node_id)
+        if self.deaf is not None:
+            raise self.deaf
+
+    def machines(self) -> list[Member]:
+        return self.found
+
+    def request(self, node_id: str, method: str, body: bytes) -> FakeStream:
+        self.methods.append(method)
+        self.asked.append((node_id, messages.decode_run(body)))
+        script = self.scripts[node_id].pop(0)
+        if isinstance(script, FleetError):
+            raise script
+        self.streams.append(FakeStream(script))
+        return self.streams[-1]
+
+    @property
+    def order(self) -> list[str]:
+        return [node_id for node_id, _ in self.asked]
+
+
+class OnlyAlive(FakeStream):
+    """Says that it is alive, for ever; the script comes before that."""
+
+    async def receive(self) -> bytes | None:
+        await asyncio.sleep(0)
+        return await super().receive() if self.script else ALIVE
