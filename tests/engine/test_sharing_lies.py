@@ -174,7 +174,7 @@ def test_attack_one_of_several_hidden_states_is_wrong(name: str, lie: tuple[int,
         numbers[:, slice(*lie)] *= np.float32(0.6)
         return [(head, numbers.tobytes())]
 
-    run = Run(tiny(name), HALF, exact=False, tampers={(0, "out"): tamper}, draw=Fixed())
+    run = SharedRun(tiny(name), HALF, exact=False, tampers={(0, "out"): tamper}, draw=Fixed())
     assert "helper0: it computes other hidden states before layer 2" in str(given_up(run))
 
 
