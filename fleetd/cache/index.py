@@ -13,6 +13,7 @@ beginning.
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,6 +26,7 @@ from typing import Any
 from fleetd import limits
 from fleetd.cache.disk_speed import DiskSpeeds, is_cached
 from fleetd.control.cache_report import ModelBlocks
+from fleetd.database_damage import MALFORMED
 
 SCHEMA_VERSION = 3
 _SCHEMA = """
@@ -153,7 +155,7 @@ class Index:
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 elif version != SCHEMA_VERSION:
-                    raise sqlite3.DatabaseError(f"schema {version} is not {SCHEMA_VERSION}")
+                    raise sqlite3.DatabaseError(f"{MALFORMED}: schema {version} is not {SCHEMA_VERSION}")
         except BaseException:
             self._db.close()
             raise
@@ -167,7 +169,8 @@ class Index:
     @property
     def key_id(self) -> str:
         """The id of the key that sealed the blocks; "" after ``forget_all``."""
-        return str(self._one("SELECT key_id FROM totals"))
+        with _sound():
+            return str(self._one("SELECT key_id FROM totals"))
 
     def take_key(self, key_id: str) -> None:
         """Go on under another key; blocks under the old one are forgotten."""
@@ -223,12 +226,15 @@ class Index:
 
     def _ready_bytes(self, name: str) -> int | None:
         """The size of a block that is on the disk."""
-        row = self._db.execute("SELECT bytes FROM blocks WHERE name = ? AND ready", (name,)).fetchone()
-        return None if row is None else int(row[0])
+        with _sound():
+            row = self._db.execute("SELECT bytes FROM blocks WHERE name = ? AND ready", (name,)).fetchone()
+            return None if row is None else _size(row[0])
 
     def names(self) -> dict[str, int]:
         """Every block's file and its size."""
-        return {str(name): int(size) for name, size in self._db.execute("SELECT name, bytes FROM blocks")}
+        with _sound():
+            rows = self._db.execute("SELECT name, bytes FROM blocks")
+            return {str(name): _size(size) for name, size in rows}
 
     # ---- beginnings of texts -----------------------------------------------------------------------------
 
@@ -259,9 +265,10 @@ class Index:
                 f" WHERE ready AND link IN ({', '.join('?' * len(asked))})",
                 asked,
             )
-            for link, depth, n_bytes, name in rows:
-                last, sizes[int(depth)] = max(last, places[link]), int(n_bytes)
-                files[int(depth)] = str(name)
+            with _sound():
+                for link, depth, n_bytes, name in rows:
+                    last, sizes[_size(depth)] = max(last, places[link]), _size(n_bytes)
+                    files[_size(depth)] = str(name)
         if not last:
             return FoundText()
         if self.key_id != key_id:
@@ -422,13 +429,16 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        return int(self._one("SELECT bytes FROM totals"))
+        with _sound():
+            return _size(self._one("SELECT bytes FROM totals"))
 
     @property
     def speeds(self) -> DiskSpeeds:
-        return DiskSpeeds(
-            *self._db.execute("SELECT read_bytes_per_s, cached_bytes_per_s FROM totals").fetchone()
-        )
+        with _sound():
+            read, cached = self._db.execute(
+                "SELECT read_bytes_per_s, cached_bytes_per_s FROM totals"
+            ).fetchone()
+            return DiskSpeeds(_figure(read), _figure(cached))
 
     def models(self) -> list[ModelBlocks]:
         """What each model has on the disk, and what that was good for, by model."""
@@ -438,7 +448,32 @@ class Index:
             " (SELECT model, count(*) n, sum(bytes) size, sum(tokens) tokens FROM blocks GROUP BY model) b"
             " ON b.model = m.model ORDER BY m.model"
         )
-        return [ModelBlocks(*row) for row in rows]
+        with _sound():
+            return [
+                ModelBlocks(
+                    str(model), _size(blocks), _size(size), _size(held), _size(hits), _size(tokens),
+                    _figure(saved_s), _size(read), _size(written),
+                )
+                for model, blocks, size, held, hits, tokens, saved_s, read, written in rows
+            ]  # fmt: skip
+
+    def check(self) -> None:
+        """Look through the whole file. Raises sqlite3.DatabaseError if it is damaged."""
+        with _sound():
+            if (verdict := self._one("PRAGMA quick_check(1)")) != "ok":
+                raise ValueError(verdict)
+            for table in ("blocks", "totals", "models", "beginnings"):
+                self._check_types(table)
+            if (count := self._one("SELECT count(*) FROM totals")) != 1:
+                raise ValueError(f"{count} rows of totals")
+        _ = self.speeds, self.models()
+
+    def _check_types(self, table: str) -> None:
+        """SQLite itself takes any value in any column."""
+        columns = self._db.execute(f"PRAGMA table_info({table})").fetchall()
+        other = " OR ".join(f"typeof({name}) <> '{kind.lower()}'" for _, name, kind, *_ in columns)
+        if not other or self._one(f"SELECT EXISTS (SELECT 1 FROM {table} WHERE {other})"):  # noqa: S608
+            raise ValueError(f"the table {table} holds other values than it should")
 
     def validate(self) -> None:
         """Check the totals against the rows. For tests; raises AssertionError."""
@@ -454,17 +489,37 @@ class Index:
     def _transaction(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            yield
-        except BaseException:
-            with suppress(sqlite3.Error):
-                self._db.execute("ROLLBACK")
-            raise
-        try:
+            with _sound():
+                yield
             self._db.execute("COMMIT")
         except BaseException:
-            with suppress(sqlite3.Error):
+            # Where it fails the connection keeps its lock, so the caller must hear of it, and close it.
+            if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+
+
+@contextmanager
+def _sound() -> Iterator[None]:
+    """Values that no statement of ours has written are damage, too."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        raise sqlite3.DatabaseError(f"{MALFORMED}: {error}") from error
+
+
+def _size(value: Any) -> int:
+    """Raises ValueError for what is no count."""
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _figure(value: Any) -> float:
+    """At least 0. Raises ValueError for what is no finite number."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r:.40} is no figure")
+    return max(0.0, float(value))
 
 
 def _statements(script: str) -> Iterator[str]:

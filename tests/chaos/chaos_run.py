@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -71,6 +72,7 @@ class Run:
         self._leaks.look()
         killed: set[str] = set()
         expected = {ask.question: self._fleet.expected(ask) for ask in tried.asks}
+        read = [self._read_before(ask) for ask in tried.asks if ask.read_by is not None]
         begun = time.monotonic()
         with ThreadPoolExecutor(len(tried.asks) + len(tried.faults)) as pool:
             replies = [pool.submit(self._ask, ask, begun) for ask in tried.asks]
@@ -80,10 +82,9 @@ class Run:
             found = [
                 judged(reply.result(), expected[ask.question], killed=NAMES[ask.machine] in killed)
                 for ask, reply in zip(tried.asks, replies, strict=True)
-            ]
+            ] + read
         for reply in replies:
-            if plan := reply.result().plan:
-                self._tally.plans[plan] = self._tally.plans.get(plan, 0) + 1
+            self._tally.answered(reply.result())
         times = [begun, time.monotonic()]
         for after in (self._recovered, self._clean):
             found.append(after())
@@ -92,6 +93,12 @@ class Run:
         found.append(self._untold_trouble())
         outcome = worst(each for each, _ in found)
         return outcome, "; ".join(why for each, why in found if each is outcome and why)
+
+    def _read_before(self, ask: Ask) -> tuple[Outcome, str]:
+        """Let the machine that is to keep a prompt read it, undisturbed."""
+        assert ask.read_by is not None
+        reader = replace(ask, machine=ask.read_by, stream=False)
+        return judged(asked(self._fleet[NAMES[ask.read_by]], reader), self._fleet.expected(ask), killed=False)
 
     def _ask(self, ask: Ask, begun: float) -> Reply:
         time.sleep(max(0.0, begun + ask.after_s - time.monotonic()))
@@ -127,6 +134,10 @@ class Run:
             self._fleet.until_usable(limit_s=max(1.0, end - time.monotonic()))
         except AssertionError:
             return Outcome.HUNG, f"afterwards machines do not meet: {[self._fleet.states(n) for n in NAMES]}"
+        while not self._fleet.drafter_loaded():
+            if time.monotonic() > end:
+                return Outcome.HUNG, "afterwards no drafter can be loaded"
+            time.sleep(0.2)
         return Outcome.RIGHT, ""
 
     def _clean(self) -> tuple[Outcome, str]:

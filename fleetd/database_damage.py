@@ -1,0 +1,20 @@
+"""Whether SQLite says that a file itself is broken, as opposed to a disk that is full or a file in use."""
+
+from __future__ import annotations
+
+import sqlite3
+
+_CODES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+# What an error of our own begins with, as SQLite's does.
+MALFORMED = "malformed"
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """True for an error that does not go away by waiting: the file has to be begun anew."""
+    if not isinstance(error, sqlite3.DatabaseError):
+        return False
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is not None:
+        # Extended codes carry the primary one in their low byte.
+        return code & 0xFF in _CODES
+    return str(error).startswith(MALFORMED)
