@@ -134,7 +134,7 @@ class Store:
         try:
             try:
                 return self._attempt(work)
-            except sqlite3.DatabaseError as error:
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
                 if not is_damage(error):
                     raise
             self._set_aside()

@@ -145,9 +145,10 @@ class Index:
         self._clock = clock
         self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
-            self._db.execute("PRAGMA journal_mode = WAL")
-            # A power cut may lose the last rows: their files are deleted at the next start.
-            self._db.execute("PRAGMA synchronous = NORMAL")
+            with _sound():
+                self._db.execute("PRAGMA journal_mode = WAL")
+                # A power cut may lose the last rows: their files are deleted at the next start.
+                self._db.execute("PRAGMA synchronous = NORMAL")
             with self._transaction():
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
                 if version == 0:
@@ -185,7 +186,7 @@ class Index:
             self._forget_content()
             self._db.execute("UPDATE totals SET key_id = ''")
         # The file gives its room back, unless another process reads it just now.
-        with suppress(sqlite3.OperationalError):
+        with suppress(sqlite3.OperationalError), _sound():
             self._db.execute("VACUUM")
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -260,12 +261,12 @@ class Index:
         for start in range(0, len(links), _AT_ONCE):
             asked = links[start : start + _AT_ONCE]
             places = {link: start + number for number, link in enumerate(asked, start=1)}
-            rows = self._db.execute(
-                "SELECT link, depth, bytes, name FROM beginnings JOIN blocks ON name = block"  # noqa: S608
-                f" WHERE ready AND link IN ({', '.join('?' * len(asked))})",
-                asked,
-            )
             with _sound():
+                rows = self._db.execute(
+                    "SELECT link, depth, bytes, name FROM beginnings JOIN blocks ON name = block"  # noqa: S608
+                    f" WHERE ready AND link IN ({', '.join('?' * len(asked))})",
+                    asked,
+                )
                 for link, depth, n_bytes, name in rows:
                     last, sizes[_size(depth)] = max(last, places[link]), _size(n_bytes)
                     files[_size(depth)] = str(name)
@@ -442,13 +443,13 @@ class Index:
 
     def models(self) -> list[ModelBlocks]:
         """What each model has on the disk, and what that was good for, by model."""
-        rows = self._db.execute(
-            "SELECT m.model, coalesce(b.n, 0), coalesce(b.size, 0), coalesce(b.tokens, 0), hits, m.tokens,"
-            " saved_s, read_bytes, written_bytes FROM (SELECT * FROM models) m LEFT JOIN"
-            " (SELECT model, count(*) n, sum(bytes) size, sum(tokens) tokens FROM blocks GROUP BY model) b"
-            " ON b.model = m.model ORDER BY m.model"
-        )
         with _sound():
+            rows = self._db.execute(
+                "SELECT m.model, coalesce(b.n, 0), coalesce(b.size, 0), coalesce(b.tokens, 0), hits,"
+                " m.tokens, saved_s, read_bytes, written_bytes FROM (SELECT * FROM models) m LEFT JOIN"
+                " (SELECT model, count(*) n, sum(bytes) size, sum(tokens) tokens FROM blocks"
+                " GROUP BY model) b ON b.model = m.model ORDER BY m.model"
+            )
             return [
                 ModelBlocks(
                     str(model), _size(blocks), _size(size), _size(held), _size(hits), _size(tokens),
@@ -487,11 +488,12 @@ class Index:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
+        with _sound():
+            self._db.execute("BEGIN IMMEDIATE")
         try:
             with _sound():
                 yield
-            self._db.execute("COMMIT")
+                self._db.execute("COMMIT")
         except BaseException:
             # Where it fails the connection keeps its lock, so the caller must hear of it, and close it.
             if self._db.in_transaction:
@@ -501,7 +503,7 @@ class Index:
 
 @contextmanager
 def _sound() -> Iterator[None]:
-    """Values that no statement of ours has written are damage, too."""
+    """Values that no statement of ours has written are damage, too, and so are messages that are no text."""
     try:
         yield
     except (TypeError, ValueError, OverflowError) as error:

@@ -213,6 +213,9 @@ DAMAGE = {
     "a name that is bytes": "UPDATE blocks SET name = x'80' WHERE depth = 1",
     "a text that is none": "UPDATE blocks SET model = CAST(x'80' AS TEXT)",
     "a link to bytes": "UPDATE beginnings SET block = x'80'",
+    "a schema that is no text": (
+        "UPDATE sqlite_master SET name = CAST(x'c4c4' AS TEXT), sql = 'rubbish' WHERE name = 'models'"
+    ),
     "no table of models": "DROP TABLE models",
     "no table of beginnings": "DROP TABLE beginnings",
 }
@@ -231,6 +234,7 @@ def test_rows_that_no_statement_has_written_are_damage(tmp_path: Path, damage: s
     kept(settings)
     with closing(sqlite3.connect(Path(settings.folder) / "index.db")) as db, db:
         db.execute("PRAGMA ignore_check_constraints = ON")
+        db.execute("PRAGMA writable_schema = ON")
         db.execute(damage)
     # While workers run nothing is repaired, and nothing but misses comes of it.
     day(settings, whole=False)

@@ -52,6 +52,8 @@ class Run:
         self._read = dict[Path, int]()
         self._check_number = 0
         self._phases: list[float] = []
+        # Set once a daemon does not start again: then nothing more can be tried.
+        self._lost = False
         self._untold_trouble()
 
     def through(self, seed: int, count: int, until_s: float) -> None:
@@ -66,6 +68,8 @@ class Run:
             seconds = time.monotonic() - begun
             phases = "+".join(f"{each:.1f}" for each in self._phases)
             self._told(f"{tried.number:>4} {outcome:<7} {seconds:5.1f} s ({phases})  {kinds}  {why[:300]}")
+            if self._lost:
+                return
         self._told(f"MiB more than at the beginning: {self._leaks.memory_grown()}")
 
     def _try(self, tried: Try) -> tuple[Outcome, str]:
@@ -89,6 +93,8 @@ class Run:
         for after in (self._recovered, self._clean):
             found.append(after())
             times.append(time.monotonic())
+            if self._lost:
+                break
         self._phases = [later - earlier for earlier, later in pairwise(times)]
         found.append(self._untold_trouble())
         outcome = worst(each for each, _ in found)
@@ -114,7 +120,11 @@ class Run:
         end = time.monotonic() + RECOVER_S
         for name in NAMES:
             process_hooks.tell(self._fleet.home(name))
-        self._fleet.revive()
+        try:
+            self._fleet.revive()
+        except AssertionError as error:
+            self._lost = True
+            return Outcome.WRONG, f"afterwards a daemon does not start: {str(error)[-4000:]}"
         said = ""
         for number, name in enumerate(NAMES):
             self._check_number += 1

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -95,4 +96,35 @@ def test_a_damaged_file_that_cannot_be_moved_is_an_unusable_one(
         with pytest.raises(StoreUnavailable, match="Read-only"):
             Ledger(store).recover()
     assert Ledger(store).recover() == 0
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE sqlite_master SET name = CAST(x'c4c4' AS TEXT), sql = 'rubbish' WHERE name = 'usage'",
+        "UPDATE usage SET model = CAST(x'c4c4' AS TEXT)",
+    ],
+    ids=["its schema", "a row"],
+)
+def test_a_file_in_which_a_text_is_none_is_moved_aside(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "fleetd.db"
+    store = Store(path)
+    store.call(
+        lambda db: db.execute(
+            "INSERT INTO usage (request_id, started_s, model, node, route, state)"
+            " VALUES ('r', ?, 'm', 'n', 'chat', 'settled')",
+            (AT_S,),
+        )
+    )
+    store.close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute(damage)
+    store = Store(path)
+    ledger = Ledger(store, now=lambda: AT_S)
+    assert ledger.recover() == 0
+    assert ledger.usage(1).rows == []
+    assert store.check() == []
+    assert list(tmp_path.glob("fleetd.db.damaged-*"))
     store.close()
