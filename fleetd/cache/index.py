@@ -518,7 +518,7 @@ def _size(value: Any) -> int:
 
 
 def _figure(value: Any) -> float:
-    """At least 0. Raises ValueError for what is no finite number."""
+    """The figure, at least 0. Raises ValueError for what is no finite number."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{value!r:.40} is no figure")
     return max(0.0, float(value))
