@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sqlite3
 import tempfile
@@ -243,3 +245,52 @@ def test_rows_that_no_statement_has_written_are_damage(tmp_path: Path, damage: s
     assert cache.report().note == ""
     cache.close()
     usual(settings)
+
+
+# ---- A disk that refuses to delete -----------------------------------------------------------------------
+
+
+def test_a_damaged_index_that_cannot_be_deleted_keeps_no_daemon_from_starting(
+    monkeypatch: pytest.MonkeyPatch, settings: DiskCacheSettings
+) -> None:
+    kept(settings)
+    (Path(settings.folder) / "index.db").write_bytes(b"no database at all\n" * 100)
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    said = Said()
+    cache = DiskCache(settings, on=True, note=lambda: "")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        patch.setattr("fleetd.cache.service.log", said)
+        cache.start()
+    assert said.lines == ["cache.unavailable"]
+    assert cache.report().note
+    cache.start()
+    assert cache.report().note == ""
+    cache.close()
+
+
+def test_blocks_that_cannot_be_deleted_are_noise_once_the_key_is(
+    monkeypatch: pytest.MonkeyPatch, settings: DiskCacheSettings
+) -> None:
+    kept(settings)
+
+    unlink = os.unlink
+
+    def refuse(path: str | Path) -> None:
+        if "blocks" in Path(path).parts:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        DiskCache(settings, on=False, note=lambda: "").start()
+    assert not Path(settings.key_file).exists()
+    assert len(files(settings)) == 2
+    cache = DiskCache(settings, on=True, note=lambda: "")
+    cache.start()
+    assert cache.find(FIRST).blocks == 0
+    assert files(settings) == []
+    cache.close()
