@@ -377,6 +377,9 @@ SHARE_MESSAGE_BYTES = 64 * KIB
 SHARE_STEPS = 512
 # A machine that failed is left out for this long, doubled by each further failure up to the second figure.
 BACKOFF_S, BACKOFF_MOST_S = 30.0, 960.0
+# One that says, for the second time in a row, that it cannot do what its card says: doubled likewise, but no
+# longer than BACKOFF_S for what passes by itself: too many requests, no memory, a stop.
+BACKOFF_REFUSED_S = 1.0
 # The same helper is not asked again to load the same model within this time.
 SHARE_WARM_S = 60.0
 # A model that could not be loaded to help others is not tried again within this time.
@@ -712,6 +715,9 @@ FETCH_DOUBT = 2.0
 FETCH_SPEEDS, FETCH_SPEED_S = 5, 600.0
 # Questions about prompts that a machine leaves unanswered, one after the other, before it is left out.
 FETCH_UNANSWERED = 2
+# Then it is left out for this long, doubled by each further pair of silences, which is about what those took:
+# a machine that is merely busy is soon asked again.
+FETCH_SILENT_S = 2.0
 # Fetches that a machine serves at once: each reads its disk as fast as it can.
 FETCHES = 4
 # Of these for one machine, so that one cannot take all of them.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fleetd import limits
+from fleetd.database_damage import MALFORMED, is_damage
 from fleetd.errors import ConfigError
 from fleetd.observe import get_logger
 
@@ -133,8 +134,8 @@ class Store:
         try:
             try:
                 return self._attempt(work)
-            except sqlite3.DatabaseError as error:
-                if not _is_damage(error):
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                if not is_damage(error):
                     raise
             self._set_aside()
             return self._attempt(work)
@@ -169,7 +170,7 @@ class Store:
             if version and self._path.stat().st_size <= _CHECK_AT_START_BYTES:
                 (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
                 if verdict != "ok":
-                    raise sqlite3.DatabaseError(f"malformed: {verdict}")
+                    raise sqlite3.DatabaseError(f"{MALFORMED}: {verdict}")
             for number, script in enumerate(MIGRATIONS[version:], version + 1):
                 db.executescript(f"BEGIN; {script}; PRAGMA user_version = {number}; COMMIT;")
         except BaseException:
@@ -190,12 +191,3 @@ class Store:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.close()
             self._connection = None
-
-
-def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether the file itself is broken, as opposed to a disk that is full or a file that is locked."""
-    code = getattr(error, "sqlite_errorcode", None)
-    if code is not None:
-        # Extended codes carry the primary one in their low byte.
-        return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-    return str(error).startswith("malformed")

@@ -28,6 +28,7 @@ from fleetd.cache.index import FoundBlocks, FoundText, Index, KeyReplaced, NewBl
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.settings import DiskCacheSettings, default_quota
 from fleetd.control.cache_report import CacheReport
+from fleetd.database_damage import is_damage
 from fleetd.errors import FleetError
 from fleetd.home import durable
 
@@ -219,13 +220,19 @@ class BlockStore:
                 kept = index.written(key.id, file_name)
             except BaseException:
                 self._delete_file(file_name)
-                with suppress(sqlite3.Error):
-                    index.forget(file_name)
+                self._forget(index, file_name)
                 raise
             if not kept:
                 self._delete_file(file_name)
             self._at("ready")
             return n_bytes
+
+    def _forget(self, index: Index, file_name: str) -> None:
+        """Where the index fails, too, its row stays, which is a miss."""
+        try:
+            index.forget(file_name)
+        except sqlite3.Error:
+            self.close()
 
     def _write_file(
         self, file_name: str, pieces: Iterator[memoryview], pause: Callable[[float], None]
@@ -301,12 +308,13 @@ class BlockStore:
         try:
             index = self._index = self._index or self._opened_index()
             index.forget_all()
-        except sqlite3.Error:
+        except (sqlite3.Error, MemoryError, OSError, FleetError):
             # Damaged: it is begun anew at the next start, and until then nothing is written.
             self.close()
         self._at("index empty")
         for file in self._files():
-            self._delete_file(file)
+            with suppress(OSError):  # it is noise
+                self._delete_file(file)
 
     def recover(self) -> None:
         """Make files, index, key and quota agree. Runs at the daemon's start, before any worker.
@@ -317,10 +325,14 @@ class BlockStore:
             with self._open() as (index, _):
                 self._agree(index)
         except CacheUnavailable as error:
-            if not isinstance(error.__cause__, sqlite3.DatabaseError):
+            # One that is locked, or on a full disk, is as good as before once that is over.
+            if not is_damage(error.__cause__):
                 raise
             # Its blocks can be computed again; what a damaged index says of them cannot be believed.
-            self._start_anew()
+            try:
+                self._start_anew()
+            except OSError as refused:
+                raise CacheUnavailable(_reason(refused)) from refused
             with self._open() as (index, _):
                 self._agree(index)
 
@@ -332,6 +344,7 @@ class BlockStore:
                 raise AssertionError(f"files {files}, rows {rows}")
 
     def _agree(self, index: Index) -> None:
+        index.check()
         for name in index.forget_unready():
             self._delete_file(name)
         self._at("unready forgotten")
@@ -387,7 +400,11 @@ class BlockStore:
         durable.private_folder(self._folder)
         durable.private_folder(self._blocks)
         index = Index(self._folder / _INDEX, most_blocks=self._most_blocks, clock=self._clock)
-        index.quota_bytes = self._settings.quota_bytes or default_quota(self._free_bytes(), index.nbytes)
+        try:
+            index.quota_bytes = self._settings.quota_bytes or default_quota(self._free_bytes(), index.nbytes)
+        except BaseException:
+            index.close()
+            raise
         return index
 
     def _free_bytes(self) -> int:

@@ -13,6 +13,7 @@ beginning.
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,6 +26,7 @@ from typing import Any
 from fleetd import limits
 from fleetd.cache.disk_speed import DiskSpeeds, is_cached
 from fleetd.control.cache_report import ModelBlocks
+from fleetd.database_damage import MALFORMED
 
 SCHEMA_VERSION = 3
 _SCHEMA = """
@@ -157,9 +159,10 @@ class Index:
         self._clock = clock
         self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
-            self._db.execute("PRAGMA journal_mode = WAL")
-            # A power cut may lose the last rows: their files are deleted at the next start.
-            self._db.execute("PRAGMA synchronous = NORMAL")
+            with _sound():
+                self._db.execute("PRAGMA journal_mode = WAL")
+                # A power cut may lose the last rows: their files are deleted at the next start.
+                self._db.execute("PRAGMA synchronous = NORMAL")
             with self._transaction():
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
                 if version == 0:
@@ -167,7 +170,7 @@ class Index:
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 elif version != SCHEMA_VERSION:
-                    raise sqlite3.DatabaseError(f"schema {version} is not {SCHEMA_VERSION}")
+                    raise sqlite3.DatabaseError(f"{MALFORMED}: schema {version} is not {SCHEMA_VERSION}")
         except BaseException:
             self._db.close()
             raise
@@ -181,7 +184,8 @@ class Index:
     @property
     def key_id(self) -> str:
         """The id of the key that sealed the blocks; "" after ``forget_all``."""
-        return str(self._one("SELECT key_id FROM totals"))
+        with _sound():
+            return str(self._one("SELECT key_id FROM totals"))
 
     def take_key(self, key_id: str) -> None:
         """Go on under another key; blocks under the old one are forgotten."""
@@ -196,7 +200,7 @@ class Index:
             self._forget_content()
             self._db.execute("UPDATE totals SET key_id = ''")
         # The file gives its room back, unless another process reads it just now.
-        with suppress(sqlite3.OperationalError):
+        with suppress(sqlite3.OperationalError), _sound():
             self._db.execute("VACUUM")
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -237,12 +241,15 @@ class Index:
 
     def _ready_bytes(self, name: str) -> int | None:
         """The size of a block that is on the disk."""
-        row = self._db.execute("SELECT bytes FROM blocks WHERE name = ? AND ready", (name,)).fetchone()
-        return None if row is None else int(row[0])
+        with _sound():
+            row = self._db.execute("SELECT bytes FROM blocks WHERE name = ? AND ready", (name,)).fetchone()
+            return None if row is None else _size(row[0])
 
     def names(self) -> dict[str, int]:
         """Every block's file and its size."""
-        return {str(name): int(size) for name, size in self._db.execute("SELECT name, bytes FROM blocks")}
+        with _sound():
+            rows = self._db.execute("SELECT name, bytes FROM blocks")
+            return {str(name): _size(size) for name, size in rows}
 
     # ---- beginnings of texts -----------------------------------------------------------------------------
 
@@ -268,14 +275,15 @@ class Index:
         for start in range(0, len(links), _AT_ONCE):
             asked = links[start : start + _AT_ONCE]
             places = {link: start + number for number, link in enumerate(asked, start=1)}
-            rows = self._db.execute(
-                "SELECT link, depth, bytes, name FROM beginnings JOIN blocks ON name = block"  # noqa: S608
-                f" WHERE ready AND link IN ({', '.join('?' * len(asked))})",
-                asked,
-            )
-            for link, depth, n_bytes, name in rows:
-                last, sizes[int(depth)] = max(last, places[link]), int(n_bytes)
-                files[int(depth)] = str(name)
+            with _sound():
+                rows = self._db.execute(
+                    "SELECT link, depth, bytes, name FROM beginnings JOIN blocks ON name = block"  # noqa: S608
+                    f" WHERE ready AND link IN ({', '.join('?' * len(asked))})",
+                    asked,
+                )
+                for link, depth, n_bytes, name in rows:
+                    last, sizes[_size(depth)] = max(last, places[link]), _size(n_bytes)
+                    files[_size(depth)] = str(name)
         if not last:
             return FoundText()
         if self.key_id != key_id:
@@ -428,23 +436,51 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        return int(self._one("SELECT bytes FROM totals"))
+        with _sound():
+            return _size(self._one("SELECT bytes FROM totals"))
 
     @property
     def speeds(self) -> DiskSpeeds:
-        return DiskSpeeds(
-            *self._db.execute("SELECT read_bytes_per_s, cached_bytes_per_s FROM totals").fetchone()
-        )
+        with _sound():
+            read, cached = self._db.execute(
+                "SELECT read_bytes_per_s, cached_bytes_per_s FROM totals"
+            ).fetchone()
+            return DiskSpeeds(_figure(read), _figure(cached))
 
     def models(self) -> list[ModelBlocks]:
         """What each model has on the disk, and what that was good for, by model."""
-        rows = self._db.execute(
-            "SELECT m.model, coalesce(b.n, 0), coalesce(b.size, 0), coalesce(b.tokens, 0), hits, m.tokens,"
-            " saved_s, read_bytes, written_bytes FROM (SELECT * FROM models) m LEFT JOIN"
-            " (SELECT model, count(*) n, sum(bytes) size, sum(tokens) tokens FROM blocks GROUP BY model) b"
-            " ON b.model = m.model ORDER BY m.model"
-        )
-        return [ModelBlocks(*row) for row in rows]
+        with _sound():
+            rows = self._db.execute(
+                "SELECT m.model, coalesce(b.n, 0), coalesce(b.size, 0), coalesce(b.tokens, 0), hits,"
+                " m.tokens, saved_s, read_bytes, written_bytes FROM (SELECT * FROM models) m LEFT JOIN"
+                " (SELECT model, count(*) n, sum(bytes) size, sum(tokens) tokens FROM blocks"
+                " GROUP BY model) b ON b.model = m.model ORDER BY m.model"
+            )
+            return [
+                ModelBlocks(
+                    str(model), _size(blocks), _size(size), _size(held), _size(hits), _size(tokens),
+                    _figure(saved_s), _size(read), _size(written),
+                )
+                for model, blocks, size, held, hits, tokens, saved_s, read, written in rows
+            ]  # fmt: skip
+
+    def check(self) -> None:
+        """Look through the whole file. Raises sqlite3.DatabaseError if it is damaged."""
+        with _sound():
+            if (verdict := self._one("PRAGMA quick_check(1)")) != "ok":
+                raise ValueError(verdict)
+            for table in ("blocks", "totals", "models", "beginnings"):
+                self._check_types(table)
+            if (count := self._one("SELECT count(*) FROM totals")) != 1:
+                raise ValueError(f"{count} rows of totals")
+        _ = self.speeds, self.models()
+
+    def _check_types(self, table: str) -> None:
+        """SQLite itself takes any value in any column."""
+        columns = self._db.execute(f"PRAGMA table_info({table})").fetchall()
+        other = " OR ".join(f"typeof({name}) <> '{kind.lower()}'" for _, name, kind, *_ in columns)
+        if not other or self._one(f"SELECT EXISTS (SELECT 1 FROM {table} WHERE {other})"):  # noqa: S608
+            raise ValueError(f"the table {table} holds other values than it should")
 
     def validate(self) -> None:
         """Check the totals against the rows. For tests; raises AssertionError."""
@@ -458,19 +494,40 @@ class Index:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
+        with _sound():
+            self._db.execute("BEGIN IMMEDIATE")
         try:
-            yield
+            with _sound():
+                yield
+                self._db.execute("COMMIT")
         except BaseException:
-            with suppress(sqlite3.Error):
+            # Where it fails the connection keeps its lock, so the caller must hear of it, and close it.
+            if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
-        try:
-            self._db.execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):
-                self._db.execute("ROLLBACK")
-            raise
+
+
+@contextmanager
+def _sound() -> Iterator[None]:
+    """Values that no statement of ours has written are damage, too, and so are messages that are no text."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        raise sqlite3.DatabaseError(f"{MALFORMED}: {error}") from error
+
+
+def _size(value: Any) -> int:
+    """Raises ValueError for what is no count."""
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _figure(value: Any) -> float:
+    """The figure, at least 0. Raises ValueError for what is no finite number."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r:.40} is no figure")
+    return max(0.0, float(value))
 
 
 def _statements(script: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from fleetd.errors import ConfigError
 from fleetd.home import durable
 
 KEY_BYTES = 32
@@ -55,6 +56,8 @@ class MachineKey:
             durable.create(path, secrets.token_bytes(KEY_BYTES))
         if found is None or len(found) != KEY_BYTES:
             found = durable.read(path, KEY_BYTES) or b""
+            if len(found) != KEY_BYTES:
+                raise ConfigError(f"The key {path} was thrown away again at once.")
         return cls(found[:KEY_BYTES])
 
 

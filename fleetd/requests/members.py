@@ -12,12 +12,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Literal
 
 from msgspec import structs
 
 from fleetd import limits
-from fleetd.errors import EngineError, FleetError, Incompatible, OutOfMemory, PeerError
+from fleetd.errors import (
+    BadRequest,
+    Draining,
+    EngineError,
+    FleetError,
+    Incompatible,
+    ModelRefused,
+    ModelUnsupported,
+    OutOfMemory,
+    Overloaded,
+    PeerError,
+    ScorerNotReady,
+)
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.affinity import BLOCK_CHARS, Affinity, SessionPlaces
@@ -28,15 +39,10 @@ from fleetd.plan.refusals import THIS_NODE, Refusal
 from fleetd.plan.speed_corrections import CorrectedWork, PromptWork, SpeedCorrections
 from fleetd.requests import claims
 from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Job
+from fleetd.requests.peer_backoff import PeerBackoff, Work
 
-Work = Literal["answer", "prefill", "score", "draft", "fetch"]
-_FAILED_AT: dict[Work, str] = {
-    "answer": "to answer a request",
-    "prefill": "a shared prefill",
-    "score": "to score a prompt",
-    "draft": "to draft an answer",
-    "fetch": "to send the keys and values of a prompt",
-}
+# What passes by itself, and soon: for that a machine is never left out for long.
+_PASSES = (Overloaded, Draining, OutOfMemory, ScorerNotReady)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,13 +222,21 @@ class Members:
     def failed(self, node_id: str, work: Work, error: FleetError) -> None:
         """Leave a machine out for a while.
 
-        Faults of the machine, its engine or the path to it concern every kind of work. Too little memory and
-        incompatible models concern this kind alone. Other errors are not the machine's fault.
+        Faults of the machine, its engine or the path to it concern every kind of work; incompatible models
+        concern this kind alone. Another machine that cannot do now what its card says may be right once; one
+        that goes on so is left out of this work, shortly at first. A request that is wrong is no fault of the
+        machine.
         """
-        if isinstance(error, PeerError | EngineError | OutOfMemory):
+        now_s = self._monotonic()
+        full_here = isinstance(error, OutOfMemory) and node_id == THIS_NODE
+        if isinstance(error, PeerError | EngineError) or full_here:
             alone = isinstance(error, Incompatible | OutOfMemory)
-            self.backoff.failed(node_id, work, error.code, self._monotonic(), this_work_only=alone)
+            self.backoff.failed(node_id, work, error.code, now_s, this_work_only=alone)
             self._proven.discard(node_id)
+        elif node_id != THIS_NODE and not isinstance(error, BadRequest | ModelRefused | ModelUnsupported):
+            passes = isinstance(error, _PASSES)
+            most_s = limits.BACKOFF_S if passes else limits.BACKOFF_MOST_S
+            self.backoff.refused(node_id, work, error.code, now_s, most_s)
 
     def late(self, node_id: str, work: Work) -> None:
         """Leave a machine out of this kind of work for a while: it took too long."""
@@ -327,10 +341,12 @@ class Members:
     def answered(self, node_id: str) -> None:
         """A machine has said what it keeps of a prompt."""
         self._unanswered.pop(node_id, None)
+        self.backoff.heard(node_id, "fetch")
 
     def unanswered(self, node_id: str, asked_s: float) -> None:
         """A machine has not said in time what it keeps of a prompt. The prompt has waited for it, so one that
-        is silent again and again is asked for nothing of the kind for a while.
+        is silent again and again is asked for nothing of the kind for a while: not for long at first, since a
+        machine may just be busy.
 
         Args:
             asked_s: when it was asked, in monotonic seconds. Of questions of the same moment, as subagents
@@ -341,7 +357,7 @@ class Members:
             return
         count += 1
         if count >= limits.FETCH_UNANSWERED:
-            self.late(node_id, "fetch")
+            self.backoff.silent(node_id, "fetch", self._monotonic())
             count = 0
         self._unanswered[node_id] = (count, self._monotonic())
 
@@ -353,49 +369,3 @@ def _on_trial(asked: int) -> str:
     return (
         f"It has yet to complete its first answer since it was found, and has {asked} requests of this one."
     )
-
-
-@dataclass(slots=True)
-class _BackoffEntry:
-    until_s: float
-    failures: int
-    code: str
-    this_work_only: bool
-
-
-class PeerBackoff:
-    """Machines that failed, left out for a while: longer after each further failure at the same work.
-
-    A success at that work ends it. Keyed by node id and work; only members have entries, so their number is
-    bounded by the roster's. ``now_s`` is monotonic seconds.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[tuple[str, Work], _BackoffEntry] = {}
-
-    def failed(
-        self, node_id: str, work: Work, code: str, now_s: float, *, this_work_only: bool = False
-    ) -> None:
-        known = self._entries.get((node_id, work))
-        failures = known.failures + 1 if known is not None else 1
-        wait_s = min(limits.BACKOFF_S * 2.0 ** min(failures - 1, 32), limits.BACKOFF_MOST_S)
-        self._entries[node_id, work] = _BackoffEntry(now_s + wait_s, failures, code, this_work_only)
-
-    def succeeded(self, node_id: str, work: Work) -> None:
-        self._entries.pop((node_id, work), None)
-
-    def reason(self, node_id: str, work: Work, now_s: float) -> str:
-        """Why a machine is left out of this work now, as a sentence; "" if it is not."""
-        for (node, failed_work), entry in self._entries.items():
-            concerned = failed_work == work or not entry.this_work_only
-            if node == node_id and concerned and now_s < entry.until_s:
-                left_s = entry.until_s - now_s
-                return (
-                    f"It failed {_FAILED_AT[failed_work]} ({entry.code}) and is left out for {left_s:.0f} s."
-                )
-        return ""
-
-    def code(self, node_id: str, work: Work, now_s: float) -> str:
-        """The error code of the failure at this very work; "" if it does not leave the machine out now."""
-        entry = self._entries.get((node_id, work))
-        return entry.code if entry is not None and now_s < entry.until_s else ""

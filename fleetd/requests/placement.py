@@ -11,7 +11,7 @@ from functools import partial
 
 from fleetd import limits
 from fleetd.engine.protocol import Ready
-from fleetd.errors import EngineError, FleetError, NoMachine, PeerError, from_code
+from fleetd.errors import FleetError, NoMachine, from_code
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import needed_bytes
@@ -344,7 +344,7 @@ class Placer:
 
     def failed(self, node_id: str, error: FleetError) -> None:
         """Another machine did not answer; the next requests go elsewhere for a while if they can."""
-        if node_id != THIS_NODE and isinstance(error, PeerError | EngineError):
+        if node_id != THIS_NODE:
             self._members.failed(node_id, "answer", error)
 
 

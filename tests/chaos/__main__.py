@@ -54,6 +54,7 @@ def main() -> int:
             run.through(given.seed + number, given.faults // len(networks), until_s)
     print(tally.table())
     print("plans of the answers:", tally.plans)
+    print("answers with keys and values from elsewhere, or drafts:", tally.parts)
     about = {"seed": given.seed, "networks": networks, "minutes": round((time.monotonic() - begun) / 60, 1)}
     if given.json is not None:
         given.json.write_text(tally.as_json(**about))

@@ -21,7 +21,7 @@ from live_daemon import LiveDaemon, OverUnixSocket
 from live_fleet import LiveFleet, free_port, give_model
 from netns import Lab
 from tcp_proxy import Address, Proxies
-from tries import Ask, TryReply
+from tries import DRAFTER, Ask, TryReply
 
 NAMES = ("alpha", "beta", "gamma")
 ORACLE = "oracle"
@@ -30,11 +30,13 @@ SMALL = "smollm2-135m"
 HANG_S = 100.0
 _AT_ONCE_S = 0.5
 # A machine that failed is left out for so long only, or few faults would find a fleet that works together.
-_LIMITS = {"BACKOFF_S": 0.5, "BACKOFF_MOST_S": 2.0}
+# And prompts of one block are fetched already, so that reading them does not take most of the time.
+_LIMITS = {"BACKOFF_S": 0.5, "BACKOFF_MOST_S": 2.0, "FETCH_LEAST_TOKENS": 256}
 
 
 class ChaosFleet(LiveFleet):
-    """alpha has no model of its own but the chain; beta and gamma share the prompts of the small model.
+    """alpha has no model of its own but the chain, whose answers beta and gamma draft; those two share the
+    prompts of the small model, and fetch from each other what one of them has read.
 
     Args:
         lab: the machines' networks; None for proxies on loopback.
@@ -58,7 +60,9 @@ class ChaosFleet(LiveFleet):
             forkers[name] = made
         self._forkers = forkers
         chain = chain_model.build(root.with_name(f"{root.name}-chain") / "chain")
-        super().__init__(root, {"alpha": [chain], "beta": [chain, small], "gamma": [chain, small]})
+        scribe = chain_model.build(root.with_name(f"{root.name}-chain") / DRAFTER)
+        others = [chain, scribe, small]
+        super().__init__(root, {"alpha": [chain], "beta": others, "gamma": others})
         give_model(self.models_dir(ORACLE), chain)
         give_model(self.models_dir(ORACLE), small)
         if self.proxies is not None:
@@ -107,6 +111,17 @@ class ChaosFleet(LiveFleet):
         """Every model where it is, as a fleet is that has been at work."""
         for machine, model in (("alpha", "chain"), ("beta", SMALL), ("gamma", SMALL)):
             assert self[machine].control("POST", "/fleet/v1/models/load", {"model": model}) == {"ok": True}
+        assert self.drafter_loaded()
+
+    def drafter_loaded(self) -> bool:
+        """Load the drafter where it is not: no machine loads a model to draft for another."""
+        connection = OverUnixSocket(self.home("beta") / "fleetd.sock")
+        connection.timeout = HANG_S
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+            body, headers = json.dumps({"model": DRAFTER}), {"Content-Type": "application/json"}
+            connection.request("POST", "/fleet/v1/models/load", body, headers)
+            return connection.getresponse().status == 200
+        return False
 
 
 def workers(daemon: LiveDaemon) -> list[int]:
@@ -129,6 +144,8 @@ def asked(daemon: LiveDaemon, ask: Ask) -> TryReply:
         "logprobs": True,
         "stream": ask.stream,
     }
+    if ask.drafter:
+        body["speculate"] = {"sources": ["drafter"], "draft_model": ask.drafter}
     connection = OverUnixSocket(daemon.home / "fleetd.sock")
     connection.timeout = HANG_S
     try:
@@ -156,25 +173,35 @@ def _whole(response: http.client.HTTPResponse) -> TryReply:
         return TryReply(code=str(body["error"].get("code")))
     choice = body["choices"][0]
     return TryReply(
-        _essence(choice["message"]["content"], choice["finish_reason"], choice["logprobs"]["content"])
+        _essence(choice["message"]["content"], choice["finish_reason"], choice["logprobs"]["content"]),
+        parts=_parts(body),
     )
 
 
 def _streamed(response: http.client.HTTPResponse) -> TryReply:
     text, finish, logprobs = "", None, list[Mapping[str, Any]]()
+    parts: tuple[str, ...] = ()
     for line in iter(response.readline, b""):
         if not line.startswith(b"data: "):
             continue
         if line.strip() == b"data: [DONE]":
-            return TryReply(_essence(text, finish, logprobs))
+            return TryReply(_essence(text, finish, logprobs), parts=parts)
         event = json.loads(line.removeprefix(b"data: "))
         if "error" in event:
             return TryReply(code=str(event["error"].get("code")))
+        parts = parts or _parts(event)
         for choice in event["choices"]:
             text += choice["delta"].get("content") or ""
             finish = choice["finish_reason"] or finish
             logprobs += (choice.get("logprobs") or {}).get("content") or []
     return TryReply(broken="the stream ended without its end")
+
+
+def _parts(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the timings of an answer say that it was made of."""
+    timings = body.get("timings") or {}
+    names = {"fetched": "fetched_n", "restored": "restored_n", "drafted": "draft_n"}
+    return tuple(name for name, field in names.items() if timings.get(field))
 
 
 def _essence(text: str, finish: Any, logprobs: list[Any]) -> Any:

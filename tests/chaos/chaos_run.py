@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -51,6 +52,8 @@ class ChaosRun:
         self._read = dict[Path, int]()
         self._check_number = 0
         self._phases: list[float] = []
+        # Set once a daemon does not start again: then nothing more can be tried.
+        self._lost = False
         self._untold_trouble()
 
     def through(self, seed: int, count: int, until_s: float) -> None:
@@ -65,12 +68,15 @@ class ChaosRun:
             seconds = time.monotonic() - begun
             phases = "+".join(f"{each:.1f}" for each in self._phases)
             self._told(f"{tried.number:>4} {outcome:<7} {seconds:5.1f} s ({phases})  {kinds}  {why[:300]}")
+            if self._lost:
+                return
         self._told(f"MiB more than at the beginning: {self._leaks.memory_grown()}")
 
     def _try(self, tried: Try) -> tuple[Outcome, str]:
         self._leaks.look()
         killed: set[str] = set()
         expected = {ask.question: self._fleet.expected(ask) for ask in tried.asks}
+        read = [self._read_before(ask) for ask in tried.asks if ask.read_by is not None]
         begun = time.monotonic()
         with ThreadPoolExecutor(len(tried.asks) + len(tried.faults)) as pool:
             replies = [pool.submit(self._ask, ask, begun) for ask in tried.asks]
@@ -80,18 +86,25 @@ class ChaosRun:
             found = [
                 judged(reply.result(), expected[ask.question], killed=NAMES[ask.machine] in killed)
                 for ask, reply in zip(tried.asks, replies, strict=True)
-            ]
+            ] + read
         for reply in replies:
-            if plan := reply.result().plan:
-                self._tally.plans[plan] = self._tally.plans.get(plan, 0) + 1
+            self._tally.answered(reply.result())
         times = [begun, time.monotonic()]
         for after in (self._recovered, self._clean):
             found.append(after())
             times.append(time.monotonic())
+            if self._lost:
+                break
         self._phases = [later - earlier for earlier, later in pairwise(times)]
         found.append(self._untold_trouble())
         outcome = worst(each for each, _ in found)
         return outcome, "; ".join(why for each, why in found if each is outcome and why)
+
+    def _read_before(self, ask: Ask) -> tuple[Outcome, str]:
+        """Let the machine that is to keep a prompt read it, undisturbed."""
+        assert ask.read_by is not None
+        reader = replace(ask, machine=ask.read_by, stream=False)
+        return judged(asked(self._fleet[NAMES[ask.read_by]], reader), self._fleet.expected(ask), killed=False)
 
     def _ask(self, ask: Ask, begun: float) -> TryReply:
         time.sleep(max(0.0, begun + ask.after_s - time.monotonic()))
@@ -107,7 +120,11 @@ class ChaosRun:
         end = time.monotonic() + RECOVER_S
         for name in NAMES:
             process_hooks.tell(self._fleet.home(name))
-        self._fleet.revive()
+        try:
+            self._fleet.revive()
+        except AssertionError as error:
+            self._lost = True
+            return Outcome.WRONG, f"afterwards a daemon does not start: {str(error)[-4000:]}"
         said = ""
         for number, name in enumerate(NAMES):
             self._check_number += 1
@@ -127,6 +144,10 @@ class ChaosRun:
             self._fleet.until_usable(limit_s=max(1.0, end - time.monotonic()))
         except AssertionError:
             return Outcome.HUNG, f"afterwards machines do not meet: {[self._fleet.states(n) for n in NAMES]}"
+        while not self._fleet.drafter_loaded():
+            if time.monotonic() > end:
+                return Outcome.HUNG, "afterwards no drafter can be loaded"
+            time.sleep(0.2)
         return Outcome.RIGHT, ""
 
     def _clean(self) -> tuple[Outcome, str]:

@@ -401,6 +401,31 @@ def locked(harm: Harm) -> Iterator[None]:
                 db.rollback()
 
 
+@kind("kept prompts: locked")
+def kept_locked(harm: Harm) -> Iterator[None]:
+    """The index of the kept blocks, which a machine's daemon and workers share."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(sqlite3.Error):
+            path = harm.home / "cache" / "kv" / "index.db"
+            db = stack.enter_context(contextlib.closing(sqlite3.connect(path, timeout=0.5)))
+            db.execute("BEGIN EXCLUSIVE")
+        yield
+
+
+@kind("kept prompts: index damaged")
+def kept_damaged(harm: Harm) -> Iterator[None]:
+    _overwrite(harm, harm.home / "cache" / "kv" / f"index.db{harm.draw.choice(('', '', '-wal', '-shm'))}")
+    yield
+
+
+@kind("kept prompts: blocks damaged")
+def kept_blocks_damaged(harm: Harm) -> Iterator[None]:
+    for path in sorted((harm.home / "cache" / "kv" / "blocks").glob("*")):
+        if harm.draw.random() < 0.5:
+            _overwrite(harm, path)
+    yield
+
+
 @kind("database: damaged")
 def damaged(harm: Harm) -> Iterator[None]:
     _damage(harm)
@@ -417,7 +442,13 @@ def damaged_at_rest(harm: Harm) -> Iterator[None]:
 
 
 def _damage(harm: Harm) -> None:
-    path = harm.home / harm.draw.choice(("fleetd.db", "fleetd.db", "fleetd.db-wal", "fleetd.db-shm"))
+    _overwrite(
+        harm, harm.home / harm.draw.choice(("fleetd.db", "fleetd.db", "fleetd.db-wal", "fleetd.db-shm"))
+    )
+
+
+def _overwrite(harm: Harm, path: Path) -> None:
+    """Random bytes at random places of a file, as far as there is one."""
     with contextlib.suppress(OSError), path.open("r+b") as file:
         size = path.stat().st_size
         for _ in range(harm.draw.randint(1, 20)):

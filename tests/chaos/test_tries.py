@@ -16,6 +16,14 @@ def test_a_seed_is_a_run() -> None:
     assert first != other
 
 
+def test_prompts_are_fetched_and_answers_drafted() -> None:
+    asks = [ask for tried in schedule(1, KINDS, 100, 3) for ask in tried.asks]
+    readers = [ask.read_by for ask in asks if ask.read_by is not None]
+    assert set(readers) == {1, 2}
+    assert all(ask.machine != ask.read_by for ask in asks)
+    assert any(ask.drafter and ask.tokens > 100 for ask in asks)
+
+
 def test_every_kind_is_tried_about_as_often() -> None:
     kinds = [fault.kind for tried in schedule(3, KINDS, 70, 3) for fault in tried.faults]
     assert len(kinds) >= 70
@@ -54,7 +62,10 @@ def test_the_tally_counts_by_kind_and_fails_for_what_must_not_be() -> None:
     assert tally.exit_code == 0
     tally.add(Try(2, (), (two,)), Outcome.LEAKED, "3 descriptors")
     assert tally.exit_code == 1
+    tally.answered(TryReply("text", plan="local", parts=("fetched", "drafted")))
+    tally.answered(TryReply("text", plan="local", parts=("drafted",)))
     told = json.loads(tally.as_json(seed=5))
+    assert (told["plans"], told["parts"]) == ({"local": 2}, {"fetched": 1, "drafted": 2})
     assert told["seed"] == 5
     assert told["kinds"]["one"] == {
         "tries": 2, "right": 1, "typed": 1, "gone": 0, "leaked": 0, "hung": 0, "wrong": 0

@@ -11,6 +11,8 @@ from typing import Any
 
 from fleetd.errors import BY_CODE
 
+#: The model that drafts for another machine's answers.
+DRAFTER = "scribe"
 #: Codes that say that the program is wrong, not what happened.
 _BUGS = {"internal_error"}
 
@@ -50,6 +52,8 @@ class TryReply:
     late: bool = False
     #: Where and how it was computed, as the answer's header says.
     plan: str = ""
+    #: What it was made of besides: "fetched", "restored", "drafted".
+    parts: tuple[str, ...] = ()
 
 
 def judged(reply: TryReply, expected: Any, *, killed: bool) -> tuple[Outcome, str]:
@@ -68,7 +72,11 @@ def judged(reply: TryReply, expected: Any, *, killed: bool) -> tuple[Outcome, st
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: whom, what, how; ``after_s`` from the beginning of the try."""
+    """One request: whom, what, how; ``after_s`` from the beginning of the try.
+
+    ``read_by``: the machine that is asked the same before the try begins, so that it keeps the prompt's keys
+    and values. ``drafter``: the model that drafts the answer, "" for none.
+    """
 
     machine: int
     model: str
@@ -76,6 +84,8 @@ class Ask:
     tokens: int
     stream: bool
     after_s: float
+    read_by: int | None = None
+    drafter: str = ""
 
     @property
     def question(self) -> tuple[str, str, int]:
@@ -149,15 +159,25 @@ def schedule(seed: int, kinds: Sequence[str], faults: int, machines: int) -> Ite
 
 def _ask(draw: random.Random, number: int, place: int, machines: int) -> Ask:
     machine, stream, after_s = draw.randrange(machines), draw.random() < 0.5, draw.uniform(0.0, 1.0)
-    match draw.choices(("chain", "short", "long"), (5, 5, 2))[0]:
+    match draw.choices(("chain", "short", "drafted", "fetched", "long"), (5, 5, 3, 5, 2))[0]:
         case "chain":
             return Ask(machine, "chain", "<count>", draw.choice((10, 40)), stream, after_s)
         case "short":
             return Ask(machine, "small", draw.choice(_SHORT), draw.choice((6, 12)), stream, after_s)
+        case "drafted":
+            # The first machine alone has no drafter of its own. Long enough that one comes before its end.
+            tokens = draw.choice((200, 400))
+            return Ask(0, "chain", "<count>", tokens, stream, after_s, drafter=DRAFTER)
+        case "fetched":
+            asked, reader = draw.sample(range(1, machines), 2)
+            return Ask(asked, "small", _long(draw, number, place), 6, stream, after_s, read_by=reader)
         case _:
-            # Its beginning is its own, so that no cache has it.
-            words = draw.choices(_WORDS, k=draw.randint(230, 330))
-            return Ask(machine, "small", f"{number}.{place}: {' '.join(words)}", 6, stream, after_s)
+            return Ask(machine, "small", _long(draw, number, place), 6, stream, after_s)
+
+
+def _long(draw: random.Random, number: int, place: int) -> str:
+    """A prompt whose beginning is its own, so that no cache has it."""
+    return f"{number}.{place}: {' '.join(draw.choices(_WORDS, k=draw.randint(270, 340)))}"
 
 
 @dataclass
@@ -182,6 +202,8 @@ class Tally:
     failures: list[dict[str, Any]] = field(default_factory=list)
     #: How many right answers were computed how: by the kind of plan.
     plans: dict[str, int] = field(default_factory=dict)
+    #: How many answers had keys and values from elsewhere or drafts, by ``TryReply.parts``.
+    parts: dict[str, int] = field(default_factory=dict)
 
     def add(self, tried: Try, outcome: Outcome, why: str) -> None:
         kinds = [fault.kind for fault in tried.faults]
@@ -191,6 +213,13 @@ class Tally:
             setattr(row, outcome.value, getattr(row, outcome.value) + 1)
         if outcome.fails:
             self.failures.append({"try": tried.number, "kinds": kinds, "outcome": outcome, "why": why})
+
+    def answered(self, reply: TryReply) -> None:
+        """Count how an answer was made."""
+        if reply.plan:
+            self.plans[reply.plan] = self.plans.get(reply.plan, 0) + 1
+        for part in reply.parts:
+            self.parts[part] = self.parts.get(part, 0) + 1
 
     @property
     def total(self) -> Row:
@@ -214,5 +243,11 @@ class Tally:
 
     def as_json(self, **about: Any) -> str:
         rows: Mapping[str, Any] = {kind: asdict(row) for kind, row in sorted(self.rows.items())}
-        found = {"kinds": rows, "all": asdict(self.total), "plans": self.plans, "failures": self.failures}
+        found: dict[str, Any] = {
+            "kinds": rows,
+            "all": asdict(self.total),
+            "plans": self.plans,
+            "parts": self.parts,
+        }
+        found["failures"] = self.failures
         return json.dumps({**about, **found}, indent=1)

@@ -6,10 +6,11 @@ import asyncio
 import errno
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
+from failing_database import FAULTS, FailingDatabase
 
 from fleetd.control.prefill_plan import OptionView
 from fleetd.control.prefill_trace import Trace
@@ -18,58 +19,9 @@ from fleetd.ledger import Ledger, Reservation
 from fleetd.requests.traces import Traces
 from fleetd.store import Store, StoreUnavailable
 
-FAULTS = {
-    "locked": (sqlite3.OperationalError, sqlite3.SQLITE_BUSY),
-    "full": (sqlite3.OperationalError, sqlite3.SQLITE_FULL),
-    "cannot be read or written": (sqlite3.OperationalError, sqlite3.SQLITE_IOERR),
-    "read-only": (sqlite3.OperationalError, sqlite3.SQLITE_READONLY),
-    "out of memory": (MemoryError, None),
-    "damaged": (sqlite3.DatabaseError, sqlite3.SQLITE_CORRUPT),
-}
 WHOLE = {"settled": "settled", "refunded": "refunded", "open": "reserved"}
 AT_S = 1_790_000_000.0
 CHOSEN = OptionView("local", ["this"], 1.0)
-
-
-class Disk:
-    """Counts what is asked of the database, and fails once."""
-
-    def __init__(self, fails_at: int, fault: str) -> None:
-        self.asked = 0
-        self._fails_at = fails_at
-        self._fault = FAULTS[fault]
-
-    def ask(self) -> None:
-        self.asked += 1
-        if self.asked - 1 == self._fails_at:
-            kind, code = self._fault
-            error = kind("injected")
-            if code is not None:
-                error.sqlite_errorcode = code  # type: ignore[attr-defined]
-            raise error
-
-    def connecting(self) -> Callable[..., sqlite3.Connection]:
-        disk, connect = self, sqlite3.connect
-
-        class Failing(sqlite3.Connection):
-            def execute(self, *arguments: Any) -> sqlite3.Cursor:
-                disk.ask()
-                return super().execute(*arguments)
-
-            def executescript(self, *arguments: Any) -> sqlite3.Cursor:
-                disk.ask()
-                return super().executescript(*arguments)
-
-            def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-                try:
-                    if kind is None and self.in_transaction:
-                        disk.ask()  # the commit
-                except BaseException:
-                    self.rollback()
-                    raise
-                return super().__exit__(kind, error, trace)
-
-        return lambda *arguments, **options: connect(*arguments, factory=Failing, **options)
 
 
 async def day(path: Path) -> None:
@@ -106,9 +58,9 @@ async def test_a_database_that_fails_at_any_statement_costs_no_more_than_that(
 ) -> None:
     statement = 0
     while True:
-        path, disk = tmp_path / f"{statement}.db", Disk(statement, fault)
+        path, database = tmp_path / f"{statement}.db", FailingDatabase(statement, fault)
         with monkeypatch.context() as patch:
-            patch.setattr(sqlite3, "connect", disk.connecting())
+            patch.setattr(sqlite3, "connect", database.connecting())
             await day(path)
         # The next day is a usual one, on the same file.
         store = Store(path)
@@ -122,7 +74,7 @@ async def test_a_database_that_fails_at_any_statement_costs_no_more_than_that(
             assert len(WHOLE.items() - states.items()) <= 1
         assert store.check() == []
         store.close()
-        if disk.asked <= statement:
+        if not database.failed:
             assert statement > 20
             assert states == WHOLE
             return
@@ -144,4 +96,35 @@ def test_a_damaged_file_that_cannot_be_moved_is_an_unusable_one(
         with pytest.raises(StoreUnavailable, match="Read-only"):
             Ledger(store).recover()
     assert Ledger(store).recover() == 0
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE sqlite_master SET name = CAST(x'c4c4' AS TEXT), sql = 'rubbish' WHERE name = 'usage'",
+        "UPDATE usage SET model = CAST(x'c4c4' AS TEXT)",
+    ],
+    ids=["its schema", "a row"],
+)
+def test_a_file_in_which_a_text_is_none_is_moved_aside(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "fleetd.db"
+    store = Store(path)
+    store.call(
+        lambda db: db.execute(
+            "INSERT INTO usage (request_id, started_s, model, node, route, state)"
+            " VALUES ('r', ?, 'm', 'n', 'chat', 'settled')",
+            (AT_S,),
+        )
+    )
+    store.close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute(damage)
+    store = Store(path)
+    ledger = Ledger(store, now=lambda: AT_S)
+    assert ledger.recover() == 0
+    assert ledger.usage(1).rows == []
+    assert store.check() == []
+    assert list(tmp_path.glob("fleetd.db.damaged-*"))
     store.close()

@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 from fleetd.engine.control_tokens import control_tokens
 from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
 from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt
+from fleetd.engine.tool_formats import with_format
 from fleetd.errors import InvalidValue
 from fleetd.models.folder import ModelFolder
 
@@ -26,6 +27,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3": functools.cache(miniature.qwen3),
     "llama3": functools.cache(miniature.llama3),
     "gpt-oss": functools.cache(miniature.gpt_oss),
+    "glm": functools.cache(miniature.glm),
+    "deepseek-v3.2": functools.cache(lambda: with_format(miniature.deepseek_v32())),
 }
 # How each family ends a turn and begins one of the system's.
 TURNS = {
@@ -33,6 +36,8 @@ TURNS = {
     "qwen3": "<|im_end|>\n<|im_start|>system\n",
     "llama3": "<|eot_id|><|start_header_id|>system<|end_header_id|>\n\n",
     "gpt-oss": "<|end|><|start|>system<|message|>",
+    "glm": "<|user|>\n<|system|>\n",
+    "deepseek-v3.2": "<\uff5cend▁of▁sentence\uff5c><\uff5cbegin▁of▁sentence\uff5c><\uff5cUser\uff5c>",
 }
 every_family = pytest.mark.parametrize("family", TURNS)
 

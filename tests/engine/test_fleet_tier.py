@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import tiny_models
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from test_disk_tier import BLOCK, SLOW, Worker
 from tiny_architectures import FAMILIES
+from wire_changes import changes, chunks_of
 
 from fleetd import limits
 from fleetd.cache import block_names, block_stream
@@ -127,8 +129,10 @@ class TwoMachines:
         last_first: bool = False,
         within_s: float = 0.0,
         since_s: float = 0.0,
+        change: Callable[[list[bytes]], list[bytes]] | None = None,
     ) -> None:
-        """``work`` is what the other machine does with its end of the stream."""
+        """``work`` is what the other machine does with its end of the stream; ``change``: what a machine
+        between the two makes of its chunks."""
         asked = self.lacking()
         cache = DiskCache(self.settings, on=True, note=lambda: "")
         wanted = (asked.plan_names if plan else asked.names)[:blocks]
@@ -138,6 +142,8 @@ class TwoMachines:
         near, far = socket.socketpair()
         key = os.urandom(32)
         self.here.scheduler.put_stream(StreamTag("second", BLOCKS, key, "connector"), near)
+        if change is not None:
+            far = self._relayed(far, change)
         self.decide(blocks, plan=plan, last_first=last_first, within_s=within_s, since_s=since_s)
 
         def run() -> None:
@@ -147,6 +153,19 @@ class TwoMachines:
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         self.threads.append(thread)
+
+    def _relayed(self, onwards: socket.socket, change: Callable[[list[bytes]], list[bytes]]) -> socket.socket:
+        """The end of a stream whose chunks are changed on their way."""
+        far, tap = socket.socketpair()
+
+        def run() -> None:
+            with tap, onwards, suppress(OSError):  # it hangs up once it has seen the lie
+                wire = b"".join(iter(lambda: tap.recv(1 << 20), b""))
+                onwards.sendall(b"".join(change(chunks_of(wire))))
+
+        self.threads.append(threading.Thread(target=run, daemon=True))
+        self.threads[-1].start()
+        return far
 
     def honest(self, sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
         store = BlockStore(self.settings)
@@ -319,6 +338,23 @@ def test_other_bytes_are_found_and_not_used(machines: TwoMachines, change: Calla
     assert (done.timings.fetched_tokens, done.usage.cached_tokens) == (0, 0)
     assert told is not None
     assert (told.code, told.blocks) == ("peer_wrong", 0)
+
+
+IN_THE_MIDDLE = changes("acceptor", "connector")
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("name", IN_THE_MIDDLE)
+def test_attack_a_machine_in_the_middle_changes_no_answer(
+    machines: TwoMachines, name: str, last_first: bool
+) -> None:
+    machines.ask()
+    # At the payload of the second block that comes, so that no more than two are whole.
+    machines.send(machines.honest, last_first=last_first, change=partial(IN_THE_MIDDLE[name], 3))
+    done, told = machines.finish()
+    assert done.timings.fetched_tokens in (0, BLOCK, 2 * BLOCK)
+    assert told is not None
+    assert told.code in ("seal_broken", "peer_lost")
 
 
 def broken_seal(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:

@@ -8,90 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from sharing import tcp_pair
+from wire_changes import KEY, Change, changes, chunks_of, ended
 
 from fleetd import limits
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.errors import FleetError, PeerLost, SealBroken
-from fleetd.sealed.chunks import HEADER_BYTES, KEY_BYTES, Sealer
 
-KEY, OTHER = bytes(range(KEY_BYTES)), bytes(range(1, KEY_BYTES + 1))
 FRAMES = 6
 ROW = 40_000
-# Changes the list of the chunks that were sent; the first argument says at which one.
-Change = Callable[[int, list[bytes]], list[bytes]]
+CHANGES = changes("connector", "acceptor")
 
 
 def payload(number: int) -> bytes:
     return bytes([number + 1]) * ROW
-
-
-def sealed(key: bytes, role: Any, count: int) -> list[bytes]:
-    """Chunks of another stream, with the numbers and lengths that are due in this one."""
-    sealer, found = Sealer(key, role), []
-    for _ in range(count):
-        plain = bytes(ROW)
-        out = memoryview(bytearray(ROW + 64))
-        found.append(bytes(out[: sealer.seal_into(memoryview(plain), out)]))
-    return found
-
-
-def flip(offset: int) -> Change:
-    def change(at: int, chunks: list[bytes]) -> list[bytes]:
-        bad = bytearray(chunks[at])
-        bad[offset] ^= 1
-        return [*chunks[:at], bytes(bad), *chunks[at + 1 :]]
-
-    return change
-
-
-def spliced(key: bytes, role: str) -> Change:
-    return lambda at, chunks: [*chunks[:at], sealed(key, role, at + 1)[at], *chunks[at + 1 :]]
-
-
-def renumbered(at: int, chunks: list[bytes]) -> list[bytes]:
-    """The chunk before, with the number that is due."""
-    before = chunks[at - 1]
-    counter = struct.pack(">Q", at)
-    return [*chunks[:at], before[:4] + counter + before[HEADER_BYTES:], *chunks[at + 1 :]]
-
-
-def called_last(at: int, chunks: list[bytes]) -> list[bytes]:
-    bad = bytearray(chunks[at])
-    bad[4] |= 0x80
-    return [*chunks[:at], bytes(bad)]
-
-
-CHANGES: dict[str, Change] = {
-    "a length is flipped": flip(3),
-    "a number is flipped": flip(HEADER_BYTES - 1),
-    "a bit of the text is flipped": flip(HEADER_BYTES + 7),
-    "a bit of the tag is flipped": flip(-1),
-    "a chunk is dropped": lambda at, chunks: [*chunks[:at], *chunks[at + 1 :]],
-    "a chunk is repeated": lambda at, chunks: [*chunks[: at + 1], *chunks[at:]],
-    "two chunks are swapped": lambda at, chunks: [
-        *chunks[:at],
-        chunks[at + 1],
-        chunks[at],
-        *chunks[at + 2 :],
-    ],
-    "an older chunk takes its number": renumbered,
-    "a chunk of another session": spliced(OTHER, "connector"),
-    "a chunk of the other direction": spliced(KEY, "acceptor"),
-    "a chunk is cut": lambda at, chunks: [*chunks[:at], chunks[at][:-9]],
-    "a header is cut": lambda at, chunks: [*chunks[:at], chunks[at][:5]],
-    "it ends between two chunks": lambda at, chunks: chunks[:at],
-    "it is said to end": called_last,
-    "chunks are joined": lambda at, chunks: [*chunks[:at], chunks[at] + chunks[at], *chunks[at + 1 :]],
-    "bytes of nobody": lambda at, chunks: [*chunks[:at], bytes(1000), *chunks[at:]],
-}
 
 
 class Receiving:
@@ -117,15 +52,6 @@ class Receiving:
             assert self._came.acquire(timeout=30)
 
 
-def chunks_of(wire: bytes) -> list[bytes]:
-    found = []
-    while wire:
-        (size,) = struct.unpack_from(">I", wire)
-        found.append(wire[: HEADER_BYTES + size])
-        wire = wire[HEADER_BYTES + size :]
-    return found
-
-
 @pytest.fixture(scope="module")
 def sent() -> list[bytes]:
     """The chunks of a stream of frames, as they come from the sending worker's own pipe."""
@@ -138,11 +64,9 @@ def sent() -> list[bytes]:
     wire, whole = b"", FRAMES
     while True:
         wire += tap.recv(1 << 20)
-        with contextlib.suppress(struct.error):
-            found = chunks_of(wire)
-            # The end is a chunk of its own, which is marked.
-            if found[-1][4] & 0x80 and len(found[-1]) == HEADER_BYTES + 16:
-                break
+        # The end is a chunk of its own, which is marked.
+        if ended(found := chunks_of(wire)):
+            break
     pipe.close()
     tap.close()
     assert len(found) > whole

@@ -17,7 +17,20 @@ from test_placement import FACTS, MODEL, OWN, machine, spoken
 
 from fleetd import limits
 from fleetd.engine.protocol import Accepted, Generate, Prefill, TextPrompt
-from fleetd.errors import BadRequest, ContextLengthExceeded, FleetError, ModelRefused, ModelUnsupported
+from fleetd.errors import (
+    BadRequest,
+    ContextLengthExceeded,
+    DiskFull,
+    Draining,
+    FleetError,
+    Forbidden,
+    ModelCorrupt,
+    ModelNotFound,
+    ModelRefused,
+    ModelUnsupported,
+    OutOfMemory,
+    Overloaded,
+)
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
@@ -329,6 +342,35 @@ async def test_attack_seventeen_requests_and_a_machine_that_calls_them_all_wrong
     found = await asyncio.gather(*(answered(runner, number) for number in range(1, 17)))
     assert all(events[-1] == answer()[-1] for events in found)
     assert len(liars.asked) == 1
+
+
+CANNOT = [
+    Overloaded("Not now."),
+    Draining("Not now."),
+    OutOfMemory("Not now."),
+    ModelNotFound("Not here."),
+    ModelCorrupt("Not whole."),
+    Forbidden("Not you."),
+    DiskFull("No room."),
+]
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("error", CANNOT, ids=lambda error: error.code)
+async def test_attack_seventeen_requests_and_a_machine_that_says_of_each_that_it_cannot(
+    make: Make, monkeypatch: pytest.MonkeyPatch, error: FleetError
+) -> None:
+    # However long the requests take here.
+    monkeypatch.setattr(limits, "BACKOFF_S", 1e6)
+    monkeypatch.setattr(limits, "BACKOFF_MOST_S", 1e6)
+    monkeypatch.setattr(limits, "BACKOFF_REFUSED_S", 1e6)
+    liars = RefusingOthers(error, machine("liar", prefill_tok_s=1e6, decode_tok_s=1e6))
+    runner = make(liars, replace(OWN, models=[MODEL]))
+    for number in range(17):
+        assert (await answered(runner, number))[-1] == answer()[-1]
+    assert len(liars.asked) == 2
+    assert error.code in runner._members.left_out("liar", "answer")
+    assert not runner._members.left_out("liar", "fetch"), "it may do everything else well"
 
 
 @pytest.mark.one_loop

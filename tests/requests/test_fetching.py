@@ -21,6 +21,7 @@ from sharing_fakes import HomePartners, own_card
 from fleetd import limits
 from fleetd.cache import block_names, block_stream
 from fleetd.cache.block_file import BlockHeader
+from fleetd.cache.block_store import BlockStore, CacheUnavailable
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
@@ -385,6 +386,35 @@ async def test_attack_a_machine_that_says_it_keeps_a_prompt_and_then_nothing_is_
 
 async def _refused(node_id: str, invited: Any) -> Any:
     raise PeerLost("It is gone.")
+
+
+@pytest.mark.parametrize("failing", ["read", "cached_share", "sent"])
+async def test_an_index_that_fails_while_blocks_are_sent_is_no_fault_of_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    real = getattr(BlockStore, failing)
+    calls = 0
+
+    def fails(self: BlockStore, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if failing != "read" or calls > 1:
+            raise CacheUnavailable("its index cannot be used: database is locked")
+        return real(self, *given)
+
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        monkeypatch.setattr(BlockStore, failing, fails)
+        home = FetchingHome(node, keepers)
+        came = NAMES[:1] if failing == "read" else NAMES
+
+        def fetched() -> Fetched:
+            assert home.receive(NAMES) == payloads(came)
+            return Fetched("r1", len(came), len(came) * SIZE, 0.5)
+
+        await home.run(lacking(NAMES), fetched)
+        assert home.engine.fetches[0].blocks == 4
+        assert not any(member.left_out for member in home.members.others("fetch"))
 
 
 async def test_attack_a_machine_that_reads_nothing_takes_neither_all_places_nor_the_daemons_threads(

@@ -17,8 +17,10 @@ from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.protocol import Generate, TextPrompt
 from fleetd.errors import (
+    BadRequest,
     EngineDied,
     FleetError,
+    Forbidden,
     Incompatible,
     InvalidValue,
     ModelNotFound,
@@ -36,7 +38,8 @@ from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests import planner_facts
 from fleetd.requests.drafting import drafters
 from fleetd.requests.job import CHARS_PER_TOKEN, Job
-from fleetd.requests.members import Member, Members, PeerBackoff, Work, eligible
+from fleetd.requests.members import Member, Members, eligible
+from fleetd.requests.peer_backoff import PeerBackoff, Work
 from fleetd.requests.placement import Placer, WantedModel
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.skip import SkipCompression
@@ -173,10 +176,17 @@ def test_a_machine_that_failed_is_left_out_of_every_kind_of_work(work: Work, err
 
 
 @pytest.mark.parametrize("work", WORKS)
-@pytest.mark.parametrize("error", [Incompatible("other words"), OutOfMemory("full")], ids=lambda e: e.code)
-def test_what_concerns_one_kind_of_work_leaves_the_others_alone(work: Work, error: FleetError) -> None:
+@pytest.mark.parametrize(
+    ("error", "times"),
+    [(Incompatible("other words"), 1), (OutOfMemory("full"), 2), (ModelNotFound("gone"), 2)],
+)
+def test_what_concerns_one_kind_of_work_leaves_the_others_alone(
+    work: Work, error: FleetError, times: int
+) -> None:
     fleet = SeenFleet(member())
-    fleet.members.failed("studio", work, error)
+    for _ in range(times):
+        assert fleet.others(work) == ["studio"]
+        fleet.members.failed("studio", work, error)
     assert {each: fleet.others(each) for each in WORKS} == {
         each: [] if each == work else ["studio"] for each in WORKS
     }
@@ -272,6 +282,93 @@ def test_a_machine_that_failed_is_left_out_longer_each_time() -> None:
     backoff.succeeded("a", "prefill")
     backoff.failed("a", "prefill", "peer_lost", 300.0)
     assert reason(300.0 + limits.BACKOFF_S) == ""
+
+
+def test_a_machine_that_says_that_it_cannot_is_left_out_from_the_second_time_on_shortly_at_first() -> None:
+    fleet = SeenFleet(member("a"))
+    waits: list[float] = []
+
+    def wait() -> float:
+        """Until it is asked again."""
+        begun_s = fleet.now_s
+        while fleet.members.left_out("a", "answer"):
+            fleet.now_s += limits.BACKOFF_REFUSED_S
+        return fleet.now_s - begun_s
+
+    for _ in range(12):
+        # Those that it got at the same time count once.
+        for _ in range(3 if waits else 1):
+            fleet.members.failed("a", "answer", Overloaded("full"))
+        assert not fleet.members.left_out("a", "draft")
+        waits.append(wait())
+    assert waits[:4] == [limits.BACKOFF_REFUSED_S * factor for factor in (0, 1, 2, 4)]
+    assert max(waits) == limits.BACKOFF_S, "it may be true"
+    fleet.members.failed("a", "answer", Forbidden("no"))
+    assert wait() == 2 * limits.BACKOFF_S
+    for _ in range(12):
+        fleet.members.failed("a", "answer", Forbidden("no"))
+        wait()
+    fleet.members.failed("a", "answer", Forbidden("no"))
+    assert wait() == limits.BACKOFF_MOST_S
+    fleet.members.succeeded("a", "answer")
+    fleet.members.failed("a", "answer", Forbidden("no"))
+    assert wait() == 0
+
+
+def test_a_machine_that_has_answered_is_not_on_trial_for_being_busy() -> None:
+    fleet = SeenFleet(member("a"))
+    fleet.members.succeeded("a", "answer")
+    for _ in range(5):
+        fleet.members.failed("a", "answer", Overloaded("full"))
+    assert fleet.members.proven("a")
+
+
+def test_a_request_that_is_wrong_and_a_refusal_of_this_machine_leave_none_out() -> None:
+    fleet = SeenFleet(member("a"))
+    for _ in range(5):
+        fleet.members.failed("a", "answer", BadRequest("no"))
+        fleet.members.failed(THIS_NODE, "answer", Overloaded("full"))
+    assert not fleet.members.left_out("a", "answer")
+    assert not fleet.members.left_out(THIS_NODE, "answer")
+
+
+def test_a_machine_that_misses_questions_is_left_out_shortly_until_it_answers_one() -> None:
+    fleet = SeenFleet(member("a"))
+    members = fleet.members
+
+    def missed(count: int) -> float:
+        """Questions that it does not answer in time; returns for how long it is not asked."""
+        for _ in range(count):
+            members.unanswered("a")
+        begun_s = fleet.now_s
+        while members.left_out("a", "fetch"):
+            fleet.now_s += limits.FETCH_SILENT_S
+        return fleet.now_s - begun_s
+
+    assert missed(limits.FETCH_UNANSWERED - 1) == 0
+    assert missed(1) == limits.FETCH_SILENT_S
+    assert missed(limits.FETCH_UNANSWERED) == 2 * limits.FETCH_SILENT_S
+    # Of questions that were on their way when it was left out only the first ones count.
+    assert missed(5 * limits.FETCH_UNANSWERED) == 4 * limits.FETCH_SILENT_S
+    for _ in range(20):
+        longest = missed(limits.FETCH_UNANSWERED)
+    assert longest == limits.BACKOFF_MOST_S
+    members.answered("a")
+    assert missed(limits.FETCH_UNANSWERED) == limits.FETCH_SILENT_S
+
+
+def test_attack_answering_questions_does_not_make_up_for_blocks_that_were_wrong() -> None:
+    fleet = SeenFleet(member("a"))
+    members = fleet.members
+    members.late("a", "fetch")
+    members.answered("a")
+    assert members.left_out("a", "fetch")
+    fleet.now_s += limits.BACKOFF_S
+    for _ in range(limits.FETCH_UNANSWERED):
+        members.unanswered("a")
+    members.answered("a")
+    fleet.now_s += limits.BACKOFF_S
+    assert members.left_out("a", "fetch"), "twice as long as before"
 
 
 # ---- what else is learned for all ------------------------------------------------------------------------

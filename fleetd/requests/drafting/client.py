@@ -24,7 +24,7 @@ from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, DraftFor, Event, Followed, Loading, Ready, StreamTag
 from fleetd.engine.speculation.local_sources import DRAFTER
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.errors import EngineDied, FleetError, Incompatible, ModelNotFound, PeerError, PeerLost
+from fleetd.errors import EngineDied, EngineError, FleetError, Incompatible, ModelNotFound, PeerLost
 from fleetd.models import names
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
@@ -255,7 +255,8 @@ class DraftRun:
             code=error.code,
             reason=error.message,
         )
-        if candidate.node_id and isinstance(error, PeerError):
+        # Of the two engines one is this machine's.
+        if candidate.node_id and not isinstance(error, EngineError):
             self._drafting.members.failed(candidate.node_id, "draft", error)
 
     async def _here(self, candidate: DrafterCandidate, vocabulary: str) -> None:

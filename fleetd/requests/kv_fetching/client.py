@@ -19,7 +19,7 @@ from fleetd.control.prefill_plan import StepView
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import BLOCKS, Event, FetchBlocks, Fetched, Finished, Lacking, Loading, StreamTag
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.errors import FleetError, PeerError, PeerLate, PeerUnreachable, from_code
+from fleetd.errors import EngineError, FleetError, PeerError, PeerLate, PeerUnreachable, from_code
 from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill import step_names
@@ -196,8 +196,10 @@ class _Fetch:
         return FetchSource(node_id, name, speed, blocks, found.state_bytes, plan, found.cached)
 
     def _failed(self, error: FleetError) -> None:
-        if self._choice is not None and isinstance(error, PeerError):
-            source = self._choice.source
+        if self._choice is None:
+            return
+        source = self._choice.source
+        if isinstance(error, PeerError):
             self._fetching.counts.failed(source.name, error.code)
             if isinstance(error, PeerLate):
                 # It may do everything else well: only its disk, or the way from there, is slow.
@@ -205,6 +207,8 @@ class _Fetch:
             else:
                 self._fetching.members.failed(source.node_id, "fetch", error)
             log.warning("fetching.failed", peer=source.name, code=error.code, reason=error.message)
+        elif not isinstance(error, EngineError):  # which would be this machine's
+            self._fetching.members.failed(source.node_id, "fetch", error)
 
     def ended(self, request: Request, fetched: Fetched) -> None:
         if (choice := self._choice) is None:

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from fleetd import limits
 from fleetd.cache import block_names, block_stream
@@ -136,19 +136,20 @@ class BlockServer:
                 if (after := next(following, None)) is not None:
                     store.read_soon(after)
                 return store.read(name, targets)
+            except CacheUnavailable:
+                return None  # the stream ends early, and as it should: what was sent is whole
             finally:
                 read_s += time.monotonic() - begun_s
 
-        try:
+        cached: float | None = None
+        with closing(store):
             with sock:
-                cached = store.cached_share(names)
+                with suppress(CacheUnavailable):
+                    cached = store.cached_share(names)
                 sent = block_stream.send(SealedSender(sock, key, "acceptor", steady=True), names, read)
             self._counts.sent(machine, sent)
-            store.sent(sent, read_s, cached)
-        except CacheUnavailable:
-            pass  # the stream ends early: what was sent is whole
-        finally:
-            store.close()
+            with suppress(CacheUnavailable):
+                store.sent(sent, read_s, cached)
 
 
 def parts_to_send(cache: DiskCache, asked: messages.FetchQuestion) -> list[bytes]:

@@ -24,7 +24,7 @@ from fleetd import limits
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Loading, PrefillShared, Ready, Shared, StepTime, Tokenized
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.errors import EngineError, FleetError, PeerError, from_code
+from fleetd.errors import FleetError, from_code
 from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import ModelCard
@@ -182,9 +182,9 @@ class PrefillSharing(PipelineStep):
         return task
 
     def blame(self, shared: Agreement) -> None:
-        """Who failed is left out for a while. To have no room or to stop is no failure; its card will say."""
+        """Who failed is left out for a while."""
         for helper in shared.helpers:
-            if isinstance(helper.failed, PeerError | EngineError):
+            if helper.failed is not None:
                 self.members.failed(helper.node_id, "prefill", helper.failed)
 
     async def close(self) -> None:

@@ -1,0 +1,129 @@
+"""An index of kept prompts that fails at any statement: answers are the same, and the tier comes back."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import tiny_architectures
+import tiny_models
+from failing_database import FAULTS, FailingDatabase
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from test_disk_tier import BLOCK, Worker
+
+from fleetd import limits
+from fleetd.cache.block_store import BlockStore
+from fleetd.cache.settings import DiskCacheSettings
+
+pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
+# A block and some.
+PROMPT = tiny_models.prompt(300)
+FROM_THEN_ON = 1 << 30
+WAYS = [(fault, times) for times in (1, FROM_THEN_ON) for fault in FAULTS]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chain_path: Path) -> Any:
+    return load_tokenizer(chain_path)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    made = tiny_architectures.tiny("llama", num_hidden_layers=1, vocab_size=tiny_models.VOCAB)
+    mx.set_default_device(before)
+    return made
+
+
+class Lives:
+    """One worker after another, on the same folder."""
+
+    def __init__(self, model: Any, tokenizer: Any, folder: Path) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self.settings = DiskCacheSettings(str(folder / "kv"), str(folder / "kv.key"), 1 << 30)
+
+    @contextmanager
+    def worker(self) -> Iterator[Worker]:
+        made = Worker(self._model, self._tokenizer, self.settings)
+        try:
+            yield made
+        finally:
+            made.stop()
+
+    def answer(self) -> tuple[str, int, str]:
+        """The text, the tokens that the disk had, and what is said of the disk once all is written."""
+        with self.worker() as worker:
+            done = worker.ask("asked", PROMPT, max_tokens=4)
+            text = worker.text("asked")
+        return text, done.timings.restored_tokens, worker.tier.figures.note
+
+
+def fails_at(lives: Lives, fault: str, times: int, statement: int, expected: str) -> bool:
+    """Fail at this statement while a worker reads a prompt and another one restores it. False if there are
+    not so many."""
+    database = FailingDatabase(statement, fault, times, only="index.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite3, "connect", database.connecting())
+        for _ in range(2):
+            text, restored, note = lives.answer()
+            assert text == expected
+            assert restored in (0, BLOCK)
+            assert note == "" or "cannot be used" in note
+        if times == FROM_THEN_ON and statement == 0:
+            assert (restored, bool(note)) == (0, True)
+    # The disk is as before, and the next worker keeps and finds what there is.
+    assert lives.answer()[0] == expected
+    assert lives.answer() == (expected, BLOCK, "")
+    return database.failed
+
+
+@pytest.fixture
+def expected(model: Any, tokenizer: Any, tmp_path: Path) -> str:
+    return Lives(model, tokenizer, tmp_path / "undisturbed").answer()[0]
+
+
+@pytest.mark.parametrize(("fault", "times"), WAYS)
+def test_an_index_that_fails_changes_no_answer(
+    model: Any, tokenizer: Any, tmp_path: Path, expected: str, fault: str, times: int
+) -> None:
+    for statement in (0, 11 + 3 * WAYS.index((fault, times))):
+        fails_at(Lives(model, tokenizer, tmp_path / str(statement)), fault, times, statement, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("fault", "times"), WAYS)
+def test_an_index_that_fails_at_any_statement_changes_no_answer(
+    model: Any, tokenizer: Any, tmp_path: Path, expected: str, fault: str, times: int
+) -> None:
+    statement = 0
+    while fails_at(Lives(model, tokenizer, tmp_path / str(statement)), fault, times, statement, expected):
+        statement += 1
+    assert statement > 40
+
+
+def test_a_writer_that_could_not_write_does_so_again_and_says_no_more(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "CACHE_AGAIN_S", 0.0)
+    lives = Lives(model, tokenizer, tmp_path)
+    database = FailingDatabase(0, "locked", FROM_THEN_ON, only="index.db")
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", database.connecting())
+        with lives.worker() as worker:
+            worker.ask("locked", PROMPT, max_tokens=4)
+            assert worker.tier.writer.flush(60)
+            assert "injected" in worker.tier.figures.note
+            assert worker.tier.figures.dropped > 0
+            database.mend()
+            worker.ask("again", PROMPT[:-7], max_tokens=4)
+            assert worker.tier.writer.flush(60)
+            assert worker.tier.figures.note == ""
+    store = BlockStore(lives.settings)
+    assert store.report().models[0].blocks == 1
+    store.close()
