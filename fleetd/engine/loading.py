@@ -140,25 +140,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     config = verified_config(settings, report)
     room = memory_budget(device, settings)
     stats = manifest.part_stats(path)
-    # Hub caches hold links; the size that counts is the target's.
-    files = sorted(path.glob("model*.safetensors"))
-    on_disk = sum(f.stat().st_size for f in files)
-    expected = weights_in_memory(path, on_disk, config, device)
-    admit_weights(settings.name, expected, room)
-    report(Loading("reading", 0, on_disk))
-    with (
-        little_besides(path, expected, device),
-        ThreadPoolExecutor(1, "tokenizer") as aside,
-    ):
-        reading = aside.submit(_tokenizer, path, config)
-        model = lazy_model(path, config)
-        admit_weights(settings.name, memory_bytes(model, device), room)
-        if device == "cpu":
-            cpu.to_float32(model)
-        mx.eval(model.parameters())
-        report(Loading("reading", on_disk, on_disk))
-        report(Loading("reading the tokenizer"))
-        tokenizer = reading.result()
+    model, tokenizer = _read(settings, config, device, room, report)
     report(Loading("warming up"))
     sizes = _warm_up(model)
     vocabulary, context = _vocabulary(config, tokenizer), context_tokens(config)
@@ -182,15 +164,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
             together=decodes_together(model),
             dense_reason=dense_reason,
             arithmetic=sharable.arithmetic if sharable else None,
-            speeds=calibrate(
-                model,
-                vocab_size=vocabulary,
-                context_tokens=context,
-                # On a GPU the sizes of chunks follow from it, which may not change from prompt to prompt.
-                budget_s=limits.CALIBRATE_FIRST_S if device == "cpu" else limits.CALIBRATE_GPU_S,
-                sizes=CHUNKS if device == "cpu" else GPU_CHUNKS,
-                first_look=device == "cpu",
-            ),
+            speeds=_speeds(model, device, vocabulary, context),
             vocabulary=_vocabulary_hash(tokenizer),
         )
         cached.keep(known)
@@ -237,10 +211,6 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         state_bytes=sizes.state_bytes,
         window_bytes_per_token=sizes.window_bytes,
         window_tokens=sizes.window,
-        hidden_bytes=sharable.layout.hidden_bytes(1) if sharable else 0,
-        hidden_width=sharable.stage.hidden_width if sharable else 0,
-        outside_bytes=sharable.stage.outside_bytes if sharable else 0,
-        layer_bytes=sharable.stage.layer_bytes if sharable else 0,
         last_layer=layers,
         unshareable=unshareable,
         speculation=verdict.text,
@@ -248,10 +218,11 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         speculation_context=verdict.context,
         sparse=dense_reason,
         sparse_tail=sparse.tail if sparse else 0,
-        arithmetic=sharable.arithmetic if sharable else None,
         scoring=search.state,
         vocabulary=known.vocabulary,
     )
+    if sharable is not None:
+        facts = _with_sharing(facts, sharable)
     return Loaded(
         model,
         tokenizer,
@@ -267,6 +238,63 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         speeds.chunk_s,
         LateBasis(basis),
         checkpoints.needed(make_prompt_cache(model)),
+    )
+
+
+def _read(
+    settings: WorkerSettings,
+    config: dict[str, Any],
+    device: Device,
+    room: MemoryBudget,
+    report: Callable[[Loading], None],
+) -> tuple[Any, Any]:
+    """The model and its tokenizer. Raises OutOfMemory before reading what does not fit."""
+    path = Path(settings.path)
+    # Hub caches hold links; the size that counts is the target's.
+    files = sorted(path.glob("model*.safetensors"))
+    on_disk = sum(f.stat().st_size for f in files)
+    expected = weights_in_memory(path, on_disk, config, device)
+    admit_weights(settings.name, expected, room)
+    report(Loading("reading", 0, on_disk))
+    with (
+        little_besides(path, expected, device),
+        ThreadPoolExecutor(1, "tokenizer") as aside,
+    ):
+        reading = aside.submit(_tokenizer, path, config)
+        model = lazy_model(path, config)
+        admit_weights(settings.name, memory_bytes(model, device), room)
+        if device == "cpu":
+            cpu.to_float32(model)
+        mx.eval(model.parameters())
+        report(Loading("reading", on_disk, on_disk))
+        report(Loading("reading the tokenizer"))
+        return model, reading.result()
+
+
+def _speeds(model: Any, device: Device, vocabulary: int, context: int) -> Speeds:
+    """The speeds of a first load."""
+    on_cpu = device == "cpu"
+    return calibrate(
+        model,
+        vocab_size=vocabulary,
+        context_tokens=context,
+        # On a GPU the sizes of chunks follow from it, which may not change from prompt to prompt.
+        budget_s=limits.CALIBRATE_FIRST_S if on_cpu else limits.CALIBRATE_GPU_S,
+        sizes=CHUNKS if on_cpu else GPU_CHUNKS,
+        first_look=on_cpu,
+    )
+
+
+def _with_sharing(facts: Ready, sharable: Sharable) -> Ready:
+    """With what other machines need to know to help with prompts."""
+    stage = sharable.stage
+    return msgspec.structs.replace(
+        facts,
+        hidden_bytes=sharable.layout.hidden_bytes(1),
+        hidden_width=stage.hidden_width,
+        outside_bytes=stage.outside_bytes,
+        layer_bytes=stage.layer_bytes,
+        arithmetic=sharable.arithmetic,
     )
 
 

@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jinja2
 
 from fleetd import limits
 from fleetd.engine import message_borders
-from fleetd.engine.control_tokens import Rendered, control_tokens
+from fleetd.engine.control_tokens import ControlTokens, Rendered, control_tokens
 from fleetd.engine.null_content import with_content
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
 from fleetd.engine.shown_contents import NotShown
@@ -115,20 +116,7 @@ def check_length(prepared: PreparedPrompt, context_tokens: int) -> None:
 
 
 def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: bool) -> PreparedPrompt:
-    if not tokenizer.has_chat_template:
-        raise BadRequest(
-            "This model has no chat template.",
-            hint="Use /v1/completions, or a model tuned for chat.",
-            param="model",
-        )
-    tools = prompt.tools if prompt.tools and prompt.tool_choice != "none" else None
-    if tools and not tokenizer.has_tool_calling:
-        raise UnsupportedParameter(
-            "This model has no format for tool calls.",
-            hint="Leave out tools, or choose a model that was trained with them (fleetctl models).",
-            param="tools",
-        )
-
+    tools = _offered_tools(prompt, tokenizer)
     controls = control_tokens(tokenizer)
     needs = template_needs(tokenizer)
     # A hash of an id must not be one of a stand-in, which is another one with each rendering.
@@ -145,47 +133,15 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: boo
     def render(messages: Sequence[dict[str, Any]]) -> Rendered:
         return controls.render(template, messages, tools, prompt.template_kwargs)
 
-    try:
-        rendered = render(messages)
-    except jinja2.TemplateSyntaxError as error:
-        raise BadRequest(
-            f"The model's chat template has an error in line {error.lineno}: {error.message}.",
-            hint="The messages are not at fault. Get the model's files again, or choose another model.",
-            param="model",
-        ) from error
-    except jinja2.TemplateError as error:
-        raise BadRequest(
-            f"The model's chat template rejects these messages: {str(error).rstrip('.!')}.",
-            hint=_advice(error),
-            param="messages",
-        ) from error
-    except _TEMPLATE_ERRORS as error:
-        raise BadRequest(
-            f"The model's chat template cannot render these messages ({type(error).__name__}).",
-            hint="Check the content of each message.",
-            param="messages",
-        ) from error
-    text = rendered.text
-    if len(text) > limits.RENDERED_CHARS:
-        raise BadRequest(
-            f"The rendered prompt has {len(text)} characters; at most {limits.RENDERED_CHARS} are allowed."
-        )
+    rendered = _rendered(partial(render, messages))
     primed = _prime(prompt, tokenizer) if tools else ""
     if isinstance(prompt.tool_choice, dict) and controls.every.search(prompt.tool_choice["name"]):
         raise InvalidValue("This name spells a control token of the model.", param="tool_choice")
     # The template has written the special tokens; a BOS added here would be a second one.
-    text += primed
+    text = rendered.text + primed
     tokens, offsets = _encoded(tokenizer, text, with_offsets=borders)
     if rendered.spelled:
-        try:
-            offsets = offsets or _offsets(tokenizer, text, tokens, special=False)
-        except NotSparse as reason:
-            raise InvalidValue(
-                "This spells a control token of the model, which would be read as one.",
-                hint=f"Leave it out. {reason}",
-                param=rendered.where,
-            ) from reason
-        tokens, offsets = controls.as_text(tokenizer, rendered, tokens, offsets)
+        tokens, offsets = _without_spelled(controls, tokenizer, rendered, text, tokens, offsets)
     if primed:
         prepared = PreparedPrompt(
             request, tokens, "tool", primed.removeprefix(tokenizer.tool_call_start), tools
@@ -209,6 +165,76 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: boo
         return dropped_of_messages(rendered.text, messages, keep.parts, again)
 
     return _follow(prepared, lambda: offsets or _offsets(tokenizer, text, tokens, special=False), gaps)
+
+
+def _offered_tools(prompt: ChatPrompt, tokenizer: Any) -> list[dict[str, Any]] | None:
+    """The tools that the model may call. Raises BadRequest if it does not chat, or cannot call any."""
+    if not tokenizer.has_chat_template:
+        raise BadRequest(
+            "This model has no chat template.",
+            hint="Use /v1/completions, or a model tuned for chat.",
+            param="model",
+        )
+    tools = prompt.tools if prompt.tools and prompt.tool_choice != "none" else None
+    if tools and not tokenizer.has_tool_calling:
+        raise UnsupportedParameter(
+            "This model has no format for tool calls.",
+            hint="Leave out tools, or choose a model that was trained with them (fleetctl models).",
+            param="tools",
+        )
+    return tools
+
+
+def _rendered(render: Callable[[], Rendered]) -> Rendered:
+    """What a chat template makes of messages. Raises BadRequest where it fails, or makes too much."""
+    try:
+        rendered = render()
+    except jinja2.TemplateSyntaxError as error:
+        raise BadRequest(
+            f"The model's chat template has an error in line {error.lineno}: {error.message}.",
+            hint="The messages are not at fault. Get the model's files again, or choose another model.",
+            param="model",
+        ) from error
+    except jinja2.TemplateError as error:
+        raise BadRequest(
+            f"The model's chat template rejects these messages: {str(error).rstrip('.!')}.",
+            hint=_advice(error),
+            param="messages",
+        ) from error
+    except _TEMPLATE_ERRORS as error:
+        raise BadRequest(
+            f"The model's chat template cannot render these messages ({type(error).__name__}).",
+            hint="Check the content of each message.",
+            param="messages",
+        ) from error
+    if (size := len(rendered.text)) > limits.RENDERED_CHARS:
+        raise BadRequest(
+            f"The rendered prompt has {size} characters; at most {limits.RENDERED_CHARS} are allowed."
+        )
+    return rendered
+
+
+def _without_spelled(
+    controls: ControlTokens,
+    tokenizer: Any,
+    rendered: Rendered,
+    text: str,
+    tokens: list[int],
+    offsets: list[Range] | None,
+) -> tuple[list[int], list[Range]]:
+    """Tokens of a prompt, and where they are in it, with control tokens that messages spell as plain text.
+
+    Raises InvalidValue where the tokenizer does not tell where a token is.
+    """
+    try:
+        offsets = offsets or _offsets(tokenizer, text, tokens, special=False)
+    except NotSparse as reason:
+        raise InvalidValue(
+            "This spells a control token of the model, which would be read as one.",
+            hint=f"Leave it out. {reason}",
+            param=rendered.where,
+        ) from reason
+    return controls.as_text(tokenizer, rendered, tokens, offsets)
 
 
 def _advice(error: jinja2.TemplateError) -> str:

@@ -57,11 +57,12 @@ from fleetd.models.memory_need import WORKING_BYTES
 if TYPE_CHECKING:
     from fleetd.engine.disk_tier import DiskTier
     from fleetd.engine.helper_loop import HelperLoop
-    from fleetd.engine.loading import Loaded
+    from fleetd.engine.loading import Device, Loaded
     from fleetd.engine.prompt_encoding import PreparedPrompt
     from fleetd.engine.scheduler import Scheduler
     from fleetd.engine.scoring.scoring_layout import ScoringLayout
     from fleetd.engine.speculation.speculation import WorkerSpeculation
+    from fleetd.engine.stage_loading import LoadedPart
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
 # A writable socket takes so much at once everywhere; macOS does not promise to heed MSG_DONTWAIT.
@@ -311,71 +312,81 @@ def start(
         from cryptography.hazmat.primitives.ciphers import aead  # noqa: F401
         from cryptography.hazmat.primitives.kdf import hkdf  # noqa: F401
 
-        from fleetd.engine import loading, stage_loading
-        from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Calibration
-        from fleetd.engine.helper_loop import HelperLoop
-        from fleetd.engine.idle_calibration import IdleCalibration
-        from fleetd.engine.memory import KvBudget
-        from fleetd.engine.prefix_cache import PrefixCache
-        from fleetd.engine.scheduler import Scheduler
-        from fleetd.engine.shared_prefill.part_speeds import PartCalibration
+        from fleetd.engine import helper_loop, loading, scheduler, stage_loading  # noqa: F401
 
     device = loading.pick_device(settings.device)
     if device == "cpu":
         cpu.install()
     compute: Scheduler | HelperLoop
+    loaded: Loaded | None = None
     if settings.last_layer:
         part = stage_loading.load_part(settings, device, emit)
-        loaded, facts = None, part.facts
-        compute = HelperLoop(
-            sharable=part.sharable,
-            context_tokens=facts.context_tokens,
-            budget=KvBudget(facts.kv_budget_bytes, facts.sizes),
-            emit=emit,
-            idle=IdleCalibration(
-                lambda: PartCalibration(
-                    part.sharable.stage, part.sharable.layout, facts.context_tokens, limits.CALIBRATE_S
-                ),
-                facts,
-                emit,
-            ),
-        )
+        compute, facts = _helper_loop(part, emit), part.facts
     else:
         loaded = loading.load(settings, device, emit)
-        facts = loaded.facts
-        compute = Scheduler(
-            model=loaded.model,
-            tokenizer=loaded.tokenizer,
-            context_tokens=facts.context_tokens,
-            chunks=_chunks(settings, loaded),
-            max_streams=settings.max_streams if loaded.together else 1,
-            budget=KvBudget(facts.kv_budget_bytes, facts.sizes),
-            prefix=PrefixCache(loaded.prefix_bytes),
-            emit=emit,
-            idle=IdleCalibration(
-                lambda: Calibration(
-                    loaded.model,
-                    facts.vocab_size,
-                    facts.context_tokens,
-                    limits.CALIBRATE_S if device == "cpu" else limits.CALIBRATE_GPU_S,
-                    CHUNKS if device == "cpu" else GPU_CHUNKS,
-                ),
-                facts,
-                emit,
-                keep=loaded.keep_speeds,
-            ),
-            defaults=loaded.defaults,
-            sharable=loaded.sharable,
-            speculation=_speculation(settings, loaded),
-            sparse=loaded.sparse,
-            vocab_size=facts.vocab_size,
-            search=loaded.search,
-            disk=_disk(settings, loaded),
-        )
+        compute, facts = _scheduler(settings, loaded, device, emit), loaded.facts
     threading.Thread(
         target=receive_sockets, args=(channel, compute.put_stream), name="channel", daemon=True
     ).start()
     return compute, loaded, facts
+
+
+def _helper_loop(part: LoadedPart, emit: Callable[[Report], None]) -> HelperLoop:
+    """The loop of a worker that has some layers of a model, and helps with prompts."""
+    from fleetd.engine.helper_loop import HelperLoop
+    from fleetd.engine.idle_calibration import IdleCalibration
+    from fleetd.engine.memory import KvBudget
+    from fleetd.engine.shared_prefill.part_speeds import PartCalibration
+
+    facts, sharable = part.facts, part.sharable
+
+    def calibration() -> PartCalibration:
+        return PartCalibration(sharable.stage, sharable.layout, facts.context_tokens, limits.CALIBRATE_S)
+
+    return HelperLoop(
+        sharable=sharable,
+        context_tokens=facts.context_tokens,
+        budget=KvBudget(facts.kv_budget_bytes, facts.sizes),
+        emit=emit,
+        idle=IdleCalibration(calibration, facts, emit),
+    )
+
+
+def _scheduler(
+    settings: WorkerSettings, loaded: Loaded, device: Device, emit: Callable[[Report], None]
+) -> Scheduler:
+    """The loop of a worker that answers requests with a whole model."""
+    from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Calibration
+    from fleetd.engine.idle_calibration import IdleCalibration
+    from fleetd.engine.memory import KvBudget
+    from fleetd.engine.prefix_cache import PrefixCache
+    from fleetd.engine.scheduler import Scheduler
+
+    facts, on_cpu = loaded.facts, device == "cpu"
+
+    def calibration() -> Calibration:
+        budget_s = limits.CALIBRATE_S if on_cpu else limits.CALIBRATE_GPU_S
+        sizes = CHUNKS if on_cpu else GPU_CHUNKS
+        return Calibration(loaded.model, facts.vocab_size, facts.context_tokens, budget_s, sizes)
+
+    return Scheduler(
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        context_tokens=facts.context_tokens,
+        chunks=_chunks(settings, loaded),
+        max_streams=settings.max_streams if loaded.together else 1,
+        budget=KvBudget(facts.kv_budget_bytes, facts.sizes),
+        prefix=PrefixCache(loaded.prefix_bytes),
+        emit=emit,
+        idle=IdleCalibration(calibration, facts, emit, keep=loaded.keep_speeds),
+        defaults=loaded.defaults,
+        sharable=loaded.sharable,
+        speculation=_speculation(settings, loaded),
+        sparse=loaded.sparse,
+        vocab_size=facts.vocab_size,
+        search=loaded.search,
+        disk=_disk(settings, loaded),
+    )
 
 
 def quiet_libraries() -> None:

@@ -276,7 +276,7 @@ class FakeModels:
         if ref not in self.names:
             nearest = (self.names or ["m"])[0]
             raise ModelNotFound(
-                f"No model is called {ref!r}.", hint=f"The nearest is {nearest!r}.", param="model"
+                f"No model is called {ref!r}.", hint=f"Did you mean {nearest!r}?", param="model"
             )
         return next((folder for folder in self.found or () if folder.name == ref), FakeFolder(ref))
 
