@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,14 @@ def model(request: pytest.FixtureRequest, model_of: Callable[[str], Any]) -> Any
     return model_of(request.param)
 
 
-def sampled(cases: Iterable[Any], everywhere: Collection[Any]) -> Any:
-    """For ``parametrize``: all cases with the first model; with the others those that are to run everywhere."""
+def sampled(cases: Collection[Any], everywhere: Collection[Any]) -> Any:
+    """For ``parametrize``: all cases with the first model, some of them with the others."""
     return pytest.mark.parametrize(
         ("model", "case"),
         [
-            pytest.param(
-                name, case, marks=() if name == SAMPLE[0] or case in everywhere else pytest.mark.long
-            )
+            pytest.param(name, case, marks=() if case in quick else pytest.mark.long)
             for name in SAMPLE
+            for quick in [cases if name == SAMPLE[0] else everywhere]
             for case in cases
         ],
         indirect=["model"],

@@ -532,7 +532,7 @@ def _built(config: dict[str, Any]) -> Any:
 
 
 def tiny(model_type: str, **changes: Any) -> Any:
-    """The model with random weights in f32: a model of its own, which may be changed, and the same every time."""
+    """The model with random weights in f32, the same every time; each one may be changed by itself."""
     config = config_of(model_type, **changes)
     model = _built(config)
     # Arrays of its own, in which an item can be set.
