@@ -35,7 +35,7 @@ from fleetd.engine.protocol import (
 from fleetd.errors import FleetError, ModelNotFound
 from fleetd.requests.job import Job
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 LAYERS = 4
 ARITHMETIC = Arithmetic(
     "cpu",
