@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import agent_programs
+import blas_threads
 import forked_programs
 import pytest
 import set_speeds
@@ -22,6 +23,11 @@ from fleetd.engine import cpu
 
 # Before anything can import mlx: its CPU backend binds to the BLAS that is there first.
 cpu.preload_blas()
+# The models that are computed with in this process are so small that a second thread gains nothing. And where
+# other programs take the processors, each product waits until the system runs that thread: beside two busy
+# loops the tests of sharing took twice as long with it. Forked workers have one thread as well
+# (support/forked_programs.py); those of the real command and tests/engine/test_cpu.py have all.
+blas_threads.use(1)
 
 from fleetd.ledger import Ledger  # noqa: E402
 from fleetd.metrics import Metrics  # noqa: E402

@@ -135,7 +135,7 @@ class FakeRunner:
         async with self.changed:
             self.changed.notify_all()
 
-    async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s), self.changed:
             await self.changed.wait_for(condition)
 
@@ -375,12 +375,12 @@ def serve_in_thread(make: Callable[[], Services]) -> Iterator[Site]:
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(60)
         yield started[0]
     finally:
         loop, done = stop[0]
         loop.call_soon_threadsafe(done.set)
-        thread.join(10)
+        thread.join(60)
 
 
 def frames(text: str) -> list[str]:
@@ -388,7 +388,7 @@ def frames(text: str) -> list[str]:
     return [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
 
 
-async def read_until(reader: asyncio.StreamReader, marker: bytes, timeout_s: float = 10.0) -> bytes:
+async def read_until(reader: asyncio.StreamReader, marker: bytes, timeout_s: float = 60.0) -> bytes:
     got = b""
     async with asyncio.timeout(timeout_s):
         while marker not in got:

@@ -228,7 +228,7 @@ async def test_leaving_a_pull_stops_it(daemon: ControlledDaemon) -> None:
     async with daemon.session.post("/fleet/v1/models/pull", json={"model": "new"}) as response:
         await response.content.readuntil(b"downloading")
         response.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await daemon.models.pull_ended.wait()
     assert "new" not in daemon.models.names
 

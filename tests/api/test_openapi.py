@@ -103,7 +103,7 @@ def try_cases(site: Site, label: str, cases: int) -> tuple[int, int]:
             sent += 1
             if label in ORDERS and sent % 2 and isinstance(case.body, dict):
                 case.body["stream"] = True  # drawn, it would rarely be there
-            answer = case.call_and_validate(base_url=site.url, headers=site.auth, checks=CHECKS, timeout=10)
+            answer = case.call_and_validate(base_url=site.url, headers=site.auth, checks=CHECKS, timeout=60)
             (kind,) = answer.headers.get("content-type", [""])
             if kind.startswith(STREAMS) and label in ORDERS:
                 streams += 1

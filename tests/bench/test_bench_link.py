@@ -37,7 +37,7 @@ def seconds(cable: Cable, count: int) -> float:
         command = [*here.enter, sys.executable, "-c", SOURCE, there.address, str(count)]
         return float(subprocess.run(command, capture_output=True, timeout=60, check=True).stdout)
     finally:
-        sink.communicate(timeout=10)
+        sink.communicate(timeout=60)
 
 
 @pytest.mark.skipif(bool(why_not(SLOW)), reason=why_not(SLOW))

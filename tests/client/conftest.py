@@ -50,7 +50,7 @@ def run(env: dict[str, str]) -> Run:
     """fleetctl as a subprocess: `run("status", home=..., stdin=...)`."""
 
     def _run(
-        *arguments: str, home: Path | None = None, stdin: str | bytes | None = None, timeout_s: float = 30
+        *arguments: str, home: Path | None = None, stdin: str | bytes | None = None, timeout_s: float = 60
     ) -> subprocess.CompletedProcess[str]:
         given = stdin.encode() if isinstance(stdin, str) else stdin
         where = ["--home", str(home)] if home else []

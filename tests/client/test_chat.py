@@ -181,7 +181,7 @@ def test_ctrl_c_stops_the_answer_and_the_daemon_hears_of_it(daemon: FakeDaemon, 
         rest, err = process.stdout.read(), process.stderr.read()
     assert (process.returncode, rest) == (Exit.INTERRUPTED, b"\n")
     assert b"Traceback" not in err
-    assert reply.gone.wait(10)
+    assert reply.gone.wait(60)
 
 
 def test_ctrl_c_before_the_first_token(daemon: FakeDaemon, env: dict[str, str]) -> None:
@@ -196,7 +196,7 @@ def test_ctrl_c_before_the_first_token(daemon: FakeDaemon, env: dict[str, str]) 
         err = process.stderr.read()
     assert process.returncode == Exit.INTERRUPTED, err
     assert b"Traceback" not in err
-    assert reply.gone.wait(10)
+    assert reply.gone.wait(60)
 
 
 def test_progress_of_loading_and_prefill_in_a_log(

@@ -45,7 +45,7 @@ def start(daemon: FakeDaemon, env: dict[str, str]) -> Iterator[Start]:
     def _start(*arguments: str) -> pexpect.spawn[str]:
         command = [*FLEETCTL[1:], "--home", str(daemon.home), *arguments]
         child = pexpect.spawn(
-            FLEETCTL[0], command, env=env, encoding="utf-8", timeout=15, dimensions=(40, 100)
+            FLEETCTL[0], command, env=env, encoding="utf-8", timeout=60, dimensions=(40, 100)
         )
         child.delaybeforesend = None
         children.append(child)
@@ -109,7 +109,7 @@ def test_a_man_in_the_middle_shows_another_phrase_and_is_not_let_in(daemon: Fake
     child.expect(r"pro \(z9y8x7w\) was not let in")
     assert ended(child) == Exit.ERROR
     assert posts(daemon, ANSWER) == [{"node_id": "PRO", "admit": False, "sees_prompts": False}]
-    assert reply.gone.wait(10)
+    assert reply.gone.wait(60)
 
 
 @pytest.mark.parametrize("at", ["left", "Is it on the other screen"])
@@ -124,7 +124,7 @@ def test_ctrl_c_closes_the_window(daemon: FakeDaemon, start: Start, at: str) -> 
     child.send("\x03")
     child.expect("The window is closed")
     assert ended(child) == Exit.INTERRUPTED
-    assert reply.gone.wait(10)
+    assert reply.gone.wait(60)
     assert posts(daemon, ANSWER) == []
 
 
@@ -241,7 +241,7 @@ def test_ctrl_c_stops_joining(daemon: FakeDaemon, start: Start) -> None:
     child.send("\x03")
     child.expect("Stopped.")
     assert ended(child) == Exit.INTERRUPTED
-    assert reply.gone.wait(10)
+    assert reply.gone.wait(60)
 
 
 @pytest.mark.parametrize(

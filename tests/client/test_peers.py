@@ -239,7 +239,7 @@ def test_a_pipe_gets_each_change_once(daemon: FakeDaemon, env: dict[str, str], a
             assert text.count("No other machine is paired") == 1
             assert "\x1b" not in text
         done.send_signal(signal.SIGINT)
-        done.communicate(timeout=15)
+        done.communicate(timeout=60)
     assert done.returncode == Exit.INTERRUPTED
 
 
@@ -255,7 +255,7 @@ def start(daemon: FakeDaemon, env: dict[str, str]) -> Iterator[Start]:
              *FLEETCTL, "--home", str(daemon.home), "peers", "--watch"],
             env={**env, "PROMPT_TOOLKIT_NO_CPR": "1"},
             encoding="utf-8",
-            timeout=15,
+            timeout=60,
             dimensions=(rows, columns),
         )  # fmt: skip
         child.delaybeforesend = None

@@ -28,7 +28,7 @@ def test_shown_and_erased() -> None:
     terminal = FakeTerminal()
     with Progress(terminal, show_after_s=0) as progress:
         progress.update("reading the prompt", 1024, 4096, unit="tokens")
-        assert terminal.painted.wait(10)
+        assert terminal.painted.wait(60)
     shown = terminal.getvalue()
     assert "reading the prompt" in shown
     assert "1,024 of 4,096 tokens" in shown
@@ -39,7 +39,7 @@ def test_a_stage_that_ends_by_itself_counts_down() -> None:
     terminal = FakeTerminal()
     with Progress(terminal, show_after_s=0) as progress:
         progress.update("waiting", left_s=299.9)
-        assert terminal.painted.wait(10)
+        assert terminal.painted.wait(60)
     assert "waiting  5 min 0 s left" in terminal.getvalue()
     late = io.StringIO()
     with Progress(late, show_after_s=0) as progress:
@@ -62,7 +62,7 @@ def test_a_stage_name_cannot_escape() -> None:
     terminal = FakeTerminal()
     with Progress(terminal, show_after_s=0) as progress:
         progress.update("\x1b[2Jstage\nname")
-        assert terminal.painted.wait(10)
+        assert terminal.painted.wait(60)
     assert "\x1b[2J" not in terminal.getvalue()
     assert "stage name" in terminal.getvalue()
 

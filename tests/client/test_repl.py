@@ -31,7 +31,7 @@ def start(daemon: FakeDaemon, env: dict[str, str]) -> Iterator[Start]:
             # No answers to cursor position requests come from a pexpect terminal.
             env={**env, "PROMPT_TOOLKIT_NO_CPR": "1"},
             encoding="utf-8",
-            timeout=15,
+            timeout=60,
             dimensions=(40, 100),
         )
         # Typing is not simulated at human speed.
@@ -82,7 +82,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(daemon: FakeDaemon, start: 
     child.send(CTRL_C)
     child.expect("stopped")
     child.expect(PROMPT)
-    assert endless.gone.wait(10)
+    assert endless.gone.wait(60)
     child.send("go on\r")
     child.expect("fine")
     child.expect(PROMPT)

@@ -108,7 +108,7 @@ def test_tcp_wants_the_token_of_the_file(daemon: LiveDaemon) -> None:
     token = (daemon.home / "api-token").read_text().strip()
 
     def models(**headers: str) -> int:
-        return get(http.client.HTTPConnection("127.0.0.1", port, timeout=10), "/v1/models", **headers)[0]
+        return get(http.client.HTTPConnection("127.0.0.1", port, timeout=60), "/v1/models", **headers)[0]
 
     assert models() == 401
     assert models(Authorization="Bearer wrong") == 401

@@ -162,7 +162,7 @@ def test_writes_waiting_for_a_hung_disk_are_bounded(store: Store, monkeypatch: p
         store.submit(lambda db: None)
     hung.set()
     for future in waiting:
-        future.result(5)
+        future.result(60)
     assert count(store) == 0
 
 

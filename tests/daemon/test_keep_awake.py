@@ -74,7 +74,7 @@ class AwakeMachine:
 
 async def becomes(condition: Callable[[], bool | Awaitable[bool]]) -> None:
     """Wait for another process, of which only the event loop may hear that it has ended."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (await found if isinstance(found := condition(), Awaitable) else found):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -22,7 +22,7 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
     """The service manager's end."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(tmp_path / "notify"))
-        sock.settimeout(10)
+        sock.settimeout(60)
         yield sock
 
 
@@ -39,7 +39,7 @@ def test_an_abstract_socket_is_reached() -> None:
     name = f"fleetd-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(f"\0{name}")
-        sock.settimeout(10)
+        sock.settimeout(60)
         Notifier({"NOTIFY_SOCKET": f"@{name}"}).send("READY=1")
         assert sock.recv(64) == b"READY=1"
 
@@ -99,7 +99,7 @@ async def test_the_kernel_tells_the_peers_user(tmp_path: Path) -> None:
     server = await asyncio.start_unix_server(accept, tmp_path / "s")
     async with server:
         _, writer = await asyncio.open_unix_connection(tmp_path / "s")
-        assert await asyncio.wait_for(seen, 10) == os.geteuid()
+        assert await asyncio.wait_for(seen, 60) == os.geteuid()
         writer.close()
         await writer.wait_closed()
 
@@ -113,7 +113,7 @@ async def test_tcp_peers_have_no_user() -> None:
 
     async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
         _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        assert await asyncio.wait_for(seen, 10) is None
+        assert await asyncio.wait_for(seen, 60) is None
         writer.close()
         await writer.wait_closed()
     assert peer_uid(None) is None

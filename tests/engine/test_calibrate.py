@@ -403,7 +403,7 @@ async def test_a_loaded_model_tells_its_speeds_and_nothing_is_left_of_the_measur
     pool: EnginePool, chain: ModelFolder
 ) -> None:
     await run(pool, chain, ask("<hello>"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not pool.status()[0].prefix_queries:  # noqa: ASYNC110 — told with its next beat
             await asyncio.sleep(0.01)
     (status,) = pool.status()

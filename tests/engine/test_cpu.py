@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
+import blas_threads
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -17,12 +19,21 @@ from mlx_lm.models import activations
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine import cpu
+from fleetd.hardware.probe import cores
 
 F32 = npt.NDArray[np.float32]
 CHANGED = "the bits of one row depend on what was computed beside it: MKL no longer adds as cpu.py assumes"
 # Around every bound at which MKL, the blocks or the pieces of a sum change their ways.
 EDGES = [15, 16, 17, 127, 128, 129, 191, 192, 193, 383, 384, 385, 1023, 1024, 1025]
 SHAPES = [(9, 3, 64), (16, 8, 128), (4, 4, 80), (4, 1, 64)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def all_threads() -> Iterator[None]:
+    """MKL is held to what it does on every core, as a worker uses it."""
+    blas_threads.use(cores())
+    yield
+    blas_threads.use(1)
 
 
 def draw(seed: int, *shape: int) -> F32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,9 +39,15 @@ def tokenizer(chain_path: Path) -> Any:
     return load_tokenizer(chain_path)
 
 
+@pytest.fixture(scope="module")
+def make_llama() -> Callable[[], Any]:
+    """One model for all; answers leave nothing in it."""
+    return functools.cache(lambda: tiny_architectures.tiny("llama", num_hidden_layers=2))
+
+
 @pytest.fixture
-def llama() -> Any:
-    return tiny_architectures.tiny("llama", num_hidden_layers=2)
+def llama(make_llama: Callable[[], Any]) -> Any:
+    return make_llama()
 
 
 @pytest.fixture
@@ -57,6 +64,20 @@ def one(model: Any, tokenizer: Any, speculation: Any, *sources: Any, **fields: A
     run.submit("r", PROMPT, *sources, **{"max_tokens": 60, **fields})
     run.finish()
     return run
+
+
+@pytest.fixture(scope="module")
+def plainly(make_llama: Callable[[], Any], tokenizer: Any) -> Callable[..., Run]:
+    """Its answers without drafts, by what is asked for besides the prompt."""
+    runs: dict[str, Run] = {}
+
+    def of(**fields: Any) -> Run:
+        key = repr(sorted(fields.items()))
+        if key not in runs:
+            runs[key] = one(make_llama(), tokenizer, None, **fields)
+        return runs[key]
+
+    return of
 
 
 SOURCES: dict[str, Callable[[list[int]], list[Scripted]]] = {
@@ -83,8 +104,10 @@ SOURCES: dict[str, Callable[[list[int]], list[Scripted]]] = {
         for kind in SOURCES
     ],
 )
-def test_any_source_gives_the_plain_answer(llama: Any, tokenizer: Any, kind: str, sampling: Sampling) -> None:
-    plain = one(llama, tokenizer, None, sampling=sampling, top_logprobs=2)
+def test_any_source_gives_the_plain_answer(
+    llama: Any, tokenizer: Any, plainly: Callable[..., Run], kind: str, sampling: Sampling
+) -> None:
+    plain = plainly(sampling=sampling, top_logprobs=2)
     sources = SOURCES[kind](plain.tokens["r"])
     run = one(llama, tokenizer, spec(), *sources, sampling=sampling, top_logprobs=2)
     assert run.said("r") == plain.said("r")
@@ -107,8 +130,10 @@ def test_any_source_gives_the_plain_answer(llama: Any, tokenizer: Any, kind: str
 
 
 @pytest.mark.parametrize("mode", ["auto", "on", "off"])
-def test_every_mode_gives_the_plain_answer(llama: Any, tokenizer: Any, mode: str) -> None:
-    plain = one(llama, tokenizer, None, max_tokens=120)
+def test_every_mode_gives_the_plain_answer(
+    llama: Any, tokenizer: Any, plainly: Callable[..., Run], mode: str
+) -> None:
+    plain = plainly(max_tokens=120)
     run = one(llama, tokenizer, spec(mode), max_tokens=120)
     assert run.said("r") == plain.said("r")
     drafted = run.finished("r").speculation
@@ -118,16 +143,18 @@ def test_every_mode_gives_the_plain_answer(llama: Any, tokenizer: Any, mode: str
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 6, 15, 16, 17, 18, 33])
-def test_max_tokens_anywhere_in_a_block(llama: Any, tokenizer: Any, limit: int) -> None:
-    plain = one(llama, tokenizer, None, max_tokens=60).tokens["r"]
+def test_max_tokens_anywhere_in_a_block(
+    llama: Any, tokenizer: Any, plainly: Callable[..., Run], limit: int
+) -> None:
+    plain = plainly(max_tokens=60).tokens["r"]
     run = one(llama, tokenizer, spec(), perfect(plain), max_tokens=limit)
     assert run.said("r") == one(llama, tokenizer, None, max_tokens=limit).said("r")
     assert run.finished("r").usage.completion_tokens == limit
 
 
-def test_no_draft_goes_past_the_answers_end(llama: Any, tokenizer: Any) -> None:
+def test_no_draft_goes_past_the_answers_end(llama: Any, tokenizer: Any, plainly: Callable[..., Run]) -> None:
     widths: list[int] = []
-    plain = one(llama, tokenizer, None).tokens["r"]
+    plain = plainly(max_tokens=60).tokens["r"]
     run = Run(llama, tokenizer, spec())
     run.submit("r", PROMPT, perfect(plain), max_tokens=20)
     while not run.decoding.apart:
@@ -319,8 +346,10 @@ def test_back_out_of_the_batch_once_it_is_alone_and_a_draft_is_good(llama: Any, 
     assert run.said("long") == plain.said("long")
 
 
-def test_cancelled_between_blocks_and_what_was_computed_is_right(llama: Any, tokenizer: Any) -> None:
-    plain = one(llama, tokenizer, None, max_tokens=60)
+def test_cancelled_between_blocks_and_what_was_computed_is_right(
+    llama: Any, tokenizer: Any, plainly: Callable[..., Run]
+) -> None:
+    plain = plainly(max_tokens=60)
     for turns in range(1, 6):
         run = Run(llama, tokenizer, spec())
         source = right_for(plain.tokens["r"], 4)
@@ -362,8 +391,10 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_no_further_than_the_probe_went(llama: Any, tokenizer: Any, blocks: list[int]) -> None:
-    plain = one(llama, tokenizer, None).tokens["r"]
+def test_no_further_than_the_probe_went(
+    llama: Any, tokenizer: Any, plainly: Callable[..., Run], blocks: list[int]
+) -> None:
+    plain = plainly(max_tokens=60).tokens["r"]
     verdict = ExactnessVerdict(8, len(PROMPT) + 20, "exact: for the test", {1: 1.0})
     run = Run(llama, tokenizer, spec(verdict=verdict))
     run.submit("r", PROMPT, perfect(plain), max_tokens=60)
@@ -461,8 +492,10 @@ def test_past_answers_help_where_they_are_remembered(llama: Any, tokenizer: Any)
     assert accepted[1] > max(30, accepted[0])
 
 
-def test_a_source_may_come_while_the_answer_runs(llama: Any, tokenizer: Any) -> None:
-    whole = one(llama, tokenizer, None).tokens["r"]
+def test_a_source_may_come_while_the_answer_runs(
+    llama: Any, tokenizer: Any, plainly: Callable[..., Run]
+) -> None:
+    whole = plainly(max_tokens=60).tokens["r"]
     run = Run(llama, tokenizer, spec())
     run.submit("r", PROMPT, max_tokens=60, speculate=Speculate(sources=["scripted"]))
     while "r" not in run.tokens:

@@ -25,7 +25,7 @@ from fleetd.errors import FleetError, OutOfMemory, PeerLost, ProtocolError
 
 PROMPT = [7, 99, 3, 250, 12, 12, 12, 5]
 TOKENS = 40
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class DraftPair:

@@ -175,7 +175,7 @@ class TwoMachines:
     def close(self) -> None:
         self.here.stop()
         for thread in self.threads:
-            thread.join(10)
+            thread.join(60)
 
     def finish(self) -> tuple[Finished, Fetched | None]:
         done = self.here.finish("second")

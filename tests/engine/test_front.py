@@ -103,7 +103,7 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
 
     def prepare(request: Generate, *_: Any, borders: bool) -> prompt_encoding.PreparedPrompt:
         asked.set()
-        assert cancelled.wait(10)
+        assert cancelled.wait(60)
         if fails:
             raise BadRequest("no")
         return prompt_encoding.PreparedPrompt(request, [1])
@@ -114,7 +114,7 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
     for command in decoder.feed(ends.link.receive()):
         ends.front._preparing[command.id] = False
         ends.front._prompts.submit(ends.front._prepare, command)
-    assert asked.wait(10)
+    assert asked.wait(60)
     with ends.front._lock:
         ends.front._preparing["r"] = True
     cancelled.set()

@@ -19,7 +19,7 @@ from fleetd.errors import EngineError, FleetError, PeerLost, ProtocolError, Seal
 from fleetd.sealed.stream import SealedSender
 
 KEY = bytes(range(32))
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

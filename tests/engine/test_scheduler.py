@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from turned_scheduler import TurnedScheduler
 
 from fleetd import limits
+from fleetd.engine import decoding, sequence
 from fleetd.engine.calibrate import Calibration
 from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.idle_calibration import IdleCalibration
@@ -236,10 +237,14 @@ def test_nothing_is_kept_after_any_sequence(parts: tuple[Any, Any]) -> None:
     bench.check_clean()
 
 
-def test_an_answer_that_cannot_grow_fails_alone(parts: tuple[Any, Any]) -> None:
-    bench = SchedulerBench(parts, budget=KvBudget.of(1300 * 1024, 1024))
+def test_an_answer_that_cannot_grow_fails_alone(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (decoding, sequence):
+        monkeypatch.setattr(module, "GROWTH_TOKENS", 32)
+    bench = SchedulerBench(parts, budget=KvBudget.of(240 * 1024, 1024))
     for name in ("a", "b"):
-        bench.submit(name, f"{name}<count>", max_tokens=1200)
+        bench.submit(name, f"{name}<count>", max_tokens=200)
     bench.finish()
     ends = [bench.of(name)[-1] for name in ("a", "b")]
     assert sorted(type(e).__name__ for e in ends) == ["Failed", "Finished"]

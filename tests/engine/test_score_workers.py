@@ -80,7 +80,7 @@ async def test_closing_cancels(pool: EnginePool, chain: ModelFolder) -> None:
             break
     answer = await run(pool, chain, ask("<hello>"))
     assert answer.text == "Hello there, world!"
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         # A beat tells it.
         while pool.status()[0].kv_bytes or pool.status()[0].assisting:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

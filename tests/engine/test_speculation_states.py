@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,34 @@ def tokenizer(chain_path: Path) -> Any:
     return load_tokenizer(chain_path)
 
 
+@pytest.fixture(scope="module")
+def model_of() -> Callable[[str], Any]:
+    """A model of the sample; what answers leave in it is nothing."""
+    return functools.cache(tiny_architectures.tiny)
+
+
 @pytest.fixture(params=SAMPLE)
-def model(request: pytest.FixtureRequest) -> Any:
-    return tiny_architectures.tiny(request.param)
+def model(request: pytest.FixtureRequest, model_of: Callable[[str], Any]) -> Any:
+    return model_of(request.param)
+
+
+def sampled(cases: Collection[Any], everywhere: Collection[Any]) -> Any:
+    """For ``parametrize``: all cases with the first model, some of them with the others."""
+    return pytest.mark.parametrize(
+        ("model", "case"),
+        [
+            pytest.param(name, case, marks=() if case in quick else pytest.mark.long)
+            for name in SAMPLE
+            for quick in [cases if name == SAMPLE[0] else everywhere]
+            for case in cases
+        ],
+        indirect=["model"],
+    )
 
 
 @pytest.fixture
-def qwen() -> Any:
-    return tiny_architectures.tiny("qwen3_5")
+def qwen(model_of: Callable[[str], Any]) -> Any:
+    return model_of("qwen3_5")
 
 
 def row(model: Any, sampling: Sampling) -> VerifyRow:
@@ -76,9 +97,10 @@ def left_behind(cache: list[Any], tokens: int) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize(("right", "sampling"), [(0, GREEDY), (1, GREEDY), (3, PENALISED), (15, GREEDY)])
-def test_blocks_choose_what_single_steps_choose(model: Any, right: int, sampling: Sampling) -> None:
+@sampled([(0, GREEDY), (1, GREEDY), (3, PENALISED), (15, GREEDY)], everywhere=[(1, GREEDY), (3, PENALISED)])
+def test_blocks_choose_what_single_steps_choose(model: Any, case: tuple[int, Sampling]) -> None:
     """With so many right drafts before a wrong one; tokens, log-probabilities, states, keys and values."""
+    right, sampling = case
     single = row(model, sampling)
     expected = [single.step() for _ in range(32)]
     truth = [one.token for one in expected]
@@ -154,10 +176,25 @@ def ran(model: Any, tokenizer: Any, speculation: Any, *sources: Any, **fields: A
     return run
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-def test_any_source_gives_the_plain_answer(model: Any, tokenizer: Any, kind: str) -> None:
-    plain = ran(model, tokenizer, None)
-    sources = SOURCES[kind](plain.tokens["r"])
+@pytest.fixture(scope="module")
+def plainly(tokenizer: Any) -> Callable[[Any], Run]:
+    """A model's answer without drafts; of the models that are kept through all tests of this module."""
+    runs: dict[int, Run] = {}
+
+    def of(model: Any) -> Run:
+        if id(model) not in runs:
+            runs[id(model)] = ran(model, tokenizer, None)
+        return runs[id(model)]
+
+    return of
+
+
+@sampled(SOURCES, everywhere=["two right", "all at once"])
+def test_any_source_gives_the_plain_answer(
+    model: Any, tokenizer: Any, plainly: Callable[[Any], Run], case: str
+) -> None:
+    plain = plainly(model)
+    sources = SOURCES[case](plain.tokens["r"])
     run = ran(model, tokenizer, speculating.speculation(VOCAB), *sources)
     assert run.said("r") == plain.said("r")
     report = run.finished("r").speculation
@@ -166,15 +203,19 @@ def test_any_source_gives_the_plain_answer(model: Any, tokenizer: Any, kind: str
 
 
 @pytest.mark.parametrize("limit", [1, 5, 16, 17, 33])
-def test_max_tokens_anywhere_in_a_block(qwen: Any, tokenizer: Any, limit: int) -> None:
-    whole = ran(qwen, tokenizer, None).tokens["r"]
+def test_max_tokens_anywhere_in_a_block(
+    qwen: Any, tokenizer: Any, plainly: Callable[[Any], Run], limit: int
+) -> None:
+    whole = plainly(qwen).tokens["r"]
     plain = ran(qwen, tokenizer, None, max_tokens=limit)
     run = ran(qwen, tokenizer, speculating.speculation(VOCAB), right_for(whole, 4), max_tokens=limit)
     assert run.said("r") == plain.said("r")
 
 
-def test_what_an_answer_computed_serves_the_next_prompt(model: Any, tokenizer: Any) -> None:
-    whole = ran(model, tokenizer, None).tokens["r"]
+def test_what_an_answer_computed_serves_the_next_prompt(
+    model: Any, tokenizer: Any, plainly: Callable[[Any], Run]
+) -> None:
+    whole = plainly(model).tokens["r"]
     plain, run = Run(model, tokenizer), Run(model, tokenizer, speculating.speculation(VOCAB))
     plain.submit("a", PROMPT, max_tokens=30)
     run.submit("a", PROMPT, right_for(whole, 3), max_tokens=30)

@@ -28,7 +28,7 @@ def pair() -> Iterator[Pair]:
 
     def pair() -> tuple[socket.socket, socket.socket]:
         theirs, ours = socket.socketpair()
-        ours.settimeout(10)
+        ours.settimeout(60)
         made.extend((theirs, ours))
         return theirs, ours
 
@@ -134,7 +134,7 @@ def test_what_is_no_stream_is_refused(pair: Pair, with_socket: bool) -> None:
     sender.start()
     with pytest.raises(ProtocolError):
         receive_sockets(channel, lambda tag, sock: None)
-    sender.join(10)
+    sender.join(60)
     given.close()
     assert not is_open(given_end)
 
@@ -147,7 +147,7 @@ def test_streams_come_until_the_daemon_goes(pair: Pair) -> None:
     for number in range(3):
         handoff.send(theirs, msgspec.msgpack.encode(tag(f"{number}")), pair()[0])
     theirs.shutdown(socket.SHUT_RDWR)
-    reader.join(10)
+    reader.join(60)
     assert not reader.is_alive()
     assert len(streams) == 3
     streams.close()

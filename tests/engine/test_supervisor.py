@@ -65,7 +65,7 @@ async def watched(make_pool: Callable[..., EnginePool], behave: Misbehave) -> As
     watch.cancel()
     await asyncio.wait([watch])
     await pool.close()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         started = set(psutil.Process().children()) - processes
         left = started, len(asyncio.all_tasks()) - tasks, _fds() - fds
@@ -76,7 +76,7 @@ async def watched(make_pool: Callable[..., EnginePool], behave: Misbehave) -> As
 
 
 async def drain(pool: EnginePool, request_id: str = "r") -> list[Loading | Event]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return [e async for e in pool.stream(FOLDER, ask("<hello>", request_id))]
 
 
@@ -185,7 +185,7 @@ async def test_a_worker_that_takes_no_streams_holds_nobody_up(
     await watched.unload("fake")
     for ours, _ in pairs:
         with ours:
-            ours.settimeout(10)
+            ours.settimeout(60)
             assert await asyncio.to_thread(ours.recv, 1) == b""
 
 
@@ -295,7 +295,7 @@ async def test_a_long_line_on_stderr_does_no_harm(watched: EnginePool, behave: M
 async def test_a_worker_deaf_to_shutdown_is_killed(watched: EnginePool, behave: Misbehave) -> None:
     behave("deaf to shutdown")
     await drain(watched)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         assert await watched.unload("fake")
 
 
@@ -304,7 +304,7 @@ async def test_unloading_during_a_load_ends_the_waiting_request(
 ) -> None:
     behave("hangs while loading")
     request = asyncio.create_task(drain(watched))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not (watched.status() and watched.status()[0].stage == "reading"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert await watched.unload("fake")
@@ -380,7 +380,7 @@ async def test_what_a_worker_measured_again_takes_the_place_of_what_it_measured_
 ) -> None:
     behave("measures again")
     await drain(watched)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not (status := watched.status()[0]).prefill_tok_s:  # noqa: ASYNC110  (told a moment later)
             await asyncio.sleep(0.01)
     assert (status.prefill_tok_s, status.decode_tok_s, status.prefill_context_s) == (500.0, 40.0, 1e-6)
@@ -451,7 +451,7 @@ async def test_the_pool_asks_by_itself(make_pool: Callable[..., EnginePool], beh
     worker = pool._engines["fake"]._process
     assert worker is not None
     watch = asyncio.create_task(pool.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await worker.wait()
     watch.cancel()
     assert pool.engine(FOLDER) is None

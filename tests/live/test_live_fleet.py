@@ -458,7 +458,7 @@ def test_a_machine_that_was_away_when_it_was_unpaired_stays_out(make_fleet: Make
 
 def test_a_stranger_gets_nothing_from_the_peer_port(fleet: LiveFleet) -> None:
     host, port = fleet.peer_address("beta")
-    connection = http.client.HTTPConnection(host, port, timeout=10)
+    connection = http.client.HTTPConnection(host, port, timeout=60)
     connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {fleet['beta'].key}"})
     with pytest.raises((http.client.BadStatusLine, ConnectionError)):
         connection.getresponse()

@@ -222,7 +222,7 @@ def test_the_processes_end_with_their_daemon(module: str, tmp_path: Path) -> Non
         # It is alive and waits for its message.
         assert b"connecting" in process.stdout.readline()
         ours.close()
-        assert process.wait(10) == 1
+        assert process.wait(60) == 1
 
 
 async def test_what_another_attempt_left_is_used_only_if_it_is_the_same(

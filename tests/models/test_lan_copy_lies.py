@@ -206,7 +206,7 @@ async def refusal(folder: Path, *needs: CopyNeed) -> FleetError:
     with far:
         with pytest.raises(FleetError) as refused:
             await client.send(folder, list(needs), near, KEY)
-        far.settimeout(10)
+        far.settimeout(60)
         assert far.recv(1) == b""
     return refused.value
 

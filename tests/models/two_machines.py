@@ -90,7 +90,7 @@ class FaultyWire:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 @dataclass

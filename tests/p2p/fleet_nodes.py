@@ -11,7 +11,7 @@ from typing import Any
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
 
-WITHIN_S = 10.0
+WITHIN_S = 60.0
 
 
 def settings(folder: Path, name: str, **more: Any) -> NodeSettings:

@@ -69,7 +69,7 @@ class DiscoveringMachine:
         self.heard[found.node_id] = found
         self.news.set()
 
-    async def until(self, met: Callable[[], bool], within_s: float = 10.0) -> None:
+    async def until(self, met: Callable[[], bool], within_s: float = 60.0) -> None:
         async with asyncio.timeout(within_s):
             while not met():
                 self.news.clear()

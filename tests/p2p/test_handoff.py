@@ -23,7 +23,7 @@ CHILD = """
 import socket, sys
 from fleetd.sealed import handoff
 channel = socket.socket(fileno=int(sys.argv[1]))
-channel.settimeout(10)
+channel.settimeout(60)
 while True:
     try:
         body, sock = handoff.receive(channel)
@@ -38,7 +38,7 @@ while True:
 def channel() -> Iterator[tuple[socket.socket, socket.socket]]:
     here, there = socket.socketpair()
     for end in (here, there):
-        end.settimeout(10)
+        end.settimeout(60)
     with here, there:
         yield here, there
 
@@ -76,7 +76,7 @@ def sending(channel: socket.socket, body: bytes, sock: socket.socket) -> Iterato
     with ThreadPoolExecutor(1) as thread:
         sent = thread.submit(handoff.send, channel, body, sock)
         yield sent
-        sent.result(10)
+        sent.result(60)
 
 
 class TappedSocket(socket.socket):
@@ -84,7 +84,7 @@ class TappedSocket(socket.socket):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(fileno=sock.detach())
-        self.settimeout(10)
+        self.settimeout(60)
         self.awaited = threading.Event()
 
     def recv(self, *arguments: int) -> bytes:
@@ -101,10 +101,10 @@ def test_the_sender_keeps_its_copy_until_the_other_process_has_one(
         here.settimeout(0)
         with pytest.raises(BlockingIOError):
             handoff.send(here, b"given up", spare)
-        here.settimeout(10)
+        here.settimeout(60)
         here.awaited.clear()
         with sending(here, b"kept", spare) as sent:
-            assert here.awaited.wait(10)
+            assert here.awaited.wait(60)
             late, given_up = handoff.receive(there)
             assert (late, sent.done()) == (b"given up", False)
             body, sock = handoff.receive(there)
@@ -131,7 +131,7 @@ def test_another_process_speaks_on_the_sockets_it_is_given(
     there.close()
     for number in range(3):
         near, far = tcp_pair()
-        near.settimeout(10)
+        near.settimeout(60)
         # As an event loop would have it.
         far.setblocking(False)
         with near, far:
@@ -143,7 +143,7 @@ def test_another_process_speaks_on_the_sockets_it_is_given(
         # The end of the stream shows that no copy of the socket is open here or there.
         assert answer == b"got number %d" % number
     here.close()
-    assert child.wait(10) == 0
+    assert child.wait(60) == 0
 
 
 @pytest.mark.usefixtures("no_leak")
@@ -191,7 +191,7 @@ def test_the_longest_message_passes_and_a_longer_one_is_not_sent(
         stdin=subprocess.DEVNULL,
     )
     near, far = tcp_pair()
-    near.settimeout(10)
+    near.settimeout(60)
     with near, far:
         handoff.send(here, b"x" * limits.HANDOFF_BYTES, far)
         far.close()
@@ -203,7 +203,7 @@ def test_the_longest_message_passes_and_a_longer_one_is_not_sent(
         handoff.send(here, b"x" * (limits.HANDOFF_BYTES + 1))
     here.close()
     there.close()
-    assert child.wait(10) == 0
+    assert child.wait(60) == 0
 
 
 @pytest.mark.usefixtures("no_leak")

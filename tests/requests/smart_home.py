@@ -42,7 +42,7 @@ from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
 from fleetd.store import Store
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 ASKED = SmartPrefillPolicy(enabled=True, target_ratio=0.2, min_prompt_tokens=500)
 
 

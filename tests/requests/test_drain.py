@@ -94,7 +94,7 @@ def start(tmp_path: Path) -> Start:
         )
         task = asyncio.create_task(daemon.serve())
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(25):
                 while not daemon.status().ready:  # noqa: ASYNC110  (readiness is a figure in status)
                     await asyncio.sleep(0.005)
             async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(home.socket))) as session:
@@ -116,18 +116,18 @@ async def ended(task: asyncio.Task[None]) -> None:
 
 
 async def read_until(lines: aiohttp.StreamReader, wanted: str) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):
         while wanted not in (line := (await lines.readline()).decode()):
             assert line, f"the stream ended before {wanted!r}"
 
 
 async def rest(response: aiohttp.ClientResponse) -> str:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):
         return (await response.read()).decode()
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

@@ -270,7 +270,7 @@ async def test_a_snapshot_that_could_not_be_checked_is_not_offered(tmp_path: Pat
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES, states=states)
         body = messages.encode(messages.BlocksQuestion(NAMES, states=True))
-        answer = await node.ask(keepers[0].node_id, messages.FIND, body, within_s=10)
+        answer = await node.ask(keepers[0].node_id, messages.FIND, body, within_s=60)
         found = messages.decode(answer, messages.BlocksFound)
         assert (found.blocks, found.state_bytes) == (0, 0)
 
@@ -316,10 +316,10 @@ async def test_nothing_is_told_of_prompts_that_stay_or_to_who_may_not_see_them(t
         # Nor by a name that says how such a block is kept.
         guess = [block_names.kept_as(name, local_only=True) for name in NAMES]
         body = messages.encode(messages.BlocksQuestion(guess))
-        answer = await node.ask(keepers[0].node_id, messages.FIND, body, within_s=10)
+        answer = await node.ask(keepers[0].node_id, messages.FIND, body, within_s=60)
         assert messages.decode(answer, messages.BlocksFound).blocks == 0
         with pytest.raises(Forbidden):
-            await node.ask(keepers[1].node_id, messages.FIND, body, within_s=10)
+            await node.ask(keepers[1].node_id, messages.FIND, body, within_s=60)
 
 
 @pytest.mark.parametrize(

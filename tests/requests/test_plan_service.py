@@ -465,7 +465,7 @@ async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path, fa
     )
     task = asyncio.create_task(daemon.serve())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not daemon.status().ready:  # noqa: ASYNC110  (readiness is a figure in status)
                 await asyncio.sleep(0.005)
         async with (

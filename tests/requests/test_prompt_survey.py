@@ -227,7 +227,7 @@ async def test_prompts_that_stay_are_asked_for_nowhere_and_found_by_nobody(tmp_p
         # A machine that this one may not ask answers nobody.
         body = messages.encode(messages.TextQuestion(DIGEST, links(TEXT)))
         with pytest.raises(Forbidden):
-            await node.ask(keepers[1].node_id, messages.LOOK, body, within_s=10)
+            await node.ask(keepers[1].node_id, messages.LOOK, body, within_s=60)
 
 
 @pytest.mark.parametrize("fields", [{"sees_prompts": False}, {"unusable": "It does not answer."}])

@@ -76,7 +76,7 @@ def shown(metrics: Metrics, line: str) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  (conditions on figures, which announce nothing)
             await asyncio.sleep(0.001)
 
@@ -373,7 +373,7 @@ async def test_draining_refuses_new_work_and_waits_for_old(make_runner: Make) ->
     assert not drained.done()
     gate.set()
     assert isinstance((await task)[-1], Finished)
-    await asyncio.wait_for(drained, 10)
+    await asyncio.wait_for(drained, 60)
 
 
 async def test_what_is_cut_off_by_the_stop_says_so(make_runner: Make, store: Store) -> None:

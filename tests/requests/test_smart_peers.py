@@ -61,7 +61,7 @@ from fleetd.requests.smart_prefill.segment_scoring import (
 from fleetd.requests.smart_prefill.server import ScoreServer
 from fleetd.store import Store
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 DIGEST = "d" * 64
 SMOL = "smollm2-135m"
 ASKED = SmartPrefillPolicy(enabled=True, target_ratio=0.2, min_prompt_tokens=500)

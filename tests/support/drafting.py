@@ -87,7 +87,7 @@ async def drafted(
                         await settle(lambda: wire.came > DRAFTED_BYTES)
                         home.alone(request.id)
             if drafter.state == "ready" and not leave:
-                await asyncio.wait({task}, timeout=20)
+                await asyncio.wait({task}, timeout=60)
                 assert followed.error is not None or followed.events[1:], "it did not see the stream end"
         return told, followed
     finally:

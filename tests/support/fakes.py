@@ -37,7 +37,7 @@ from fleetd.errors import FleetError, ModelNotFound
 from fleetd.models.other_stores import FoundFile
 from fleetd.requests.job import Job
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 LAYERS = 4
 ARITHMETIC = Arithmetic(
     "cpu",

@@ -109,7 +109,7 @@ class Programs:
         """End the server, which kills what still runs."""
         if self._server is not None:
             self.channel.close()
-            self._server.wait(20)
+            self._server.wait(60)
 
     async def exec(self, *command: str, **options: Any) -> Any:
         """In the place of ``asyncio.create_subprocess_exec``: forks workers, starts all else as usual."""

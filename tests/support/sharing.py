@@ -270,7 +270,7 @@ class Relay:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
         self._home.close()
         self._helper.close()
 
@@ -290,6 +290,6 @@ def resources(engine: EngineProcess) -> tuple[int, int]:
 
 async def settle(check: Callable[[], bool]) -> None:
     """Until it is so; processes tell what they have done when they beat."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not check():  # noqa: ASYNC110 — what is waited for happens in other processes
             await asyncio.sleep(0.05)

@@ -8,6 +8,7 @@ in the long tests only.
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -666,18 +667,32 @@ def config_of(model_type: str, **changes: Any) -> dict[str, Any]:
 FAMILIES: dict[str, Architecture] = {name: CUT[_code_of(config_of(name))] for name in OWN}
 
 
-def tiny(model_type: str, **changes: Any) -> Any:
-    """The model with random weights in f32."""
-    config = config_of(model_type, **changes)
-    model_class, args_class = _get_classes(config)
-    model = model_class(args_class.from_dict(config))
+@lru_cache(32)
+def _weights(config: str) -> Any:
+    """Random weights of the model with this config; drawing them takes longer than building it."""
+    model = _built(json.loads(config))
     keys = iter(mx.random.split(mx.random.key(11), 1000))
 
     def draw(array: mx.array) -> mx.array:
         noise = mx.random.normal(array.shape, key=next(keys))
         return noise * 0.05 if array.ndim > 1 else 1.0 + noise * 0.1
 
-    model.update(tree_map(draw, model.parameters()))
+    weights = tree_map(draw, model.parameters())
+    mx.eval(weights)
+    return weights
+
+
+def _built(config: dict[str, Any]) -> Any:
+    model_class, args_class = _get_classes(config)
+    return model_class(args_class.from_dict(config))
+
+
+def tiny(model_type: str, **changes: Any) -> Any:
+    """The model with random weights in f32, the same every time; each one may be changed by itself."""
+    config = config_of(model_type, **changes)
+    model = _built(config)
+    # Arrays of its own, in which an item can be set.
+    model.update(tree_map(mx.array, _weights(json.dumps(config))))
     model.eval()
     mx.eval(model.parameters())
     return model
