@@ -286,7 +286,7 @@ def _speeds(model: Any, device: Device, vocabulary: int, context: int) -> Speeds
 
 
 def _with_sharing(facts: Ready, sharable: Sharable) -> Ready:
-    """With what other machines need to know to help with prompts."""
+    """Add what other machines need to know to help with prompts."""
     stage = sharable.stage
     return msgspec.structs.replace(
         facts,

@@ -11,8 +11,8 @@ the other machine's system has in memory and those on its disk differ tenfold, a
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import median
 
 from fleetd import limits
 from fleetd.cache.disk_speed import is_cached
@@ -105,6 +105,13 @@ class FetchSpeeds:
         last = self._last.get((node_id, place), ())
         recent = [each for each in last if now_s - each.at_s < limits.FETCH_SPEED_S]
         rates = [each.bytes_per_s for each in recent if each.bytes_per_s is not None]
-        opening_s = median(each.opening_s for each in recent) if recent else figures.opening_s
-        rate = min(median(rates), _OTHER_LINK * link.bytes_per_s) if rates else figures.bytes_per_s
+        opening_s = _median(each.opening_s for each in recent) if recent else figures.opening_s
+        rate = min(_median(rates), _OTHER_LINK * link.bytes_per_s) if rates else figures.bytes_per_s
         return FetchSpeed(opening_s, rate)
+
+
+def _median(figures: Iterable[float]) -> float:
+    """The middle one, without ``statistics``, which a daemon at rest has no need to load."""
+    ordered = sorted(figures)
+    half = len(ordered) // 2
+    return (ordered[half] + ordered[~half]) / 2

@@ -30,7 +30,7 @@ SIZE = 120
 CHANGES = changes("acceptor", "connector")
 
 
-class Wire:
+class RecordedWire:
     """A socket whose other end has sent these bytes, or that keeps what is sent."""
 
     def __init__(self, data: bytes = b"") -> None:
@@ -74,7 +74,7 @@ def received(wire: bytes, numbers: Sequence[int], key: bytes = KEY) -> Arrived:
         came[number] = bytes(buffers[number])
         return True
 
-    receiver = SealedReceiver(cast("socket.socket", Wire(wire)), key, "connector")
+    receiver = SealedReceiver(cast("socket.socket", RecordedWire(wire)), key, "connector")
     try:
         block_stream.receive(receiver, numbers, targets, tell)
     except (SealBroken, PeerLost, PeerWrong) as error:
@@ -90,7 +90,7 @@ def sent(store: BlockStore, settings: DiskCacheSettings) -> list[list[bytes]]:
     as every connection has one."""
 
     def stream(names: list[bytes], key: bytes) -> list[bytes]:
-        wire = Wire()
+        wire = RecordedWire()
         sender = SealedSender(cast("socket.socket", wire), key, "acceptor")
         assert block_stream.send(sender, names, store.read) == SIZE * len(names)
         chunks = chunks_of(bytes(wire.data))

@@ -20,6 +20,7 @@ from kv_blocks import files, payload, prompt, read, write
 from fleetd.cache import block_names, text_links
 from fleetd.cache.block_file import sealed_bytes
 from fleetd.cache.block_store import BlockStore, CacheUnavailable, NotKept
+from fleetd.cache.index import RestoredPrompt
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.control.cache_report import CacheReport
@@ -77,7 +78,7 @@ def day(settings: DiskCacheSettings, *, whole: bool = True) -> int:
     allowed(lambda: store.longest([text_links.kept_as(DIGEST, link) for link in LINKS]))
     # The first prompt's end makes room.
     allowed(lambda: write(store, SECOND, worth=2.0))
-    allowed(lambda: store.restored("tiny", 512, 2 << 20, 0.1, 1.0))
+    allowed(lambda: store.restored(RestoredPrompt("tiny", 512, 2 << 20, 0.1, 1.0)))
     allowed(lambda: store.sent(2 << 20, 0.1, 1.0))
     for names in (FIRST, SECOND):
         for number, name in enumerate(names):
@@ -158,7 +159,7 @@ def test_an_index_that_cannot_be_used_at_the_start_is_kept_for_later(
     cache.close()
 
 
-class Said:
+class SaidNotes:
     """What a daemon logs of its cache."""
 
     def __init__(self) -> None:
@@ -179,7 +180,7 @@ def test_a_daemon_starts_and_answers_whatever_its_index_does(
         settings = kv_blocks.settings(home / str(statement), QUOTA_BYTES)
         with kv_blocks.opened(settings) as store:
             write(store, FIRST)
-        database, said = FailingDatabase(statement, fault, FROM_THEN_ON), Said()
+        database, said = FailingDatabase(statement, fault, FROM_THEN_ON), SaidNotes()
         with monkeypatch.context() as patch:
             patch.setattr(sqlite3, "connect", database.connecting())
             patch.setattr("fleetd.cache.service.log", said)
@@ -227,7 +228,7 @@ def kept(settings: DiskCacheSettings) -> None:
     with kv_blocks.opened(settings) as store:
         write(store, FIRST)
         store.begin_with(text_links.filled_blocks(DIGEST, LINKS, FIRST, 0.5))
-        store.restored("tiny", 512, 2 << 20, 0.1, 1.0)
+        store.restored(RestoredPrompt("tiny", 512, 2 << 20, 0.1, 1.0))
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
@@ -259,7 +260,7 @@ def test_a_damaged_index_that_cannot_be_deleted_keeps_no_daemon_from_starting(
     def refuse(self: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    said = Said()
+    said = SaidNotes()
     cache = DiskCache(settings, on=True, note=lambda: "")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)

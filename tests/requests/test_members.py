@@ -339,7 +339,7 @@ def test_a_machine_that_misses_questions_is_left_out_shortly_until_it_answers_on
     def missed(count: int) -> float:
         """Questions that it does not answer in time; returns for how long it is not asked."""
         for _ in range(count):
-            members.unanswered("a")
+            members.unanswered("a", fleet.now_s)
         begun_s = fleet.now_s
         while members.left_out("a", "fetch"):
             fleet.now_s += limits.FETCH_SILENT_S
@@ -365,7 +365,7 @@ def test_attack_answering_questions_does_not_make_up_for_blocks_that_were_wrong(
     assert members.left_out("a", "fetch")
     fleet.now_s += limits.BACKOFF_S
     for _ in range(limits.FETCH_UNANSWERED):
-        members.unanswered("a")
+        members.unanswered("a", fleet.now_s)
     members.answered("a")
     fleet.now_s += limits.BACKOFF_S
     assert members.left_out("a", "fetch"), "twice as long as before"
