@@ -14,6 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -147,9 +148,9 @@ class BlockReader:
                 work(store)
             except (CacheUnavailable, NotKept):
                 pass  # a miss; the writer tells people of it
-            except Exception:  # noqa: S110
+            except Exception:
                 # A bug, or memory that is short: what has come counts, and the next prompt is looked for.
-                pass
+                traceback.print_exc()
             self._stuck = False
         store.close()
 

@@ -93,6 +93,15 @@ _PLAIN = Architecture()
 _LLAMA = Architecture(chunks="unless windows", windows="where set")
 _WINDOWS = Architecture(chunks="same", windows="yes")
 _GEMMA3 = Architecture(scale="sqrt_width_bf16", chunks="same", windows="yes")
+_GEMMA4 = Architecture(
+    scale="sqrt_width",
+    call="per-layer inputs",
+    keeps="first",
+    logits="softcap",
+    chunks="same",
+    whole=_PLAIN_POSITIONS,
+    windows="yes",
+)
 # Attends to one new token otherwise than to several.
 _DEEPSEEK3 = Architecture(mask_array=True, chunks="same")
 
@@ -178,36 +187,10 @@ CUT: dict[str, Architecture] = {
     ),
     "smollm3": _LLAMA,
     "starcoder2": _PLAIN,
-    "gemma4": Architecture(
-        text=_TEXT,
-        scale="sqrt_width",
-        call="per-layer inputs",
-        keeps="first",
-        logits="softcap",
-        chunks="same",
-        whole=_PLAIN_POSITIONS,
-        windows="yes",
-    ),
-    "gemma4_text": Architecture(
-        scale="sqrt_width",
-        call="per-layer inputs",
-        keeps="first",
-        logits="softcap",
-        chunks="same",
-        whole=_PLAIN_POSITIONS,
-        windows="yes",
-    ),
-    "gemma3n": Architecture(
-        text="model.language_model",
-        body="",
-        scale="sqrt_width",
-        call="reused caches",
-        between="several states",
-        keeps="first",
-        logits="softcap",
-        chunks="same",
-        whole=_PLAIN_POSITIONS,
-        windows="yes",
+    "gemma4": replace(_GEMMA4, text=_TEXT),
+    "gemma4_text": _GEMMA4,
+    "gemma3n": replace(
+        _GEMMA4, text="model.language_model", body="", call="reused caches", between="several states"
     ),
     "glm4_moe_lite": _LATENT_ARRAY,
     "glm_moe_dsa": replace(_LATENT_ARRAY, whole=_INDEX),

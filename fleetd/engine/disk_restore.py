@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from typing import Any, Protocol
 
 from fleetd import limits
@@ -71,7 +72,8 @@ class Restoring:
         try:
             return self._step()
         except Exception:
-            # Whatever it makes of a library: what the disk has is a miss, and the prompt is computed.
+            # A bug, or a library's: what the disk has is a miss, and the prompt is computed.
+            traceback.print_exc()
             self.close()
             return self._none()
 

@@ -17,6 +17,7 @@ import random
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
@@ -120,6 +121,7 @@ class Fetching:
             layout = self._tier.layout()
         except Exception:
             # It may compute a token to see that, which may fail. Then the prompt is computed.
+            traceback.print_exc()
             return None
         cost, start = self._tier.cost, self._first * _BLOCK
         block_bytes = layout.header(0).nbytes
