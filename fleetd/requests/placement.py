@@ -38,7 +38,8 @@ ANSWER_TOKENS = 256
 class Placement:
     """``node_id`` is THIS_NODE or a peer's. ``digest``: of the files that it would run, "" if unknown.
     ``prefill_s``: by the plan, None if it was not priced. ``fetches``: what others keep of the prompt may be
-    fetched; helpers compute it sooner otherwise. ``capped``: claims of others that are not believed.
+    fetched; helpers compute it sooner otherwise. ``cached_tokens``: of the prompt's, those that are probably
+    not computed. ``capped``: claims of others that are not believed.
     ``asleep``: it has to be woken first. ``kept_where``: which machine has read its beginning before, and if
     another one was chosen, why; "" where none has.
     """
@@ -51,6 +52,7 @@ class Placement:
     capped: tuple[str, ...] = ()
     kept_where: str = ""
     fetches: bool = True
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +136,12 @@ class Placer:
                 return staying
             raise no_machine(model.name, ways, why, tried=bool(tried))
         best = ways.placements[0]
+        cached_tokens = ways.chosen.cached_tokens if ways.chosen is not None else 0
         if best.node_id == THIS_NODE:
             declined = ways.chosen is not None and ways.chosen.declined
-            return replace(staying, kept_where=ways.kept_where, fetches=not declined)
+            return replace(
+                staying, kept_where=ways.kept_where, fetches=not declined, cached_tokens=cached_tokens
+            )
         member = next(member for member in others if member.node_id == best.node_id)
         card = member.card
         exactness: Exactness = "exact" if alike(self._members.here().card, card, model.name) else "plan"
@@ -149,6 +154,7 @@ class Placer:
             member.wake_s > 0,
             capped,
             ways.kept_where,
+            cached_tokens=cached_tokens,
         )
 
     def capped(self, model: str) -> list[str]:
@@ -414,6 +420,7 @@ def candidate(
         rtt_s=member.rtt_s,
         running=card.running,
         waiting=card.waiting,
+        unread_tokens=card.unread_tokens,
         max_streams=card.max_streams,
         can_pull=can_pull,
         cached_tokens=cached_tokens,
