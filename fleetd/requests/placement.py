@@ -19,6 +19,7 @@ from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.beginnings import Beginning, KeptBeginning, from_disk, from_peer
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
+from fleetd.plan.fetch_speeds import FetchSpeed
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import Candidate, RouteQuestion
 from fleetd.plan.ways import Home, Ways, plan
@@ -245,7 +246,8 @@ class Placer:
         places: PromptPlaces,
     ) -> Home:
         """``helping``: the machines that could help it."""
-        if not member.here and self._members.unaided():
+        unaided = not member.here and self._members.unaided()
+        if unaided:
             helping = ()  # it is asked to read the prompt alone
         found = self._model(model, member)
         told = places.get(member.node_id)
@@ -271,33 +273,50 @@ class Placer:
             spec,
             tuple(helpers),
             self._members.last_prefill.get(model.name) if member.here else None,
-            self._beginnings(model, member, cached, places, spec.speed, facts.sizes.whole(ask.prompt_tokens)),
+            self._beginnings(
+                model,
+                member,
+                () if unaided else (self._members.here(), *self._members.others("fetch")),
+                cached,
+                places,
+                spec.speed,
+                facts.sizes.whole(ask.prompt_tokens),
+            ),
         )
 
     def _beginnings(
         self,
         model: WantedModel,
         member: Member,
+        sources: Iterable[Member],
         cached: int,
         places: PromptPlaces,
         speed: PrefillSpeed,
         state_bytes: int,
     ) -> tuple[Beginning, ...]:
         """What a machine, whose prefill has this ``speed``, can have of the prompt besides what is in its
-        memory."""
+        memory: from its own disk, and from ``sources``."""
         told = places.get(member.node_id)
         own = from_disk(told, cached, state_bytes) if told is not None else None
         found = [] if own is None else [own]
-        if member.here:
-            for other in self._members.others("fetch"):
-                kept, link = places.get(other.node_id), other.link
-                if kept is None or link is None or not alike(member.card, other.card, model.name):
-                    continue
-                fetch = self._members.fetch_speed(other.node_id, link, kept.bytes_per_s, kept.cached)
-                theirs = from_peer(kept, cached, own, fetch, other.name, speed, state_bytes)
-                if theirs is not None:
-                    found.append(theirs)
+        for source in sources:
+            kept = places.get(source.node_id)
+            if source.node_id == member.node_id or kept is None:
+                continue
+            if not alike(member.card, source.card, model.name):
+                continue
+            fetch = self._fetch_speed(member, source, kept)
+            theirs = from_peer(kept, cached, own, fetch, source.name, speed, state_bytes)
+            if theirs is not None:
+                found.append(theirs)
         return tuple(found)
+
+    def _fetch_speed(self, member: Member, source: Member, kept: KeptBeginning) -> FetchSpeed:
+        """How fast blocks come to one machine from another: to this one as they came before."""
+        link = planner_facts.between(member, source)
+        if not member.here:
+            return FetchSpeed.by_figures(link, kept.bytes_per_s)
+        return self._members.fetch_speed(source.node_id, link, kept.bytes_per_s, kept.cached)
 
     def _decode_correction(self, member: Member, found: ModelCard) -> float:
         """How many times as long a token of an answer takes there as its card says."""
