@@ -7,7 +7,6 @@ with ``serve(handler)``; here is also the parent's end.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.samples import Closing
-from fleetd.engine import huge_pages
 
 ROOT = Path(__file__).parents[2]
 _END_S = 10.0
@@ -31,8 +29,6 @@ class Child(Closing):
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"bench.children.{module}", *args],
             cwd=ROOT,
-            # As workers have it, so that what they are compared with has it, too.
-            env=huge_pages.environment(os.environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -20,7 +20,7 @@ import structlog
 from fleetd import limits
 from fleetd.control.daemon_status import EngineState, EngineStatus
 from fleetd.control.prefill_plan import StepView
-from fleetd.engine import huge_pages, openmp_file, protocol
+from fleetd.engine import openmp_file, protocol
 from fleetd.engine.memory_watch import MemoryWatch
 from fleetd.engine.protocol import (
     Assisted,
@@ -131,7 +131,6 @@ class EngineProcess:
                     "--settings",
                     msgspec.json.encode(self.settings).decode(),
                     pass_fds=[theirs.fileno(), their_channel.fileno()],
-                    env=huge_pages.environment(os.environ),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.PIPE,

@@ -18,7 +18,7 @@ import pytest
 from asking import ask, folder_of, run
 
 from fleetd import limits
-from fleetd.engine import huge_pages, openmp_file
+from fleetd.engine import openmp_file
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import (
     AssistPrefill,
@@ -104,30 +104,6 @@ async def test_a_broken_worker_is_a_dead_engine(
     # The next request starts a new worker.
     behave("answers")
     assert len(await drain(watched, "again")) > 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="large pages by a variable are glibc's")
-async def test_a_worker_gets_large_pages(
-    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    behave("answers")
-    await drain(watched)
-    (status,) = watched.status()
-    assert psutil.Process(status.pid).environ()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
-
-
-@pytest.mark.parametrize(
-    ("theirs", "told"),
-    [
-        ({}, "glibc.malloc.hugetlb=1"),
-        ({"GLIBC_TUNABLES": ""}, "glibc.malloc.hugetlb=1"),
-        ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}, "glibc.malloc.arena_max=4:glibc.malloc.hugetlb=1"),
-        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc.malloc.hugetlb=0"),
-    ],
-)
-def test_large_pages_are_added_to_what_the_owner_has_set(theirs: dict[str, str], told: str) -> None:
-    assert huge_pages.environment({"A": "b", **theirs}) == {"A": "b", "GLIBC_TUNABLES": told}
 
 
 async def test_status_says_what_each_stage_of_the_load_took(watched: EnginePool, behave: Misbehave) -> None:
