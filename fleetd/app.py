@@ -415,6 +415,7 @@ class Daemon:
             engines=self._pool.status,
             machine=self._prober.read,
             counts=lambda: self._runner.counts,
+            unread_tokens=lambda: self._runner.unread_tokens,
             draining=lambda: self._runner.draining,
             max_streams=self._config.engine.max_streams,
             publish=node.publish if node is not None else None,

@@ -34,6 +34,8 @@ log = get_logger("fleetd.own_card")
 _LISTING_S, _LOOK_S = 15.0, 0.25
 # Free memory changes all the time; a smaller change than this is not sent.
 _MEMORY_STEP_BYTES = 256 * MIB
+# What is left of prompts changes with every chunk; it is told in steps, rounded up.
+_UNREAD_STEP = 1024
 
 
 class CardMaker:
@@ -54,6 +56,7 @@ class CardMaker:
         engines: Callable[[], Sequence[EngineStatus]],
         machine: Callable[[], HardwareReading],
         counts: Callable[[], RequestCounts],
+        unread_tokens: Callable[[], int],
         draining: Callable[[], bool],
         max_streams: int,
         publish: Callable[[Card], None] | None,
@@ -70,6 +73,7 @@ class CardMaker:
         self._engines = engines
         self._machine = machine
         self._counts = counts
+        self._unread_tokens = unread_tokens
         self._draining = draining
         self._publish = publish
         self._speeds = speeds
@@ -116,6 +120,7 @@ class CardMaker:
             # Parts of other machines' prompts take turns with this machine's own requests.
             running=counts.running + sum(engine.assisting for engine in engines.values()),
             waiting=counts.waiting,
+            unread_tokens=-(-self._unread_tokens() // _UNREAD_STEP) * _UNREAD_STEP,
             draining=self._draining(),
             load=_load(machine.cores),
         )

@@ -22,7 +22,7 @@ from fleetd.plan.refusals import THIS_NODE, Refusal
 # on the way, and a session that moves leaves what is known of it behind.
 ADVANTAGE = 0.9
 # Each answer that already runs slows another one by this share: weights are read once for all of them, but
-# their prompts and their arithmetic are their own.
+# their arithmetic is their own. Prompts are prefilled one after the other (``unread_tokens``).
 SHARING = 0.3
 # A machine that still has to fetch the model: minutes, whatever the link.
 PULL_S = 120.0
@@ -51,7 +51,8 @@ class Candidate:
     until they are priced. ``evictable_bytes``: memory that idle models would give back. ``context_tokens``:
     the longest prompt that the model takes; 0 if unknown. ``cached_tokens``: how much of this prompt is
     probably in its prefix cache, after ``bring_s`` for what comes from a disk or another machine.
-    ``session``: the last request of this session ran there. ``wake_s``: it sleeps, and waking it takes so
+    ``unread_tokens``: of the prompts of its running requests, those that are not prefilled yet. ``session``:
+    the last request of this session ran there. ``wake_s``: it sleeps, and waking it takes so
     long.
     """
 
@@ -68,6 +69,7 @@ class Candidate:
     rtt_s: float = 0.0
     running: int = 0
     waiting: int = 0
+    unread_tokens: int = 0
     max_streams: int = 1
     state: Literal["absent", "installed", "loading", "loaded"] = "absent"
     digest: str = ""
@@ -207,12 +209,13 @@ def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
     network_s = 0.0 if c.here else c.rtt_s
     if c.absent:
         return RoutePrice(0.0, PULL_S, 0.0, 0.0, network_s, modelled=True)
-    slower = 1 + SHARING * c.at_once
-    if c.helped_s is not None:
-        prefill_s = c.helped_s
-    else:
-        new = range(min(c.cached_tokens, ask.prompt_tokens), ask.prompt_tokens)
-        prefill_s = prefill_speed(c).total(1.0, new, MEASURED_TOKENS) * slower
+    slower, speed = 1 + SHARING * c.at_once, prefill_speed(c)
+    new = range(min(c.cached_tokens, ask.prompt_tokens), ask.prompt_tokens)
+    prefill_s = c.helped_s
+    if prefill_s is None:
+        prefill_s = speed.total(1.0, new, MEASURED_TOKENS) * slower
+    # The prompt with the least left is prefilled first, so no other one delays this one by more than its own.
+    before = min(c.unread_tokens, c.at_once * len(new))
     decode_s = ask.max_tokens / decode_tok_s(c) * slower
     streams = max(1, c.max_streams)
     # Each request that is ahead in the queue is assumed to take as long as this one.
@@ -221,7 +224,7 @@ def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
     # A load that is under way is assumed to be half done.
     load = {"loaded": 0.0, "loading": 0.5}.get(c.state, 1.0)
     return RoutePrice(
-        queue_s=ahead * (prefill_s + decode_s) / streams,
+        queue_s=ahead * (prefill_s + decode_s) / streams + before * speed.token_s,
         load_s=load * min(LOAD_MOST_S, c.load_s or chip_speeds.load_s(c.weights_bytes)),
         prefill_s=prefill_s,
         decode_s=decode_s,

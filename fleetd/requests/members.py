@@ -46,6 +46,14 @@ _PASSES = (Overloaded, Draining, OutOfMemory, ScorerNotReady)
 
 
 @dataclass(frozen=True, slots=True)
+class SentRequests:
+    """This machine's requests that are with another one now, and what it has yet to prefill for them."""
+
+    requests: int = 0
+    unread_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """One machine at one moment: a paired machine, or this one (``here``).
 
@@ -149,8 +157,8 @@ class Members:
         # By model: how its last prompt here was prefilled, which the next one keeps where two ways are alike.
         self.last_prefill: dict[str, PrefillOption] = {}
         self.local_only = local_only
-        # How many requests of this machine are with another one now.
-        self.requests_at: Callable[[str], int] = lambda node_id: 0
+        # By node id.
+        self.requests_at: Callable[[str], SentRequests] = lambda node_id: SentRequests()
         # Machines that have done what they were asked for, and have not failed since.
         self._proven: set[str] = set()
         # By request: where its prompt is read at the moment, with which model, and the text's hashes.
@@ -177,14 +185,17 @@ class Members:
         return [self._seen(found, own, work) for found in self._listed()]
 
     def _seen(self, found: Member, own: Card | None, work: Work) -> Member:
-        told, asked = found.card, self.requests_at(found.node_id)
+        told, sent = found.card, self.requests_at(found.node_id)
         card = claims.believed(told, own)
         capped = claims.capped(told, card) if card is not told else {}
-        if asked > card.running + card.waiting:
-            card = structs.replace(card, running=asked - card.waiting)
+        card = structs.replace(
+            card,
+            running=max(card.running, sent.requests - card.waiting),
+            unread_tokens=max(card.unread_tokens, sent.unread_tokens),
+        )
         left_out = self.left_out(found.node_id, work)
         if work == "answer" and not left_out and found.node_id not in self._proven:
-            left_out = _on_trial(asked)
+            left_out = _on_trial(sent.requests)
         return replace(found, card=card, left_out=left_out, capped=capped)
 
     def capped(self, model: str) -> list[str]:

@@ -19,6 +19,7 @@ from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.beginnings import Beginning, KeptBeginning, from_disk, from_peer
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
+from fleetd.plan.fetch_speeds import FetchSpeed
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import Candidate, RouteQuestion
 from fleetd.plan.ways import Home, Ways, plan
@@ -38,7 +39,8 @@ ANSWER_TOKENS = 256
 class Placement:
     """``node_id`` is THIS_NODE or a peer's. ``digest``: of the files that it would run, "" if unknown.
     ``prefill_s``: by the plan, None if it was not priced. ``fetches``: what others keep of the prompt may be
-    fetched; helpers compute it sooner otherwise. ``capped``: claims of others that are not believed.
+    fetched; helpers compute it sooner otherwise. ``cached_tokens``: of the prompt's, those that are probably
+    not computed. ``capped``: claims of others that are not believed.
     ``asleep``: it has to be woken first. ``kept_where``: which machine has read its beginning before, and if
     another one was chosen, why; "" where none has.
     """
@@ -51,6 +53,7 @@ class Placement:
     capped: tuple[str, ...] = ()
     kept_where: str = ""
     fetches: bool = True
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +137,12 @@ class Placer:
                 return staying
             raise no_machine(model.name, ways, why, tried=bool(tried))
         best = ways.placements[0]
+        cached_tokens = ways.chosen.cached_tokens if ways.chosen is not None else 0
         if best.node_id == THIS_NODE:
             declined = ways.chosen is not None and ways.chosen.declined
-            return replace(staying, kept_where=ways.kept_where, fetches=not declined)
+            return replace(
+                staying, kept_where=ways.kept_where, fetches=not declined, cached_tokens=cached_tokens
+            )
         member = next(member for member in others if member.node_id == best.node_id)
         card = member.card
         exactness: Exactness = "exact" if alike(self._members.here().card, card, model.name) else "plan"
@@ -149,6 +155,7 @@ class Placer:
             member.wake_s > 0,
             capped,
             ways.kept_where,
+            cached_tokens=cached_tokens,
         )
 
     def capped(self, model: str) -> list[str]:
@@ -239,7 +246,8 @@ class Placer:
         places: PromptPlaces,
     ) -> Home:
         """``helping``: the machines that could help it."""
-        if not member.here and self._members.unaided():
+        unaided = not member.here and self._members.unaided()
+        if unaided:
             helping = ()  # it is asked to read the prompt alone
         found = self._model(model, member)
         told = places.get(member.node_id)
@@ -265,33 +273,50 @@ class Placer:
             spec,
             tuple(helpers),
             self._members.last_prefill.get(model.name) if member.here else None,
-            self._beginnings(model, member, cached, places, spec.speed, facts.sizes.whole(ask.prompt_tokens)),
+            self._beginnings(
+                model,
+                member,
+                () if unaided else (self._members.here(), *self._members.others("fetch")),
+                cached,
+                places,
+                spec.speed,
+                facts.sizes.whole(ask.prompt_tokens),
+            ),
         )
 
     def _beginnings(
         self,
         model: WantedModel,
         member: Member,
+        sources: Iterable[Member],
         cached: int,
         places: PromptPlaces,
         speed: PrefillSpeed,
         state_bytes: int,
     ) -> tuple[Beginning, ...]:
         """What a machine, whose prefill has this ``speed``, can have of the prompt besides what is in its
-        memory."""
+        memory: from its own disk, and from ``sources``."""
         told = places.get(member.node_id)
         own = from_disk(told, cached, state_bytes) if told is not None else None
         found = [] if own is None else [own]
-        if member.here:
-            for other in self._members.others("fetch"):
-                kept, link = places.get(other.node_id), other.link
-                if kept is None or link is None or not alike(member.card, other.card, model.name):
-                    continue
-                fetch = self._members.fetch_speed(other.node_id, link, kept.bytes_per_s, kept.cached)
-                theirs = from_peer(kept, cached, own, fetch, other.name, speed, state_bytes)
-                if theirs is not None:
-                    found.append(theirs)
+        for source in sources:
+            kept = places.get(source.node_id)
+            if source.node_id == member.node_id or kept is None:
+                continue
+            if not alike(member.card, source.card, model.name):
+                continue
+            fetch = self._fetch_speed(member, source, kept)
+            theirs = from_peer(kept, cached, own, fetch, source.name, speed, state_bytes)
+            if theirs is not None:
+                found.append(theirs)
         return tuple(found)
+
+    def _fetch_speed(self, member: Member, source: Member, kept: KeptBeginning) -> FetchSpeed:
+        """How fast blocks come to one machine from another: to this one as they came before."""
+        link = planner_facts.between(member, source)
+        if not member.here:
+            return FetchSpeed.by_figures(link, kept.bytes_per_s)
+        return self._members.fetch_speed(source.node_id, link, kept.bytes_per_s, kept.cached)
 
     def _decode_correction(self, member: Member, found: ModelCard) -> float:
         """How many times as long a token of an answer takes there as its card says."""
@@ -414,6 +439,7 @@ def candidate(
         rtt_s=member.rtt_s,
         running=card.running,
         waiting=card.waiting,
+        unread_tokens=card.unread_tokens,
         max_streams=card.max_streams,
         can_pull=can_pull,
         cached_tokens=cached_tokens,

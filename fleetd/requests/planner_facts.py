@@ -139,7 +139,7 @@ def chain_of(answering: Member, helping: Iterable[Member], own: ModelCard, facts
     """
     at_pace = pace(answering, own, facts)
     helpers = [
-        helper(member, own, facts, at_pace, link=_between(answering, member))
+        helper(member, own, facts, at_pace, link=between(answering, member))
         for member in helping
         if member.node_id != answering.node_id
     ]
@@ -154,7 +154,7 @@ def corrected(specs: Iterable[HelperSpec], members: Members, digest: str) -> lis
     ]
 
 
-def _between(answering: Member, helping: Member) -> LinkSpeed:
+def between(answering: Member, helping: Member) -> LinkSpeed:
     """The link between two machines; of two others it is not known here, and the worse figures are taken."""
     ours, theirs = answering.link, helping.link
     if ours is None or theirs is None:

@@ -38,7 +38,7 @@ from fleetd.models.folder import ModelFolder
 from fleetd.plan.prefill.choice import PlanChoice
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPlan
-from fleetd.requests.job import Exactness, Job, Planned
+from fleetd.requests.job import CHARS_PER_TOKEN, Exactness, Job, Planned
 from fleetd.requests.placement import Placement, PromptPlaces, WantedModel
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.remote import RemoteJob
@@ -158,6 +158,8 @@ class Request:
         # What it waited for before its engine could be asked.
         self.loading = StageTimes()
         self._cached_in_attempt = 0
+        # Tokens of its prompt that are not prefilled; None until the engine has begun.
+        self._left_tokens: int | None = None
         # How much of its prompt was read, from 0 to 1.
         self.read_share = 0.0
 
@@ -172,6 +174,16 @@ class Request:
     def prompt_tokens(self) -> int:
         """Tokens of the prompt; 0 until the engine has counted them."""
         return self._prompt_tokens
+
+    @property
+    def unread_tokens(self) -> int:
+        """Tokens of its prompt that are to be prefilled yet: by the plan until the engine has begun."""
+        if self.answering:
+            return 0
+        if self._left_tokens is not None:
+            return self._left_tokens
+        estimated = len(self.job.prompt_text) // CHARS_PER_TOKEN
+        return max(0, (self._prompt_tokens or estimated) - self.placement.cached_tokens)
 
     @property
     def id(self) -> str:
@@ -304,6 +316,7 @@ class Request:
                 self.progress = ("reading the prompt", event.done, event.total)
                 self._cached_in_attempt = event.cached
                 self.read_share = event.done / max(1, event.total)
+                self._left_tokens = max(0, event.total - event.done)
                 self._cached_tokens = max(self._cached_tokens, event.cached)
                 self._run(now_s)
             case Delta():

@@ -57,7 +57,7 @@ from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
 from fleetd.requests.kv_fetching.client import BlockFetching
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
-from fleetd.requests.members import Members
+from fleetd.requests.members import Members, SentRequests
 from fleetd.requests.peer_stream import said_by
 from fleetd.requests.pipeline import Pipeline
 from fleetd.requests.placement import AnswerTokens, Placement, Placer, PromptPlaces, canonical
@@ -325,8 +325,15 @@ class Runner:
 
     # ---- what is learned of machines -----------------------------------------------------------------------
 
-    def _requests_at(self, node_id: str) -> int:
-        return sum(request.placement.node_id == node_id for request in self._requests)
+    @property
+    def unread_tokens(self) -> int:
+        """Of the prompts that this machine's engines prefill now, the tokens that are left."""
+        here = (each for each in self._requests if each.running and each.placement.node_id == THIS_NODE)
+        return sum(request.unread_tokens for request in here)
+
+    def _requests_at(self, node_id: str) -> SentRequests:
+        there = [request for request in self._requests if request.placement.node_id == node_id]
+        return SentRequests(len(there), sum(request.unread_tokens for request in there))
 
     def _answered(self, request: Request, finished: Finished) -> None:
         """A machine has answered: note what it took there, by this machine's clock."""

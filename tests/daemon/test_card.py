@@ -53,6 +53,7 @@ class CardDaemon:
         # The folder's profile is known, which is looked up after it is listed.
         self.knows = profiles is not None
         self.speeds = ModelSpeeds()
+        self.unread_tokens = 0
         self.maker = CardMaker(
             node_id="n",
             epoch=1,
@@ -62,6 +63,7 @@ class CardDaemon:
             engines=lambda: self.engines,
             machine=lambda: MACHINE,
             counts=RequestCounts,
+            unread_tokens=lambda: self.unread_tokens,
             draining=lambda: False,
             max_streams=4,
             publish=None if alone else self.published,
@@ -101,6 +103,14 @@ async def test_a_card_tells_what_a_load_measured_in_two_digits() -> None:
     # A little is no news.
     daemon.engines = [engine(8, prefill_tok_s=308.0, prefill_context_s=1.23e-6)]
     assert daemon.model == told
+
+
+@pytest.mark.one_loop
+async def test_a_card_tells_how_much_is_to_be_prefilled_in_steps() -> None:
+    daemon = CardDaemon()
+    for left, told in ((0, 0), (1, 1024), (1024, 1024), (1025, 2048)):
+        daemon.unread_tokens = left
+        assert daemon.maker.card().unread_tokens == told
 
 
 @pytest.mark.one_loop

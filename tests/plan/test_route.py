@@ -108,6 +108,20 @@ def test_answers_that_run_already_slow_another_one() -> None:
     assert order(route(ASK, [peer("a", running=3), peer("b", running=1), peer("c")])) == ["c", "b", "a"]
 
 
+def test_prompts_that_are_prefilled_there_are_waited_for() -> None:
+    cost = price(ASK, peer("a", running=1, unread_tokens=1000))
+    assert cost.queue_s == pytest.approx(1000 / 400)
+    answering, reading = peer("a", running=2), peer("b", running=1, unread_tokens=2000)
+    assert order(route(ASK, [reading, answering])) == ["a", "b"]
+
+
+def test_a_longer_prompt_delays_a_shorter_one_by_no_more_than_its_own_prefill() -> None:
+    # The one with the least left goes first.
+    assert price(ASK, peer("a", running=1, unread_tokens=50_000)).queue_s == pytest.approx(2000 / 400)
+    cached = peer("a", running=3, unread_tokens=50_000, cached_tokens=1900)
+    assert price(ASK, cached).queue_s == pytest.approx(3 * 100 / 400)
+
+
 def test_equal_machines_come_by_their_ids_and_this_one_first() -> None:
     # So fast that both prices are nothing.
     fast = {"prefill_tok_s": 1e12, "decode_tok_s": 1e12}
@@ -329,6 +343,7 @@ def machine(node_id: str) -> st.SearchStrategy[Candidate]:
         rtt_s=st.floats(0, 10),
         running=st.integers(0, 20),
         waiting=st.integers(0, limits.QUEUED_REQUESTS + 1),
+        unread_tokens=st.integers(0, 100_000),
         max_streams=st.integers(0, 16),
         state=st.sampled_from(["absent", "installed", "loading", "loaded"]),
         digest=st.sampled_from(["", "d1", "d2"]),
@@ -394,6 +409,7 @@ def test_more_load_never_makes_a_machine_more_wanted(
         chosen,
         running=chosen.running + data.draw(st.integers(0, 20)),
         waiting=chosen.waiting + data.draw(st.integers(0, 20)),
+        unread_tokens=chosen.unread_tokens + data.draw(st.integers(0, 100_000)),
         available_bytes=int(chosen.available_bytes * data.draw(st.floats(0, 1))),
     )
 

@@ -38,7 +38,7 @@ from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests import planner_facts
 from fleetd.requests.drafting import drafters
 from fleetd.requests.job import CHARS_PER_TOKEN, Job
-from fleetd.requests.members import Member, Members, eligible
+from fleetd.requests.members import Member, Members, SentRequests, eligible
 from fleetd.requests.peer_backoff import PeerBackoff, Work
 from fleetd.requests.placement import Placer, WantedModel
 from fleetd.requests.smart_prefill.scorers import Scorers
@@ -313,6 +313,19 @@ def test_a_machine_that_says_that_it_cannot_is_left_out_from_the_second_time_on_
     fleet.members.succeeded("a", "answer")
     fleet.members.failed("a", "answer", Forbidden("no"))
     assert wait() == 0
+
+
+def test_requests_that_a_card_does_not_count_yet_are_counted() -> None:
+    card = replace(own_card("a"), running=1, waiting=1, unread_tokens=512)
+    fleet = SeenFleet(Member(card, "a"))
+    for sent, running, unread_tokens in (
+        (SentRequests(), 1, 512),
+        (SentRequests(2, 100), 1, 512),
+        (SentRequests(4, 9000), 3, 9000),
+    ):
+        fleet.members.requests_at = {"a": sent}.__getitem__
+        (seen,) = fleet.members.others("answer")
+        assert (seen.card.running, seen.card.unread_tokens) == (running, unread_tokens)
 
 
 def test_a_machine_that_has_answered_is_not_on_trial_for_being_busy() -> None:

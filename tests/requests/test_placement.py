@@ -32,11 +32,13 @@ from fleetd.limits import GIB
 from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
+from fleetd.plan.beginnings import KeptBeginning
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests import messages, remote
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.members import Member, Members
 from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.placement import Placer, alike, candidate
+from fleetd.requests.placement import Placer, WantedModel, alike, candidate
 from fleetd.requests.runner import Runner
 from fleetd.store import Store
 
@@ -600,3 +602,27 @@ def test_a_machine_whose_memory_is_taken_has_none_to_give() -> None:
     """Free memory of the system is no room on a GPU that is full, or under critical pressure."""
     full = replace(OWN, available_bytes=32 * GIB, usable_bytes=0)
     assert candidate(Member(full, "me", "", True, 0.0), None).available_bytes == 0
+
+
+def test_a_machine_with_nothing_to_do_is_priced_with_what_it_can_fetch_from_a_busy_one() -> None:
+    model, busy = replace(MODEL, arithmetic="same"), {"running": 3, "max_streams": 16, "unread_tokens": 9_000}
+
+    def seen(name: str, **told: Any) -> Member:
+        card = replace(machine(name).card, models=[model], **told)
+        return dataclasses.replace(machine(name), card=card, bytes_per_s=1e9)
+
+    found = [seen("reader", **busy), seen("idle")]
+    members = Members(lambda: found, lambda: replace(OWN, models=[model], **busy))
+    for member in found:
+        members.succeeded(member.node_id, "answer")
+    placer = Placer(members, lambda *_: pytest.fail("nothing is sent"))
+    kept = KeptBeginning(disk_tokens=9_984, n_bytes=500_000_000)
+    chosen = placer.choose(
+        reading(10_000),
+        WantedModel("big", here=True),
+        tried=frozenset(),
+        why=None,
+        places={"reader": kept, "idle": KeptBeginning(), THIS_NODE: KeptBeginning()},
+    )
+    assert chosen.node_id == "idle"
+    assert chosen.kept_where.startswith("idle fetches about 9984 tokens of the prompt from reader")

@@ -251,6 +251,29 @@ async def test_short_prompts_and_those_that_were_just_read_here_ask_nobody(tmp_p
         assert len(home.partners.asked) == 1
 
 
+async def test_what_was_just_read_here_may_be_fetched_from_here_while_this_machine_is_busy(
+    tmp_path: Path,
+) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        home = closing_later(Asking(tmp_path, node, keepers))
+        await read(home.prompts, job())
+        with kv_blocks.opened(kv_blocks.settings(tmp_path / "own")) as store:
+            kv_blocks.keep(store, NAMES)
+        home.members.read(THIS_NODE, "m", job())
+        # A long answer is decoded sooner where no others are.
+        slow = [replace(home.card.models[0], decode_tok_s=10.0)]
+        home.card, keepers[0].card = (replace(card, models=slow) for card in (home.card, keepers[0].card))
+        question = Generate("r2", TextPrompt(TEXT + "and a question?"), max_tokens=256)
+        again = Job("m", question, "socket", "chat")
+        assert (await home.choose(again)).node_id == THIS_NODE
+        home.card = replace(home.card, running=3, max_streams=4, unread_tokens=9_000)
+        assert (await home.places(again))[THIS_NODE].disk_tokens == TOKENS
+        chosen = await home.choose(again)
+        assert (chosen.node_id, chosen.planned.kind) == (keepers[0].node_id, "remote")
+        assert chosen.kept_where.startswith("keeper0 fetches about 3072 tokens of the prompt")
+        assert home.partners.asked == [], "it is all known here"
+
+
 async def test_a_machine_that_does_not_answer_in_time_counts_as_having_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,9 @@ async def test_a_request_runs_once_the_engine_prefills(make_runner: Make) -> Non
     async with aclosing(planned(runner, job())) as events:
         await anext(events)
         assert runner.counts == RequestCounts(running=1)
+        assert runner.unread_tokens == 1
     assert runner.counts == RequestCounts()
+    assert runner.unread_tokens == 0
 
 
 async def test_a_request_tells_how_far_it_is_and_no_word_of_it(make_runner: Make) -> None:

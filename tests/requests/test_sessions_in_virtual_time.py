@@ -11,6 +11,7 @@ import heapq
 import itertools
 import random
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from fleetd.limits import GIB
 from fleetd.p2p.membership.cards import Card
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.job import CHARS_PER_TOKEN, Job
-from fleetd.requests.members import Member, Members
+from fleetd.requests.members import Member, Members, SentRequests
 from fleetd.requests.placement import Placer, WantedModel
 
 # What all agents of one user begin with: instructions and tools.
@@ -48,8 +49,7 @@ class Simulated:
     free_s: float = 0.0
     kept: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
-    @property
-    def card(self) -> Card:
+    def card(self, now_s: float) -> Card:
         model = replace(MODEL, prefill_tok_s=self.prefill_tok_s, decode_tok_s=self.decode_tok_s)
         return Card(
             self.node_id or "me",
@@ -61,6 +61,7 @@ class Simulated:
             available_bytes=32 * GIB,
             usable_bytes=32 * GIB,
             running=self.running,
+            unread_tokens=int(max(0.0, self.free_s - now_s) * self.prefill_tok_s),
             max_streams=STREAMS,
         )
 
@@ -127,15 +128,17 @@ class FleetOfSessions:
             self.later(self.dice.uniform(0, 120), lambda n=session, t=tokens: self.turn(n, t, 0))
 
     def fresh(self) -> Members:
-        members = Members(self.listed, lambda: self.machines[THIS_NODE].card, monotonic=lambda: self.now_s)
-        members.requests_at = lambda node_id: self.at[node_id]
+        members = Members(
+            self.listed, lambda: self.machines[THIS_NODE].card(self.now_s), monotonic=lambda: self.now_s
+        )
+        members.requests_at = lambda node_id: SentRequests(self.at[node_id])
         for node_id in self.machines:
             members.succeeded(node_id, "answer")
         return members
 
     def listed(self) -> list[Member]:
         return [
-            Member(m.card, m.node_id, "" if m.alive else "It is gone.", True, 0.0005)
+            Member(m.card(self.now_s), m.node_id, "" if m.alive else "It is gone.", True, 0.0005)
             for m in self.machines.values()
             if m.node_id != THIS_NODE
         ]
@@ -149,11 +152,19 @@ class FleetOfSessions:
             action()
         return self.report
 
-    def turn(self, session: int, prompt: int, turns: int) -> None:
+    def burst(self, prompts: Sequence[int]) -> Report:
+        """Only these prompts, of so many tokens and with nothing in common, at the same time."""
+        self._events.clear()
+        for number, tokens in enumerate(prompts):
+            self.texts[number] = f"{number:06d}" * tokens
+            self.later(0.0, lambda n=number, t=tokens: self.turn(n, t, TURNS, common=0))
+        return self.run()
+
+    def turn(self, session: int, prompt: int, turns: int, common: int = SYSTEM_TOKENS) -> None:
         """Place one turn, and let it run."""
         answer = self.dice.randrange(80, 240)
         name = f"session {session}" if self.named else ""
-        text = ("s" * SYSTEM_TOKENS * CHARS_PER_TOKEN + self.texts[session])[: prompt * CHARS_PER_TOKEN]
+        text = ("s" * common * CHARS_PER_TOKEN + self.texts[session])[: prompt * CHARS_PER_TOKEN]
         job = Job("big", Generate("r", TextPrompt(text), max_tokens=answer), "http", "chat", session=name)
         if not self.knows:
             self.members = self.fresh()
@@ -255,3 +266,12 @@ def test_a_machine_that_dies_in_the_middle_of_sessions_costs_them_one_prompt_eac
     assert told.moves <= 0.12 * told.turns
     assert told.computed_tokens <= 1.1 * told.new_tokens + SESSIONS / 3 * LONGEST_TOKENS
     assert told.regret < 0.1
+
+
+def test_prompts_that_come_at_once_go_where_the_fewest_tokens_are_ahead_of_them() -> None:
+    regret = 0.0
+    for seed in range(1, 20):
+        dice = random.Random(seed)
+        fleet = FleetOfSessions(seed, *machines(equal=True), named=False)
+        regret += fleet.burst([dice.randrange(2000, 6000) for _ in range(8)]).regret / 19
+    assert regret < 0.03  # 0.044 where a running prompt counts like a running answer

@@ -101,7 +101,8 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``usable_bytes``: what is free and a model may take, weights and all, by the machine's settings.
     ``evictable_bytes``: memory of idle loaded models, which may be unloaded for another one. ``load``: the
-    operating system's load average over its cores. ``wake``: hardware addresses that Wake on LAN may be sent
+    operating system's load average over its cores. ``unread_tokens``: of its running requests' prompts, those
+    that are not prefilled yet. ``wake``: hardware addresses that Wake on LAN may be sent
     to while it sleeps; none if it is not to be woken.
     """
 
@@ -118,6 +119,7 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
     evictable_bytes: Count = 0
     running: Count = 0
     waiting: Count = 0
+    unread_tokens: Count = 0
     max_streams: Count = 0
     draining: bool = False
     load: Rate = 0.0

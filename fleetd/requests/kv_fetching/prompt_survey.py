@@ -44,30 +44,41 @@ class PromptSurvey:
         self._here = here
 
     async def of_job(self, job: Job, model: str) -> PromptPlaces:
-        """What machines keep of a request's prompt; nothing if it must stay here or was just read here."""
+        """What machines keep of a request's prompt; nothing if it must stay here.
+
+        Of one that was just read here, what is on this disk, while this machine is busy: others may have it
+        from here.
+        """
         text, own = job.prompt_text, self._members.here()
         if job.local_only or job.request.keep is not None:
             return {}
         here = own.model(model)
         loaded = here is not None and here.state == "loaded"
         known = self._members.known_tokens(THIS_NODE, model, text) if loaded else 0
-        if len(text) // CHARS_PER_TOKEN - known < limits.FETCH_LEAST_TOKENS:
+        new = len(text) // CHARS_PER_TOKEN - known
+        busy = own.card.running > 0 and known >= limits.FETCH_LEAST_TOKENS
+        if new < limits.FETCH_LEAST_TOKENS and not busy:
             return {}
         begun_s = time.monotonic()
-        found = await self.of_text(text, model)
+        found = await self.of_text(text, model, others=new >= limits.FETCH_LEAST_TOKENS)
         self._looked(time.monotonic() - begun_s)
         return found
 
-    async def of_text(self, text: str, model: str) -> PromptPlaces:
-        """Nothing where no other machine may be asked: then everything is answered here."""
+    async def of_text(self, text: str, model: str, *, others: bool = True) -> PromptPlaces:
+        """Nothing where no other machine may be asked: then everything is answered here.
+
+        Args:
+            others: ask them, too.
+        """
         asked, digest = links(text), self._digest(model)
         sources = self._sources()
         if not asked or not digest or not sources:
             return {}
-        questions = (self._ask(member, digest, asked) for member in sources)
-        here, *others = await asyncio.gather(self._look(digest, asked), *questions)
-        nodes = [THIS_NODE, *(member.node_id for member in sources)]
-        return {node: found for node, found in zip(nodes, [here, *others], strict=True) if found is not None}
+        members = sources if others else []
+        questions = (self._ask(member, digest, asked) for member in members)
+        told = await asyncio.gather(self._look(digest, asked), *questions)
+        nodes = [THIS_NODE, *(member.node_id for member in members)]
+        return {node: found for node, found in zip(nodes, told, strict=True) if found is not None}
 
     def _sources(self) -> list[Member]:
         """The machines to ask, those with the fastest links first."""
