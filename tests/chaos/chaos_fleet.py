@@ -34,7 +34,14 @@ PLACES = (("alpha", "chain"), ("beta", SMALL), ("beta", DRAFTER), ("gamma", SMAL
 _ALONE = ("local", "remote", "undecided", "")
 # A machine that failed is left out for so long only, or few faults would find a fleet that works together.
 # And prompts of one block are fetched already, so that reading them does not take most of the time.
-_LIMITS = {"BACKOFF_S": 0.5, "BACKOFF_MOST_S": 2.0, "FETCH_LEAST_TOKENS": 256}
+# Machines that share a processor take their time to say what they keep.
+_LIMITS = {
+    "BACKOFF_S": 0.5,
+    "BACKOFF_MOST_S": 2.0,
+    "FETCH_LEAST_TOKENS": 256,
+    "FETCH_LOOK_S": 1.0,
+    "FETCH_FIND_S": 2.0,
+}
 
 
 class ChaosFleet(LiveFleet):
