@@ -377,6 +377,9 @@ SHARE_MESSAGE_BYTES = 64 * KIB
 SHARE_STEPS = 512
 # A machine that failed is left out for this long, doubled by each further failure up to the second figure.
 BACKOFF_S, BACKOFF_MOST_S = 30.0, 960.0
+# Failures of one machine that concern one model each, by kind of work: more models than a person asks for in
+# a quarter of an hour. The one that is longest ago is forgotten.
+BACKOFF_MODELS = 64
 # One that says, for the second time in a row, that it cannot do what its card says: doubled likewise, but no
 # longer than BACKOFF_S for what passes by itself: too many requests, no memory, a stop.
 BACKOFF_REFUSED_S = 1.0
@@ -448,6 +451,9 @@ DRAFT_WAITING = 256
 DRAFT_BASES = 256
 # A drafter that hears nothing for this long lets go of the text; a long prompt may be prefilled meanwhile.
 DRAFT_IDLE_S = 600.0
+# How long a machine that has loaded the drafter may take to offer it, whatever it says meanwhile. Others are
+# asked then, so no longer than an answer of some hundred tokens takes.
+DRAFT_OFFER_S = 10.0
 
 # ---- Smart prefill ---------------------------------------------------------------------------------------
 # Machines that score one prompt side by side: each repeats the prompt's head and the question.

@@ -22,6 +22,8 @@ from fleetd.errors import (
     EngineError,
     FleetError,
     Incompatible,
+    ModelError,
+    ModelNotFound,
     ModelRefused,
     ModelUnsupported,
     OutOfMemory,
@@ -43,6 +45,9 @@ from fleetd.requests.peer_backoff import PeerBackoff, Work
 
 # What passes by itself, and soon: for that a machine is never left out for long.
 _PASSES = (Overloaded, Draining, OutOfMemory, ScorerNotReady)
+# What concerns one model alone: its files, its engine, or the room for it. Silence, lies and what nobody can
+# read are the machine's.
+_OF_ONE_MODEL = (EngineError, ModelError, ModelNotFound, OutOfMemory, ScorerNotReady, Incompatible)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class Member:
 
     ``unusable``: why it cannot be reached, "" if it can. ``bytes_per_s``: what the path that a stream would
     take carries at least. ``left_out``: why it is not asked for a while after a failure, "" if it may be.
+    ``models_left_out``: the same by digest, for work with that model only.
     ``capped``: by model, the speeds that its own card claims and ``card`` does not have, as a clause.
     ``wake_s``: what waking it probably takes; 0 for a machine that is awake or not to be woken. ``pairing``:
     another number once it was unpaired and paired again.
@@ -72,6 +78,7 @@ class Member:
     bytes_per_s: float = 0.0
     here: bool = False
     left_out: str = ""
+    models_left_out: Mapping[str, str] = field(default_factory=dict)
     capped: Mapping[str, str] = field(default_factory=dict)
     wake_s: float = 0.0
     pairing: int = 0
@@ -103,6 +110,10 @@ class Member:
         """The model with exactly these files; its name there may be another."""
         return next((model for model in self.card.models if digest and model.digest == digest), None)
 
+    def why_left_out(self, digest: str) -> str:
+        """Why it is not asked for work with these files, "" if it may be."""
+        return self.left_out or self.models_left_out.get(digest, "")
+
 
 def eligible(
     member: Member, model: str = "", *, even_left_out: bool = False, even_asleep: bool = False
@@ -124,8 +135,8 @@ def eligible(
         return Refusal("draining", f"{name} is stopping.")
     if model and member.model_with(model) is None:
         return Refusal("other_files", f"{name} has no model with these files.")
-    if member.left_out and not even_left_out:
-        return Refusal("failed", f"{name}: {member.left_out}")
+    if not even_left_out and (why := member.why_left_out(model)):
+        return Refusal("failed", f"{name}: {why}")
     return None
 
 
@@ -193,10 +204,11 @@ class Members:
             running=max(card.running, sent.requests - card.waiting),
             unread_tokens=max(card.unread_tokens, sent.unread_tokens),
         )
-        left_out = self.left_out(found.node_id, work)
+        reasons = self.backoff.reasons(found.node_id, work, self._monotonic())
+        left_out = reasons.pop("", "")
         if work == "answer" and not left_out and found.node_id not in self._proven:
             left_out = _on_trial(sent.requests)
-        return replace(found, card=card, left_out=left_out, capped=capped)
+        return replace(found, card=card, left_out=left_out, models_left_out=reasons, capped=capped)
 
     def capped(self, model: str) -> list[str]:
         """A sentence for each machine that claims an impossible speed for a model."""
@@ -222,40 +234,49 @@ class Members:
 
     # ---- what was learned --------------------------------------------------------------------------------
 
-    def left_out(self, node_id: str, work: Work) -> str:
-        """Why a machine is not asked for this work now, as a sentence; "" if it may be asked."""
-        return self.backoff.reason(node_id, work, self._monotonic())
+    def left_out(self, node_id: str, work: Work, model: str = "") -> str:
+        """Why a machine is not asked for this work now, with the model of this digest or with any, as a
+        sentence; "" if it may be asked."""
+        reasons = self.backoff.reasons(node_id, work, self._monotonic())
+        return reasons.get("") or reasons.get(model, "")
 
     def failure(self, node_id: str, work: Work) -> str:
         """The code of the failure at this very work that leaves a machine out now; "" if there is none."""
         return self.backoff.code(node_id, work, self._monotonic())
 
-    def failed(self, node_id: str, work: Work, error: FleetError) -> None:
+    def failed(self, node_id: str, work: Work, error: FleetError, model: str = "") -> None:
         """Leave a machine out for a while.
 
         Faults of the machine, its engine or the path to it concern every kind of work; incompatible models
         concern this kind alone. Another machine that cannot do now what its card says may be right once; one
         that goes on so is left out of this work, shortly at first. A request that is wrong is no fault of the
         machine.
+
+        Args:
+            model: the digest of the model it was asked for; what concerns that alone leaves the machine out
+                for it alone. "" where it is unknown.
         """
         now_s = self._monotonic()
+        if node_id == THIS_NODE or not isinstance(error, _OF_ONE_MODEL):
+            model = ""
         full_here = isinstance(error, OutOfMemory) and node_id == THIS_NODE
         if isinstance(error, PeerError | EngineError) or full_here:
             alone = isinstance(error, Incompatible | OutOfMemory)
-            self.backoff.failed(node_id, work, error.code, now_s, this_work_only=alone)
+            self.backoff.failed(node_id, work, error.code, now_s, model=model, this_work_only=alone)
             self._proven.discard(node_id)
         elif node_id != THIS_NODE and not isinstance(error, BadRequest | ModelRefused | ModelUnsupported):
             passes = isinstance(error, _PASSES)
             most_s = limits.BACKOFF_S if passes else limits.BACKOFF_MOST_S
-            self.backoff.refused(node_id, work, error.code, now_s, most_s)
+            self.backoff.refused(node_id, work, error.code, now_s, most_s, model=model)
 
     def late(self, node_id: str, work: Work) -> None:
         """Leave a machine out of this kind of work for a while: it took too long."""
         self.backoff.failed(node_id, work, "timeout", self._monotonic(), this_work_only=True)
         self._proven.discard(node_id)
 
-    def succeeded(self, node_id: str, work: Work) -> None:
-        self.backoff.succeeded(node_id, work)
+    def succeeded(self, node_id: str, work: Work, model: str = "") -> None:
+        """It has done this work with the model of this digest."""
+        self.backoff.succeeded(node_id, work, model)
         self._proven.add(node_id)
 
     def proven(self, node_id: str) -> bool:

@@ -367,10 +367,14 @@ class Placer:
             prefill_fixed_s=facts.prefill_fixed_s if facts is not None else 0.0,
         )
 
-    def failed(self, node_id: str, error: FleetError) -> None:
-        """Another machine did not answer; the next requests go elsewhere for a while if they can."""
+    def failed(self, node_id: str, error: FleetError, digest: str = "") -> None:
+        """Another machine did not answer; the next requests go elsewhere for a while if they can.
+
+        Args:
+            digest: of the model that was to answer.
+        """
         if node_id != THIS_NODE:
-            self._members.failed(node_id, "answer", error)
+            self._members.failed(node_id, "answer", error, digest)
 
 
 def no_machine(name: str, ways: Ways, why: FleetError | None = None, *, tried: bool = False) -> FleetError:
@@ -429,7 +433,7 @@ def candidate(
         name=member.name,
         refusal=eligible(member, even_left_out=True, even_asleep=True),
         wake_s=member.wake_s,
-        left_out=bool(member.left_out),
+        left_out=bool(member.why_left_out(found.digest if found is not None else "")),
         chip=facts.chip,
         accelerator=facts.accelerator,
         cores=facts.cores,

@@ -113,8 +113,8 @@ class Request:
         self.earlier: list[Trace] = []
         self.failed_trace: Trace | None = None
         self.ended_s: float | None = None
-        # The first machine that refused it as wrong, with what it said: another one may serve it.
-        self.refusal: tuple[str, FleetError] | None = None
+        # Where it was refused as wrong first, and what was said: another machine may serve it.
+        self.refusal: tuple[Placement, FleetError] | None = None
         self._metrics = metrics
         self._announced: list[Planned] = []
         self._running_s: float | None = None

@@ -338,7 +338,7 @@ class Runner:
     def _answered(self, request: Request, finished: Finished) -> None:
         """A machine has answered: note what it took there, by this machine's clock."""
         placement, remote_job = request.placement, request.remote
-        self._members.succeeded(placement.node_id, "answer")
+        self._members.succeeded(placement.node_id, "answer", placement.digest)
         self._served_after_refusal(request)
         if remote_job is not None and _had_less(request, finished):
             # Whatever it says of other prompts is not asked for a while, and does not draw them there.
@@ -359,9 +359,10 @@ class Runner:
     def _served_after_refusal(self, request: Request) -> None:
         """The machine that refused it as wrong is left out: every request that it gets would end so."""
         if request.refusal is not None:
-            node_id, said = request.refusal
+            refused_by, said = request.refusal
             kind = Incompatible if isinstance(said, _DIFFERS) else PeerWrong
-            self._members.failed(node_id, "answer", kind(f"It refused what another machine served ({said})."))
+            error = kind(f"It refused what another machine served ({said}).")
+            self._members.failed(refused_by.node_id, "answer", error, refused_by.digest)
 
     def _given_up(self, request: Request) -> None:
         """The client has left: a machine that had sent nothing for long counts as late."""
@@ -388,7 +389,7 @@ class Runner:
         placement = request.placement
         error = _of(failure, placement)
         if self._placing is not None:
-            self._placing.failed(placement.node_id, failure)
+            self._placing.failed(placement.node_id, failure, placement.digest)
         tried.add(placement.node_id)
         if request.answering or len(tried) >= limits.ATTEMPTS:
             raise error from failure
@@ -414,7 +415,7 @@ class Runner:
             found.node_id, model.name
         ):
             raise refused
-        request.refusal = placement.node_id, refused
+        request.refusal = placement, refused
         return found
 
     def _place_again(self, request: Request) -> None:

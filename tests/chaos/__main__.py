@@ -53,8 +53,8 @@ def main() -> int:
             until_s = begun + given.minutes * 60 * number / len(networks)
             run.through(given.seed + number, given.faults // len(networks), until_s)
     print(tally.table())
-    print("plans of the answers:", tally.plans)
-    print("answers with keys and values from elsewhere, or drafts:", tally.parts)
+    print("plans of the answers:", dict(tally.plans))
+    print(tally.parts_table())
     about = {"seed": given.seed, "networks": networks, "minutes": round((time.monotonic() - begun) / 60, 1)}
     if given.json is not None:
         given.json.write_text(tally.as_json(**about))

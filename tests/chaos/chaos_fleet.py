@@ -17,7 +17,7 @@ from typing import Any
 
 import chain_model
 from forked_programs import Programs
-from live_daemon import LiveDaemon, OverUnixSocket
+from live_daemon import LiveDaemon, OverUnixSocket, until
 from live_fleet import LiveFleet, free_port, give_model
 from netns import Lab
 from tcp_proxy import Address, Proxies
@@ -29,9 +29,19 @@ SMALL = "smollm2-135m"
 #: A request without an answer by then hangs: more than the longest silence that the daemon allows others.
 HANG_S = 100.0
 _AT_ONCE_S = 0.5
+#: The machines, and the models that they have loaded before each try.
+PLACES = (("alpha", "chain"), ("beta", SMALL), ("beta", DRAFTER), ("gamma", SMALL))
+_ALONE = ("local", "remote", "undecided", "")
 # A machine that failed is left out for so long only, or few faults would find a fleet that works together.
 # And prompts of one block are fetched already, so that reading them does not take most of the time.
-_LIMITS = {"BACKOFF_S": 0.5, "BACKOFF_MOST_S": 2.0, "FETCH_LEAST_TOKENS": 256}
+# Machines that share a processor take their time to say what they keep.
+_LIMITS = {
+    "BACKOFF_S": 0.5,
+    "BACKOFF_MOST_S": 2.0,
+    "FETCH_LEAST_TOKENS": 256,
+    "FETCH_LOOK_S": 1.0,
+    "FETCH_FIND_S": 2.0,
+}
 
 
 class ChaosFleet(LiveFleet):
@@ -107,31 +117,52 @@ class ChaosFleet(LiveFleet):
             self._answers[ask.question] = reply.answer
         return self._answers[ask.question]
 
-    def load(self, name: str = "", model: str = "", *, seen_by: str = "") -> None:
-        """Every model where it is, as a fleet is that has been at work."""
-        for machine, model in (("alpha", "chain"), ("beta", SMALL), ("gamma", SMALL)):
-            assert self[machine].control("POST", "/fleet/v1/models/load", {"model": model}) == {"ok": True}
-        assert self.drafter_loaded()
+    def all_loaded(self) -> bool:
+        """Load every model where it is not, as in a fleet that has been at work; False if one could not be.
+        No machine loads a model to draft for another, or to help."""
+        return [self._told(machine, "load", model) for machine, model in PLACES] == [True] * len(PLACES)
 
-    def drafter_loaded(self) -> bool:
-        """Load the drafter where it is not: no machine loads a model to draft for another."""
-        connection = OverUnixSocket(self.home("beta") / "fleetd.sock")
+    def leave_fetching(self, fetcher: str, reader: str) -> None:
+        """Have a machine unload the small model, which writes what it has read; wait until the other one
+        knows that. Raises AssertionError if it never does."""
+        self._told(reader, "unload", SMALL)
+
+        def unloaded() -> bool:
+            models = self.peers(fetcher).get(reader, {}).get("models", ())
+            return all(model["state"] != "loaded" for model in models if model["name"] == SMALL)
+
+        until(unloaded)
+
+    def _told(self, machine: str, verb: str, model: str) -> bool:
+        connection = OverUnixSocket(self.home(machine) / "fleetd.sock")
         connection.timeout = HANG_S
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-            body, headers = json.dumps({"model": DRAFTER}), {"Content-Type": "application/json"}
-            connection.request("POST", "/fleet/v1/models/load", body, headers)
+            body, headers = json.dumps({"model": model}), {"Content-Type": "application/json"}
+            connection.request("POST", f"/fleet/v1/models/{verb}", body, headers)
             return connection.getresponse().status == 200
         return False
 
 
 def workers(daemon: LiveDaemon) -> list[int]:
     """Process ids of a daemon's workers; none if it does not say so at once."""
+    engines = _view(daemon, "/fleet/v1/status").get("engines", ())
+    return [engine["pid"] for engine in engines if engine["pid"]]
+
+
+def failed_fetches(daemon: LiveDaemon) -> int:
+    """How many fetches failed since the daemon started; 0 if it does not say so at once."""
+    return sum(machine["failed"] for machine in _view(daemon, "/fleet/v1/cache").get("machines", ()))
+
+
+def _view(daemon: LiveDaemon, path: str) -> dict[str, Any]:
+    """What a daemon shows; {} if it does not at once."""
     connection = OverUnixSocket(daemon.home / "fleetd.sock")
     connection.timeout = _AT_ONCE_S
     with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException, ValueError):
-        connection.request("GET", "/fleet/v1/status")
-        return [engine["pid"] for engine in json.load(connection.getresponse())["engines"] if engine["pid"]]
-    return []
+        connection.request("GET", path)
+        found: dict[str, Any] = json.load(connection.getresponse())
+        return found
+    return {}
 
 
 def asked(daemon: LiveDaemon, ask: Ask) -> TryReply:
@@ -155,8 +186,9 @@ def asked(daemon: LiveDaemon, ask: Ask) -> TryReply:
             )
             with connection.getresponse() as response:
                 reply = _streamed(response) if ask.stream and response.status == 200 else _whole(response)
-                plan = (response.headers["X-Fleet-Plan"] or "").partition(";")[0]
-                return replace(reply, plan=plan)
+                plan = reply.plan or (response.headers["X-Fleet-Plan"] or "").partition(";")[0]
+                shared = () if reply.answer is None or plan in _ALONE else ("shared",)
+                return replace(reply, plan=plan, parts=reply.parts + shared)
     except TimeoutError:
         return TryReply(late=True)
     except (OSError, http.client.HTTPException) as error:
@@ -179,13 +211,16 @@ def _whole(response: http.client.HTTPResponse) -> TryReply:
 
 
 def _streamed(response: http.client.HTTPResponse) -> TryReply:
-    text, finish, logprobs = "", None, list[Mapping[str, Any]]()
+    text, plan, finish, logprobs = "", "", None, list[Mapping[str, Any]]()
     parts: tuple[str, ...] = ()
     for line in iter(response.readline, b""):
+        if line.startswith(b": plan "):
+            # The header does not wait for it; and one without helpers follows where they fail.
+            plan = line.removeprefix(b": plan ").partition(b";")[0].decode()
         if not line.startswith(b"data: "):
             continue
         if line.strip() == b"data: [DONE]":
-            return TryReply(_essence(text, finish, logprobs), parts=parts)
+            return TryReply(_essence(text, finish, logprobs), plan=plan, parts=parts)
         event = json.loads(line.removeprefix(b"data: "))
         if "error" in event:
             return TryReply(code=str(event["error"].get("code")))

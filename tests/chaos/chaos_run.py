@@ -15,7 +15,7 @@ from pathlib import Path
 
 import faults
 import process_hooks
-from chaos_fleet import NAMES, ChaosFleet, asked, take_copy
+from chaos_fleet import NAMES, ChaosFleet, asked, failed_fetches, take_copy
 from leaks import Leaks
 from live_daemon import WAIT_S
 from netns import Lab
@@ -38,7 +38,7 @@ def fleet(models_dir: Path, network: str) -> Iterator[ChaosFleet]:
         lab = stack.enter_context(Lab(len(NAMES))) if network == "switch" else None
         small = take_copy(models_dir, root)
         made = stack.enter_context(ChaosFleet(root / "f", small, stack, lab))
-        made.load()
+        assert made.all_loaded()
         made.until_usable(limit_s=WAIT_S)
         yield made
 
@@ -76,19 +76,18 @@ class ChaosRun:
         self._leaks.look()
         killed: set[str] = set()
         expected = {ask.question: self._fleet.expected(ask) for ask in tried.asks}
-        read = [self._read_before(ask) for ask in tried.asks if ask.read_by is not None]
+        read = self._read_before([ask for ask in tried.asks if ask.read_by is not None])
+        failed = self._failed_fetches()
         begun = time.monotonic()
         with ThreadPoolExecutor(len(tried.asks) + len(tried.faults)) as pool:
             replies = [pool.submit(self._ask, ask, begun) for ask in tried.asks]
             harms = [pool.submit(self._harm, fault, begun, killed) for fault in tried.faults]
             for harm in harms:
                 harm.result()
-            found = [
-                judged(reply.result(), expected[ask.question], killed=NAMES[ask.machine] in killed)
-                for ask, reply in zip(tried.asks, replies, strict=True)
-            ] + read
-        for reply in replies:
-            self._tally.answered(reply.result())
+            found = read
+            for ask, reply in zip(tried.asks, (reply.result() for reply in replies), strict=True):
+                found.append(judged(reply, expected[ask.question], killed=NAMES[ask.machine] in killed))
+                self._tally.answered(tried, ask, reply, right=found[-1][0] is Outcome.RIGHT)
         times = [begun, time.monotonic()]
         for after in (self._recovered, self._clean):
             found.append(after())
@@ -96,15 +95,30 @@ class ChaosRun:
             if self._lost:
                 break
         self._phases = [later - earlier for earlier, later in pairwise(times)]
+        # One that began anew since has forgotten those that it counted before.
+        more = (after - before for before, after in zip(failed, self._failed_fetches(), strict=True))
+        self._tally.fetches_failed(tried, sum(each for each in more if each > 0))
         found.append(self._untold_trouble())
         outcome = worst(each for each, _ in found)
         return outcome, "; ".join(why for each, why in found if each is outcome and why)
 
-    def _read_before(self, ask: Ask) -> tuple[Outcome, str]:
-        """Let the machine that is to keep a prompt read it, undisturbed."""
-        assert ask.read_by is not None
-        reader = replace(ask, machine=ask.read_by, stream=False)
-        return judged(asked(self._fleet[NAMES[ask.read_by]], reader), self._fleet.expected(ask), killed=False)
+    def _read_before(self, asks: list[Ask]) -> list[tuple[Outcome, str]]:
+        """Let the machine that is to keep prompts read them, undisturbed, and have them on its disk alone."""
+        found: list[tuple[Outcome, str]] = []
+        for ask in asks:
+            assert ask.read_by is not None
+            reader = replace(ask, machine=ask.read_by, stream=False)
+            reply = asked(self._fleet[NAMES[ask.read_by]], reader)
+            found.append(judged(reply, self._fleet.expected(ask), killed=False))
+        for fetcher, reader in {(ask.machine, ask.read_by) for ask in asks if ask.read_by is not None}:
+            try:
+                self._fleet.leave_fetching(NAMES[fetcher], NAMES[reader])
+            except AssertionError:
+                found.append((Outcome.HUNG, f"{NAMES[fetcher]} never saw {NAMES[reader]} unload its model"))
+        return found
+
+    def _failed_fetches(self) -> list[int]:
+        return [failed_fetches(self._fleet[name]) for name in NAMES]
 
     def _ask(self, ask: Ask, begun: float) -> TryReply:
         time.sleep(max(0.0, begun + ask.after_s - time.monotonic()))
@@ -144,9 +158,9 @@ class ChaosRun:
             self._fleet.until_usable(limit_s=max(1.0, end - time.monotonic()))
         except AssertionError:
             return Outcome.HUNG, f"afterwards machines do not meet: {[self._fleet.states(n) for n in NAMES]}"
-        while not self._fleet.drafter_loaded():
+        while not self._fleet.all_loaded():
             if time.monotonic() > end:
-                return Outcome.HUNG, "afterwards no drafter can be loaded"
+                return Outcome.HUNG, "afterwards a model cannot be loaded"
             time.sleep(0.2)
         return Outcome.RIGHT, ""
 

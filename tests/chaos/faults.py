@@ -271,6 +271,7 @@ _told("clock: back", lambda draw: {"clock_s": -draw.uniform(1, 10_000) * HOUR_S}
 _told("clock: zone", lambda draw: {"zone": draw.choice(_ZONES)})
 _told("disk: slow", lambda draw: {"disk_s": draw.uniform(0.05, 1.0)})
 _told("peer: nonsense", lambda draw: {"nonsense": draw.uniform(0.05, 0.9)})
+_told("peer: other blocks", lambda draw: {"other_blocks": draw.uniform(0.5, 1.0)})
 
 
 # ---- What a machine has ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -13,6 +14,9 @@ from fleetd.errors import BY_CODE
 
 #: The model that drafts for another machine's answers.
 DRAFTER = "scribe"
+#: What an answer may be made of: keys and values from another machine, from the disk, computed with helpers,
+#: and drafts.
+PARTS = ("fetched", "restored", "shared", "drafted")
 #: Codes that say that the program is wrong, not what happened.
 _BUGS = {"internal_error"}
 
@@ -52,7 +56,7 @@ class TryReply:
     late: bool = False
     #: Where and how it was computed, as the answer's header says.
     plan: str = ""
-    #: What it was made of besides: "fetched", "restored", "drafted".
+    #: What it was made of besides, by PARTS.
     parts: tuple[str, ...] = ()
 
 
@@ -74,8 +78,9 @@ def judged(reply: TryReply, expected: Any, *, killed: bool) -> tuple[Outcome, st
 class Ask:
     """One request: whom, what, how; ``after_s`` from the beginning of the try.
 
-    ``read_by``: the machine that is asked the same before the try begins, so that it keeps the prompt's keys
-    and values. ``drafter``: the model that drafts the answer, "" for none.
+    ``read_by``: the machine that is asked the same before the try begins and keeps the prompt's keys and
+    values on its disk, but has unloaded the model, so that they are to be fetched. ``drafter``: the model
+    that drafts the answer, "" for none.
     """
 
     machine: int
@@ -152,14 +157,21 @@ def schedule(seed: int, kinds: Sequence[str], faults: int, machines: int) -> Ite
             lasts_s = draw.choice((draw.uniform(0.05, 0.5), draw.uniform(0.5, 4.0)))
             chosen.append(Fault(bag.pop(), begins_s, lasts_s, draw.getrandbits(32)))
             begins_s += draw.uniform(0.0, 0.5)
-        asks = tuple(_ask(draw, number, place, machines) for place in range(draw.randint(1, 3)))
+        # One that has unloaded its model for one request is not the one to compute another.
+        asked, reader = draw.sample(range(1, machines), 2)
+        asks = tuple(
+            _ask(draw, f"{number}.{place}", machines, asked, reader, chosen[0].begins_s)
+            for place in range(draw.randint(1, 3))
+        )
         yield Try(number, asks, tuple(chosen))
         number, left = number + 1, left - count
 
 
-def _ask(draw: random.Random, number: int, place: int, machines: int) -> Ask:
+def _ask(draw: random.Random, name: str, machines: int, fetcher: int, reader: int, harmed_s: float) -> Ask:
+    """``name``: no other request has it. ``fetcher`` fetches what ``reader`` has read. ``harmed_s``: when the
+    first fault begins."""
     machine, stream, after_s = draw.randrange(machines), draw.random() < 0.5, draw.uniform(0.0, 1.0)
-    match draw.choices(("chain", "short", "drafted", "fetched", "long"), (5, 5, 3, 5, 2))[0]:
+    match draw.choices(("chain", "short", "drafted", "fetched", "long"), (4, 4, 3, 7, 4))[0]:
         case "chain":
             return Ask(machine, "chain", "<count>", draw.choice((10, 40)), stream, after_s)
         case "short":
@@ -169,15 +181,17 @@ def _ask(draw: random.Random, number: int, place: int, machines: int) -> Ask:
             tokens = draw.choice((200, 400))
             return Ask(0, "chain", "<count>", tokens, stream, after_s, drafter=DRAFTER)
         case "fetched":
-            asked, reader = draw.sample(range(1, machines), 2)
-            return Ask(asked, "small", _long(draw, number, place), 6, stream, after_s, read_by=reader)
+            # A fetch takes moments, so it begins shortly before a fault does.
+            after_s = max(0.0, harmed_s - draw.uniform(0.0, 0.3))
+            return Ask(fetcher, "small", _long(draw, name), 6, stream, after_s, read_by=reader)
         case _:
-            return Ask(machine, "small", _long(draw, number, place), 6, stream, after_s)
+            return Ask(machine, "small", _long(draw, name), 6, stream, after_s)
 
 
-def _long(draw: random.Random, number: int, place: int) -> str:
-    """A prompt whose beginning is its own, so that no cache has it."""
-    return f"{number}.{place}: {' '.join(draw.choices(_WORDS, k=draw.randint(270, 340)))}"
+def _long(draw: random.Random, name: str) -> str:
+    """A prompt of one block or two, whose beginning is its own, so that no cache has it."""
+    words = draw.choice((draw.randint(270, 340), draw.randint(540, 620)))
+    return f"{name}: {' '.join(draw.choices(_WORDS, k=words))}"
 
 
 @dataclass
@@ -200,10 +214,12 @@ class Tally:
     rows: dict[str, Row] = field(default_factory=dict)
     #: What failed: the number of the try, its kinds, the outcome, why.
     failures: list[dict[str, Any]] = field(default_factory=list)
-    #: How many right answers were computed how: by the kind of plan.
-    plans: dict[str, int] = field(default_factory=dict)
-    #: How many answers had keys and values from elsewhere or drafts, by ``TryReply.parts``.
-    parts: dict[str, int] = field(default_factory=dict)
+    #: How many answers were computed how: by the kind of plan.
+    plans: Counter[str] = field(default_factory=Counter)
+    #: By kind of fault, how many whole answers there were under it ("answers"), how many of them had a part
+    #: of PARTS and, if there are any, how many of those were wrong ("fetched wrong"); how many requests were
+    #: to fetch ("to fetch"), and how many fetches failed, after which the prompt is computed ("failed").
+    parts: dict[str, Counter[str]] = field(default_factory=dict)
 
     def add(self, tried: Try, outcome: Outcome, why: str) -> None:
         kinds = [fault.kind for fault in tried.faults]
@@ -214,12 +230,24 @@ class Tally:
         if outcome.fails:
             self.failures.append({"try": tried.number, "kinds": kinds, "outcome": outcome, "why": why})
 
-    def answered(self, reply: TryReply) -> None:
-        """Count how an answer was made."""
+    def answered(self, tried: Try, ask: Ask, reply: TryReply, *, right: bool) -> None:
+        """Count how an answer was made, for the kind of each fault of its try."""
         if reply.plan:
-            self.plans[reply.plan] = self.plans.get(reply.plan, 0) + 1
-        for part in reply.parts:
-            self.parts[part] = self.parts.get(part, 0) + 1
+            self.plans[reply.plan] += 1
+        found: Counter[str] = Counter()
+        if ask.read_by is not None:
+            found["to fetch"] += 1
+        if reply.answer is not None:
+            found["answers"] += 1
+            found.update(part if right else f"{part} wrong" for part in reply.parts)
+        self._count(tried, found)
+
+    def fetches_failed(self, tried: Try, count: int) -> None:
+        self._count(tried, Counter({"failed": count}))
+
+    def _count(self, tried: Try, found: Counter[str]) -> None:
+        for kind in {fault.kind for fault in tried.faults} | {"all"}:
+            self.parts.setdefault(kind, Counter()).update(found)
 
     @property
     def total(self) -> Row:
@@ -236,9 +264,19 @@ class Tally:
 
     def table(self) -> str:
         names = list(asdict(Row()))
-        lines = [f"{'fault':<24}" + "".join(f"{name:>8}" for name in names)]
+        lines = [f"{'fault':<30}" + "".join(f"{name:>8}" for name in names)]
         for kind, row in [*sorted(self.rows.items()), ("all", self.total)]:
-            lines.append(f"{kind:<24}" + "".join(f"{value:>8}" for value in asdict(row).values()))
+            lines.append(f"{kind:<30}" + "".join(f"{value:>8}" for value in asdict(row).values()))
+        return "\n".join(lines)
+
+    def parts_table(self) -> str:
+        """What the answers were made of, by kind of fault."""
+        names = ["answers", "to fetch", "failed", *PARTS]
+        names += sorted({name for found in self.parts.values() for name in found} - set(names))
+        lines = [f"{'fault':<30}" + "".join(f"{name:>{len(name) + 3}}" for name in names)]
+        for kind in sorted(self.parts, key=lambda kind: (kind == "all", kind)):
+            counts = self.parts[kind]
+            lines.append(f"{kind:<30}" + "".join(f"{counts[name]:>{len(name) + 3}}" for name in names))
         return "\n".join(lines)
 
     def as_json(self, **about: Any) -> str:

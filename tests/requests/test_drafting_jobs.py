@@ -47,6 +47,7 @@ from fleetd.errors import (
 )
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.drafting import messages
@@ -55,6 +56,7 @@ from fleetd.requests.drafting.drafters import DrafterCandidate
 from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.members import Member, Members
+from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.pipeline import Pipeline
 from fleetd.requests.request import Request
 
@@ -398,6 +400,35 @@ async def test_when_a_peer_refuses_this_machine_drafts(tmp_path: Path, change: A
         answer = asyncio.create_task(home.answer(job()))
         await home.pool.small.given("drafts")
         assert home.count("peer", code) == 1
+        home.ending.set()
+        home.pool.small.end.set()
+        await answer
+
+
+async def test_attack_a_peer_that_says_only_that_it_is_alive_is_left_out_and_this_machine_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the machine whose card is the best would take the drafts from every answer."""
+    monkeypatch.setattr(limits, "DRAFT_OFFER_S", 0.2)
+    async with fleet(tmp_path) as (node, (peer,)), home_of(node, [peer]) as home:
+        gone = asyncio.Event()
+
+        async def alive(_: str, body: bytes, stream: PeerStream) -> None:
+            try:
+                while True:
+                    stream.send(ALIVE)
+                    await asyncio.sleep(0.01)
+            finally:
+                gone.set()
+
+        peer.node.handle(messages.FOLLOW, alive)
+        answer = asyncio.create_task(home.answer(job()))
+        async with asyncio.timeout(WITHIN_S):
+            await home.pool.small.given("drafts")
+            await gone.wait()
+        members = home.drafting.members
+        assert members.left_out(peer.node_id, "draft")
+        assert not members.left_out(peer.node_id, "answer"), "it may do everything else well"
         home.ending.set()
         home.pool.small.end.set()
         await answer

@@ -36,7 +36,7 @@ from fleetd.engine.protocol import (
 from fleetd.errors import Forbidden, Overloaded, PeerLost
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.requests.bulk_dialer import BulkDialer
+from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.job import Job
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.client import BlockFetching
@@ -382,6 +382,38 @@ async def test_attack_a_machine_that_says_it_keeps_a_prompt_and_then_nothing_is_
         assert [fetch.blocks for fetch in home.engine.fetches] == [0]
         assert isinstance(told[-1], Finished)
         assert home.members.left_out(keepers[0].node_id, "fetch")
+
+
+async def test_attack_messages_without_end_beside_the_blocks_end_the_fetch(tmp_path: Path) -> None:
+    """They would keep this daemon busy as long as the answer takes."""
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        gone = asyncio.Event()
+
+        async def talks(peer: str, body: bytes, stream: PeerStream) -> None:
+            try:
+                with BulkDialer(keepers[0].node).expect() as expected:
+                    stream.send(messages.encode(FetchOffer(invitation(expected))))
+                    with await expected.socket():
+                        while True:
+                            stream.send(b"more")
+                            await stream.drained()
+                            await asyncio.sleep(0)
+            finally:
+                gone.set()
+
+        keepers[0].node.handle(messages.FETCH, talks)
+        home = FetchingHome(node, keepers)
+        loop = asyncio.get_running_loop()
+
+        def fetched() -> Fetched:
+            asyncio.run_coroutine_threadsafe(gone.wait(), loop).result(30)
+            return Fetched("r1", code="peer_late", reason="The stream broke.")
+
+        told = await home.run(lacking(NAMES), fetched)
+        assert isinstance(told[-1], Finished)
+        assert "protocol_error" in home.members.left_out(keepers[0].node_id, "answer")
+        assert [each.failed for each in home.step.counts.machines()] == [1]
 
 
 async def _refused(node_id: str, invited: Any) -> Any:

@@ -23,11 +23,15 @@ from fleetd.errors import (
     Forbidden,
     Incompatible,
     InvalidValue,
+    ModelCorrupt,
     ModelNotFound,
     NoMachine,
     OutOfMemory,
     Overloaded,
     PeerLost,
+    PeerWrong,
+    ProtocolError,
+    ScorerNotReady,
 )
 from fleetd.fleet import distinct_names
 from fleetd.p2p.membership.roster import RosterMember
@@ -192,6 +196,92 @@ def test_what_concerns_one_kind_of_work_leaves_the_others_alone(
     }
 
 
+OTHER = "o" * 64
+
+
+def with_two_models(name: str) -> Member:
+    """One that has "m" and "n", of DIGEST and OTHER."""
+    card = own_card(name)
+    return Member(replace(card, models=[*card.models, replace(card.models[0], name="n", digest=OTHER)]), name)
+
+
+def asked_for(fleet: SeenFleet, work: Work) -> list[str]:
+    """The digests with which the first machine may be asked for this work."""
+    (found,) = fleet.members.others(work)
+    return [digest for digest in (DIGEST, OTHER) if eligible(found, digest) is None]
+
+
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize(
+    ("error", "times", "everywhere"),
+    [
+        (EngineDied("gone"), 1, True),
+        (Incompatible("other words"), 1, False),
+        (ModelCorrupt("damaged"), 2, False),
+        (ModelNotFound("gone"), 2, False),
+        (OutOfMemory("full"), 2, False),
+        (ScorerNotReady("not yet"), 2, False),
+    ],
+    ids=lambda value: getattr(value, "code", ""),
+)
+def test_a_failure_that_concerns_one_model_leaves_the_machine_its_other_models(
+    work: Work, error: FleetError, times: int, everywhere: bool
+) -> None:
+    fleet = SeenFleet(with_two_models("studio"))
+    for _ in range(times):
+        fleet.members.failed("studio", work, error, DIGEST)
+    assert {each: asked_for(fleet, each) for each in WORKS} == {
+        each: [OTHER] if everywhere or each == work else [DIGEST, OTHER] for each in WORKS
+    }
+    assert fleet.members.left_out("studio", work, DIGEST).startswith("It failed")
+    assert "with this model" in fleet.members.left_out("studio", work, DIGEST)
+    # Success with another model says nothing of this one.
+    fleet.members.succeeded("studio", work, OTHER)
+    assert asked_for(fleet, work) == [OTHER]
+    fleet.members.succeeded("studio", work, DIGEST)
+    assert asked_for(fleet, work) == [DIGEST, OTHER]
+
+
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize(
+    ("error", "times"),
+    [
+        (PeerLost("gone"), 1),
+        (PeerWrong("lies"), 1),
+        (ProtocolError("what?"), 1),
+        (Overloaded("busy"), 2),
+        (Forbidden("no"), 2),
+    ],
+    ids=lambda value: getattr(value, "code", ""),
+)
+def test_attack_silence_lies_and_refusals_leave_the_machine_out_with_every_model(
+    work: Work, error: FleetError, times: int
+) -> None:
+    fleet = SeenFleet(with_two_models("studio"))
+    for _ in range(times):
+        fleet.members.failed("studio", work, error, DIGEST)
+    assert asked_for(fleet, work) == []
+
+
+def test_attack_failures_with_ever_new_models_take_no_more_memory_and_hide_no_other_failure() -> None:
+    fleet = SeenFleet(with_two_models("studio"))
+    fleet.members.late("studio", "answer")
+    for number in range(3 * limits.BACKOFF_MODELS):
+        fleet.members.failed("studio", "answer", EngineDied("gone"), f"{number}")
+        fleet.now_s += 0.01
+    reasons = fleet.members.backoff.reasons("studio", "answer", fleet.now_s)
+    assert len(reasons) == limits.BACKOFF_MODELS + 1
+    assert "timeout" in reasons[""]
+    assert f"{3 * limits.BACKOFF_MODELS - 1}" in reasons
+
+
+def test_attack_to_be_late_as_well_does_not_make_up_for_a_lie() -> None:
+    fleet = SeenFleet(member())
+    fleet.members.failed("studio", "fetch", PeerWrong("lies"))
+    fleet.members.late("studio", "fetch")
+    assert fleet.others("answer") == []
+
+
 def test_too_late_is_not_asked_for_the_same_again() -> None:
     fleet = SeenFleet(member())
     fleet.members.late("studio", "score")
@@ -263,11 +353,38 @@ def test_a_machine_that_failed_answers_where_no_other_can() -> None:
         chosen(tried=frozenset({"a", "b"}))
 
 
+def test_a_request_for_another_model_still_goes_to_a_machine_whose_engine_died() -> None:
+    fleet = SeenFleet(with_two_models("a"), with_two_models("b"))
+    placer = Placer(fleet.members, lambda *_: pytest.fail("nothing is asked"))
+
+    def chosen(model: str) -> str:
+        job = Job(model, Generate("r", TextPrompt("x")), "http", "chat")
+        wanted = WantedModel(model, here=False)
+        return placer.choose(job, wanted, tried=frozenset(), why=ModelNotFound(model)).node_id
+
+    assert (chosen("m"), chosen("n")) == ("a", "a")
+    placer.failed("a", EngineDied("gone"), DIGEST)
+    assert (chosen("m"), chosen("n")) == ("b", "a")
+
+
+async def test_a_machine_that_cannot_score_or_draft_with_one_model_does_with_another() -> None:
+    fleet = SeenFleet(Member(own_card("studio", scoring="ready"), "studio"))
+    fleet.members.failed("studio", "score", EngineDied("gone"), OTHER)
+    scorers = Scorers(ScoringPool(), models(), ModelSpeeds(), fleet.members)  # type: ignore[arg-type]
+    policy = SmartPrefillPolicy(compressor_model="m")
+    assert [scorer.name for scorer in (await scorers.find(policy, 0, False))[1]] == ["studio"]
+    assert drafters.candidates(fleet.members.others("draft"), "x", "m", "peers")
+    fleet.members.failed("studio", "score", EngineDied("gone"), DIGEST)
+    with pytest.raises(SkipCompression):
+        await scorers.find(policy, 0, False)
+    assert not drafters.candidates(fleet.members.others("draft"), "x", "m", "peers")
+
+
 def test_a_machine_that_failed_is_left_out_longer_each_time() -> None:
     backoff = PeerBackoff()
 
     def reason(now_s: float, node_id: str = "a") -> str:
-        return backoff.reason(node_id, "prefill", now_s)
+        return backoff.reasons(node_id, "prefill", now_s).get("", "")
 
     assert reason(0.0) == ""
     backoff.failed("a", "prefill", "peer_lost", 0.0)

@@ -524,7 +524,9 @@ async def test_a_helper_that_dies_is_given_up_at_once(tmp_path: Path) -> None:
         trace = await home.trace()
         assert (trace.outcome, trace.code, trace.verified_tokens) == ("fallback", "engine_died", 256)
         assert home.shown('fleetd_fallback_total{reason="engine_died"} 1.0')
-        assert home.sharing.members.left_out(home.helpers[0].node_id, "prefill")
+        members, helper_id = home.sharing.members, home.helpers[0].node_id
+        assert members.left_out(helper_id, "prefill", DIGEST)
+        assert not members.left_out(helper_id, "prefill"), "other models have other engines"
 
 
 async def test_what_the_engine_finds_wrong_is_the_helpers_fault(tmp_path: Path) -> None:
@@ -553,7 +555,7 @@ async def test_a_failure_that_two_notice_is_told_once_and_traced_as_it_was_told(
             # The session tells of the loss in the same turn in which the engine has told of it.
             raise EngineDied("Its engine ended.") from None
 
-    def blame(sharing: PrefillSharing, agreement: Agreement) -> None:
+    def blame(sharing: PrefillSharing, agreement: Agreement, digest: str) -> None:
         noticed.set()
 
     monkeypatch.setattr(Agreement, "watch", watch)
@@ -710,7 +712,8 @@ async def sent(home: SharingHome) -> tuple[str, int, float, bool]:
 async def test_what_a_helper_sent_says_how_fast_its_path_is_at_least(
     tmp_path: Path, exposed_s: float, late: bool
 ) -> None:
-    ending = Shared("r1", [StepTime(step_names.EXPOSED, exposed_s)])
+    own = [StepTime(step_names.WAITED, 0.1, 5_000_100), StepTime(step_names.EXPOSED, exposed_s)]
+    ending = Shared("r1", own)
     async with home_with(tmp_path, ending=ending) as home:
         home.helpers[0].engine.steps = [
             StepTime(step_names.WAITED, 0.1, 777),
@@ -722,6 +725,17 @@ async def test_what_a_helper_sent_says_how_fast_its_path_is_at_least(
         # From the agreement to the end of the prefill, by this machine's clock: not what the helper says.
         assert 0 < seconds < WITHIN_S
         assert was_late is late
+
+
+async def test_attack_a_path_is_no_faster_than_what_came_over_it_whatever_a_helper_says(
+    tmp_path: Path,
+) -> None:
+    """Else every prompt would be read with the help of the machine that claims most."""
+    ending = Shared("r1", [StepTime(step_names.WAITED, 0.1, 3_000_000)])
+    async with home_with(tmp_path, ending=ending) as home:
+        home.helpers[0].engine.steps = [StepTime(step_names.COMPUTED, 1.0, 1 << 50)]
+        await home.ask()
+        assert (await sent(home))[1] == 3_000_000
 
 
 async def test_this_machines_part_corrects_what_it_tells_of_itself(tmp_path: Path) -> None:

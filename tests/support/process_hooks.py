@@ -1,11 +1,12 @@
-"""Hooks into daemons under test: a clock that jumps, a slow disk, messages to peers that make no sense.
+"""Hooks into daemons under test: a clock that jumps, a slow disk, messages and blocks that are not right.
 
 A file beside the daemon's home, ``<home>.hooks``, says what holds now, as JSON; without it nothing does:
 
-    clock_s    added to ``time.time()``
-    zone       the local time zone
-    disk_s     how long each flush and each SQL statement takes longer
-    nonsense   the share of messages to peers, requests and answers, that nobody can read
+    clock_s       added to ``time.time()``
+    zone          the local time zone
+    disk_s        how long each flush and each SQL statement takes longer
+    nonsense      the share of messages to peers, requests and answers, that nobody can read
+    other_blocks  the share of fetches by peers that get the right numbers at the wrong places
 
 Only programs that the tests fork have these hooks. As root they lose the right to write where the file modes
 forbid it, so that a folder can be made read-only for them as for everybody.
@@ -90,9 +91,14 @@ def install() -> None:
     os.fsync = slow_fsync
     sqlite3.connect = lambda *arguments, **options: connect(*arguments, factory=SlowConnection, **options)
 
+    _lie_to_peers(now)
+
+
+def _lie_to_peers(now: _Now) -> None:
+    from fleetd.cache import block_stream
     from fleetd.p2p.session import transport
 
-    send = transport.PeerStream.send
+    send, send_blocks = transport.PeerStream.send, block_stream.send
 
     def garbled(self: Any, body: bytes) -> None:
         if body and random.random() < float(now.get("nonsense", 0.0)):
@@ -100,7 +106,27 @@ def install() -> None:
             body = b"\xc1" + random.randbytes(random.randrange(len(body) + 64))
         send(self, body)
 
+    def send_other_blocks(sender: Any, names: Any, read: Any) -> int:
+        if random.random() >= float(now.get("other_blocks", 0.0)):
+            return send_blocks(sender, names, read)
+
+        def shifted(name: bytes, targets: Any) -> Any:
+            filled: list[memoryview] = []
+
+            def noted(header: Any) -> list[memoryview]:
+                filled[:] = targets(header)
+                return filled
+
+            header = read(name, noted)
+            for view in filled if header is not None else ():
+                half = len(view) // 8 * 4  # numbers of four bytes, or of two
+                view[:] = bytes(view[half:]) + bytes(view[:half])
+            return header
+
+        return send_blocks(sender, names, shifted)
+
     transport.PeerStream.send = garbled  # type: ignore[method-assign]
+    block_stream.send = send_other_blocks
 
 
 def _drop_rights_over_files() -> None:

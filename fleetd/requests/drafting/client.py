@@ -18,13 +18,14 @@ from typing import Literal
 
 import msgspec
 
+from fleetd import limits
 from fleetd.control.prefill_plan import PlanView, StepView
 from fleetd.control.prefill_trace import DrafterView
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, DraftFor, Event, Followed, Loading, Ready, StreamTag
 from fleetd.engine.speculation.local_sources import DRAFTER
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.errors import EngineDied, EngineError, FleetError, Incompatible, ModelNotFound, PeerLost
+from fleetd.errors import EngineDied, EngineError, FleetError, Incompatible, ModelNotFound, PeerLate, PeerLost
 from fleetd.models import names
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
@@ -241,7 +242,7 @@ class DraftRun:
                 return
             else:
                 outcome = "done"
-                self._drafting.members.succeeded(candidate.node_id, "draft")
+                self._drafting.members.succeeded(candidate.node_id, "draft", candidate.digest)
                 return
             finally:
                 self._drafting.metrics.drafter(candidate.where, outcome)
@@ -256,8 +257,11 @@ class DraftRun:
             reason=error.message,
         )
         # Of the two engines one is this machine's.
-        if candidate.node_id and not isinstance(error, EngineError):
-            self._drafting.members.failed(candidate.node_id, "draft", error)
+        if isinstance(error, PeerLate):
+            # It may do everything else well.
+            self._drafting.members.late(candidate.node_id, "draft")
+        elif candidate.node_id and not isinstance(error, EngineError):
+            self._drafting.members.failed(candidate.node_id, "draft", error, candidate.digest)
 
     async def _here(self, candidate: DrafterCandidate, vocabulary: str) -> None:
         folder = await self._drafting.resolve(candidate.model)
@@ -294,7 +298,7 @@ class DraftRun:
     async def _follow_there(
         self, partners: FleetPort, candidate: DrafterCandidate, vocabulary: str, stream: PeerStream
     ) -> None:
-        offer = messages.decode(await require_message(stream), messages.DraftOffer)
+        offer = await _offer(stream, limits.DRAFT_OFFER_S if candidate.loaded else limits.ENGINE_LOAD_S)
         # Both ends compare, so neither depends on the other's care.
         if offer.vocabulary != vocabulary:
             raise Incompatible("Its model has another vocabulary.", param="vocabulary")
@@ -307,6 +311,15 @@ class DraftRun:
 
     async def _give(self, sock: socket.socket, key: bytes, role: Literal["connector", "acceptor"]) -> None:
         await self._engine.give_stream(StreamTag(self._job.request.id, DRAFTS, key, role), sock)
+
+
+async def _offer(stream: PeerStream, within_s: float) -> messages.DraftOffer:
+    """Raises PeerLate for a machine that only says that it is alive: another one may draft."""
+    try:
+        async with asyncio.timeout(within_s):
+            return messages.decode(await require_message(stream), messages.DraftOffer)
+    except TimeoutError:
+        raise PeerLate(f"It has offered no drafter within {within_s:.0f} s.") from None
 
 
 # ---- what both the machine that answers and one that drafts for others do --------------------------------

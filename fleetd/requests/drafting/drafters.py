@@ -20,12 +20,14 @@ _NEAR_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class DrafterCandidate:
-    """A machine that could draft, and with which model. ``digest``: of a model on another machine."""
+    """A machine that could draft, and with which model. ``digest``: of a model on another machine, which has
+    ``loaded`` it by its card."""
 
     node_id: str
     name: str
     model: str
     digest: str = ""
+    loaded: bool = True
 
     @property
     def where(self) -> Literal["here", "peer"]:
@@ -44,10 +46,11 @@ def candidates(others: Iterable[Member], target: str, model: str, where: Where) 
     peers: list[tuple[tuple[bool, bool, bool, float], DrafterCandidate]] = []
     for member in others:
         found = member.model(model)
-        if found is not None and found.digest and eligible(member) is None:
+        if found is not None and found.digest and eligible(member, found.digest) is None:
             busy, cold = member.card.running + member.card.waiting > 0, found.state != "loaded"
             order = busy, member.rtt_s > _NEAR_S, cold, member.rtt_s
-            peers.append((order, DrafterCandidate(member.node_id, member.name, found.name, found.digest)))
+            drafter = DrafterCandidate(member.node_id, member.name, found.name, found.digest, not cold)
+            peers.append((order, drafter))
     peers.sort(key=lambda peer: peer[0])
     first = [candidate for (busy, far, cold, _), candidate in peers if not (busy or far or cold)]
     rest = [candidate for _, candidate in peers[len(first) :]]

@@ -19,7 +19,15 @@ from fleetd.control.prefill_plan import StepView
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import BLOCKS, Event, FetchBlocks, Fetched, Finished, Lacking, Loading, StreamTag
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.errors import EngineError, FleetError, PeerError, PeerLate, PeerUnreachable, from_code
+from fleetd.errors import (
+    EngineError,
+    FleetError,
+    PeerError,
+    PeerLate,
+    PeerUnreachable,
+    ProtocolError,
+    from_code,
+)
 from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill import step_names
@@ -102,6 +110,8 @@ class _Fetch:
         self._engine = engine
         self._lacking = lacking
         self._choice: FetchChoice | None = None
+        # Both the request and the stream may tell of one failure.
+        self._blamed = False
         self._begun_s = time.monotonic()
         self.task = asyncio.create_task(self._run(sources), name="fetch")
 
@@ -196,8 +206,9 @@ class _Fetch:
         return FetchSource(node_id, name, speed, blocks, found.state_bytes, plan, found.cached)
 
     def _failed(self, error: FleetError) -> None:
-        if self._choice is None:
+        if self._choice is None or self._blamed:
             return
+        self._blamed = True
         source = self._choice.source
         if isinstance(error, PeerError):
             self._fetching.counts.failed(source.name, error.code)
@@ -256,6 +267,6 @@ class _Fetch:
 
 
 async def _until_end(stream: PeerStream) -> None:
-    """The other machine has sent everything, or says why not."""
-    while await stream.receive() is not None:
-        pass
+    """The other machine has sent everything, or says why not. Raises ProtocolError for anything else."""
+    if await stream.receive() is not None:
+        raise ProtocolError("It sends messages beside the blocks that it was asked for.")

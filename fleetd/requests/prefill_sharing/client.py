@@ -181,11 +181,11 @@ class PrefillSharing(PipelineStep):
         task.add_done_callback(self._background.discard)
         return task
 
-    def blame(self, shared: Agreement) -> None:
+    def blame(self, shared: Agreement, digest: str) -> None:
         """Who failed is left out for a while."""
         for helper in shared.helpers:
             if helper.failed is not None:
-                self.members.failed(helper.node_id, "prefill", helper.failed)
+                self.members.failed(helper.node_id, "prefill", helper.failed, digest)
 
     async def close(self) -> None:
         """End what still runs in the background."""
@@ -279,7 +279,7 @@ class SharedPrompt:
                 engine.alone(terms.id, error.message)
                 self._request.code, self._request.reason = error.code, error.message
             # Else the engine noticed first, and the client has been told its reason: the trace says the same.
-            self._sharing.blame(agreed)
+            self._sharing.blame(agreed, terms.digest)
             log.warning("share.failed", request=terms.id, code=error.code, reason=error.message)
         except Exception as error:
             engine.alone(terms.id, "internal error")
@@ -302,13 +302,13 @@ class SharedPrompt:
             return None
         if not shared.code:
             for helper in agreed.helpers:
-                self._sharing.members.succeeded(helper.node_id, "prefill")
+                self._sharing.members.succeeded(helper.node_id, "prefill", self._digest)
             return None
         if all(helper.failed is None for helper in agreed.helpers):
             # The engine found a fault in what came, or missed something; it cannot know whose fault it was.
             for helper in agreed.helpers:
                 helper.failed = from_code(shared.code, shared.reason)
-            self._sharing.blame(agreed)
+            self._sharing.blame(agreed, self._digest)
         # Stop the watcher before dismissing helpers, or it would count them as failed.
         task.cancel()
         agreed.close()
@@ -354,14 +354,20 @@ class SharedPrompt:
         planned = dict(self._request.choice.best.steps) if self._request.choice is not None else {}
         exposed_s = sum(step.seconds for step in self._request.own_steps if step.name == step_names.EXPOSED)
         late = exposed_s > _LATE * planned.get(step_names.EXPOSED, 0.0) + _LATE_S
+        received = _n_bytes(self._request.own_steps, step_names.WAITED)
         for helper in agreed.helpers:
-            count = sum(step.n_bytes for step in helper.steps or () if step.name == step_names.COMPUTED)
+            # It may tell any number, so no more counts than came here from all of them.
+            count = min(_n_bytes(helper.steps or (), step_names.COMPUTED), received)
             self._sharing.partners.carried(helper.node_id, count, self._took_s, late=late)
 
     def _count(self) -> None:
         if (choice := self._request.choice) is not None:
             n_bytes = sum(step.n_bytes for step in share_steps(self._request))
             self._sharing.metrics.share(choice.best.kind, self._request.prefill_outcome, n_bytes)
+
+
+def _n_bytes(steps: Sequence[StepTime], name: str) -> int:
+    return sum(step.n_bytes for step in steps if step.name == name)
 
 
 def _gain_s(choice: PlanChoice) -> float:

@@ -193,11 +193,11 @@ class Scorers:
             if ran.error is not None:
                 # An engine that died here is started again for the next prompt.
                 if scorer.node_id != THIS_NODE or isinstance(ran.error, OutOfMemory):
-                    self._members.failed(scorer.node_id, "score", ran.error)
+                    self._members.failed(scorer.node_id, "score", ran.error, key)
             elif late and ran.unanswered:
                 self._members.late(scorer.node_id, "score")
             elif ran.tokens:
-                self._members.succeeded(scorer.node_id, "score")
+                self._members.succeeded(scorer.node_id, "score", key)
             if ran.tokens and scorer.measured and not scorer.load_s:
                 self._members.computed(
                     scorer.node_id,
@@ -223,7 +223,11 @@ class Scorers:
                     ModelHolder(member, model, search_tokens=0 if model.scoring == "ready" else SEARCH_TOKENS)
                     for model in member.card.models
                 ]
-        return [holder for holder in found if holder.key not in self._unable]
+        return [
+            holder
+            for holder in found
+            if holder.key not in self._unable and not holder.member.why_left_out(holder.key)
+        ]
 
     def _own(self, here: Member, folder: ModelFolder) -> ModelHolder:
         """A model on this machine, which its card may not show yet."""
