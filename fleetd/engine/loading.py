@@ -26,7 +26,7 @@ from fleetd import limits
 from fleetd.cache.block_names import LateBasis
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine import address_space, cpu, device_memory
-from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Speeds, calibrate
+from fleetd.engine.calibrate import Speeds, calibrate
 from fleetd.engine.failures import over_files
 from fleetd.engine.load_findings import FindingsKey, LoadFindings, block_basis
 from fleetd.engine.memory import admit_weights, human
@@ -164,7 +164,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
             together=decodes_together(model),
             dense_reason=dense_reason,
             arithmetic=sharable.arithmetic if sharable else None,
-            speeds=_speeds(model, device, vocabulary, context),
+            speeds=calibrate(model, device, vocabulary, context),
             vocabulary=_vocabulary_hash(tokenizer),
         )
         cached.keep(known)
@@ -269,20 +269,6 @@ def _read(
         report(Loading("reading", on_disk, on_disk))
         report(Loading("reading the tokenizer"))
         return model, reading.result()
-
-
-def _speeds(model: Any, device: Device, vocabulary: int, context: int) -> Speeds:
-    """The speeds of a first load."""
-    on_cpu = device == "cpu"
-    return calibrate(
-        model,
-        vocab_size=vocabulary,
-        context_tokens=context,
-        # On a GPU the sizes of chunks follow from it, which may not change from prompt to prompt.
-        budget_s=limits.CALIBRATE_FIRST_S if on_cpu else limits.CALIBRATE_GPU_S,
-        sizes=CHUNKS if on_cpu else GPU_CHUNKS,
-        first_look=on_cpu,
-    )
 
 
 def _with_sharing(facts: Ready, sharable: Sharable) -> Ready:

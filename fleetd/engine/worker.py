@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -356,19 +357,14 @@ def _scheduler(
     settings: WorkerSettings, loaded: Loaded, device: Device, emit: Callable[[Report], None]
 ) -> Scheduler:
     """The loop of a worker that answers requests with a whole model."""
-    from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Calibration
+    from fleetd.engine.calibrate import calibration
     from fleetd.engine.idle_calibration import IdleCalibration
     from fleetd.engine.memory import KvBudget
     from fleetd.engine.prefix_cache import PrefixCache
     from fleetd.engine.scheduler import Scheduler
 
-    facts, on_cpu = loaded.facts, device == "cpu"
-
-    def calibration() -> Calibration:
-        budget_s = limits.CALIBRATE_S if on_cpu else limits.CALIBRATE_GPU_S
-        sizes = CHUNKS if on_cpu else GPU_CHUNKS
-        return Calibration(loaded.model, facts.vocab_size, facts.context_tokens, budget_s, sizes)
-
+    facts = loaded.facts
+    again = partial(calibration, loaded.model, device, facts.vocab_size, facts.context_tokens)
     return Scheduler(
         model=loaded.model,
         tokenizer=loaded.tokenizer,
@@ -378,7 +374,7 @@ def _scheduler(
         budget=KvBudget(facts.kv_budget_bytes, facts.sizes),
         prefix=PrefixCache(loaded.prefix_bytes),
         emit=emit,
-        idle=IdleCalibration(calibration, facts, emit, keep=loaded.keep_speeds),
+        idle=IdleCalibration(again, facts, emit, keep=loaded.keep_speeds),
         defaults=loaded.defaults,
         sharable=loaded.sharable,
         speculation=_speculation(settings, loaded),

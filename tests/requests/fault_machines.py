@@ -79,8 +79,6 @@ _WORKERS = {
     "SHARE_SETUP_S": SETUP_S,
     "ENGINE_BEAT_S": 0.02,
     "CALIBRATE_S": 0.0,
-    "CALIBRATE_FIRST_S": 0.0,
-    "CALIBRATE_SOON_S": 3600.0,
     # A stream that comes when its prompt has gone on is closed after this.
     "TICKET_S": 3.0,
 }
