@@ -113,11 +113,11 @@ def _price(folder: Path) -> None:
 
 def _loaded(folder: Path) -> Loaded:
     cpu.preload_blas()
-    from fleetd.engine import loading, worker
+    from fleetd.engine import loading, model_reading, worker
     from fleetd.engine.settings import WorkerSettings
 
     worker.quiet_libraries()
-    device = loading.pick_device("auto")
+    device = model_reading.pick_device("auto")
     if device == "cpu":
         cpu.install()
     if not digests.remembered(folder, None):

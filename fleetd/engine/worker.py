@@ -58,7 +58,8 @@ from fleetd.models.memory_need import WORKING_BYTES
 if TYPE_CHECKING:
     from fleetd.engine.disk_tier import DiskTier
     from fleetd.engine.helper_loop import HelperLoop
-    from fleetd.engine.loading import Device, Loaded
+    from fleetd.engine.loading import Loaded
+    from fleetd.engine.model_reading import Device
     from fleetd.engine.prompt_encoding import PreparedPrompt
     from fleetd.engine.scheduler import Scheduler
     from fleetd.engine.scoring.scoring_layout import ScoringLayout
@@ -313,9 +314,15 @@ def start(
         from cryptography.hazmat.primitives.ciphers import aead  # noqa: F401
         from cryptography.hazmat.primitives.kdf import hkdf  # noqa: F401
 
-        from fleetd.engine import helper_loop, loading, scheduler, stage_loading  # noqa: F401
+        from fleetd.engine import (  # noqa: F401
+            helper_loop,
+            loading,
+            model_reading,
+            scheduler,
+            stage_loading,
+        )
 
-    device = loading.pick_device(settings.device)
+    device = model_reading.pick_device(settings.device)
     if device == "cpu":
         cpu.install()
     compute: Scheduler | HelperLoop
