@@ -281,26 +281,28 @@ class Daemon:
 
     def _serve_peers(self, node: Node) -> AssistServer:
         """What members may ask of this machine, besides copies."""
-        host = ServingContext(
+        context = ServingContext(
             self._models,
             self._own_card,
             draining=lambda: self._runner.draining,
             finished=self._metrics.served,
         )
         dialer = BulkDialer(node)
-        assists = AssistServer(dialer, self._pool, host)
+        assists = AssistServer(dialer, self._pool, context)
 
-        def name_of(node_id: str) -> str:
-            member = node.roster.members.get(node_id)
-            return member.name if member is not None else node_id
-
-        node.handle(messages.RUN, remote.JobServer(self._runner.run, self._has, name_of))
-        unaided = remote.JobServer(self._runner.run, self._has, name_of, unaided=True)
+        node.handle(messages.RUN, remote.JobServer(self._runner.run, self._has, node.name_of))
+        unaided = remote.JobServer(self._runner.run, self._has, node.name_of, unaided=True)
         node.handle(messages.RUN_UNAIDED, unaided)
-        node.handle(smart_messages.SCORE, ScoreServer(self._pool, host, self._ledger))
-        node.handle(drafting_messages.FOLLOW, DraftServer(dialer, self._pool, host))
+        node.handle(smart_messages.SCORE, ScoreServer(self._pool, context, self._ledger))
+        node.handle(drafting_messages.FOLLOW, DraftServer(dialer, self._pool, context))
         blocks = BlockServer(
-            dialer, self._disk_cache, self._kept, host, self._sees_prompts, self._fetch_counts, name_of
+            dialer,
+            self._disk_cache,
+            self._kept,
+            context,
+            self._sees_prompts,
+            self._fetch_counts,
+            node.name_of,
         )
         node.handle(fetching_messages.FIND, blocks.find)
         node.handle(fetching_messages.LOOK, blocks.look)

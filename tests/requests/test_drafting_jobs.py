@@ -112,13 +112,13 @@ class DraftingMachine:
         self.card = card(node.name)
         self.draining = False
         self.outcomes: list[str] = []
-        host = ServingContext(
+        context = ServingContext(
             FakeModels([SMALL]),
             lambda: self.card,
             draining=lambda: self.draining,
             finished=lambda _kind, outcome: self.outcomes.append(outcome),
         )
-        node.handle(messages.FOLLOW, DraftServer(BulkDialer(node), self.pool, host))
+        node.handle(messages.FOLLOW, DraftServer(BulkDialer(node), self.pool, context))
 
     @property
     def node_id(self) -> str:
