@@ -187,7 +187,7 @@ class Fetching:
             self._until_s = self._decided_s + decision.within_s if decision.within_s else math.inf
 
     def take(self, tag: StreamTag, sock: socket.socket) -> None:
-        """The stream."""
+        """Take the stream on which the other machine sends."""
         self._sock, self._tag = sock, tag
 
     def step(self) -> bool:
@@ -195,7 +195,7 @@ class Fetching:
         try:
             return self._step()
         except Exception as error:
-            # Whatever it makes of a library: the worker goes on, and computes the prompt.
+            # What came may make a library raise anything: the prompt is computed instead.
             self._error = _wrong(error)
             self._end()
             return True
@@ -243,8 +243,8 @@ class Fetching:
             return 0
         return max(0, self.hit.tokens - self.tokens - self.front.held)
 
-    def told(self) -> Fetched | None:
-        """What came of it; None if nothing was fetched."""
+    def report(self) -> Fetched | None:
+        """How the fetch ended; None if nothing was fetched."""
         if self._thread is None:
             return None
         code, reason = (self._error.code, self._error.message) if self._error is not None else ("", "")
@@ -347,7 +347,7 @@ class Fetching:
         whole = first == self._first * _BLOCK if front is None else front.met
         if self._thread is None or first == last or last <= self.have or not whole:
             return
-        # It writes to the same rows until then; it has been told to stop.
+        # It may still write to the same rows; ``_targets`` is None, so it stops at the next block.
         self._thread.join()
         if front is not None:
             front.fill(self._parts, self._tier.layout().in_rows(front.prefiller.cache))
@@ -427,7 +427,7 @@ class Fetching:
         """``useful``: up to which block the prompt's serve once each part has come."""
         if self._state is not FetchState.RECEIVING:
             return False
-        # In this order: whoever gives up between the two takes one block less.
+        # In this order: if the compute thread gives up between the two, it takes one block less.
         self._wait_on()
         self._blocks = useful[number]
         return True

@@ -372,7 +372,7 @@ class Scheduler(ComputeLoop):
             chunk=lambda: self._chunk_tokens,
             room=lambda more: self.budget.take(sequence.id, sequence.promised + more),
             wake=self.inbox.wake,
-            draw=random.Random(),  # noqa: S311 — which tokens are checked; nobody can know it before
+            draw=random.Random(),  # noqa: S311 — which tokens are checked; no sender can foresee it
         )
         if fetching.worth_asking and (question := fetching.question()) is not None:
             sequence.fetching = fetching
@@ -402,8 +402,8 @@ class Scheduler(ComputeLoop):
             sequence.fetching = None
             fetching.close()
             self.budget.take(sequence.id, sequence.promised)
-            if (told := fetching.told()) is not None:
-                self.emit(told)
+            if (report := fetching.report()) is not None:
+                self.emit(report)
 
     def _fits(self, sequence: ScheduledSequence) -> bool:
         """Reserve a stream and memory. False, and nothing is reserved, if either is short."""
@@ -566,7 +566,7 @@ class Scheduler(ComputeLoop):
             if sequence.text.cut_call and sequence.text.stopped_by is None:
                 reason = "length"  # half a call must not look like a whole answer
         self._ended(sequence)
-        self._heartbeat_at = 0.0  # tell at once that there is less to do
+        self._heartbeat_at = 0.0  # report at once that there is less to do
         self.emit(sequence.finished(reason))
 
     def _end_restore(self, sequence: ScheduledSequence) -> None:
