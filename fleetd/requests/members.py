@@ -177,9 +177,9 @@ class Members:
         return [self._seen(found, own, work) for found in self._listed()]
 
     def _seen(self, found: Member, own: Card | None, work: Work) -> Member:
-        told, asked = found.card, self.requests_at(found.node_id)
-        card = claims.believed(told, own)
-        capped = claims.capped(told, card) if card is not told else {}
+        claim, asked = found.card, self.requests_at(found.node_id)
+        card = claims.believed(claim, own)
+        capped = claims.capped(claim, card) if card is not claim else {}
         if asked > card.running + card.waiting:
             card = structs.replace(card, running=asked - card.waiting)
         left_out = self.left_out(found.node_id, work)
