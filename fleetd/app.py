@@ -173,16 +173,16 @@ class Daemon:
     def _begin_background(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Begin what runs beside requests until the daemon stops."""
         card = self._parts.make_card()
-        work = {
-            "pool": self._machine.pool.run,
-            "watchdog": self._notifier.watchdog,
-            "prune": self._prune_daily,
-            "keep awake": self._awake.run,
-            "card": card.run,
-            "pinned models": self._load_pinned,
-        }
-        tasks = [group.create_task(self._fleet.run(), name="fleet")] if self._fleet is not None else []
-        tasks += [group.create_task(keep_running(name, run), name=name) for name, run in work.items()]
+        tasks = [
+            group.create_task(keep_running("pool", self._machine.pool.run), name="pool"),
+            group.create_task(keep_running("watchdog", self._notifier.watchdog), name="watchdog"),
+            group.create_task(keep_running("prune", self._prune_daily), name="prune"),
+            group.create_task(keep_running("keep awake", self._awake.run), name="keep awake"),
+            group.create_task(keep_running("card", card.run), name="card"),
+            group.create_task(keep_running("pinned models", self._load_pinned), name="pinned models"),
+        ]
+        if self._fleet is not None:
+            tasks.append(group.create_task(self._fleet.run(), name="fleet"))
         return tasks
 
     async def _open_ledger(self) -> None:
