@@ -246,7 +246,7 @@ async def test_both_workers_of_this_machine_get_an_end_of_one_stream() -> None:
         home.pool.small.end.set()
         events = await answer
         assert [type(event) for event in events] == [Accepted, Delta, Finished]
-        await asyncio.wait(set(home.drafting._running))
+        await home.drafting._running.finish()
         assert home.count("here", "done") == 1
         assert home.pool.used == 0
 
@@ -355,7 +355,7 @@ async def test_a_peer_drafts_over_a_stream_between_the_workers(tmp_path: Path) -
         home.ending.set()
         peer.engine.end.set()
         await answer
-        await asyncio.wait(set(home.drafting._running))
+        await home.drafting._running.finish()
         assert home.count("peer", "done") == 1
         await peer.ended("done")
         # The trace waits for what that machine tells of it, the client does not.
