@@ -1,7 +1,7 @@
-"""The composition root: the parts of one daemon, and which of them knows which. ``app`` starts and stops them.
+"""The composition root: the parts of one daemon, and which of them knows which. ``app`` starts them.
 
-    MachineParts    this machine alone: its models and engines, its accounts and figures
-    DaemonParts     that, the fleet, the features of requests, and what other machines may ask of this one
+MachineParts    this machine alone: its models and engines, its accounts and figures
+DaemonParts     that, the fleet, the features of requests, and what other machines may ask of this one
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ class Fetching:
         self._sock: socket.socket | None = None
         self.hit: Hit | None = None
         self.front: FrontPrefill | None = None
-        # The caches with a row per token, once ``_room_left`` has made room in them; what was held before; and
-        # the snapshots in the order in which they come.
+        # The caches with a row per token, once ``_room_left`` has made room in them; what was held before;
+        # and the snapshots in the order in which they come.
         self._parts: list[Any] = []
         self._room_left: Iterator[None] | None = self._make_room()
         self._before = Hit(0, None)
@@ -305,8 +305,8 @@ class Fetching:
         number: int,
         header: BlockHeader,
     ) -> Sequence[memoryview]:
-        """Where part ``number`` of the stream goes: ``blocks`` blocks of rows, if the model keeps rows, then two
-        snapshots. Called on the thread. Raises BlockDamaged for another part than the one that is due."""
+        """Where part ``number`` of the stream goes: ``blocks`` blocks of rows, if the model keeps rows, then
+        two snapshots. Called on the thread. Raises BlockDamaged for another part than the one that is due."""
         first, in_rows = self._first, blocks if layout.rows else 0
         if number < in_rows:
             if header != layout.header(first + number):

@@ -1,5 +1,5 @@
-"""Log-probabilities as clients read them: a token's text, its bytes, its natural-log probability, and the same
-of the likeliest alternatives."""
+"""Log-probabilities as clients read them: a token's text, its bytes, its natural-log probability, and the
+same of the likeliest alternatives."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ class AnswerText:
     tool call, the call itself); ``primed`` is the part of a tool call that was put into the prompt.
     ``follows`` is the token before a plain continuation: detokenizers drop the first space of a text, which
     there belongs to the answer. ``offset`` counts characters shown before the answer (an echoed prompt).
-    ``call_pieces``: arguments are reported while they are written. ``min_tokens``: stop strings are looked for
-    after so many. ``cut_call``: the answer ended inside a call, which is then no text either.
+    ``call_pieces``: arguments are reported while they are written. ``min_tokens``: stop strings are looked
+    for after so many. ``cut_call``: the answer ended inside a call, which is then no text either.
     """
 
     request_id: str

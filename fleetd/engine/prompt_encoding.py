@@ -44,9 +44,10 @@ _TEMPLATE_ERRORS = (
 class PreparedPrompt:
     """A request whose prompt is token ids.
 
-    ``initial`` is the marker state the prompt ends in (see ``output_text.AnswerText``), ``primed`` the part of a
-    required tool call that the prompt already contains. ``kept``: indices of the tokens that the request's
-    Keep leaves, ascending; None if there is none or where ``dense_reason`` says why it is not followed.
+    ``initial`` is the marker state the prompt ends in (see ``output_text.AnswerText``), ``primed`` the part
+    of a required tool call that the prompt already contains. ``kept``: indices of the tokens that the
+    request's Keep leaves, ascending; None if there is none or where ``dense_reason`` says why it is not
+    followed.
     ``borders``: of a chat, as ``message_borders`` has them; empty if they were not asked for or not found.
     """
 

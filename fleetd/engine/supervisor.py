@@ -152,9 +152,7 @@ class EngineProcess:
             await self.stop()
             raise EngineDied(f"The engine for {self.settings.name} was stopped while it started.")
 
-    async def _spawn(
-        self, theirs: socket.socket, their_channel: socket.socket
-    ) -> asyncio.subprocess.Process:
+    async def _spawn(self, theirs: socket.socket, their_channel: socket.socket) -> asyncio.subprocess.Process:
         """Start the program with its ends of the two sockets."""
         return await asyncio.create_subprocess_exec(
             *self.command,

@@ -186,7 +186,7 @@ def plan(ask: RouteQuestion, homes: Sequence[Home]) -> Ways:
         for way in passed
     ]
     judged.sort(key=lambda way: (way.first_token_s is None, way.first_token_s or 0.0))
-    known = {home.candidate.node_id: tokens for home in told if (tokens := _kept_tokens(home))}
+    known = {home.candidate.node_id: tokens for home in whole if (tokens := _kept_tokens(home))}
     return Ways(best, tuple(judged), ranked, known)
 
 

@@ -319,8 +319,8 @@ class Members:
         self, node_id: str, model: str, token_s: float, work: PromptWork, *, expected_s: float, took_s: float
     ) -> None:
         """What an answer of another machine took, by this machine's clock. Only an answer that is later than
-        expected changes the machine's correction, and ``limits.ANSWER_OVERHEAD_S`` of its time does not count:
-        requests take some time besides computing.
+        expected changes the machine's correction, and ``limits.ANSWER_OVERHEAD_S`` of its time does not
+        count: requests take some time besides computing.
         """
         took_s = max(expected_s, took_s - limits.ANSWER_OVERHEAD_S)
         of, now_s = CorrectedWork(node_id, model, work), self._monotonic()

@@ -1,7 +1,7 @@
 """Contexts that were not computed, or not all of them: what they say means nothing.
 
-``made_up`` is for measuring what a chunk takes behind a context, ``repeat_rows`` for comparing what is computed
-behind one in two ways, which needs rows that differ.
+``made_up`` is for measuring what a chunk takes behind a context, ``repeat_rows`` for comparing what is
+computed behind one in two ways, which needs rows that differ.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _ones(part: Any, tokens: int) -> tuple[mx.array, mx.array]:
 
 
 def repeat_rows(caches: Sequence[Any], context: int, most_bytes: int) -> bool:
-    """Extend caches of a prompt to ``context`` tokens, in place: its rows again and again, with a little noise,
-    so that no two are equal. A running state is as large behind any context, and stays as it is.
+    """Extend caches of a prompt to ``context`` tokens, in place: its rows again and again, with a little
+    noise, so that no two are equal. A running state is as large behind any context, and stays as it is.
 
     False, and nothing is changed, if the rows would be larger than ``most_bytes``.
     """

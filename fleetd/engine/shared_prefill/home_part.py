@@ -301,8 +301,10 @@ class HomePart(ABC):
     def later_check(
         self, rank: int, done: int, layers: range, draw: random.Random, *, onward: bool = False
     ) -> LaterProbe | None:
-        """A check of helper ``rank``'s ``layers``, of its tokens among the first ``done``. ``onward``: also of
-        the next layer, which rests on the hidden states that were sent."""
+        """A check of helper ``rank``'s ``layers``, of its tokens among the first ``done``.
+
+        ``onward``: also of the next layer, which rests on the hidden states that were sent.
+        """
         tokens = self.split.tokens_of(rank)
         further = range(layers.start, min(layers.stop + onward, self.split.layers))
         found: list[LaterProbe | None] = [

@@ -1,7 +1,7 @@
 """The home's part where a prompt is split by layers: the last layers are here.
 
-    rows of the helpers' layers ─────────────────────────► caches
-    hidden states, chunk by chunk ─► own layers ─────────► caches
+rows of the helpers' layers ─────────────────────────► caches
+hidden states, chunk by chunk ─► own layers ─────────► caches
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class LayersAtHome(HomePart):
         self._part = stage.part(self._own.start, self._own.stop) if self._own else None
         self._tokens = split.chunks_of(split.helpers)
         self._chunks = len(self._tokens)
-        # Hidden states (1, count, width) on the way into the own layers: chunks that are not computed yet, the
-        # prompt's first tokens, and the chunk that arrived last.
+        # Hidden states (1, count, width) on the way into the own layers: chunks that are not computed yet,
+        # the prompt's first tokens, and the chunk that arrived last.
         self._hidden: deque[mx.array] = deque()
         self._begin: mx.array | None = None
         self._latest: mx.array | None = None

@@ -1,6 +1,6 @@
 """The home's part where a prompt is split by tokens: the last tokens are here.
 
-    rows of the helpers' tokens, layer by layer ─► cache of layer j ─► own tokens through layer j
+rows of the helpers' tokens, layer by layer ─► cache of layer j ─► own tokens through layer j
 """
 
 from __future__ import annotations
