@@ -1,5 +1,5 @@
-"""Ways to wait: for several coroutines at once, with heartbeats, for cancelled tasks to end. And tasks that no
-request waits for."""
+"""Ways to wait: for several coroutines at once, with heartbeats, for cancelled tasks to end. And tasks that
+no request waits for."""
 
 from __future__ import annotations
 
