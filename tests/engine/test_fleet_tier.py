@@ -552,28 +552,6 @@ def test_a_request_that_is_cancelled_meanwhile_leaves_nothing(machines: TwoMachi
     machines.here.scheduler.validate()
 
 
-def test_a_prompt_that_cannot_be_computed_meanwhile_ends_the_fetch(
-    machines: TwoMachines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hung_up = threading.Event()
-
-    def waits(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-        while sock.recv(1 << 16):
-            pass
-        hung_up.set()
-
-    def fails(front: FrontPrefill) -> int:
-        raise RuntimeError("no memory is left")
-
-    monkeypatch.setattr(FrontPrefill, "step", fails)
-    machines.ask()
-    machines.send(waits, last_first=True)
-    while not any(isinstance(event, Failed) for event in machines.here.events):
-        machines.here.turn()
-    assert hung_up.wait(60)
-    machines.here.scheduler.validate()
-
-
 def test_a_worker_tells_which_blocks_a_prompt_fills_if_others_may_know(machines: TwoMachines) -> None:
     def told(name: str, **fields: Any) -> list[Kept]:
         machines.here.ask(name, PROMPT, **fields)
@@ -982,3 +960,26 @@ def test_a_request_that_is_cancelled_half_way_leaves_what_it_computed(machines: 
     over.set()
     scheduler.validate()
     assert scheduler.prefix.longest(PROMPT, DENSE) >= BLOCK
+
+
+def test_a_prompt_that_cannot_be_computed_meanwhile_ends_the_fetch(
+    machines: TwoMachines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung_up = threading.Event()
+
+    def waits(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        while sock.recv(1 << 16):
+            pass
+        hung_up.set()
+
+    def fails(front: FrontPrefill) -> int:
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(FrontPrefill, "step", fails)
+    machines.here.tier.cost = QUICK
+    machines.ask()
+    machines.send(waits, last_first=True)
+    while not any(isinstance(event, Failed) for event in machines.here.events):
+        machines.here.turn()
+    assert hung_up.wait(60)
+    machines.here.scheduler.validate()
