@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 
+import mlx_lm
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
 from fleetd.engine.architectures import ANY_TEXT, CUT, REFUSED, Architecture
@@ -77,9 +80,21 @@ _WITHIN = {"no": "yes", "where set": "yes; in windows where layers have such", "
 _ANY = {"any": "yes", "unless windows": "yes; no where layers have sliding windows", "same": "no"}
 
 
+_BORROWS = re.compile(r"^from \.(\w+) import Model\b(?! as)", re.MULTILINE)
+
+
+@cache
+def _borrowers() -> dict[str, str]:
+    """Modules of mlx-lm that have no model of their own, with the module whose model they run."""
+    files = (Path(mlx_lm.__file__).parent / "models").glob("*.py")
+    found = ((file.stem, _BORROWS.search(file.read_text(encoding="utf-8"))) for file in files)
+    return {name: match[1] for name, match in found if match is not None}
+
+
 def _names(code: str) -> str:
     """What a config may call the models that mlx-lm runs with this code."""
-    others = sorted(name for name, other in MODEL_REMAPPING.items() if other == code)
+    by_name = {**MODEL_REMAPPING, **_borrowers()}
+    others = sorted(name for name, other in by_name.items() if other == code)
     classes = [
         f"`{name}` of class `{kind}`"
         for (name, kind), other in MODEL_ARCHITECTURE_REMAPPING.items()
@@ -113,6 +128,7 @@ def _drafts(kind: Architecture, within: str) -> str:
 def can_be_cut(name: str) -> bool:
     """True if a model whose config has this type can be shared by layers."""
     code = MODEL_REMAPPING.get(name, name)
+    code = _borrowers().get(code, code)
     return code in CUT or code in ANY_TEXT
 
 

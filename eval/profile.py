@@ -83,19 +83,16 @@ def _find(folder: Path) -> ShippedProfile:
 def _price(folder: Path) -> None:
     """Score texts of some lengths, and say which share of their price they cost."""
     loaded = _loaded(folder)
-    from fleetd.engine.calibrate import calibrate
+    from fleetd.engine.calibrate import Calibration
     from fleetd.engine.memory import KvBudget
     from fleetd.engine.scoring.score_guests import ScoreGuests
     from fleetd.engine.scoring.scoring_layout import lay_out
 
     facts, search = loaded.facts, loaded.search
-    speeds = calibrate(
-        loaded.model,
-        vocab_size=facts.vocab_size,
-        context_tokens=facts.context_tokens,
-        budget_s=4 * limits.CALIBRATE_S,
-        clock=time.process_time,
-    )
+    budget_s, clock = 4 * limits.CALIBRATE_S, time.process_time
+    speeds = Calibration(
+        loaded.model, facts.vocab_size, facts.context_tokens, budget_s, clock=clock
+    ).measured()
     speed = PrefillSpeed.measured(speeds.prefill_tok_s, speeds.prefill_context_s, speeds.prefill_fixed_s)
     profile = search.profile()
     scorer = Scorer("", "", speed, exit_share(profile.exit_layer, profile.layers))
@@ -116,11 +113,11 @@ def _price(folder: Path) -> None:
 
 def _loaded(folder: Path) -> Loaded:
     cpu.preload_blas()
-    from fleetd.engine import loading, worker
+    from fleetd.engine import loading, model_reading, worker
     from fleetd.engine.settings import WorkerSettings
 
     worker.quiet_libraries()
-    device = loading.pick_device("auto")
+    device = model_reading.pick_device("auto")
     if device == "cpu":
         cpu.install()
     if not digests.remembered(folder, None):

@@ -153,11 +153,11 @@ class Fleet:
 
     def _believed(self, peer: PeerView) -> PeerView:
         """A peer with the speeds that requests are placed by."""
-        told = self.node.mesh.cards.get(peer.node_id)
-        card = claims.believed(told, self._own_card()) if told is not None else None
-        if told is None or card is None or card is told:
+        claim = self.node.mesh.cards.get(peer.node_id)
+        card = claims.believed(claim, self._own_card()) if claim is not None else None
+        if claim is None or card is None or card is claim:
             return peer
-        capped = claims.capped(told, card)
+        capped = claims.capped(claim, card)
         models = [
             msgspec.structs.replace(
                 shown,
@@ -185,15 +185,15 @@ class Fleet:
         """
         member = self.find(peer)
         others = [other for other in self.node.roster.members.values() if other.node_id != member.node_id]
-        told = {other.node_id for other in others if self.node.connection(other.node_id) is not None}
+        reached = {other.node_id for other in others if self.node.connection(other.node_id) is not None}
         self.node.roster.remove(member.node_id)
         await self.node.roster_changed()
         await self.node.prompt_rules.allow(member.node_id, True)
         return Unpaired(
             member.node_id,
             member.name,
-            told=[other.name for other in others if other.node_id in told],
-            pending=[other.name for other in others if other.node_id not in told],
+            told=[other.name for other in others if other.node_id in reached],
+            pending=[other.name for other in others if other.node_id not in reached],
         )
 
     async def allow_prompts(self, peer: str, allowed: bool, *, fleet: bool) -> PeerView:
@@ -253,10 +253,10 @@ class Fleet:
             began = self._wall()
             try:
                 answer = await self.node.ask(node_id, CLOCK, b"", within_s=limits.CLOCK_WITHIN_S)
-                told = _read_clock(answer)
+                reading = _read_clock(answer)
             except FleetError:
                 return None
-            return ClockOffset(self.node.name_of(node_id), told.unix_s - (began + self._wall()) / 2)
+            return ClockOffset(self.node.name_of(node_id), reading.unix_s - (began + self._wall()) / 2)
 
         usable = [node_id for node_id, peer in self.node.mesh.peers.items() if peer.usable]
         return [found for found in await asyncio.gather(*map(offset, usable)) if found is not None]

@@ -121,14 +121,9 @@ ENGINE_STALL_REPORT_S = 10.0
 ENGINE_LOAD_S = 900.0
 ENGINE_STOP_S = 5.0
 # Measuring a model's speed on a CPU: cuts between machines are only as good as this, and a slow core needs as
-# long to see its largest chunk twice.
+# long to see its largest chunk twice. With 0.5 s two machines that had just loaded a model cut their first
+# prompt four to one instead of in half.
 CALIBRATE_S = 3.0
-# Of a model that is loaded for the first time no more than this is measured before it answers: some tokens,
-# and a chunk or two. All of it is measured once the worker has been idle for so long, less than people take
-# to read an answer.
-# With 0.5 s two machines that had just loaded a model cut their first prompt four to one instead of in half.
-CALIBRATE_FIRST_S = 3.0
-CALIBRATE_SOON_S = 2.0
 # The same on a GPU, where it also decides how prompts are cut: a large model needs seconds for its large
 # chunks. It is kept for later loads.
 CALIBRATE_GPU_S = 10.0

@@ -1,4 +1,4 @@
-"""Telling systemd how we are: ready, stopping, and alive.
+"""Reports to systemd: the daemon is ready, is stopping, is alive.
 
 The protocol is one datagram per message to the socket named by NOTIFY_SOCKET. Without that variable every
 call does nothing, so callers need no condition. The watchdog ping is sent by the event loop itself: a loop
@@ -17,7 +17,7 @@ _PINGS_PER_TIMEOUT = 2
 
 
 class Notifier:
-    """Sends sd_notify messages; never raises, because a service manager's trouble is not ours."""
+    """Sends sd_notify messages. Never raises: the daemon serves whether or not they arrive."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._address = environ.get("NOTIFY_SOCKET", "")
@@ -33,6 +33,7 @@ class Notifier:
         return self._watchdog_s / _PINGS_PER_TIMEOUT if self.enabled and self._watchdog_s else None
 
     def send(self, *assignments: str) -> None:
+        """Send ``NAME=value`` lines in one datagram, if a service manager listens."""
         if not self.enabled:
             return
         # A leading @ stands for the NUL byte of Linux's abstract namespace.

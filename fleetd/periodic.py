@@ -22,7 +22,7 @@ async def keep_running(name: str, work: Callable[[], Awaitable[None]]) -> None:
     ``work`` are logged, each kind at most once per ``limits.REPEAT_LOG_S``; cancellation passes through.
     """
     loop = asyncio.get_running_loop()
-    pause_s, told = limits.RESTART_S, dict[str, float]()
+    pause_s, logged_s = limits.RESTART_S, dict[str, float]()
     while True:
         begun_s = loop.time()
         try:
@@ -30,8 +30,8 @@ async def keep_running(name: str, work: Callable[[], Awaitable[None]]) -> None:
         except Exception as error:
             now_s = loop.time()
             said = f"{type(error).__name__}: {error}"
-            if now_s - told.get(said, float("-inf")) >= limits.REPEAT_LOG_S:
-                told = {said: now_s}
+            if now_s - logged_s.get(said, float("-inf")) >= limits.REPEAT_LOG_S:
+                logged_s = {said: now_s}
                 log.warning("task.restarts", task=name, error=said, again_in_s=pause_s)
             pause_s = limits.RESTART_S if now_s - begun_s > pause_s * 2 else pause_s
             await asyncio.sleep(pause_s)

@@ -41,14 +41,14 @@ class Step:
 def main(mode: str, model_path: Path, vocabulary: int) -> None:
     cpu.preload_blas()
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
-    from fleetd.engine import loading
+    from fleetd.engine import model_reading
     from fleetd.engine.worker import quiet_libraries
 
     quiet_libraries()
     import mlx.core as mx
     from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-    device = loading.pick_device("auto")
+    device = model_reading.pick_device("auto")
     if device == "cpu":
         cpu.install() if mode == "cured" else mx.disable_compile()
     sides = _Sides(_model(vocabulary), load_tokenizer(model_path), vocabulary, ahead=mode != "cured")

@@ -35,13 +35,13 @@ def main(mode: str, model_path: Path) -> None:
         if not cpu.preload_blas() and sys.platform == "linux":
             raise SystemExit("no BLAS to preload: install mkl")
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
-    from fleetd.engine import loading, worker
+    from fleetd.engine import model_reading, worker
 
     worker.quiet_libraries()
     import mlx.core as mx
     from mlx_lm import load, stream_generate
 
-    device = loading.pick_device("auto")
+    device = model_reading.pick_device("auto")
     if cured and device == "cpu":
         cpu.install()
         if mode != "cured":

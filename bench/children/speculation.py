@@ -32,11 +32,11 @@ def main(model_path: Path) -> None:
     if not cpu.preload_blas() and sys.platform == "linux":
         raise SystemExit("no BLAS to preload: install mkl")
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
-    from fleetd.engine import loading, worker
+    from fleetd.engine import loading, model_reading, worker
     from fleetd.engine.settings import WorkerSettings
 
     worker.quiet_libraries()
-    device = loading.pick_device("auto")
+    device = model_reading.pick_device("auto")
     if device == "cpu":
         cpu.install()
     loaded = loading.load(WorkerSettings("bench", str(model_path)), device, lambda report: None)

@@ -40,7 +40,7 @@ _KNOWN_WITHIN_S = 120.0
 _TRACED_WITHIN_S = 5.0
 _LAST_TRACES = 5
 _POLL_S = 0.1
-# Long enough for a first look at how fast each machine really is.
+# Long enough to see how fast each machine really is.
 _WARM_TOKENS = 500
 # Any: nothing that long is asked.
 _LONG_TOKENS = 4000
@@ -228,7 +228,6 @@ class Machines(Closing):
             daemon.warm()
         self._workers[name] = worker_of(daemon.process.pid, self.cores[name])
         self.ask(prompts.tokens(MODEL, 77, _WARM_TOKENS), alone=True, at=name)
-        wait_for(lambda: _measured(daemon), _KNOWN_WITHIN_S, _POLL_S, daemon.log)
 
     def _load_part(self, share: Share | None) -> None:
         """Have the helper load the layers for which it has room: a long prompt at home asks for them."""
@@ -247,8 +246,3 @@ class Machines(Closing):
     def _until_helpful(self) -> None:
         """Until home knows the links, and has a price for the help of each machine."""
         self._fleet.until_priced(HOME, list(self._shares)[1:], _LONG_TOKENS)
-
-
-def _measured(daemon: Daemon) -> bool:
-    """True once the speeds are those of the first idle time, not of a first look at the load."""
-    return all("first look" not in engine["doubt"] for engine in daemon.status()["engines"])

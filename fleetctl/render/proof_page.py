@@ -120,5 +120,5 @@ def _widths(found: Sequence[WidthProof]) -> Iterable[_Row]:
             "with steps two rows wide ": [w for w in here if w.same and w.rows > 1],
             "NOT ": [w for w in here if not w.same],
         }
-        told = [name + " ".join(str(w.width) for w in group) for name, group in groups.items() if group]
-        yield [count(context), "; ".join(told)]
+        shown = [name + " ".join(str(w.width) for w in group) for name, group in groups.items() if group]
+        yield [count(context), "; ".join(shown)]

@@ -76,8 +76,8 @@ class AnswerBlocks:
             case ToolCall() if event.index == 0 or self._parallel_tools:
                 steps = self._call(event)
                 assert self._open is not None  # noqa: S101  _call has opened it
-                told = self._open.text
-                left = event.arguments[len(told) :] if told else _object(event.arguments)
+                streamed = self._open.text
+                left = event.arguments[len(streamed) :] if streamed else _object(event.arguments)
                 return [*steps, *(self._add(left) if left else ()), *self.close()]
             case _:
                 return []

@@ -1,6 +1,6 @@
 """What a client asks of smart prefill, and what that comes to with this machine's defaults.
 
-smart_prefill: true | {...}  ──resolve──►  Policy, or None: the prompt is read whole
+smart_prefill: true | {...}  ──resolve──►  SmartPrefillPolicy, or None: the prompt is read whole
 """
 
 from __future__ import annotations

@@ -196,12 +196,12 @@ def _paragraphs(text: str, rows: list[Range]) -> Iterator[tuple[int, int, Kind]]
     previous: Kind = "prose"
     for paragraph in _by_blank_lines(text, rows):
         start, end = paragraph[0][0], paragraph[-1][1]
-        told = unnumbered([line for span in paragraph if (line := _line(text, span)).strip()])
-        codey = sum(_is_code(line) for line in told)
+        lines = unnumbered([line for span in paragraph if (line := _line(text, span)).strip()])
+        codey = sum(_is_code(line) for line in lines)
         # A function's blank lines part what is indented under it.
-        inside = previous == "code" and all(line.startswith(("  ", "\t")) for line in told)
-        enough = len(told) >= _CODE_LINES or previous == "code"
-        previous = "code" if inside or (enough and codey > _CODE_SHARE * len(told)) else "prose"
+        inside = previous == "code" and all(line.startswith(("  ", "\t")) for line in lines)
+        enough = len(lines) >= _CODE_LINES or previous == "code"
+        previous = "code" if inside or (enough and codey > _CODE_SHARE * len(lines)) else "prose"
         yield start, end, previous
 
 

@@ -14,16 +14,16 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from fleetd import limits
 from fleetd.engine.chunk_size import ALONE_GPU_S
 from fleetd.engine.sequence_state.made_up import made_up
 from fleetd.hardware.other_load import CpuReading
-from fleetd.limits import MIB
 
 DECODE_STEPS = 5
 # Share of the time that single tokens may use; chunks have the rest.
@@ -47,12 +47,10 @@ BEHIND_TOKENS = 64
 # Runs of one size that agree differ by no more than this factor; so many are tried until the best two do.
 AGREE = 1.2
 REPEATS = 6
-# Why figures are in doubt that were measured in less time than that takes.
-FIRST_LOOK = "there was time for a first look only"
 # The share of the processor from which other programs put the figures in doubt.
 OTHERS = 0.25
 # No more than is kept free for working in.
-CONTEXT_BYTES = 256 * MIB
+CONTEXT_BYTES = 256 * limits.MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +71,26 @@ class Speeds:
     chunk_s: dict[int, float] = field(default_factory=dict)
 
 
-def calibrate(
-    model: Any,
-    *,
-    vocab_size: int,
-    context_tokens: int,
-    budget_s: float,
-    sizes: Sequence[int] = CHUNKS,
-    first_look: bool = False,
-    clock: Callable[[], float] = time.monotonic,
-    load: Callable[[], CpuReading | None] = CpuReading.now,
-) -> Speeds:
-    """Measure, with chunks of ``sizes``. Only the first token is computed without knowing that it fits
-    ``budget_s``. ``first_look``: figures are in doubt if that is too little for all of it.
+def calibrate(model: Any, device: str, vocab_size: int, context_tokens: int) -> Speeds:
+    """Measure a whole model on a device of this kind.
 
     The model's kernels have to be compiled: one prefill and one token must have been computed before.
     """
-    calibration = Calibration(model, vocab_size, context_tokens, budget_s, sizes, clock, load)
-    speeds = calibration.measured()
-    return replace(speeds, doubt=FIRST_LOOK) if first_look and not calibration.whole else speeds
+    return calibration(model, device, vocab_size, context_tokens).measured()
+
+
+def calibration(model: Any, device: str, vocab_size: int, context_tokens: int) -> Calibration:
+    """The measurement of a whole model, with the time and the sizes of chunks for a device of this kind."""
+    if device == "cpu":
+        return Calibration(model, vocab_size, context_tokens, limits.CALIBRATE_S)
+    return Calibration(model, vocab_size, context_tokens, limits.CALIBRATE_GPU_S, GPU_CHUNKS)
 
 
 class Calibration:
-    """One measurement, which may be taken in pieces; ``calibrate`` explains it."""
+    """One measurement, which may be taken in pieces.
+
+    Only the first token is computed without knowing that it fits ``budget_s``. Chunks have ``sizes``.
+    """
 
     def __init__(
         self,
@@ -161,12 +156,6 @@ class Calibration:
         self._short = []
         mx.clear_cache()  # nor is its memory kept
         return speeds
-
-    @property
-    def whole(self) -> bool:
-        """True once the largest chunk that the model takes was measured as often as it needs."""
-        largest = max((n for n in self._sizes if n <= self._context_tokens), default=0)
-        return not largest or (largest in self._chunks and not self._unsure(largest))
 
     def _doubt(self) -> str:
         before, after = self._load_before, self._load()

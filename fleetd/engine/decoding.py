@@ -74,8 +74,11 @@ class DecodingSequence:
 
 
 @dataclass(slots=True)
-class _BatchedPass:
-    """What one sequence's pass gave, in ``seconds``. ``again``: tokens that it computed a second time."""
+class _SequencePass:
+    """A pass of one sequence that is apart: the tokens that it gave, in ``seconds``.
+
+    ``again``: tokens that it computed a second time.
+    """
 
     running: DecodingSequence
     draft: Draft
@@ -86,8 +89,9 @@ class _BatchedPass:
 
 @dataclass
 class Decoding:
-    """``finish`` and ``fail`` are told of each sequence that ends here by itself, after it has left.
+    """The sequences that are being decoded, apart or in the batch; see the module.
 
+    ``finish`` and ``fail`` are called for each sequence that ends here by itself, after it has left.
     ``speculation`` is None if nothing is to be drafted.
     """
 
@@ -402,7 +406,7 @@ class Decoding:
                 p.running.drafts.verified(p.draft, emitted, p.seconds, saved_s, again=p.again)
             self._on_tokens(p.running.sequence, p.chosen, now)
 
-    def _pass(self, running: DecodingSequence, row: VerifyRow, *, moving: bool) -> _BatchedPass:
+    def _pass(self, running: DecodingSequence, row: VerifyRow, *, moving: bool) -> _SequencePass:
         begun = time.monotonic()
         sequence, draft, again = running.sequence, NO_DRAFT, row.pending
         if running.drafts is not None and (proposals := running.drafts.proposals(running.tokens)):
@@ -420,7 +424,7 @@ class Decoding:
         self.steps += 1
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
-        return _BatchedPass(running, draft, chosen, again, time.monotonic() - begun)
+        return _SequencePass(running, draft, chosen, again, time.monotonic() - begun)
 
     def _ahead(self, running: DecodingSequence) -> bool:
         """True if steps are begun ahead. Not where there may be drafts and a pass computes while it is being
@@ -447,8 +451,11 @@ class Decoding:
             self._end(sequence, self.budget.exhausted(sequence.held))
 
     def _end(self, sequence: ScheduledSequence, outcome: FinishReason | Exception) -> None:
-        """Take a running sequence out, and say how it ended."""
+        """Take a running sequence out, and report how it ended."""
         self.leave(sequence)
+        self._report_end(sequence, outcome)
+
+    def _report_end(self, sequence: ScheduledSequence, outcome: FinishReason | Exception) -> None:
         if isinstance(outcome, Exception):
             self.fail(sequence, outcome)
         else:
@@ -476,33 +483,43 @@ class Decoding:
         ending: list[tuple[ScheduledSequence, FinishReason | Exception]] = []
         for response in responses:
             running = self.batch[response.uid]
-            sequence = running.sequence
-            ended, left = response.finish_reason == "stop", response.finish_reason is not None
-            _count(sequence, now)
-            running.tokens.append(response.token)
-            if running.drafts is not None:
-                running.drafts.on_token(response.token)
-            if left:
-                del self.batch[response.uid]
-                self._settled = 0
-                self._on_left(running, response.all_tokens, response.prompt_cache)
-            try:
-                if not ended:
-                    self._show(sequence, response.token, response)
-            except Exception as error:
-                if left:
-                    self.fail(sequence, error)
-                else:
-                    ending.append((sequence, error))
-                continue
-            if left:
-                self.finish(sequence, "stop" if ended or sequence.text.stopped_by else "length")
-            elif sequence.text.stopped_by is not None:
-                ending.append((sequence, "stop"))
-            elif not self._grow(sequence):
-                ending.append((sequence, self.budget.exhausted(sequence.held)))
+            if (outcome := self._on_response(running, response, now)) is not None:
+                ending.append((running.sequence, outcome))
         for sequence, outcome in ending:
             self._end(sequence, outcome)
+
+    def _on_response(
+        self, running: DecodingSequence, response: Any, now: float
+    ) -> FinishReason | Exception | None:
+        """Take one sequence's token of the batch's step. Returns how the sequence ends if mlx-lm goes on with
+        it and must not; None if it goes on, or has ended here."""
+        sequence = running.sequence
+        ended, left = response.finish_reason == "stop", response.finish_reason is not None
+        _count(sequence, now)
+        running.tokens.append(response.token)
+        if running.drafts is not None:
+            running.drafts.on_token(response.token)
+        if left:
+            del self.batch[response.uid]
+            self._settled = 0
+            self._on_left(running, response.all_tokens, response.prompt_cache)
+        outcome: FinishReason | Exception | None = None
+        try:
+            if not ended:
+                self._show(sequence, response.token, response)
+        except Exception as error:
+            outcome = error
+        else:
+            if ended or sequence.text.stopped_by is not None:
+                outcome = "stop"
+            elif left:
+                outcome = "length"
+            elif not self._grow(sequence):
+                outcome = self.budget.exhausted(sequence.held)
+        if left and outcome is not None:
+            self._report_end(sequence, outcome)
+            return None
+        return outcome
 
     def _show(self, sequence: ScheduledSequence, token: int, chosen: Any) -> None:
         """``chosen`` has the token's log-probabilities (V,), which are only read where they are asked for."""

@@ -34,7 +34,7 @@ from fleetd.engine.front_prefill import FrontPrefill
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, PLAN, Hit
 from fleetd.engine.protocol import FetchBlocks, Fetched, Lacking, StreamTag
-from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, block_rows
+from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, BlockLayout, block_rows
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated, truncated
 from fleetd.engine.turn_time import in_turns
@@ -61,6 +61,10 @@ class Fetching:
         chunk: how many tokens a step may compute.
         room: whether there is memory for so many tokens twice, until the two ends of a prompt meet.
         wake: called on any thread when there is something to do.
+        draw: which tokens are checked.
+
+    ``hit``: the prompt's beginning once the fetch is done, None if no more of it came; ``tokens`` of it came,
+    in ``seconds``. ``due_s``: when ``step`` is due at the latest.
     """
 
     def __init__(
@@ -89,18 +93,21 @@ class Fetching:
         asked = slice(self._first, self._first + limits.FETCH_BLOCKS)
         self._names = tier.names_for_others(tokens[:-1])[asked]
         self._plan_names = tier.names_for_others(tokens[:-1], PLAN)[asked] if plan else []
+        # Of what comes, and of what was held before: where the prefix cache keeps it.
         self._namespace = self._held_namespace = DENSE
         self._state = FetchState.WAITING
         self._decision: FetchBlocks | None = None
         self._sock: socket.socket | None = None
         self.hit: Hit | None = None
         self.front: FrontPrefill | None = None
-        # The parts that have rows, and the snapshots in the order in which they come.
+        # The caches with a row per token, once ``_room_left`` has made room in them; what was held before;
+        # and the snapshots in the order in which they come.
         self._parts: list[Any] = []
-        self._before = Hit(0, None)
         self._room_left: Iterator[None] | None = self._make_room()
+        self._before = Hit(0, None)
         self._snapshots: list[ArrivingSnapshot] = []
         self._thread: threading.Thread | None = None
+        # Where parts of the stream go; None once nothing more is received.
         self._targets: block_stream.Targets | None = None
         # Whole blocks [_came_from, _blocks) that have come and serve; before the first has come, none.
         self._came_from = self._blocks = self._first
@@ -187,7 +194,7 @@ class Fetching:
             self._until_s = self._decided_s + decision.within_s if decision.within_s else math.inf
 
     def take(self, tag: StreamTag, sock: socket.socket) -> None:
-        """The stream."""
+        """Take the stream on which the other machine sends."""
         self._sock, self._tag = sock, tag
 
     def step(self) -> bool:
@@ -195,7 +202,7 @@ class Fetching:
         try:
             return self._step()
         except Exception as error:
-            # Whatever it makes of a library: the worker goes on, and computes the prompt.
+            # What came may make a library raise anything: the prompt is computed instead.
             self._error = _wrong(error)
             self._end()
             return True
@@ -243,8 +250,8 @@ class Fetching:
             return 0
         return max(0, self.hit.tokens - self.tokens - self.front.held)
 
-    def told(self) -> Fetched | None:
-        """What came of it; None if nothing was fetched."""
+    def report(self) -> Fetched | None:
+        """How the fetch ended; None if nothing was fetched."""
         if self._thread is None:
             return None
         code, reason = (self._error.code, self._error.message) if self._error is not None else ("", "")
@@ -266,28 +273,14 @@ class Fetching:
         # The rest of a beginning of other numbers is one of other numbers, too.
         self._held_namespace = held.namespace
         self._namespace = PLAN if decision.plan else held.namespace
-        buffers = [RowBuffer(part) for part in self._parts]
         blocks = min(decision.blocks, len(self._names))
-        in_rows = blocks if layout.rows else 0
+        buffers = [RowBuffer(part) for part in self._parts]
         self._snapshots = [ArrivingSnapshot(layout) for _ in range(2 if layout.states else 0)]
         self._late_s = max(limits.FETCH_BLOCK_S, limits.FETCH_LATE * decision.block_s)
         self._state = FetchState.RECEIVING
         self._wait_on()
 
-        def targets(number: int, header: BlockHeader) -> Sequence[memoryview]:
-            if number < in_rows:
-                if header != layout.header(first + number):
-                    raise BlockDamaged("a block of another layout")
-                return block_rows(buffers, first + number)
-            at = header.tokens // _BLOCK - first
-            later = number > in_rows
-            if not (at == blocks if later else blocks - limits.FETCH_CHECK_BLOCKS <= at < blocks and at > 0):
-                raise BlockDamaged("a snapshot of another place")
-            if header.nbytes > layout.most_snapshot_bytes:
-                raise BlockDamaged("a snapshot of longer windows")
-            return self._snapshots[later].targets(first + at - 1, header)
-
-        self._targets = targets
+        self._targets = partial(self._memory_for, layout, buffers, blocks)
         receiver = SealedReceiver(sock, self._tag.key, self._tag.role)
         if decision.last_first and not self._snapshots:
             self._came_from = self._blocks = first + blocks
@@ -295,13 +288,37 @@ class Fetching:
             numbers, came = range(blocks)[::-1], self._came_backwards
         else:
             # Rows serve one by one, or not without the last snapshot.
-            useful = [first if self._snapshots else first + number + 1 for number in range(in_rows)]
+            in_rows = range(blocks if layout.rows else 0)
+            useful = [first if self._snapshots else first + number + 1 for number in in_rows]
             useful += [first, first + blocks] if self._snapshots else []
             numbers, came = range(len(useful)), partial(self._came, useful)
         self._thread = threading.Thread(
             target=self._receive, args=(receiver, sock, numbers, came), name="block-fetch", daemon=True
         )
         self._thread.start()
+
+    def _memory_for(
+        self,
+        layout: BlockLayout,
+        buffers: Sequence[RowBuffer],
+        blocks: int,
+        number: int,
+        header: BlockHeader,
+    ) -> Sequence[memoryview]:
+        """Where part ``number`` of the stream goes: ``blocks`` blocks of rows, if the model keeps rows, then
+        two snapshots. Called on the thread. Raises BlockDamaged for another part than the one that is due."""
+        first, in_rows = self._first, blocks if layout.rows else 0
+        if number < in_rows:
+            if header != layout.header(first + number):
+                raise BlockDamaged("a block of another layout")
+            return block_rows(buffers, first + number)
+        at = header.tokens // _BLOCK - first
+        later = number > in_rows
+        if not (at == blocks if later else blocks - limits.FETCH_CHECK_BLOCKS <= at < blocks and at > 0):
+            raise BlockDamaged("a snapshot of another place")
+        if header.nbytes > layout.most_snapshot_bytes:
+            raise BlockDamaged("a snapshot of longer windows")
+        return self._snapshots[later].targets(first + at - 1, header)
 
     def _make_room(self) -> Iterator[None]:
         """Memory for the whole prompt, with what is here of it; yields after each turn. Before anything is
@@ -347,7 +364,7 @@ class Fetching:
         whole = first == self._first * _BLOCK if front is None else front.met
         if self._thread is None or first == last or last <= self.have or not whole:
             return
-        # It writes to the same rows until then; it has been told to stop.
+        # It may still write to the same rows; ``_targets`` is None, so it stops at the next block.
         self._thread.join()
         if front is not None:
             front.fill(self._parts, self._tier.layout().in_rows(front.prefiller.cache))
@@ -427,7 +444,7 @@ class Fetching:
         """``useful``: up to which block the prompt's serve once each part has come."""
         if self._state is not FetchState.RECEIVING:
             return False
-        # In this order: whoever gives up between the two takes one block less.
+        # In this order: if the compute thread gives up between the two, it takes one block less.
         self._wait_on()
         self._blocks = useful[number]
         return True

@@ -1,4 +1,4 @@
-"""A calibration that was doubtful, or a first look, is taken again while its worker has nothing else to do.
+"""A doubtful calibration is taken again while its worker has nothing else to do.
 
 In single runs, each no longer than a chunk or two: a request that comes waits for the end of one at most. It
 ends the attempt, and the next one begins after the worker was idle for a while again.
@@ -13,7 +13,7 @@ from dataclasses import asdict
 import mlx.core as mx
 
 from fleetd import limits
-from fleetd.engine.calibrate import FIRST_LOOK, Calibration, Speeds
+from fleetd.engine.calibrate import Calibration, Speeds
 from fleetd.engine.protocol import MeasuredAgain, Ready, Report
 
 
@@ -21,8 +21,7 @@ class IdleCalibration:
     """Args:
     begin: a new measurement.
     facts: with the figures that were measured at load.
-    emit: better figures are reported to it: other work makes a device slower, never faster. All are better
-        than a first look's.
+    emit: better figures are reported to it: other work makes a device slower, never faster.
     keep: stores them for the next load.
     """
 
@@ -37,8 +36,7 @@ class IdleCalibration:
     ) -> None:
         self._begin, self._emit, self._keep, self._clock = begin, emit, keep, clock
         self._prefill_tok_s = facts.prefill_tok_s
-        self._looked_only = facts.doubt == FIRST_LOOK
-        self._wait_s = limits.CALIBRATE_SOON_S if self._looked_only else limits.CALIBRATE_AGAIN_S
+        self._wait_s = limits.CALIBRATE_AGAIN_S
         self._due_s: float | None = clock() + self._wait_s if facts.doubt else None
         self._attempt: tuple[Calibration, Iterator[None]] | None = None
 
@@ -64,17 +62,15 @@ class IdleCalibration:
         return calibration, calibration.runs()
 
     def _conclude(self, found: Speeds) -> None:
-        longer_s = max(limits.CALIBRATE_AGAIN_S, 2 * self._wait_s)
-        self._wait_s = min(limits.CALIBRATE_AGAIN_MOST_S, longer_s)
+        self._wait_s = min(limits.CALIBRATE_AGAIN_MOST_S, 2 * self._wait_s)
         self._end(self._clock())
         if found.prefill_tok_s <= 0:
             return  # its time was up before a chunk was measured: what is known is better than nothing
-        if not found.doubt or self._looked_only or found.prefill_tok_s > self._prefill_tok_s:
-            self._looked_only = False
+        if not found.doubt or found.prefill_tok_s > self._prefill_tok_s:
             self._prefill_tok_s = found.prefill_tok_s
-            told = asdict(found)
-            del told["chunk_s"]  # chunks stay as they were chosen at load
-            self._emit(MeasuredAgain(**told))
+            figures = asdict(found)
+            del figures["chunk_s"]  # chunks stay as they were chosen at load
+            self._emit(MeasuredAgain(**figures))
             self._keep(found)
         if not found.doubt:
             self._due_s = None

@@ -30,6 +30,11 @@ _THREADS = ("_NUM_THREADS", "_MAX_THREADS", "_THREAD_LIMIT")
 _BESIDE = ("numpy", "mkl")
 
 
+def versions() -> dict[str, str]:
+    """Versions of the libraries that compute and that make prompts."""
+    return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "transformers")}
+
+
 class LoadFindings(msgspec.Struct, frozen=True):
     """``together``: whether answers can be decoded in one batch. ``dense_reason``: why prompts must be
     prefilled whole; "" if they need not be. ``arithmetic``: None if no other machine can help.

@@ -3,70 +3,91 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import struct
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import msgspec
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tokenizer_utils import load as load_tokenizer
-from mlx_lm.utils import load_config, load_model
 
 from fleetd import limits
 from fleetd.cache.block_names import LateBasis
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.engine import address_space, cpu, device_memory
-from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Speeds, calibrate
+from fleetd.engine import cpu
+from fleetd.engine.cached_results import CachedResult
+from fleetd.engine.calibrate import Speeds, calibrate
 from fleetd.engine.failures import over_files
-from fleetd.engine.load_findings import FindingsKey, LoadFindings, block_basis
-from fleetd.engine.memory import admit_weights, human
+from fleetd.engine.load_findings import FindingsKey, LoadFindings, block_basis, versions
+from fleetd.engine.model_reading import (
+    Device,
+    ReadModel,
+    keep_weights,
+    memory_budget,
+    read_model,
+    verified_config,
+)
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.sequence_state import batches, checkpoints
-from fleetd.engine.sequence_state.kinds import StateKind, kind_of
-from fleetd.engine.sequence_state.parts import all_parts
-from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.engine.stage import Stage
-from fleetd.engine.tool_formats import has_reasoning, with_format
-from fleetd.errors import ModelCorrupt, ModelUnsupported
-from fleetd.hardware import memory, mlx_device
-from fleetd.hardware.device_facts import DeviceFacts
+from fleetd.engine.tool_formats import has_reasoning
+from fleetd.errors import ModelUnsupported
 from fleetd.models import digest as digests
 from fleetd.models import manifest
-from fleetd.models.memory_need import WORKING_BYTES, build_bytes, weights_in_memory
-from fleetd.models.verify import verify
-from fleetd.plan.state_sizes import StateSizes
+from fleetd.models.memory_need import WORKING_BYTES
 
-Device = Literal["cpu", "metal", "cuda"]
 # Prefix cache: this share of what is left for KV, so that keeping old prompts never starves new ones.
 PREFIX_SHARE = 0.25
 # Prompts of unequal length to try a batch with, and how far rounding may move its numbers, as a share of the
 # largest.
 _UNEQUAL, _ROUNDING = ([3, 4, 5, 6, 7], [8]), 0.03
-# A context can be huge and memory small; without a stated context this is what llama-family models had.
-FALLBACK_CONTEXT = 4096
 # A token's id and the length of its text.
 _ENTRY = struct.Struct("<iI")
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryShares:
+    """How a worker divides its memory, in bytes: the weights, the prefix cache, and what sequences take."""
+
+    weights: int
+    prefix: int
+    sequences: int
+
+    @classmethod
+    def of(cls, weights: int, room: MemoryBudget, settings: WorkerSettings) -> MemoryShares:
+        left = max(0, room.usable_bytes - weights - WORKING_BYTES)
+        prefix = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
+        return cls(weights, prefix, max(0, left - prefix))
+
+
+@dataclass(frozen=True, slots=True)
+class _FoundOut:
+    """What computing with a model showed; ``findings`` are stored for the next load.
+
+    ``sparse``: None if prompts must be prefilled whole, as ``dense_reason`` says. ``sharable``: None if no
+    other machine can help, as ``unshareable`` says.
+    """
+
+    findings: LoadFindings
+    sparse: Sparse | None
+    dense_reason: str
+    sharable: Sharable | None
+    unshareable: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     model: Any
     tokenizer: Any
@@ -92,41 +113,6 @@ class Loaded:
     keeps_states: bool
 
 
-def pick_device(wanted: str) -> Device:
-    """Set MLX's default device and name it. Raises ModelUnsupported if a GPU is demanded in vain."""
-    if wanted != "cpu" and mx.is_available(mx.gpu):
-        mx.set_default_device(mx.gpu)
-        device: Device = "metal" if mx.metal.is_available() else "cuda"
-        device_memory.prepare(device, memory.system_memory(()).total_bytes)
-        return device
-    if wanted == "gpu":
-        raise ModelUnsupported(
-            "engine.device is gpu, but MLX sees no GPU.", hint="Set engine.device to auto."
-        )
-    mx.set_default_device(mx.cpu)
-    return "cpu"
-
-
-def memory_budget(device: Device, settings: WorkerSettings) -> MemoryBudget:
-    """Memory this worker may take, by the daemon's own rule and from what MLX says of the device now."""
-    facts = DeviceFacts("cpu") if device == "cpu" else mlx_device.describe()
-    found = memory.system_memory(memory.cgroup_folders(Path("/")))
-    return memory.budget(
-        memory.of_card(found, facts.card_bytes, facts.card_free_bytes),
-        device_limit_bytes=facts.limit_bytes,
-        held_bytes=settings.held_bytes,
-        fraction=settings.memory_fraction,
-        max_bytes=settings.max_memory_bytes,
-        overcommit=settings.overcommit,
-    )
-
-
-def keep_weights(device: Device, settings: WorkerSettings) -> None:
-    """Keep a model, or the part of it that was loaded, from being paged out, if the settings want that."""
-    if device == "metal" and settings.wire_weights:
-        device_memory.wire_weights(device, mlx_device.describe().limit_bytes)
-
-
 def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> Loaded:
     """Verify, read, warm up and measure.
 
@@ -136,72 +122,88 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         OutOfMemory: refused before reading.
     """
     begun = time.monotonic()
-    path = Path(settings.path)
     config = verified_config(settings, report)
     room = memory_budget(device, settings)
-    stats = manifest.part_stats(path)
-    model, tokenizer = _read(settings, config, device, room, report)
-    report(Loading("warming up"))
-    sizes = _warm_up(model)
-    vocabulary, context = _vocabulary(config, tokenizer), context_tokens(config)
-    key = VerdictKey.now(_digest(settings), device, accelerator_name(device), versions())
-    findings = FindingsKey.now(key)
+    stats = manifest.part_stats(Path(settings.path))
+    read = read_model(settings, config, device, room, report)
+    key = FindingsKey.now(VerdictKey.now(_digest(settings), device, accelerator_name(device), versions()))
+    cached = key.cached(Path(settings.cache))
+    found = _find_out(read, cached, report)
 
-    def basis() -> bytes:
-        # Files that were replaced since are hashed like any, and are not those of this model.
-        digest = key.digest or (_digest(settings) if manifest.part_stats(path) == stats else "")
-        known_by = msgspec.structs.replace(findings, model=msgspec.structs.replace(key, digest=digest))
-        return block_basis(known_by, sharable.arithmetic if sharable else None)
+    def keep_speeds(better: Speeds) -> None:
+        cached.keep(msgspec.structs.replace(found.findings, speeds=better))
 
-    cached = findings.cached(Path(settings.cache))
+    verdict = _verdict(read, settings, key.model, found.findings.speeds.decode_tok_s, report)
+    keep_weights(device, settings)
+    shares = MemoryShares.of(read.weights_bytes, room, settings)
+    search = _profile_search(read, settings, key.model.digest)
+    return Loaded(
+        model=read.model,
+        tokenizer=read.tokenizer,
+        facts=_ready(read, found, verdict, shares, search, load_s=time.monotonic() - begun),
+        prefix_bytes=shares.prefix,
+        defaults=_defaults(Path(settings.path)),
+        together=found.findings.together,
+        verdict=verdict,
+        sharable=found.sharable,
+        sparse=found.sparse,
+        search=search,
+        keep_speeds=keep_speeds,
+        chunk_s=found.findings.speeds.chunk_s,
+        basis=_basis(settings, stats, key, found.sharable),
+        keeps_states=checkpoints.needed(make_prompt_cache(read.model)),
+    )
+
+
+def _find_out(
+    read: ReadModel, cached: CachedResult[LoadFindings], report: Callable[[Loading], None]
+) -> _FoundOut:
+    """Compute what is not stored, and store it. Wraps the model's ropes."""
     known = cached.find()
     if known is None:
         report(Loading("measuring"))
-    sparse, dense_reason = _sparse(model, known)
-    sharable, unshareable = _sharable(model, device, known)
+    sparse, dense_reason = _sparse(read.model, known)
+    sharable, unshareable = _sharable(read.model, read.device, known)
     if known is None:
         known = LoadFindings(
-            together=decodes_together(model),
+            together=decodes_together(read.model),
             dense_reason=dense_reason,
             arithmetic=sharable.arithmetic if sharable else None,
-            speeds=_speeds(model, device, vocabulary, context),
-            vocabulary=_vocabulary_hash(tokenizer),
+            speeds=calibrate(read.model, read.device, read.vocab_size, read.context_tokens),
+            vocabulary=_vocabulary_hash(read.tokenizer),
         )
         cached.keep(known)
-    found = known
+    return _FoundOut(known, sparse, dense_reason, sharable, unshareable)
 
-    def keep_speeds(better: Speeds) -> None:
-        cached.keep(msgspec.structs.replace(found, speeds=better))
 
-    together, speeds = known.together, known.speeds
-    verdict = _verdict(model, settings, key, vocabulary, context, speeds.decode_tok_s, report)
-    keep_weights(device, settings)
-    weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
-    left = max(0, room.usable_bytes - weights - WORKING_BYTES)
-    prefix_bytes = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
-    search = ProfileSearch(
-        model=model,
-        tokenizer=tokenizer,
-        context_tokens=context,
-        known=ProfileStore.in_home(Path(settings.cache)) if settings.cache else ProfileStore(),
-        digest=key.digest or digests.remembered(path, Path(settings.record) if settings.record else None),
-        device=device,
-    )
+def _ready(
+    read: ReadModel,
+    found: _FoundOut,
+    verdict: ExactnessVerdict,
+    shares: MemoryShares,
+    search: ProfileSearch,
+    *,
+    load_s: float,
+) -> Ready:
+    """What the daemon is told of a whole model."""
+    findings, sharable = found.findings, found.sharable
+    speeds, sizes, tokenizer = findings.speeds, read.sizes, read.tokenizer
+    layers = sharable.stage.prefilled if sharable else len(read.model.layers)
     facts = Ready(
-        architecture=str(config.get("model_type", "unknown")),
-        device=device,
-        dtype=_dtype(model),
-        layers=(layers := sharable.stage.prefilled if sharable else len(model.layers)),
-        vocab_size=vocabulary,
-        context_tokens=context,
-        weights_bytes=weights,
+        architecture=str(read.config.get("model_type", "unknown")),
+        device=read.device,
+        dtype=read.dtype,
+        layers=layers,
+        vocab_size=read.vocab_size,
+        context_tokens=read.context_tokens,
+        weights_bytes=shares.weights,
         kv_bytes_per_token=sizes.token_bytes,
-        kv_budget_bytes=max(0, left - prefix_bytes),
+        kv_budget_bytes=shares.sequences,
         has_chat_template=bool(tokenizer.has_chat_template),
         tool_calls=bool(tokenizer.has_tool_calling),
         tool_format=str(tokenizer.init_kwargs.get("tool_parser_type") or ""),
         reasoning=has_reasoning(tokenizer),
-        load_s=time.monotonic() - begun,
+        load_s=load_s,
         versions=versions(),
         prefill_tok_s=speeds.prefill_tok_s,
         decode_tok_s=speeds.decode_tok_s,
@@ -212,77 +214,16 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         window_bytes_per_token=sizes.window_bytes,
         window_tokens=sizes.window,
         last_layer=layers,
-        unshareable=unshareable,
+        unshareable=found.unshareable,
         speculation=verdict.text,
         speculation_width=verdict.width,
         speculation_context=verdict.context,
-        sparse=dense_reason,
-        sparse_tail=sparse.tail if sparse else 0,
+        sparse=found.dense_reason,
+        sparse_tail=found.sparse.tail if found.sparse else 0,
         scoring=search.state,
-        vocabulary=known.vocabulary,
+        vocabulary=findings.vocabulary,
     )
-    if sharable is not None:
-        facts = _with_sharing(facts, sharable)
-    return Loaded(
-        model,
-        tokenizer,
-        facts,
-        prefix_bytes,
-        _defaults(path),
-        together,
-        verdict,
-        sharable,
-        sparse,
-        search,
-        keep_speeds,
-        speeds.chunk_s,
-        LateBasis(basis),
-        checkpoints.needed(make_prompt_cache(model)),
-    )
-
-
-def _read(
-    settings: WorkerSettings,
-    config: dict[str, Any],
-    device: Device,
-    room: MemoryBudget,
-    report: Callable[[Loading], None],
-) -> tuple[Any, Any]:
-    """The model and its tokenizer. Raises OutOfMemory before reading what does not fit."""
-    path = Path(settings.path)
-    # Hub caches hold links; the size that counts is the target's.
-    files = sorted(path.glob("model*.safetensors"))
-    on_disk = sum(f.stat().st_size for f in files)
-    expected = weights_in_memory(path, on_disk, config, device)
-    admit_weights(settings.name, expected, room)
-    report(Loading("reading", 0, on_disk))
-    with (
-        little_besides(path, expected, device),
-        ThreadPoolExecutor(1, "tokenizer") as aside,
-    ):
-        reading = aside.submit(_tokenizer, path, config)
-        model = lazy_model(path, config)
-        admit_weights(settings.name, memory_bytes(model, device), room)
-        if device == "cpu":
-            cpu.to_float32(model)
-        mx.eval(model.parameters())
-        report(Loading("reading", on_disk, on_disk))
-        report(Loading("reading the tokenizer"))
-        return model, reading.result()
-
-
-def _speeds(model: Any, device: Device, vocabulary: int, context: int) -> Speeds:
-    """The speeds of a first load."""
-    on_cpu = device == "cpu"
-    return calibrate(
-        model,
-        vocab_size=vocabulary,
-        context_tokens=context,
-        # On a GPU the sizes of chunks follow from it, which may not change from prompt to prompt.
-        budget_s=limits.CALIBRATE_FIRST_S if on_cpu else limits.CALIBRATE_GPU_S,
-        sizes=CHUNKS if on_cpu else GPU_CHUNKS,
-        first_look=on_cpu,
-    )
+    return _with_sharing(facts, sharable) if sharable is not None else facts
 
 
 def _with_sharing(facts: Ready, sharable: Sharable) -> Ready:
@@ -296,11 +237,6 @@ def _with_sharing(facts: Ready, sharable: Sharable) -> Ready:
         layer_bytes=stage.layer_bytes,
         arithmetic=sharable.arithmetic,
     )
-
-
-def versions() -> dict[str, str]:
-    """Versions of the libraries that compute and that make prompts."""
-    return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "transformers")}
 
 
 def _sharable(model: Any, device: Device, known: LoadFindings | None) -> tuple[Sharable | None, str]:
@@ -326,17 +262,16 @@ def _sparse(model: Any, known: LoadFindings | None) -> tuple[Sparse | None, str]
 
 
 def _verdict(
-    model: Any,
+    read: ReadModel,
     settings: WorkerSettings,
     key: VerdictKey,
-    vocabulary: int,
-    context: int,
     decode_tok_s: float,
     report: Callable[[Loading], None],
 ) -> ExactnessVerdict:
+    """Whether blocks of tokens give the bytes of single steps: stored, or probed now."""
     if settings.speculation == "off":
         return ExactnessVerdict(text="off: speculation.mode is off")
-    if key.device == "cpu" and not cpu.exact():
+    if read.device == "cpu" and not cpu.exact():
         return ExactnessVerdict(
             text="declined: without MKL a CPU's numbers depend on how many are computed at once"
         )
@@ -345,100 +280,51 @@ def _verdict(
     if (known := cached.find()) is not None:
         return known.at_pace(step_s)
     report(Loading("probing for exactness"))
-    plan = ProbePlan.of(key.device, step_s)
-    found = probe(model, vocab_size=vocabulary, context_tokens=context, plan=plan)
+    plan = ProbePlan.of(read.device, step_s)
+    found = probe(read.model, vocab_size=read.vocab_size, context_tokens=read.context_tokens, plan=plan)
     cached.keep(found)
     return found
 
 
-@contextmanager
-def little_besides(path: Path, weights_bytes: int, device: Device) -> Iterator[None]:
-    """Bound what a load takes besides the weights. Raises ModelCorrupt for files that make it more."""
-    more = build_bytes(weights_bytes)
-    try:
-        with address_space.at_most(more, device):
-            yield
-    except MemoryError as error:
-        raise ModelCorrupt(
-            f"Building {path.name} takes {human(more)} and more; its weights take {human(weights_bytes)}.",
-            hint="Its config does not fit its weights; choose another copy of the model.",
-        ) from error
+def _profile_search(read: ReadModel, settings: WorkerSettings, digest: str) -> ProfileSearch:
+    """The search for the model's scoring profile. ``digest``: "" if it is not known yet."""
+    return ProfileSearch(
+        model=read.model,
+        tokenizer=read.tokenizer,
+        context_tokens=read.context_tokens,
+        known=ProfileStore.in_home(Path(settings.cache)) if settings.cache else ProfileStore(),
+        # Profiles that travel with fleetd hold without a cache, too.
+        digest=digest or digests.remembered(Path(settings.path), _record(settings)),
+        device=read.device,
+    )
+
+
+def _basis(
+    settings: WorkerSettings,
+    stats: dict[str, tuple[int, int, int]],
+    key: FindingsKey,
+    sharable: Sharable | None,
+) -> LateBasis:
+    """What names the model's blocks, once its digest is known. ``stats``: of the files that were read."""
+
+    def find() -> bytes:
+        digest = key.model.digest
+        # Files that were replaced since are hashed like any, and are not those of this model.
+        if not digest and manifest.part_stats(Path(settings.path)) == stats:
+            digest = _digest(settings)
+        known = msgspec.structs.replace(key, model=msgspec.structs.replace(key.model, digest=digest))
+        return block_basis(known, sharable.arithmetic if sharable else None)
+
+    return LateBasis(find)
+
+
+def _record(settings: WorkerSettings) -> Path | None:
+    return Path(settings.record) if settings.record else None
 
 
 def _digest(settings: WorkerSettings) -> str:
     """The model's digest, under which results are stored; "" if nothing is stored."""
-    record = Path(settings.record) if settings.record else None
-    return digests.remembered(Path(settings.path), record) if settings.cache else ""
-
-
-def verified_config(settings: WorkerSettings, report: Callable[[Loading], None]) -> dict[str, Any]:
-    """The config of a model whose files are what they should be; as ``load`` raises."""
-    path = Path(settings.path)
-    report(Loading("verifying"))
-    record = Path(settings.record) if settings.record else None
-    verify(path, record=record, progress=lambda done, total: report(Loading("verifying", done, total)))
-    with over_files(f"The config of {path.name} cannot be read"):
-        config: dict[str, Any] = load_config(path)
-    return config
-
-
-@over_files("The length of the model's context cannot be read from its config")
-def context_tokens(config: dict[str, Any]) -> int:
-    """The longest context the model was trained for, from its config (or its text part)."""
-    for part in (config, config.get("text_config") or {}):
-        for key in ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions"):
-            value = part.get(key)
-            if isinstance(value, int) and value > 0:
-                return value
-    return FALLBACK_CONTEXT
-
-
-def lazy_model(path: Path, config: dict[str, Any]) -> Any:
-    """The model with none of its weights read yet: each is when something is computed from it."""
-    with over_files(f"The model in {path.name} cannot be built from its config and weights"):
-        try:
-            model, _ = load_model(path, lazy=True)
-        except ValueError as error:
-            if "not supported" not in str(error):
-                raise
-            raise ModelUnsupported(
-                f"The engine has no code for models of type {config.get('model_type')!r}.",
-                hint="Update mlx-lm, or choose another model (fleetctl models).",
-            ) from error
-    return model
-
-
-def memory_bytes(weights: nn.Module, device: Device) -> int:
-    """Bytes of the weights once they are read: as on disk, except on a CPU, where everything becomes f32."""
-    if device == "cpu":
-        return cpu.float32_bytes(weights)
-    return sum(int(array.nbytes) for _, array in tree_flatten(weights.parameters()))
-
-
-def _tokenizer(path: Path, config: dict[str, Any]) -> Any:
-    with over_files(f"The tokenizer in {path.name} cannot be read"):
-        return with_format(load_tokenizer(path, eos_token_ids=config.get("eos_token_id")))
-
-
-# A device that has no memory left raises RuntimeError.
-@over_files("The model cannot compute anything", RuntimeError)
-def _warm_up(model: Any) -> StateSizes:
-    """A short prefill and one decode step compile the kernels, and show what a sequence takes."""
-    cache = make_prompt_cache(model)
-    odd = {type(part).__name__ for part in all_parts(cache) if not _sized(part)}
-    if odd:
-        raise ModelUnsupported(
-            f"This architecture keeps its context in a {', '.join(sorted(odd))}, whose size cannot be told.",
-            hint="Choose another model (fleetctl models).",
-        )
-    mx.eval(model(mx.array([[1] * 8]), cache=cache))
-    mx.eval(model(mx.array([[1]]), cache=cache))
-    return sizes_of(cache)
-
-
-def _sized(part: Any) -> bool:
-    """True if it can be told how much memory a cache takes for each token: its kind is known, or has rows."""
-    return type(kind_of(part)) is not StateKind or hasattr(part, "keys")
+    return digests.remembered(Path(settings.path), _record(settings)) if settings.cache else ""
 
 
 @over_files("The model cannot decode two answers", RuntimeError)
@@ -472,20 +358,6 @@ def _defaults(path: Path) -> SamplingDefaults:
     except (OSError, ValueError):
         return SamplingDefaults()
     return SamplingDefaults.of_model(found) if isinstance(found, dict) else SamplingDefaults()
-
-
-def _dtype(model: Any) -> str:
-    counts: dict[str, int] = {}
-    for _, array in tree_flatten(model.parameters()):
-        name = str(array.dtype).removeprefix("mlx.core.")
-        counts[name] = counts.get(name, 0) + array.nbytes
-    return max(counts, key=lambda name: counts[name])
-
-
-@over_files("The size of the vocabulary cannot be read")
-def _vocabulary(config: dict[str, Any], tokenizer: Any) -> int:
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    return int(size) if size else len(tokenizer)
 
 
 def _vocabulary_hash(tokenizer: Any) -> str:

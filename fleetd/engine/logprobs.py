@@ -1,4 +1,5 @@
-"""Log-probabilities as clients read them: a token's text, bytes and natural-log probability, and the best."""
+"""Log-probabilities as clients read them: a token's text, its bytes, its natural-log probability, and the
+same of the likeliest alternatives."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from fleetd.engine.output_text import token_bytes
 from fleetd.engine.protocol import TokenLogprob, TopLogprob
+from fleetd.engine.token_bytes import token_bytes
 
 IMPOSSIBLE = -9999.0
 
@@ -28,6 +29,7 @@ class Logprobs:
         return TokenLogprob(_text(raw), _finite(row[token]), raw, self.best(row), text_offset)
 
     def best(self, row: np.ndarray[Any, np.dtype[np.float32]]) -> list[TopLogprob]:
+        """The ``top`` likeliest tokens of a row (V,), best first."""
         if not self.top:
             return []
         top = min(self.top, len(row))

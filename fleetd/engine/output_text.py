@@ -78,8 +78,8 @@ class AnswerText:
     tool call, the call itself); ``primed`` is the part of a tool call that was put into the prompt.
     ``follows`` is the token before a plain continuation: detokenizers drop the first space of a text, which
     there belongs to the answer. ``offset`` counts characters shown before the answer (an echoed prompt).
-    ``call_pieces`` tells arguments while they are written. ``min_tokens``: stop strings are looked for
-    after so many. ``cut_call``: the answer ended inside a call, which is then no text either.
+    ``call_pieces``: arguments are reported while they are written. ``min_tokens``: stop strings are looked
+    for after so many. ``cut_call``: the answer ended inside a call, which is then no text either.
     """
 
     request_id: str
@@ -96,14 +96,19 @@ class AnswerText:
     tool_calls: int = 0
     cut_call: bool = False
     _tokens: int = field(init=False, default=0)
+    # Characters of ``follows`` in the detokenizer's text.
     _before: int = field(init=False, default=0)
     _detokenizer: Any = field(init=False)
     _stop: StopFilter = field(init=False)
     _machine: Any = field(init=False)
+    # The section of tool calls that is being written.
     _tool_text: str = field(init=False)
+    # Tokens and log-probabilities that no Delta has reported yet.
     _pending_tokens: int = field(init=False, default=0)
     _pending_logprobs: list[TokenLogprob] = field(init=False, default_factory=list)
+    # Blank text at the end of what was shown: it is dropped if a tool call follows.
     _blank: str = field(init=False, default="")
+    # The section before was closed by a marker, and nothing but blank text has followed.
     _after_marker: bool = field(init=False, default=False)
     _names: list[str] = field(init=False)
     _written: ToolCallText = field(init=False)
@@ -151,15 +156,15 @@ class AnswerText:
         if self._state == _REASONING:
             self.reasoning_tokens += 1
         if silent:
-            # Told at once: text may not come for the rest of the answer.
+            # Reported at once: text may not come for the rest of the answer.
             return self._delta("reasoning" if self._state == _REASONING else "content", "", force=True)
         self._decode(token)
         text = self._detokenizer.last_segment
         out = self._release(text if self._tokens <= self.min_tokens else self._stop.feed(text))
-        return out if self._pending_tokens < limits.UNTOLD_TOKENS else [*out, self._untold()]
+        return out if self._pending_tokens < limits.UNTOLD_TOKENS else [*out, self._tokens_without_text()]
 
-    def _untold(self) -> Delta:
-        """The tokens whose text is held back, without it: a long tool call is progress."""
+    def _tokens_without_text(self) -> Delta:
+        """Report tokens whose text is held back: a long tool call is progress."""
         tokens, self._pending_tokens = self._pending_tokens, 0
         channel: Literal["content", "reasoning"] = "reasoning" if self._state == _REASONING else "content"
         return Delta(self.request_id, "", channel, tokens)
@@ -236,12 +241,12 @@ class AnswerText:
         """More of a section of tool calls."""
         self._tool_text += text
         self._written.feed(text)
-        return self._tell_calls(self._written)
+        return self._written_calls(self._written)
 
-    def _tell_calls(self, written: ToolCallText) -> list[AnswerPiece]:
+    def _written_calls(self, written: ToolCallText) -> list[AnswerPiece]:
         out: list[AnswerPiece] = []
         for call in written.calls:
-            if call.told:
+            if call.reported:
                 continue
             if self.call_pieces and call.fresh:
                 out.append(self._piece(call))
@@ -256,9 +261,9 @@ class AnswerText:
         return ToolCallPiece(self.request_id, self.tool_calls, call.call_id, call.name, fresh, tokens)
 
     def _written_call(self, call: WrittenCall) -> list[AnswerPiece]:
-        call.told = True
+        call.reported = True
         found = {"id": call.call_id, "name": call.name, "arguments": call.arguments}
-        return self._told([self._call(0, found)])
+        return self._reported([self._call(0, found)])
 
     def _undecided(self, cut: bool) -> list[AnswerPiece]:
         """The answer ends before it is known whether it is a call."""
@@ -324,15 +329,15 @@ class AnswerText:
             if not cut and self.stopped_by is None:
                 written.close()
             if not written.begun:
-                return self._tell_calls(written)
+                return self._written_calls(written)
             if not ended:  # its arguments are not whole, and the model has closed the section
                 return self._written_call(written.calls[-1])
             self.cut_call = True
-            return self._told([])
+            return self._reported([])
         if cut and self.tokenizer.tool_call_end:
             # Parsers make a call of less than the model meant to write.
             self.cut_call = True
-            return self._told([])
+            return self._reported([])
         try:
             parsed = self.tokenizer.tool_parser(text, self.tools)
             found = parsed if isinstance(parsed, list) else [parsed]
@@ -341,13 +346,14 @@ class AnswerText:
         except Exception:
             calls = []
         if calls:
-            return self._told(calls)
+            return self._reported(calls)
         if cut:
             self.cut_call = True
-            return self._told([])
+            return self._reported([])
         return self._delta("content", self._take_blank() + text.removeprefix(primed))
 
-    def _told(self, calls: list[ToolCall]) -> list[AnswerPiece]:
+    def _reported(self, calls: list[ToolCall]) -> list[AnswerPiece]:
+        """Count calls; blank text and log-probabilities before them are no part of the answer."""
         self._blank = ""
         self.tool_calls += len(calls)
         self._pending_logprobs = []
@@ -370,43 +376,3 @@ class AnswerText:
 
 def _call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
-
-
-def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """The raw bytes of one token; several tokens may make one code point."""
-    text = tokenizer.convert_ids_to_tokens(int(token))
-    if text is None:
-        return b""
-    detokenizer = tokenizer.detokenizer
-    decode = getattr(detokenizer, "_decode_bytes", None)
-    if decode is not None:  # byte-level BPE: every character of the token stands for one byte
-        return _byte_level(text)
-    if text.startswith("<0x") and text.endswith(">") and len(text) == 6:
-        return bytes([int(text[3:5], 16)])
-    decoded: str = tokenizer.decode([int(token)])
-    return decoded.encode()
-
-
-def _byte_level(text: str) -> bytes:
-    """GPT-2's printable alphabet back to bytes; characters outside it (special tokens) are plain UTF-8."""
-    table = _byte_table()
-    out = bytearray()
-    for char in text:
-        byte = table.get(char)
-        if byte is None:
-            out += char.encode()
-        else:
-            out.append(byte)
-    return bytes(out)
-
-
-_TABLE: dict[str, int] = {}
-
-
-def _byte_table() -> dict[str, int]:
-    if not _TABLE:
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        hidden = [b for b in range(256) if b not in printable]
-        _TABLE.update({chr(b): b for b in printable})
-        _TABLE.update({chr(256 + i): b for i, b in enumerate(hidden)})
-    return _TABLE

@@ -56,6 +56,8 @@ class _WantedLayers:
 
 @dataclass
 class EnginePool:
+    """The workers by model. One request or several may wait for the same load."""
+
     options: PoolOptions = field(default_factory=PoolOptions)
     # Where a folder's recorded checksums are (``ModelStore.record_path``).
     record_path: Callable[[ModelFolder], Path | None] = lambda folder: None
@@ -246,7 +248,7 @@ class EnginePool:
         answer too, else with these layers (all of them where ``last`` is 0). No model makes room for other
         machines' prompts. Raises as ``stream``.
         """
-        name = await self._holding(folder, first, last)
+        name = await self._with_layers(folder, first, last)
         with self._claim(name):
             yield self._engines[name]
 
@@ -273,7 +275,7 @@ class EnginePool:
                 return name
         return None
 
-    async def _holding(self, folder: ModelFolder, first: int, last: int) -> str:
+    async def _with_layers(self, folder: ModelFolder, first: int, last: int) -> str:
         """The name of a worker that has these layers; loads one if there is none."""
         if (name := self._holder(folder, first, last)) is not None:
             return name

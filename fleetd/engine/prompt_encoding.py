@@ -44,9 +44,10 @@ _TEMPLATE_ERRORS = (
 class PreparedPrompt:
     """A request whose prompt is token ids.
 
-    ``initial`` is the marker state the prompt ends in (see ``text.AnswerText``), ``primed`` the part of a
-    required tool call that the prompt already contains. ``kept``: indices of the tokens that the request's
-    Keep leaves, ascending; None if there is none or where ``dense_reason`` says why it is not followed.
+    ``initial`` is the marker state the prompt ends in (see ``output_text.AnswerText``), ``primed`` the part
+    of a required tool call that the prompt already contains. ``kept``: indices of the tokens that the
+    request's Keep leaves, ascending; None if there is none or where ``dense_reason`` says why it is not
+    followed.
     ``borders``: of a chat, as ``message_borders`` has them; empty if they were not asked for or not found.
     """
 
@@ -116,6 +117,7 @@ def check_length(prepared: PreparedPrompt, context_tokens: int) -> None:
 
 
 def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: bool) -> PreparedPrompt:
+    """Messages as the model's template renders them, with the beginning of a tool call that must be made."""
     tools = _offered_tools(prompt, tokenizer)
     controls = control_tokens(tokenizer)
     needs = template_needs(tokenizer)
@@ -152,19 +154,18 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: boo
     def again(messages: list[dict[str, Any]]) -> str:
         return render(messages).text
 
-    if (keep := request.keep) is None:
-        if offsets is None or not borders:
-            return prepared
+    if (keep := request.keep) is not None:
+        return _follow(
+            prepared,
+            lambda: offsets or _offsets(tokenizer, text, tokens, special=False),
+            lambda: dropped_of_messages(rendered.text, messages, keep.parts, again),
+        )
+    if borders and offsets is not None:
         # A template may refuse what is put in place of contents: then there are no borders.
         with suppress(Exception):
             found = message_borders.borders(rendered.text, messages, prompt.cache_marks, offsets, again)
-            prepared = replace(prepared, borders=found)
-        return prepared
-
-    def gaps() -> list[Range]:
-        return dropped_of_messages(rendered.text, messages, keep.parts, again)
-
-    return _follow(prepared, lambda: offsets or _offsets(tokenizer, text, tokens, special=False), gaps)
+            return replace(prepared, borders=found)
+    return prepared
 
 
 def _offered_tools(prompt: ChatPrompt, tokenizer: Any) -> list[dict[str, Any]] | None:
@@ -284,24 +285,26 @@ def _offsets(tokenizer: Any, text: str, tokens: list[int], *, special: bool) -> 
 
 
 def _prime(prompt: ChatPrompt, tokenizer: Any) -> str:
-    """The beginning of a tool call that must be made, as text to append to the prompt."""
-    if prompt.tool_choice == "required":
-        return str(tokenizer.tool_call_start)
-    if isinstance(prompt.tool_choice, dict):
-        name = prompt.tool_choice["name"]
-        start = str(tokenizer.tool_call_start)
-        if tokenizer.init_kwargs.get("tool_parser_type") == "json_tools":
-            return f'{start}\n{{"name": {json.dumps(name)}, "arguments": '
-        if tokenizer.init_kwargs.get("tool_parser_type") == "llama3":
-            return f'{start}{{"name": {json.dumps(name)}, "parameters": '
-        if tokenizer.init_kwargs.get("tool_parser_type") == "harmony":
-            return f"{start}{name} <|constrain|>json<|message|>"
+    """The beginning of a tool call that must be made, as text to append to the prompt; "" if none must."""
+    if prompt.tool_choice in ("auto", "none"):
+        return ""
+    start = str(tokenizer.tool_call_start)
+    if not isinstance(prompt.tool_choice, dict):
         return start
-    return ""
+    name = prompt.tool_choice["name"]
+    match tokenizer.init_kwargs.get("tool_parser_type"):
+        case "json_tools":
+            return f'{start}\n{{"name": {json.dumps(name)}, "arguments": '
+        case "llama3":
+            return f'{start}{{"name": {json.dumps(name)}, "parameters": '
+        case "harmony":
+            return f"{start}{name} <|constrain|>json<|message|>"
+        case _:
+            return start
 
 
 def _initial_state(tokenizer: Any, tokens: list[int]) -> str:
-    """Some templates open the reasoning themselves; then the answer begins inside it."""
+    """The marker state in which the answer begins: some templates open the reasoning themselves."""
     if tokenizer.response_initial_state:
         return str(tokenizer.response_initial_state)
     if tokenizer.has_thinking and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens):

@@ -4,11 +4,12 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 ``u32 length (big endian) | MessagePack``. Both ends are the same installation, so there is no version field;
 unknown tags are a bug and raise.
 
-    daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), AssistPrefill,
-                      Score, DraftFor, Cancel, IdleTime, FreeMemory, WriteNow, Shutdown
-    worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
-                      Tokenized, Accepted, Prefill*, Shared?, (Delta | ToolCallPiece* ToolCall)*,
-                      Finished | Failed
+    daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), FetchBlocks (after
+                      a Lacking), AssistPrefill, Score, DraftFor, Cancel, IdleTime, FreeMemory, WriteNow,
+                      Shutdown
+    worker → daemon   Loading*, Ready | LoadFailed, MeasuredAgain*, then for each Generate:
+                      Tokenized, Accepted (Lacking and Fetched before it or after it), Prefill*, Shared?,
+                      Kept?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
                       for each AssistPrefill: Accepted, Assisted | Failed
                       for each Score: Accepted, Prefill*, Scored | Failed
                       for each DraftFor: Accepted, Followed | Failed

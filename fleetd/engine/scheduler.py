@@ -10,7 +10,6 @@ waits for other machines now and then; a turn goes only to work that can be comp
 
 from __future__ import annotations
 
-import random
 import socket
 import time
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from typing import Any
 import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
-from fleetd import limits
 from fleetd.cache.write_behind import WriterFigures
 from fleetd.engine.awaited_prefixes import AwaitedPrefixes
 from fleetd.engine.chunk_size import Chunks
@@ -28,14 +26,12 @@ from fleetd.engine.compute_loop import ComputeLoop
 from fleetd.engine.decoding import Decoding
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.failures import failed, require
-from fleetd.engine.fleet_tier import Fetching
 from fleetd.engine.inbox import Item
 from fleetd.engine.logprobs import PromptLogprobs
 from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import DENSE, PLAN, PrefixCache
+from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import (
-    BLOCKS,
     Accepted,
     Cancel,
     Delta,
@@ -44,7 +40,6 @@ from fleetd.engine.protocol import (
     FinishReason,
     Heartbeat,
     IdleTime,
-    Kept,
     Prefill,
     PrefillAlone,
     PrefillShared,
@@ -64,6 +59,7 @@ from fleetd.engine.speculation.draft_guests import DraftGuests
 from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.engine.speculation.remote_source import RemoteSource
 from fleetd.engine.speculation.speculation import WorkerSpeculation
+from fleetd.engine.stored_beginnings import StoredBeginnings
 from fleetd.engine.streams.handed_over import HandedOverStreams
 
 # Turns after which a waiting prompt goes before shorter ones that came later.
@@ -115,6 +111,16 @@ class Scheduler(ComputeLoop):
         self.guests += [self._scores, self._drafts]
         if self.disk is not None:
             self.disk.wake = self.inbox.wake
+        self._stored = StoredBeginnings(
+            disk=self.disk,
+            prefix=self.prefix,
+            budget=self.budget,
+            sharable=self.sharable,
+            streams=self.streams,
+            emit=self.emit,
+            chunk_tokens=lambda: self._chunk_tokens,
+            wake=self.inbox.wake,
+        )
         self._waiting: list[ScheduledSequence] = []
         self._prefilling: list[ScheduledSequence] = []
         self._awaited = AwaitedPrefixes(self._prefilling, self.prefix, self.model)
@@ -174,8 +180,8 @@ class Scheduler(ComputeLoop):
         self._admit()
         self._attach_drafts()
         for sequence in list(self._prefilling):
-            self._restore(sequence)
-            self._fetch(sequence)
+            if self._stored.poll(sequence) and not sequence.accepted:
+                self._accept(sequence)
             self._shared.poll(sequence)
         self._prefill_turn()
         self._turn_guests(self._chunk_tokens)
@@ -290,8 +296,7 @@ class Scheduler(ComputeLoop):
                 self._emit_accepted(sequence)
                 return
             # How it is shared depends on what the disk has of it.
-            self._begin_restore(sequence)
-            if sequence.restoring is None and sequence.fetching is None:
+            if not self._stored.begin(sequence):
                 self._accept(sequence)
             return
         self._waiting.append(sequence)
@@ -322,88 +327,7 @@ class Scheduler(ComputeLoop):
             self._prefilling.append(sequence)
             self._awaited.admitted(sequence)
             if sequence.awaited is None and sequence.prefiller is None:
-                self._begin_restore(sequence)
-
-    def _begin_restore(self, sequence: ScheduledSequence) -> None:
-        """Look for an admitted prompt's beginning on the disk."""
-        request = sequence.prepared.request
-        if self.disk is None or (request.echo and sequence.logprobs is not None):
-            return
-        arithmetics = (DENSE, PLAN) if self._offered(sequence) else (DENSE,)
-        sequence.restoring = self.disk.begin(
-            sequence.dense_tokens, self.prefix, arithmetics, local_only=request.local_only
-        )
-        if sequence.restoring is None:
-            self._ask_others(sequence)
-
-    def _offered(self, sequence: ScheduledSequence) -> bool:
-        """True if a prompt may have other accelerators' numbers in it: what it is labelled is not decided."""
-        return sequence.prepared.request.shared and self.sharable is not None and not sequence.accepted
-
-    def _restore(self, sequence: ScheduledSequence) -> None:
-        """Take what has come from the disk, and go on once nothing more comes."""
-        restoring = sequence.restoring
-        if restoring is None or (hit := restoring.step()) is None:
-            return
-        sequence.restoring = None
-        # Also where nothing was found: that time is spent, too.
-        sequence.restore_s = restoring.seconds
-        if hit.tokens:
-            sequence.hit, sequence.cached = hit, hit.tokens
-            sequence.restored = restoring.tokens
-        self._ask_others(sequence)
-        if not sequence.accepted and sequence.fetching is None:
-            self._accept(sequence)
-
-    def _ask_others(self, sequence: ScheduledSequence) -> None:
-        """Ask what other machines have of what is neither in memory nor on the disk."""
-        request, tokens = sequence.prepared.request, sequence.dense_tokens
-        if self.disk is None or not request.fetches or request.local_only:
-            return
-        have = sequence.hit.tokens if sequence.hit is not None else self.prefix.longest(tokens, DENSE)
-        fetching = Fetching(
-            self.disk,
-            sequence.id,
-            tokens,
-            have,
-            lambda: sequence.hit or self.prefix.fetch(tokens, DENSE),
-            plan=self._offered(sequence),
-            exact=self.sharable is not None and self.sharable.any_chunks,
-            chunk=lambda: self._chunk_tokens,
-            room=lambda more: self.budget.take(sequence.id, sequence.promised + more),
-            wake=self.inbox.wake,
-            draw=random.Random(),  # noqa: S311 — which tokens are checked; nobody can know it before
-        )
-        if fetching.worth_asking and (question := fetching.question()) is not None:
-            sequence.fetching = fetching
-            self.emit(question)
-
-    def _fetch(self, sequence: ScheduledSequence) -> None:
-        """Take what has come from another machine, and go on once nothing more comes."""
-        fetching = sequence.fetching
-        if fetching is None:
-            return
-        if (stream := self.streams.take(sequence.id, BLOCKS)) is not None:
-            fetching.take(*stream)
-        if not fetching.ready or not fetching.step():
-            return
-        self._end_fetch(sequence)
-        if fetching.hit is not None:
-            sequence.hit = fetching.hit
-            sequence.fetched = fetching.tokens
-        if (front := fetching.front) is not None:
-            sequence.front, sequence.front_s = fetching.front_tokens, front.seconds
-        sequence.fetch_s = fetching.elapsed_s - sequence.front_s
-        if not sequence.accepted:
-            self._accept(sequence)
-
-    def _end_fetch(self, sequence: ScheduledSequence) -> None:
-        if (fetching := sequence.fetching) is not None:
-            sequence.fetching = None
-            fetching.close()
-            self.budget.take(sequence.id, sequence.promised)
-            if (told := fetching.told()) is not None:
-                self.emit(told)
+                self._stored.begin(sequence)
 
     def _fits(self, sequence: ScheduledSequence) -> bool:
         """Reserve a stream and memory. False, and nothing is reserved, if either is short."""
@@ -500,17 +424,11 @@ class Scheduler(ComputeLoop):
         else:
             states = None if isinstance(prefiller, SparsePrefiller) else prefiller.states
             self.decoding.remember(sequence, prefiller.tokens[:-1], cache, states)
-            self._tell_blocks(sequence)
+            self._stored.report_kept(sequence)
         if sequence.max_tokens <= 0:
             self._finish(sequence, "length")
             return
         self.decoding.begin(sequence, prefiller.tokens, cache)
-
-    def _tell_blocks(self, sequence: ScheduledSequence) -> None:
-        request = sequence.prepared.request
-        if self.disk is not None and request.tells_blocks and not request.local_only:
-            names = self.disk.names_for_others(sequence.prepared.tokens[:-1])
-            self.emit(Kept(sequence.id, names[: limits.FETCH_BLOCKS]))
 
     def _remember_leading(self, sequence: ScheduledSequence, kept: list[int], cache: list[Any]) -> None:
         """Keep the part that a sparse prompt shares with a dense one: the system prompt, as a rule."""
@@ -544,8 +462,7 @@ class Scheduler(ComputeLoop):
         if sequence.fetching is not None and sequence.fetching.front is not None:
             prefiller = sequence.fetching.front.prefiller
         done, cache = (0, []) if prefiller is None else (prefiller.done, prefiller.cache)
-        self._end_restore(sequence)
-        self._end_fetch(sequence)
+        self._stored.end(sequence)
         self._awaited.ended(sequence, intact=True)
         self._shared.end(sequence)
         if done > sequence.cached:
@@ -566,16 +483,12 @@ class Scheduler(ComputeLoop):
             if sequence.text.cut_call and sequence.text.stopped_by is None:
                 reason = "length"  # half a call must not look like a whole answer
         self._ended(sequence)
-        self._heartbeat_at = 0.0  # tell at once that there is less to do
+        self._heartbeat_at = 0.0  # report at once that there is less to do
         self.emit(sequence.finished(reason))
-
-    def _end_restore(self, sequence: ScheduledSequence) -> None:
-        if sequence.restoring is not None:
-            sequence.restoring.close()
-            sequence.restoring = None
 
     def _fail(self, sequence: ScheduledSequence, error: Exception) -> None:
         self._awaited.ended(sequence, intact=False)
+        self._stored.end(sequence)
         self._shared.end(sequence)
         self._ended(sequence)
         self._heartbeat_at = 0.0

@@ -95,8 +95,8 @@ class Stage:
             if name in body:
                 weights[name] = body[name]
         last_kept = len(caches) - 1 if architecture.tail else len(layers)
-        told = (getattr(body, name) for name in _SOURCES if hasattr(body, name))
-        sources = tuple(next(told, [min(i, last_kept) for i in range(len(layers))]))
+        shared = (getattr(body, name) for name in _SOURCES if hasattr(body, name))
+        sources = tuple(next(shared, [min(i, last_kept) for i in range(len(layers))]))
         prefilled = max(index + 1 for index, cache in enumerate(empty) if cache is not None)
         total = len(layers)
         return cls(0, total, total, architecture, _args(text), weights, empty, sources, prefilled)

@@ -1,7 +1,7 @@
 """From a verified folder to the weights of some layers: only theirs are ever read.
 
 mlx-lm builds the model with every tensor still on disk; the stage takes the parts that it needs, the rest is
-dropped unread, and what stays is read and kept as ``loading`` keeps a whole model.
+dropped unread, and what stays is read and kept as ``model_reading`` keeps a whole model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from mlx_lm.utils import load_config
 
 from fleetd import limits
 from fleetd.engine import cpu
-from fleetd.engine.loading import (
+from fleetd.engine.load_findings import versions
+from fleetd.engine.memory import admit_weights
+from fleetd.engine.model_reading import (
     Device,
     context_tokens,
     keep_weights,
@@ -25,9 +27,7 @@ from fleetd.engine.loading import (
     memory_budget,
     memory_bytes,
     verified_config,
-    versions,
 )
-from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings

@@ -122,21 +122,7 @@ class EngineProcess:
         self._socket_sender = SocketSender(channel)
         try:
             with theirs, their_channel:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self.command,
-                    "--fd",
-                    str(theirs.fileno()),
-                    "--streams-fd",
-                    str(their_channel.fileno()),
-                    "--settings",
-                    msgspec.json.encode(self.settings).decode(),
-                    pass_fds=[theirs.fileno(), their_channel.fileno()],
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.PIPE,
-                    # Its own group: a Ctrl-C in the daemon's terminal must not kill answers being drained.
-                    start_new_session=True,
-                )
+                self._process = await self._spawn(theirs, their_channel)
             self.pid = self._process.pid
             reader, self._writer = await asyncio.open_connection(sock=ours)
         except BaseException as error:
@@ -165,6 +151,24 @@ class EngineProcess:
         if self.state == "stopping":
             await self.stop()
             raise EngineDied(f"The engine for {self.settings.name} was stopped while it started.")
+
+    async def _spawn(self, theirs: socket.socket, their_channel: socket.socket) -> asyncio.subprocess.Process:
+        """Start the program with its ends of the two sockets."""
+        return await asyncio.create_subprocess_exec(
+            *self.command,
+            "--fd",
+            str(theirs.fileno()),
+            "--streams-fd",
+            str(their_channel.fileno()),
+            "--settings",
+            msgspec.json.encode(self.settings).decode(),
+            pass_fds=[theirs.fileno(), their_channel.fileno()],
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            # Its own group: a Ctrl-C in the daemon's terminal must not kill answers being drained.
+            start_new_session=True,
+        )
 
     async def loaded(self) -> AsyncGenerator[Loading, None]:
         """Progress until the model is ready. Raises what the load failed with."""
@@ -253,33 +257,33 @@ class EngineProcess:
 
         Nothing happens if the request has ended.
         """
-        self._tell(share)
+        self._send(share)
 
     def alone(self, request_id: str, reason: str = "") -> None:
         """Prefill a prompt here that waits or is being shared. Ignored if there is none."""
-        self._tell(PrefillAlone(request_id, reason))
+        self._send(PrefillAlone(request_id, reason))
 
     def fetch(self, fetch: FetchBlocks) -> None:
         """Answer a Lacking; its stream is given with ``give_stream``. Nothing happens if it has ended."""
-        self._tell(fetch)
+        self._send(fetch)
 
     def write_now(self) -> None:
         """Let the worker write the prompts that wait for the disk, though it computes."""
-        self._tell(WriteNow())
+        self._send(WriteNow())
 
     @property
     def scoring(self) -> ScoringState:
-        """Whether the model can score, as the worker told last."""
+        """Whether the model can score, by its last report."""
         at_load = self.facts.scoring if self.facts is not None else ScoringState()
         return self._heartbeat.scoring or at_load
 
     def give_idle_time(self, seconds: float) -> None:
         """Let the worker find out what it has not found out yet; 0 stops it."""
-        self._tell(IdleTime(seconds))
+        self._send(IdleTime(seconds))
 
     def free_memory(self, *, prompts: bool) -> None:
         """Let the worker give back buffers that it keeps for reuse and, if ``prompts``, kept prompts."""
-        self._tell(FreeMemory(prompts))
+        self._send(FreeMemory(prompts))
 
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Hand a connected socket to the worker; it is closed here in any case. Raises EngineDied."""
@@ -288,7 +292,7 @@ class EngineProcess:
             raise self._not_running()
         await self._socket_sender.give(tag, sock)
 
-    def _tell(
+    def _send(
         self, command: PrefillShared | PrefillAlone | FetchBlocks | IdleTime | FreeMemory | WriteNow | Cancel
     ) -> None:
         if self.state == "ready" and self._writer is not None:
@@ -342,7 +346,7 @@ class EngineProcess:
             self._unaccepted.discard(command.id)
             self._used_at = asyncio.get_running_loop().time()
             if not done:
-                self._tell(Cancel(command.id))
+                self._send(Cancel(command.id))
 
     def check(self) -> None:
         """Kill a worker that has work and makes no progress. Called every second or so by the pool."""
@@ -369,10 +373,10 @@ class EngineProcess:
     def _watch_memory(self) -> None:
         """While it loads or prepares prompts, where nothing else bounds what that takes."""
         if self._memory_watch is not None and (self._watching is None or self._watching.done()):
-            watching = self._look_at_memory(self._memory_watch)
+            watching = self._bound_memory(self._memory_watch)
             self._watching = asyncio.create_task(watching, name=f"engine-memory-{self.settings.name}")
 
-    async def _look_at_memory(self, watch: MemoryWatch) -> None:
+    async def _bound_memory(self, watch: MemoryWatch) -> None:
         while self.state == "loading" or (self.state == "ready" and self._preparing):
             resident = resident_bytes(self.pid or 0)
             if self.state == "loading":
@@ -396,7 +400,7 @@ class EngineProcess:
 
     @property
     def memory_bytes(self) -> int:
-        """What the worker holds of the device's memory, as it told last."""
+        """What the worker holds of the device's memory, by its last report."""
         return self._heartbeat.memory_bytes or (self.facts.weights_bytes if self.facts is not None else 0)
 
     @property
@@ -411,20 +415,15 @@ class EngineProcess:
 
     @property
     def status(self) -> EngineStatus:
-        facts, heartbeat = self.facts, self._heartbeat
-        now = asyncio.get_running_loop().time()
-        return EngineStatus(
+        heartbeat, now = self._heartbeat, asyncio.get_running_loop().time()
+        status = EngineStatus(
             model=self.settings.name,
             state=self.state,
             stage=self.loading.stage if self.state == "loading" else "",
             done=self.loading.done,
             total=self.loading.total,
-            device=facts.device if facts else None,
-            dtype=facts.dtype if facts else None,
-            weights_bytes=facts.weights_bytes if facts else 0,
             memory_bytes=heartbeat.memory_bytes,
             kv_bytes=heartbeat.kv_bytes,
-            kv_budget_bytes=facts.kv_budget_bytes if facts else 0,
             prefix_bytes=heartbeat.prefix_bytes,
             prefix_entries=heartbeat.prefix_entries,
             prefix_queries=heartbeat.prefix_queries,
@@ -432,26 +431,8 @@ class EngineProcess:
             disk_queued_bytes=heartbeat.disk_queued_bytes,
             disk_written_bytes=heartbeat.disk_written_bytes,
             disk_dropped=heartbeat.disk_dropped,
-            context_tokens=facts.context_tokens if facts else 0,
-            prefill_tok_s=round(facts.prefill_tok_s, 1) if facts else 0.0,
-            decode_tok_s=round(facts.decode_tok_s, 1) if facts else 0.0,
-            prefill_context_s=facts.prefill_context_s if facts else 0.0,
-            prefill_fixed_s=facts.prefill_fixed_s if facts else 0.0,
-            doubt=facts.doubt if facts else "",
-            arithmetic=facts.arithmetic.text if facts and facts.arithmetic else "",
-            shares_sparse=bool(facts and facts.arithmetic and not facts.arithmetic.sparse),
-            layers=facts.layers if facts and facts.arithmetic and not facts.unshareable else 0,
-            kv_bytes_per_token=facts.kv_bytes_per_token if facts else 0,
-            state_bytes=facts.state_bytes if facts else 0,
-            window_bytes_per_token=facts.window_bytes_per_token if facts else 0,
-            window_tokens=facts.window_tokens if facts else 0,
-            hidden_bytes=facts.hidden_bytes if facts else 0,
-            hidden_width=facts.hidden_width if facts else 0,
-            outside_bytes=facts.outside_bytes if facts else 0,
-            any_chunks=bool(facts and facts.arithmetic and facts.arithmetic.chunks == "any"),
-            speculation=facts.speculation if facts else "",
             load_steps=[StepView(stage, round(seconds, 3)) for stage, seconds in self._stages.seconds],
-            scoring=self.scoring.state if facts else "",
+            scoring=self.scoring.state if self.facts is not None else "",
             part_of=self.settings.part_of,
             first_layer=self.settings.first_layer,
             last_layer=self.settings.last_layer,
@@ -466,6 +447,7 @@ class EngineProcess:
             pid=self.pid,
             error=str(self.error) if self.error else None,
         )
+        return status if self.facts is None else _with_facts(status, self.facts)
 
     # ---- what arrives ----------------------------------------------------------------------------------
 
@@ -493,18 +475,7 @@ class EngineProcess:
         now = asyncio.get_running_loop().time()
         match report:
             case Heartbeat():
-                # One that can only wait for other machines is as alive as one that computes, and bounds
-                # its waits itself.
-                if report.steps != self._heartbeat.steps or report.blocked:
-                    self._progress_at = now
-                if report.disk_note not in ("", self._heartbeat.disk_note):
-                    log.warning(
-                        "cache.unavailable",
-                        model=self.settings.name,
-                        reason=report.disk_note,
-                        note="prompts are kept in memory only",
-                    )
-                self._heartbeat = report
+                self._on_heartbeat(report, now)
             case Loading():
                 self.loading, self._progress_at = report, now
                 self._stages.enter(report.stage, now)
@@ -530,20 +501,38 @@ class EngineProcess:
                 self.state = "failed"
                 await self._notify()
             case _:
-                self._progress_at = now
-                self._preparing.pop(report.id, None)
-                if not isinstance(report, Tokenized):
-                    self._unaccepted.discard(report.id)
-                queue = self._streams.get(report.id)
-                if queue is None:
-                    return  # cancelled here; its last events were already on the way
-                if queue.full():
-                    self._streams.pop(report.id)
-                    queue.get_nowait()
-                    queue.put_nowait(Overloaded("The answer is read too slowly; it was stopped."))
-                    self._tell(Cancel(report.id))
-                    return
-                queue.put_nowait(report)
+                self._on_event(report, now)
+
+    def _on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
+        # One that can only wait for other machines is as alive as one that computes, and bounds its waits
+        # itself.
+        if heartbeat.steps != self._heartbeat.steps or heartbeat.blocked:
+            self._progress_at = now
+        if heartbeat.disk_note not in ("", self._heartbeat.disk_note):
+            log.warning(
+                "cache.unavailable",
+                model=self.settings.name,
+                reason=heartbeat.disk_note,
+                note="prompts are kept in memory only",
+            )
+        self._heartbeat = heartbeat
+
+    def _on_event(self, event: Event, now: float) -> None:
+        """Pass an event to the request that it belongs to, or end that one if its reader is too slow."""
+        self._progress_at = now
+        self._preparing.pop(event.id, None)
+        if not isinstance(event, Tokenized):
+            self._unaccepted.discard(event.id)
+        queue = self._streams.get(event.id)
+        if queue is None:
+            return  # cancelled here; its last events were already on the way
+        if queue.full():
+            self._streams.pop(event.id)
+            queue.get_nowait()
+            queue.put_nowait(Overloaded("The answer is read too slowly; it was stopped."))
+            self._send(Cancel(event.id))
+            return
+        queue.put_nowait(event)
 
     async def _gone(self, process: asyncio.subprocess.Process) -> None:
         """The worker's end of the socket closed: it exited, crashed or was killed."""
@@ -589,3 +578,33 @@ class EngineProcess:
                 model=self.settings.name,
                 line=line.decode(errors="replace").rstrip()[:_LOG_LINE_CHARS],
             )
+
+
+def _with_facts(status: EngineStatus, facts: Ready) -> EngineStatus:
+    """Add what the worker reported of its model when that was loaded, or measured again."""
+    arithmetic = facts.arithmetic
+    return msgspec.structs.replace(
+        status,
+        device=facts.device,
+        dtype=facts.dtype,
+        weights_bytes=facts.weights_bytes,
+        kv_budget_bytes=facts.kv_budget_bytes,
+        context_tokens=facts.context_tokens,
+        prefill_tok_s=round(facts.prefill_tok_s, 1),
+        decode_tok_s=round(facts.decode_tok_s, 1),
+        prefill_context_s=facts.prefill_context_s,
+        prefill_fixed_s=facts.prefill_fixed_s,
+        doubt=facts.doubt,
+        arithmetic=arithmetic.text if arithmetic else "",
+        shares_sparse=bool(arithmetic and not arithmetic.sparse),
+        layers=facts.layers if arithmetic and not facts.unshareable else 0,
+        kv_bytes_per_token=facts.kv_bytes_per_token,
+        state_bytes=facts.state_bytes,
+        window_bytes_per_token=facts.window_bytes_per_token,
+        window_tokens=facts.window_tokens,
+        hidden_bytes=facts.hidden_bytes,
+        hidden_width=facts.hidden_width,
+        outside_bytes=facts.outside_bytes,
+        any_chunks=bool(arithmetic and arithmetic.chunks == "any"),
+        speculation=facts.speculation,
+    )

@@ -100,14 +100,15 @@ class JsonObjectText:
 
 @dataclass(slots=True)
 class WrittenCall:
-    """A call whose arguments have begun. ``fresh``: what of them was not told yet; ``told``: all was."""
+    """A call whose arguments have begun. ``fresh``: the part of them that no piece has reported yet.
+    ``reported``: its ToolCall was sent."""
 
     name: str
     call_id: str = ""
     arguments: str = ""
     fresh: str = ""
     whole: bool = False
-    told: bool = False
+    reported: bool = False
 
 
 def tool_name(name: str, names: Collection[str]) -> str:

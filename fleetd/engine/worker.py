@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -57,7 +58,8 @@ from fleetd.models.memory_need import WORKING_BYTES
 if TYPE_CHECKING:
     from fleetd.engine.disk_tier import DiskTier
     from fleetd.engine.helper_loop import HelperLoop
-    from fleetd.engine.loading import Device, Loaded
+    from fleetd.engine.loading import Loaded
+    from fleetd.engine.model_reading import Device
     from fleetd.engine.prompt_encoding import PreparedPrompt
     from fleetd.engine.scheduler import Scheduler
     from fleetd.engine.scoring.scoring_layout import ScoringLayout
@@ -312,9 +314,15 @@ def start(
         from cryptography.hazmat.primitives.ciphers import aead  # noqa: F401
         from cryptography.hazmat.primitives.kdf import hkdf  # noqa: F401
 
-        from fleetd.engine import helper_loop, loading, scheduler, stage_loading  # noqa: F401
+        from fleetd.engine import (  # noqa: F401
+            helper_loop,
+            loading,
+            model_reading,
+            scheduler,
+            stage_loading,
+        )
 
-    device = loading.pick_device(settings.device)
+    device = model_reading.pick_device(settings.device)
     if device == "cpu":
         cpu.install()
     compute: Scheduler | HelperLoop
@@ -356,19 +364,14 @@ def _scheduler(
     settings: WorkerSettings, loaded: Loaded, device: Device, emit: Callable[[Report], None]
 ) -> Scheduler:
     """The loop of a worker that answers requests with a whole model."""
-    from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Calibration
+    from fleetd.engine.calibrate import calibration
     from fleetd.engine.idle_calibration import IdleCalibration
     from fleetd.engine.memory import KvBudget
     from fleetd.engine.prefix_cache import PrefixCache
     from fleetd.engine.scheduler import Scheduler
 
-    facts, on_cpu = loaded.facts, device == "cpu"
-
-    def calibration() -> Calibration:
-        budget_s = limits.CALIBRATE_S if on_cpu else limits.CALIBRATE_GPU_S
-        sizes = CHUNKS if on_cpu else GPU_CHUNKS
-        return Calibration(loaded.model, facts.vocab_size, facts.context_tokens, budget_s, sizes)
-
+    facts = loaded.facts
+    again = partial(calibration, loaded.model, device, facts.vocab_size, facts.context_tokens)
     return Scheduler(
         model=loaded.model,
         tokenizer=loaded.tokenizer,
@@ -378,7 +381,7 @@ def _scheduler(
         budget=KvBudget(facts.kv_budget_bytes, facts.sizes),
         prefix=PrefixCache(loaded.prefix_bytes),
         emit=emit,
-        idle=IdleCalibration(calibration, facts, emit, keep=loaded.keep_speeds),
+        idle=IdleCalibration(again, facts, emit, keep=loaded.keep_speeds),
         defaults=loaded.defaults,
         sharable=loaded.sharable,
         speculation=_speculation(settings, loaded),

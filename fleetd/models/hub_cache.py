@@ -68,7 +68,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def _looks_sharded(files: list[Path]) -> bool:
-    """Shards without their index: the rest may still be on its way."""
+    """True for shards without their index: others may not be downloaded yet."""
     return any("-of-" in file.name for file in files)
 
 

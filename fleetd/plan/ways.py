@@ -159,15 +159,15 @@ class Ways:
 
 def plan(ask: RouteQuestion, homes: Sequence[Home]) -> Ways:
     """Price every way, and choose. The order of ``homes`` changes nothing."""
-    told = _like_their_twins(homes)
-    homes = [_begun(ask, home) for home in told]
+    whole = _like_their_twins(homes)
+    homes = [_begun(ask, home) for home in whole]
     alone = route(ask, [home.candidate for home in homes])
     others = [placed.node_id for placed in alone.placements if placed.node_id != THIS_NODE]
     helped = {THIS_NODE, *others[:HELPED]}
     choices: dict[str, PlanChoice] = {}
     for number, home in enumerate(homes):
         if home.candidate.node_id in helped:
-            homes[number], choice = _better(home, told[number])
+            homes[number], choice = _better(home, whole[number])
             if choice is not None:
                 choices[home.candidate.node_id] = choice
     ranked = route(ask, [_with_help(home.candidate, choices) for home in homes])
@@ -186,7 +186,7 @@ def plan(ask: RouteQuestion, homes: Sequence[Home]) -> Ways:
         for way in passed
     ]
     judged.sort(key=lambda way: (way.first_token_s is None, way.first_token_s or 0.0))
-    known = {home.candidate.node_id: tokens for home in told if (tokens := _kept_tokens(home))}
+    known = {home.candidate.node_id: tokens for home in whole if (tokens := _kept_tokens(home))}
     return Ways(best, tuple(judged), ranked, known)
 
 
@@ -230,15 +230,18 @@ def _with_beginning(home: Home, begun: Beginning) -> Home:
     return replace(home, candidate=candidate, prompt=prompt, begun=begun)
 
 
-def _better(home: Home, told: Home) -> tuple[Home, PlanChoice | None]:
-    """The machine with its beginning or, if its helpers compute that sooner, without; and its prefill."""
+def _better(home: Home, whole: Home) -> tuple[Home, PlanChoice | None]:
+    """The machine with its beginning or, if its helpers compute that sooner, as ``whole``; and its prefill.
+
+    ``whole``: the same machine where no beginning is brought.
+    """
     choice = _choice(home)
     if home.begun is None or choice is None or not home.helpers:
         return home, choice
-    computed = _choice(told)
+    computed = _choice(whole)
     if computed is None or computed.best.predicted_s >= home.begun.seconds + choice.best.predicted_s:
         return home, choice
-    return replace(told, declined=True), computed
+    return replace(whole, declined=True), computed
 
 
 def _choice(home: Home) -> PlanChoice | None:

@@ -23,10 +23,10 @@ OutcomeObserver = Callable[[Kind, str], None]
 
 @dataclass(frozen=True, slots=True)
 class ServingContext:
-    """``own_card``: what this machine tells others; they may ask only for models on it.
+    """What the servers of other machines' requests know of this machine.
 
-    ``finished`` is called with the kind of each request and how it ended: "done", "cancelled" or an error's
-    code.
+    ``own_card``: what this machine tells others; they may ask only for models on it. ``finished`` is called
+    with the kind of each request and how it ended: "done", "cancelled" or an error's code.
     """
 
     models: ModelStore
@@ -34,7 +34,7 @@ class ServingContext:
     draining: Callable[[], bool]
     finished: OutcomeObserver = lambda kind, outcome: None
 
-    async def holding(self, model: str, digest: str) -> ModelFolder:
+    async def model_by_digest(self, model: str, digest: str) -> ModelFolder:
         """The folder of a model that this machine shows to others. Raises ModelNotFound."""
         return await model_by_digest(self.models, self.own_card(), model, digest)
 
@@ -58,7 +58,7 @@ class ConcurrencyLimit:
     ``busy`` is told to the next: "helps with 2 prompts".
     """
 
-    host: ServingContext
+    context: ServingContext
     kind: Kind
     most: int
     busy: str
@@ -67,27 +67,27 @@ class ConcurrencyLimit:
     _peers: Counter[str] = field(default_factory=Counter, init=False)
 
     @contextmanager
-    def visit(self, peer: str, request_id: str) -> Iterator[ServedRequest]:
+    def serving(self, peer: str, request_id: str) -> Iterator[ServedRequest]:
         """Around the whole request. Raises Draining, Overloaded."""
-        self.host.admit()
+        self.context.admit()
         if self.running >= self.most:
             raise Overloaded(f"This machine {self.busy} already.")
         if self.most_per_peer is not None and self._peers[peer] >= self.most_per_peer:
             raise Overloaded(f"This machine does {self.most_per_peer} such requests for that one already.")
         self.running += 1
         self._peers[peer] += 1
-        visit, failure = ServedRequest(), ""
+        request, failure = ServedRequest(), ""
         try:
-            yield visit
-            visit.done = True
+            yield request
+            request.done = True
         except FleetError as error:
             failure = error.code
             raise
         finally:
             self.running -= 1
             self._peers -= Counter([peer])
-            outcome = failure or ("done" if visit.done else "cancelled")
-            self.host.finished(self.kind, outcome)
+            outcome = failure or ("done" if request.done else "cancelled")
+            self.context.finished(self.kind, outcome)
             log.info("served", kind=self.kind, peer=peer[:7], request=request_id, outcome=outcome)
 
 

@@ -128,9 +128,9 @@ class AnswerCheck:
 
     def _finished(self, event: Finished) -> None:
         usage = event.usage
-        told = self._tokens + limits.UNTOLD_TOKENS + _SPARE
+        sent = self._tokens + limits.UNTOLD_TOKENS + _SPARE
         _require(usage.completion_tokens <= self._most_tokens, "counts more tokens than were asked for")
-        _require(usage.completion_tokens <= told, "counts more tokens than it sent")
+        _require(usage.completion_tokens <= sent, "counts more tokens than it sent")
         _require(usage.prompt_tokens == (self._prompt_tokens or 0), "counts the prompt anew")
         _require(usage.reasoning_tokens <= usage.completion_tokens, "counts more reasoning than answer")
         _require(usage.cached_tokens <= usage.prompt_tokens, "counts more of the prompt than it has")

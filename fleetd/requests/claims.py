@@ -32,14 +32,14 @@ def believed(card: Card, own: Card | None = None) -> Card:
     """
     known = {model.digest: model for model in own.models if model.digest} if own is not None else {}
     models = [_believed(card, model, own, known.get(model.digest)) for model in card.models]
-    if all(model is told for model, told in zip(models, card.models, strict=True)):
+    if all(model is claimed for model, claimed in zip(models, card.models, strict=True)):
         return card
     return replace(card, models=models)
 
 
 def _believed(card: Card, model: ModelCard, own: Card | None, same: ModelCard | None) -> ModelCard:
-    facts, told_bytes = card.machine, same.weights_bytes if same is not None else model.weights_bytes
-    weights_bytes = max(_WEIGHTS_BYTES, told_bytes)
+    facts, claimed = card.machine, same if same is not None else model
+    weights_bytes = max(_WEIGHTS_BYTES, claimed.weights_bytes)
     most = chip_speeds.most_of(facts.chip, facts.accelerator, facts.cores)
     prefill_gain = decode_gain = _SPARSEST
     if own is not None and same is not None:
@@ -60,17 +60,20 @@ def _gain(measured: float, estimated: float) -> float:
     return min(_SPARSEST, max(1.0, measured / estimated)) if measured > 0 else _SPARSEST
 
 
-def capped(told: Card, seen: Card) -> dict[str, str]:
-    """What a card claims and what is believed instead, as a clause, for each model that is capped."""
+def capped(claim: Card, card: Card) -> dict[str, str]:
+    """What a machine claims and what is believed instead, as a clause, for each model that is capped.
+
+    ``card``: what ``believed`` made of the ``claim``.
+    """
     found = {}
-    for claimed, model in zip(told.models, seen.models, strict=True):
+    for claimed, model in zip(claim.models, card.models, strict=True):
         parts = [
-            f"{of} of {_rate(claim)} tok/s, of which {_rate(believes)} are believed"
-            for of, claim, believes in (
+            f"{of} of {_rate(said)} tok/s, of which {_rate(believes)} are believed"
+            for of, said, believes in (
                 ("prefill", claimed.prefill_tok_s, model.prefill_tok_s),
                 ("decoding", claimed.decode_tok_s, model.decode_tok_s),
             )
-            if believes < claim
+            if believes < said
         ]
         if claimed.load_s < model.load_s:
             parts.append(f"a load in {claimed.load_s:.2g} s, and {model.load_s:.2g} s are expected")

@@ -1,4 +1,5 @@
-"""Ways to wait: for several coroutines at once, with heartbeats, and for cancelled tasks to end."""
+"""Ways to wait: for several coroutines at once, with heartbeats, for cancelled tasks to end. And tasks that
+no request waits for."""
 
 from __future__ import annotations
 
@@ -51,6 +52,34 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
         task.cancel()
     if ending:
         await asyncio.wait(ending)
+
+
+class BackgroundTasks:
+    """Tasks that no request waits for, held until they have ended: the event loop itself holds none."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run ``work`` in a task."""
+        return self.hold(asyncio.create_task(work))
+
+    def hold(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Hold a task that was started elsewhere."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def finish(self) -> None:
+        """Wait until all have ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Cancel all, and wait until they have ended."""
+        await cancel_all(self._tasks)
 
 
 async def _next(events: AsyncGenerator[_T, None]) -> _T:

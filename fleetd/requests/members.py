@@ -43,8 +43,8 @@ from fleetd.requests import claims
 from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Job
 from fleetd.requests.peer_backoff import PeerBackoff, Work
 
-# What passes by itself, and soon: for that a machine is never left out for long.
-_PASSES = (Overloaded, Draining, OutOfMemory, ScorerNotReady)
+# Refusals that end by themselves, and soon: a machine is not left out for long after one.
+_PASSING = (Overloaded, Draining, OutOfMemory, ScorerNotReady)
 # What concerns one model alone: its files, its engine, or the room for it. Silence, lies and what nobody can
 # read are the machine's.
 _OF_ONE_MODEL = (EngineError, ModelError, ModelNotFound, OutOfMemory, ScorerNotReady, Incompatible)
@@ -89,8 +89,8 @@ class Member:
 
     @property
     def life(self) -> str:
-        """The machine from one start of its daemon to the next, as long as its prefix caches last, and no
-        longer than it is paired: then what it has of prompts is forgotten."""
+        """Key for what the machine's prefix caches hold: another one once its daemon has started again, or
+        once it was unpaired and paired again."""
         return f"{self.node_id} {0 if self.here else self.card.epoch} {self.pairing}"
 
     @property
@@ -196,9 +196,9 @@ class Members:
         return [self._seen(found, own, work) for found in self._listed()]
 
     def _seen(self, found: Member, own: Card | None, work: Work) -> Member:
-        told, sent = found.card, self.requests_at(found.node_id)
-        card = claims.believed(told, own)
-        capped = claims.capped(told, card) if card is not told else {}
+        claim, sent = found.card, self.requests_at(found.node_id)
+        card = claims.believed(claim, own)
+        capped = claims.capped(claim, card) if card is not claim else {}
         card = structs.replace(
             card,
             running=max(card.running, sent.requests - card.waiting),
@@ -265,8 +265,7 @@ class Members:
             self.backoff.failed(node_id, work, error.code, now_s, model=model, this_work_only=alone)
             self._proven.discard(node_id)
         elif node_id != THIS_NODE and not isinstance(error, BadRequest | ModelRefused | ModelUnsupported):
-            passes = isinstance(error, _PASSES)
-            most_s = limits.BACKOFF_S if passes else limits.BACKOFF_MOST_S
+            most_s = limits.BACKOFF_S if isinstance(error, _PASSING) else limits.BACKOFF_MOST_S
             self.backoff.refused(node_id, work, error.code, now_s, most_s, model=model)
 
     def late(self, node_id: str, work: Work) -> None:
@@ -293,14 +292,14 @@ class Members:
             self.affinity.computed(life, model, links[: int(share * len(links))])
 
     def reads(self, request_id: str, node_id: str, model: str, job: Job) -> None:
-        """A machine has been asked to read a prompt: another one that begins so waits there for it, instead
-        of being read a second time elsewhere."""
+        """A machine has been asked to read a prompt. Until ``reads_no_more``, prompts with the same beginning
+        are placed there: they wait for it instead of being read a second time elsewhere."""
         if job.request.keep is None:
             links = self.affinity.links(job.prompt_text)
             self._being_read[request_id] = (self._life(node_id), model, links)
 
     def reads_no_more(self, request_id: str) -> None:
-        """It has read it, or will not."""
+        """The prompt of a request has been read, or will not be."""
         self._being_read.pop(request_id, None)
 
     def being_read_chars(self, life: str, model: str, links: list[bytes]) -> int:
@@ -313,7 +312,7 @@ class Members:
         return max(alike, default=0) * BLOCK_CHARS
 
     def lost_prompts(self, node_id: str, model: str) -> None:
-        """The engine of a model has died on a machine."""
+        """Forget what a machine's prefix cache held: the engine of the model has died there."""
         self.affinity.forget(self._life(node_id), model)
 
     def known_tokens(self, node_id: str, model: str, text: str) -> int:
@@ -351,9 +350,9 @@ class Members:
     def waited(
         self, node_id: str, model: str, token_s: float, work: PromptWork, *, expected_s: float, took_s: float
     ) -> None:
-        """The same of an answer from there, by this machine's clock; only a later one than expected counts.
-
-        What a request takes besides, on both machines and between them, is counted on neither.
+        """What an answer of another machine took, by this machine's clock. Only an answer that is later than
+        expected changes the machine's correction, and ``limits.ANSWER_OVERHEAD_S`` of its time does not
+        count: requests take some time besides computing.
         """
         took_s = max(expected_s, took_s - limits.ANSWER_OVERHEAD_S)
         of, now_s = CorrectedWork(node_id, model, work), self._monotonic()

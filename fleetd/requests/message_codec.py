@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -10,6 +11,7 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.errors import ProtocolError
 from fleetd.models import names
+from fleetd.p2p.message_reader import reader
 
 # Says that the work still waits or goes on.
 ALIVE = b""
@@ -19,6 +21,22 @@ Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 RequestId = Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
 
 encode = msgspec.msgpack.Encoder().encode
+
+_T = TypeVar("_T")
+
+
+class MessageKinds:
+    """The messages of one feature, each of at most ``most_bytes``."""
+
+    def __init__(self, most_bytes: int, *kinds: type) -> None:
+        self._readers: dict[type, Callable[[bytes], Any]] = {
+            kind: reader(kind, f"A peer's {kind.__name__}", most_bytes) for kind in kinds
+        }
+
+    def decode(self, body: bytes, kind: type[_T]) -> _T:
+        """Raises ProtocolError for anything that is not one honest message of this kind."""
+        message: _T = self._readers[kind](body)
+        return message
 
 
 def check_name(model: str) -> None:

@@ -113,8 +113,8 @@ def told_trace(trace: Trace) -> JobTrace:
     chosen = msgspec.structs.replace(trace.chosen, steps=trace.chosen.steps[: limits.JOB_TRACE_STEPS])
     steps = trace.steps[: limits.JOB_TRACE_STEPS]
     reason = trace.reason[: limits.ERROR_TEXT_CHARS]
-    told = msgspec.structs.replace(trace, chosen=chosen, losers=[], steps=steps, reason=reason)
-    return JobTrace(msgspec.structs.replace(told, earlier=[], capped=[], kept_where=""))
+    short = msgspec.structs.replace(trace, chosen=chosen, losers=[], steps=steps, reason=reason)
+    return JobTrace(msgspec.structs.replace(short, earlier=[], capped=[], kept_where=""))
 
 
 def decode_trace(body: bytes) -> Trace:

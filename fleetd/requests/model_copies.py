@@ -195,7 +195,7 @@ class ModelCopies:
     # ---- serving -----------------------------------------------------------------------------------------
 
     async def _offer(self, _peer: str, body: bytes, stream: PeerStream) -> None:
-        folder = await self._holding(_read_wanted(body).digest)
+        folder = await self._model(_read_wanted(body).digest)
         stream.send(encode(await asyncio.to_thread(offer_of, self._models, folder)))
 
     async def _send(self, peer: str, body: bytes, stream: PeerStream) -> None:
@@ -204,7 +204,7 @@ class ModelCopies:
             raise Overloaded(f"This machine gives {limits.COPIES_GIVEN} copies already.")
         self._given += 1
         try:
-            folder = await self._holding(order.digest)
+            folder = await self._model(order.digest)
             with self._dialer.expect() as expected:
                 stream.send(encode(invitation(expected)))
                 log.info("copy.serving", peer=self._node.name_of(peer), model=folder.name)
@@ -212,5 +212,5 @@ class ModelCopies:
         finally:
             self._given -= 1
 
-    async def _holding(self, digest: str) -> ModelFolder:
+    async def _model(self, digest: str) -> ModelFolder:
         return await model_by_digest(self._models, self._own_card(), "that model", digest)

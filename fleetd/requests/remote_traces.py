@@ -6,7 +6,7 @@ import asyncio
 
 from fleetd.errors import FleetError
 from fleetd.observe import get_logger
-from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.remote import RemoteJob
 from fleetd.requests.request import Request
@@ -18,18 +18,15 @@ class RemoteTraces(PipelineStep):
     """The step that asks a machine which answered for its own trace. No client waits for it."""
 
     def __init__(self) -> None:
-        self._running: set[asyncio.Task[None]] = set()
+        self._running = BackgroundTasks()
 
     def closed(self, request: Request) -> asyncio.Task[None] | None:
         if request.remote is None or request.finished is None:
             return None
-        task = asyncio.create_task(self._fetch(request, request.remote))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
+        return self._running.start(self._fetch(request, request.remote))
 
     async def close(self) -> None:
-        await cancel_all(self._running)
+        await self._running.close()
 
     async def _fetch(self, request: Request, remote: RemoteJob) -> None:
         try:

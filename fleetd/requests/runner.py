@@ -90,19 +90,20 @@ class Runner:
     """All requests of one daemon.
 
     Args:
-        names: what names that are no model's stand for.
-        embedded: model reference → its canonical name if it is one that travels with fleetd; these, and only
+        names: the models that aliases stand for.
+        embedded: model reference → its canonical name if that model travels with fleetd; these, and only
             these, are fetched by a request itself.
         source: where downloads come from; ``models`` itself if not given.
-        placing: None for a machine that runs everything itself.
-        sharing: None for one whose prompts no other machine helps with.
-        smart: shortens prompts that ask for it; without, they are read whole.
-        kept: notes what is read here; ``survey``: asks where a prompt is kept, before it is placed.
+        placing: chooses the machine; None if all requests run here.
+        sharing: lets other machines compute parts of a prompt; None if none may.
+        smart: shortens prompts that ask for it; None if all are read whole.
+        kept: records which prompts are read here.
+        survey: asks, before a prompt is placed, where it is kept.
         fetching: brings keys and values that other machines have of a prompt.
         drafting: finds drafters for answers that are decoded here.
-        speeds: told what each answer that was computed here took.
-        members: told which machine answered.
-        record: keeps what came of a request (``traces.Traces.record``).
+        speeds: learns from each answer that was computed here.
+        members: learns which machine answered, and how fast.
+        record: keeps the trace of a request that has ended (``traces.Traces.record``).
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class Runner:
         return RequestCounts(running, self._open - running, self._completed, self._failed)
 
     def running(self) -> list[RunningRequest]:
-        """What is told of each request that has not ended, oldest first."""
+        """The requests that have not ended, oldest first, as the page shows them."""
         now_s = self._monotonic()
         found = [running_request(request, now_s) for request in self._requests]
         return sorted(found, key=lambda request: request.at_s)
@@ -213,15 +214,13 @@ class Runner:
             node = _node_of(placement.planned)
             reservation = Reservation(request.id, model.name, node, job.route, at_s)
             await self._ledger.reserve(reservation)
-            told: Planned | None = None
+            counted: Planned | None = None
             async with aclosing(self._attempts(request)) as events:
                 async for event in events:
                     if isinstance(event, Planned):
                         reservation = replace(reservation, node=_node_of(event))
-                        new = told is None or (told.kind, told.reason) != (event.kind, event.reason)
-                        if new and not request.expecting:
-                            self._metrics.plan(event.kind, "fallback" if event.reason else "only")
-                            told = event
+                        if not request.expecting:
+                            counted = self._count_plan(event, counted)
                     if isinstance(event, Finished):
                         self._answered(request, event)
                         # Settled before it is passed on: the client may not read on after the last event.
@@ -245,6 +244,12 @@ class Runner:
         finally:
             self._leave(request)
         yield request.finished
+
+    def _count_plan(self, planned: Planned, counted: Planned | None) -> Planned:
+        """Count a request's plan unless its last one, ``counted``, was of the same kind and reason."""
+        if counted is None or (counted.kind, counted.reason) != (planned.kind, planned.reason):
+            self._metrics.plan(planned.kind, "fallback" if planned.reason else "only")
+        return planned
 
     async def _attempts(self, request: Request) -> AsyncGenerator[Planned | Loading | Event, None]:
         """The request's events from the first attempt that gives any of its answer."""
@@ -381,13 +386,14 @@ class Runner:
         try:
             self._move(request, tried, failure)
         except FleetError as error:
+            # The whole prompt is another one: a machine that failed at the shortened one may serve it.
             tried.clear()
             self._try_whole(request, error)
 
     def _move(self, request: Request, tried: set[str], failure: FleetError) -> None:
         """Move the request to another machine. Raises FleetError if none is left."""
         placement = request.placement
-        error = _of(failure, placement)
+        error = _with_machine(failure, placement)
         if self._placing is not None:
             self._placing.failed(placement.node_id, failure, placement.digest)
         tried.add(placement.node_id)
@@ -448,7 +454,8 @@ class Runner:
         why: FleetError | None,
         places: PromptPlaces,
     ) -> Placement:
-        """Raises FleetError where no machine is left."""
+        """Choose the machine. ``why``: the failure of those that were ``tried``. Raises FleetError where no
+        machine is left."""
         if self._placing is None:
             if why is not None and not (model.can_pull and not tried):
                 raise why
@@ -566,13 +573,13 @@ def _node_of(planned: Planned) -> str:
 
 def _had_less(request: Request, finished: Finished) -> bool:
     """True if the machine that answered had clearly less of the prompt than it said before."""
-    told = request.places.get(request.placement.node_id)
-    said = max(told.memory_tokens, told.disk_tokens) if told is not None else 0
+    place = request.places.get(request.placement.node_id)
+    said = max(place.memory_tokens, place.disk_tokens) if place is not None else 0
     return said >= limits.FETCH_LEAST_TOKENS and finished.usage.cached_tokens < said * limits.FETCH_BELIEVED
 
 
-def _of(error: FleetError, choice: Placement) -> FleetError:
-    """The same, saying which machine it was, where it is a machine's doing."""
-    if choice.node_id == THIS_NODE or not isinstance(error, PeerError):
+def _with_machine(error: FleetError, placement: Placement) -> FleetError:
+    """The error with the name of the machine whose fault it is; as it is if it is no other machine's."""
+    if placement.node_id == THIS_NODE or not isinstance(error, PeerError):
         return error
-    return said_by(choice.planned.nodes[0], error)
+    return said_by(placement.planned.nodes[0], error)

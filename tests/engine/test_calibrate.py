@@ -24,13 +24,11 @@ from fleetd.engine.calibrate import (
     DECODE_SHARE,
     DECODE_STEPS,
     FIRST,
-    FIRST_LOOK,
     GPU_CHUNKS,
     OTHERS,
     REPEATS,
     Calibration,
     Speeds,
-    calibrate,
 )
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.sequence_state.kinds import kind_of
@@ -67,15 +65,9 @@ class Paced:
     def measure(
         self, budget_s: float = limits.CALIBRATE_S, context_tokens: int = 4096, **options: Any
     ) -> Speeds:
-        return calibrate(
-            self,
-            vocab_size=50,
-            context_tokens=context_tokens,
-            budget_s=budget_s,
-            clock=lambda: self.now,
-            load=self.load,
-            **options,
-        )
+        return Calibration(
+            self, 50, context_tokens, budget_s, clock=lambda: self.now, load=self.load, **options
+        ).measured()
 
     def load(self) -> CpuReading | None:
         return CpuReading(self.now, self.now, self.now, 1)
@@ -100,24 +92,6 @@ def test_a_gpu_is_measured_with_what_it_may_be_given() -> None:
     assert speeds.prefill_tok_s == pytest.approx(256 / (0.1 + 256 / 4000))
     slow = Paced(lambda n: 0.01 if n == 1 else n / 400)
     assert max(slow.measure(limits.CALIBRATE_GPU_S, sizes=GPU_CHUNKS).chunk_s) == 512
-
-
-# Of a first look, as a slow machine has it.
-LOOK_S = 0.5
-
-
-@pytest.mark.parametrize(("token_s", "doubt"), [(1e-4, ""), (1e-3, FIRST_LOOK), (10.0, FIRST_LOOK)])
-def test_a_first_look_keeps_to_its_time_and_says_when_that_was_too_little(token_s: float, doubt: str) -> None:
-    model = Paced(lambda n: n * token_s)
-    speeds = model.measure(LOOK_S, first_look=True)
-    assert speeds.doubt == doubt
-    assert speeds.decode_tok_s == pytest.approx(1 / token_s)
-    # Only the first token is computed whatever it takes.
-    assert model.now - 100.0 <= max(LOOK_S, token_s)
-
-
-def test_a_first_look_at_a_model_of_a_short_context_can_be_whole() -> None:
-    assert Paced(lambda n: n * 1e-4).measure(0.5, context_tokens=100, first_look=True).doubt == ""
 
 
 def test_the_best_runs_count_and_one_slow_token_does_not() -> None:
@@ -250,9 +224,7 @@ def test_where_others_left_no_time_for_any_chunk_that_is_doubtful_too() -> None:
 
 def test_a_system_that_does_not_tell_its_load_leaves_it_to_the_runs() -> None:
     model = Crowded()
-    speeds = calibrate(
-        model, vocab_size=50, context_tokens=4096, budget_s=3.0, clock=lambda: model.now, load=lambda: None
-    )
+    speeds = Calibration(model, 50, 4096, 3.0, clock=lambda: model.now, load=lambda: None).measured()
     assert not speeds.doubt
 
 
@@ -361,7 +333,7 @@ def test_answers_are_what_they_would_be_without_it(make: Callable[[], Any]) -> N
     mx.eval(before, drawn)
     mx.random.seed(5)
     held = mx.get_active_memory()
-    speeds = calibrate(model, vocab_size=tiny_models.VOCAB, context_tokens=4096, budget_s=1.0)
+    speeds = Calibration(model, tiny_models.VOCAB, 4096, 1.0).measured()
     assert (mx.get_active_memory(), mx.get_cache_memory()) == (held, 0)
     assert min(speeds.prefill_tok_s, speeds.decode_tok_s) > 0
     assert mx.array_equal(model(tokens, cache=make_prompt_cache(model)), before)

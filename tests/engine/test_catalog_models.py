@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from mlx_lm.models import glm4_moe, solar_open
 from mlx_lm.utils import MODEL_REMAPPING
 from tiny_architectures import FAMILIES, tiny
 
@@ -47,3 +48,9 @@ def test_the_popular_families_are_named_as_their_published_configs_name_them() -
     for family, types in PAGE["POPULAR"]:
         assert set(types) <= published, family
         assert all(map(PAGE["can_be_cut"], types)), family
+
+
+def test_a_type_without_a_model_of_its_own_stands_beside_the_one_that_it_runs() -> None:
+    assert solar_open.Model is glm4_moe.Model
+    assert "| `glm4_moe`, `solar_open` |" in PAGE["page"]()
+    assert PAGE["can_be_cut"]("solar_open")

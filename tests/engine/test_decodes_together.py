@@ -11,11 +11,12 @@ import pytest
 from mlx_lm.models import llama4
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.deepseek_v41 import LayerCache
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from speculating import Run
 from tiny_architectures import FAMILIES, tiny
 
-from fleetd.engine import loading
-from fleetd.engine.loading import decodes_together, load_tokenizer
+from fleetd.engine.loading import decodes_together
+from fleetd.engine.model_reading import warm_up
 from fleetd.errors import ModelUnsupported
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -83,4 +84,4 @@ def test_what_no_batch_can_be_made_of_answers_one_prompt_after_the_other(chain_p
 
 def test_a_cache_whose_size_cannot_be_told_is_refused() -> None:
     with pytest.raises(ModelUnsupported, match="LayerCache"):
-        loading._warm_up(SimpleNamespace(make_cache=lambda: [LayerCache(32)], layers=[]))
+        warm_up(SimpleNamespace(make_cache=lambda: [LayerCache(32)], layers=[]))

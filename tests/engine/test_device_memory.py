@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from tiny_architectures import write
 
-from fleetd.engine import loading, stage_loading
+from fleetd.engine import model_reading, stage_loading
 from fleetd.engine.settings import WorkerSettings
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
@@ -44,7 +44,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_mlx_keeps_few_buffers_and_mlx_lm_wires_none(metal: dict[str, int]) -> None:
-    assert loading.pick_device("auto") == "metal"
+    assert model_reading.pick_device("auto") == "metal"
     assert metal == {"cache": GIB}
     generate: Any = importlib.import_module("mlx_lm.generate")
     # What BatchGenerator sets at its start; None is a device without such a limit, so it resets none either.
@@ -53,7 +53,7 @@ def test_mlx_keeps_few_buffers_and_mlx_lm_wires_none(metal: dict[str, int]) -> N
 
 
 def test_only_what_is_loaded_is_wired(metal: dict[str, int]) -> None:
-    loading.keep_weights("metal", SETTINGS)
+    model_reading.keep_weights("metal", SETTINGS)
     assert metal["wired"] == 5 * GIB + 16 * MIB
 
 
@@ -61,7 +61,7 @@ def test_no_more_is_wired_than_the_gpu_may_hold(
     metal: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mx, "get_active_memory", lambda: 13 * GIB)
-    loading.keep_weights("metal", SETTINGS)
+    model_reading.keep_weights("metal", SETTINGS)
     assert metal["wired"] == 12 * GIB
 
 
@@ -69,7 +69,7 @@ def test_no_more_is_wired_than_the_gpu_may_hold(
 def test_elsewhere_and_where_the_owner_says_so_nothing_is_wired(
     metal: dict[str, int], device: Any, wanted: bool
 ) -> None:
-    loading.keep_weights(device, WorkerSettings(name="m", path="/m", wire_weights=wanted))
+    model_reading.keep_weights(device, WorkerSettings(name="m", path="/m", wire_weights=wanted))
     assert "wired" not in metal
 
 
@@ -87,11 +87,11 @@ def test_a_part_of_a_model_is_wired_as_a_whole_one(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("metal")
 def test_a_worker_may_take_what_the_daemon_says_it_may() -> None:
     """Half of 11 GiB free, and half of what is left of 12 beside the 4 that another worker holds."""
-    assert loading.memory_budget("metal", SETTINGS).usable_bytes == int(5.5 * GIB)
+    assert model_reading.memory_budget("metal", SETTINGS).usable_bytes == int(5.5 * GIB)
     beside = WorkerSettings(name="m", path="/m", memory_fraction=0.5, held_bytes=4 * GIB)
-    assert loading.memory_budget("metal", beside).usable_bytes == 4 * GIB
+    assert model_reading.memory_budget("metal", beside).usable_bytes == 4 * GIB
     # Of a CPU no GPU is asked.
-    assert loading.memory_budget("cpu", beside).usable_bytes == int(5.5 * GIB)
+    assert model_reading.memory_budget("cpu", beside).usable_bytes == int(5.5 * GIB)
 
 
 @pytest.mark.usefixtures("metal")
@@ -101,4 +101,4 @@ def test_a_card_with_memory_of_its_own_is_budgeted_by_it(
 ) -> None:
     told = DeviceFacts("cuda", card_bytes=card_gib * GIB, card_free_bytes=free_gib * GIB)
     monkeypatch.setattr(mlx_device, "describe", lambda: told)
-    assert loading.memory_budget("cuda", SETTINGS).usable_bytes == int(usable * GIB)
+    assert model_reading.memory_budget("cuda", SETTINGS).usable_bytes == int(usable * GIB)

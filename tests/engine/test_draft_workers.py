@@ -107,7 +107,7 @@ async def test_ending_either_side_leaves_nothing_behind(model: Path) -> None:
         for number in range(2):
             # The answer: the drafter notices by its stream.
             asked = request(f"answer{number}", number, max_tokens=3000)
-            cancel = partial(home._tell, Cancel(asked.id))
+            cancel = partial(home._send, Cancel(asked.id))
             told, followed = await drafted(home, drafter, asked, begun=cancel)
             assert told.finished.reason == "cancelled"
             assert followed.of(Followed)

@@ -11,11 +11,11 @@ import pytest
 import speculating
 from family_params import EXPERTS
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from shared_runs import as_bytes, staged
 from speculating import Run, Scripted, lying, perfect, right_for
 from tiny_architectures import FAMILIES, VOCAB, WITHOUT_EXPERTS, tiny
 
-from fleetd.engine.loading import load_tokenizer
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.shared_prefill.fingerprint import any_chunks

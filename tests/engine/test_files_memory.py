@@ -24,7 +24,7 @@ from tiny_architectures import tiny
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fleetd import limits
-from fleetd.engine import address_space, cpu, loading, stage_loading
+from fleetd.engine import address_space, cpu, loading, model_reading, stage_loading
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import FleetError, ModelCorrupt, OutOfMemory
 from fleetd.limits import GIB, MIB
@@ -252,7 +252,7 @@ def test_attack_what_a_build_takes_beyond_its_weights_is_corrupt(
     def greedy(path: Path, config: dict[str, Any]) -> Any:
         return bytearray(limits.BUILD_BYTES + 8 * GIB)
 
-    for module in (loading, stage_loading):
+    for module in (model_reading, stage_loading):
         monkeypatch.setattr(module, "lazy_model", greedy)
     with pytest.raises(ModelCorrupt, match="its weights take"):
         loading.load(odd(), "cpu", lambda _: None)

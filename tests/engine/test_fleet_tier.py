@@ -33,11 +33,13 @@ from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.fetched_check import FetchedCheck
+from fleetd.engine.front_prefill import FrontPrefill
 from fleetd.engine.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import (
     BLOCKS,
     Accepted,
     Cancel,
+    Failed,
     FetchBlocks,
     Fetched,
     Finished,
@@ -958,3 +960,26 @@ def test_a_request_that_is_cancelled_half_way_leaves_what_it_computed(machines: 
     over.set()
     scheduler.validate()
     assert scheduler.prefix.longest(PROMPT, DENSE) >= BLOCK
+
+
+def test_a_prompt_that_cannot_be_computed_meanwhile_ends_the_fetch(
+    machines: TwoMachines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung_up = threading.Event()
+
+    def waits(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        while sock.recv(1 << 16):
+            pass
+        hung_up.set()
+
+    def fails(front: FrontPrefill) -> int:
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(FrontPrefill, "step", fails)
+    machines.here.tier.cost = QUICK
+    machines.ask()
+    machines.send(waits, last_first=True)
+    while not any(isinstance(event, Failed) for event in machines.here.events):
+        machines.here.turn()
+    assert hung_up.wait(60)
+    machines.here.scheduler.validate()

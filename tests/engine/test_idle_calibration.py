@@ -10,7 +10,7 @@ from fakes import FACTS
 from msgspec.structs import replace
 
 from fleetd import limits
-from fleetd.engine.calibrate import FIRST_LOOK, Speeds
+from fleetd.engine.calibrate import Speeds
 from fleetd.engine.idle_calibration import IdleCalibration
 from fleetd.engine.protocol import MeasuredAgain, Report
 
@@ -79,20 +79,6 @@ def test_an_idle_worker_measures_again_and_tells_what_it_found() -> None:
     assert worker.idle.due_s is None
 
 
-def test_a_first_look_is_followed_by_a_measurement_soon_whatever_that_finds() -> None:
-    worker = CalibratedWorker(BUSIER, BUSIER, QUIET, doubt=FIRST_LOOK)
-    assert worker.idle.due_s == worker.now + limits.CALIBRATE_SOON_S
-    worker.attempt()
-    # Slower than the first look, and beside other work: it still says more.
-    assert worker.told == [MeasuredAgain(200.0, 10.0, 1e-6, 0.01, DOUBT)]
-    assert worker.idle.due_s == worker.now + limits.CALIBRATE_AGAIN_S
-    worker.attempt()
-    assert len(worker.told) == 1
-    worker.attempt()
-    assert worker.told[1:] == [MeasuredAgain(1000.0, 50.0, 1e-6, 0.01)]
-    assert worker.idle.due_s is None
-
-
 def test_a_request_ends_the_attempt_and_the_next_one_waits_as_long_again() -> None:
     worker = CalibratedWorker(BUSIER, QUIET)
     worker.until_due()
@@ -122,7 +108,7 @@ def test_attempts_in_doubt_too_come_less_and_less_often_and_tell_only_what_is_fa
 
 
 def test_an_attempt_that_measured_no_chunk_takes_no_figure_away() -> None:
-    worker = CalibratedWorker(Speeds(0.0, 50.0), QUIET, doubt=FIRST_LOOK)
+    worker = CalibratedWorker(Speeds(0.0, 50.0), QUIET)
     worker.attempt()
     assert worker.told == []
     worker.attempt()

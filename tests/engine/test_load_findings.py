@@ -16,7 +16,7 @@ from asking import folder_of
 
 from fleetd import limits
 from fleetd.engine import loading
-from fleetd.engine.calibrate import FIRST_LOOK, Calibration, Speeds
+from fleetd.engine.calibrate import Speeds, calibration
 from fleetd.engine.idle_calibration import IdleCalibration
 from fleetd.engine.load_findings import FindingsKey, LoadFindings, block_basis
 from fleetd.engine.protocol import Arithmetic, Loading
@@ -191,39 +191,37 @@ def test_the_second_load_only_reads_and_warms_up(
     assert (again.sparse is None) == (first.sparse is None)
 
 
-def test_a_first_load_only_looks_and_the_figures_come_when_the_worker_is_idle(
+def test_figures_in_doubt_are_measured_again_in_idle_time_and_kept_for_the_next_load(
     chain_path: Path, tmp_path: Path, cpu_installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU: there no byte follows from them."""
-    monkeypatch.setattr(limits, "CALIBRATE_FIRST_S", 0.0)
-    monkeypatch.setattr(limits, "CALIBRATE_SOON_S", 0.0)
+    doubtful = Speeds(1.0, 1.0, doubt="other programs had 60% of the processor")
+    monkeypatch.setattr(loading, "calibrate", lambda *args: doubtful)
+    monkeypatch.setattr(limits, "CALIBRATE_AGAIN_S", 0.0)
     record = tmp_path / "record.json"
     settings = WorkerSettings("m", str(chain_path), str(record), device="cpu", cache=str(tmp_path))
     digests.digest(folder_of(chain_path), record)
     loaded = loading.load(settings, "cpu", lambda _: None)
     facts = loaded.facts
-    assert (facts.doubt, facts.prefill_tok_s) == (FIRST_LOOK, 0.0)
-    assert facts.decode_tok_s > 0
-    told: list[Any] = []
+    assert (facts.doubt, facts.prefill_tok_s) == (doubtful.doubt, 1.0)
+    measured: list[Any] = []
     idle = IdleCalibration(
-        lambda: Calibration(loaded.model, facts.vocab_size, facts.context_tokens, limits.CALIBRATE_S),
+        lambda: calibration(loaded.model, "cpu", facts.vocab_size, facts.context_tokens),
         facts,
-        told.append,
+        measured.append,
         keep=loaded.keep_speeds,
     )
-    while not told:
+    while not measured:
         idle.turn(idle=True)
-    assert told[0].prefill_tok_s > 0
-    assert told[0].doubt != FIRST_LOOK
+    assert measured[0].prefill_tok_s > 1.0
     again = loading.load(settings, "cpu", lambda _: None).facts
-    assert (again.prefill_tok_s, again.doubt) == (told[0].prefill_tok_s, told[0].doubt)
+    assert (again.prefill_tok_s, again.doubt) == (measured[0].prefill_tok_s, measured[0].doubt)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_prompts_are_kept_as_soon_as_the_files_of_their_model_are_hashed(
     chain_path: Path, tmp_path: Path, cpu_installed: None, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
-    monkeypatch.setattr(loading, "calibrate", lambda *args, **kwargs: Speeds(300.0, 12.0))
+    monkeypatch.setattr(loading, "calibrate", lambda *args: Speeds(300.0, 12.0))
     model, record = shutil.copytree(chain_path, tmp_path / "m"), tmp_path / "record.json"
     settings = WorkerSettings(
         "m", str(model), str(record), device="cpu", cache=str(tmp_path), speculation="off"

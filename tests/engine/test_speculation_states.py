@@ -14,9 +14,9 @@ import pytest
 import speculating
 import tiny_architectures
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
 
-from fleetd.engine.loading import load_tokenizer
 from fleetd.engine.protocol import Cancel, Sampling
 from fleetd.engine.sampling import make_processors, make_sampler
 from fleetd.engine.sequence_state import rollback

@@ -24,8 +24,8 @@ from tiny_architectures import VOCAB, tiny, write
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine import cpu, loading
 from fleetd.engine.architectures import CUT
-from fleetd.engine.loading import Device, lazy_model, memory_bytes
 from fleetd.engine.memory import admit_weights
+from fleetd.engine.model_reading import Device, lazy_model, memory_bytes
 from fleetd.engine.protocol import Loading
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import sizes

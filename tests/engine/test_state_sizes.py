@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_architectures import VOCAB, tiny
 
-from fleetd.engine.loading import _warm_up
 from fleetd.engine.memory import KvBudget
+from fleetd.engine.model_reading import warm_up
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.errors import OutOfMemory
 from fleetd.plan.state_sizes import StateSizes
@@ -38,11 +38,11 @@ def held_bytes(model: Any, tokens: int) -> int:
 def test_the_price_of_tokens_is_what_caches_hold(name: str, tokens: int) -> None:
     model = tiny(name)
     with_room = -(-tokens // KVCache.step) * KVCache.step
-    assert _warm_up(model).of(with_room) == held_bytes(model, tokens)
+    assert warm_up(model).of(with_room) == held_bytes(model, tokens)
 
 
 def test_windows_are_priced_as_windows() -> None:
-    sizes = _warm_up(tiny("gemma3_text"))
+    sizes = warm_up(tiny("gemma3_text"))
     assert sizes.window == 32
     assert sizes.token_bytes > 0
     assert sizes.of(5000) == 5000 * sizes.token_bytes + 32 * sizes.window_bytes

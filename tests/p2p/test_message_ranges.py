@@ -34,6 +34,7 @@ EXTREMES = (-1, -(2**63), 2**63 - 1, 2**64 - 1, float("nan"), float("inf"), floa
 # Modules that decode only what this machine's own processes and files say, or name no kind.
 OWN = {
     "fleetd.p2p.message_reader": "the reader itself",
+    "fleetd.requests.message_codec": "the readers of the kinds that it is given",
     "fleetd.engine.protocol": "daemon and worker",
     "fleetd.engine.streams.channel": "daemon and worker",
     "fleetd.models.copy.receive": "daemon and its copying process",
@@ -154,10 +155,11 @@ def sample(kind: inspect.Type) -> Any:
 
 
 def decodes(code: str) -> bool:
-    """True if a module decodes MessagePack, by a reader or by itself."""
+    """True if a module decodes MessagePack, by a reader, by ``MessageKinds`` or by itself."""
     calls = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
     names = [ast.unparse(call.func) for call in calls]
-    return any(name == "reader" or re.search(r"msgpack\.(decode|Decoder)$", name) for name in names)
+    decoder = re.compile(r"^reader$|\bMessageKinds$|msgpack\.(decode|Decoder)$")
+    return any(decoder.search(name) for name in names)
 
 
 def test_every_module_that_reads_messages_of_machines_is_walked() -> None:

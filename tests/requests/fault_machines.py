@@ -79,8 +79,6 @@ _WORKERS = {
     "SHARE_SETUP_S": SETUP_S,
     "ENGINE_BEAT_S": 0.02,
     "CALIBRATE_S": 0.0,
-    "CALIBRATE_FIRST_S": 0.0,
-    "CALIBRATE_SOON_S": 3600.0,
     # A stream that comes when its prompt has gone on is closed after this.
     "TICKET_S": 3.0,
 }
@@ -111,13 +109,13 @@ class FaultMachines:
 
     def _serve(self) -> None:
         for machine in self.helpers:
-            host = ServingContext(
+            context = ServingContext(
                 machine,
                 lambda machine=machine: machine.card,  # type: ignore[misc]
                 draining=lambda: False,
                 finished=lambda _kind, outcome: self.outcomes.append(outcome),
             )
-            assists = AssistServer(BulkDialer(machine.node), machine.pool, host)
+            assists = AssistServer(BulkDialer(machine.node), machine.pool, context)
             self.assists.append(assists)
 
             async def assist(
@@ -270,7 +268,7 @@ class FaultMachines:
     async def quiet(self) -> None:
         """Until nothing is left of what happened, anywhere."""
         await settled(lambda: self.runner.counts.running == 0, "no request is left")
-        await settled(lambda: not any(each._served.running for each in self.assists), "no assist is left")
+        await settled(lambda: not any(each._limit.running for each in self.assists), "no assist is left")
         await settled(lambda: not self.sharing._background, "no share is left in the background")
         await settled(lambda: self.wire.count("stream") == 0, "all streams are closed")
         pairs = len(self.wire.fronts) // 2

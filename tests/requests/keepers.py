@@ -41,7 +41,7 @@ class Keeper:
         self.cache = DiskCache(settings, on=True, note=lambda: "")
         self.cache.start()
         self.store = BlockStore(settings)
-        host = ServingContext(
+        context = ServingContext(
             FakeModels(),
             lambda: self.card,
             draining=lambda: False,
@@ -53,7 +53,7 @@ class Keeper:
             BulkDialer(node),
             self.cache,
             self.prompts,
-            host,
+            context,
             lambda peer: may_see,
             self.counts,
             lambda peer: "home",

@@ -177,13 +177,13 @@ class HelperMachine:
         self.draining = False
         self.outcomes: list[str] = []
         self.card = own_card(node.name)
-        host = ServingContext(
+        context = ServingContext(
             FakeModels(),
             lambda: self.card,
             draining=lambda: self.draining,
             finished=lambda _kind, outcome: self.outcomes.append(outcome),
         )
-        self.assists = AssistServer(BulkDialer(node), self.pool, host)
+        self.assists = AssistServer(BulkDialer(node), self.pool, context)
         node.handle(messages.ASSIST, self.assists.assist)
         node.handle(messages.WARM, self.assists.warm)
 

@@ -114,13 +114,13 @@ class DraftingMachine:
         self.card = card(node.name)
         self.draining = False
         self.outcomes: list[str] = []
-        host = ServingContext(
+        context = ServingContext(
             FakeModels([SMALL]),
             lambda: self.card,
             draining=lambda: self.draining,
             finished=lambda _kind, outcome: self.outcomes.append(outcome),
         )
-        node.handle(messages.FOLLOW, DraftServer(BulkDialer(node), self.pool, host))
+        node.handle(messages.FOLLOW, DraftServer(BulkDialer(node), self.pool, context))
 
     @property
     def node_id(self) -> str:
@@ -248,7 +248,7 @@ async def test_both_workers_of_this_machine_get_an_end_of_one_stream() -> None:
         home.pool.small.end.set()
         events = await answer
         assert [type(event) for event in events] == [Accepted, Delta, Finished]
-        await asyncio.wait(set(home.drafting._running))
+        await home.drafting._running.finish()
         assert home.count("here", "done") == 1
         assert home.pool.used == 0
 
@@ -357,7 +357,7 @@ async def test_a_peer_drafts_over_a_stream_between_the_workers(tmp_path: Path) -
         home.ending.set()
         peer.engine.end.set()
         await answer
-        await asyncio.wait(set(home.drafting._running))
+        await home.drafting._running.finish()
         assert home.count("peer", "done") == 1
         await peer.ended("done")
         # The trace waits for what that machine tells of it, the client does not.

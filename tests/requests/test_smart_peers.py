@@ -139,8 +139,8 @@ class Mini:
     @property
     def server(self) -> ScoreServer:
         found = models(SMOL)
-        host = ServingContext(found, lambda: card(self.name), draining=lambda: self.draining)
-        return ScoreServer(self.pool, host, self.ledger)
+        context = ServingContext(found, lambda: card(self.name), draining=lambda: self.draining)
+        return ScoreServer(self.pool, context, self.ledger)
 
     def open(self, body: bytes) -> RequestPipe:
         async def serve(pipe: RequestPipe) -> None:

@@ -53,7 +53,7 @@ def install() -> None:
     SpeedCorrections.ran = _nothing
 
 
-def _speeds(model: Any, **_: Any) -> Any:
+def _speeds(model: Any, *_: Any) -> Any:
     """In the place of ``calibrate``."""
     from mlx.utils import tree_flatten
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
@@ -78,13 +78,27 @@ def _listing(
 ) -> ModelListing:
     """What is here and what could be. A digest may cost minutes of reading, so it is left to verify."""
     folders = list(services.models.installed())
+    evictable = sum(engine.memory_bytes for engine in status.engines if engine.evictable)
+    installed = _installed(services, folders, loaded, facts)
+    offered = _offered(services, {folder.name for folder in folders}, status, evictable)
+    importable = [
+        ImportableModel(found.name, found.program, str(found.path), found.size_bytes)
+        for found in services.models.importable()
+    ]
+    return ModelListing(installed, offered, status.memory, evictable, importable)
+
+
+def _installed(
+    services: Services, folders: Sequence[ModelFolder], loaded: frozenset[str], facts: Mapping[str, Ready]
+) -> list[InstalledModel]:
+    """The models of ``folders``. ``facts``: what the workers of those that are ``loaded`` have reported."""
     by_name = {entry.name: entry for entry in services.catalog}
     by_hub_id = {entry.hub_id: entry for entry in services.catalog if entry.hub_id}
-    installed = []
+    found = []
     for folder in folders:
         entry = by_name.get(folder.name) or by_hub_id.get(folder.name)
         able = abilities(folder.path, entry, facts.get(folder.name))
-        installed.append(
+        found.append(
             InstalledModel(
                 name=folder.name,
                 source=folder.source,
@@ -99,12 +113,17 @@ def _listing(
                 thinking=able.thinking,
             )
         )
-    names = {folder.name for folder in folders}
-    evictable = sum(engine.memory_bytes for engine in status.engines if engine.evictable)
-    catalog = []
+    return found
+
+
+def _offered(
+    services: Services, installed: Set[str], status: DaemonStatus, evictable_bytes: int
+) -> list[OfferedModel]:
+    """The catalog, and which of it fits into the memory now, or once other models are unloaded."""
+    found = []
     for entry in services.catalog:
         needed = estimated_bytes(entry, status.machine.accelerator)
-        catalog.append(
+        found.append(
             OfferedModel(
                 name=entry.name,
                 hub_id=entry.hub_id,
@@ -112,19 +131,15 @@ def _listing(
                 memory_bytes=needed,
                 context_tokens=entry.context_tokens,
                 tier=entry.tier,
-                installed=entry.name in names or entry.hub_id in names,
-                fits=needed <= status.memory.usable_bytes + evictable,
+                installed=entry.name in installed or entry.hub_id in installed,
+                fits=needed <= status.memory.usable_bytes + evictable_bytes,
                 fits_if_freed=needed <= status.memory.largest_bytes,
                 served=entry.served,
                 tools=entry.tools,
                 thinking=entry.thinking,
             )
         )
-    importable = [
-        ImportableModel(found.name, found.program, str(found.path), found.size_bytes)
-        for found in services.models.importable()
-    ]
-    return ModelListing(installed, catalog, status.memory, evictable, importable)
+    return found
 
 
 async def usage(request: web.Request) -> web.StreamResponse:

@@ -211,7 +211,7 @@ class ChatStream(_ReplyStream[o.ChunkChoice]):
         super().__init__(reply)
         self._started: set[int] = set()
         # Characters of the arguments that were sent, by choice and call.
-        self._told: dict[tuple[int, int], int] = {}
+        self._streamed_chars: dict[tuple[int, int], int] = {}
 
     def _pieces(self, index: int, event: Event) -> list[o.ChunkChoice]:
         match event:
@@ -225,13 +225,13 @@ class ChatStream(_ReplyStream[o.ChunkChoice]):
 
     def _call(self, index: int, event: ToolCallPiece | ToolCall) -> list[o.ChunkChoice]:
         """First the name, then the arguments as they come."""
-        told = self._told.get((index, event.index))
+        streamed = self._streamed_chars.get((index, event.index))
         pieces = []
-        if told is None:
+        if streamed is None:
             function = o.FunctionDelta("", event.name)
             pieces.append(o.ToolCallDelta(event.index, function, event.call_id, "function"))
-        text = event.text if isinstance(event, ToolCallPiece) else event.arguments[told or 0 :]
-        self._told[index, event.index] = (told or 0) + len(text)
+        text = event.text if isinstance(event, ToolCallPiece) else event.arguments[streamed or 0 :]
+        self._streamed_chars[index, event.index] = (streamed or 0) + len(text)
         if text:
             pieces.append(o.ToolCallDelta(event.index, o.FunctionDelta(text)))
         return [o.ChunkChoice(index, o.ChoiceDelta(tool_calls=[piece]), None) for piece in pieces]

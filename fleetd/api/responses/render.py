@@ -198,8 +198,8 @@ class ResponseStream(_ResponseSoFar, Streamer):
             case "reasoning":
                 return [o.ReasoningDelta(delta=text, **self._at(block))]
             case "tool" if self._options.tools.called(block.name).custom:
-                told = self._inputs.setdefault(block.index, FreeText()).feed(text)
-                return [o.CustomInputDelta(delta=told, **self._at(block))] if told else []
+                more = self._inputs.setdefault(block.index, FreeText()).feed(text)
+                return [o.CustomInputDelta(delta=more, **self._at(block))] if more else []
             case "tool":
                 return [o.ArgumentsDelta(delta=text, **self._at(block))]
 
@@ -217,9 +217,9 @@ class ResponseStream(_ResponseSoFar, Streamer):
             case o.FunctionCallItem():
                 return [o.ArgumentsDone(name=item.name, arguments=block.text, **at), done]
             case o.CustomCallItem():
-                told = self._inputs.pop(block.index, FreeText())
+                streamed = self._inputs.pop(block.index, FreeText())
                 # Arguments of another form than the expected one are read when they are whole.
-                left: list[o.Event] = [] if told.begun else [o.CustomInputDelta(delta=item.input, **at)]
+                left: list[o.Event] = [] if streamed.begun else [o.CustomInputDelta(delta=item.input, **at)]
                 return [*left, o.CustomInputDone(input=item.input, **at), done]
 
     def _at(self, block: AnswerBlock) -> _Place:

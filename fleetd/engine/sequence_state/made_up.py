@@ -1,4 +1,8 @@
-"""A context that was never computed: for measuring what a chunk takes behind it. Its numbers mean nothing."""
+"""Contexts that were not computed, or not all of them: what they say means nothing.
+
+``made_up`` is for measuring what a chunk takes behind a context, ``repeat_rows`` for comparing what is
+computed behind one in two ways, which needs rows that differ.
+"""
 
 from __future__ import annotations
 
@@ -50,3 +54,29 @@ def _ones(part: Any, tokens: int) -> tuple[mx.array, mx.array]:
         mx.ones((1, rows.shape[1], tokens, rows.shape[3]), rows.dtype) for rows in (part.keys, part.values)
     )
     return keys, values
+
+
+def repeat_rows(caches: Sequence[Any], context: int, most_bytes: int) -> bool:
+    """Extend caches of a prompt to ``context`` tokens, in place: its rows again and again, with a little
+    noise, so that no two are equal. A running state is as large behind any context, and stays as it is.
+
+    False, and nothing is changed, if the rows would be larger than ``most_bytes``.
+    """
+    in_rows = [part for part in all_parts(caches) if kind_of(part).plain]
+    if sizes(in_rows).of(context) > most_bytes:
+        return False
+    for seed, part in enumerate(in_rows):
+        made = [
+            _repeated(rows, context, key)
+            for key, rows in zip(mx.random.split(mx.random.key(seed), 2), part.keys_and_values(), strict=True)
+        ]
+        kind_of(part).fill(part, made[0], made[1], context)
+        mx.eval(made)
+    return True
+
+
+def _repeated(rows: mx.array, context: int, key: mx.array) -> mx.array:
+    times = -(-context // rows.shape[2])
+    repeated = mx.concatenate([rows] * times, axis=2)[:, :, :context]
+    noise = mx.random.normal(repeated.shape, key=key).astype(repeated.dtype)
+    return repeated * (1 + noise / 8)

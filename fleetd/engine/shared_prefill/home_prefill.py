@@ -32,7 +32,7 @@ from fleetd.engine.shared_prefill.step_times import HomeTimes
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Connect, FrameHeader, FramePipe
 from fleetd.errors import FleetError, InvalidValue, PeerLate, PeerWrong, from_code
-from fleetd.plan.prefill.split import checked
+from fleetd.plan.prefill.split import Split, checked
 
 _UNFORESEEN = random.SystemRandom()
 
@@ -69,20 +69,9 @@ class SharedPrefill:
         draw: random.Random = _UNFORESEEN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        split = checked(share.split)
-        slots = Slots.of(tokens, kept)
+        slots, split = Slots.of(tokens, kept), checked(share.split)
         prompt_span = 0 if kept is None else len(tokens) - 1
-        layers = stage.prefilled
-        if (split.tokens, split.prompt_span, split.layers) != (len(slots.ids), prompt_span, layers):
-            raise InvalidValue(
-                f"{split} is not for {len(slots.ids) + 1} of {len(tokens)} tokens and {layers} layers."
-            )
-        if kept is not None and layout.keeps_states(range(layers)):
-            raise InvalidValue(
-                "A prompt of which tokens are left out is not shared where windows slide or a state runs."
-            )
-        if bool(split.cached) != bool(prefix):
-            raise InvalidValue(f"{split} counts on a cached prefix that is not there, or not on one that is.")
+        _check_fits(split, len(slots.ids), prompt_span, layout, stage.prefilled, cached=bool(prefix))
         self.tokens = tokens
         self._predicted_s, self._split, self._clock = share.predicted_s, split, clock
         self._work = home_work(stage, layout, split, slots, prefix)
@@ -345,3 +334,25 @@ class SharedPrefill:
     def steps(self) -> list[StepTime]:
         """Where the time went until now, in seconds and bytes."""
         return self._times.steps()
+
+
+def _check_fits(
+    split: Split, tokens: int, prompt_span: int, layout: KvLayout, layers: int, *, cached: bool
+) -> None:
+    """Raises InvalidValue if a split is not one of this prompt and model.
+
+    Args:
+        tokens: those that are computed, without the last one.
+        prompt_span: the whole prompt's without the last one, if some are left out; else 0.
+        layers: of the model, as a prefill has them.
+        cached: a prefix of the prompt is there.
+    """
+    if (split.tokens, split.prompt_span, split.layers) != (tokens, prompt_span, layers):
+        span = f" of {prompt_span + 1}" if prompt_span else ""
+        raise InvalidValue(f"{split} is not for {tokens + 1}{span} tokens and {layers} layers.")
+    if prompt_span and layout.keeps_states(range(layers)):
+        raise InvalidValue(
+            "A prompt of which tokens are left out is not shared where windows slide or a state runs."
+        )
+    if bool(split.cached) != cached:
+        raise InvalidValue(f"{split} counts on a cached prefix that is not there, or not on one that is.")

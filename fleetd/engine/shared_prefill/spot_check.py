@@ -62,7 +62,7 @@ class ReceivedRows(Protocol):
 
 
 class HomeRows(Protocol):
-    """The caches that a shared prefill fills: ``home_work``."""
+    """The caches that a shared prefill fills: ``home_part``."""
 
     def owner(self, rank: int, layer: int) -> int:
         """The same as in ``ReceivedRows``."""

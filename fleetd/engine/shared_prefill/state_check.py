@@ -54,7 +54,7 @@ class Snapshots:
 
 
 class HomeStates(Protocol):
-    """What the home has of helpers' chunks: ``home_work``."""
+    """What the home has of helpers' chunks: ``home_part``."""
 
     stage: Stage
     layout: KvLayout

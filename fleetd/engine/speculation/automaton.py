@@ -4,15 +4,15 @@ Every string that occurs in the text leads from the root to one state; a state s
 same set of ends, and its link for the longest of their suffixes with more ends (Blumer et al., 1985).
 Appending takes constant time on average; states are at most twice the tokens, transitions three times.
 
-Besides it keeps for each state where its strings last ended, or an earlier place where there are many states
-to tell: what followed there is the guess.
+It also keeps for each state where its strings ended last, or at an earlier place where many states would have
+to be updated: what followed there is the guess.
 """
 
 from __future__ import annotations
 
-# States that are told of a new end of theirs, longest strings first: a text of one token over and over has as
-# many suffixes with ends of their own as it has tokens.
-TOLD = 16
+# States whose newest end is updated for each token, longest strings first: a text of one token over and over
+# has as many suffixes with ends of their own as it has tokens.
+ENDS_UPDATED = 16
 ROOT = 0
 # Bytes that a token costs, two states and their tables included: measured on CPython 3.11, rounded up.
 BYTES_PER_TOKEN = 640
@@ -36,6 +36,7 @@ class Automaton:
         self._last = ROOT
 
     def append(self, token: int) -> None:
+        """Extend the text, and find the longest end of it that was there before."""
         following, link, length, end = self._next, self._link, self._length, self._end
         text = self.text
         text.append(token)
@@ -55,7 +56,7 @@ class Automaton:
         self._last = new
         known = link[new]
         self.matched, self.matched_end = length[known], end[known]
-        for _ in range(TOLD):
+        for _ in range(ENDS_UPDATED):
             if known <= ROOT:
                 break
             end[known] = len(text)

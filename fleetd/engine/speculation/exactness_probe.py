@@ -33,7 +33,8 @@ from fleetd.engine import cpu
 from fleetd.engine.sequence_state import batches, rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import ANY, kind_of
-from fleetd.engine.sequence_state.parts import all_parts, sizes
+from fleetd.engine.sequence_state.made_up import repeat_rows
+from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.speculation.canonical_width import DEAREST, ROWS, WideSteps, can_widen
 
 # So that two steps lie on both sides of where sums over keys change their shape in cpu.py: fewer than COLUMNS
@@ -284,26 +285,7 @@ class _Probing:
             return cache
         if not can:
             return None
-        rows = [part for part in all_parts(cache) if kind_of(part).plain]
-        if sizes(rows).of(context) > MADE_UP_BYTES:
-            return None
-        for seed, part in enumerate(rows):
-            _make_up(part, context, seed)
-        return cache
-
-
-def _make_up(cache: Any, context: int, seed: int) -> None:
-    """Repeat its rows with a little noise, so that no two of them are equal. A running state beside them is
-    as large behind any context, and stays as it is."""
-    keys = mx.random.split(mx.random.key(seed), 2)
-    made = []
-    for key, part in zip(keys, cache.keys_and_values(), strict=True):
-        times = -(-context // part.shape[2])
-        rows = mx.concatenate([part] * times, axis=2)[:, :, :context]
-        noise = mx.random.normal(rows.shape, key=key).astype(rows.dtype)
-        made.append(rows * (1 + noise / 8))
-    kind_of(cache).fill(cache, made[0], made[1], context)
-    mx.eval(made)
+        return cache if repeat_rows(cache, context, MADE_UP_BYTES) else None
 
 
 def _kept(cache: list[Any], first: int, count: int) -> list[mx.array]:

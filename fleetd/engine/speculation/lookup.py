@@ -26,10 +26,11 @@ class PromptLookup:
     name = "lookup"
 
     def __init__(self) -> None:
-        # Places are of the token after the key; a place's predecessor has the same key.
+        # By three tokens: the index of the token after them where they stood last.
         self._newest: dict[tuple[int, int, int], int] = {}
+        # For each such index, from ``_first`` on: the one before it after the same three tokens, or _NONE.
         self._before: list[int] = []
-        # Places below this one are not in the index: the text is longer than is kept of it.
+        # The first index that is looked at: of a long text only the end is kept.
         self._first = _NONE
 
     def propose(self, tokens: Sequence[int], width: int) -> list[int]:
@@ -49,7 +50,7 @@ class PromptLookup:
         return list(tokens[best : best + width]) if length else []
 
     def committed(self, tokens: Sequence[int]) -> None:
-        """Nothing to do: they are read when they are needed."""
+        """Nothing to do: ``propose`` reads what is new."""
 
     def close(self) -> None:
         self._newest, self._before = {}, []

@@ -28,11 +28,11 @@ class PastAnswers:
         self._keys: OrderedDict[str, tuple[Automaton, Automaton]] = OrderedDict()
 
     def of(self, key: str) -> tuple[Automaton, ...]:
-        """What to look in: nothing where this key has no past."""
+        """The automata of this key's past answers; none if it has none."""
         return self._keys.get(key, ())
 
     def add(self, key: str, tokens: Sequence[int]) -> None:
-        """An answer that is complete. One that is longer than there is room for keeps its beginning."""
+        """Remember a complete answer; of one that is longer than the room for it, the beginning."""
         kept = tokens[: self._half - 1]
         if len(kept) <= SHORTEST:
             return
@@ -56,7 +56,7 @@ class PastAnswers:
 
 
 class _Reader:
-    """Where one answer stands in a past that it is not part of."""
+    """The longest end of one answer, as it grows, that occurs in past answers."""
 
     def __init__(self, past: Automaton) -> None:
         self._past = past
@@ -92,7 +92,7 @@ class SuffixSource:
         return drafts if matched >= SHORTEST else []
 
     def committed(self, tokens: Sequence[int]) -> None:
-        """Nothing to do: they are read when they are needed."""
+        """Nothing to do: ``propose`` reads what is new."""
 
     def close(self) -> None:
         self._own, self._readers = Automaton(), []

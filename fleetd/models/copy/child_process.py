@@ -1,4 +1,4 @@
-"""What both processes of a copy share: how they hear from their daemon, and how they end.
+"""What both processes of a copy share: messages from their daemon, and how they end.
 
 Standard input is a Unix socket on which messages and sockets come (``sealed.handoff``). It is also their
 lifeline: when the daemon closes it, or dies, they end at once.
@@ -31,11 +31,11 @@ class DaemonLines:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def message(self) -> Message:
-        """Wait for the next one."""
+        """Wait for the next message; returns its bytes, and the socket that came with it."""
         return self._messages.get()
 
     def stream(self) -> tuple[bytes, socket.socket]:
-        """The same, where it must come with a socket."""
+        """The next message, which must come with a socket. Raises ProtocolError."""
         body, sock = self.message()
         if sock is None:
             raise ProtocolError("The daemon handed over no socket.")
@@ -46,7 +46,7 @@ class DaemonLines:
             while True:
                 self._messages.put(handoff.receive(self._channel))
         except (EOFError, OSError, ProtocolError):
-            # The main thread may be waiting for a disk or a lock: nothing there could be told.
+            # The daemon has gone, and the main thread may be waiting for a disk or a lock.
             os._exit(1)
 
 

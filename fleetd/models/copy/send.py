@@ -1,4 +1,4 @@
-"""The sending process of a copy: ``python -m fleetd.models.copy.send``, started by the daemon (copy_client).
+"""The sending process of a copy: ``python -m fleetd.models.copy.send``, started by the daemon (``client``).
 
 Its one message is a ``SendOrder``; the socket that comes with it takes the bytes. What to send was said by
 another machine: only data files are opened, and only where the model's files may lie.

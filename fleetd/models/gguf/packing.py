@@ -50,10 +50,6 @@ class Packing:
             return [words, ("scales", "U8", 1 / self.group)]
         return [words, ("scales", dtype, 1 / self.group), ("biases", dtype, 1 / self.group)]
 
-    @property
-    def bits_per_weight(self) -> float:
-        return self.bits + (8 if self.mode == "mxfp4" else 32) / self.group
-
 
 _EXACT = {kind: Packing(bits, GROUP) for kind, bits in blocks.AFFINE_BITS.items()} | {
     "MXFP4": Packing(4, 32, "mxfp4")

@@ -31,7 +31,7 @@ from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.drafting import drafters, messages
 from fleetd.requests.drafting.drafters import DrafterCandidate, Where
 from fleetd.requests.job import Job
@@ -85,7 +85,7 @@ class DrafterService(PipelineStep):
         self._where = where
         self._remembers = remembers
         self._runs: dict[Request, DraftRun] = {}
-        self._running: set[asyncio.Task[None]] = set()
+        self._running = BackgroundTasks()
 
     async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         folder = request.folder_here
@@ -110,10 +110,7 @@ class DrafterService(PipelineStep):
         drafts.close()
         if drafts.drafter is None or not drafts.drafter.node_id:
             return None
-        task = asyncio.create_task(self._conclude(request, drafts))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
+        return self._running.start(self._conclude(request, drafts))
 
     @staticmethod
     async def _conclude(request: Request, drafts: DraftRun) -> None:
@@ -130,8 +127,7 @@ class DrafterService(PipelineStep):
         if not model or engine is None:
             return None
         drafts = DraftRun(self, job, folder.name, model, engine)
-        self._running.add(drafts.task)
-        drafts.task.add_done_callback(self._running.discard)
+        self._running.hold(drafts.task)
         return drafts
 
     def _wanted(self, job: Job) -> str:
@@ -182,7 +178,7 @@ class DrafterService(PipelineStep):
 
     async def close(self) -> None:
         """End all of them."""
-        await cancel_all(self._running)
+        await self._running.close()
 
 
 class DraftRun:

@@ -13,8 +13,7 @@ Errors and cancellation are the stream's own. All messages are bounded before th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -22,7 +21,6 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.engine.protocol import StepTime
 from fleetd.p2p.link_prober import Invitation
-from fleetd.p2p.message_reader import reader
 from fleetd.requests import message_codec
 from fleetd.requests.message_codec import Digest, ModelName, RequestId
 
@@ -59,10 +57,7 @@ class DraftDone(msgspec.Struct, frozen=True):
 
 
 _T = TypeVar("_T")
-_readers: dict[type, Callable[[bytes], Any]] = {
-    kind: reader(kind, f"A peer's {kind.__name__}", limits.SHARE_MESSAGE_BYTES)
-    for kind in (DraftQuestion, DraftOffer, DraftDone)
-}
+_kinds = message_codec.MessageKinds(limits.SHARE_MESSAGE_BYTES, DraftQuestion, DraftOffer, DraftDone)
 
 
 def encode(message: DraftQuestion | DraftOffer | DraftDone) -> bytes:
@@ -71,7 +66,7 @@ def encode(message: DraftQuestion | DraftOffer | DraftDone) -> bytes:
 
 def decode(body: bytes, kind: type[_T]) -> _T:
     """Raises ProtocolError for anything that is not one honest message of this kind."""
-    message: _T = _readers[kind](body)
+    message = _kinds.decode(body, kind)
     if isinstance(message, DraftQuestion):
         message_codec.check_name(message.model)
     return message

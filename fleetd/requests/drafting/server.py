@@ -37,33 +37,33 @@ class DraftServer:
         self,
         dialer: BulkDialer,
         pool: EnginePool,
-        host: ServingContext,
+        context: ServingContext,
         *,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._monotonic = monotonic
         self._dialer = dialer
         self._pool = pool
-        self._host = host
-        self._served = ConcurrencyLimit(host, "draft", limits.FOLLOWS, f"drafts for {limits.FOLLOWS} texts")
+        self._context = context
+        self._limit = ConcurrencyLimit(context, "draft", limits.FOLLOWS, f"drafts for {limits.FOLLOWS} texts")
 
     async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """Raises FleetError: what the other side is told."""
         ask = messages.decode(body, messages.DraftQuestion)
-        with self._served.visit(peer, ask.id) as visit:
+        with self._limit.serving(peer, ask.id) as request:
             async with (
                 aclosing(self._follow(ask)) as said,
                 aclosing(with_heartbeats(said, limits.JOB_ALIVE_S)) as beats,
             ):
                 async for message in beats:
                     stream.send(ALIVE if message is None else messages.encode(message))
-                    visit.done = visit.done or isinstance(message, messages.DraftDone)
+                    request.done = request.done or isinstance(message, messages.DraftDone)
 
     async def _follow(
         self, ask: messages.DraftQuestion
     ) -> AsyncGenerator[messages.DraftOffer | messages.DraftDone, None]:
         times = [self._monotonic()]
-        folder = await self._host.holding(ask.model, ask.digest)
+        folder = await self._context.model_by_digest(ask.model, ask.digest)
         async with self._pool.assisting(folder, 0, 0) as engine:
             times.append(self._monotonic())
             check_vocabulary(engine.facts, ask.vocabulary)

@@ -22,6 +22,7 @@ from fleetd.models.folder import ModelFolder
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.affinity import BLOCK_CHARS, Affinity, chain
 from fleetd.plan.beginnings import KeptBeginning
+from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.job import CHARS_PER_TOKEN
 from fleetd.requests.kv_fetching.messages import TextFound
 from fleetd.requests.pipeline import PipelineStep
@@ -77,7 +78,7 @@ class KeptPrompts(PipelineStep):
         self._write_now = write_now
         self._lately: deque[_ReadLately] = deque(maxlen=limits.KEPT_LATELY)
         self._memory = Affinity(_KEY)
-        self._writing: set[asyncio.Task[None]] = set()
+        self._writing = BackgroundTasks()
 
     def look(self, digest: str, asked: list[bytes]) -> TextFound:
         """How much of a text is here; for this machine itself, too. Blocks."""
@@ -127,7 +128,7 @@ class KeptPrompts(PipelineStep):
         return None
 
     async def close(self) -> None:
-        await asyncio.gather(*self._writing, return_exceptions=True)
+        await self._writing.finish()
 
     def _tellable(self, request: Request) -> bool:
         """True for a whole prompt that is read here and that other machines may know of."""
@@ -146,6 +147,4 @@ class KeptPrompts(PipelineStep):
         if not asked or not names or not digest:
             return
         filled = tokens * BLOCK_CHARS / len(text) / limits.CACHE_BLOCK_TOKENS
-        writing = asyncio.create_task(asyncio.to_thread(self._disk.begin_with, digest, asked, names, filled))
-        self._writing.add(writing)
-        writing.add_done_callback(self._writing.discard)
+        self._writing.start(asyncio.to_thread(self._disk.begin_with, digest, asked, names, filled))

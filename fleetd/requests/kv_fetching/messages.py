@@ -16,15 +16,13 @@ are the stream's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from fleetd import limits
 from fleetd.p2p.link_prober import Invitation
-from fleetd.p2p.message_reader import reader
 from fleetd.requests import message_codec
 from fleetd.requests.message_codec import Digest, RequestId
 
@@ -95,18 +93,17 @@ class FetchOffer(msgspec.Struct, frozen=True):
 
 
 _Message = BlocksQuestion | BlocksFound | TextQuestion | TextFound | FetchQuestion | FetchOffer
-_T = TypeVar("_T")
-_readers: dict[type, Callable[[bytes], Any]] = {
-    kind: reader(kind, f"A peer's {kind.__name__}", limits.FETCH_MESSAGE_BYTES)
-    for kind in (BlocksQuestion, BlocksFound, TextQuestion, TextFound, FetchQuestion, FetchOffer)
-}
+_kinds = message_codec.MessageKinds(
+    limits.FETCH_MESSAGE_BYTES,
+    BlocksQuestion,
+    BlocksFound,
+    TextQuestion,
+    TextFound,
+    FetchQuestion,
+    FetchOffer,
+)
+decode = _kinds.decode
 
 
 def encode(message: _Message) -> bytes:
     return message_codec.encode(message)
-
-
-def decode(body: bytes, kind: type[_T]) -> _T:
-    """Raises ProtocolError for anything that is not one honest message of this kind."""
-    found: _T = _readers[kind](body)
-    return found

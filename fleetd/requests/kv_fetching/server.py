@@ -44,7 +44,7 @@ class BlockServer:
         dialer: BulkDialer,
         cache: DiskCache,
         prompts: KeptPrompts,
-        host: ServingContext,
+        context: ServingContext,
         may_see: Callable[[str], bool],
         counts: FetchCounts,
         name_of: Callable[[str], str],
@@ -55,9 +55,9 @@ class BlockServer:
         self._may_see = may_see
         self._counts = counts
         self._name_of = name_of
-        self._host = host
+        self._context = context
         most, each = limits.FETCHES, limits.FETCHES_PER_PEER
-        self._served = ConcurrencyLimit(host, "fetch", most, f"sends {most} prompts", most_per_peer=each)
+        self._limit = ConcurrencyLimit(context, "fetch", most, f"sends {most} prompts", most_per_peer=each)
         # Threads of their own: whatever else this daemon does on a thread must not wait for slow readers.
         self._threads = ThreadPoolExecutor(most, "block-send")
 
@@ -102,14 +102,14 @@ class BlockServer:
         asked = messages.decode(body, messages.FetchQuestion)
         self._check(peer)
         names = await asyncio.to_thread(parts_to_send, self._cache, asked)
-        with self._served.visit(peer, own_id(asked.id)):
+        with self._limit.serving(peer, own_id(asked.id)):
             with self._dialer.expect() as expected:
                 stream.send(messages.encode(messages.FetchOffer(invitation(expected))))
                 sock = await expected.socket()
             await self._send(self._name_of(peer), sock, expected.key, names)
 
     def _check(self, peer: str) -> None:
-        self._host.admit()
+        self._context.admit()
         if not self._may_see(peer):
             raise Forbidden("This machine's prompts are not for that one.")
 

@@ -33,7 +33,7 @@ from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.options import HelperSpec, Load, PlanChoice, PrefillOption
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests import planner_facts
-from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
 from fleetd.requests.members import Members, eligible
 from fleetd.requests.pipeline import PipelineStep
@@ -81,7 +81,7 @@ class PrefillSharing(PipelineStep):
         self.speeds = speeds or ModelSpeeds()
         self._prompts: dict[Request, SharedPrompt] = {}
         self._warmed: dict[tuple[str, str], float] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks()
 
     # ---- one prompt --------------------------------------------------------------------------------------
 
@@ -176,10 +176,7 @@ class PrefillSharing(PipelineStep):
 
     def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something for which no request waits."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
+        return self._background.start(work)
 
     def blame(self, shared: Agreement, digest: str) -> None:
         """Who failed is left out for a while."""
@@ -189,7 +186,7 @@ class PrefillSharing(PipelineStep):
 
     async def close(self) -> None:
         """End what still runs in the background."""
-        await cancel_all(self._background)
+        await self._background.close()
 
     async def _warm(self, load: Load, own: ModelCard) -> None:
         try:

@@ -13,7 +13,6 @@ Errors and cancellation are the stream's own. All messages are bounded before th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -23,7 +22,6 @@ from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime
 from fleetd.errors import ProtocolError
 from fleetd.p2p.link_prober import Invitation
-from fleetd.p2p.message_reader import reader
 from fleetd.plan.prefill.split import Split
 from fleetd.requests import message_codec
 from fleetd.requests.message_codec import Digest, ModelName, RequestId
@@ -81,10 +79,9 @@ class WarmModel(msgspec.Struct, frozen=True):
 
 _Message = AssistQuestion | AssistOffer | AssistGo | AssistDone | WarmModel
 _T = TypeVar("_T")
-_readers: dict[type, Callable[[bytes], Any]] = {
-    kind: reader(kind, f"A peer's {kind.__name__}", limits.SHARE_MESSAGE_BYTES)
-    for kind in (AssistQuestion, AssistOffer, AssistGo, AssistDone, WarmModel)
-}
+_kinds = message_codec.MessageKinds(
+    limits.SHARE_MESSAGE_BYTES, AssistQuestion, AssistOffer, AssistGo, AssistDone, WarmModel
+)
 
 
 def encode(message: _Message) -> bytes:
@@ -93,7 +90,7 @@ def encode(message: _Message) -> bytes:
 
 def decode(body: bytes, kind: type[_T]) -> _T:
     """Raises ProtocolError for anything that is not one honest message of this kind."""
-    message: Any = _readers[kind](body)
+    message: Any = _kinds.decode(body, kind)
     match message:
         case AssistQuestion(model, _, _, _, _, arithmetic):
             message_codec.check_name(model)

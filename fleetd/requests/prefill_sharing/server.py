@@ -36,12 +36,12 @@ log = get_logger("fleetd.assisting")
 class AssistServer:
     """The handlers of ``messages.ASSIST`` and ``WARM``."""
 
-    def __init__(self, dialer: BulkDialer, pool: EnginePool, host: ServingContext) -> None:
+    def __init__(self, dialer: BulkDialer, pool: EnginePool, context: ServingContext) -> None:
         self._dialer = dialer
         self._pool = pool
-        self._host = host
-        self._served = ConcurrencyLimit(
-            host, "assist", limits.ASSISTS, f"helps with {limits.ASSISTS} prompts"
+        self._context = context
+        self._limit = ConcurrencyLimit(
+            context, "assist", limits.ASSISTS, f"helps with {limits.ASSISTS} prompts"
         )
         self._warming: asyncio.Task[None] | None = None
         # Models that could not be loaded for others, and until when that is not tried again.
@@ -50,11 +50,11 @@ class AssistServer:
     async def assist(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """Compute one part of a prompt. Raises FleetError: what the other side is told."""
         ask = messages.decode(body, messages.AssistQuestion)
-        with self._served.visit(peer, ask.id) as visit:
-            await self._assist(ask, stream, visit)
+        with self._limit.serving(peer, ask.id) as request:
+            await self._assist(ask, stream, request)
 
-    async def _assist(self, ask: messages.AssistQuestion, stream: PeerStream, visit: ServedRequest) -> None:
-        folder = await self._host.holding(ask.model, ask.digest)
+    async def _assist(self, ask: messages.AssistQuestion, stream: PeerStream, request: ServedRequest) -> None:
+        folder = await self._context.model_by_digest(ask.model, ask.digest)
         split, rank = ask.split, ask.rank
         # Before an engine is asked for, whose own figures are checked below: these must make sense at all.
         checked_split(split, layers=split.layers, context_tokens=folder.context_tokens, rank=rank)
@@ -73,7 +73,7 @@ class AssistServer:
                     raise EngineDied(f"The engine for {folder.name} did not take the work.")
                 # An engine that ends before it has its streams must not leave others waiting for them.
                 await gather_or_cancel(
-                    self._meet(ask, job, engine, facts.arithmetic, stream), _finish(events, stream, visit)
+                    self._meet(ask, job, engine, facts.arithmetic, stream), _finish(events, stream, request)
                 )
 
     async def _meet(
@@ -95,19 +95,21 @@ class AssistServer:
     async def _stream(
         self, job: str, engine: EngineProcess, home: Expected, before: Expected | None, go: messages.AssistGo
     ) -> None:
-        async def come(name: str, visitor: Expected) -> None:
-            sock = await visitor.socket()
-            await engine.give_stream(StreamTag(job, name, visitor.key, "acceptor"), sock)
+        """Give the engine its streams from the home and the machine before, and to the one after."""
 
-        async def leave(invited: Invitation) -> None:
+        async def accept(name: str, expected: Expected) -> None:
+            sock = await expected.socket()
+            await engine.give_stream(StreamTag(job, name, expected.key, "acceptor"), sock)
+
+        async def connect(invited: Invitation) -> None:
             sock = await self._dialer.connect(go.next, invited)
             await engine.give_stream(StreamTag(job, "out", invited.key, "connector"), sock)
 
-        work = [come("home", home)]
+        work = [accept("home", home)]
         if before is not None:
-            work.append(come("in", before))
+            work.append(accept("in", before))
         if go.invitation is not None:
-            work.append(leave(go.invitation))
+            work.append(connect(go.invitation))
         await gather_or_cancel(*work)
 
     # ---- getting ready -----------------------------------------------------------------------------------
@@ -118,10 +120,10 @@ class AssistServer:
         Answered at once; one at a time, and nothing that is loaded gives way.
         """
         asked = messages.decode(body, messages.WarmModel)
-        self._host.admit()
+        self._context.admit()
         if self._warming is not None and not self._warming.done():
             raise Overloaded("This machine is loading a model already.")
-        folder = await self._host.holding(asked.model, asked.digest)
+        folder = await self._context.model_by_digest(asked.model, asked.digest)
         if not self._pool.holds(folder, asked.first, asked.last):
             if (part := self._pool.part(folder)) is not None:
                 raise Overloaded(f"This machine has layers {part[0]} to {part[1]} of {folder.name} already.")
@@ -134,7 +136,7 @@ class AssistServer:
         if asyncio.get_running_loop().time() < self._unloadable_s.get(name, float("-inf")):
             raise Overloaded(f"{asked.model} could not be loaded on this machine a short while ago.")
         # What some layers need, only their worker finds out; it takes no more than is free either.
-        card = self._host.own_card()
+        card = self._context.own_card()
         needed = next((model.memory_bytes for model in card.models if model.digest == asked.digest), 0)
         if not asked.last and needed > card.usable_bytes:
             raise Overloaded(f"{asked.model} needs more memory than is free on this machine now.")
@@ -167,13 +169,13 @@ async def _go(stream: PeerStream) -> messages.AssistGo:
     return messages.decode(body, messages.AssistGo)
 
 
-async def _finish(events: AsyncGenerator[Event, None], stream: PeerStream, visit: ServedRequest) -> None:
+async def _finish(events: AsyncGenerator[Event, None], stream: PeerStream, request: ServedRequest) -> None:
     async with aclosing(with_heartbeats(events, limits.JOB_ALIVE_S)) as beats:
         async for event in beats:
             if event is None:
                 stream.send(ALIVE)
             elif isinstance(event, Assisted):
                 stream.send(messages.encode(messages.AssistDone(event.steps[: limits.SHARE_STEPS])))
-                visit.done = True
+                request.done = True
                 return
     raise EngineDied("The engine ended its part without finishing it.")

@@ -144,9 +144,9 @@ class SmartPrefill(PipelineStep):
 
     def _skip(self, request: Request, code: str, reason: str) -> None:
         """The prompt is read whole."""
-        told = request.smart or SmartPrefillResult()
-        score_s = told.score_s or self._monotonic() - request.arrived_s
-        request.smart = msgspec.structs.replace(told, form="", code=code, reason=reason, score_s=score_s)
+        result = request.smart or SmartPrefillResult()
+        score_s = result.score_s or self._monotonic() - request.arrived_s
+        request.smart = msgspec.structs.replace(result, form="", code=code, reason=reason, score_s=score_s)
 
     async def _shorten(self, request: Request, bill: ScoringBill) -> AsyncGenerator[Loading, None]:
         """Raises SkipCompression, FleetError; then the job stays as it is."""
@@ -224,26 +224,26 @@ class SmartPrefill(PipelineStep):
                 self._accepted(request, request.smart, event)
         return event
 
-    def _accepted(self, request: Request, told: SmartPrefillResult, event: Accepted) -> None:
+    def _accepted(self, request: Request, expected: SmartPrefillResult, event: Accepted) -> None:
         """The engine says what a sparse prompt comes to: it also keeps what it cannot do without."""
         if event.kept:
             request.smart = msgspec.structs.replace(
-                told, original_tokens=event.prompt_tokens, compressed_tokens=event.kept
+                expected, original_tokens=event.prompt_tokens, compressed_tokens=event.kept
             )
         else:
             reason = event.dense_reason or "The machine that answers does not know sparse prefill."
             self._skip(request, "no_form", reason)
-        if request.smart != told:
+        if request.smart != expected:
             request.announce()
 
     def ended(self, request: Request) -> None:
         """Close the bill, and count what came of the prompt."""
-        told, bill = request.smart, self._bills.pop(request, None)
-        if told is None or bill is None:
+        result, bill = request.smart, self._bills.pop(request, None)
+        if result is None or bill is None:
             return
-        bill.close(told.code)
-        kept = told.compressed_tokens if told.used else 0
-        self._metrics.smart(told.code or "used", told.form, kept, told.dropped_tokens)
+        bill.close(result.code)
+        kept = result.compressed_tokens if result.used else 0
+        self._metrics.smart(result.code or "used", result.form, kept, result.dropped_tokens)
 
     # ---- for people --------------------------------------------------------------------------------------
 
@@ -380,8 +380,7 @@ class SmartPrefill(PipelineStep):
 
     def _too_long(self, target: AnsweringModel, tokens: int) -> bool:
         """True if the prompt is longer than the model's context, by an estimate of its tokens."""
-        told = [member.model(target.name) for member in self._members.others("answer")]
-        known = [target.folder, *told]
+        known = [target.folder, *(member.model(target.name) for member in self._members.others("answer"))]
         return tokens > next((model.context_tokens for model in known if model is not None), tokens)
 
 

@@ -232,14 +232,14 @@ class Scorers:
     def _own(self, here: Member, folder: ModelFolder) -> ModelHolder:
         """A model on this machine, which its card may not show yet."""
         entry = in_catalog(folder.name)
-        told, speed = here.model(folder.name), self._speeds.of(folder.name)
+        card, speed = here.model(folder.name), self._speeds.of(folder.name)
         engine = self._pool.engine(folder)
         facts = engine.facts if engine is not None else None
         if facts is not None and not speed.prefill_tok_s:
             speed = MeasuredSpeed(facts.prefill_tok_s, 0.0, facts.prefill_context_s, facts.prefill_fixed_s)
         model = ModelCard(
             folder.name,
-            digest=told.digest if told is not None else "",
+            digest=card.digest if card is not None else "",
             roles=list(entry.roles) if entry is not None else ["chat"],
             weights_bytes=folder.weights_bytes,
             context_tokens=folder.context_tokens,
@@ -247,7 +247,7 @@ class Scorers:
             prefill_tok_s=speed.prefill_tok_s,
             prefill_context_s=speed.prefill_context_s,
             prefill_fixed_s=speed.prefill_fixed_s,
-            scoring=engine.scoring.state if engine is not None else told.scoring if told is not None else "",
+            scoring=engine.scoring.state if engine is not None else card.scoring if card is not None else "",
         )
         left = engine.scoring.left if engine is not None else 0 if model.scoring == "ready" else SEARCH_TOKENS
         return ModelHolder(here, model, folder, left)

@@ -94,13 +94,13 @@ class ScorerRun:
     @property
     def steps(self) -> list[StepView]:
         """All of it, then its parts; of another machine also what is left of it."""
-        told = [(step_names.SCORED, self.seconds)]
+        parts = [(step_names.SCORED, self.seconds)]
         if self.load_s:
-            told.append((step_names.LOADED, self.load_s))
+            parts.append((step_names.LOADED, self.load_s))
         if not self.scorer.here:
             rest_s = max(0.0, self.seconds - self.load_s - self.computed_s)
-            told += [(step_names.COMPUTED, self.computed_s), (step_names.NETWORK, rest_s)]
-        return [StepView(name, seconds, machine=self.scorer.name) for name, seconds in told]
+            parts += [(step_names.COMPUTED, self.computed_s), (step_names.NETWORK, rest_s)]
+        return [StepView(name, seconds, machine=self.scorer.name) for name, seconds in parts]
 
 
 @dataclass(slots=True)

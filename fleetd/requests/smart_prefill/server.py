@@ -34,27 +34,27 @@ class ScoreServer:
     def __init__(
         self,
         pool: EnginePool,
-        host: ServingContext,
+        context: ServingContext,
         ledger: Ledger,
         *,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._pool = pool
-        self._host = host
+        self._context = context
         self._ledger = ledger
         self._now = now
-        self._served = ConcurrencyLimit(
-            host, "score", limits.SMART_SERVED, f"scores {limits.SMART_SERVED} prompts"
+        self._limit = ConcurrencyLimit(
+            context, "score", limits.SMART_SERVED, f"scores {limits.SMART_SERVED} prompts"
         )
 
     async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """Raises FleetError: what the other side is told."""
         ask = messages.decode_ask(body)
-        with self._served.visit(peer, ask.score.id):
+        with self._limit.serving(peer, ask.score.id):
             await self._score(ask, stream)
 
     async def _score(self, ask: messages.ScoreQuestion, stream: PeerStream) -> None:
-        folder = await self._host.holding(ask.model, ask.digest)
+        folder = await self._context.model_by_digest(ask.model, ask.digest)
         score = msgspec.structs.replace(ask.score, id=own_id(ask.score.id))
         row = Reservation(score.id, folder.name, THIS_NAME, SCORE_ROUTE, self._now())
         await self._ledger.reserve(row)

@@ -1,0 +1,45 @@
+"""The bytes that one token stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The raw bytes of one token; several tokens may make one code point."""
+    text = tokenizer.convert_ids_to_tokens(int(token))
+    if text is None:
+        return b""
+    detokenizer = tokenizer.detokenizer
+    decode = getattr(detokenizer, "_decode_bytes", None)
+    if decode is not None:  # byte-level BPE: every character of the token stands for one byte
+        return _byte_level(text)
+    if text.startswith("<0x") and text.endswith(">") and len(text) == 6:
+        return bytes([int(text[3:5], 16)])
+    decoded: str = tokenizer.decode([int(token)])
+    return decoded.encode()
+
+
+def _byte_level(text: str) -> bytes:
+    """GPT-2's printable alphabet back to bytes; characters outside it (special tokens) are plain UTF-8."""
+    table = _byte_table()
+    out = bytearray()
+    for char in text:
+        byte = table.get(char)
+        if byte is None:
+            out += char.encode()
+        else:
+            out.append(byte)
+    return bytes(out)
+
+
+_TABLE: dict[str, int] = {}
+
+
+def _byte_table() -> dict[str, int]:
+    if not _TABLE:
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        hidden = [b for b in range(256) if b not in printable]
+        _TABLE.update({chr(b): b for b in printable})
+        _TABLE.update({chr(256 + i): b for i, b in enumerate(hidden)})
+    return _TABLE

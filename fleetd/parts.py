@@ -1,0 +1,412 @@
+"""The composition root: the parts of one daemon, and which of them knows which. ``app`` starts them.
+
+MachineParts    this machine alone: its models and engines, its accounts and figures
+DaemonParts     that, the fleet, the features of requests, and what other machines may ask of this one
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+
+from fleetd import __version__
+from fleetd.api.disabled_fleet import DisabledFleet
+from fleetd.cache.service import DiskCache
+from fleetd.cache.settings import DiskCacheSettings
+from fleetd.config import Config
+from fleetd.control.daemon_status import HardwareReading, MemoryBudget
+from fleetd.control.fleet_view import PeerView
+from fleetd.engine.pool import EnginePool, PoolOptions
+from fleetd.engine.scoring.known_profiles import ProfileStore
+from fleetd.errors import Draining
+from fleetd.fleet import Fleet, default_name
+from fleetd.hardware.memory import machine_budget
+from fleetd.hardware.probe import HardwareProbe
+from fleetd.home.paths import HomeFolder
+from fleetd.ledger import Ledger
+from fleetd.metrics import Metrics
+from fleetd.models.catalog import find
+from fleetd.models.folder import ModelFolder
+from fleetd.models.model_store import ModelStore
+from fleetd.models.pinned import PinnedModels
+from fleetd.models.pull_lines import PullProgress
+from fleetd.own_card import CardMaker
+from fleetd.p2p import wake_on_lan
+from fleetd.p2p.membership.cards import Card
+from fleetd.p2p.node import Node, NodeSettings
+from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.requests import messages, remote
+from fleetd.requests.admission import ServingContext
+from fleetd.requests.bulk_dialer import BulkDialer
+from fleetd.requests.drafting import messages as drafting_messages
+from fleetd.requests.drafting.client import DrafterService
+from fleetd.requests.drafting.server import DraftServer
+from fleetd.requests.job import THIS_NAME
+from fleetd.requests.kv_fetching import messages as fetching_messages
+from fleetd.requests.kv_fetching.client import BlockFetching
+from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
+from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
+from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
+from fleetd.requests.kv_fetching.server import BlockServer
+from fleetd.requests.members import Members
+from fleetd.requests.model_copies import ModelCopies
+from fleetd.requests.placement import Placer
+from fleetd.requests.plan_service import PlanService
+from fleetd.requests.prefill_sharing import messages as sharing_messages
+from fleetd.requests.prefill_sharing.client import PrefillSharing
+from fleetd.requests.prefill_sharing.server import AssistServer
+from fleetd.requests.runner import Runner
+from fleetd.requests.smart_prefill import messages as smart_messages
+from fleetd.requests.smart_prefill.client import SmartPrefill
+from fleetd.requests.smart_prefill.compression_job import CompressionService
+from fleetd.requests.smart_prefill.scorers import Scorers
+from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
+from fleetd.requests.smart_prefill.server import ScoreServer
+from fleetd.requests.traces import Traces
+from fleetd.store import Store
+
+
+class MachineParts:
+    """What a daemon has without other machines. ``peers``: the paired machines, for metrics."""
+
+    def __init__(
+        self,
+        config: Config,
+        home: HomeFolder,
+        *,
+        peers: Callable[[], list[PeerView]],
+        pool: EnginePool | None = None,
+        models: ModelStore | None = None,
+    ) -> None:
+        self._engine = config.engine
+        self.prober = HardwareProbe(gpu=config.engine.device != "cpu")
+        self.store = Store(home.db)
+        self.ledger = Ledger(self.store)
+        self.traces = Traces(self.store)
+        self.models = models or _model_store(config, home)
+        self.pinned = PinnedModels(home.pinned_models)
+        self.disk_cache = DiskCache(
+            _cache_settings(config, home), on=config.cache.disk, note=lambda: self.pool.disk_note
+        )
+        self.pool = pool or EnginePool(
+            _pool_options(config, home, self.disk_cache.for_workers),
+            record_path=self.models.record_path,
+            pressure=lambda: self.prober.read().pressure,
+            accelerator=lambda: self.prober.read().accelerator,
+            pinned=lambda: self.pinned.names,
+        )
+        self.metrics = Metrics(__version__, engines=self.pool.status, peers=peers)
+        self.speeds = ModelSpeeds()
+        self.profiles = ProfileStore.in_home(home.cache)
+
+    def memory_budget(self, machine: HardwareReading, available_bytes: int) -> MemoryBudget:
+        """What models may take of the memory that is available, in bytes."""
+        return machine_budget(
+            machine,
+            available_bytes,
+            self.pool.held_bytes,
+            fraction=self._engine.memory_fraction,
+            max_bytes=self._engine.max_memory_bytes,
+            overcommit=self._engine.overcommit,
+        )
+
+    def write_kept(self, folder: ModelFolder) -> None:
+        """Let the worker of a model write kept prompts at once."""
+        if (engine := self.pool.engine(folder)) is not None:
+            engine.write_now()
+
+
+class DaemonParts:
+    """A daemon's machine, its fleet if it has one, and the features of requests.
+
+    ``most_unknown``: connections of machines that have not shown who they are. ``pool`` and ``models``: for
+    tests, instead of those of ``config``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        home: HomeFolder,
+        most_unknown: int,
+        *,
+        pool: EnginePool | None = None,
+        models: ModelStore | None = None,
+    ) -> None:
+        self._config = config
+        self.machine = MachineParts(config, home, peers=self._peers, pool=pool, models=models)
+        # Made once the node is open: a card has its identity.
+        self.card: CardMaker | None = None
+        self.node = Node(_node_settings(config, home, most_unknown)) if config.fleet.enabled else None
+        self.fleet = self._fleet_of(self.node) if self.node is not None else None
+        # One for all features: a machine that failed one of them is left out of the others, too.
+        self.members = Members(
+            self.fleet.machines if self.fleet else tuple,
+            self._told_card,
+            unaided=self.fleet.unaided if self.fleet else lambda: False,
+            local_only=config.fleet.local_only,
+        )
+        self.fetch_counts = FetchCounts(self.machine.metrics.fetched)
+        self.kept = KeptPrompts(
+            self.machine.disk_cache,
+            lambda model: self.members.here().model(model),
+            self.machine.write_kept,
+        )
+        self.survey = self._survey(self.fleet) if self.fleet else None
+        self.fetching = self._block_fetching(self.fleet) if self.fleet else None
+        self.sharing = self._prefill_sharing(self.fleet) if self.fleet else None
+        self.drafting = self._drafter_service()
+        self.placer = self._placer()
+        self.compressing = self._compression()
+        self.smart = SmartPrefill(
+            self.compressing, self.members, self.machine.pool, self.machine.metrics, placer=self.placer
+        )
+        self.runner = self._runner()
+        self.plans = PlanService(
+            self.placer,
+            self.runner.locate,
+            self.smart,
+            self.drafting,
+            config.smart_prefill.policy,
+            self.survey,
+        )
+        self.assists = self._serve_peers(self.node) if self.node is not None else None
+
+    @property
+    def busy(self) -> bool:
+        """True while this machine computes, or passes on answers, for anybody."""
+        counts = self.runner.counts
+        return counts.running + counts.waiting > 0 or self.machine.pool.busy
+
+    async def close(self) -> None:
+        """End what requests still do beside the engines; the runner has ended before."""
+        for feature in (self.sharing, self.assists, self.drafting, self.fetching, self.kept):
+            if feature is not None:
+                await feature.close()
+
+    # ---- what this machine tells others of itself --------------------------------------------------------
+
+    def make_card(self) -> CardMaker:
+        """Begin to tell others of this machine; its node is open."""
+        node, machine = self.node, self.machine
+        self.card = CardMaker(
+            node_id=node.identity.node_id if node is not None else THIS_NAME,
+            epoch=node.epoch if node is not None else 0,
+            name=node.name if node is not None else THIS_NAME,
+            software=__version__,
+            models=machine.models,
+            engines=machine.pool.status,
+            machine=machine.prober.read,
+            counts=lambda: self.runner.counts,
+            unread_tokens=lambda: self.runner.unread_tokens,
+            draining=lambda: self.runner.draining,
+            max_streams=self._config.engine.max_streams,
+            publish=node.publish if node is not None else None,
+            speeds=machine.speeds,
+            profiles=machine.profiles,
+            budget=machine.memory_budget,
+            wake=wake_on_lan.own_addresses() if node is not None and self._config.power.wake else (),
+        )
+        return self.card
+
+    def models_changed(self) -> None:
+        """A model came or went: other machines hear of it at once."""
+        if self.card is not None:
+            self.card.changed()
+
+    async def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]:
+        """Start or join the download of a model; yields its progress."""
+        async with aclosing(self.runner.pulls.watch(ref)) as steps:
+            async for step in steps:
+                yield step
+        self.models_changed()
+
+    def _told_card(self) -> Card | None:
+        """What this machine tells others of itself; None while it starts."""
+        return self.card.card() if self.card is not None else None
+
+    def _own_card(self) -> Card:
+        if self.card is None:
+            raise Draining("The daemon is still starting.")
+        return self.card.card()
+
+    def _has(self, digest: str) -> bool:
+        return any(model.digest == digest for model in self._own_card().models)
+
+    def _peers(self) -> list[PeerView]:
+        return self.fleet.view().peers if self.fleet is not None else []
+
+    # ---- the features ------------------------------------------------------------------------------------
+
+    def _fleet_of(self, node: Node) -> Fleet:
+        return Fleet(
+            node,
+            local_only=self._config.fleet.local_only,
+            wakes=self._config.power.wake,
+            own_card=self._told_card,
+        )
+
+    def _survey(self, fleet: Fleet) -> PromptSurvey:
+        looked = partial(self.machine.metrics.looked, "placement")
+        return PromptSurvey(fleet, self.members, self.kept, looked)
+
+    def _block_fetching(self, fleet: Fleet) -> BlockFetching | None:
+        """None without a disk cache: what is fetched passes through its blocks."""
+        if self.machine.disk_cache.for_workers is None:
+            return None
+        return BlockFetching(fleet, self.machine.pool, self.members, self.fetch_counts)
+
+    def _prefill_sharing(self, fleet: Fleet) -> PrefillSharing:
+        machine = self.machine
+        return PrefillSharing(fleet, machine.pool, self.members, machine.metrics, machine.speeds)
+
+    def _drafter_service(self) -> DrafterService:
+        settings = self._config.speculation
+        return DrafterService(
+            self.fleet,
+            self.members,
+            self.machine.pool,
+            self.machine.models,
+            self.machine.metrics,
+            model=settings.draft_model,
+            where=settings.draft_on,
+            remembers=settings.remember,
+        )
+
+    def _placer(self) -> Placer:
+        request = self.fleet.request if self.fleet else DisabledFleet().request
+        wake = self.fleet.waker.wake if self.fleet else None
+        return Placer(self.members, request, lambda model: self.machine.pool.facts(model), wake)
+
+    def _compression(self) -> CompressionService:
+        machine = self.machine
+        scorers = Scorers(
+            machine.pool,
+            machine.models,
+            machine.speeds,
+            self.members,
+            profiles=machine.profiles,
+            warm=self.sharing.warm if self.sharing else lambda load, model: None,
+        )
+        request = self.fleet.request if self.fleet else None
+        scoring = SegmentScoring(machine.pool, request, monotonic=time.monotonic)
+        return CompressionService(scoring, scorers, machine.ledger)
+
+    def _runner(self) -> Runner:
+        machine = self.machine
+        copies = ModelCopies(self.node, machine.models, self._own_card) if self.node is not None else None
+        return Runner(
+            pool=machine.pool,
+            models=machine.models,
+            source=copies or machine.models,
+            ledger=machine.ledger,
+            metrics=machine.metrics,
+            names=self._config.models.names,
+            embedded=embedded_name,
+            placing=self.placer,
+            sharing=self.sharing,
+            smart=self.smart,
+            drafting=self.drafting,
+            fetching=self.fetching,
+            kept=self.kept if self.fleet else None,
+            survey=self.survey,
+            speeds=machine.speeds,
+            members=self.members,
+            record=machine.traces.record,
+        )
+
+    # ---- for other machines ------------------------------------------------------------------------------
+
+    def _serve_peers(self, node: Node) -> AssistServer:
+        """Handle what members may ask of this machine, besides copies."""
+        machine = self.machine
+        context = ServingContext(
+            machine.models,
+            self._own_card,
+            draining=lambda: self.runner.draining,
+            finished=machine.metrics.served,
+        )
+        dialer = BulkDialer(node)
+        assists = AssistServer(dialer, machine.pool, context)
+        blocks = BlockServer(
+            dialer,
+            machine.disk_cache,
+            self.kept,
+            context,
+            self._sees_prompts,
+            self.fetch_counts,
+            node.name_of,
+        )
+        unaided = remote.JobServer(self.runner.run, self._has, node.name_of, unaided=True)
+        node.handle(messages.RUN, remote.JobServer(self.runner.run, self._has, node.name_of))
+        node.handle(messages.RUN_UNAIDED, unaided)
+        node.handle(smart_messages.SCORE, ScoreServer(machine.pool, context, machine.ledger))
+        node.handle(drafting_messages.FOLLOW, DraftServer(dialer, machine.pool, context))
+        node.handle(fetching_messages.FIND, blocks.find)
+        node.handle(fetching_messages.LOOK, blocks.look)
+        node.handle(fetching_messages.FETCH, blocks.fetch)
+        node.handle(sharing_messages.ASSIST, assists.assist)
+        node.handle(sharing_messages.WARM, assists.warm)
+        return assists
+
+    def _sees_prompts(self, node_id: str) -> bool:
+        """True if a machine may see the prompts that were typed here."""
+        return any(
+            member.node_id == node_id and member.sees_prompts for member in self.members.others("fetch")
+        )
+
+
+def embedded_name(ref: str) -> str | None:
+    """The catalog name behind a reference if that model travels with fleetd."""
+    entry = find(ref)
+    return entry.name if entry is not None and entry.source == "embedded" else None
+
+
+def _model_store(config: Config, home: HomeFolder) -> ModelStore:
+    chosen, hub_cache = config.models.dir, config.models.hub_cache
+    return ModelStore(
+        Path(chosen).expanduser().absolute() if chosen else home.models,
+        hub_cache=Path(hub_cache).expanduser() if hub_cache else None,
+    )
+
+
+def _node_settings(config: Config, home: HomeFolder, most_unknown: int) -> NodeSettings:
+    fleet = config.fleet
+    return NodeSettings(
+        folder=home.identity,
+        name=fleet.name or default_name(),
+        software=__version__,
+        host=fleet.host,
+        port=fleet.port,
+        mdns=fleet.mdns,
+        static=tuple(fleet.static_peers),
+        most_unknown=most_unknown,
+    )
+
+
+def _cache_settings(config: Config, home: HomeFolder) -> DiskCacheSettings:
+    chosen = config.cache.dir
+    folder = Path(chosen).expanduser().absolute() if chosen else home.kv_blocks
+    return DiskCacheSettings(str(folder), str(home.kv_key), config.cache.quota_bytes)
+
+
+def _pool_options(config: Config, home: HomeFolder, blocks: DiskCacheSettings | None) -> PoolOptions:
+    engine = config.engine
+    return PoolOptions(
+        device=engine.device,
+        threads=engine.threads,
+        max_memory_bytes=engine.max_memory_bytes,
+        memory_fraction=engine.memory_fraction,
+        overcommit=engine.overcommit,
+        wire_weights=engine.wire_weights,
+        max_streams=engine.max_streams,
+        prefill_chunk_tokens=engine.prefill_chunk_tokens,
+        prefix_cache_bytes=engine.prefix_cache_bytes,
+        speculation=config.speculation.mode,
+        remember_answers=config.speculation.remember,
+        cache=str(home.cache),
+        blocks=blocks,
+        idle_unload_s=float(engine.idle_unload_s),
+    )
