@@ -332,7 +332,7 @@ class Runner:
 
     @property
     def unread_tokens(self) -> int:
-        """Of the prompts that this machine's engines prefill now, the tokens that are left."""
+        """Tokens that are left of the prompts which this machine's engines prefill now."""
         here = (each for each in self._requests if each.running and each.placement.node_id == THIS_NODE)
         return sum(request.unread_tokens for request in here)
 
