@@ -638,9 +638,10 @@ MULTICAST_ECHO_S = 0.5
 PROBE_S = 2.0
 
 # ---- Keys and values on the disk --------------------------------------------------------------------------
-# Tokens of one block: few enough that an edited prompt keeps nearly all before the edit, and a megabyte or
-# more even with a small model, which a disk reads as fast as it can.
-CACHE_BLOCK_TOKENS = 256
+# Tokens of one block: few enough that an edited prompt keeps nearly all before the edit and little is left to
+# compute behind the last whole block, and a megabyte or more even with a small model, which a disk reads as
+# fast as it can.
+CACHE_BLOCK_TOKENS = 128
 # Most blocks in the index, at some 250 bytes each: 32 GiB in blocks of half a megabyte.
 CACHE_BLOCKS = 65_536
 # Most beginnings of texts in the index, at some 200 bytes each; 512 characters apart, they cover 30 million.
@@ -695,7 +696,7 @@ FETCH_LEAST_TOKENS = 512
 # A machine that had less than this share of what it said is left out; estimates of texts are better.
 FETCH_BELIEVED = 0.3
 # A snapshot is checked by the one before it, if that is no more blocks away: so much is computed here, too.
-FETCH_CHECK_BLOCKS = 2
+FETCH_CHECK_BLOCKS = 4
 # At which every number that comes is looked at: a core does 3 GB/s, a GPU tens.
 FETCH_LOOK_BYTES_PER_S = 8 * GIB
 # So long a turn of the compute thread may be taken by memory for what comes, or by looking at it: a step of

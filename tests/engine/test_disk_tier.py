@@ -44,11 +44,11 @@ from fleetd.engine.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 SLOW = PrefillCost(token_s=1.0)
-BLOCK = 256
+BLOCK = limits.CACHE_BLOCK_TOKENS
 # Tokens outside of a vocabulary are tested elsewhere.
 VOCAB = 1 << 16
 # Two blocks and more.
-PROMPT = tiny_models.prompt(600)
+PROMPT = tiny_models.prompt(2 * BLOCK + 88)
 
 
 class Worker:
@@ -178,7 +178,7 @@ def test_the_rest_of_what_memory_has_comes_from_the_disk(
     answer = kept(model, tokenizer, settings, PROMPT)
     worker = Worker(model, tokenizer, settings)
     # Shorter than a block of its own, so that only memory has it.
-    worker.ask("short", PROMPT[:400])
+    worker.ask("short", PROMPT[: BLOCK + 44])
     assert worker.ask("long", PROMPT).usage.cached_tokens == 2 * BLOCK
     ended = [e for e in worker.events if isinstance(e, Finished)]
     assert [e.timings.restored_tokens for e in ended] == [BLOCK, BLOCK]
@@ -247,7 +247,7 @@ def test_another_basis_is_another_prompt(model: Any, tokenizer: Any, settings: D
 def test_several_prompts_are_restored_beside_answers_that_run(
     model: Any, tokenizer: Any, settings: DiskCacheSettings
 ) -> None:
-    prompts = {f"p{seed}": tiny_models.prompt(600 + seed, seed) for seed in range(3)}
+    prompts = {f"p{seed}": tiny_models.prompt(2 * BLOCK + 88 + seed, seed) for seed in range(3)}
     answers = {name: kept(model, tokenizer, settings, prompt) for name, prompt in prompts.items()}
     worker = Worker(model, tokenizer, settings)
     for name, prompt in prompts.items():

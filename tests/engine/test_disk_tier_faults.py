@@ -22,7 +22,7 @@ from fleetd.cache.settings import DiskCacheSettings
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 # A block and some.
-PROMPT = tiny_models.prompt(300)
+PROMPT = tiny_models.prompt(BLOCK + 44)
 FROM_THEN_ON = 1 << 30
 WAYS = [(fault, times) for times in (1, FROM_THEN_ON) for fault in FAULTS]
 

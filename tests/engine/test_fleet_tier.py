@@ -62,8 +62,16 @@ from fleetd.sealed.stream import SealedSender
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 # Three blocks and more.
-PROMPT = tiny_models.prompt(900)
+PROMPT = tiny_models.prompt(3 * BLOCK + BLOCK // 2 + 4)
 WHOLE = 3
+
+
+@pytest.fixture(autouse=True)
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of three blocks are asked for, of which two lack, and have a state at the end of each."""
+    monkeypatch.setattr(limits, "FETCH_LEAST_TOKENS", 2 * BLOCK)
+    monkeypatch.setattr(limits, "CHECKPOINT_BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(limits, "FETCH_CHECK_BLOCKS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -642,7 +650,7 @@ def test_where_bytes_must_be_equal_one_changed_bit_of_a_state_is_found(
     make_machines: Callable[..., TwoMachines],
 ) -> None:
     machines = make_machines(*of_kind("qwen3_5"))
-    machines.here.scheduler.sharable = SimpleNamespace(any_chunks=True)  # type: ignore[assignment]
+    machines.here.scheduler._stored.sharable = SimpleNamespace(any_chunks=True)  # type: ignore[assignment]
 
     def one_bit(number: int, part: int, parts: int, buffer: memoryview) -> None:
         if number == WHOLE + 1 and part == parts - 1:
