@@ -26,7 +26,8 @@ import uvloop
 from aiohttp import web
 
 from fleetd import __version__, limits
-from fleetd.api.app import build_app, make_runner
+from fleetd.api.app import build_app
+from fleetd.api.deadlines import BoundedRunner
 from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.api.services import Services
 from fleetd.config import DEFAULT_PORT, Config, setting_views
@@ -240,19 +241,19 @@ class Daemon:
     async def _listen(self, stack: AsyncExitStack, token: str) -> HttpAddress:
         http = self._config.http
         app = build_app(self._services(token))
-        local = make_runner(app, trusted=True, caps=self._caps)
+        local = BoundedRunner(app, trusted=True, caps=self._caps)
         stack.push_async_callback(local.cleanup)
         await local.setup()
         await web.UnixSite(local, self._home.socket).start()
         stack.callback(self._home.socket.unlink, missing_ok=True)
         self._home.socket.chmod(PRIVATE_FILE)
 
-        remote = make_runner(app, trusted=False, caps=self._caps)
+        remote = BoundedRunner(app, trusted=False, caps=self._caps)
         stack.push_async_callback(remote.cleanup)
         await remote.setup()
         listening = await _open_tcp(remote, http.host, http.port)
         if http.ollama_address is not None:
-            tokenless = make_runner(app, trusted=False, needs_token=False, caps=self._caps)
+            tokenless = BoundedRunner(app, trusted=False, needs_token=False, caps=self._caps)
             stack.push_async_callback(tokenless.cleanup)
             await tokenless.setup()
             await self._open_ollama(tokenless, *http.ollama_address)

@@ -12,13 +12,14 @@ from bench.harness import page_cache, prompts
 from bench.harness.daemon import MODEL, Daemon
 from bench.harness.fleet import Fleet
 from bench.harness.samples import Samples, wait_for
+from fleetd import limits
 
 TOKENS = 4000
 # Written while its answer is decoded; so many turns for each run.
 BESIDE_TOKENS, ANSWER_TOKENS, TURNS = 1500, 128, 4
 # New each time, so that all that keeping does is to look for them, here and on another machine.
 NEW_TOKENS = 2000
-_BLOCK, _WITHIN_S = 256, 120.0
+_BLOCK, _WITHIN_S = limits.CACHE_BLOCK_TOKENS, 120.0
 # What a restore may take besides its bytes, and how fast it must read these.
 _FIXED_MS, _BYTES_PER_MS = 50.0, 1e6
 

@@ -2,7 +2,7 @@
 
     request id → errors in the route's dialect → guard (auth.py) → handler
 
-All sites, Unix socket and TCP, serve it through ``deadlines.make_runner``; whether a client is trusted is a
+All sites, Unix socket and TCP, serve it through ``deadlines.BoundedRunner``; whether a client is trusted is a
 property of the connection, not of the application. The addresses are in ``routes.py``.
 """
 
@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 from fleetd import limits
 from fleetd.api import auth, body, failures
 from fleetd.api.context import DIALECTS, REQUEST_ID, ROUTES, SERVICES, dialect_of, is_gone
-from fleetd.api.deadlines import is_trusted, make_runner
+from fleetd.api.deadlines import is_trusted
 from fleetd.api.openai.dialect import OPENAI
 from fleetd.api.refusal_log import RefusalLog
 from fleetd.api.route_entry import Route
@@ -28,14 +28,12 @@ from fleetd.api.served_paths import advice
 from fleetd.api.services import Services
 from fleetd.errors import FleetError, PayloadTooLarge
 
-__all__ = ["build_app", "make_runner"]
-
 _REFUSALS: web.AppKey[RefusalLog] = web.AppKey("refusals", RefusalLog)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def build_app(services: Services, routes: Sequence[Route] = ALL_ROUTES) -> web.Application:
-    """The application; serve it with ``make_runner``."""
+    """The application; serve it with ``deadlines.BoundedRunner``."""
     app = web.Application(middlewares=[_errors, auth.guard], client_max_size=limits.HTTP_BODY_BYTES)
     app[SERVICES] = services
     app[_REFUSALS] = RefusalLog()

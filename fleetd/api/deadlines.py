@@ -201,10 +201,18 @@ class BoundedServer(web.Server):
 
 
 class BoundedRunner(web.AppRunner):
-    """An AppRunner whose server is a BoundedServer."""
+    """Serves one site: ``trusted`` for the Unix socket, not for TCP. One application may have several.
+
+    Without ``needs_token`` clients on TCP pass all checks but that of the token.
+    """
 
     def __init__(
-        self, app: web.Application, *, trusted: bool, needs_token: bool, caps: ConnectionCaps
+        self,
+        app: web.Application,
+        *,
+        trusted: bool,
+        needs_token: bool = True,
+        caps: ConnectionCaps = UNSCALED,
     ) -> None:
         super().__init__(app, access_log=None, shutdown_timeout=limits.ENGINE_STOP_S)
         self._trusted = trusted
@@ -226,18 +234,8 @@ class BoundedRunner(web.AppRunner):
         )
 
 
-def make_runner(
-    app: web.Application, *, trusted: bool, needs_token: bool = True, caps: ConnectionCaps = UNSCALED
-) -> web.AppRunner:
-    """A runner for one site: ``trusted`` for the Unix socket, not for TCP. One application may have several.
-
-    Without ``needs_token`` clients on TCP pass all checks but that of the token.
-    """
-    return BoundedRunner(app, trusted=trusted, needs_token=needs_token, caps=caps)
-
-
 def connection(request: web.BaseRequest) -> BoundedConnection | None:
-    """None on a server that ``make_runner`` did not make; its requests are not trusted."""
+    """None on a server of another runner than ``BoundedRunner``; its requests are not trusted."""
     return request.protocol if isinstance(request.protocol, BoundedConnection) else None
 
 

@@ -56,11 +56,6 @@ class DiskTier:
         self.empty: list[Any] = make_prompt_cache(self.model)
         self._layout: BlockLayout | None = None
 
-    @classmethod
-    def suits(cls, cache: Sequence[Any]) -> bool:
-        """True if a model with these caches can be kept in blocks."""
-        return can_be_blocks(cache)
-
     def _open(self) -> BlockStore:
         return BlockStore(self.settings)
 
@@ -99,7 +94,7 @@ class DiskTier:
         """Queue the whole blocks of ``tokens``, which ``cache`` holds, evaluated and not written to again.
         ``states``: what ``checkpoints.saved`` gave at earlier tokens."""
         names = self._names(tokens, arithmetic, local_only=local_only)
-        if not names or not self.suits(cache):
+        if not names or not can_be_blocks(cache):
             return
         try:
             layout = self._layout = self._layout or BlockLayout.of(cache)

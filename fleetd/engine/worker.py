@@ -423,8 +423,9 @@ def _disk(settings: WorkerSettings, loaded: Loaded) -> DiskTier | None:
 
     from fleetd.cache.pricing import PrefillCost
     from fleetd.engine.disk_tier import DiskTier
+    from fleetd.engine.sequence_state.blocks import can_be_blocks
 
-    if settings.blocks is None or not DiskTier.suits(make_prompt_cache(loaded.model)):
+    if settings.blocks is None or not can_be_blocks(make_prompt_cache(loaded.model)):
         return None
     return DiskTier(
         settings=settings.blocks,

@@ -18,7 +18,8 @@ from fakes import FakeModels, FakePool, play
 from msgspec.structs import replace as replace_fields
 
 from fleetd import errors
-from fleetd.api.app import build_app, make_runner
+from fleetd.api.app import build_app
+from fleetd.api.deadlines import BoundedRunner
 from fleetd.api.route_entry import Route
 from fleetd.api.routes import ALL_ROUTES
 from fleetd.api.services import Services
@@ -336,7 +337,7 @@ async def serve(
     given: Services, routes: Sequence[Route] = ALL_ROUTES, *, needs_token: bool = True
 ) -> AsyncIterator[Site]:
     """On TCP, as strangers see it."""
-    runner = make_runner(build_app(given, routes), trusted=False, needs_token=needs_token)
+    runner = BoundedRunner(build_app(given, routes), trusted=False, needs_token=needs_token)
     await runner.setup()
     try:
         sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -349,7 +350,7 @@ async def serve(
 @asynccontextmanager
 async def serve_unix(given: Services, path: Path) -> AsyncIterator[Site]:
     """On a Unix socket, as fleetctl sees it."""
-    runner = make_runner(build_app(given), trusted=True)
+    runner = BoundedRunner(build_app(given), trusted=True)
     await runner.setup()
     try:
         await web.UnixSite(runner, str(path)).start()

@@ -28,7 +28,8 @@ from api_fakes import (
 from fakes import FakeModels, FakePool, FakePullStep
 
 from fleetd import errors, limits
-from fleetd.api.app import build_app, make_runner
+from fleetd.api.app import build_app
+from fleetd.api.deadlines import BoundedRunner
 from fleetd.control.daemon_status import DaemonStatus, HttpAddress
 from fleetd.models.catalog import CATALOG
 
@@ -264,7 +265,7 @@ async def test_one_application_serves_both_sites_and_trusts_only_the_socket(tmp_
     """As the daemon runs it: two runners, one application."""
     runner = FakeRunner()
     app = build_app(services(runner))
-    local, remote = make_runner(app, trusted=True), make_runner(app, trusted=False)
+    local, remote = BoundedRunner(app, trusted=True), BoundedRunner(app, trusted=False)
     await local.setup()
     await web.UnixSite(local, str(tmp_path / "s")).start()
     await remote.setup()

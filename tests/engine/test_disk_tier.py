@@ -38,7 +38,7 @@ from fleetd.engine.protocol import (
 )
 from fleetd.engine.scheduler import Scheduler
 from fleetd.engine.sequence_state.array_bytes import as_bytes
-from fleetd.engine.sequence_state.blocks import ArrivingSnapshot
+from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, can_be_blocks
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
 
@@ -326,9 +326,9 @@ def test_a_restore_that_fails_is_a_miss_and_no_failed_request(
 
 
 def test_a_model_whose_states_are_of_an_unknown_kind_is_not_kept() -> None:
-    assert DiskTier.suits([KVCache(), RotatingKVCache(32)])
-    assert not DiskTier.suits([KVCache(), ChunkedKVCache(32)])
-    assert not DiskTier.suits([])
+    assert can_be_blocks([KVCache(), RotatingKVCache(32)])
+    assert not can_be_blocks([KVCache(), ChunkedKVCache(32)])
+    assert not can_be_blocks([])
 
 
 def test_a_prompt_that_others_may_help_with_is_restored_before_they_are_asked(

@@ -269,7 +269,7 @@ class FaultMachines:
         """Until nothing is left of what happened, anywhere."""
         await settled(lambda: self.runner.counts.running == 0, "no request is left")
         await settled(lambda: not any(each._limit.running for each in self.assists), "no assist is left")
-        await settled(lambda: not self.sharing._background, "no share is left in the background")
+        await settled(lambda: not self.sharing.background, "no share is left in the background")
         await settled(lambda: self.wire.count("stream") == 0, "all streams are closed")
         pairs = len(self.wire.fronts) // 2
         # Two machines that call each other at once keep one of their sessions.

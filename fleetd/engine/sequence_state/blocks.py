@@ -20,7 +20,7 @@ import msgspec
 from fleetd import limits
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, empty_bytes
-from fleetd.engine.sequence_state.kinds import kind_of, shape_of
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import all_parts, assembled, parts
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.sequence_state.row_memory import RowBuffer
@@ -64,7 +64,7 @@ class BlockLayout:
     @classmethod
     def of(cls, cache: Sequence[Any]) -> BlockLayout:
         """The layout of caches that are not empty. Raises TypeError if one of them cannot be written."""
-        return cls(tuple(tuple(shape_of(part) for part in parts(layer)) for layer in cache))
+        return cls(tuple(tuple(kind_of(part).shape(part) for part in parts(layer)) for layer in cache))
 
     @cached_property
     def _shapes(self) -> list[AnyShape]:

@@ -349,11 +349,6 @@ def kind_of(cache: Any) -> StateKind:
     return _KINDS.get(type(cache), _OTHER)
 
 
-def shape_of(part: Any) -> AnyShape:
-    """The shape of a cache that is not empty. Raises TypeError: it cannot be sent."""
-    return kind_of(part).shape(part)
-
-
 def first_held(caches: Sequence[Any]) -> int | None:
     """Tokens in there, as the first of them says that counts them."""
     found = (kind_of(cache).held(cache) for cache in caches)

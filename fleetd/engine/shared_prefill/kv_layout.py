@@ -9,7 +9,7 @@ from typing import cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from fleetd.engine.sequence_state.kinds import shape_of
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import arrays, parts
 from fleetd.engine.sequence_state.shapes import KvShape, PartShape, RunningShape
 from fleetd.engine.stage import Stage
@@ -37,7 +37,9 @@ class KvLayout:
         out = stage.run(hidden, caches, stage.inputs(mx.array([[0]]), 0))
         mx.eval(arrays(caches), out)
         # A stage keeps no quantised rows.
-        shapes = tuple(tuple(cast("PartShape", shape_of(part)) for part in parts(cache)) for cache in caches)
+        shapes = tuple(
+            tuple(cast("PartShape", kind_of(part).shape(part)) for part in parts(cache)) for cache in caches
+        )
         return cls(stage.first, shapes, int(out.shape[-1]), out.dtype)
 
     def parts(self, layer: int) -> tuple[PartShape, ...]:

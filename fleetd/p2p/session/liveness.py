@@ -22,7 +22,6 @@ class Liveness:
     """Times are the caller's monotonic clock."""
 
     def __init__(self, now: float) -> None:
-        self.last_heard = now
         self.quiet = False
         self.rtt_s: float | None = None
         # The begin of the silence, less the time during which this machine slept.
@@ -33,7 +32,7 @@ class Liveness:
 
     def received(self, now: float) -> bool:
         """Bytes arrived; True if that ends a quiet time."""
-        self.last_heard = self._silent_since = now
+        self._silent_since = now
         was, self.quiet = self.quiet, False
         return was
 

@@ -174,7 +174,6 @@ class PeerConnection(asyncio.Protocol):
         self.address = dialled.address if dialled is not None else None
         self.node_id = ""
         self.hello: Hello | None = None
-        self.is_quiet = False
         self.is_closed = False
         self.rtt_s: float | None = None
         #: Done when the session is open or the connection has failed before.
@@ -355,10 +354,8 @@ class PeerConnection(asyncio.Protocol):
                     self.rtt_s = rtt_s
                     self._owner.measured(self, rtt_s)
                 case sans_io.Quiet():
-                    self.is_quiet = True
                     self._owner.quiet(self)
                 case sans_io.Resumed():
-                    self.is_quiet = False
                     self._owner.resumed(self)
                 case sans_io.Opened(hello, _):
                     self._open(hello)

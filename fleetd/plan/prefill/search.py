@@ -80,7 +80,7 @@ def cut_bounds(layers: int, held: Sequence[Part | None], *, whole: bool = False)
 
 
 class Search:
-    """The search for one prompt and one chain of helpers. ``evaluations`` counts the schedules priced."""
+    """The search for one prompt and one chain of helpers."""
 
     def __init__(
         self,
@@ -105,7 +105,6 @@ class Search:
         links = [helper.link for helper in helpers]
         self._onward: list[LinkSpeed | None] = [a.and_(b) for a, b in itertools.pairwise(links)]
         self._onward.append(None)
-        self.evaluations = 0
 
     def found(self) -> list[tuple[SplitKind, Found]]:
         """The best cuts of each kind, and the best with which home computes nothing."""
@@ -178,7 +177,6 @@ class Search:
             if not 0 < chunk <= most or cuts[-2] >= tokens:
                 return None
             timeline = price(cuts, chunk)
-            self.evaluations += timeline is not None
             return Found(cuts, chunk, timeline) if timeline is not None else None
 
         def fitted(counts: Sequence[int], at: Found) -> Found:
@@ -222,7 +220,6 @@ class Search:
     ) -> Found | None:
         def at(chunk: int, cuts: Cuts) -> Found | None:
             found = price(cuts, chunk)
-            self.evaluations += found is not None
             return Found(cuts, chunk, found) if found is not None else None
 
         def climbed(found: Found) -> Found:

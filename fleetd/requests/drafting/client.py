@@ -188,7 +188,6 @@ class DraftRun:
         self, drafting: DrafterService, job: Job, target: str, model: str, engine: EngineProcess
     ) -> None:
         self.drafter: DrafterCandidate | None = None
-        self.followed: Followed | None = None
         self._steps: list[StepView] = []
         # The last candidate that failed, and why.
         self._lost: tuple[DrafterCandidate, FleetError] | None = None
@@ -276,7 +275,7 @@ class DraftRun:
                 finally:
                     await engine.give_stream(StreamTag(follow.id, DRAFTS, key, "acceptor"), far)
                 self.drafter = candidate
-                self.followed = await ended(events)
+                await ended(events)
 
     async def _there(self, candidate: DrafterCandidate, vocabulary: str) -> None:
         if (partners := self._drafting.partners) is None:
@@ -302,7 +301,6 @@ class DraftRun:
         await self._give(sock, offer.invitation.key, "connector")
         self.drafter = candidate
         done = messages.decode(await require_message(stream), messages.DraftDone)
-        self.followed = Followed("", done.drafted, done.judged, done.right)
         self._steps = [StepView(step.name, step.seconds, step.n_bytes, candidate.name) for step in done.steps]
 
     async def _give(self, sock: socket.socket, key: bytes, role: Literal["connector", "acceptor"]) -> None:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -81,7 +80,7 @@ class PrefillSharing(PipelineStep):
         self.speeds = speeds or ModelSpeeds()
         self._prompts: dict[Request, SharedPrompt] = {}
         self._warmed: dict[tuple[str, str], float] = {}
-        self._background = BackgroundTasks()
+        self.background = BackgroundTasks()
 
     # ---- one prompt --------------------------------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class PrefillSharing(PipelineStep):
         before_s = self._warmed.get((load.node_id, own.digest), float("-inf"))
         if now_s - before_s >= limits.SHARE_WARM_S:
             self._warmed[load.node_id, own.digest] = now_s
-            self.later(self._warm(load, own))
+            self.background.start(self._warm(load, own))
 
     def learn(self, model: str, digest: str, parts: Iterable[tuple[PartOfSplit, Sequence[StepTime]]]) -> None:
         """What each machine took for its part, in the order of the chain."""
@@ -174,10 +173,6 @@ class PrefillSharing(PipelineStep):
             if part.node_id == THIS_NODE:
                 self.speeds.part_ran(model, expected_s=part.expected_s, took_s=took_s, now_s=self.monotonic())
 
-    def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something for which no request waits."""
-        return self._background.start(work)
-
     def blame(self, shared: Agreement, digest: str) -> None:
         """Who failed is left out for a while."""
         for helper in shared.helpers:
@@ -186,7 +181,7 @@ class PrefillSharing(PipelineStep):
 
     async def close(self) -> None:
         """End what still runs in the background."""
-        await self._background.close()
+        await self.background.close()
 
     async def _warm(self, load: Load, own: ModelCard) -> None:
         try:
@@ -322,7 +317,7 @@ class SharedPrompt:
         if self._task is None or self._agreement is None:
             self._count()
         elif request.shared_well and (request.error is None or request.answering):
-            return self._sharing.later(self._conclude(self._task, self._agreement))
+            return self._sharing.background.start(self._conclude(self._task, self._agreement))
         else:
             # Also after an attempt that may be made again: the request forgets it then.
             self._end(self._task, self._agreement)
