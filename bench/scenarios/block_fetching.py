@@ -61,7 +61,12 @@ def _compare(
     keeping.warm()
     kept = [_prompt(number) for number in range(len(states) * (_FIRST + runs))]
     expected = [_ask(keeping, prompt).text for prompt in kept]
-    wait_for(lambda: _kept(keeping) >= len(kept) * (TOKENS - limits.CACHE_BLOCK_TOKENS), _KNOWN_WITHIN_S, 0.1, keeping.log)
+    wait_for(
+        lambda: _kept(keeping) >= len(kept) * (TOKENS - limits.CACHE_BLOCK_TOKENS),
+        _KNOWN_WITHIN_S,
+        0.1,
+        keeping.log,
+    )
     keeping.control("POST", "/fleet/v1/models/unload", {"model": DEFAULT_MODEL})
     asking = fleet.start(_ASKING, **at_asking)
     fleet.until_usable(_KEEPING, _ASKING)
