@@ -51,8 +51,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Nothing of fleetd runs on asyncio's own loop: most tests run on it in the long run only."""
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        on_asyncio = params.get("_asyncio_loop_factory") is asyncio.new_event_loop
+        if on_asyncio and item.get_closest_marker("both_loops") is None:
+            item.add_marker(pytest.mark.long)
+
+
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
-    """Every async test runs on both loops, except where what is tested is another process's work."""
+    """Async tests run on both loops, except where what is tested is another process's work."""
     if item.get_closest_marker("one_loop"):
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}

@@ -33,6 +33,8 @@ from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
 from fleetd.plan.prefill.split import Split
 
+pytestmark = pytest.mark.both_loops
+
 FOLDER = folder_of(Path("/nowhere"), "fake")
 Misbehave = Callable[[str], None]
 
