@@ -82,7 +82,7 @@ test: $(DEV)
 # More generated cases, and what runs for minutes on purpose.
 test-long: $(DEV)
 	@$(PIP) -e '.[dev,long$(EXTRA:%=,%)]' | $(BRIEF)
-	FLEETD_API_CASES=4000 $(BIN)/python -m pytest -m long --timeout 1800
+	FLEETD_API_CASES=4000 $(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile long --timeout 1800
 
 bench: $(DEV)
 	@$(PIP) -e '.[dev,bench$(EXTRA:%=,%)]' | $(BRIEF)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import DENSE, Hit, PrefixCache
+from fleetd.engine.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, BlockLayout

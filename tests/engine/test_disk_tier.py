@@ -6,13 +6,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-import tiny_architectures
 import tiny_models
-from disk_worker import BLOCK, SLOW, Worker, blocks_of, bytes_of, settings_in, tier
+from disk_worker import BLOCK, Worker, blocks_of, bytes_of, settings_in
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from fleetd import limits
 from fleetd.cache.block_names import LateBasis
@@ -20,25 +17,14 @@ from fleetd.cache.block_store import BlockStore
 from fleetd.cache.index import FoundBlocks
 from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.disk_tier import DiskTier
-from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix_cache import DENSE, PrefixCache
-from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.prefix_cache import DENSE
 from fleetd.engine.protocol import (
     Accepted,
     Cancel,
-    Delta,
-    Failed,
     Finished,
-    Generate,
     PrefillAlone,
-    Report,
-    Sampling,
-    TokenPrompt,
 )
-from fleetd.engine.scheduler import Scheduler
-from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage

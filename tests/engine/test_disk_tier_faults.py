@@ -8,13 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from disk_worker import BLOCK, Worker
-import tiny_architectures
 import tiny_models
+from disk_worker import BLOCK, Worker
 from failing_database import FAULTS, FailingDatabase
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from fleetd import limits
 from fleetd.cache.block_store import BlockStore

@@ -8,22 +8,20 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import msgspec
 import pytest
 import tiny_architectures
 import tiny_models
 from disk_worker import BLOCK, SLOW, Worker, settings_in
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tiny_architectures import FAMILIES
 from two_disks import WHOLE, TwoMachines
-from wire_changes import changes, chunks_of
+from wire_changes import changes
 
 from fleetd import limits
 from fleetd.cache import block_names, block_stream
@@ -31,7 +29,6 @@ from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.pricing import PrefillCost
-from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.fetched_check import FetchedCheck
 from fleetd.engine.prefix_cache import DENSE, PLAN
@@ -39,9 +36,6 @@ from fleetd.engine.protocol import (
     BLOCKS,
     Accepted,
     Cancel,
-    FetchBlocks,
-    Fetched,
-    Finished,
     Kept,
     Lacking,
     PrefillAlone,
@@ -53,10 +47,7 @@ from fleetd.engine.sequence_state.blocks import ArrivingSnapshot
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
-from fleetd.errors import FleetError
-from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.choice import checked_by
-from fleetd.requests.kv_fetching.server import parts_to_send
 from fleetd.sealed.stream import SealedSender
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")

@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from sharing_lies import Fixed, Frames, opposite
 from shared_runs import LAYERS, SharedRun
+from sharing_lies import Fixed, Frames, opposite
 from tiny_architectures import tiny
 
 from fleetd import limits

@@ -25,14 +25,11 @@ from fleetd.engine import protocol
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import (
     Accepted,
-    ChatPrompt,
     Delta,
     Generate,
     Loading,
     Prefill,
     Ready,
-    Sampling,
-    TextPrompt,
     Tokenized,
     TokenPrompt,
 )
@@ -43,7 +40,6 @@ from fleetd.errors import (
     EngineDied,
     EngineStalled,
     FleetError,
-    InvalidValue,
     ModelCorrupt,
     ModelUnsupported,
     OutOfMemory,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from fakes import FakeModels, FakePool, answer
-from msgspec.structs import replace
 from member_cards import MODEL, OWN, collect, machine, spoken
+from msgspec.structs import replace
 from peer_streams import FakeOthers, FakeStream
 
 from fleetd import limits
@@ -32,7 +32,7 @@ from fleetd.ledger import Ledger
 from fleetd.limits import GIB
 from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
-from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
+from fleetd.p2p.membership.cards import Card
 from fleetd.requests import messages, remote
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.members import Member, Members
