@@ -50,8 +50,10 @@ from fleetd.models.folder import ModelFolder
 WEATHER = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 
 
+@pytest.mark.one_loop
 @pytest.mark.usefixtures("own_process")
 async def test_answers_and_counts(pool: EnginePool, chain: ModelFolder) -> None:
+    """The real command; the prompt's text is in no argument of it."""
     answer = await run(pool, chain, ask("<hello>"))
     assert answer.text == "Hello there, world!"
     assert answer.finished.reason == "stop"
@@ -62,6 +64,14 @@ async def test_answers_and_counts(pool: EnginePool, chain: ModelFolder) -> None:
     assert first == Tokenized(accepted[0].id, accepted[0].prompt_tokens)
     progress = [e for e in answer.events if isinstance(e, Prefill)]
     assert progress[-1].done == accepted[0].prompt_tokens - 1
+    (status,) = pool.status()
+    assert status.pid is not None
+    command = psutil.Process(status.pid).cmdline()
+    assert sys.executable in command[0]
+    await run(pool, chain, ask("secret-canary <hello>", "r2"))
+    assert psutil.Process(status.pid).cmdline() == command
+    assert "canary" not in " ".join(command)
+    assert "<hello>" not in " ".join(command)
 
 
 @pytest.mark.one_loop
@@ -107,7 +117,6 @@ async def test_tools_for_a_model_without_a_format(pool: EnginePool, tmp_path: Pa
         await run(pool, folder, ask("<hello>", tools=WEATHER))
 
 
-@pytest.mark.usefixtures("own_process")
 async def test_killed_worker_ends_the_stream_and_the_next_request_works(
     pool: EnginePool, chain: ModelFolder
 ) -> None:
@@ -318,16 +327,6 @@ async def test_reader_that_stops_reading_costs_only_its_own_answer(
     with pytest.raises(FleetError, match="too slowly"):
         async for _ in slow:
             pass
-
-
-@pytest.mark.one_loop
-@pytest.mark.usefixtures("own_process")
-async def test_prompt_text_is_in_no_argument_list(pool: EnginePool, chain: ModelFolder) -> None:
-    await run(pool, chain, ask("secret-canary <hello>"))
-    (status,) = pool.status()
-    assert status.pid is not None
-    assert "canary" not in " ".join(psutil.Process(status.pid).cmdline())
-    assert sys.executable in psutil.Process(status.pid).cmdline()[0]
 
 
 def _variant(chain_path: Path, tmp_path: Path, template: str) -> ModelFolder:
