@@ -24,8 +24,10 @@ BIN := .venv/bin
 RUN := .venv/.run-$(EXTRA)
 DEV := .venv/.dev-$(EXTRA)
 
-# pip names every requirement three times; the large downloads are what one waits for.
-PIP := set -o pipefail; $(BIN)/python -m pip install --no-input --disable-pip-version-check --progress-bar off
+# pip names every requirement three times; the large downloads are what one waits for. It would compile all
+# modules of all packages; what is imported is a small part, and Python keeps that compiled by itself.
+PIP := set -o pipefail; $(BIN)/python -m pip install --no-input --no-compile --disable-pip-version-check \
+	--progress-bar off
 BRIEF := awk '/(Downloading|Using cached) .*\([0-9.]+ (MB|GB)\)/ { print "  " $$2 " " $$3 " " $$4; fflush() } \
 	/^Installing collected/ { print "  installing"; fflush() }'
 
@@ -79,7 +81,8 @@ test: $(DEV)
 
 # More generated cases, and what runs for minutes on purpose.
 test-long: $(DEV)
-	FLEETD_API_CASES=4000 $(BIN)/python -m pytest -m long --timeout 1800
+	@$(PIP) -e '.[dev,long$(EXTRA:%=,%)]' | $(BRIEF)
+	FLEETD_API_CASES=4000 $(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile long --timeout 1800
 
 bench: $(DEV)
 	@$(PIP) -e '.[dev,bench$(EXTRA:%=,%)]' | $(BRIEF)

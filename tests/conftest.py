@@ -41,8 +41,11 @@ from fleetd.store import Store  # noqa: E402
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says more of what else the machine does than of the code.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+_ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Each run draws other examples; `make test-long` draws more of them at once.
+settings.register_profile("quick", _ANY_MACHINE, max_examples=40)
+settings.register_profile("long", _ANY_MACHINE, max_examples=200)
+settings.load_profile("quick")
 
 
 def pytest_collection_finish() -> None:
@@ -51,8 +54,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The daemon's loop is uvloop's: most tests run on asyncio's own in the long run only."""
+    for item in items:
+        drawn = getattr(item, "callspec", None)
+        on_asyncio = drawn and drawn.params.get("_asyncio_loop_factory") is asyncio.new_event_loop
+        if on_asyncio and item.get_closest_marker("both_loops") is None:
+            item.add_marker(pytest.mark.long)
+
+
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
-    """Every async test runs on both loops, except where what is tested is another process's work."""
+    """Async tests run on both loops, except where what is tested is another process's work."""
     if item.get_closest_marker("one_loop"):
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}

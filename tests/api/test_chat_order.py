@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from chat_order import ChatOrder, read_chunks
+from examples import examples
 from generated_answers import SAMPLE_ANSWER as SAMPLE
 from generated_answers import answer, is_cut, whole_events
 from hypothesis import given, settings
@@ -85,7 +86,7 @@ def agrees(fed: Fed, options: ReplyOptions, comments_every: int) -> None:
         assert not cut or seen.reason == "length"
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(replies(), st.integers(0, 3))
 def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
     made: tuple[Fed, ReplyOptions], comments_every: int

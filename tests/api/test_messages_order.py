@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from anthropic._streaming import SSEDecoder
+from examples import examples
 from generated_answers import SAMPLE_ANSWER as SAMPLE
 from generated_answers import answers, is_cut, whole_events
 from hypothesis import given, settings
@@ -80,7 +81,7 @@ def agrees(events: list[Any], options: MessageOptions, opened_at: int, ping_ever
     assert sum(whole["usage"][name] for name in parts) == tokens.prompt_tokens
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(asked(), st.integers(0, 3), st.integers(0, 3))
 def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
     made: tuple[list[Any], MessageOptions], opened_at: int, ping_every: int

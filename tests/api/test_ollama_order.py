@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from examples import examples
 from generated_answers import SAMPLE_ANSWER as SAMPLE
 from generated_answers import answers
 from hypothesis import given, settings
@@ -60,7 +61,7 @@ def agrees(events: list[Any], options: OllamaReplyOptions, progress_every: int) 
     assert whole["total_duration"] == 250_000_000
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(answers(), st.integers(0, 3))
 def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
     events: list[Any], progress_every: int
@@ -75,7 +76,7 @@ def test_ten_thousand_streams_keep_the_order(events: list[Any], progress_every: 
     agrees(events, asked(), progress_every)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.text(max_size=12), max_size=6), st.integers(0, 3))
 def test_a_stream_of_generate_too(texts: list[str], progress_every: int) -> None:
     middle = [p.Delta("r", text, "content" if i % 2 else "reasoning") for i, text in enumerate(texts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from enum import Enum, auto
 from typing import Any
 
 import pytest
@@ -17,20 +18,34 @@ REMOTE = Planned("remote", ("studio",), "plan")
 
 
 @pytest.fixture(autouse=True)
-def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEADERS_GRACE_S", 0.03)
+def headers_wait_for_a_plan_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HEADERS_PLAN_S", 60.0)
+    monkeypatch.setattr(limits, "HEADERS_GRACE_S", 0.0)
+
+
+class Wait(Enum):
+    # Until the client has read the headers.
+    HEADERS = auto()
+    # Until a wait of no time, begun before, is over.
+    TURNS = auto()
 
 
 class Planner:
-    """Says its plans, each after a wait, then answers."""
+    """Says its plans, then answers; in the order of ``steps``."""
 
-    def __init__(self, *plans: tuple[float, Planned]) -> None:
-        self.plans = plans
+    def __init__(self, *steps: Planned | Wait) -> None:
+        self.steps = steps
+        self.headers_read = asyncio.Event()
 
     async def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
-        for wait_s, plan in self.plans:
-            await asyncio.sleep(wait_s)  # the wait is what is tested
-            yield plan
+        for step in self.steps:
+            if step is Wait.HEADERS:
+                await self.headers_read.wait()
+            elif step is Wait.TURNS:
+                for _ in range(100):
+                    await asyncio.sleep(0)
+            else:
+                yield step
         for event in speak(job):
             yield event  # type: ignore[misc]
 
@@ -40,6 +55,7 @@ async def asked(runner: Planner, **body: Any) -> tuple[str, str, str]:
     wanted = {"messages": [{"role": "user", "content": "hi"}], **body}
     async with serve(services(runner)) as site, site.client() as session:
         async with session.post("/v1/chat/completions", json=wanted) as response:
+            runner.headers_read.set()
             headers = response.headers
             text = (await response.read()).decode()
             return headers["X-Fleet-Plan"], headers.get("X-Fleet-Exactness", ""), text
@@ -47,42 +63,39 @@ async def asked(runner: Planner, **body: Any) -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_from_elsewhere_says_so(stream: bool) -> None:
-    plan, exactness, _ = await asked(Planner((0, REMOTE)), stream=stream)
+    plan, exactness, _ = await asked(Planner(REMOTE), stream=stream)
     assert (plan, exactness) == ("remote; nodes=studio", "plan")
 
 
-async def test_a_plan_that_takes_longer_than_the_headers_grace_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(limits, "HEADERS_PLAN_S", 20.0)
-    plan, exactness, _ = await asked(Planner((0.09, REMOTE)), stream=True)
+async def test_a_plan_that_takes_longer_than_the_headers_grace_is_waited_for() -> None:
+    plan, exactness, _ = await asked(Planner(Wait.TURNS, REMOTE), stream=True)
     assert (plan, exactness) == ("remote; nodes=studio", "plan")
 
 
 async def test_headers_that_cannot_wait_name_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEADERS_PLAN_S", 0.01)
-    plan, exactness, text = await asked(Planner((0.2, REMOTE)), stream=True)
+    monkeypatch.setattr(limits, "HEADERS_PLAN_S", 0.0)
+    plan, exactness, text = await asked(Planner(Wait.HEADERS, REMOTE), stream=True)
     assert (plan, exactness) == ("undecided; nodes=", "")
     assert ": plan remote; nodes=studio\n" in text
 
 
 async def test_a_move_to_another_machine_is_said_in_the_stream() -> None:
     moved = Planned("remote", ("mini",), "plan", "studio went away.")
-    _, _, text = await asked(Planner((0, REMOTE), (0.1, moved)), stream=True)
+    _, _, text = await asked(Planner(REMOTE, Wait.HEADERS, moved), stream=True)
     assert ": plan remote; nodes=mini: studio went away.\n" in text
-    plan, _, _ = await asked(Planner((0, REMOTE), (0, moved)), stream=False)
+    plan, _, _ = await asked(Planner(REMOTE, moved), stream=False)
     assert plan == "remote; nodes=mini"
 
 
 async def test_helpers_that_join_later_are_said_in_the_stream() -> None:
     """The machine that answers plans its help when it has the prompt, which may be after the headers."""
     helped = Planned("remote", ("studio", "mini"), "plan")
-    _, _, text = await asked(Planner((0, REMOTE), (0.1, helped), (0, helped)), stream=True)
+    _, _, text = await asked(Planner(REMOTE, Wait.HEADERS, helped, helped), stream=True)
     assert text.count(": plan ") == 1
     assert ": plan remote; nodes=studio,mini\n" in text
 
 
 async def test_an_answer_from_here_is_exact() -> None:
-    plan, exactness, text = await asked(Planner((0, LOCAL)), stream=True)
+    plan, exactness, text = await asked(Planner(LOCAL), stream=True)
     assert (plan, exactness) == ("local; nodes=this", "exact")
     assert ": plan" not in text

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from examples import examples
 
 from fleetd import limits
 from fleetd.api.anthropic.bodies import MessagesBody
@@ -198,7 +199,7 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_any_json_is_a_body_or_a_typed_refusal() -> None:
-    from hypothesis import given, settings
+    from hypothesis import given
     from hypothesis import strategies as st
 
     names = [field.encode_name for field in msgspec.structs.fields(bodies.ChatBody)]
@@ -208,7 +209,7 @@ def test_any_json_is_a_body_or_a_typed_refusal() -> None:
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     )
 
-    @settings(max_examples=300)
+    @examples(300)
     @given(st.dictionaries(st.sampled_from(names) | st.text(max_size=12), values, max_size=5))
     def check(body: dict[str, Any]) -> None:
         try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from examples import examples
 from generated_answers import SAMPLE_ANSWER, answers, is_cut, whole_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,7 +123,7 @@ ASKED = st.builds(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(answers(cut_calls=True), ASKED, st.integers(0, 3), st.integers(0, 3), st.integers(1, 12))
 def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
     events: list[Any], asked: ResponseOptions, opened_at: int, progress_every: int, cut_at: int

@@ -46,16 +46,18 @@ OPTIONS: list[Any] = [
 
 
 class SmartRunner:
-    """Says what came of smart prefill, after a wait, then answers."""
+    """Says what came of smart prefill, then answers. ``late``: once the client has read the headers."""
 
-    def __init__(self, *told: SmartPrefillResult, wait_s: float = 0.0) -> None:
+    def __init__(self, *told: SmartPrefillResult, late: bool = False) -> None:
         self.told = told
-        self.wait_s = wait_s
+        self.late = late
+        self.headers_read = asyncio.Event()
         self.jobs: list[Job] = []
 
     async def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
         self.jobs.append(job)
-        await asyncio.sleep(self.wait_s)  # the wait is what is tested
+        if self.late:
+            await self.headers_read.wait()
         for told in self.told:
             yield structs.replace(LOCAL, smart=told, exactness="lossy" if told.used else "exact")
         for event in speak(job):
@@ -74,6 +76,7 @@ async def asked(
     site_of = serve(made) if socket is None else serve_unix(made, socket)
     async with site_of as site, site.client() as session:
         async with session.post(path, json={**fields, **body}) as response:
+            runner.headers_read.set()
             return response.status, response.headers, (await response.read()).decode()
 
 
@@ -207,8 +210,8 @@ def test_a_header_escapes_a_percent_sign_only_where_it_would_mislead(said: str, 
 
 
 async def test_headers_that_cannot_wait_promise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEADERS_PLAN_S", 0.01)
-    _, headers, text = await asked(SmartRunner(USED, wait_s=0.2), smart_prefill=True, stream=True)
+    monkeypatch.setattr(limits, "HEADERS_PLAN_S", 0.0)
+    _, headers, text = await asked(SmartRunner(USED, late=True), smart_prefill=True, stream=True)
     assert headers["X-Fleet-Exactness"] == "lossy"
     assert "X-SmartPrefill-Mode" not in headers
     assert ": smart prefill text; compressor=smollm2-135m; tokens=200/1000\n" in text

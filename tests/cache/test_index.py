@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
@@ -79,7 +80,7 @@ def test_a_prompt_longer_than_the_quota_keeps_its_beginning(index: Index) -> Non
     assert files.write(["huge"], 1.0, nbytes=101) == 0
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 4), st.sampled_from([1.0, 3.0])),

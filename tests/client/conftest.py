@@ -1,16 +1,22 @@
-"""Fixtures: a fake daemon, and fleetctl as a real subprocess."""
+"""Fixtures: a fake daemon, and fleetctl as a process of its own."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import forked_programs
 import pytest
 from fake_daemon import FLEETCTL, REPO, FakeDaemon, Run
+from forked_programs import Programs
+
+from fleetctl.cli import VERBS
 
 
 @pytest.fixture
@@ -45,29 +51,42 @@ def env(short_dir: Path) -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="session")
+def fleetctl_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """Forks fleetctl, as an interpreter in UTF-8 mode would run it."""
+    made = Programs(
+        tmp_path_factory.mktemp("fleetctl") / "log",
+        imports=["fleetctl.cli", *(f"fleetctl.verbs.{verb}" for verb in VERBS)],
+        enter=["env", "PYTHONUTF8=1"],
+    )
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def run(env: dict[str, str]) -> Run:
-    """fleetctl as a subprocess: `run("status", home=..., stdin=...)`."""
+def run(env: dict[str, str], fleetctl_programs: Programs) -> Run:
+    """fleetctl to its end: `run("status", home=..., stdin=...)`."""
 
     def _run(
         *arguments: str, home: Path | None = None, stdin: str | bytes | None = None, timeout_s: float = 60
     ) -> subprocess.CompletedProcess[str]:
         given = stdin.encode() if isinstance(stdin, str) else stdin
         where = ["--home", str(home)] if home else []
-        with subprocess.Popen(
-            [*FLEETCTL, *where, *arguments],
-            env=env,
-            stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        ) as process:
-            try:
-                out, err = process.communicate(given, timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
+        if forked_programs.AVAILABLE:
+            command = [sys.executable, "-m", "fleetctl", *where, *arguments]
+            done = fleetctl_programs.run(command, env=env, given=given, timeout_s=timeout_s)
+        else:
+            reads: dict[str, Any] = {"stdin": subprocess.DEVNULL} if given is None else {"input": given}
+            done = subprocess.run(
+                [*FLEETCTL, *where, *arguments],
+                env=env,
+                capture_output=True,
+                timeout=timeout_s,
+                check=False,
+                **reads,
+            )
         return subprocess.CompletedProcess(
-            process.args, process.returncode, out.decode("utf-8", "surrogateescape"), err.decode()
+            done.args, done.returncode, done.stdout.decode("utf-8", "surrogateescape"), done.stderr.decode()
         )
 
     return _run

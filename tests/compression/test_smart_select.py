@@ -4,7 +4,8 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from smart_texts import brace_code, haystack, kept_text, policy, prose, python_code, records, scores, table
 
@@ -47,7 +48,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     MESSAGES,
     st.sampled_from([0.0, 0.05, 0.1, 0.25, 0.5, 0.9]),

@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import config
@@ -219,7 +220,7 @@ _LINES = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.lists(_LINES, max_size=6))
 def test_no_file_breaks_the_loader(lines: list[str]) -> None:
     """Any text is either a configuration that keeps its promises, or a ConfigError."""

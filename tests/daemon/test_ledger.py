@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
@@ -195,7 +196,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(steps)
 def test_any_order_of_steps_matches_the_model(script: list[Step]) -> None:
     """Closings of reserved, unreserved and closed rows, with crashes in between."""

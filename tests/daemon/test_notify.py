@@ -16,6 +16,8 @@ import pytest
 from fleetd.notify import Notifier
 from fleetd.peercred import peer_uid
 
+pytestmark = pytest.mark.both_loops
+
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[socket.socket]:

@@ -13,7 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import set_speeds
+import tiny_architectures
+import tiny_models
 from asking import folder_of
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from fleetd import limits
 from fleetd.engine import cpu
@@ -29,6 +32,21 @@ def chain_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def chain(chain_path: Path) -> ModelFolder:
     return folder_of(chain_path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chain_path: Path) -> Any:
+    return load_tokenizer(chain_path)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Two layers, computed on the CPU."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    made = tiny_architectures.tiny("llama", num_hidden_layers=2, vocab_size=tiny_models.VOCAB)
+    mx.set_default_device(before)
+    return made
 
 
 @pytest.fixture

@@ -80,8 +80,16 @@ def test_no_end_token_is_chosen_before_so_many(chain: Any, tokenizer: Any, bias:
         assert (run.finished("r").reason, run.finished("r").usage.completion_tokens) == ("stop", 21)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", FIELDS)
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [
+        *(pytest.param(kind, GREEDY, id=f"{kind}-greedy") for kind in FIELDS),
+        *(
+            pytest.param(kind, SAMPLED, id=f"{kind}-sampled", marks=() if number == 0 else pytest.mark.long)
+            for number, kind in enumerate(FIELDS)
+        ),
+    ],
+)
 def test_drafts_and_neighbours_change_nothing(
     chain: Any, tokenizer: Any, kind: str, sampling: Sampling
 ) -> None:

@@ -24,6 +24,11 @@ ROOM = 1 << 40
 FAMILIES = ["qwen3_next", "lfm2", "falcon_h1", "gemma3_text"]
 
 
+def _quick(*names: str) -> list[Any]:
+    """Each family in one of the tests in the quick run, in all of them in the long one."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in FAMILIES]
+
+
 def prompt_of(tokens: int) -> list[int]:
     return [token % tiny_architectures.VOCAB for token in tiny_models.prompt(tokens)]
 
@@ -44,7 +49,7 @@ def logits(model: Any, prefiller: Prefiller) -> mx.array:
     return model(mx.array(prefiller.tokens[-1:])[None], cache=prefiller.cache)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture
 def model(request: pytest.FixtureRequest) -> Any:
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
@@ -53,6 +58,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return made
 
 
+@pytest.mark.parametrize("model", _quick("qwen3_next", "gemma3_text"), indirect=True)
 def test_an_edited_last_message_computes_that_message_and_at_most_a_block(model: Any) -> None:
     prompt, prefix = prompt_of(1100), PrefixCache(ROOM)
     first = prefilled(model, prompt, prefix)
@@ -106,6 +112,7 @@ def test_borders_have_places_of_their_own_and_there_are_no_more_places_for_it(
             assert border - nearest < limits.CHECKPOINT_APART_TOKENS
 
 
+@pytest.mark.parametrize("model", _quick("lfm2", "falcon_h1"), indirect=True)
 def test_what_is_edited_behind_a_border_is_all_that_is_computed_again(model: Any) -> None:
     prompt, prefix, border = prompt_of(1100), PrefixCache(ROOM), 901
     first = prefilled(model, prompt, prefix, borders=[1095, border])

@@ -8,10 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from disk_worker import BLOCK, Worker, bytes_of
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
-from test_disk_tier import BLOCK, Worker, bytes_of
-from test_fleet_tier import TwoMachines
+from two_disks import TwoMachines
 
 from fleetd.engine import cpu
 from fleetd.engine.prefix_cache import DENSE

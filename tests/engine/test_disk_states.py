@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import msgspec
 import pytest
 import tiny_architectures
 import tiny_models
+from disk_worker import BLOCK, ROOM, Worker, blocks_of, restored, settings_in, tier, written
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from test_disk_tier import BLOCK, Worker, blocks_of, tier
 from tiny_architectures import FAMILIES
 
 from fleetd import limits
@@ -25,7 +24,7 @@ from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import DENSE, Hit, PrefixCache
+from fleetd.engine.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, BlockLayout
@@ -34,14 +33,13 @@ from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.rings import RingState
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
-ROOM = 1 << 30
 # Rows, and an index beside them; windows; a gated delta rule, Mamba 2 with attention, alone, convolutions.
 SAMPLE = {"llama", "deepseek_v32", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "mamba2", "lfm2"}
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> DiskCacheSettings:
-    return DiskCacheSettings(str(tmp_path / "kv"), str(tmp_path / "identity" / "kv.key"), ROOM)
+    return settings_in(tmp_path)
 
 
 def prompt_of(tokens: int, seed: int = 1) -> list[int]:
@@ -63,23 +61,6 @@ def kept(model: Any, settings: DiskCacheSettings, tokens: list[int]) -> PrefixCa
     disk.store(tokens[:-1], first.cache, DENSE, first.states, local_only=False)
     written(disk)
     return memory
-
-
-def written(disk: DiskTier) -> None:
-    """However busy the machine is."""
-    assert disk.writer.flush(30.0)
-    disk.close()
-
-
-def restored(model: Any, settings: DiskCacheSettings, tokens: list[int]) -> Hit:
-    disk = tier(model, settings)
-    disk.wake = (woken := threading.Semaphore(0)).release
-    restoring = disk.begin(tokens, PrefixCache(0), [DENSE], local_only=False)
-    assert restoring is not None
-    while (hit := restoring.step()) is None:
-        assert woken.acquire(timeout=30)
-    disk.close()
-    return hit
 
 
 def bytes_of(cache: list[Any] | None) -> list[Any]:

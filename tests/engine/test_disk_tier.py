@@ -6,12 +6,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-import tiny_architectures
 import tiny_models
+from disk_worker import BLOCK, Worker, blocks_of, bytes_of, settings_in
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from fleetd import limits
 from fleetd.cache.block_names import LateBasis
@@ -19,103 +17,26 @@ from fleetd.cache.block_store import BlockStore
 from fleetd.cache.index import FoundBlocks
 from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.disk_tier import DiskTier
-from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix_cache import DENSE, PrefixCache
-from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.prefix_cache import DENSE
 from fleetd.engine.protocol import (
     Accepted,
     Cancel,
-    Delta,
-    Failed,
     Finished,
-    Generate,
     PrefillAlone,
-    Report,
-    Sampling,
-    TokenPrompt,
 )
-from fleetd.engine.scheduler import Scheduler
-from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, can_be_blocks
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
-SLOW = PrefillCost(token_s=1.0)
-BLOCK = limits.CACHE_BLOCK_TOKENS
-# Tokens outside of a vocabulary are tested elsewhere.
-VOCAB = 1 << 16
 # Two blocks and more.
 PROMPT = tiny_models.prompt(2 * BLOCK + 88)
 
 
-class Worker:
-    """A scheduler of one worker's life, with blocks in a folder that outlives it."""
-
-    def __init__(self, model: Any, tokenizer: Any, settings: DiskCacheSettings, **options: Any) -> None:
-        self.events: list[Report] = []
-        self.tokenizer = tokenizer
-        own = {name: options.pop(name) for name in ("basis", "cost") if name in options}
-        self.tier = tier(model, settings, **own)
-        self.scheduler = Scheduler(
-            model=model,
-            tokenizer=tokenizer,
-            context_tokens=4096,
-            chunks=FixedChunks(128, 128),
-            max_streams=4,
-            budget=KvBudget.of(1 << 30, 1024),
-            prefix=PrefixCache(1 << 30),
-            emit=self.events.append,
-            disk=self.tier,
-            **options,
-        )
-
-    def put(self, name: str, tokens: list[int], **fields: Any) -> None:
-        asked: dict[str, Any] = {"sampling": Sampling(temperature=0.0), "max_tokens": 8} | fields
-        request = Generate(name, TokenPrompt(tokens), **asked)
-        self.scheduler.inbox.put(prepare(request, self.tokenizer, VOCAB))
-
-    def turn(self) -> None:
-        assert self.scheduler.turn()
-        self.scheduler.validate()
-
-    def finish(self, name: str) -> Finished:
-        while not (ended := [e for e in self.events if isinstance(e, Finished | Failed) and e.id == name]):
-            self.turn()
-        assert isinstance(ended[0], Finished), ended[0]
-        return ended[0]
-
-    def ask(self, name: str, tokens: list[int], **fields: Any) -> Finished:
-        self.put(name, tokens, **fields)
-        return self.finish(name)
-
-    def text(self, name: str) -> str:
-        return "".join(e.text for e in self.events if isinstance(e, Delta) and e.id == name)
-
-    def stop(self) -> None:
-        """As a worker ends: what is queued is written."""
-        self.scheduler._close()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(chain_path: Path) -> Any:
-    return load_tokenizer(chain_path)
-
-
 @pytest.fixture
 def settings(tmp_path: Path) -> DiskCacheSettings:
-    return DiskCacheSettings(str(tmp_path / "kv"), str(tmp_path / "identity" / "kv.key"), 1 << 30)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    made = tiny_architectures.tiny("llama", num_hidden_layers=2, vocab_size=tiny_models.VOCAB)
-    mx.set_default_device(before)
-    return made
+    return settings_in(tmp_path)
 
 
 def kept(model: Any, tokenizer: Any, settings: DiskCacheSettings, prompt: list[int], **fields: Any) -> str:
@@ -124,10 +45,6 @@ def kept(model: Any, tokenizer: Any, settings: DiskCacheSettings, prompt: list[i
     worker.ask("kept", prompt, **fields)
     worker.stop()
     return worker.text("kept")
-
-
-def blocks_of(settings: DiskCacheSettings) -> list[Path]:
-    return sorted((Path(settings.folder) / "blocks").glob("*"))
 
 
 def test_a_restored_beginning_gives_the_bytes_of_a_computed_one(
@@ -146,19 +63,6 @@ def test_a_restored_beginning_gives_the_bytes_of_a_computed_one(
     assert computed.tokens == restored.tokens == len(PROMPT)
     assert bytes_of(computed.cache) == bytes_of(restored.cache)
     second.stop()
-
-
-def bytes_of(cache: list[Any] | None) -> list[bytes]:
-    assert cache
-    return [
-        as_bytes(part[..., :n, :]).tobytes() for c in cache for n in [c.offset] for part in (c.keys, c.values)
-    ]
-
-
-def tier(model: Any, settings: DiskCacheSettings, **options: Any) -> DiskTier:
-    basis = LateBasis(lambda: b"this model on this machine")
-    fields = {"basis": basis, "cost": SLOW, "most_queued_bytes": 1 << 30} | options
-    return DiskTier(settings=settings, model=model, model_name="tiny", **fields)
 
 
 def test_what_the_answer_added_is_kept_too(model: Any, tokenizer: Any, settings: DiskCacheSettings) -> None:

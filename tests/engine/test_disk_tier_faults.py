@@ -8,13 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-import tiny_architectures
 import tiny_models
+from disk_worker import BLOCK, Worker
 from failing_database import FAULTS, FailingDatabase
-from mlx_lm.tokenizer_utils import load as load_tokenizer
-from test_disk_tier import BLOCK, Worker
 
 from fleetd import limits
 from fleetd.cache.block_store import BlockStore
@@ -25,20 +22,6 @@ pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 PROMPT = tiny_models.prompt(BLOCK + 44)
 FROM_THEN_ON = 1 << 30
 WAYS = [(fault, times) for times in (1, FROM_THEN_ON) for fault in FAULTS]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(chain_path: Path) -> Any:
-    return load_tokenizer(chain_path)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    made = tiny_architectures.tiny("llama", num_hidden_layers=1, vocab_size=tiny_models.VOCAB)
-    mx.set_default_device(before)
-    return made
 
 
 class Lives:

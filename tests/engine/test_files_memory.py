@@ -17,7 +17,8 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from tiny_architectures import tiny
@@ -135,7 +136,7 @@ tensors = st.dictionaries(
 )
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(tensors, st.integers(1, 128))
 def test_any_header_has_a_size(found: dict[str, TensorInfo], group: int) -> None:
     """At most a bit for each weight, so it is bounded by the size of the file."""
@@ -161,7 +162,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.dictionaries(st.text(max_size=3), entries, max_size=4), st.integers(0, 1 << 40))
 def test_attack_headers_that_lie_about_offsets(header: dict[str, Any], size: int) -> None:
     """Either every byte belongs to one tensor, or the file is corrupt."""
@@ -199,7 +200,7 @@ KEYS = st.sampled_from(
 )
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.dictionaries(KEYS, json_values, max_size=5))
 def test_attack_configs_of_any_values(tmp_path_factory: pytest.TempPathFactory, odd: dict[str, Any]) -> None:
     folder = tmp_path_factory.getbasetemp() / "odd-config"

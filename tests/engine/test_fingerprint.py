@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from family_params import each
 from tiny_architectures import FAMILIES, tiny
 
 from fleetd.engine import cpu
@@ -21,7 +22,7 @@ def hashes(model: Any, first: int = 0, last: int = 4) -> list[bytes]:
     return layer_hashes(stage, KvLayout.of(stage))
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", each(FAMILIES))
 def test_each_layer_has_its_own_and_every_part_of_the_model_the_same(name: str) -> None:
     whole = hashes(tiny(name))
     assert len(set(whole)) == 4

@@ -8,21 +8,20 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import msgspec
 import pytest
 import tiny_architectures
 import tiny_models
-from mlx_lm.tokenizer_utils import load as load_tokenizer
-from test_disk_tier import BLOCK, SLOW, Worker
+from disk_worker import BLOCK, SLOW, Worker, settings_in
 from tiny_architectures import FAMILIES
-from wire_changes import changes, chunks_of
+from two_disks import WHOLE, TwoMachines
+from wire_changes import changes
 
 from fleetd import limits
 from fleetd.cache import block_names, block_stream
@@ -30,7 +29,6 @@ from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.pricing import PrefillCost
-from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.fetched_check import FetchedCheck
 from fleetd.engine.front_prefill import FrontPrefill
@@ -40,9 +38,6 @@ from fleetd.engine.protocol import (
     Accepted,
     Cancel,
     Failed,
-    FetchBlocks,
-    Fetched,
-    Finished,
     Kept,
     Lacking,
     PrefillAlone,
@@ -54,16 +49,12 @@ from fleetd.engine.sequence_state.blocks import ArrivingSnapshot
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
-from fleetd.errors import FleetError
-from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.choice import checked_by
-from fleetd.requests.kv_fetching.server import parts_to_send
 from fleetd.sealed.stream import SealedSender
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 # Three blocks and more.
 PROMPT = tiny_models.prompt(3 * BLOCK + BLOCK // 2 + 4)
-WHOLE = 3
 
 
 @pytest.fixture(autouse=True)
@@ -72,126 +63,6 @@ def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "FETCH_LEAST_TOKENS", 2 * BLOCK)
     monkeypatch.setattr(limits, "CHECKPOINT_BLOCK_TOKENS", BLOCK)
     monkeypatch.setattr(limits, "FETCH_CHECK_BLOCKS", 2)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(chain_path: Path) -> Any:
-    return load_tokenizer(chain_path)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    made = tiny_architectures.tiny("llama", num_hidden_layers=2, vocab_size=tiny_models.VOCAB)
-    mx.set_default_device(before)
-    return made
-
-
-def settings_in(folder: Path) -> DiskCacheSettings:
-    return DiskCacheSettings(str(folder / "kv"), str(folder / "identity" / "kv.key"), 1 << 30)
-
-
-class TwoMachines:
-    """One that has read PROMPT and keeps it, ``there``, and one that has not, ``here``."""
-
-    def __init__(
-        self, model: Any, tokenizer: Any, root: Path, prompt: list[int], *, max_tokens: int = 8
-    ) -> None:
-        self.model, self.tokenizer, self.root, self.prompt = model, tokenizer, root, prompt
-        self.max_tokens = max_tokens
-        self.settings = settings_in(root / "there")
-        self.there = Worker(model, tokenizer, self.settings)
-        self.there.ask("first", prompt, max_tokens=max_tokens)
-        self.there.stop()
-        self.expected = self.there.text("first")
-        self.here = Worker(model, tokenizer, settings_in(root / "here"))
-        self.threads: list[threading.Thread] = []
-
-    def ask(self, **fields: Any) -> None:
-        self.here.put("second", self.prompt, fetches=True, max_tokens=self.max_tokens, **fields)
-
-    def lacking(self) -> Lacking:
-        while not (found := [e for e in self.here.events if isinstance(e, Lacking)]):
-            self.here.turn()
-        return found[0]
-
-    def decide(
-        self,
-        blocks: int,
-        *,
-        plan: bool = False,
-        last_first: bool = False,
-        within_s: float = 0.0,
-        since_s: float = 0.0,
-    ) -> None:
-        # As far as is known a block takes a second, as a token does where computing is slow.
-        self.here.scheduler.tell(
-            FetchBlocks("second", blocks, 1.0 * last_first, plan, last_first, within_s, since_s)
-        )
-
-    def send(
-        self,
-        work: Callable[[socket.socket, SealedSender, list[bytes]], None],
-        blocks: int = WHOLE,
-        *,
-        plan: bool = False,
-        last_first: bool = False,
-        within_s: float = 0.0,
-        since_s: float = 0.0,
-        change: Callable[[list[bytes]], list[bytes]] | None = None,
-    ) -> None:
-        """``work`` is what the other machine does with its end of the stream; ``change``: what a machine
-        between the two makes of its chunks."""
-        asked = self.lacking()
-        cache = DiskCache(self.settings, on=True, note=lambda: "")
-        wanted = (asked.plan_names if plan else asked.names)[:blocks]
-        question = messages.FetchQuestion(wanted, "second", asked.rows, asked.states, last_first)
-        names = parts_to_send(cache, question)
-        cache.close()
-        near, far = socket.socketpair()
-        key = os.urandom(32)
-        self.here.scheduler.put_stream(StreamTag("second", BLOCKS, key, "connector"), near)
-        if change is not None:
-            far = self._relayed(far, change)
-        self.decide(blocks, plan=plan, last_first=last_first, within_s=within_s, since_s=since_s)
-
-        def run() -> None:
-            with far, suppress(FleetError, OSError):
-                work(far, SealedSender(far, key, "acceptor"), names)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        self.threads.append(thread)
-
-    def _relayed(self, onwards: socket.socket, change: Callable[[list[bytes]], list[bytes]]) -> socket.socket:
-        """The end of a stream whose chunks are changed on their way."""
-        far, tap = socket.socketpair()
-
-        def run() -> None:
-            with tap, onwards, suppress(OSError):  # it hangs up once it has seen the lie
-                wire = b"".join(iter(lambda: tap.recv(1 << 20), b""))
-                onwards.sendall(b"".join(change(chunks_of(wire))))
-
-        self.threads.append(threading.Thread(target=run, daemon=True))
-        self.threads[-1].start()
-        return far
-
-    def honest(self, sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-        store = BlockStore(self.settings)
-        block_stream.send(sender, names, store.read)
-        store.close()
-
-    def close(self) -> None:
-        self.here.stop()
-        for thread in self.threads:
-            thread.join(60)
-
-    def finish(self) -> tuple[Finished, Fetched | None]:
-        done = self.here.finish("second")
-        assert self.here.text("second") == self.expected
-        told = [e for e in self.here.events if isinstance(e, Fetched)]
-        return done, told[0] if told else None
 
 
 @pytest.fixture
@@ -353,8 +224,15 @@ def test_other_bytes_are_found_and_not_used(machines: TwoMachines, change: Calla
 IN_THE_MIDDLE = changes("acceptor", "connector")
 
 
-@pytest.mark.parametrize("last_first", [False, True])
-@pytest.mark.parametrize("name", IN_THE_MIDDLE)
+@pytest.mark.parametrize(
+    ("name", "last_first"),
+    [
+        # Each change in one of the orders in the quick run.
+        pytest.param(name, last_first, marks=() if last_first is bool(number % 2) else pytest.mark.long)
+        for number, name in enumerate(IN_THE_MIDDLE)
+        for last_first in (False, True)
+    ],
+)
 def test_attack_a_machine_in_the_middle_changes_no_answer(
     machines: TwoMachines, name: str, last_first: bool
 ) -> None:

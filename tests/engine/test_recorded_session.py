@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from test_disk_tier import Worker
-from test_fleet_tier import model, settings_in, tokenizer
+from disk_worker import Worker, settings_in
 
 from bench.harness.agent_session import Piece, Session, Turn
 from fleetd.cache import block_names, block_stream
@@ -22,7 +21,6 @@ from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.protocol import BLOCKS, FetchBlocks, Finished, Lacking, StreamTag
 from fleetd.sealed.stream import SealedSender
 
-__all__ = ["model", "tokenizer"]
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 
 SMALL = Session(system_tokens=600, scale=0.35)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from pipes import Clock
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from family_params import EXPERTS, each
+from family_params import EXPERTS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache
 from shared_runs import LAYERS, SharedRun, as_bytes, prompt
-from tiny_architectures import FAMILIES, WITHOUT_EXPERTS, config_of, tiny
+from tiny_architectures import FAMILIES, LONG, WITHOUT_EXPERTS, config_of, tiny
 
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import PrefillShared
@@ -55,9 +56,26 @@ def check_splits(name: str, *kinds: str) -> None:
         run.check(run.finish().cache)
 
 
-@pytest.mark.parametrize("name", each(FAMILIES))
-def test_any_split_gives_the_bytes_of_local_prefill(name: str) -> None:
-    check_splits(name, "all layers with helpers", "tokens of three helpers")
+def by_turns(names: Iterable[str], ways: Sequence[Any], whole: Collection[str] = ()) -> list[Any]:
+    """Each name with each way; in the quick run with one of them, unless it is in ``whole``."""
+    return [
+        pytest.param(
+            name,
+            way,
+            marks=pytest.mark.long
+            if name in LONG or (name not in whole and number % len(ways) != turn)
+            else (),
+        )
+        for number, name in enumerate(sorted(names))
+        for turn, way in enumerate(ways)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), by_turns(FAMILIES, ["all layers with helpers", "tokens of three helpers"], KINDS)
+)
+def test_any_split_gives_the_bytes_of_local_prefill(name: str, way: str) -> None:
+    check_splits(name, way)
 
 
 @pytest.mark.parametrize("name", [*KINDS, *(pytest.param(n, marks=pytest.mark.long) for n in OTHERS)])
@@ -65,13 +83,19 @@ def test_one_helper_gives_the_bytes_of_local_prefill(name: str) -> None:
     check_splits(name, "half the layers after a prefix", "all elsewhere", "half the tokens after a prefix")
 
 
-@pytest.mark.parametrize("name", each(set(FAMILIES) - EXPERTS))
-def test_any_split_gives_the_bytes_of_local_prefill_in_bf16(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"),
+    by_turns(
+        set(FAMILIES) - EXPERTS,
+        ["half the layers after a prefix", "half the tokens after a prefix"],
+        ["llama"],
+    ),
+)
+def test_any_split_gives_the_bytes_of_local_prefill_in_bf16(name: str, way: str) -> None:
     model = tiny(name, **WITHOUT_EXPERTS.get(name, {}))
     model.set_dtype(mx.bfloat16)
-    for split in (SPLITS["half the layers after a prefix"], SPLITS["half the tokens after a prefix"]):
-        run = SharedRun(model, split)
-        run.check(run.finish().cache)
+    run = SharedRun(model, SPLITS[way])
+    run.check(run.finish().cache)
 
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
@@ -203,8 +227,20 @@ def test_progress_grows_and_ends_with_the_prompt(split: Split) -> None:
     assert seen[-1] == split.tokens == run.home.done
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        # All splits of rows alone; of windows and of running states in turn, in the quick run.
+        pytest.param(
+            name,
+            split,
+            id=f"{way}-{name}",
+            marks=() if name == "llama" or (number % 2 == 0) is (name == "qwen3_5") else pytest.mark.long,
+        )
+        for number, (way, split) in enumerate(SPLITS.items())
+        for name in ("llama", "gemma3_text", "qwen3_5")
+    ],
+)
 def test_what_is_verified_at_any_time_can_be_gone_on_from_alone(name: str, split: Split) -> None:
     model = tiny(name)
     run = SharedRun(model, split, clock=Clock(tick=1.0), predicted_s=1e6)

@@ -82,13 +82,22 @@ def steps_of(helper: HelperPrefill) -> Iterator[None]:
 # ---- Lost ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-def test_a_stream_that_breaks_at_any_event(llama: Any, split: Split) -> None:
+@pytest.mark.parametrize(
+    ("split", "every"),
+    [
+        pytest.param(split, every, id=way if every == 1 else f"{way}, some events", marks=marks)
+        for way, split in SPLITS.items()
+        # Of a single helper all events in the quick run, of the others every third.
+        for every, marks in ([(1, ())] if split in (HALF, TOKENS) else [(3, ()), (1, pytest.mark.long)])
+    ],
+)
+def test_a_stream_that_breaks_at_any_event(llama: Any, split: Split, every: int) -> None:
     """Each of the sends and receipts of a whole share is the one at which its stream is cut."""
     whole = SharedRun(llama, split, clock=Clock(tick=1.0), predicted_s=1e6)
     whole.finish()
     gave_up = 0
-    for fatal in range(whole.streams.events.count):
+    events = range(0, whole.streams.events.count, every)
+    for fatal in events:
         run = SharedRun(llama, split, clock=Clock(tick=1.0), predicted_s=1e6, fatal=fatal)
         error = lost(run.turns())
         assert error is None or str(error).startswith("helper")
@@ -97,11 +106,20 @@ def test_a_stream_that_breaks_at_any_event(llama: Any, split: Split) -> None:
         for helper in run.helpers:
             helper.close()
     # But for those after which nothing more was to come.
-    assert gave_up >= whole.streams.events.count - 2 * split.helpers
+    assert gave_up >= len(events) - 2 * split.helpers
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "qwen3_5"])
-@pytest.mark.parametrize("split", [CHAIN, TOKEN_CHAIN])
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("gemma3_text", CHAIN),
+        ("mistral", TOKEN_CHAIN),
+        ("qwen3_5", CHAIN),
+        ("qwen3_5", TOKEN_CHAIN),
+        pytest.param("gemma3_text", TOKEN_CHAIN, marks=pytest.mark.long),
+        pytest.param("mistral", CHAIN, marks=pytest.mark.long),
+    ],
+)
 def test_a_stream_that_breaks_where_layers_keep_states(name: str, split: Split) -> None:
     model = tiny(name)
     whole = SharedRun(model, split, clock=Clock(tick=1.0), predicted_s=1e6)

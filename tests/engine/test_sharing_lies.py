@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from shared_runs import LAYERS, SharedRun
+from sharing_lies import Fixed, Frames, opposite
 from tiny_architectures import tiny
 
 from fleetd import limits
@@ -37,18 +38,7 @@ SPLITS = {
 }
 FIRST = limits.SHARE_SPOT_TOKENS
 
-Frames = list[tuple[FrameHeader, bytes]]
 Lie = Callable[[FrameHeader, np.ndarray[Any, Any], np.ndarray[Any, Any]], None]
-
-
-class Fixed(random.Random):
-    """Draws as late a token as there is, and checks it whatever that takes."""
-
-    def randint(self, a: int, b: int) -> int:
-        return b
-
-    def random(self) -> float:
-        return 0.0
 
 
 @pytest.fixture(scope="module")
@@ -254,10 +244,6 @@ def state_lie(split: Split, rank: int, lie: Callable[[Any], None], *, last: bool
         return [(head, numbers.tobytes())]
 
     return tamper
-
-
-def opposite(numbers: Any) -> None:
-    numbers *= -1
 
 
 def nearly(numbers: Any) -> None:

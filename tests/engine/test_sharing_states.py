@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from disk_worker import ROOM, restored, tier, written
 from mlx_lm.models.cache import make_prompt_cache
 from shared_runs import LAYERS, SharedRun, as_bytes, prefilled
-from test_disk_states import ROOM, restored, tier, written
-from test_sharing_lies import Fixed, Frames, opposite
+from sharing_lies import Fixed, Frames, opposite
 from tiny_architectures import VOCAB, tiny
 
 from fleetd import limits

@@ -6,7 +6,8 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd.engine.speculation.controller import Controller, Draft
@@ -49,7 +50,7 @@ def test_it_comes_near_the_best_fixed_width(curve: dict[int, float], acceptance:
     assert per_token <= min(1.02, 1.2 * best(curve, acceptance))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.floats(0, 0.97),
     st.floats(0, 0.5),

@@ -39,6 +39,8 @@ pytestmark = pytest.mark.usefixtures("cpu_installed")
 LAYERS = 4
 # Every way to cut four layers into one, two or three stages.
 CUTS = [cuts for n in range(3) for cuts in itertools.combinations(range(1, LAYERS), n)]
+# Keys and values alone, windows, running states, more than a hidden state: all cuts in the quick run, too.
+KINDS = {"llama", "gemma3_text", "qwen3_5", "kimi_k3"}
 # Beyond the window and beyond a block of attention, with single tokens and ragged ends.
 SIZES = [48, 1, 7, 1, 70]
 
@@ -170,12 +172,24 @@ def run_cut(model: Any, tokens: list[int], sizes: Sequence[int], cuts: Sequence[
 # ---- Any cut ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", each(FAMILIES))
-def test_any_cut_gives_the_bytes_of_the_whole_model(name: str) -> None:
+def check_cuts(name: str, cuts: Sequence[Sequence[int]]) -> None:
     model, tokens = tiny(name), prompt(sum(SIZES))
     whole = run_whole(model, tokens, SIZES)
-    for cuts in CUTS:
-        run_cut(model, tokens, SIZES, cuts).check(whole)
+    for each_cut in cuts:
+        run_cut(model, tokens, SIZES, each_cut).check(whole)
+
+
+@pytest.mark.parametrize("name", each(FAMILIES))
+def test_a_cut_behind_each_layer_gives_the_bytes_of_the_whole_model(name: str) -> None:
+    check_cuts(name, [(2,), (1, 3)])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in KINDS else pytest.mark.long) for name in sorted(FAMILIES)],
+)
+def test_any_cut_gives_the_bytes_of_the_whole_model(name: str) -> None:
+    check_cuts(name, CUTS)
 
 
 @pytest.mark.parametrize("name", each(set(FAMILIES) - EXPERTS))

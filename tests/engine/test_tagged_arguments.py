@@ -11,7 +11,8 @@ from typing import Any
 import chain_model
 import pytest
 from call_formats import SpelledAnswer, family
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
@@ -153,7 +154,7 @@ def calls(draw: st.DrawFn) -> tuple[str, str, list[dict[str, Any]]]:
     return parser, tagged(parser, texts), tools_of(properties)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(call=calls(), data=st.data())
 def test_the_fragments_make_up_what_the_parser_reads_of_the_whole_call(
     call: tuple[str, str, list[dict[str, Any]]], data: st.DataObject

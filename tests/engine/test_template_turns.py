@@ -10,7 +10,8 @@ from typing import Any
 
 import miniature_tokenizers as miniature
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
@@ -339,7 +340,7 @@ def conversations(draw: st.DrawFn) -> list[Message]:
 def test_every_conversation_is_rendered_whole(family: str) -> None:
     made = FAMILIES[family]()
 
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(conversations())
     def holds(messages: list[Message]) -> None:
         text = str(made.decode(prepared(made, messages).tokens))

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from gguf import GGMLQuantizationType as Kind
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from model_files import gguf_bytes, tiny_llama
 from support import gguf_kinds
@@ -126,7 +127,7 @@ def test_a_kind_that_cannot_be_kept_is_refused_by_name(tmp_path: Path, number: i
     assert "Q4_K_M" in caught.value.hint
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.sampled_from(sorted(packing.PACKED)), st.binary(min_size=210, max_size=210))
 def test_any_block_is_packed_or_is_no_number(kind: str, noise: bytes) -> None:
     count = 256 // _elements(kind)

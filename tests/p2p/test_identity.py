@@ -22,7 +22,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from machines import machine
 from structlog.testing import capture_logs
@@ -213,7 +214,7 @@ def test_the_size_of_a_certificate_is_bounded() -> None:
 
 # A negative serial number is warned of today and refused in a later release; it is refused here either way.
 @pytest.mark.filterwarnings("ignore::cryptography.utils.CryptographyDeprecationWarning")
-@settings(max_examples=300)
+@examples(300)
 @given(st.integers(0, len(machine(0).certificate) * 8 - 1))
 def test_a_flipped_bit_anywhere_in_a_certificate_is_refused(bit: int) -> None:
     damaged = bytearray(machine(0).certificate)
@@ -222,7 +223,7 @@ def test_a_flipped_bit_anywhere_in_a_certificate_is_refused(bit: int) -> None:
         keys.public_key_of(bytes(damaged))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.binary(max_size=limits.CERTIFICATE_BYTES + 8), st.integers(0, 400), st.integers(0, 400))
 def test_only_a_refusal_escapes_for_garbage(noise: bytes, start: int, end: int) -> None:
     real = machine(0).certificate
@@ -278,7 +279,7 @@ def test_a_lost_or_foreign_certificate_is_made_again(folder: Path) -> None:
 
 
 @given(st.integers(0, 8 * len(machine(0).certificate) - 1))
-@settings(max_examples=100)
+@examples(100)
 def test_a_flipped_bit_in_the_own_certificate_is_noticed_and_mended(own: Identity, bit: int) -> None:
     """Without cryptography: only what fits the key, and is signed by it, is taken as it is."""
     damaged = bytearray(own.certificate)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import MachineKeys, machine
@@ -419,7 +420,7 @@ good_hello = st.just(joiner(me=M).data_to_send())
 shapes = st.one_of(raw, framed, messages, st.tuples(good_hello, messages).map(b"".join))
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(shapes, st.booleans())
 def test_only_pairing_failed_escapes(data: bytes, inviting: bool) -> None:
     fuzzed(inviter(window()) if inviting else joiner(), data)
@@ -437,7 +438,7 @@ def sealed_by_joiner(met: Pair, body: bytes) -> list[Event]:
     return met.inviting.receive(frame, NOW)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.one_of(st.binary(max_size=120), others.map(pairing_wire.encode), hellos.map(pairing_wire.encode)))
 def test_only_pairing_failed_escapes_after_the_code_was_accepted(noise: bytes) -> None:
     """The other side has the code, and is malicious: what it seals is anything."""

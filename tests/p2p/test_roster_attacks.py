@@ -6,7 +6,8 @@ import itertools
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from rosters import A, B, C, D, E, exchange, names, said
 
@@ -135,7 +136,7 @@ def test_jump_to_the_last_number_does_not_make_anybody_unremovable() -> None:
 # A flipped bit may make a certificate's serial number negative, which its parser remarks on first.
 @pytest.mark.filterwarnings("ignore:Parsed a serial number")
 @pytest.mark.parametrize("field", RosterRecord.__struct_fields__)
-@settings(max_examples=30)
+@examples(30)
 @given(data=st.data())
 def test_flipped_bit_in_each_field_is_refused(field: str, data: st.DataObject) -> None:
     roster = Roster(A, [said(A, B)])

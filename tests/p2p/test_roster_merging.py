@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -34,7 +35,7 @@ def batches(records: Sequence[RosterRecord], cuts: Iterable[int]) -> list[Sequen
     return [records[start:end] for start, end in itertools.pairwise(edges)]
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.lists(any_record, max_size=14), st.data())
 def test_any_order_repetition_and_batching_ends_in_the_same_records(
     records: list[RosterRecord], data: st.DataObject
@@ -57,7 +58,7 @@ def test_any_order_repetition_and_batching_ends_in_the_same_records(
     assert Roster(A, reversed(straight.records())).members == straight.members
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.lists(any_record, max_size=14), st.data())
 def test_machines_that_tell_each_other_everything_hold_the_same_records(
     records: list[RosterRecord], data: st.DataObject
@@ -205,6 +206,6 @@ class ApartMachine(RuleBasedStateMachine):
 
 
 TestTogether = TogetherMachine.TestCase
-TestTogether.settings = settings(max_examples=40, stateful_step_count=20)
+TestTogether.settings = settings(examples(40), stateful_step_count=20)
 TestApart = ApartMachine.TestCase
-TestApart.settings = settings(max_examples=40, stateful_step_count=20)
+TestApart.settings = settings(examples(40), stateful_step_count=20)

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import pytest
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -197,7 +198,7 @@ class TwoSessions(RuleBasedStateMachine):
 
 
 TestTwoSessions = TwoSessions.TestCase
-TestTwoSessions.settings = settings(max_examples=60, stateful_step_count=40)
+TestTwoSessions.settings = settings(examples(60), stateful_step_count=40)
 
 
 @pytest.mark.long

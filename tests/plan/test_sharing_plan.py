@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
@@ -258,7 +259,7 @@ def holders(draw: st.DrawFn, layers: int) -> list[HelperSpec]:
     return found
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(prompts(), speeds, helpers())
 def test_the_chosen_way_is_never_slower_and_every_way_is_valid(
     prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec]
@@ -290,7 +291,7 @@ def test_the_chosen_way_is_never_slower_and_every_way_is_valid(
     assert prices == sorted(prices)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(prompts(), speeds, helpers())
 def test_what_does_not_fit_is_not_offered(
     prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec]
@@ -306,7 +307,7 @@ def test_what_does_not_fit_is_not_offered(
             assert rows + weights <= machine.room_bytes * 1.0001
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(prompts(), speeds, st.data())
 def test_nobody_is_given_layers_that_it_does_not_have(
     prompt: PrefillSize, speed: PrefillSpeed, data: st.DataObject
@@ -324,7 +325,7 @@ def test_nobody_is_given_layers_that_it_does_not_have(
     assert all(option.reason for option in choose(found).rejected)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(prompts(), speeds, helpers(), st.randoms(use_true_random=False))
 def test_equal_questions_have_equal_answers(
     prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec], random: Any
@@ -334,7 +335,7 @@ def test_equal_questions_have_equal_answers(
     assert options(prompt, home, others) == options(prompt, home, shuffled)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(prompts(), speeds, helpers())
 def test_one_helper_more_never_makes_it_slower(
     prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec]
@@ -345,7 +346,7 @@ def test_one_helper_more_never_makes_it_slower(
     assert more.predicted_s <= fewer.predicted_s * (1 + 1e-9)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(prompts(), speeds, helpers(at_most=2), st.floats(1, 1000), st.floats(0, 1))
 def test_a_faster_link_never_makes_it_slower(
     prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec], wider: float, nearer: float

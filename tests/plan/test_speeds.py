@@ -6,7 +6,8 @@ from dataclasses import astuple
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
@@ -119,7 +120,7 @@ def test_a_run_as_expected_changes_nothing_however_long_its_context() -> None:
     assert speed.prefill_context_s == pytest.approx(1.2e-6)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.floats(0.3, 3), st.floats(0.3, 3))
 def test_context_and_the_rest_are_told_apart_by_prompts_of_different_lengths(a: float, b: float) -> None:
     truth = MeasuredSpeed(300.0, 25.0, 1e-6, 0.02)

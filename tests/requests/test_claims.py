@@ -11,9 +11,9 @@ import pytest
 from fakes import FakeModels, FakePool, answer
 from hypothesis import given
 from hypothesis import strategies as st
+from member_cards import FACTS, MODEL, OWN, machine, spoken
 from msgspec.structs import replace
 from peer_streams import FakeOthers, FakeStream, OnlyAlive
-from test_placement import FACTS, MODEL, OWN, machine, spoken
 
 from fleetd import limits
 from fleetd.engine.protocol import Accepted, Generate, Prefill, TextPrompt

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fakes import FakeModels, FakePool, answer
+from member_cards import MODEL, OWN, collect, machine, spoken
 from msgspec.structs import replace
 from peer_streams import FakeOthers, FakeStream
 
@@ -31,7 +32,7 @@ from fleetd.ledger import Ledger
 from fleetd.limits import GIB
 from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
-from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
+from fleetd.p2p.membership.cards import Card
 from fleetd.plan.beginnings import KeptBeginning
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests import messages, remote
@@ -41,45 +42,6 @@ from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.placement import Placer, WantedModel, alike, candidate
 from fleetd.requests.runner import Runner
 from fleetd.store import Store
-
-FACTS = MachineFacts(tier="standard", chip="cpu", cores=8, memory_bytes=64 * GIB, accelerator="cpu")
-MODEL = ModelCard(
-    "big",
-    digest="d",
-    roles=["chat"],
-    state="loaded",
-    weights_bytes=GIB,
-    memory_bytes=GIB,
-    prefill_tok_s=100.0,
-    decode_tok_s=10.0,
-)
-
-
-def machine(name: str, *, faster: float = 1.0, sees: bool = True, reach: str = "", **model: Any) -> Member:
-    fields = {f: getattr(MODEL, f) for f in MODEL.__struct_fields__} | model
-    fields["prefill_tok_s"] *= faster
-    fields["decode_tok_s"] *= faster
-    card = Card(
-        name,
-        1,
-        1,
-        name=name,
-        machine=FACTS,
-        models=[ModelCard(**fields)],
-        available_bytes=32 * GIB,
-        usable_bytes=32 * GIB,
-    )
-    return Member(card, name, reach, sees, 0.001)
-
-
-OWN = Card(
-    "me", 1, 1, name="me", machine=FACTS, available_bytes=8 * GIB, usable_bytes=8 * GIB, max_streams=16
-)
-
-
-def spoken(*events: Any) -> list[bytes]:
-    return [messages.encode(event) for event in events]
-
 
 WHOLE = spoken(*answer())
 
@@ -120,11 +82,6 @@ def make(store: Store) -> Make:
         )
 
     return build
-
-
-async def collect(events: AsyncGenerator[Any, None]) -> list[Any]:
-    async with aclosing(events):
-        return [event async for event in events]
 
 
 @pytest.mark.parametrize(

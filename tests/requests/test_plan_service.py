@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from examples import examples
 from fakes import FACTS, FakeFolder, FakeModels
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -228,7 +229,7 @@ asked_fleets = given(
 
 
 @asked_fleets
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_what_is_planned_is_what_a_request_does(
     model: dict[str, Any] | None, load: dict[str, Any], others: list[Member], tokens: int, before: int
 ) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from fakes import FakeModels, FakePool, answer
+from member_cards import OWN, collect, machine, spoken
 from msgspec.structs import replace
 from peer_streams import FakeOthers
-from test_placement import OWN, collect, machine, spoken
 
 from fleetd import limits
 from fleetd.control.prefill_trace import Trace

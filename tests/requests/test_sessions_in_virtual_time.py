@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from member_cards import FACTS, MODEL
 from msgspec.structs import replace
-from test_placement import FACTS, MODEL
 
 from fleetd.engine.protocol import Generate, TextPrompt
 from fleetd.errors import PeerLost

@@ -22,6 +22,8 @@ def _has_experts(config: dict[str, Any]) -> bool:
 EXPERTS = {name for name in OWN if _has_experts(config_of(name))} - WITHOUT_EXPERTS.keys()
 
 
-def each(names: Iterable[str]) -> list[Any]:
-    """For ``pytest.mark.parametrize``."""
-    return [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in sorted(names)]
+def each(names: Iterable[str], *, every: int = 1) -> list[Any]:
+    """For ``pytest.mark.parametrize``. ``every``: only every so many-th of the sample in the quick run."""
+    wanted = sorted(names)
+    quick = [name for name in wanted if name not in LONG][::every]
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in wanted]

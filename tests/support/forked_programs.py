@@ -1,8 +1,10 @@
-"""Real workers and daemons that start quickly: forked from a process that has done their imports.
+"""Real workers, daemons and clients that start quickly: forked from a process that has done their imports.
 
     test ── descriptors, arguments ──► server ── fork ──► ``python -m fleetd.engine.worker …``
          ◄── process id, then exit status ──                ``python -m fleetd run …`` ── forks a server
                                                             of its own for its workers
+
+fleetctl is forked by a server that has imported fleetctl alone.
 
 Run as a program this is the server; ``Programs`` is its client. Every other program starts as usual.
 Only for Linux, where MLX on a CPU allows a fork after its import.
@@ -22,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +35,7 @@ import psutil
 AVAILABLE = sys.platform == "linux"
 WORKER = "fleetd.engine.worker"
 # Modules that the server runs for ``python -m NAME``, and where their ``main`` is.
-ENTRIES = {WORKER: WORKER, "fleetd": "fleetd.cli"}
+ENTRIES = {WORKER: WORKER, "fleetd": "fleetd.cli", "fleetctl": "fleetctl.cli"}
 _MESSAGE_BYTES = 1 << 17
 _DESCRIPTORS = 16
 # Received descriptors are moved above this number, then to the numbers the program expects.
@@ -72,6 +75,7 @@ class Programs:
         log: where the server's own stderr goes.
         limits: figures of ``fleetd.limits`` that its programs have instead.
         install: modules beside this one whose ``install()`` changes its programs before they begin.
+        imports: what the server imports instead of all that workers and daemons need.
         enter: a command that runs the server, and with it all its programs, somewhere else.
     """
 
@@ -81,11 +85,13 @@ class Programs:
         *,
         limits: Mapping[str, float] | None = None,
         install: Sequence[str] = (),
+        imports: Sequence[str] = (),
         enter: Sequence[str] = (),
     ) -> None:
         self._log = log
         self._enter = enter
-        self._options = json.dumps({"limits": limits or {}, "install": list(install)})
+        options = {"limits": limits or {}, "install": list(install), "imports": list(imports)}
+        self._options = json.dumps(options)
         self._server: subprocess.Popen[bytes] | None = None
 
     @cached_property
@@ -121,23 +127,47 @@ class Programs:
         self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path | None, log: int
     ) -> ForkedProgram:
         """A program without input; its output goes to ``log``."""
-        return ForkedProgram(self.channel, command, env=env, cwd=cwd, log=log)
+        with open(os.devnull, "rb") as nothing:
+            return ForkedProgram(self.channel, command, [nothing.fileno(), log, log], env=env, cwd=cwd)
+
+    def run(
+        self, command: Sequence[str], *, env: Mapping[str, str], given: bytes | None, timeout_s: float
+    ) -> subprocess.CompletedProcess[bytes]:
+        """A program to its end; ``given`` is its input, None is none. Raises subprocess.TimeoutExpired."""
+        with (
+            open(os.devnull, "rb") if given is None else tempfile.TemporaryFile() as stdin,
+            tempfile.TemporaryFile() as stdout,
+            tempfile.TemporaryFile() as stderr,
+        ):
+            if given is not None:
+                stdin.write(given)
+                stdin.seek(0)
+            standard = [file.fileno() for file in (stdin, stdout, stderr)]
+            program = ForkedProgram(self.channel, command, standard, env=env, cwd=None)
+            try:
+                code = program.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                program.kill()
+                program.wait()
+                raise
+            stdout.seek(0)
+            stderr.seek(0)
+            return subprocess.CompletedProcess(command, code, stdout.read(), stderr.read())
 
 
 class ForkedProgram:
-    """The part of ``subprocess.Popen`` that the tests use."""
+    """The part of ``subprocess.Popen`` that the tests use. ``standard``: its stdin, stdout and stderr."""
 
     def __init__(
         self,
         channel: socket.socket,
         command: Sequence[str],
+        standard: Sequence[int],
         *,
         env: Mapping[str, str],
         cwd: Path | None,
-        log: int,
     ) -> None:
-        with open(os.devnull, "rb") as nothing:
-            self._status = _ask(channel, command, [nothing.fileno(), log, log], env=env, cwd=cwd)
+        self._status = _ask(channel, command, standard, env=env, cwd=cwd)
         self.pid = _number(self._status.recv(_NUMBER_BYTES, socket.MSG_WAITALL))
         self.returncode: int | None = None
 
@@ -349,7 +379,7 @@ def become(start: _Start) -> int:
     sys.argv = [module, *command[3:]]
     if module == "fleetd":
         _fork_server()
-    else:
+    elif module == WORKER:
         os.environ.update(_found)
     code: int | None = importlib.import_module(ENTRIES[module]).main()
     return code or 0
@@ -376,12 +406,9 @@ def _fork_server() -> None:
     asyncio.create_subprocess_exec = forked
 
 
-def main(channel: socket.socket, options: dict[str, Any]) -> int:
-    from fleetd import limits
+def _import_for_workers() -> None:
     from fleetd.engine import cpu
 
-    for name, value in options["limits"].items():
-        setattr(limits, name, value)
     cpu.preload_blas()
     cpu.preload_blas = lambda: cpu.exact()  # it insists on being first, and has been
     from fleetd.engine import loading, worker  # noqa: F401  (what a load imports)
@@ -392,6 +419,18 @@ def main(channel: socket.socket, options: dict[str, Any]) -> int:
         importlib.import_module(module)
 
     _found.update((name, os.environ[name]) for name in _LIBRARIES if name in os.environ)
+
+
+def main(channel: socket.socket, options: dict[str, Any]) -> int:
+    from fleetd import limits
+
+    for name, value in options["limits"].items():
+        setattr(limits, name, value)
+    if options["imports"]:
+        for module in options["imports"]:
+            importlib.import_module(module)
+    else:
+        _import_for_workers()
     for module in options["install"]:
         importlib.import_module(module).install()
     # It lives through all tests: what is there now need not be looked at again by a collector in each fork.

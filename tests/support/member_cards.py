@@ -1,0 +1,55 @@
+"""Machines as the placement of jobs sees them: their cards, what they answer, and what comes of a job."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fleetd.limits import GIB
+from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
+from fleetd.requests import messages
+from fleetd.requests.members import Member
+
+FACTS = MachineFacts(tier="standard", chip="cpu", cores=8, memory_bytes=64 * GIB, accelerator="cpu")
+MODEL = ModelCard(
+    "big",
+    digest="d",
+    roles=["chat"],
+    state="loaded",
+    weights_bytes=GIB,
+    memory_bytes=GIB,
+    prefill_tok_s=100.0,
+    decode_tok_s=10.0,
+)
+
+
+def machine(name: str, *, faster: float = 1.0, sees: bool = True, reach: str = "", **model: Any) -> Member:
+    fields = {f: getattr(MODEL, f) for f in MODEL.__struct_fields__} | model
+    fields["prefill_tok_s"] *= faster
+    fields["decode_tok_s"] *= faster
+    card = Card(
+        name,
+        1,
+        1,
+        name=name,
+        machine=FACTS,
+        models=[ModelCard(**fields)],
+        available_bytes=32 * GIB,
+        usable_bytes=32 * GIB,
+    )
+    return Member(card, name, reach, sees, 0.001)
+
+
+OWN = Card(
+    "me", 1, 1, name="me", machine=FACTS, available_bytes=8 * GIB, usable_bytes=8 * GIB, max_streams=16
+)
+
+
+def spoken(*events: Any) -> list[bytes]:
+    return [messages.encode(event) for event in events]
+
+
+async def collect(events: AsyncGenerator[Any, None]) -> list[Any]:
+    async with aclosing(events):
+        return [event async for event in events]

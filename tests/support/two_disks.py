@@ -1,0 +1,128 @@
+"""Two machines with disks of their own, of which one may fetch what the other one has read."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from disk_worker import Worker, settings_in
+from wire_changes import chunks_of
+
+from fleetd.cache import block_stream
+from fleetd.cache.block_store import BlockStore
+from fleetd.cache.service import DiskCache
+from fleetd.engine.protocol import BLOCKS, FetchBlocks, Fetched, Finished, Lacking, StreamTag
+from fleetd.errors import FleetError
+from fleetd.requests.kv_fetching import messages
+from fleetd.requests.kv_fetching.server import parts_to_send
+from fleetd.sealed.stream import SealedSender
+
+# Blocks of the prompt that the tests ask, which has some tokens more.
+WHOLE = 3
+
+
+class TwoMachines:
+    """One that has read the prompt and keeps it, ``there``, and one that has not, ``here``."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, root: Path, prompt: list[int], *, max_tokens: int = 8
+    ) -> None:
+        self.model, self.tokenizer, self.root, self.prompt = model, tokenizer, root, prompt
+        self.max_tokens = max_tokens
+        self.settings = settings_in(root / "there")
+        self.there = Worker(model, tokenizer, self.settings)
+        self.there.ask("first", prompt, max_tokens=max_tokens)
+        self.there.stop()
+        self.expected = self.there.text("first")
+        self.here = Worker(model, tokenizer, settings_in(root / "here"))
+        self.threads: list[threading.Thread] = []
+
+    def ask(self, **fields: Any) -> None:
+        self.here.put("second", self.prompt, fetches=True, max_tokens=self.max_tokens, **fields)
+
+    def lacking(self) -> Lacking:
+        while not (found := [e for e in self.here.events if isinstance(e, Lacking)]):
+            self.here.turn()
+        return found[0]
+
+    def decide(
+        self,
+        blocks: int,
+        *,
+        plan: bool = False,
+        last_first: bool = False,
+        within_s: float = 0.0,
+        since_s: float = 0.0,
+    ) -> None:
+        # As far as is known a block takes a second, as a token does where computing is slow.
+        self.here.scheduler.tell(
+            FetchBlocks("second", blocks, 1.0 * last_first, plan, last_first, within_s, since_s)
+        )
+
+    def send(
+        self,
+        work: Callable[[socket.socket, SealedSender, list[bytes]], None],
+        blocks: int = WHOLE,
+        *,
+        plan: bool = False,
+        last_first: bool = False,
+        within_s: float = 0.0,
+        since_s: float = 0.0,
+        change: Callable[[list[bytes]], list[bytes]] | None = None,
+    ) -> None:
+        """``work`` is what the other machine does with its end of the stream; ``change``: what a machine
+        between the two makes of its chunks."""
+        asked = self.lacking()
+        cache = DiskCache(self.settings, on=True, note=lambda: "")
+        wanted = (asked.plan_names if plan else asked.names)[:blocks]
+        question = messages.FetchQuestion(wanted, "second", asked.rows, asked.states, last_first)
+        names = parts_to_send(cache, question)
+        cache.close()
+        near, far = socket.socketpair()
+        key = os.urandom(32)
+        self.here.scheduler.put_stream(StreamTag("second", BLOCKS, key, "connector"), near)
+        if change is not None:
+            far = self._relayed(far, change)
+        self.decide(blocks, plan=plan, last_first=last_first, within_s=within_s, since_s=since_s)
+
+        def run() -> None:
+            with far, suppress(FleetError, OSError):
+                work(far, SealedSender(far, key, "acceptor"), names)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        self.threads.append(thread)
+
+    def _relayed(self, onwards: socket.socket, change: Callable[[list[bytes]], list[bytes]]) -> socket.socket:
+        """The end of a stream whose chunks are changed on their way."""
+        far, tap = socket.socketpair()
+
+        def run() -> None:
+            with tap, onwards, suppress(OSError):  # it hangs up once it has seen the lie
+                wire = b"".join(iter(lambda: tap.recv(1 << 20), b""))
+                onwards.sendall(b"".join(change(chunks_of(wire))))
+
+        self.threads.append(threading.Thread(target=run, daemon=True))
+        self.threads[-1].start()
+        return far
+
+    def honest(self, sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        store = BlockStore(self.settings)
+        block_stream.send(sender, names, store.read)
+        store.close()
+
+    def close(self) -> None:
+        self.here.stop()
+        for thread in self.threads:
+            thread.join(60)
+
+    def finish(self) -> tuple[Finished, Fetched | None]:
+        done = self.here.finish("second")
+        assert self.here.text("second") == self.expected
+        told = [e for e in self.here.events if isinstance(e, Fetched)]
+        return done, told[0] if told else None
