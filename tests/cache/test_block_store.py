@@ -302,7 +302,13 @@ def test_the_report_tells_sizes_by_model_and_wear(store: BlockStore) -> None:
     one, two = report.models
     assert report.on
     assert report.n_bytes == written == one.written_bytes + two.written_bytes
-    assert (one.blocks, one.block_tokens, one.hits, one.restored_tokens, one.saved_s) == (3, 768, 1, 512, 3.0)
+    assert (one.blocks, one.block_tokens, one.hits, one.restored_tokens, one.saved_s) == (
+        3,
+        3 * limits.CACHE_BLOCK_TOKENS,
+        1,
+        512,
+        3.0,
+    )
     assert (two.blocks, two.hits) == (1, 0)
 
 

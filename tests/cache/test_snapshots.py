@@ -13,6 +13,7 @@ import pytest
 from kv_blocks import header, prompt
 from waiting_store import SOON_S, WaitingStore
 
+from fleetd import limits
 from fleetd.cache.block_file import BlockDamaged, BlockHeader, sealed_bytes
 from fleetd.cache.block_names import state_name
 from fleetd.cache.block_store import BlockStore, NotKept
@@ -47,7 +48,7 @@ def test_a_beginning_ends_with_the_last_snapshot_that_has_its_rows(store: BlockS
     assert found.state_bytes > 500
     assert store.find(NAMES).blocks == 3
     (model,) = store.report().models
-    assert (model.blocks, model.block_tokens) == (5, 3 * 256)
+    assert (model.blocks, model.block_tokens) == (5, 3 * limits.CACHE_BLOCK_TOKENS)
 
 
 def test_a_snapshot_without_its_rows_is_of_no_use(store: BlockStore, settings: DiskCacheSettings) -> None:

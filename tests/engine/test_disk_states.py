@@ -37,6 +37,11 @@ pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 SAMPLE = {"llama", "deepseek_v32", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "mamba2", "lfm2"}
 
 
+@pytest.fixture(autouse=True)
+def a_state_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CHECKPOINT_BLOCK_TOKENS", BLOCK)
+
+
 @pytest.fixture
 def settings(tmp_path: Path) -> DiskCacheSettings:
     return settings_in(tmp_path)
@@ -281,12 +286,12 @@ def test_the_rest_of_what_memory_has_of_a_hybrid_comes_from_the_disk(
     chain_path: Path, settings: DiskCacheSettings
 ) -> None:
     model = tiny_architectures.tiny("lfm2", vocab_size=tiny_models.VOCAB)
-    tokenizer, prompt = load_tokenizer(chain_path), tiny_models.prompt(600)
+    tokenizer, prompt = load_tokenizer(chain_path), tiny_models.prompt(2 * BLOCK + 88)
     first = Worker(model, tokenizer, settings)
     first.ask("long", prompt)
     first.stop()
     second = Worker(model, tokenizer, settings)
-    assert second.ask("short", prompt[:400]).timings.restored_tokens == BLOCK
+    assert second.ask("short", prompt[: BLOCK + 44]).timings.restored_tokens == BLOCK
     ended = second.ask("long", prompt)
     assert (ended.usage.cached_tokens, ended.timings.restored_tokens) == (2 * BLOCK, BLOCK)
     assert second.text("long") == first.text("long")

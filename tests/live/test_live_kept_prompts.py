@@ -102,7 +102,7 @@ def test_the_default_model_reads_a_prompt_once_also_after_a_restart(
 ) -> None:
     daemon = make_daemon()
     first = ask(daemon, LONG)
-    whole_blocks = (first.usage.prompt_tokens - 1) // 256 * 256
+    whole_blocks = (first.usage.prompt_tokens - 1) // limits.CACHE_BLOCK_TOKENS * limits.CACHE_BLOCK_TOKENS
     assert (first.usage.prompt_tokens_details.cached_tokens, restored(first)) == (0, 0)
     assert whole_blocks >= 256
     until(lambda: daemon.control("GET", "/fleet/v1/cache")["models"][0]["block_tokens"] == whole_blocks, 60)
@@ -136,7 +136,11 @@ def test_a_machine_that_dies_while_it_writes_has_whole_blocks_or_none(
                 answer.result()
             daemon.restart()
             kept = ask(daemon, text)
-            assert kept.usage.prompt_tokens_details.cached_tokens == restored(kept) <= 256 * files
+            assert (
+                kept.usage.prompt_tokens_details.cached_tokens
+                == restored(kept)
+                <= limits.CACHE_BLOCK_TOKENS * files
+            )
             daemon.control("POST", "/fleet/v1/cache/clear", {})
             computed = ask(daemon, text)
             assert computed.usage.prompt_tokens_details.cached_tokens == 0
