@@ -165,7 +165,9 @@ class _FleetSeries:
             "kind",
             "outcome",
         )
-        self.share_bytes = counter("fleetd_share_bytes", "Bytes between machines that shared a prompt.")
+        self.share_bytes = counter(
+            "fleetd_share_bytes", "Bytes of shared prompts that came here or left."
+        )
         self.served = counter(
             "fleetd_served",
             "Work for other machines' requests: parts of prompts (assist), drafts, scores.",

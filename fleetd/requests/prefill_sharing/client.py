@@ -41,7 +41,6 @@ from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
 from fleetd.requests.request import Request
-from fleetd.requests.request_trace import share_steps
 
 log = get_logger("fleetd.sharing")
 
@@ -354,7 +353,8 @@ class SharedPrompt:
 
     def _count(self) -> None:
         if (choice := self._request.choice) is not None:
-            n_bytes = sum(step.n_bytes for step in share_steps(self._request))
+            # By this machine's own account: helpers may tell any number, and count the same bytes again.
+            n_bytes = sum(step.n_bytes for step in self._request.own_steps)
             self._sharing.metrics.share(choice.best.kind, self._request.prefill_outcome, n_bytes)
 
 
