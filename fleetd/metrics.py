@@ -165,9 +165,7 @@ class _FleetSeries:
             "kind",
             "outcome",
         )
-        self.share_bytes = counter(
-            "fleetd_share_bytes", "Bytes of shared prompts that came here or left."
-        )
+        self.share_bytes = counter("fleetd_share_bytes", "Bytes of shared prompts that came here or left.")
         self.served = counter(
             "fleetd_served",
             "Work for other machines' requests: parts of prompts (assist), drafts, scores.",
