@@ -54,18 +54,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The daemon's loop is uvloop's: most tests run on asyncio's own in the long run only."""
-    for item in items:
-        drawn = getattr(item, "callspec", None)
-        on_asyncio = drawn and drawn.params.get("_asyncio_loop_factory") is asyncio.new_event_loop
-        if on_asyncio and item.get_closest_marker("both_loops") is None:
-            item.add_marker(pytest.mark.long)
-
-
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
-    """Async tests run on both loops, except where what is tested is another process's work."""
+    """Every async test runs on both loops, except where what is tested is another process's work."""
     if item.get_closest_marker("one_loop"):
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}

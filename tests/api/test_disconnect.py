@@ -15,8 +15,6 @@ from fleetd import limits
 from fleetd.engine import protocol as p
 from fleetd.requests.job import Job
 
-pytestmark = pytest.mark.both_loops
-
 CHAT = "/v1/chat/completions"
 
 

@@ -17,8 +17,6 @@ from fleetd import errors, limits
 from fleetd.engine import protocol as p
 from fleetd.requests.job import Job
 
-pytestmark = pytest.mark.both_loops
-
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 

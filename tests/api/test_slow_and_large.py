@@ -16,8 +16,6 @@ from api_fakes import FakeRunner, Site, post_bytes, read_until, serve, serve_uni
 from fleetd import limits
 from fleetd.engine import protocol as p
 
-pytestmark = pytest.mark.both_loops
-
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
 

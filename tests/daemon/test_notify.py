@@ -16,8 +16,6 @@ import pytest
 from fleetd.notify import Notifier
 from fleetd.peercred import peer_uid
 
-pytestmark = pytest.mark.both_loops
-
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[socket.socket]:

@@ -106,7 +106,6 @@ async def test_a_broken_worker_is_a_dead_engine(
     assert len(await drain(watched, "again")) > 0
 
 
-@pytest.mark.both_loops
 async def test_status_says_what_each_stage_of_the_load_took(watched: EnginePool, behave: Misbehave) -> None:
     behave("answers")
     await drain(watched)
@@ -115,7 +114,6 @@ async def test_status_says_what_each_stage_of_the_load_took(watched: EnginePool,
     assert all(step.seconds >= 0 for step in status.load_steps)
 
 
-@pytest.mark.both_loops
 @pytest.mark.parametrize("behaviour", ["says nothing", "beats without progress"])
 async def test_a_worker_without_progress_is_stalled(
     watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch, behaviour: str

@@ -15,8 +15,6 @@ from fleetd.p2p.session.session import Session
 from fleetd.p2p.session.stream import SessionStream
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
 
-pytestmark = pytest.mark.both_loops
-
 STREAMS = 3
 KINDS = (PeerConnection, PeerStream, Session, SessionStream)
 

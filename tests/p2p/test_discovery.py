@@ -29,8 +29,6 @@ from fleetd.p2p.discovery.interfaces import Interface
 from fleetd.p2p.discovery.mdns import SERVICE, FloodFilter, budget
 from fleetd.p2p.discovery.network_checks import probe_multicast
 
-pytestmark = pytest.mark.both_loops
-
 LOOPBACK = "127.0.0.1"
 GROUP = ("224.0.0.251", 5353)
 RESPONSE = 0x8400

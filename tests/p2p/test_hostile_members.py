@@ -33,8 +33,6 @@ from fleetd.p2p.session.transport import PeerConnection, PeerStream
 from fleetd.requests.model_copies import MODEL_OFFER, MODEL_SEND, ModelCopies, Order
 from fleetd.sealed.chunks import HEADER_BYTES, TAG_BYTES, Sealer
 
-pytestmark = pytest.mark.both_loops
-
 PATIENCE_S = 25.0
 
 

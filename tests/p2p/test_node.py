@@ -14,8 +14,6 @@ from fleetd.p2p.membership.roster_file import AddressFile
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
 
-pytestmark = pytest.mark.both_loops
-
 
 async def echo(_peer: str, body: bytes, stream: PeerStream) -> None:
     stream.send(body)

@@ -12,8 +12,6 @@ from fleetd.errors import PeerUnreachable
 from fleetd.p2p.node import Node
 from fleetd.p2p.session import transport
 
-pytestmark = pytest.mark.both_loops
-
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "."])
 async def test_a_host_name_that_no_resolver_takes_is_an_unreachable_machine(host: str) -> None:

@@ -30,7 +30,7 @@ from fleetd.p2p.pairing.roles import Joiner
 from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.port import PAIRING
 
-pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 def host(node: Node) -> str:

@@ -26,8 +26,6 @@ from fleetd.p2p.node import Node
 from fleetd.p2p.session import tls
 from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello, encode
 
-pytestmark = pytest.mark.both_loops
-
 PATIENCE_S = 60.0
 
 

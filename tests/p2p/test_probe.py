@@ -26,8 +26,6 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.model_copies import MODEL_OFFER, ModelCopies
 
-pytestmark = pytest.mark.both_loops
-
 
 async def test_a_way_is_measured_by_echoes_and_bursts(tmp_path: Path) -> None:
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))

@@ -17,8 +17,6 @@ from fleetd.p2p import links
 from fleetd.p2p.node import Node
 from fleetd.requests.members import eligible
 
-pytestmark = pytest.mark.both_loops
-
 MAC = "3c:22:fb:01:02:03"
 
 
