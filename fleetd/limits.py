@@ -677,7 +677,7 @@ CACHE_SPEED_BYTES = MIB
 
 # ---- Keys and values of other machines --------------------------------------------------------------------
 # Names of blocks in one question: a prompt of a million tokens.
-FETCH_BLOCKS = 4096
+FETCH_BLOCKS = 8192
 FETCH_MESSAGE_BYTES = 40 * FETCH_BLOCKS + 64 * KIB
 # Machines that are asked at once what they have of a prompt, and how long for. A prompt waits for the answer.
 FETCH_ASKED, FETCH_FIND_S = 8, 0.5
