@@ -34,7 +34,7 @@ from fleetd.requests.placement import Placer, WantedModel
 from fleetd.requests.plan_service import PlanService
 from fleetd.requests.request import LocatedModel
 
-BLOCKS = 12
+BLOCKS = 24
 TOKENS = BLOCKS * limits.CACHE_BLOCK_TOKENS
 TEXT = "".join(chr(65 + n % 26) * 512 for n in range(TOKENS * CHARS_PER_TOKEN // 512))
 NAMES = kv_blocks.prompt(1, BLOCKS)
@@ -211,8 +211,8 @@ async def test_the_plan_of_a_text_says_what_is_restored_fetched_and_computed(tmp
         assert (there.cached_tokens, there.restored_tokens) == (TOKENS, TOKENS)
         # Once half of it lies here, that is read first.
         with kv_blocks.opened(kv_blocks.settings(tmp_path / "own")) as store:
-            kv_blocks.keep(store, NAMES[:6])
-        home.disk.begin_with(DIGEST, links(TEXT)[:12], NAMES[:6], 0.5)
+            kv_blocks.keep(store, NAMES[: BLOCKS // 2])
+        home.disk.begin_with(DIGEST, links(TEXT)[:12], NAMES[: BLOCKS // 2], 0.5)
         chosen = (await service().plan(PlanQuestion("m", text=TEXT))).options[0]
         assert (chosen.restored_tokens, chosen.fetched_tokens) == (TOKENS // 2, TOKENS // 2)
 
