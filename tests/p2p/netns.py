@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -83,6 +84,7 @@ class Lab:
         self._held: list[subprocess.Popen[str]] = []
         self._switch: subprocess.Popen[str] | None = None
         self._cut: set[int] = set()
+        self._telling = threading.Lock()
         self.hosts: list[LabHost] = []
 
     def __enter__(self) -> Lab:
@@ -155,10 +157,12 @@ class Lab:
         switch = self._switch
         if switch is None or switch.stdin is None:
             raise RuntimeError("the lab is not open")
-        switch.stdin.write(json.dumps(command) + "\n")
-        switch.stdin.flush()
-        if _line(switch.stdout) != "done":
-            raise RuntimeError("the switch has ended")
+        # Two threads that read at once would leave one of them waiting for a line that the other has taken.
+        with self._telling:
+            switch.stdin.write(json.dumps(command) + "\n")
+            switch.stdin.flush()
+            if _line(switch.stdout) != "done":
+                raise RuntimeError("the switch has ended")
 
 
 def _enter(pid: int) -> list[str]:

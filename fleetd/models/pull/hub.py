@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
+import importlib
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -247,9 +248,10 @@ def _has_its_hash(path: Path, file: RemoteFile) -> bool:
 
 @contextlib.contextmanager
 def _typed_failures(hub_id: str) -> Iterator[None]:
-    import httpx
     from huggingface_hub import errors
 
+    # The library's own HTTP client: httpx, and httpx2 from its version 2 on.
+    http = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])
     resumes = "Pull again; what has arrived is kept."
     try:
         yield
@@ -275,12 +277,12 @@ def _typed_failures(hub_id: str) -> Iterator[None]:
             f"{hub_id} is not on this machine, and HF_HUB_OFFLINE forbids fetching it.",
             hint="Unset it and pull again.",
         ) from None
-    except (httpx.TransportError, ConnectionError, TimeoutError) as error:
+    except (http.TransportError, ConnectionError, TimeoutError) as error:
         raise DownloadFailed(
             f"The hub could not be reached, or stopped answering ({type(error).__name__}).",
             hint=f"Check the network. {resumes}",
         ) from None
-    except httpx.HTTPError as error:
+    except http.HTTPError as error:
         raise DownloadFailed(f"The hub answered with an error: {error}.", hint=resumes) from None
     except OSError as error:
         if error.errno is not None:
