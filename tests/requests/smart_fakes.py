@@ -118,14 +118,17 @@ def spoiled(honest: Scored, how: str) -> Scored:
 class ScoringPool(FakePool):
     """Answers with ``script`` whatever it is asked, and scores.
 
-    ``trouble`` happens instead, once per entry: an error, an event to wait for, "nothing", or how the scores
-    are ``spoiled``; ``after`` the same by the number of the segment, from 1 on. ``sparse``: why tokens cannot
-    be left out; "" where they can, but for the last ``tail``. ``scoring``: of every model that is loaded.
+    ``trouble`` happens instead, once per entry: an error, an event to wait for, both, "nothing", or how the
+    scores are ``spoiled``; ``after`` the same by the number of the segment, from 1 on. ``sparse``: why tokens
+    cannot be left out; "" where they can, but for the last ``tail``. ``scoring``: of every model that is
+    loaded.
     """
 
     asked: list[Generate] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
-    trouble: list[BaseException | asyncio.Event | str] = field(default_factory=list)
+    trouble: list[BaseException | asyncio.Event | tuple[asyncio.Event, BaseException] | str] = field(
+        default_factory=list
+    )
     after: dict[int, BaseException] = field(default_factory=dict)
     answers: list[BaseException | None] = field(default_factory=list)
     sparse: str = "it has no such ropes."
@@ -160,6 +163,9 @@ class ScoringPool(FakePool):
         trouble = self.trouble.pop(0) if self.trouble else self.after.get(len(self.scores))
         try:
             yield Prefill(score.id, 1, 2)
+            if isinstance(trouble, tuple):
+                waits, trouble = trouble
+                await waits.wait()
             if isinstance(trouble, BaseException):
                 raise trouble
             if isinstance(trouble, asyncio.Event):

@@ -456,8 +456,9 @@ async def test_the_next_request_does_not_lose_the_time_again(
 
 
 async def test_more_prompts_than_can_be_scored_at_once_are_all_answered(home: Any) -> None:
-    gate = asyncio.Event()
-    busy = [Overloaded(f"{limits.SCORES} texts are being scored already.")] * 2
+    gate, refuses = asyncio.Event(), asyncio.Event()
+    # All of them have been planned before the first one is refused: what goes on then makes others slower.
+    busy = [(refuses, Overloaded(f"{limits.SCORES} texts are being scored already."))] * 2
     this = home(trouble=[*[gate] * limits.SCORES, *busy])
     asked = [
         asyncio.create_task(this.told(chat(haystack(200, at=n), request_id=f"r{n}")))
@@ -466,6 +467,7 @@ async def test_more_prompts_than_can_be_scored_at_once_are_all_answered(home: An
     async with asyncio.timeout(WITHIN_S):
         while len(this.pool.scores) < len(asked):  # noqa: ASYNC110  (a fake's figure)
             await asyncio.sleep(0.01)
+    refuses.set()
     gate.set()
     told = await asyncio.gather(*asked)
     assert sorted(each.code for each in told) == [*[""] * limits.SCORES, "overloaded", "overloaded"]
