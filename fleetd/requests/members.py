@@ -199,11 +199,12 @@ class Members:
         claim, sent = found.card, self.requests_at(found.node_id)
         card = claims.believed(claim, own)
         capped = claims.capped(claim, card) if card is not claim else {}
-        card = structs.replace(
-            card,
-            running=max(card.running, sent.requests - card.waiting),
-            unread_tokens=max(card.unread_tokens, sent.unread_tokens),
-        )
+        if sent.requests:
+            card = structs.replace(
+                card,
+                running=max(card.running, sent.requests - card.waiting),
+                unread_tokens=max(card.unread_tokens, sent.unread_tokens),
+            )
         reasons = self.backoff.reasons(found.node_id, work, self._monotonic())
         left_out = reasons.pop("", "")
         if work == "answer" and not left_out and found.node_id not in self._proven:

@@ -225,8 +225,11 @@ class Placer:
         helping = [here, *self._members.others("prefill")]
         if not ask.counted and ask.prompt_tokens < limits.SHARE_LEAST_TOKENS:
             helping = []  # only people want to hear why no machine helps with so short a prompt
+        # Looked up once for all homes; mostly nothing of the prompt is kept anywhere.
+        sources = [here, *self._members.others("fetch")] if places else []
         homes = [
-            self._home(ask, model, each, helping, cached(each), kept, places) for each in (here, *others)
+            self._home(ask, model, each, helping, sources, cached(each), kept, places)
+            for each in (here, *others)
         ]
         if session:
             homes = [
@@ -241,14 +244,14 @@ class Placer:
         model: WantedModel,
         member: Member,
         helping: Sequence[Member],
+        sources: Sequence[Member],
         cached: int,
         kept: int,
         places: PromptPlaces,
     ) -> Home:
-        """``helping``: the machines that could help it."""
-        unaided = not member.here and self._members.unaided()
-        if unaided:
-            helping = ()  # it is asked to read the prompt alone
+        """``helping``: the machines that could help it; ``sources``: those that it could fetch from."""
+        if not member.here and self._members.unaided():
+            helping = sources = ()  # it is asked to read the prompt alone
         found = self._model(model, member)
         told = places.get(member.node_id)
         if told is not None and found is not None and found.state == "loaded":
@@ -276,7 +279,7 @@ class Placer:
             self._beginnings(
                 model,
                 member,
-                () if unaided else (self._members.here(), *self._members.others("fetch")),
+                sources,
                 cached,
                 places,
                 spec.speed,

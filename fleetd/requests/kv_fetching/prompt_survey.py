@@ -76,9 +76,9 @@ class PromptSurvey:
             return {}
         members = sources if others else []
         questions = (self._ask(member, digest, asked) for member in members)
-        told = await asyncio.gather(self._look(digest, asked), *questions)
+        answers = await asyncio.gather(self._look(digest, asked), *questions)
         nodes = [THIS_NODE, *(member.node_id for member in members)]
-        return {node: found for node, found in zip(nodes, told, strict=True) if found is not None}
+        return {node: found for node, found in zip(nodes, answers, strict=True) if found is not None}
 
     def _sources(self) -> list[Member]:
         """The machines to ask, those with the fastest links first."""
