@@ -288,6 +288,8 @@ class Scheduler(ComputeLoop):
         except Exception as error:
             self._failed(request.id, error)
             return
+        # What came in the same moment waits for its turn only.
+        self._admit()
         # A prompt that must wait for memory is not offered to other machines.
         if request.shared and not self._waiting and self._fits(sequence):
             self._prefilling.append(sequence)

@@ -107,6 +107,15 @@ def test_a_prompt_that_waits_for_word_lets_others_go_and_keeps_its_memory(
     assert bench.of("waits", Finished)[0].reason == "length"
 
 
+def test_one_that_comes_in_the_same_moment_as_another_is_offered(parts: tuple[Any, Any, Sharable]) -> None:
+    bench = SharingBench(parts)
+    bench.ask("other", 300, 6, shared=False)
+    bench.ask("long")
+    bench.turn()
+    assert bench.of("long", Accepted)[0].waits
+    bench.finish_all("other", "long")
+
+
 def test_without_word_or_streams_it_goes_on_alone(parts: tuple[Any, Any, Sharable]) -> None:
     bench = SharingBench(parts)
     bench.ask("no word")

@@ -25,10 +25,10 @@ from fleetd.engine.protocol import (
     Accepted,
     Assisted,
     AssistPrefill,
+    Delta,
     Generate,
     Prefill,
     PrefillShared,
-    Shared,
     StreamTag,
     TokenPrompt,
 )
@@ -146,10 +146,10 @@ class Sharing:
                     case Prefill():
                         if event.done > event.cached:
                             self.computed.set()
-                    case Shared():
-                        pass
-                    case _:
+                    case Delta():
                         self.decoding.set()
+                    case _:
+                        pass
         except FleetError as error:
             self.told.error = error
 
