@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ def over_files(failing: str, *besides: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
-    except (FleetError, MemoryError):
+    except FleetError:
         raise
     except (ImportError, NotImplementedError, SystemExit) as error:
         text = "mlx-lm's code for it ends the process" if isinstance(error, SystemExit) else _text(error)
@@ -34,10 +35,17 @@ def over_files(failing: str, *besides: type[Exception]) -> Iterator[None]:
             hint="Choose another model (fleetctl models).",
         ) from error
     except Exception as error:
-        of_disk = isinstance(error, OSError) and error.errno is not None
-        if of_disk or (isinstance(error, besides) and not isinstance(error, RecursionError)):
+        of_system = _no_memory(error) or (isinstance(error, OSError) and error.errno is not None)
+        if of_system or (isinstance(error, besides) and not isinstance(error, RecursionError)):
             raise
         raise ModelCorrupt(f"{failing}: {type(error).__name__}: {_text(error)}.") from error
+
+
+def _no_memory(error: BaseException) -> bool:
+    """In the words of Python, of the system and of mlx ("[malloc] Unable …", "[metal::malloc] …")."""
+    if isinstance(error, RuntimeError):
+        return "malloc]" in str(error) or str(error) == "can't start new thread"
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 def _text(error: BaseException) -> str:
@@ -50,8 +58,7 @@ def typed(error: BaseException, message: str) -> FleetError:
     ``message``, and prints it."""
     if isinstance(error, FleetError):
         return error
-    # In words of Python, and in those of mlx: "[malloc] Unable to allocate", "[metal::malloc] …".
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "malloc]" in str(error)):
+    if _no_memory(error):
         return OutOfMemory(
             f"{message.rstrip(': ')} (this machine has no memory left).",
             hint="Close other programs, or choose a smaller model.",
