@@ -60,7 +60,7 @@ def _run(name: str, quick: bool, wanted_runs: int) -> bool:
     family = FAMILIES[name]
     runs = wanted_runs or (family.quick_runs if quick else family.runs)
     print(f"{family.title} ({runs} runs) ...", flush=True)
-    load, begun = host.load(), time.perf_counter()
+    load, loop_s, begun = host.load(), host.loop_s(), time.perf_counter()
     try:
         measured = family.measure(runs)
     except Exception as error:  # one family's boundary: the next one may work
@@ -79,6 +79,7 @@ def _run(name: str, quick: bool, wanted_runs: int) -> bool:
         runs=runs,
         # Fewer runs than the family asks for are a look, whichever option said so.
         quick=runs < family.runs,
+        loop_s=[loop_s, host.loop_s()],
     )
     every = results.load(KEPT)
     every[name] = results.kept(every.get(name), result)

@@ -57,7 +57,10 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A family's figures with everything needed to judge or repeat them."""
+    """A family's figures with everything needed to judge or repeat them.
+
+    ``loop_s``: what ``host.loop_s`` was before and after; empty for results that are older than it.
+    """
 
     family: str
     measured: Measured
@@ -67,6 +70,7 @@ class Result(msgspec.Struct, frozen=True):
     load: float
     runs: int
     quick: bool
+    loop_s: list[float] = []
 
 
 def at_least(value: float) -> Bar:

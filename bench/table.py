@@ -12,7 +12,8 @@ _HEAD = """# Benchmarks
 Written by `make bench` (`python -m bench NAME...` measures some families again and leaves the others as they
 are). A value is the median of its runs, or the worst of them where it says so; the range of all runs stands
 beside it. A ratio is formed within one run, whose sides take turns, and the median is taken of the ratios.
-Absolute times belong to the machine named below each table; ratios carry over better. Beside the date of a
+Absolute times belong to the machine named below each table, and where others share its processor to the hour:
+how long a fixed loop took tells two such hours apart. Ratios carry over better. Beside the date of a
 figure stands how many later commits had touched what it measures when the page was written;
 `python -m bench --stale` counts.
 """
@@ -63,9 +64,17 @@ def _family(title: str, result: Result, age: int | None) -> Iterator[str]:
     yield f"\n{result.measured.how}\n"
     runs = "one run" if result.runs == 1 else f"{result.runs} runs"
     quick = " (a quick look, not a measurement)" if result.quick else ""
-    yield f"`{result.command}`, {result.date}, {runs}{quick}, load average {result.load:.2f} at the start.  "
+    pace = f"load average {result.load:.2f} at the start{_loop(result)}"
+    yield f"`{result.command}`, {result.date}, {runs}{quick}, {pace}.  "
     yield "; ".join(result.machine) + ".  "
     yield staleness.said(age)
+
+
+def _loop(result: Result) -> str:
+    if not result.loop_s:
+        return ""
+    before, after = (f"{1000 * seconds:.0f} ms" for seconds in result.loop_s)
+    return f"; a fixed loop took {before} before and {after} after"
 
 
 def row(figure: Figure, *, quick: bool = False) -> str:
