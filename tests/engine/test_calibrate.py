@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -332,9 +333,11 @@ def test_answers_are_what_they_would_be_without_it(make: Callable[[], Any]) -> N
     before, drawn = model(tokens, cache=make_prompt_cache(model)), mx.random.uniform(shape=(4,))
     mx.eval(before, drawn)
     mx.random.seed(5)
+    gc.collect()  # what other tests have left
     held = mx.get_active_memory()
     speeds = Calibration(model, tiny_models.VOCAB, 4096, 1.0).measured()
-    assert (mx.get_active_memory(), mx.get_cache_memory()) == (held, 0)
+    assert mx.get_active_memory() <= held
+    assert mx.get_cache_memory() == 0
     assert min(speeds.prefill_tok_s, speeds.decode_tok_s) > 0
     assert mx.array_equal(model(tokens, cache=make_prompt_cache(model)), before)
     assert mx.array_equal(mx.random.uniform(shape=(4,)), drawn)
