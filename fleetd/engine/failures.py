@@ -42,7 +42,7 @@ def over_files(failing: str, *besides: type[Exception]) -> Iterator[None]:
 
 
 def _no_memory(error: BaseException) -> bool:
-    """True if memory is short, by the words of Python, the system or mlx ("[malloc] Unable …", "[metal::malloc] …")."""
+    """True if memory is short, in the words of Python, the system or mlx ("[malloc] Unable to …")."""
     if isinstance(error, RuntimeError):
         return "malloc]" in str(error) or str(error) == "can't start new thread"
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
