@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import resource
 import sys
@@ -473,6 +474,17 @@ def test_fuzz_only_the_protocol_error_ends_a_session() -> None:
     met = run(range(20_000))
     # A fuzzer that only meets the first check proves little: this one meets all of them.
     assert [name for name in (*EVENTS, *REFUSALS) if met[name] < 5] == []
+
+
+@pytest.mark.usefixtures("narrow")
+def test_fuzz_what_was_attacked_is_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        run(range(2_000))
+        assert [each for each in gc.get_objects() if isinstance(each, Session)] == []
+    finally:
+        gc.enable()
 
 
 @pytest.mark.long

@@ -109,7 +109,9 @@ class Session:
                         f"{self._who} asks, but has left {limits.SESSION_ANSWERS} answers unread."
                     )
         except (ProtocolError, VersionMismatch) as error:
-            events += self.close(error)
+            # Its traceback, or that of what caused it, would hold this very call and all that came with it.
+            error.__cause__ = error.__context__ = None
+            events += self.close(error.with_traceback(None))
         return events
 
     def data_to_send(self, limit: int = limits.PEER_WRITE_BUFFER_BYTES) -> bytes:

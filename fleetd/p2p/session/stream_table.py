@@ -164,7 +164,8 @@ class SessionStreams:
         try:
             message = take(frame.body, frame.more)
         except PayloadTooLarge as error:
-            self._give_up(stream, error, events)
+            # Its traceback would hold ``events``, in which the error goes on, and so the whole session.
+            self._give_up(stream, error.with_traceback(None), events)
             return
         self.held_bytes += stream.held_bytes - before
         if self.held_bytes > limits.SESSION_HELD_BYTES:
