@@ -55,8 +55,8 @@ def test_the_page_holds_figures_machine_command_and_what_is_missing() -> None:
     assert "| Share | ≥ 97.0 % | 50.0 % | **falls short** | 2026-11-21, of unknown age |" in summary
     assert "Speed" not in summary  # no bar, no promise
     assert "not measured yet: `demo`" in summary
-    machine = ("24 GB memory.", "2026-11-21", "2 runs", "101 ms before and 200 ms after")
-    for part in ("How it was done.", "- Speed: on a busy machine", *machine):
+    below = ("24 GB memory.", "2026-11-21", "2 runs", "101 ms before and 200 ms after")
+    for part in ("How it was done.", "- Speed: on a busy machine", *below):
         assert part in decode
     assert "`python -m bench decode`" in decode
     assert demo == "From a fresh clone\n\nNot measured yet: `python -m bench demo`.\n"
