@@ -15,7 +15,7 @@ from typing import Any
 import click
 import msgspec
 
-from fleetd import __version__, config, lean_imports, supported
+from fleetd import __version__, collector, config, lean_imports, supported
 from fleetd.errors import AlreadyRunning, ConfigError, FleetError, PortInUse, SocketPathTooLong
 from fleetd.home import paths
 from fleetd.terminal_text import json_text, printable
@@ -101,8 +101,9 @@ def run(home: Path | None, config_file: Path | None, **flags: Any) -> None:
     # Beside the imports, which take as long.
     identity = new_identity.begin(place.identity) if settings.fleet.enabled else None
     # Imported late: `fleetd version`, `config show` and refusals need none of the server.
-    lean_imports.load()
-    from fleetd import app, observe
+    with collector.paused_for_imports():
+        lean_imports.load()
+        from fleetd import app, observe
 
     observe.configure(settings.log.level, settings.log.format, file=place.log)
     app.run(settings, place, identity)

@@ -42,10 +42,14 @@ def _absent(name: str) -> Iterator[None]:
 
 @contextmanager
 def _no_authorities() -> Iterator[None]:
-    """Meanwhile default TLS contexts trust no certificate, so that a connection made with one is refused."""
+    """Meanwhile TLS contexts trust no certificate, so that a connection made with one is refused. aiohttp
+    also makes one that verifies nothing, and would read the authorities for it all the same."""
     usual = ssl.create_default_context
     ssl.create_default_context = lambda *_args, **_options: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    ssl.SSLContext.set_default_verify_paths = lambda *_args: None  # type: ignore[method-assign]
     try:
         yield
     finally:
         ssl.create_default_context = usual
+        # The subclass hid its parent's.
+        del ssl.SSLContext.set_default_verify_paths

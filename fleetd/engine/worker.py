@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from fleetd import limits
+from fleetd import collector, limits
 from fleetd.engine import address_space, cpu, import_index, openmp_file, protocol
 from fleetd.engine.chunk_size import Chunks, FixedChunks, MeasuredChunks, PacedChunks
 from fleetd.engine.failures import failed, typed
@@ -309,7 +309,8 @@ def start(
     cpu.preload_blas()
 
     quiet_libraries()
-    with import_index.stored(Path(settings.cache)) if settings.cache else nullcontext():
+    index = import_index.stored(Path(settings.cache)) if settings.cache else nullcontext()
+    with collector.paused_for_imports(), index:
         # For streams and blocks, the first of which is not to wait for it.
         from cryptography.hazmat.primitives.ciphers import aead  # noqa: F401
         from cryptography.hazmat.primitives.kdf import hkdf  # noqa: F401
