@@ -34,7 +34,7 @@ log = get_logger("fleetd.own_card")
 _LISTING_S, _LOOK_S = 15.0, 0.25
 # Free memory changes all the time; a smaller change than this is not sent.
 _MEMORY_STEP_BYTES = 256 * MIB
-# What is left of prompts changes with every chunk; it is told in steps, rounded up.
+# What is left of prompts changes with every chunk; it is sent in steps, rounded up.
 _UNREAD_STEP = 1024
 
 
@@ -135,15 +135,15 @@ class CardMaker:
             group.create_task(keep_running("list models", self._list_models), name="list models")
             # Also without a fleet: what a load finds out, and prompts on the disk, are kept by digest.
             group.create_task(keep_running("find digests", self._find_digests), name="find digests")
-            told, told_at = None, 0.0
+            sent, sent_at = None, 0.0
             loop = asyncio.get_running_loop()
             while True:
                 card = self.card()
-                if told is None or card != told or loop.time() - told_at >= limits.CARD_REPEAT_S:
+                if sent is None or card != sent or loop.time() - sent_at >= limits.CARD_REPEAT_S:
                     self._sequence += 1
-                    told, told_at = msgspec.structs.replace(card, sequence=self._sequence), loop.time()
+                    sent, sent_at = msgspec.structs.replace(card, sequence=self._sequence), loop.time()
                     if self._publish is not None:
-                        self._publish(told)
+                        self._publish(sent)
                 await asyncio.sleep(_LOOK_S)
 
     async def _list_models(self) -> None:

@@ -144,7 +144,7 @@ class DaemonParts:
         # One for all features: a machine that failed one of them is left out of the others, too.
         self.members = Members(
             self.fleet.machines if self.fleet else tuple,
-            self._told_card,
+            self._current_card,
             unaided=self.fleet.unaided if self.fleet else lambda: False,
             local_only=config.fleet.local_only,
         )
@@ -223,8 +223,8 @@ class DaemonParts:
                 yield step
         self.models_changed()
 
-    def _told_card(self) -> Card | None:
-        """What this machine tells others of itself; None while it starts."""
+    def _current_card(self) -> Card | None:
+        """What others are sent of this machine; None while it starts."""
         return self.card.card() if self.card is not None else None
 
     def _own_card(self) -> Card:
@@ -245,7 +245,7 @@ class DaemonParts:
             node,
             local_only=self._config.fleet.local_only,
             wakes=self._config.power.wake,
-            own_card=self._told_card,
+            own_card=self._current_card,
         )
 
     def _survey(self, fleet: Fleet) -> PromptSurvey:
