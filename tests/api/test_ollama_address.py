@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from api_fakes import TOKEN, FakeRunner, Site, installed_models, serve, services
 from fakes import FakePool
-from test_web_attacks import ODD_HOSTS
+from odd_hosts import ODD_HOSTS
 
 JSON = {"Content-Type": "application/json"}
 CHAT = '{"model": "smollm2-135m", "stream": false, "messages": [{"role": "user", "content": "x"}]}'

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from examples import examples
+from openai_bodies import HELLO, chat, completion
 
 from fleetd import limits
 from fleetd.api.anthropic.bodies import MessagesBody
@@ -14,17 +15,6 @@ from fleetd.api.body import parse
 from fleetd.api.ollama.bodies import OllamaChatBody
 from fleetd.api.openai import bodies
 from fleetd.errors import BadRequest, FleetError, InvalidValue, UnsupportedParameter
-
-HELLO = [{"role": "user", "content": "hello"}]
-
-
-def chat(**fields: Any) -> bodies.ChatBody:
-    return bodies.decode(msgspec.json.encode({"messages": HELLO, **fields}), bodies.ChatBody)
-
-
-def completion(**fields: Any) -> bodies.CompletionBody:
-    return bodies.decode(msgspec.json.encode({"prompt": "hello", **fields}), bodies.CompletionBody)
-
 
 RANGES = [
     ("temperature", [0, 0.7, 2, 5], [-0.1, 5.1, "1", True]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_requests import chat, completion
+from openai_bodies import chat, completion
 
 from fleetd import limits
 from fleetd.api.openai import translate

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from api_fakes import TOKEN, FakeMetrics, FakeRunner, Site, serve, serve_unix, services
+from odd_hosts import ODD_HOSTS
 
 from fleetd.api import auth
 from fleetd.api.app import build_app
@@ -32,14 +33,6 @@ async def ask(
 
 
 # ---- DNS rebinding ---------------------------------------------------------------------------------------
-
-ODD_HOSTS = [
-    "evil.example", "evil.example:{port}", "localhost", "127.0.0.1", "127.0.0.1:1", "localhost:{port}.a.com",
-    "0.0.0.0:{port}", "127.0.0.2:{port}", "127.1:{port}", "2130706433:{port}", "0x7f.1:{port}", "[::]:{port}",
-    "[::ffff:127.0.0.1]:{port}", "localhost.:{port}", "localhost:{port}:{port}", "user@localhost:{port}",
-    "127.0.0.1:{port}@evil.example", "xn--localhost:{port}", "127.0.0.1:0{port}", " ", "localhost:+{port}",
-    "127.0.0.1:{port},evil.example", "fleetd.local:{port}", "app.localhost:{port}", "::1:{port}", "[::1]",
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("host", ODD_HOSTS)

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 from fake_daemon import FLEET, FakeDaemon, Reply
+from finding_levels import level
 from hypothesis import given
 from hypothesis import strategies as st
-from test_doctor import level
 
 from fleetctl.client import Client
 from fleetctl.doctor import checks_fleet

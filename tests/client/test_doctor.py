@@ -15,6 +15,7 @@ import psutil
 import pytest
 from darwin import PSUTIL_FAILS, Raises
 from fake_daemon import STATUS, FakeDaemon, Reply, Run
+from finding_levels import level
 
 import fleetd
 from fleetctl.client import Client
@@ -30,13 +31,6 @@ from fleetd.control.daemon_status import DaemonStatus
 
 ENGINE: dict[str, Any] = STATUS["engines"][0]
 NOW = 1_795_000_000.0
-
-
-def level(finding: Finding) -> str:
-    """The level; whatever is not well must come with advice."""
-    assert (finding.level == "ok") == (finding.fix == ""), finding
-    assert finding.what
-    return finding.level
 
 
 # ---- This machine ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 from machines import machine
-from test_mesh import ME, Tried
+from tried_mesh import ME, Tried
 
 from fleetd import limits
 from fleetd.errors import NotPaired, ProtocolError
