@@ -48,16 +48,23 @@ class Daemon(Closing):
         home: a folder that the caller removes; by default a new one that is gone with the daemon.
         enter: what runs a command in another network namespace; the daemon is then asked for answers
             through its Unix socket, which is reached from everywhere.
+        tree: the sources that it runs from.
     """
 
     def __init__(
-        self, *, home: Path | None = None, models: Path = MODELS, enter: Sequence[str] = (), **settings: str
+        self,
+        *,
+        home: Path | None = None,
+        models: Path = MODELS,
+        tree: Path | str = ROOT,
+        enter: Sequence[str] = (),
+        **settings: str,
     ) -> None:
         # Short, because a Unix socket's path may have about a hundred bytes.
         self._folder = None if home else Path(tempfile.mkdtemp(prefix="fleetd-bench-"))
         self.home = home or Path(str(self._folder)) / "h"
         self._log = self.home.with_suffix(".log")
-        alone = {"FLEETD_FLEET_LISTEN": "127.0.0.1:0", "FLEETD_FLEET_MDNS": "off"}
+        alone = {"FLEETD_FLEET_LISTEN": "127.0.0.1:0", "FLEETD_FLEET_MDNS": "off", "PYTHONPATH": str(tree)}
         clean = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
         self._socket = self.home / "fleetd.sock"
         self._elsewhere = bool(enter)
@@ -68,7 +75,7 @@ class Daemon(Closing):
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=tree,
                 env=clean | alone | settings,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
