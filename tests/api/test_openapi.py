@@ -71,6 +71,10 @@ ORDERS: dict[str, Callable[[bytes], Any]] = {
     "POST /api/chat": lambda data: read_lines([data]),
     "POST /api/generate": lambda data: read_lines([data]),
 }
+PROMPTS: dict[str, dict[str, Any]] = {
+    "POST /api/chat": {"messages": [{"role": "user", "content": "x"}]},
+    "POST /api/generate": {"prompt": "x"},
+}
 LONG_CASES = int(os.environ.get("FLEETD_API_CASES", "2000"))
 
 
@@ -102,7 +106,8 @@ def try_cases(site: Site, label: str, cases: int) -> tuple[int, int]:
             nonlocal sent, streams
             sent += 1
             if label in ORDERS and sent % 2 and isinstance(case.body, dict):
-                case.body["stream"] = True  # drawn, it would rarely be there
+                # Drawn, they would rarely be there, and Ollama's routes only load a model without a prompt.
+                case.body |= {"stream": True} | PROMPTS.get(label, {})
             answer = case.call_and_validate(base_url=site.url, headers=site.auth, checks=CHECKS, timeout=60)
             (kind,) = answer.headers.get("content-type", [""])
             if kind.startswith(STREAMS) and label in ORDERS:
