@@ -134,11 +134,11 @@ def test_a_text_is_scored_by_the_machine_that_has_a_compressor(
         assert (reply["nodes"], reply["model"]) == (["beta"], SMOL)
         assert NEEDLE in reply["prompt"]
 
-        def answered() -> list[int]:
+        def only_scored() -> list[bool]:
             rows = fleet["beta"].control("GET", "/fleet/v1/usage?days=1")["rows"]
-            return [row["requests"] - row["failed"] for row in rows if row["model"] == SMOL]
+            return [row["scored_tokens"] > 0 == row["requests"] for row in rows if row["model"] == SMOL]
 
-        until(lambda: answered() == [1])
+        until(lambda: only_scored() == [True])
         _, refused = post(fleet["alpha"], "/v1/compress", {**body, "local_only": True}, status=503)
         assert refused["error"]["code"] == "no_machine"
 
