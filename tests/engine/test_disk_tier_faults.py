@@ -60,7 +60,12 @@ def fails_at(lives: Lives, fault: str, times: int, statement: int, expected: str
             assert note == "" or "cannot be used" in note
         if times == FROM_THEN_ON and statement == 0:
             assert (restored, bool(note)) == (0, True)
-    # The disk is as before, and the next worker keeps and finds what there is.
+    # The disk is as before, and the next worker keeps and finds what there is. A block that was entered, and
+    # could be neither written nor taken back, counts as being written for CACHE_WRITING_S, or until a daemon
+    # starts.
+    store = BlockStore(lives.settings)
+    store.recover()
+    store.close()
     assert lives.answer()[0] == expected
     assert lives.answer() == (expected, BLOCK, "")
     return database.failed
