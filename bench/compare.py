@@ -42,6 +42,8 @@ def main() -> None:
 def compare(here: Path, there: Path, runs: int) -> list[Figure]:
     """Times in the tree ``here`` over those in ``there``, run by run."""
     seen = Samples()
+    for tree in (here, there):
+        Daemon(tree=tree).close()  # Python compiles what is new to it
     for run in range(runs):
         for tree in alternated(run, (here, there)):
             with Daemon(tree=tree) as daemon:

@@ -136,7 +136,8 @@ def test_a_text_is_scored_by_the_machine_that_has_a_compressor(
 
         def only_scored() -> list[bool]:
             rows = fleet["beta"].control("GET", "/fleet/v1/usage?days=1")["rows"]
-            return [row["scored_tokens"] > 0 == row["requests"] for row in rows if row["model"] == SMOL]
+            mine = [row for row in rows if row["model"] == SMOL]
+            return [row["requests"] == 0 and row["scored_tokens"] > 0 for row in mine]
 
         until(lambda: only_scored() == [True])
         _, refused = post(fleet["alpha"], "/v1/compress", {**body, "local_only": True}, status=503)

@@ -249,7 +249,7 @@ INPUT_BYTES = limits.MIB  # ten times what a session holds under `narrow`
 
 
 def beginning(said: list[bytes], size: int) -> bytes:
-    """The first `size` bytes: all that repeated pouring says, 15 MB, would be the peak of the memory."""
+    """The first `size` bytes: all of what repeated pouring says, many MB, would be the peak of the memory."""
     data = bytearray()
     for frame in said:
         data += frame[: size - len(data)]
