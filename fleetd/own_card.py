@@ -233,6 +233,7 @@ class CardMaker:
             prefill_fixed_s=_rough(speed.prefill_fixed_s),
             doubtful=speed.doubtful,
             kv_budget_bytes=holder.kv_budget_bytes if holder is not None else 0,
+            prefix_budget_bytes=holder.prefix_budget_bytes if holder is not None else 0,
             part_first=helping.first_layer if helping is not None else 0,
             part_last=helping.last_layer if helping is not None else 0,
             dtype=dtype,

@@ -112,6 +112,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     kv_bytes: int = 0
     kv_budget_bytes: int = 0
     prefix_bytes: int = 0
+    prefix_budget_bytes: int = 0
     prefix_entries: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0

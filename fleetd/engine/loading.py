@@ -199,6 +199,7 @@ def _ready(
         weights_bytes=shares.weights,
         kv_bytes_per_token=sizes.token_bytes,
         kv_budget_bytes=shares.sequences,
+        prefix_budget_bytes=shares.prefix,
         has_chat_template=bool(tokenizer.has_chat_template),
         tool_calls=bool(tokenizer.has_tool_calling),
         tool_format=str(tokenizer.init_kwargs.get("tool_parser_type") or ""),

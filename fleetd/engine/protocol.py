@@ -393,6 +393,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
     doubt: str = ""
+    # For the prompts that its prefix cache keeps; 0 in a worker that only helps.
+    prefix_budget_bytes: Count = 0
     state_bytes: int = 0
     window_bytes_per_token: Count = 0
     window_tokens: Count = 0

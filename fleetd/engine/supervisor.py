@@ -589,6 +589,7 @@ def _with_facts(status: EngineStatus, facts: Ready) -> EngineStatus:
         dtype=facts.dtype,
         weights_bytes=facts.weights_bytes,
         kv_budget_bytes=facts.kv_budget_bytes,
+        prefix_budget_bytes=facts.prefix_budget_bytes,
         context_tokens=facts.context_tokens,
         prefill_tok_s=round(facts.prefill_tok_s, 1),
         decode_tok_s=round(facts.decode_tok_s, 1),

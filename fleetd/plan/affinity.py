@@ -9,7 +9,8 @@ start has lost the cache.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from itertools import takewhile
 
 from fleetd import limits
 
@@ -32,35 +33,85 @@ def chain(text: str, key: bytes) -> list[bytes]:
     return found
 
 
+class _Texts:
+    """The texts that one machine computed with one model, as a prefix cache keeps them: each of them whole,
+    so what two have in common takes its room twice; the least recently used one goes first."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        # By their last block, least recently used first.
+        self._texts: OrderedDict[bytes, list[bytes]] = OrderedDict()
+        # How many texts have a block; all that have it begin alike.
+        self._having: Counter[bytes] = Counter()
+
+    def __contains__(self, link: bytes) -> bool:
+        return link in self._having
+
+    def add(self, links: list[bytes]) -> None:
+        if links[-1] in self._having:
+            at = len(links) - 1
+            last = next(last for last, text in self._texts.items() if text[at : at + 1] == links[-1:])
+            self._texts.move_to_end(last)
+            return
+        for link in links[:-1]:
+            if link in self._texts:
+                self._drop(link)  # this text goes on from there
+        self._texts[links[-1]] = links
+        self._having.update(links)
+        self.blocks += len(links)
+
+    def drop_oldest(self) -> None:
+        self._drop(next(iter(self._texts)))
+
+    def _drop(self, last: bytes) -> None:
+        links = self._texts.pop(last)
+        self.blocks -= len(links)
+        for link in links:
+            self._having[link] -= 1
+            if not self._having[link]:
+                del self._having[link]
+
+
 class Affinity:
     """Prompts that machines computed lately. An estimate: a machine may have evicted them from its cache."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._seen: OrderedDict[tuple[str, str, bytes], None] = OrderedDict()
+        # By machine and model, least recently used first.
+        self._seen: OrderedDict[tuple[str, str], _Texts] = OrderedDict()
 
     def links(self, text: str) -> list[bytes]:
         """The hashes of a text, for ``computed`` and ``cached_chars``."""
         return chain(text, self._key)
 
-    def computed(self, machine: str, model: str, links: list[bytes]) -> None:
-        for link in links:
-            self._seen[machine, model, link] = None
-            self._seen.move_to_end((machine, model, link))
-        while len(self._seen) > limits.AFFINITY_BLOCKS:
-            self._seen.popitem(last=False)
+    def computed(self, machine: str, model: str, links: list[bytes], room_chars: int = 0) -> None:
+        """A machine has computed a text.
+
+        Args:
+            room_chars: about how many characters of texts its prefix cache has room for; 0 if unknown.
+        """
+        room = room_chars // BLOCK_CHARS if room_chars else limits.AFFINITY_BLOCKS
+        if not 0 < len(links) <= room:
+            return  # a cache does not keep what is larger than itself
+        seen = self._seen.setdefault((machine, model), _Texts())
+        self._seen.move_to_end((machine, model))
+        seen.add(links)
+        while seen.blocks > room:
+            seen.drop_oldest()
+        while sum(each.blocks for each in self._seen.values()) > limits.AFFINITY_BLOCKS:
+            oldest, theirs = next(iter(self._seen.items()))
+            theirs.drop_oldest()
+            if not theirs.blocks:
+                del self._seen[oldest]
 
     def forget(self, machine: str, model: str) -> None:
         """The machine has lost what it computed with this model."""
-        for entry in [entry for entry in self._seen if entry[:2] == (machine, model)]:
-            del self._seen[entry]
+        self._seen.pop((machine, model), None)
 
     def cached_chars(self, machine: str, model: str, links: list[bytes]) -> int:
         """Characters at the beginning of the text that the machine has computed before."""
-        for count, link in enumerate(links):
-            if (machine, model, link) not in self._seen:
-                return count * BLOCK_CHARS
-        return len(links) * BLOCK_CHARS
+        seen = self._seen.get((machine, model), ())
+        return sum(BLOCK_CHARS for _ in takewhile(lambda link: link in seen, links))
 
 
 class SessionPlaces:

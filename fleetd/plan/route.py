@@ -52,8 +52,8 @@ class Candidate:
     the longest prompt that the model takes; 0 if unknown. ``cached_tokens``: how much of this prompt is
     probably in its prefix cache, after ``bring_s`` for what comes from a disk or another machine.
     ``unread_tokens``: of the prompts of its running requests, those that are not prefilled yet. ``session``:
-    the last request of this session ran there. ``wake_s``: it sleeps, and waking it takes so
-    long.
+    the last request of this session ran there, or the prompt that this one goes on from. ``wake_s``: it
+    sleeps, and waking it takes so long.
     """
 
     node_id: str

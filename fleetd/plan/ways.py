@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fleetd import limits
-from fleetd.errors import InvalidValue
 from fleetd.plan.beginnings import Beginning
 from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.prefill import step_names
-from fleetd.plan.prefill.choice import choose, described, options, percent
+from fleetd.plan.prefill.choice import described, percent, plan_prefill
 from fleetd.plan.prefill.options import HelperSpec, OptionCode, PlanChoice, PrefillOption
 from fleetd.plan.prefill.schedule import PrefillSize
 from fleetd.plan.refusals import THIS_NODE
@@ -250,12 +249,7 @@ def _choice(home: Home) -> PlanChoice | None:
     spec = home.spec
     if spec.modelled:
         spec = replace(spec, speed=prefill_speed(home.candidate))
-    try:
-        return choose(options(home.prompt, spec, home.helpers), home.previous)
-    except (ArithmeticError, ValueError, InvalidValue):
-        # Figures on a card may be made up, so that sums of them leave the range of numbers. That must cost
-        # this machine's requests no more than the help of others.
-        return choose(options(home.prompt, spec, ()))
+    return plan_prefill(home.prompt, spec, home.helpers, home.previous)
 
 
 def _with_help(c: Candidate, choices: Mapping[str, PlanChoice]) -> Candidate:

@@ -285,12 +285,15 @@ class Members:
 
     def read(self, node_id: str, model: str, job: Job, share: float = 1.0) -> None:
         """A machine has read this share of a prompt, so its prefix cache holds it."""
-        life = self._life(node_id)
+        found = self._member(node_id)
+        life = found.life if found is not None else ""
         self.sessions.ran(job.session, model, life)
         # Keys of a prompt in part are in no prefix cache.
         if job.request.keep is None:
             links = self.affinity.links(job.prompt_text)
-            self.affinity.computed(life, model, links[: int(share * len(links))])
+            card = found.model(model) if found is not None else None
+            room_chars = card.prefix_tokens * CHARS_PER_TOKEN if card is not None else 0
+            self.affinity.computed(life, model, links[: int(share * len(links))], room_chars)
 
     def reads(self, request_id: str, node_id: str, model: str, job: Job) -> None:
         """A machine has been asked to read a prompt. Until ``reads_no_more``, prompts with the same beginning
@@ -321,10 +324,13 @@ class Members:
         chars = self.affinity.cached_chars(self._life(node_id), model, self.affinity.links(text))
         return chars // CHARS_PER_TOKEN
 
-    def _life(self, node_id: str) -> str:
+    def _member(self, node_id: str) -> Member | None:
         if node_id == THIS_NODE:
-            return self.here().life
-        found = next((each for each in self._listed() if each.node_id == node_id), None)
+            return self.here()
+        return next((each for each in self._listed() if each.node_id == node_id), None)
+
+    def _life(self, node_id: str) -> str:
+        found = self._member(node_id)
         return found.life if found is not None else ""
 
     def correction(

@@ -182,8 +182,13 @@ class Placer:
             admitted=True,
         )
 
+        known = self.known(model, text)
         session = self._members.sessions.last(job.session, model.name)
-        return self.ways(ask, model, self.known(model, text), others, session=session, places=places)
+        if not session:
+            # Most clients do not name their sessions: a prompt goes on from the one that it begins with.
+            most = max((self._members.here(), *others), key=known)
+            session = most.life if 2 * known(most) > ask.prompt_tokens else ""
+        return self.ways(ask, model, known, others, session=session, places=places)
 
     def known(self, model: WantedModel, *texts: str) -> Callable[[Member], int]:
         """About how many tokens at the beginning of one of the texts a machine has read before, or
@@ -217,7 +222,7 @@ class Placer:
             cached: how many of the prompt's tokens a machine probably has in its prefix cache.
             others: the other machines that may answer; None for all of them.
             kept: of the prompt's tokens, those that are computed, where not all are.
-            session: the ``life`` of the machine on which the session's last request ran.
+            session: the ``life`` of the machine where the session is.
             places: what each machine keeps of the prompt.
         """
         others = self._members.others("answer") if others is None else others

@@ -15,8 +15,6 @@ from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed, modelled
-from fleetd.plan.prefill.choice import choose as choose_option
-from fleetd.plan.prefill.choice import options
 from fleetd.plan.prefill.options import NO_LINK, HelperSpec, PlanChoice, PrefillOption
 from fleetd.plan.prefill.schedule import LAST_LAYER, PrefillSize, share_of
 from fleetd.plan.refusals import Refusal
@@ -236,12 +234,6 @@ def _speed(member: Member, known: ModelCard | Ready, facts: Ready) -> tuple[Pref
     # 0: calibration had no time to measure behind a context, or the context made no difference.
     context_s = known.prefill_context_s or chip.prefill_context_s(facts.layers, facts.hidden_width)
     return PrefillSpeed.measured(known.prefill_tok_s, context_s, known.prefill_fixed_s), False
-
-
-def choose(
-    asked: PrefillSize, here: HelperSpec, helpers: Iterable[HelperSpec], previous: PrefillOption | None
-) -> PlanChoice:
-    return choose_option(options(asked, here, helpers), previous)
 
 
 @dataclass(frozen=True, slots=True)

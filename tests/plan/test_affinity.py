@@ -49,5 +49,57 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first() -> None:
     assert seen.cached_chars("a", "m", old) == 0
 
 
+def text(name: str, blocks: int) -> list[bytes]:
+    return chain(name * (blocks * BLOCK_CHARS), KEY)
+
+
+def test_a_text_that_finds_no_room_beside_newer_ones_is_forgotten_whole() -> None:
+    seen = Affinity(KEY)
+    for name in "pqr":
+        seen.computed("a", "m", text(name, 4), room_chars=9 * BLOCK_CHARS)
+    assert seen.cached_chars("a", "m", text("p", 4)) == 0
+    assert seen.cached_chars("a", "m", text("q", 4)) == seen.cached_chars("a", "m", text("r", 4))
+    assert seen.cached_chars("a", "m", text("q", 4)) == 4 * BLOCK_CHARS
+
+
+def test_a_turn_takes_the_room_of_the_one_before_and_one_that_was_read_again_stays() -> None:
+    seen = Affinity(KEY)
+    for blocks in (3, 4, 5):
+        seen.computed("a", "m", text("p", blocks), room_chars=9 * BLOCK_CHARS)
+    seen.computed("a", "m", text("q", 4), room_chars=9 * BLOCK_CHARS)
+    seen.computed("a", "m", text("p", 2), room_chars=9 * BLOCK_CHARS)
+    seen.computed("a", "m", text("r", 4), room_chars=9 * BLOCK_CHARS)
+    assert seen.cached_chars("a", "m", text("q", 4)) == 0
+    assert seen.cached_chars("a", "m", text("p", 9)) == 5 * BLOCK_CHARS
+
+
+def test_what_two_texts_have_in_common_takes_room_in_both() -> None:
+    seen = Affinity(KEY)
+    one, other = (chain("s" * 3 * BLOCK_CHARS + name * 2 * BLOCK_CHARS, KEY) for name in "pq")
+    for links in (one, other):
+        seen.computed("a", "m", links, room_chars=9 * BLOCK_CHARS)
+    assert seen.cached_chars("a", "m", one) == 3 * BLOCK_CHARS  # the other one has them
+    seen.computed("a", "m", one, room_chars=10 * BLOCK_CHARS)
+    seen.computed("a", "m", other, room_chars=10 * BLOCK_CHARS)
+    assert seen.cached_chars("a", "m", one) == 5 * BLOCK_CHARS
+
+
+def test_a_text_that_is_larger_than_the_cache_pushes_nothing_out() -> None:
+    seen = Affinity(KEY)
+    seen.computed("a", "m", text("p", 4), room_chars=9 * BLOCK_CHARS)
+    seen.computed("a", "m", text("q", 10), room_chars=9 * BLOCK_CHARS)
+    assert seen.cached_chars("a", "m", text("p", 4)) == 4 * BLOCK_CHARS
+    assert seen.cached_chars("a", "m", text("q", 10)) == 0
+
+
+def test_what_was_lost_with_an_engine_takes_no_room() -> None:
+    seen = Affinity(KEY)
+    seen.computed("a", "m", text("p", 4), room_chars=5 * BLOCK_CHARS)
+    seen.forget("a", "m")
+    assert seen.cached_chars("a", "m", text("p", 4)) == 0
+    seen.computed("a", "m", text("q", 4), room_chars=5 * BLOCK_CHARS)
+    assert seen.cached_chars("a", "m", text("q", 4)) == 4 * BLOCK_CHARS
+
+
 def test_hashes_of_two_processes_say_nothing_about_each_other() -> None:
     assert chain(TURN, KEY)[0] != chain(TURN, b"k" * 16)[0]

@@ -529,6 +529,19 @@ def test_a_conversation_is_known_where_it_was_read_until_that_machine_starts_aga
     assert members.sessions.last("s", "m") != fleet.found[0].life
 
 
+def test_what_a_machine_has_no_room_for_in_its_prefix_cache_is_not_believed_to_be_there() -> None:
+    found = member("a")
+    (model,) = found.card.models
+    room = {"kv_bytes_per_token": 10, "prefix_budget_bytes": 10 * 9 * BLOCK_CHARS // CHARS_PER_TOKEN}
+    card = replace(found.card, models=[replace(model, **room)])
+    members = SeenFleet(dataclasses.replace(found, card=card)).members
+    texts = [name * (4 * BLOCK_CHARS) for name in "pqr"]
+    for text in texts:
+        members.read("a", model.name, Job(model.name, Generate("r", TextPrompt(text)), "http", "chat"))
+    known = [members.known_tokens("a", model.name, text) * CHARS_PER_TOKEN for text in texts]
+    assert known == [0, 4 * BLOCK_CHARS, 4 * BLOCK_CHARS]
+
+
 def test_what_a_prefill_took_corrects_prefills_and_not_scoring_which_is_other_work() -> None:
     fleet, speed = SeenFleet(member()), PrefillSpeed(0.001)
     assert fleet.members.correction("studio", DIGEST, speed) == 1

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from examples import examples
 from fakes import FACTS, FakeFolder, FakeModels
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -281,33 +281,41 @@ def test_every_machine_is_told_of_and_all_but_the_chosen_way_have_a_reason(
     assert all(option.reason and option.code for option in view.options if not option.chosen)
 
 
+_COUNTS = (
+    "weights_bytes",
+    "memory_bytes",
+    "kv_bytes_per_token",
+    "state_bytes",
+    "window_bytes_per_token",
+    "window_tokens",
+    "hidden_bytes",
+    "hidden_width",
+    "outside_bytes",
+)
+_RATES = ("prefill_tok_s", "decode_tok_s", "prefill_context_s", "prefill_fixed_s", "load_s")
 counts = st.sampled_from([0, 1, 1 << 20, 1 << 40, (1 << 63) - 1])
 rates = st.sampled_from([0.0, 1e-300, 1e-6, 1.0, 100.0, 1e12])
 made_up = st.fixed_dictionaries(
     {
         "layers": st.sampled_from([0, 1, LAYERS, limits.LAYERS]),
         "part_last": st.sampled_from([0, 8, limits.LAYERS]),
-        **dict.fromkeys(
-            [
-                "weights_bytes",
-                "memory_bytes",
-                "kv_bytes_per_token",
-                "state_bytes",
-                "window_bytes_per_token",
-                "window_tokens",
-                "hidden_bytes",
-                "hidden_width",
-                "outside_bytes",
-            ],
-            counts,
-        ),
-        **dict.fromkeys(
-            ["prefill_tok_s", "decode_tok_s", "prefill_context_s", "prefill_fixed_s", "load_s"], rates
-        ),
+        **dict.fromkeys(_COUNTS, counts),
+        **dict.fromkeys(_RATES, rates),
     }
 )
 
 
+def says(**figures: float) -> dict[str, Any]:
+    """What a machine says of which all other figures are 0."""
+    return {"layers": 0, "part_last": 0} | dict.fromkeys(_COUNTS, 0) | dict.fromkeys(_RATES, 0.0) | figures
+
+
+# Beside the first one's rate that of the second one is lost.
+@example(
+    [says(prefill_tok_s=1e12, decode_tok_s=1e-6), says(prefill_tok_s=100.0, prefill_context_s=1e12)],
+    400,
+    True,
+)
 @given(st.lists(made_up, min_size=2, max_size=3), st.sampled_from([400, 8000]), st.booleans())
 @settings(deadline=None, max_examples=12)
 def test_attack_figures_that_a_machine_made_up_do_not_keep_others_from_an_answer(

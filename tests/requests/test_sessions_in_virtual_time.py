@@ -1,8 +1,9 @@
 """Coding sessions on a simulated fleet, placed by the real planner: they stay where their prompts were read.
 
-Time is virtual. A simulated machine reads one prompt at a time, keeps what it has read in a cache of bounded
-size, and forgets it when it is killed. The planner knows of that only what a daemon knows: the cards, and
-what it sent where. Regret is how much longer requests take than on the machine that would in truth be best.
+Time is virtual. A simulated machine reads one prompt at a time, slows down with the answers that it decodes,
+keeps what it has read in a cache of bounded size, and forgets it when it is killed. The planner knows of that
+only what a daemon knows: the cards, and what it sent where. Regret is how much longer requests take than on
+the machine that would in truth be best.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ from fleetd.requests.placement import Placer, WantedModel
 
 # What all agents of one user begin with: instructions and tools.
 SYSTEM_TOKENS = 6_000
-CACHE_TOKENS = 200_000
+CACHE_TOKENS, KV_BYTES = 200_000, 100_000
 STREAMS = 4
+# What each answer that runs adds to the time of another request: with none, four answers at once would be
+# four times as many tokens a second, which no machine decodes.
+SLOWED = 0.3
 SESSIONS, TURNS = 12, 12
 LONGEST_TOKENS = 40_000
 
@@ -50,7 +54,13 @@ class Simulated:
     kept: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     def card(self, now_s: float) -> Card:
-        model = replace(MODEL, prefill_tok_s=self.prefill_tok_s, decode_tok_s=self.decode_tok_s)
+        model = replace(
+            MODEL,
+            prefill_tok_s=self.prefill_tok_s,
+            decode_tok_s=self.decode_tok_s,
+            kv_bytes_per_token=KV_BYTES,
+            prefix_budget_bytes=CACHE_TOKENS * KV_BYTES,
+        )
         return Card(
             self.node_id or "me",
             self.epoch,
@@ -70,9 +80,10 @@ class Simulated:
 
     def takes(self, session: int, prompt: int, answer: int, now_s: float) -> tuple[float, float]:
         """When its prefill and its answer would be done."""
+        slower = 1 + SLOWED * min(self.running, STREAMS - 1)
         read_s = (prompt - min(self.cached(session), prompt)) / self.prefill_tok_s
-        first_s = max(now_s, self.free_s) + read_s
-        return first_s, first_s + answer / self.decode_tok_s
+        first_s = max(now_s, self.free_s) + read_s * slower
+        return first_s, first_s + answer / self.decode_tok_s * slower
 
     def keep(self, session: int, tokens: int) -> None:
         self.kept[session] = tokens
@@ -242,7 +253,7 @@ def test_sessions_stay_where_their_prompts_were_read(seed: int, named: bool) -> 
     assert told.regret < 0.02
 
 
-@pytest.mark.parametrize("seed", [2, *MORE])
+@pytest.mark.parametrize("seed", [2, 17, *[more for more in MORE if more.values != (17,)]])
 def test_staying_costs_little_where_machines_differ_and_one_forgets_for_want_of_room(seed: int) -> None:
     told = FleetOfSessions(seed, *machines(), named=True).run()
     assert told.moves <= 0.05 * told.turns

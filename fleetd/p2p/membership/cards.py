@@ -43,8 +43,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill consists of, as ``engine.protocol.Ready`` has it; ``layers`` is 0 until it was loaded there, and
     where its prefills cannot be shared. ``any_chunks``: ``Arithmetic.chunks`` is "any".
     ``scoring``: "ready" if prompts can be scored with it at once, "unable" if they never can, "unmeasured" or
-    "" before that is known. ``kv_budget_bytes``: for keys and values of what is loaded. ``exactness``: the
-    probe's verdict, whether drafts can be verified there without changing a byte
+    "" before that is known. ``kv_budget_bytes``: for keys and values of what is loaded;
+    ``prefix_budget_bytes``: for those of earlier prompts in its prefix cache. ``exactness``: the probe's
+    verdict, whether drafts can be verified there without changing a byte
     (``engine.protocol.Ready.speculation``). ``sparse``: what is loaded helps with prompts of which tokens are
     left out.
     """
@@ -65,6 +66,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_fixed_s: Rate = 0.0
     doubtful: bool = False
     kv_budget_bytes: Count = 0
+    prefix_budget_bytes: Count = 0
     part_first: Layer = 0
     part_last: Layer = 0
     dtype: Text = ""
@@ -82,6 +84,11 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     outside_bytes: Count = 0
     any_chunks: bool = False
     scoring: Text = ""
+
+    @property
+    def prefix_tokens(self) -> int:
+        """About how many tokens of prompts its prefix cache keeps; 0 if unknown."""
+        return self.prefix_budget_bytes // self.kv_bytes_per_token if self.kv_bytes_per_token else 0
 
 
 class MachineFacts(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -17,6 +17,7 @@ from dataclasses import replace
 import msgspec
 
 from fleetd import limits
+from fleetd.errors import InvalidValue
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.options import HelperSpec, Load, OptionCode, PlanChoice, PrefillOption
@@ -38,6 +39,7 @@ __all__ = [
     "described",
     "options",
     "percent",
+    "plan_prefill",
 ]
 
 # The plan that the prompt before this one got is priced at this share: two equal plans must not take turns.
@@ -291,6 +293,23 @@ def _least_rate(
 
 
 # ---- The best --------------------------------------------------------------------------------------------
+
+
+def plan_prefill(
+    prompt: PrefillSize,
+    home: HelperSpec,
+    helpers: Iterable[HelperSpec],
+    previous: PrefillOption | None = None,
+) -> PlanChoice:
+    """Price every plan and choose one; ``previous`` as in ``choose``.
+
+    Figures on a card may be made up, so that sums of them leave the range of numbers. That must cost this
+    machine's requests no more than the help of others.
+    """
+    try:
+        return choose(options(prompt, home, helpers), previous)
+    except (ArithmeticError, ValueError, InvalidValue):
+        return choose(options(prompt, home, ()))
 
 
 def choose(found: Sequence[PrefillOption], previous: PrefillOption | None = None) -> PlanChoice:

@@ -258,14 +258,13 @@ class Search:
             rooms.append(self._layers_room(helper, chunk))
         if not whole:
             rates.append(1 / self._home.total(1.0, prompt.new, chunk))
-        cuts, left_rate = [0], sum(rates)
-        for rate, room, (low, high) in zip(rates[: len(rooms)], rooms, bounds, strict=True):
-            share = round((layers - cuts[-1]) * rate / left_rate)
+        cuts = [0]
+        for at, (room, (low, high)) in enumerate(zip(rooms, bounds, strict=True)):
+            share = round((layers - cuts[-1]) * rates[at] / sum(rates[at:]))
             cut = max(low, cuts[-1] + 1, min(high, cuts[-1] + min(share, room)))
             if cut > min(high, cuts[-1] + room):
                 return None
             cuts.append(cut)
-            left_rate -= rate
         return (*cuts, layers)
 
     def _even_tokens(self) -> list[float]:

@@ -119,7 +119,7 @@ class KeptPrompts(PipelineStep):
             self._on_disk(request, event.names)
             return None
         if isinstance(event, Delta | ToolCall) and not request.answering and self._tellable(request):
-            self._memory.computed("", self._digest(request), links(request.job.prompt_text))
+            self._in_memory(request)
         return event
 
     def closed(self, request: Request) -> asyncio.Task[None] | None:
@@ -134,6 +134,12 @@ class KeptPrompts(PipelineStep):
         """True for a whole prompt that is read here and that other machines may know of."""
         whole = request.job.request.keep is None
         return whole and request.folder_here is not None and request.job.shareable
+
+    def _in_memory(self, request: Request) -> None:
+        found = self._own_model(request.model.name)
+        digest, room_tokens = (found.digest, found.prefix_tokens) if found is not None else ("", 0)
+        text = links(request.job.prompt_text)
+        self._memory.computed("", digest, text, room_chars=room_tokens * CHARS_PER_TOKEN)
 
     def _digest(self, request: Request) -> str:
         found = self._own_model(request.model.name)

@@ -29,6 +29,7 @@ from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.prefill import step_names
+from fleetd.plan.prefill.choice import plan_prefill
 from fleetd.plan.prefill.options import HelperSpec, Load, PlanChoice, PrefillOption
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests import planner_facts
@@ -142,7 +143,7 @@ class PrefillSharing(PipelineStep):
         """The planner's choice; arguments as those of ``planner_facts.prompt``."""
         here, *helpers = planner_facts.corrected(self.machines(own, facts), self.members, own.digest)
         asked = planner_facts.prompt(tokens, cached, chunk, facts, kept, places, states)
-        return planner_facts.choose(asked, here, helpers, self.members.last_prefill.get(own.name))
+        return plan_prefill(asked, here, helpers, self.members.last_prefill.get(own.name))
 
     def machines(self, own: ModelCard, facts: Ready) -> list[HelperSpec]:
         """This machine first, all by their own figures."""
