@@ -228,9 +228,10 @@ class DaemonParts:
         return self.card.card() if self.card is not None else None
 
     def _own_card(self) -> Card:
-        if self.card is None:
+        """The same. Raises Draining while it starts."""
+        if (card := self._current_card()) is None:
             raise Draining("The daemon is still starting.")
-        return self.card.card()
+        return card
 
     def _has(self, digest: str) -> bool:
         return any(model.digest == digest for model in self._own_card().models)

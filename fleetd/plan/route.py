@@ -50,7 +50,8 @@ class Candidate:
     there; 0 if unknown. ``helped_s``: how long the prefill takes with the helpers that it would get; None
     until they are priced. ``evictable_bytes``: memory that idle models would give back. ``context_tokens``:
     the longest prompt that the model takes; 0 if unknown. ``cached_tokens``: how much of this prompt is
-    probably in its prefix cache, after ``bring_s`` for what comes from a disk or another machine.
+    probably in its prefix cache, after ``bring_s`` for what comes from a disk or another machine;
+    ``awaited_tokens``: those of them that it still reads for another request.
     ``unread_tokens``: of the prompts of its running requests, those that are not prefilled yet. ``session``:
     the last request of this session ran there, or the prompt that this one goes on from. ``wake_s``: it
     sleeps, and waking it takes so long.
@@ -87,6 +88,7 @@ class Candidate:
     context_tokens: int = 0
     can_pull: bool = False
     cached_tokens: int = 0
+    awaited_tokens: int = 0
     bring_s: float = 0.0
     session: bool = False
     wake_s: float = 0.0
@@ -214,8 +216,9 @@ def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
     prefill_s = c.helped_s
     if prefill_s is None:
         prefill_s = speed.total(1.0, new, MEASURED_TOKENS) * slower
-    # The prompt with the least left is prefilled first, so no other one delays this one by more than its own.
-    before = min(c.unread_tokens, c.at_once * len(new))
+    # The prompt with the least left is prefilled first, so no other one delays this one by more than its own,
+    # but for the one that it begins with.
+    before = min(c.unread_tokens, c.at_once * len(new) + c.awaited_tokens)
     decode_s = ask.max_tokens / decode_tok_s(c) * slower
     streams = max(1, c.max_streams)
     # Each request that is ahead in the queue is assumed to take as long as this one.

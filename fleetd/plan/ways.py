@@ -212,9 +212,11 @@ def _begun(ask: RouteQuestion, home: Home) -> Home:
     def seconds(tokens: int) -> float:
         return speed.total(1.0, range(min(tokens, ask.prompt_tokens), ask.prompt_tokens), MEASURED_TOKENS)
 
-    best, best_s = None, seconds(c.cached_tokens)
+    # To wait for what is being read takes at most as long as to read it.
+    without_s = seconds(c.cached_tokens - c.awaited_tokens)
+    best, best_s = None, without_s
     for each in home.beginnings:
-        saved_s = seconds(c.cached_tokens) - seconds(each.tokens)
+        saved_s = without_s - seconds(each.tokens)
         least_s = saved_s * limits.FETCH_LEAST_GAIN if each.fetched else 0.0
         if saved_s - each.seconds > least_s and each.seconds + seconds(each.tokens) < best_s:
             best, best_s = each, each.seconds + seconds(each.tokens)
@@ -225,7 +227,7 @@ def _with_beginning(home: Home, begun: Beginning) -> Home:
     prompt = home.prompt
     if prompt is not None:
         prompt = replace(prompt, cached=min(begun.tokens, prompt.tokens))
-    candidate = replace(home.candidate, cached_tokens=begun.tokens, bring_s=begun.seconds)
+    candidate = replace(home.candidate, cached_tokens=begun.tokens, awaited_tokens=0, bring_s=begun.seconds)
     return replace(home, candidate=candidate, prompt=prompt, begun=begun)
 
 

@@ -66,6 +66,28 @@ class AnswerTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownTokens:
+    """Of the tokens at a prompt's beginning, about how many a machine has ``read`` before, and how many are
+    in a prompt that it reads at the moment."""
+
+    read: int = 0
+    being_read: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Those that are not computed for this prompt."""
+        return max(self.read, self.being_read)
+
+    @property
+    def awaited(self) -> int:
+        """Those of them that are in no cache yet."""
+        return self.tokens - self.read
+
+
+NOTHING_KNOWN = KnownTokens()
+
+
+@dataclass(frozen=True, slots=True)
 class WantedModel:
     """A model by its canonical name.
 
@@ -186,23 +208,22 @@ class Placer:
         session = self._members.sessions.last(job.session, model.name)
         if not session:
             # Most clients do not name their sessions: a prompt goes on from the one that it begins with.
-            most = max((self._members.here(), *others), key=known)
-            session = most.life if 2 * known(most) > ask.prompt_tokens else ""
+            most = max((self._members.here(), *others), key=lambda member: known(member).tokens)
+            session = most.life if 2 * known(most).tokens > ask.prompt_tokens else ""
         return self.ways(ask, model, known, others, session=session, places=places)
 
-    def known(self, model: WantedModel, *texts: str) -> Callable[[Member], int]:
-        """About how many tokens at the beginning of one of the texts a machine has read before, or
-        reads at the moment."""
+    def known(self, model: WantedModel, *texts: str) -> Callable[[Member], KnownTokens]:
+        """What each machine has read of the beginning of one of the texts, by what was asked of it here."""
         affinity, being_read = self._members.affinity, self._members.being_read_chars
         links = [affinity.links(text) for text in texts]
 
-        def tokens(member: Member) -> int:
+        def tokens(member: Member) -> KnownTokens:
             found = self._model(model, member)
             if found is None or found.state != "loaded":
-                return 0  # unloading has given the prefix cache back
-            chars = [affinity.cached_chars(member.life, model.name, each) for each in links]
-            chars += [being_read(member.life, model.name, each) for each in links]
-            return max(chars) // CHARS_PER_TOKEN
+                return NOTHING_KNOWN  # unloading has given the prefix cache back
+            read = max(affinity.cached_chars(member.life, model.name, each) for each in links)
+            reading = max(being_read(member.life, model.name, each) for each in links)
+            return KnownTokens(read // CHARS_PER_TOKEN, reading // CHARS_PER_TOKEN)
 
         return tokens
 
@@ -210,7 +231,7 @@ class Placer:
         self,
         ask: RouteQuestion,
         model: WantedModel,
-        cached: Callable[[Member], int] = lambda member: 0,
+        known: Callable[[Member], KnownTokens] = lambda member: NOTHING_KNOWN,
         others: Sequence[Member] | None = None,
         kept: int = 0,
         session: str = "",
@@ -219,7 +240,7 @@ class Placer:
         """Every way to answer a prompt, priced or refused.
 
         Args:
-            cached: how many of the prompt's tokens a machine probably has in its prefix cache.
+            known: what a machine has probably read of the prompt.
             others: the other machines that may answer; None for all of them.
             kept: of the prompt's tokens, those that are computed, where not all are.
             session: the ``life`` of the machine where the session is.
@@ -233,7 +254,7 @@ class Placer:
         # Looked up once for all homes; mostly nothing of the prompt is kept anywhere.
         sources = [here, *self._members.others("fetch")] if places else []
         homes = [
-            self._home(ask, model, each, helping, sources, cached(each), kept, places)
+            self._home(ask, model, each, helping, sources, known(each), kept, places)
             for each in (here, *others)
         ]
         if session:
@@ -250,7 +271,7 @@ class Placer:
         member: Member,
         helping: Sequence[Member],
         sources: Sequence[Member],
-        cached: int,
+        known: KnownTokens,
         kept: int,
         places: PromptPlaces,
     ) -> Home:
@@ -260,8 +281,14 @@ class Placer:
         found = self._model(model, member)
         told = places.get(member.node_id)
         if told is not None and found is not None and found.state == "loaded":
-            cached = max(cached, told.memory_tokens)  # unloading gives the prefix cache back
-        able = candidate(member, found, can_pull=model.can_pull and member.here, cached_tokens=cached)
+            # Unloading gives the prefix cache back.
+            known = replace(known, read=max(known.read, told.memory_tokens))
+        cached = known.tokens
+        able = replace(
+            candidate(member, found, can_pull=model.can_pull and member.here),
+            cached_tokens=cached,
+            awaited_tokens=known.awaited,
+        )
         if found is None:
             return Home(able)
         # What prefills consist of is a matter of the files, so any machine that has them may have said it.
@@ -431,9 +458,7 @@ def alike(own: Card, other: Card, model: str) -> bool:
     )
 
 
-def candidate(
-    member: Member, found: ModelCard | None, *, can_pull: bool = False, cached_tokens: int = 0
-) -> Candidate:
+def candidate(member: Member, found: ModelCard | None, *, can_pull: bool = False) -> Candidate:
     """A member as the planner needs it for a model, which is None where that machine lacks it."""
     card, facts = member.card, member.card.machine
     bare = Candidate(
@@ -454,7 +479,6 @@ def candidate(
         unread_tokens=card.unread_tokens,
         max_streams=card.max_streams,
         can_pull=can_pull,
-        cached_tokens=cached_tokens,
     )
     if found is None:
         return bare

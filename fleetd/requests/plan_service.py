@@ -17,7 +17,15 @@ from fleetd.plan.ways import Ways
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, prompt_text
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
-from fleetd.requests.placement import ANSWER_TOKENS, Placement, Placer, PromptPlaces, no_machine
+from fleetd.requests.members import Member
+from fleetd.requests.placement import (
+    ANSWER_TOKENS,
+    KnownTokens,
+    Placement,
+    Placer,
+    PromptPlaces,
+    no_machine,
+)
 from fleetd.requests.request import LocatedModel
 from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
 from fleetd.requests.way_views import way_views
@@ -63,10 +71,15 @@ class PlanService:
         wanted = model.wanted
         prompts = _as_prompts(question.text or "")
         known = self._placer.known(wanted, *prompts)
+
+        def told(member: Member) -> KnownTokens:
+            found = known(member)
+            return KnownTokens(cached) if member.here and cached > found.tokens else found
+
         whole = ways = self._placer.ways(
             ask,
             wanted,
-            lambda member: max(known(member), cached if member.here else 0),
+            told,
             places=await self._places(prompts, model.name),
         )
         capped = self._placer.capped(model.name)

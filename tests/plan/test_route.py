@@ -122,6 +122,14 @@ def test_a_longer_prompt_delays_a_shorter_one_by_no_more_than_its_own_prefill() 
     assert price(ASK, cached).queue_s == pytest.approx(3 * 100 / 400)
 
 
+def test_a_prompt_waits_for_its_beginning_where_another_request_reads_that() -> None:
+    reading = peer("a", running=1, unread_tokens=1500, cached_tokens=1900, awaited_tokens=1900)
+    assert price(ASK, reading).queue_s == pytest.approx(1500 / 400)
+    begun = peer("a", running=1, unread_tokens=50_000, cached_tokens=1900, awaited_tokens=1500)
+    assert price(ASK, begun).queue_s == pytest.approx(1600 / 400)
+    assert order(route(ASK, [reading, peer("b", prefill_tok_s=800.0)])) == ["b", "a"]
+
+
 def test_equal_machines_come_by_their_ids_and_this_one_first() -> None:
     # So fast that both prices are nothing.
     fast = {"prefill_tok_s": 1e12, "decode_tok_s": 1e12}

@@ -103,6 +103,19 @@ async def test_the_same_prompt_at_the_same_time_goes_to_the_machine_that_reads_i
     assert fleet.others.order == ["a", "a", "b"]
 
 
+async def test_a_prompt_is_read_again_where_that_is_clearly_sooner_than_waiting_for_it(make: Make) -> None:
+    hangs = [*spoken(Accepted("r1", 10_000)), None]
+    fleet = make(machine("a", faster=1.05), machine("b"), a=[hangs], b=[WHOLE])
+    for name in "ab":
+        fleet.members.succeeded(name, "answer")
+    async with aclosing(fleet.runner.run(job())) as events:
+        while not isinstance(await anext(events), Accepted):
+            pass
+        fleet.others.found[1] = machine("b", faster=1.5)
+        await collect(fleet.runner.run(replaced(job(TEXT + "And more."), request=REPEATED)))
+    assert fleet.others.order == ["a", "b"]
+
+
 async def test_a_prompt_that_was_given_up_half_way_is_known_as_far_as_it_was_read(make: Make) -> None:
     """A client whose time is up leaves, and sends the same again: it goes to the same machine."""
     script = [*spoken(Accepted("r1", 1000), Prefill("r1", 500, 1000)), None]

@@ -38,7 +38,7 @@ from fleetd.plan.ways import Ways
 from fleetd.requests.job import THIS_NAME, Job, prompt_text
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import PipelineStep
-from fleetd.requests.placement import ANSWER_TOKENS, Placement, Placer, WantedModel
+from fleetd.requests.placement import ANSWER_TOKENS, KnownTokens, Placement, Placer, WantedModel
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.request import Request
 from fleetd.requests.request_trace import ways_in_front
@@ -373,7 +373,7 @@ class SmartPrefill(PipelineStep):
         return self._placer.ways(
             RouteQuestion(target.name, tokens, ANSWER_TOKENS, admitted=target.admitted),
             WantedModel(target.name, target.folder is not None, folder=target.folder),
-            lambda member: cached if member.node_id == target.choice.node_id else 0,
+            lambda member: KnownTokens(cached if member.node_id == target.choice.node_id else 0),
             others=() if kept else None,
             kept=kept,
         )
