@@ -67,8 +67,8 @@ class AnswerTokens:
 
 @dataclass(frozen=True, slots=True)
 class KnownTokens:
-    """Of the tokens at a prompt's beginning, about how many a machine has ``read`` before, and how many are
-    in a prompt that it reads at the moment."""
+    """About how many tokens at a prompt's beginning a machine has ``read`` before, and how many are in a
+    prompt that it reads at the moment."""
 
     read: int = 0
     being_read: int = 0
