@@ -214,9 +214,10 @@ async def test_a_machine_that_has_some_layers_tells_which_and_how_fast_they_are(
 async def test_with_the_whole_model_loaded_a_part_says_nothing() -> None:
     daemon = CardDaemon()
     await daemon.listed()
-    daemon.engines = [engine(7, kv_budget_bytes=5), part(8, 0, 14)]
+    daemon.engines = [engine(7, kv_budget_bytes=5, prefix_budget_bytes=3), part(8, 0, 14)]
     told = daemon.model
-    assert (told.state, told.part_last, told.kv_budget_bytes) == ("loaded", 0, 5)
+    assert (told.state, told.part_last) == ("loaded", 0)
+    assert (told.kv_budget_bytes, told.prefix_budget_bytes) == (5, 3)
     # What is known of the whole model outlasts it.
     daemon.engines = [part(9, 0, 14)]
     assert (daemon.model.decode_tok_s, daemon.model.arithmetic) == (25, "0123456789abcdef")

@@ -183,10 +183,11 @@ def test_the_second_load_only_reads_and_warms_up(
     again.keep_speeds(Speeds(300.0, 12.0, 1e-6, 0.05))
     assert load().facts.prefill_tok_s == 300.0
     assert computed == []
-    changing = dict.fromkeys(("load_s", "kv_budget_bytes"), 0)
+    changing = dict.fromkeys(("load_s", "kv_budget_bytes", "prefix_budget_bytes"), 0)
     assert msgspec.structs.replace(again.facts, **changing) == msgspec.structs.replace(
         first.facts, **changing
     )
+    assert again.facts.prefix_budget_bytes == again.prefix_bytes > 0
     assert again.together == first.together
     assert (again.sparse is None) == (first.sparse is None)
 
