@@ -70,7 +70,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     made = Programs(
         tmp_path_factory.mktemp("programs") / "log",
         limits=set_speeds.LIMITS,
-        install=["set_speeds", "scripted_answers"],
+        install=["set_speeds", "scripted_answers", "found_once"],
     )
     with pytest.MonkeyPatch.context() as patch:
         if forked_programs.AVAILABLE:
