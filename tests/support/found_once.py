@@ -1,13 +1,13 @@
 """What a load finds out about a model by computing with it is found out once for all daemons of a run.
 
-Every daemon of the tests has a home of its own, so none of them knows what another one has stored about the same
-files, and each would try their arithmetic again: three fifths of a load of the default model. A result that a
-home does not have yet is taken from a folder that all share, and is stored in the home as if it had been found
-there; the first load finds it out. What decides a result is its basis here as well, so that another model or
-device has results of its own.
+Every daemon of the tests has a home of its own, so none of them knows what another one has stored about the
+same files, and each would try their arithmetic again: three fifths of a load of the default model. A result
+that a home does not have yet is taken from a folder that all share, and is stored in the home as if it had
+been found there; the first load finds it out. What decides a result is its basis here as well, so that
+another model or device has results of its own.
 
-A daemon whose environment names the folder in ``VARIABLE`` has workers that do so; others are left as they are.
-What is stored, and when it is found out again, has tests of its own (tests/engine/test_load_findings.py,
+A daemon whose environment names the folder in ``VARIABLE`` has workers that do so; others are left as they
+are. What is stored, and when it is found out again, has tests of its own (tests/engine/test_load_findings.py,
 tests/engine/test_speculation_verdicts.py).
 """
 

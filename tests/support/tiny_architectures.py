@@ -685,7 +685,7 @@ def _weights(config: str) -> Any:
 
 @lru_cache(128)
 def _arguments(config: str) -> tuple[Any, Any]:
-    """The class of the model with this config, and its arguments; reading them takes longer than building it."""
+    """The class of the model with this config, and its arguments, which take longer to read than to use."""
     model_class, args_class = _get_classes(json.loads(config))
     return model_class, args_class.from_dict(json.loads(config))
 
