@@ -48,8 +48,13 @@ settings.register_profile("long", _ANY_MACHINE, max_examples=200)
 settings.load_profile("quick")
 
 
+# Collecting imports modules and makes items, all of which stay: looking at them again and again is in vain.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: full collections need not look at it, a twentieth of the time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
