@@ -19,6 +19,10 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # MLX's CUDA build needs a driver for CUDA 13. Markers in pyproject.toml choose every other build.
 EXTRA ?= $(shell if nvidia-smi 2>/dev/null | grep -qE 'CUDA[^|]*Version: *(1[3-9]|[2-9][0-9])'; then echo cuda; fi)
 
+# The tests start Python some hundred times. Where the environment forbids it to keep what it has compiled, every
+# start compiles all modules again: a third of the work of the tests of live daemons.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 # Stamps carry the extra in their names: choosing another one installs it.
 RUN := .venv/.run-$(EXTRA)

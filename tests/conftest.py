@@ -48,8 +48,13 @@ settings.register_profile("long", _ANY_MACHINE, max_examples=200)
 settings.load_profile("quick")
 
 
+# Collecting imports modules and makes items, all of which stay: looking at them again and again is in vain.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: full collections need not look at it, a twentieth of the time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -70,7 +75,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     made = Programs(
         tmp_path_factory.mktemp("programs") / "log",
         limits=set_speeds.LIMITS,
-        install=["set_speeds", "scripted_answers"],
+        install=["set_speeds", "scripted_answers", "found_once"],
     )
     with pytest.MonkeyPatch.context() as patch:
         if forked_programs.AVAILABLE:

@@ -23,6 +23,8 @@ def thawed() -> Iterator[None]:
     yield
     gc.unfreeze()
     gc.collect()
+    # As it was before: what the tests have imported stays, and costs the full collections of all later tests.
+    gc.freeze()
 
 
 def test_nothing_is_collected_meanwhile_and_what_was_made_is_left_alone() -> None:

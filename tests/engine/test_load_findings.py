@@ -183,6 +183,7 @@ def test_the_second_load_only_reads_and_warms_up(
     again.keep_speeds(Speeds(300.0, 12.0, 1e-6, 0.05))
     assert load().facts.prefill_tok_s == 300.0
     assert computed == []
+    # Shares of what this machine has free at the moment, and how long it took.
     changing = dict.fromkeys(("load_s", "kv_budget_bytes", "prefix_budget_bytes"), 0)
     assert msgspec.structs.replace(again.facts, **changing) == msgspec.structs.replace(
         first.facts, **changing

@@ -87,10 +87,10 @@ WEATHER = {
     },
 }
 REQUESTS: dict[str, dict[str, Any]] = {
-    "greedy": body(SMOL, "What is the capital of France?", max_tokens=12),
-    "sampled": body(SMOL, "Tell me about a fox.", max_tokens=12, temperature=0.9, seed=7),
-    "logprobs": body(SMOL, "Name a colour.", max_tokens=6, logprobs=True, top_logprobs=3),
-    "two choices": body(SMOL, "Why?", max_tokens=6, n=2, temperature=0.8, seed=3),
+    "greedy": body(SMOL, "What is the capital of France?", max_tokens=6),
+    "sampled": body(SMOL, "Tell me about a fox.", max_tokens=6, temperature=0.9, seed=7),
+    "logprobs": body(SMOL, "Name a colour.", max_tokens=4, logprobs=True, top_logprobs=3),
+    "two choices": body(SMOL, "Why?", max_tokens=4, n=2, temperature=0.8, seed=3),
     "tools": body(CHAIN, "<weather>", tools=[WEATHER]),
     "reasoning": body(CHAIN, "<ponder>"),
     "code points": body(CHAIN, "<utf8>"),

@@ -96,7 +96,7 @@ def trace_of(fleet: LiveFleet, request_id: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_a_shared_answer_is_the_answer_of_one_machine(ready: LiveFleet) -> None:
-    text = prompt(1, 800)
+    text = prompt(1, 400)
     plan, got = ask(ready["alpha"], text)
     home, trace = trace_of(ready, got["id"])
     (helper,) = {*NAMES} - {home}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import runpy
 import subprocess
@@ -29,6 +30,16 @@ def parsed(path: Path) -> ast.Module:
 @cache
 def walked(tree: ast.Module) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(tree))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """Millions of nodes: no collector looks at them while these tests need them, and then they are gone."""
+    gc.disable()
+    yield
+    gc.enable()
+    walked.cache_clear()
+    parsed.cache_clear()
 
 
 def modules(packages: tuple[str, ...] = PACKAGES) -> Iterator[tuple[Path, ast.Module]]:

@@ -89,6 +89,8 @@ class Programs:
         enter: Sequence[str] = (),
     ) -> None:
         self._log = log
+        #: A folder for what its programs find out for each other (found_once.py).
+        self.found = log.parent / "found"
         self._enter = enter
         options = {"limits": limits or {}, "install": list(install), "imports": list(imports)}
         self._options = json.dumps(options)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import forked_programs
+import found_once
 import psutil
 from forked_programs import ForkedProgram, Programs
 
@@ -102,8 +103,10 @@ class LiveDaemon:
             "127.0.0.1:0",
             *flags,
         ]
-        self._command, self._env = [*enter, *command], clean | ours | settings
         self._programs = None if enter or not forked_programs.AVAILABLE else programs
+        if self._programs is not None:
+            ours[found_once.VARIABLE] = str(self._programs.found)
+        self._command, self._env = [*enter, *command], clean | ours | settings
         self.process: subprocess.Popen[bytes] | ForkedProgram
         self._start()
 

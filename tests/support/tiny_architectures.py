@@ -7,6 +7,7 @@ in the long tests only.
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -682,9 +683,16 @@ def _weights(config: str) -> Any:
     return weights
 
 
+@lru_cache(128)
+def _arguments(config: str) -> tuple[Any, Any]:
+    """The class of the model with this config, and its arguments, which take longer to read than to use."""
+    model_class, args_class = _get_classes(json.loads(config))
+    return model_class, args_class.from_dict(json.loads(config))
+
+
 def _built(config: dict[str, Any]) -> Any:
-    model_class, args_class = _get_classes(config)
-    return model_class(args_class.from_dict(config))
+    model_class, arguments = _arguments(json.dumps(config))
+    return model_class(copy.deepcopy(arguments))
 
 
 def tiny(model_type: str, **changes: Any) -> Any:
