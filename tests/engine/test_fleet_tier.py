@@ -748,6 +748,20 @@ def first_then(blocks: int, after: Callable[[], object], machines: TwoMachines) 
     return work
 
 
+def once_the_last_came(machines: TwoMachines) -> FrontPrefill:
+    """What computes the beginning, once the last block is here; nothing is computed before."""
+    machines.here.tier.cost = SLOW
+    scheduler = machines.here.scheduler
+    while (fetching := scheduler._prefilling[0].fetching) is None or fetching.front is None:
+        machines.here.turn()
+    front = fetching.front
+    last = front.lowest
+    while front.lowest == last:
+        machines.here.turn()
+    front._cost = QUICK
+    return front
+
+
 def test_a_machine_that_computes_slowly_waits_for_all_blocks(machines: TwoMachines) -> None:
     machines.ask()
     machines.send(machines.honest, last_first=True)
@@ -758,17 +772,11 @@ def test_a_machine_that_computes_slowly_waits_for_all_blocks(machines: TwoMachin
 
 
 def test_the_beginning_is_computed_while_the_rest_comes(machines: TwoMachines) -> None:
-    machines.here.tier.cost = QUICK
     computed = threading.Event()
     machines.ask()
     # The second one from the end comes only when the first block has been computed.
     machines.send(first_then(1, lambda: computed.wait(60) or None, machines), last_first=True)
-    scheduler = machines.here.scheduler
-    while (
-        scheduler._prefilling[0].fetching is None
-        or (front := scheduler._prefilling[0].fetching.front) is None
-    ):
-        machines.here.turn()
+    front = once_the_last_came(machines)
     while front.computed < BLOCK:
         machines.here.turn()
     computed.set()
@@ -784,9 +792,9 @@ def test_the_beginning_is_computed_while_the_rest_comes(machines: TwoMachines) -
 
 
 def test_what_lies_between_is_computed_where_the_other_machine_leaves(machines: TwoMachines) -> None:
-    machines.here.tier.cost = QUICK
     machines.ask()
     machines.send(first_then(1, lambda: None, machines), last_first=True)
+    once_the_last_came(machines)
     done, told = machines.finish()
     assert told is not None
     assert (done.usage.cached_tokens, done.timings.fetched_tokens, told.blocks) == (BLOCK, BLOCK, 1)
@@ -811,9 +819,9 @@ def test_the_other_end_is_not_trusted_because_this_one_was_computed_here(machine
 
 def test_a_prompt_goes_on_from_memory_towards_what_comes(machines: TwoMachines) -> None:
     machines.here.ask("begun", PROMPT[: BLOCK + 10])
-    machines.here.tier.cost = QUICK
     machines.ask()
     machines.send(first_then(1, lambda: None, machines), WHOLE - 1, last_first=True)
+    once_the_last_came(machines)
     done, _ = machines.finish()
     assert done.timings.fetched_tokens == BLOCK
     # The answer to the first one was the next token here.
@@ -831,14 +839,10 @@ def test_without_memory_for_both_ends_the_prompt_waits(machines: TwoMachines) ->
 
 
 def test_a_request_that_is_cancelled_half_way_leaves_what_it_computed(machines: TwoMachines) -> None:
-    machines.here.tier.cost = QUICK
     over = threading.Event()
     machines.ask()
     machines.send(first_then(1, lambda: over.wait(60) and None, machines), last_first=True)
-    scheduler = machines.here.scheduler
-    while (fetching := scheduler._prefilling[0].fetching) is None or fetching.front is None:
-        machines.here.turn()
-    front = fetching.front
+    scheduler, front = machines.here.scheduler, once_the_last_came(machines)
     while front.computed < BLOCK:
         machines.here.turn()
     scheduler.tell(Cancel("second"))
