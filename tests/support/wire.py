@@ -66,6 +66,7 @@ class Link:
 
     def reset(self, which: Effect = Effect.RESET) -> None:
         """The ends that are not reset are closed."""
+        self.front.wire.broke(self)
         self.release()
         if self.near.is_closing() or self.far.is_closing():
             which = Effect.RESET
@@ -173,6 +174,7 @@ class Front:
             await link.passes()
             if way in link.spoil:
                 link.spoil.discard(way)
+                self.wire.broke(link)
                 block[-1] ^= 1
             out.write(block)
             await out.drain()
@@ -214,6 +216,8 @@ class WatchedWire:
     def __init__(self) -> None:
         self.fronts: dict[tuple[str, str], Front] = {}
         self.watch: Watch = lambda *_: Effect.PASS
+        #: Told of each connection that is about to be reset, and of each session of which a block is spoiled.
+        self.broke: Callable[[Link], None] = lambda _link: None
 
     async def between(self, dialler: str, listener: str, port: int) -> tuple[str, int]:
         """The address that ``dialler`` has to know."""
