@@ -39,7 +39,9 @@ class Effect(Enum):
 
 Way = Literal["forth", "back"]
 END = "END"
-# Dialler, listener, which way ("" for the stream's beginning), and the chunk's number or END.
+# Whoever sends that way has closed, after END or without one.
+GONE = "gone"
+# Dialler, listener, which way (None for the stream's beginning), and the chunk's number, END or GONE.
 Watch = Callable[[str, str, Way | None, int | str], Effect]
 
 
@@ -187,9 +189,13 @@ class Front:
         number = 0
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
-                header = await reader.readexactly(HEADER_BYTES)
-                size, counter = struct.unpack(">IQ", header)
-                chunk = bytearray(header + await reader.readexactly(size))
+                try:
+                    header = await reader.readexactly(HEADER_BYTES)
+                    size, counter = struct.unpack(">IQ", header)
+                    chunk = bytearray(header + await reader.readexactly(size))
+                except (asyncio.IncompleteReadError, OSError):
+                    self.wire.watch(self.dialler, self.listener, way, GONE)
+                    raise
                 effect = self._becomes(link, way, END if counter & _LAST else number)
                 number += 1
                 if effect is Effect.SPOIL:
