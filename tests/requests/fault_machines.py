@@ -44,7 +44,7 @@ from forked_programs import Programs
 from msgspec.structs import replace
 from request_events import RequestEvents
 from sharing import write
-from wire import Effect, WatchedWire, Way
+from wire import Effect, Link, WatchedWire, Way
 
 from fleetd import limits, observe
 from fleetd.control.prefill_trace import Trace
@@ -56,6 +56,7 @@ from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
 from fleetd.p2p import node as node_module
 from fleetd.p2p.node import Node
+from fleetd.p2p.session.transport import PeerConnection
 from fleetd.plan.prefill.choice import PlanChoice, PrefillOption
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
@@ -101,7 +102,10 @@ class FaultMachines:
         self.outcomes: list[str] = []
         self.assists: list[AssistServer] = []
         self.last_error = ""
+        # Ends of sessions that a fault broke.
+        self._broken: list[PeerConnection] = []
         wire.watch = self._passing
+        wire.broke = self._broke
         self._serve()
         self._answer()
 
@@ -197,6 +201,18 @@ class FaultMachines:
             return self.point(f"{name}: dial")
         return self.point(f"{name}: to {listener if way == 'forth' else dialler} {number}")
 
+    def _broke(self, link: Link) -> None:
+        if link.kind != "session":
+            return
+        dialled, called = link.near.get_extra_info("peername"), link.far.get_extra_info("sockname")
+        ends = ((link.front.dialler, "sockname", dialled), (link.front.listener, "peername", called))
+        self._broken += [
+            connection
+            for name, which, address in ends
+            for connection in self.all[name].node.connections
+            if connection._transport is not None and connection._transport.get_extra_info(which) == address
+        ]
+
     def machine_of(self, engine: EngineProcess) -> FaultMachine:
         return next(machine for machine in self.all.values() if machine.folder.name == engine.settings.name)
 
@@ -260,6 +276,9 @@ class FaultMachines:
 
     async def ready(self) -> None:
         """Until everybody is there again."""
+        # A session is in use until its machine hears that it broke, which may be after the answer.
+        await settled(lambda: all(end.gone.is_set() for end in self._broken), "both ends hear of a break")
+        self._broken.clear()
         async with asyncio.timeout(WITHIN_S):
             await together([machine.node for machine in self.all.values()])
         for machine in self.all.values():

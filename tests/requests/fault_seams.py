@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 from asking import GREEDY
 from request_events import RequestEvents
 from sharing import resources
@@ -86,8 +87,8 @@ class FaultMachine:
     pool: EnginePool
     folder: Any
     killed: EngineProcess | None = None
-    # Of its worker, when it had nothing to do; by process.
-    baseline: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # Of its worker, when it had nothing to do; by process, of which a later one may have the number again.
+    baseline: dict[psutil.Process, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def node_id(self) -> str:
@@ -126,10 +127,11 @@ class FaultMachine:
             self.killed = None
         await self.pool.load(self.folder)
         assert self.engine is not None
-        if self.engine.pid not in self.baseline:
+        worker = psutil.Process(self.engine.pid)
+        if worker not in self.baseline:
             await self.alone(request("warm", 10, -1))
             await settled(self.idle, f"{self.name} has just answered alone")
-            self.baseline[self.engine.pid or 0] = resources(self.engine)
+            self.baseline[worker] = resources(self.engine)
 
     def idle(self) -> bool:
         if self.engine is None:
@@ -141,7 +143,12 @@ class FaultMachine:
 
     def spare(self) -> bool:
         """Whether its worker holds what it held before anything happened."""
-        return self.engine is not None and resources(self.engine) == self.baseline[self.engine.pid or 0]
+        return self.engine is not None and resources(self.engine) == self._before
+
+    @property
+    def _before(self) -> tuple[int, int]:
+        assert self.engine is not None
+        return self.baseline[psutil.Process(self.engine.pid)]
 
     async def rested(self) -> None:
         """Until its worker, a new one if it must be, does nothing and holds nothing."""
@@ -152,8 +159,8 @@ class FaultMachine:
             await settled(self.spare, "")
         except AssertionError:
             assert self.engine is not None
-            held, before = resources(self.engine), self.baseline[self.engine.pid or 0]
-            what = f"{self.name}'s worker has descriptors and threads {held}, and had {before}"
+            what = f"{self.name}'s worker has descriptors and threads {resources(self.engine)}, and had "
+            what += str(self._before)
             raise AssertionError(what) from None
 
     async def beaten(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from scarce_memory import Short
 from sharing import LAYERS
-from wire import END
+from wire import END, GONE
 
 from fleetd.engine.shared_prefill import frame_schedule
 from fleetd.engine.streams.frames import FrameHeader, Kind
@@ -82,8 +82,8 @@ class Step:
     worker gets it, and the sender is at the stream's other end.
     ``stream``: as the sender's and the receiver's workers call it. ``frame``: its number.
     ``needed``: without it there is no shared prefill. ``agreed``: it comes after the word to share.
-    ``last``: the end of a stream. Nobody waits for home's: there it may be a socket that closes, and the step
-    does not have to come (``sure``).
+    ``last``: the end of a stream. Nobody waits for it: who has all that is needed may leave before. Home's
+    may be a socket that closes, and the step does not have to come (``sure``).
     """
 
     name: str
@@ -96,6 +96,11 @@ class Step:
     agreed: bool = False
     last: bool = False
     sure: bool = True
+
+    def leaves(self, machine: str) -> str:
+        """The step at which one of the two machines of a stream leaves it."""
+        other = self.sender if machine == self.receiver else self.receiver
+        return f"{self.name.partition(':')[0]}: to {other} {GONE}"
 
 
 @dataclass(frozen=True)

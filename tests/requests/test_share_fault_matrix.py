@@ -114,9 +114,15 @@ class Strike:
     def __init__(self, fleet: FaultMachines, case: Case) -> None:
         self.fleet, self.case = fleet, case
         self.struck = False
+        # Of the two at the ends of a stream, who left it first.
+        self.left = ""
 
     def __call__(self, step: str) -> Effect:
-        if self.struck or step != self.case.step.name:
+        here = self.case.step
+        for machine in (here.sender, here.receiver):
+            if here.last and step == here.leaves(machine):
+                self.left = self.left or machine
+        if self.struck or step != here.name:
             return Effect.PASS
         self.struck = True
         role, fault = self.case.role, self.case.fault
@@ -149,6 +155,11 @@ class Strike:
             mine = link.front.dialler == role.machine
             link.reset(Effect.RESET_DIALLER if mine else Effect.RESET_LISTENER)
         return Effect.PASS
+
+    @property
+    def over(self) -> bool:
+        """Whether it has struck, or cannot any more: who has all it needs of a stream left before the end."""
+        return self.struck or self.left == self.case.step.receiver != ""
 
     @staticmethod
     def _end_of(machine: str, step: str) -> Effect:
@@ -245,12 +256,12 @@ async def _strike(fleet: FaultMachines, case: Case, before: dict[str, Any]) -> N
             took_s = fleet.sharing.monotonic() - began_s
         if case.step.agreed and _comes(case):
             # The last steps may come after the answer.
-            await settled(lambda: strike.struck, f"{case.step.name}")
+            await settled(lambda: strike.over, f"{case.step.name}")
     finally:
         fleet.mend()
         fleet.point = lambda step: Effect.PASS
         fleet.predicted_s = fleet.gain_s = PATIENT_S
-    assert strike.struck or not _comes(case), "it never came so far"
+    assert strike.over or not _comes(case), "it never came so far"
     assert took_s < SETUP_S / 2, "somebody waited for what was known to be gone"
     _check(case, told, expected[0])
     await fleet.ready()

@@ -39,7 +39,9 @@ class Effect(Enum):
 
 Way = Literal["forth", "back"]
 END = "END"
-# Dialler, listener, which way ("" for the stream's beginning), and the chunk's number or END.
+# Whoever sends that way has closed, after END or without one.
+GONE = "gone"
+# Dialler, listener, which way (None for the stream's beginning), and the chunk's number, END or GONE.
 Watch = Callable[[str, str, Way | None, int | str], Effect]
 
 
@@ -66,6 +68,7 @@ class Link:
 
     def reset(self, which: Effect = Effect.RESET) -> None:
         """The ends that are not reset are closed."""
+        self.front.wire.broke(self)
         self.release()
         if self.near.is_closing() or self.far.is_closing():
             which = Effect.RESET
@@ -173,6 +176,7 @@ class Front:
             await link.passes()
             if way in link.spoil:
                 link.spoil.discard(way)
+                self.wire.broke(link)
                 block[-1] ^= 1
             out.write(block)
             await out.drain()
@@ -185,9 +189,13 @@ class Front:
         number = 0
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
-                header = await reader.readexactly(HEADER_BYTES)
-                size, counter = struct.unpack(">IQ", header)
-                chunk = bytearray(header + await reader.readexactly(size))
+                try:
+                    header = await reader.readexactly(HEADER_BYTES)
+                    size, counter = struct.unpack(">IQ", header)
+                    chunk = bytearray(header + await reader.readexactly(size))
+                except (asyncio.IncompleteReadError, OSError):
+                    self.wire.watch(self.dialler, self.listener, way, GONE)
+                    raise
                 effect = self._becomes(link, way, END if counter & _LAST else number)
                 number += 1
                 if effect is Effect.SPOIL:
@@ -214,6 +222,8 @@ class WatchedWire:
     def __init__(self) -> None:
         self.fronts: dict[tuple[str, str], Front] = {}
         self.watch: Watch = lambda *_: Effect.PASS
+        #: Told of each connection that is about to be reset, and of each session of which a block is spoiled.
+        self.broke: Callable[[Link], None] = lambda _link: None
 
     async def between(self, dialler: str, listener: str, port: int) -> tuple[str, int]:
         """The address that ``dialler`` has to know."""
