@@ -387,11 +387,19 @@ def test_memory_for_what_may_come_is_made_while_the_others_are_asked(machines: T
 
 def test_what_came_is_looked_at_in_turns(machines: TwoMachines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "FETCH_TURN_S", 0.0)
+    waited_for = threading.Event()
+
+    def then(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        waited_for.wait(60)
+        machines.honest(sock, sender, names)
+
     machines.ask()
-    machines.send(machines.honest)
+    machines.send(then)
     sequence = machines.here.scheduler._prefilling[0]
     while (fetching := sequence.fetching) is None or fetching._thread is None:
         machines.here.turn()
+    # The turn that begins to wait would take the first step, too, if all had come by then.
+    waited_for.set()
     fetching._thread.join()
     turns = 0
     while sequence.fetching is not None:
@@ -755,8 +763,7 @@ def once_the_last_came(machines: TwoMachines) -> FrontPrefill:
     while (fetching := scheduler._prefilling[0].fetching) is None or fetching.front is None:
         machines.here.turn()
     front = fetching.front
-    last = front.lowest
-    while front.lowest == last:
+    while front.lowest == front._last:
         machines.here.turn()
     front._cost = QUICK
     return front
