@@ -204,13 +204,8 @@ class Placer:
             admitted=True,
         )
 
-        known = self.known(model, text)
         session = self._members.sessions.last(job.session, model.name)
-        if not session:
-            # Most clients do not name their sessions: a prompt goes on from the one that it begins with.
-            most = max((self._members.here(), *others), key=lambda member: known(member).tokens)
-            session = most.life if 2 * known(most).tokens > ask.prompt_tokens else ""
-        return self.ways(ask, model, known, others, session=session, places=places)
+        return self.ways(ask, model, self.known(model, text), others, session=session, places=places)
 
     def known(self, model: WantedModel, *texts: str) -> Callable[[Member], KnownTokens]:
         """What each machine has read of the beginning of one of the texts, by what was asked of it here."""
@@ -243,7 +238,7 @@ class Placer:
             known: what a machine has probably read of the prompt.
             others: the other machines that may answer; None for all of them.
             kept: of the prompt's tokens, those that are computed, where not all are.
-            session: the ``life`` of the machine where the session is.
+            session: the ``life`` of the machine where a named session is.
             places: what each machine keeps of the prompt.
         """
         others = self._members.others("answer") if others is None else others
@@ -253,14 +248,18 @@ class Placer:
             helping = []  # only people want to hear why no machine helps with so short a prompt
         # Looked up once for all homes; mostly nothing of the prompt is kept anywhere.
         sources = [here, *self._members.others("fetch")] if places else []
+        machines = [(each, known(each)) for each in (here, *others)]
         homes = [
-            self._home(ask, model, each, helping, sources, known(each), kept, places)
-            for each in (here, *others)
+            self._home(ask, model, each, helping, sources, read, kept, places) for each, read in machines
         ]
+        if not session:
+            # Most clients do not name their sessions: a prompt goes on from the one that it begins with.
+            most, read = max(machines, key=lambda pair: pair[1].tokens)
+            session = most.life if 2 * read.tokens > ask.prompt_tokens else ""
         if session:
             homes = [
                 replace(home, candidate=replace(home.candidate, session=member.life == session))
-                for home, member in zip(homes, (here, *others), strict=True)
+                for home, (member, _) in zip(homes, machines, strict=True)
             ]
         return plan(ask, homes)
 

@@ -72,14 +72,14 @@ class PlanService:
         prompts = _as_prompts(question.text or "")
         known = self._placer.known(wanted, *prompts)
 
-        def told(member: Member) -> KnownTokens:
+        def known_or_asked(member: Member) -> KnownTokens:
             found = known(member)
             return KnownTokens(cached) if member.here and cached > found.tokens else found
 
         whole = ways = self._placer.ways(
             ask,
             wanted,
-            told,
+            known_or_asked,
             places=await self._places(prompts, model.name),
         )
         capped = self._placer.capped(model.name)

@@ -757,8 +757,7 @@ def first_then(blocks: int, after: Callable[[], object], machines: TwoMachines) 
 
 
 def once_the_last_came(machines: TwoMachines) -> FrontPrefill:
-    """What computes the beginning, once the last block is here; nothing is computed before."""
-    machines.here.tier.cost = SLOW
+    """What computes the beginning, once the last block is here. Till then it is too slow to compute any."""
     scheduler = machines.here.scheduler
     while (fetching := scheduler._prefilling[0].fetching) is None or fetching.front is None:
         machines.here.turn()

@@ -166,7 +166,7 @@ async def test_a_session_stays_between_machines_that_are_about_equal(make: Make)
 async def test_a_session_without_a_name_stays_where_most_of_its_prompt_was_read(make: Make) -> None:
     fleet = make(machine("a", faster=1.05), machine("b"), a=[WHOLE, WHOLE], b=[WHOLE])
     await fleet.ask(TEXT)
-    # To read the new half there takes a little longer than to read all of it on the other one.
+    # To read the new half on a takes a little longer than to read all of it on b.
     fleet.others.found = [machine("a"), machine("b", faster=2.1)]
     await fleet.ask(TEXT + "Another text. " * (len(TEXT) // 15))
     assert fleet.others.order == ["a", "a"]
