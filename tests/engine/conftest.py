@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ import set_speeds
 import tiny_architectures
 import tiny_models
 from asking import folder_of
+from disk_worker import BLOCK
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from two_disks import PROMPT, TwoMachines
 
 from fleetd import limits
 from fleetd.engine import cpu
@@ -54,6 +56,31 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow disk is waited for, as the programs of ``set_speeds`` wait."""
     for name, value in (set_speeds.LIMITS | {"CACHE_FLUSH_S": 60.0}).items():
         monkeypatch.setattr(limits, name, value)
+
+
+@pytest.fixture
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of three blocks are asked for, of which two lack, and have a state at the end of each."""
+    monkeypatch.setattr(limits, "FETCH_LEAST_TOKENS", 2 * BLOCK)
+    monkeypatch.setattr(limits, "CHECKPOINT_BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(limits, "FETCH_CHECK_BLOCKS", 2)
+
+
+@pytest.fixture
+def make_machines(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., TwoMachines]]:
+    with ExitStack() as stack:
+
+        def make(model: Any, prompt: list[int] = PROMPT) -> TwoMachines:
+            made = TwoMachines(model, tokenizer, tmp_path, prompt)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def machines(model: Any, make_machines: Callable[..., TwoMachines]) -> TwoMachines:
+    return make_machines(model)
 
 
 @pytest.fixture

@@ -1,85 +1,40 @@
-"""Keys and values from another machine are those that computing gives, and no failure of it is waited for."""
+"""Keys and values from another machine are those that computing gives: asked for, checked and kept."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
-import tiny_architectures
-import tiny_models
 from disk_worker import BLOCK, SLOW, Worker, settings_in
-from tiny_architectures import FAMILIES
-from two_disks import WHOLE, TwoMachines
-from wire_changes import changes
+from two_disks import PROMPT, WHOLE, TwoMachines
 
 from fleetd import limits
-from fleetd.cache import block_names, block_stream
-from fleetd.cache.block_file import BlockHeader
+from fleetd.cache import block_names
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.machine_key import MachineKey
-from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.fetched_check import FetchedCheck
-from fleetd.engine.front_prefill import FrontPrefill
 from fleetd.engine.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import (
     BLOCKS,
     Accepted,
     Cancel,
-    Failed,
     Kept,
     Lacking,
     PrefillAlone,
     StreamTag,
 )
-from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.sequence_state.array_bytes import as_bytes
-from fleetd.engine.sequence_state.blocks import ArrivingSnapshot
-from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
-from fleetd.requests.kv_fetching.choice import checked_by
 from fleetd.sealed.stream import SealedSender
 
-pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
-# Three blocks and more.
-PROMPT = tiny_models.prompt(3 * BLOCK + BLOCK // 2 + 4)
-
-
-@pytest.fixture(autouse=True)
-def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of three blocks are asked for, of which two lack, and have a state at the end of each."""
-    monkeypatch.setattr(limits, "FETCH_LEAST_TOKENS", 2 * BLOCK)
-    monkeypatch.setattr(limits, "CHECKPOINT_BLOCK_TOKENS", BLOCK)
-    monkeypatch.setattr(limits, "FETCH_CHECK_BLOCKS", 2)
-
-
-@pytest.fixture
-def make_machines(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., TwoMachines]]:
-    with ExitStack() as stack:
-
-        def make(model: Any, prompt: list[int] = PROMPT) -> TwoMachines:
-            made = TwoMachines(model, tokenizer, tmp_path, prompt)
-            stack.callback(made.close)
-            return made
-
-        yield make
-
-
-@pytest.fixture
-def machines(model: Any, make_machines: Callable[..., TwoMachines]) -> TwoMachines:
-    return make_machines(model)
+pytestmark = pytest.mark.usefixtures("on_cpu", "patient", "short_prompts")
 
 
 def test_what_another_machine_has_read_is_not_read_again(machines: TwoMachines) -> None:
@@ -172,174 +127,6 @@ def test_what_came_is_checked_without_a_pause_between_the_steps(machines: TwoMac
     machines.finish()
 
 
-def damaged(
-    machines: TwoMachines, change: Callable[[int, int, int, memoryview], None]
-) -> Callable[..., None]:
-    """Blocks sent with other bytes than those on the disk. ``change`` is told the number of what is sent, and
-    of the buffer in it."""
-
-    def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-        store = BlockStore(machines.settings)
-        count = iter(range(len(names)))
-
-        def read(name: bytes, targets: Callable[[BlockHeader], Any]) -> BlockHeader | None:
-            held: list[memoryview] = []
-
-            def kept(header: BlockHeader) -> Any:
-                buffers = targets(header)
-                held.extend(buffers)
-                return buffers
-
-            header = store.read(name, kept)
-            number = next(count)
-            for part, buffer in enumerate(held):
-                change(number, part, len(held), buffer)
-            return header
-
-        block_stream.send(sender, names, read)
-        store.close()
-
-    return work
-
-
-def every_byte(number: int, part: int, parts: int, buffer: memoryview) -> None:
-    buffer[:] = bytes(b ^ 1 for b in buffer)
-
-
-def not_a_number(number: int, part: int, parts: int, buffer: memoryview) -> None:
-    if number == 1:
-        buffer[:4] = b"\xff\xff\xff\x7f"
-
-
-@pytest.mark.parametrize("change", [every_byte, not_a_number])
-def test_other_bytes_are_found_and_not_used(machines: TwoMachines, change: Callable[..., None]) -> None:
-    machines.ask()
-    machines.send(damaged(machines, change))
-    done, told = machines.finish()
-    assert (done.timings.fetched_tokens, done.usage.cached_tokens) == (0, 0)
-    assert told is not None
-    assert (told.code, told.blocks) == ("peer_wrong", 0)
-
-
-IN_THE_MIDDLE = changes("acceptor", "connector")
-
-
-@pytest.mark.parametrize(
-    ("name", "last_first"),
-    [
-        # Each change in one of the orders in the quick run.
-        pytest.param(name, last_first, marks=() if last_first is bool(number % 2) else pytest.mark.long)
-        for number, name in enumerate(IN_THE_MIDDLE)
-        for last_first in (False, True)
-    ],
-)
-def test_attack_a_machine_in_the_middle_changes_no_answer(
-    machines: TwoMachines, name: str, last_first: bool
-) -> None:
-    machines.ask()
-    # At the payload of the second block that comes, so that no more than two are whole.
-    machines.send(machines.honest, last_first=last_first, change=partial(IN_THE_MIDDLE[name], 3))
-    done, told = machines.finish()
-    assert done.timings.fetched_tokens in (0, BLOCK, 2 * BLOCK)
-    assert told is not None
-    assert told.code in ("seal_broken", "peer_lost")
-
-
-def broken_seal(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-    sock.sendall(os.urandom(100_000))
-
-
-def no_block(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-    sender.send(b"\xff\xff\xff\xff" + bytes(100))
-    sender.finish()
-
-
-def half_a_header(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-    sender.send(b"\x10\x00\x00\x00abc")
-    sender.finish()
-
-
-def gone(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-    pass
-
-
-@pytest.mark.parametrize("work", [broken_seal, no_block, half_a_header, gone])
-def test_a_stream_that_is_not_one_costs_nothing_but_itself(
-    machines: TwoMachines, work: Callable[..., None]
-) -> None:
-    machines.ask()
-    machines.send(work)
-    done, told = machines.finish()
-    assert done.timings.fetched_tokens == 0
-    assert told is not None
-    assert told.code in ("seal_broken", "peer_lost", "peer_wrong")
-
-
-def test_a_machine_that_stalls_is_given_up_and_what_came_counts(
-    machines: TwoMachines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "FETCH_BLOCK_S", 0.5)
-    over = threading.Event()
-
-    def stalls(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-        class Stalled(Exception):
-            pass
-
-        store = BlockStore(machines.settings)
-
-        def read(name: bytes, targets: Callable[[BlockHeader], Any]) -> BlockHeader | None:
-            if name == names[1]:
-                raise Stalled
-            return store.read(name, targets)
-
-        try:
-            block_stream.send(sender, names, read)
-        except Stalled:
-            over.wait(60)
-        store.close()
-
-    machines.ask()
-    machines.send(stalls)
-    done, told = machines.finish()
-    over.set()
-    assert done.timings.fetched_tokens in (0, BLOCK)
-    assert told is not None
-    assert told.code == "peer_late"
-
-
-def first_block_then_nothing(machines: TwoMachines, over: threading.Event) -> Callable[..., None]:
-    """Sends a block, and keeps the stream open."""
-
-    def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-        store = BlockStore(machines.settings)
-
-        def read(name: bytes, targets: Callable[[BlockHeader], Any]) -> BlockHeader | None:
-            if name == names[1]:
-                over.wait(60)
-                return None
-            return store.read(name, targets)
-
-        block_stream.send(sender, names, read)
-        store.close()
-
-    return work
-
-
-@pytest.mark.parametrize("last_first", [False, True])
-def test_attack_a_machine_that_trickles_is_waited_for_no_longer_than_all_may_take(
-    machines: TwoMachines, last_first: bool
-) -> None:
-    over = threading.Event()
-    machines.ask()
-    # Each single block may take a minute here.
-    machines.send(first_block_then_nothing(machines, over), last_first=last_first, within_s=0.5)
-    done, told = machines.finish()
-    over.set()
-    assert done.timings.fetched_tokens in (0, BLOCK)
-    assert told is not None
-    assert told.code == "peer_late"
-
-
 def test_a_fetch_lasts_from_the_decision_on(machines: TwoMachines) -> None:
     machines.ask()
     machines.lacking()
@@ -352,21 +139,6 @@ def test_a_fetch_lasts_from_the_decision_on(machines: TwoMachines) -> None:
     assert told is not None
     assert 1000.0 <= told.seconds < 9000.0
     assert done.timings.fetch_s >= 9000.0
-
-
-@pytest.mark.parametrize("last_first", [False, True])
-def test_a_machine_that_ends_before_it_has_sent_what_it_said_it_keeps_is_late(
-    machines: TwoMachines, last_first: bool
-) -> None:
-    def nothing(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-        sender.finish()
-
-    machines.ask()
-    machines.send(nothing, last_first=last_first)
-    done, told = machines.finish()
-    assert done.timings.fetched_tokens == 0
-    assert told is not None
-    assert (told.code, told.blocks) == ("peer_late", 0)
 
 
 def test_memory_for_what_may_come_is_made_while_the_others_are_asked(machines: TwoMachines) -> None:
@@ -471,212 +243,6 @@ def test_a_stream_that_is_not_wanted_any_more_is_closed(machines: TwoMachines) -
         assert near.fileno() == -1
 
 
-# ---- Models that cannot be cut at a token: snapshots come after the rows ---------------------------------
-
-# A gated delta rule beside attention, sliding windows beside it, Mamba 2 alone, which has no rows.
-KINDS = ["qwen3_5", "gemma3_text", "mamba2"]
-
-
-def of_kind(kind: str) -> tuple[Any, list[int]]:
-    """A model of a family, and a prompt for it."""
-    return tiny_architectures.tiny(kind), [token % tiny_architectures.VOCAB for token in PROMPT]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in sorted(FAMILIES.keys() - set(KINDS)))],
-)
-def test_every_family_is_fetched_and_the_answer_is_that_of_a_machine_alone(
-    kind: str, make_machines: Callable[..., TwoMachines]
-) -> None:
-    machines = make_machines(*of_kind(kind))
-    machines.ask()
-    lacking = machines.lacking()
-    assert lacking.states is checkpoints.needed(machines.here.tier.empty)
-    assert lacking.rows is checkpoints.any_rows(machines.here.tier.empty)
-    machines.send(machines.honest)
-    done, told = machines.finish()
-    assert (done.usage.cached_tokens, done.timings.fetched_tokens) == (WHOLE * BLOCK, WHOLE * BLOCK)
-    assert told is not None
-    assert (told.blocks, told.code) == (WHOLE, "")
-    assert (told.n_bytes > WHOLE * lacking.block_bytes) is lacking.states
-    # What came lies on the own disk afterwards.
-    machines.here.stop()
-    again = Worker(machines.model, machines.tokenizer, settings_in(machines.root / "here"))
-    assert again.ask("third", machines.prompt).timings.restored_tokens == WHOLE * BLOCK
-    assert again.text("third") == machines.expected
-    again.stop()
-
-
-def refused(machines: TwoMachines, change: Callable[[int, int, int, memoryview], None]) -> None:
-    """What is sent otherwise is found, not used and not forgiven."""
-    machines.ask()
-    machines.send(damaged(machines, change))
-    done, told = machines.finish()
-    assert (done.timings.fetched_tokens, done.usage.cached_tokens) == (0, 0)
-    assert told is not None
-    assert (told.code, told.blocks) == ("peer_wrong", 0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_snapshot_of_other_numbers_is_found_and_not_used(
-    kind: str, make_machines: Callable[..., TwoMachines]
-) -> None:
-    machines = make_machines(*of_kind(kind))
-    last = 1 if kind == "mamba2" else WHOLE + 1
-
-    def numbers(number: int, part: int, parts: int, buffer: memoryview) -> None:
-        if number == last and part:
-            every_byte(number, part, parts, buffer)
-
-    refused(machines, numbers)
-
-
-def test_where_bytes_must_be_equal_one_changed_bit_of_a_state_is_found(
-    make_machines: Callable[..., TwoMachines],
-) -> None:
-    machines = make_machines(*of_kind("qwen3_5"))
-    machines.here.scheduler._stored.sharable = SimpleNamespace(any_chunks=True)  # type: ignore[assignment]
-
-    def one_bit(number: int, part: int, parts: int, buffer: memoryview) -> None:
-        if number == WHOLE + 1 and part == parts - 1:
-            buffer[-2] ^= 64
-
-    refused(machines, one_bit)
-
-
-def test_windows_that_say_they_turned_otherwise_are_not_used(
-    make_machines: Callable[..., TwoMachines],
-) -> None:
-    def turned(number: int, part: int, parts: int, buffer: memoryview) -> None:
-        if number == WHOLE + 1 and not part:
-            rings = msgspec.msgpack.decode(buffer, type=list[RingState])
-            buffer[:] = msgspec.msgpack.encode([dataclasses.replace(r, index=r.index - 1) for r in rings])
-
-    refused(make_machines(*of_kind("gemma3_text")), turned)
-
-
-def instead(
-    machines: TwoMachines, change: Callable[[BlockHeader, bytes], tuple[bytes, bytes]]
-) -> Callable[..., None]:
-    """Honest blocks of rows, and snapshots of which ``change`` makes a header and a payload."""
-
-    def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-        block_stream.send(NotFinished(sender), names[:WHOLE], (store := BlockStore(machines.settings)).read)
-        for name in names[WHOLE:]:
-            payload = bytearray()
-
-            def targets(header: BlockHeader, payload: bytearray = payload) -> list[memoryview]:
-                payload.extend(bytes(header.nbytes))
-                whole, ends = memoryview(payload), list(itertools.accumulate(header.sizes, initial=0))
-                return [whole[a:b] for a, b in itertools.pairwise(ends)]
-
-            header = store.read(name, targets)
-            assert header is not None
-            text, sent = change(header, bytes(payload))
-            sender.send(len(text).to_bytes(4, "little") + text)
-            sender.send(sent)
-        sender.finish()
-        store.close()
-
-    return work
-
-
-class NotFinished:
-    """A sender on which more is sent later."""
-
-    def __init__(self, sender: SealedSender) -> None:
-        self.send = sender.send
-
-    def finish(self) -> None: ...
-
-
-def with_rings(rings: bytes) -> Callable[[BlockHeader, bytes], tuple[bytes, bytes]]:
-    def change(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
-        sizes = [len(rings), *header.sizes[1:]]
-        text = msgspec.msgpack.encode(msgspec.structs.replace(header, sizes=sizes))
-        return text, rings + payload[header.sizes[0] :]
-
-    return change
-
-
-def nested(depth: int) -> bytes:
-    return b"\x91" * depth + b"\x90"
-
-
-def nested_header(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
-    # A field that the reader does not know, and skips.
-    text = msgspec.msgpack.encode(header)
-    return bytes([text[0] + 1]) + b"\xa1x" + nested(200_000) + text[1:], payload
-
-
-def longer_windows(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
-    """Twice the memory, of the same sender's own account."""
-    states = payload[header.sizes[0] :]
-    known = msgspec.msgpack.decode(payload[: header.sizes[0]], type=list[RingState])
-    rings = msgspec.msgpack.encode([dataclasses.replace(ring, held=2 * ring.held) for ring in known])
-    sizes = [len(rings), *(2 * size for size in header.sizes[1:])]
-    text = msgspec.msgpack.encode(msgspec.structs.replace(header, sizes=sizes))
-    return text, rings + states + states
-
-
-def no_header(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
-    return b"\xa2\xff\xff", payload
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(with_rings(b"\xdd\x00\x08\x00\x00" + b"\x80" * (1 << 19)), id="half a million rings"),
-        pytest.param(with_rings(b"\x91\x81\xa1x" + nested(200_000)), id="nested rings"),
-        pytest.param(nested_header, id="a nested header"),
-        pytest.param(longer_windows, id="longer windows"),
-        pytest.param(no_header, id="no UTF-8"),
-    ],
-)
-def test_attack_a_snapshot_that_is_none_ends_neither_the_worker_nor_the_request(
-    change: Callable[[BlockHeader, bytes], tuple[bytes, bytes]],
-    make_machines: Callable[..., TwoMachines],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machines = make_machines(*of_kind("gemma3_text"))
-    monkeypatch.setattr(ArrivingSnapshot, "cache", lambda *_: pytest.fail("it was used"))
-    machines.ask()
-    machines.send(instead(machines, change))
-    done, told = machines.finish()
-    assert (done.timings.fetched_tokens, done.usage.cached_tokens) == (0, 0)
-    assert told is not None
-    assert (told.code, told.blocks) == ("peer_wrong", 0)
-
-
-@pytest.mark.parametrize("where", ["cache", "targets"])
-def test_whatever_breaks_over_what_came_the_prompt_is_computed(
-    where: str, make_machines: Callable[..., TwoMachines], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def breaks(*_: Any) -> None:
-        raise MemoryError
-
-    machines = make_machines(*of_kind("gemma3_text"))
-    machines.ask()
-    machines.lacking()
-    monkeypatch.setattr(ArrivingSnapshot, where, breaks)
-    machines.send(machines.honest)
-    done, told = machines.finish()
-    assert done.timings.fetched_tokens == 0
-    assert told is not None
-    assert (told.code, told.blocks) == ("peer_wrong", 0)
-
-
-def test_a_machine_with_one_snapshot_or_none_within_reach_has_nothing_to_send() -> None:
-    assert checked_by([]) == checked_by([(4, 9)]) == checked_by([(1, 9), (4, 9)]) == ()
-    assert checked_by([(1, 7), (2, 8), (4, 9)]) == ((2, 8), (4, 9))
-    assert checked_by([(1, 7), (2, 8), (9, 9)]) == ((1, 7), (2, 8))
-    assert checked_by([(1, 7), (2, 8), (9, 9)], blocks=9) == ()
-
-
-# ---- Numbers in which another accelerator had a part -----------------------------------------------------
-
-
 def keep_as_plan(worker: Worker, tokens: list[int]) -> None:
     """As if a helper of another kind had computed some of it."""
     worker.ask("kept", tokens)
@@ -731,151 +297,3 @@ def test_a_prompt_whose_answer_must_be_exact_asks_for_no_other_numbers(machines:
     assert machines.lacking().plan_names == []
     machines.decide(0)
     machines.finish()
-
-
-# ---- The last block first: the prompt is computed towards what comes --------------------------------------
-
-QUICK = PrefillCost(token_s=1e-9)
-
-
-def first_then(blocks: int, after: Callable[[], object], machines: TwoMachines) -> Callable[..., None]:
-    """Sends so many blocks, and the others after ``after``."""
-
-    def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-        store = BlockStore(machines.settings)
-        count = iter(range(len(names)))
-
-        def read(name: bytes, targets: Callable[[BlockHeader], Any]) -> BlockHeader | None:
-            if next(count) == blocks and after() is None:
-                return None
-            return store.read(name, targets)
-
-        block_stream.send(sender, names, read)
-        store.close()
-
-    return work
-
-
-def once_the_last_came(machines: TwoMachines) -> FrontPrefill:
-    """What computes the beginning, once the last block is here. Till then it is too slow to compute any."""
-    scheduler = machines.here.scheduler
-    while (fetching := scheduler._prefilling[0].fetching) is None or fetching.front is None:
-        machines.here.turn()
-    front = fetching.front
-    while front.lowest == front._last:
-        machines.here.turn()
-    front._cost = QUICK
-    return front
-
-
-def test_a_machine_that_computes_slowly_waits_for_all_blocks(machines: TwoMachines) -> None:
-    machines.ask()
-    machines.send(machines.honest, last_first=True)
-    done, told = machines.finish()
-    assert (done.usage.cached_tokens, done.timings.fetched_tokens) == (WHOLE * BLOCK, WHOLE * BLOCK)
-    assert told is not None
-    assert (told.blocks, told.code) == (WHOLE, "")
-
-
-def test_the_beginning_is_computed_while_the_rest_comes(machines: TwoMachines) -> None:
-    computed = threading.Event()
-    machines.ask()
-    # The second one from the end comes only when the first block has been computed.
-    machines.send(first_then(1, lambda: computed.wait(60) or None, machines), last_first=True)
-    front = once_the_last_came(machines)
-    while front.computed < BLOCK:
-        machines.here.turn()
-    computed.set()
-    done, told = machines.finish()
-    assert told is not None
-    assert told.code == ""
-    fetched = done.timings.fetched_tokens
-    assert fetched in (BLOCK, 2 * BLOCK)
-    assert told.blocks * BLOCK == fetched
-    # What was computed here is not called cached.
-    assert done.usage.cached_tokens == fetched
-    assert done.timings.prefill_s > 0
-
-
-def test_what_lies_between_is_computed_where_the_other_machine_leaves(machines: TwoMachines) -> None:
-    machines.ask()
-    machines.send(first_then(1, lambda: None, machines), last_first=True)
-    once_the_last_came(machines)
-    done, told = machines.finish()
-    assert told is not None
-    assert (done.usage.cached_tokens, done.timings.fetched_tokens, told.blocks) == (BLOCK, BLOCK, 1)
-
-
-def test_what_was_computed_meanwhile_counts_where_nothing_comes(machines: TwoMachines) -> None:
-    machines.here.tier.cost = QUICK
-    machines.ask()
-    machines.send(gone, last_first=True)
-    done, _ = machines.finish()
-    assert (done.usage.cached_tokens, done.timings.fetched_tokens) == (0, 0)
-
-
-def test_the_other_end_is_not_trusted_because_this_one_was_computed_here(machines: TwoMachines) -> None:
-    machines.here.tier.cost = QUICK
-    machines.ask()
-    machines.send(damaged(machines, every_byte), last_first=True)
-    done, told = machines.finish()
-    assert (done.timings.fetched_tokens, done.usage.cached_tokens) == (0, 0)
-    assert told is None or told.blocks == 0
-
-
-def test_a_prompt_goes_on_from_memory_towards_what_comes(machines: TwoMachines) -> None:
-    machines.here.ask("begun", PROMPT[: BLOCK + 10])
-    machines.ask()
-    machines.send(first_then(1, lambda: None, machines), WHOLE - 1, last_first=True)
-    once_the_last_came(machines)
-    done, _ = machines.finish()
-    assert done.timings.fetched_tokens == BLOCK
-    # The answer to the first one was the next token here.
-    assert done.usage.cached_tokens == BLOCK + 10 + BLOCK
-
-
-def test_without_memory_for_both_ends_the_prompt_waits(machines: TwoMachines) -> None:
-    machines.here.tier.cost = QUICK
-    budget = machines.here.scheduler.budget
-    budget.budget_bytes = budget.sizes.of(len(PROMPT) + 300)
-    machines.ask()
-    machines.send(machines.honest, last_first=True)
-    done, _ = machines.finish()
-    assert done.timings.fetched_tokens == WHOLE * BLOCK
-
-
-def test_a_request_that_is_cancelled_half_way_leaves_what_it_computed(machines: TwoMachines) -> None:
-    over = threading.Event()
-    machines.ask()
-    machines.send(first_then(1, lambda: over.wait(60) and None, machines), last_first=True)
-    scheduler, front = machines.here.scheduler, once_the_last_came(machines)
-    while front.computed < BLOCK:
-        machines.here.turn()
-    scheduler.tell(Cancel("second"))
-    assert machines.here.finish("second").reason == "cancelled"
-    over.set()
-    scheduler.validate()
-    assert scheduler.prefix.longest(PROMPT, DENSE) >= BLOCK
-
-
-def test_a_prompt_that_cannot_be_computed_meanwhile_ends_the_fetch(
-    machines: TwoMachines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hung_up = threading.Event()
-
-    def waits(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
-        while sock.recv(1 << 16):
-            pass
-        hung_up.set()
-
-    def fails(front: FrontPrefill) -> int:
-        raise RuntimeError("no memory is left")
-
-    monkeypatch.setattr(FrontPrefill, "step", fails)
-    machines.here.tier.cost = QUICK
-    machines.ask()
-    machines.send(waits, last_first=True)
-    while not any(isinstance(event, Failed) for event in machines.here.events):
-        machines.here.turn()
-    assert hung_up.wait(60)
-    machines.here.scheduler.validate()

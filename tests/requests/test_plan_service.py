@@ -269,6 +269,19 @@ def plan_and_run(
         assert ran == (kind, *names)
 
 
+@pytest.mark.parametrize("read", [0.0, 0.6])
+def test_a_prompt_without_a_session_is_planned_to_go_on_where_most_of_it_was_read(read: float) -> None:
+    tokens = 3000
+    text = "x" * 4 * tokens
+    # What is left takes it a little longer than the whole prompt takes here; its link is too slow to help.
+    slower = other("b", {"prefill_tok_s": 38.0}, 1e5)
+    fleet = OneMachine(card("home", {}), slower)
+    affinity = fleet.members.affinity
+    affinity.computed(slower.life, "m", affinity.links(text[: int(read * len(text))]))
+    way = ("remote", "b") if read else ("local", "this")
+    assert told(fleet.plan(tokens, text=text)) == fleet.run(tokens) == way
+
+
 @given(st.lists(neighbours, max_size=3, unique_by=lambda member: member.name), st.sampled_from([400, 3000]))
 @settings(deadline=None, max_examples=20)
 def test_every_machine_is_told_of_and_all_but_the_chosen_way_have_a_reason(

@@ -10,10 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from disk_worker import Worker, settings_in
+import tiny_models
+from disk_worker import BLOCK, Worker, settings_in
 from wire_changes import chunks_of
 
 from fleetd.cache import block_stream
+from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.service import DiskCache
 from fleetd.engine.protocol import BLOCKS, FetchBlocks, Fetched, Finished, Lacking, StreamTag
@@ -24,6 +26,7 @@ from fleetd.sealed.stream import SealedSender
 
 # Blocks of the prompt that the tests ask, which has some tokens more.
 WHOLE = 3
+PROMPT = tiny_models.prompt(WHOLE * BLOCK + BLOCK // 2 + 4)
 
 
 class TwoMachines:
@@ -126,3 +129,63 @@ class TwoMachines:
         assert self.here.text("second") == self.expected
         told = [e for e in self.here.events if isinstance(e, Fetched)]
         return done, told[0] if told else None
+
+
+# ---- What the machine that is asked may do with its end of the stream -----------------------------------
+
+
+def damaged(
+    machines: TwoMachines, change: Callable[[int, int, int, memoryview], None]
+) -> Callable[..., None]:
+    """Send other bytes than those on the disk. ``change`` is told the number of what is sent, and
+    of the buffer in it."""
+
+    def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        store = BlockStore(machines.settings)
+        count = iter(range(len(names)))
+
+        def read(name: bytes, targets: Callable[[BlockHeader], Any]) -> BlockHeader | None:
+            held: list[memoryview] = []
+
+            def kept(header: BlockHeader) -> Any:
+                buffers = targets(header)
+                held.extend(buffers)
+                return buffers
+
+            header = store.read(name, kept)
+            number = next(count)
+            for part, buffer in enumerate(held):
+                change(number, part, len(held), buffer)
+            return header
+
+        block_stream.send(sender, names, read)
+        store.close()
+
+    return work
+
+
+def every_byte(number: int, part: int, parts: int, buffer: memoryview) -> None:
+    """A change to all that is sent."""
+    buffer[:] = bytes(b ^ 1 for b in buffer)
+
+
+def gone(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+    """Hang up."""
+
+
+def first_then(blocks: int, after: Callable[[], object], machines: TwoMachines) -> Callable[..., None]:
+    """Send so many blocks, and the others after ``after``, or no others if it says None."""
+
+    def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        store = BlockStore(machines.settings)
+        count = iter(range(len(names)))
+
+        def read(name: bytes, targets: Callable[[BlockHeader], Any]) -> BlockHeader | None:
+            if next(count) == blocks and after() is None:
+                return None
+            return store.read(name, targets)
+
+        block_stream.send(sender, names, read)
+        store.close()
+
+    return work
