@@ -18,7 +18,6 @@ import re
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -357,8 +356,7 @@ class Config(msgspec.Struct, frozen=True):
         return self.origins.get(key, "default")
 
 
-@dataclass(frozen=True, slots=True)
-class SettingKey:
+class SettingKey(msgspec.Struct, frozen=True):
     """One row of the table."""
 
     name: str  # "http.listen"

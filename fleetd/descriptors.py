@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd import limits
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionCaps:
+class ConnectionCaps(msgspec.Struct, frozen=True):
     """Most connections at once: of each HTTP site, those of them that have not shown a token, and at the peer
     port those that have not shown what they are."""
 

@@ -15,7 +15,6 @@ import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import msgspec
 
@@ -33,8 +32,7 @@ _DAY_S = 86_400.0
 SCORE_ROUTE = "score"
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, frozen=True):
     """What is known before the work; ``at_s`` is Unix time."""
 
     request_id: str

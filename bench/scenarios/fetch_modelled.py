@@ -5,7 +5,9 @@ Nothing is computed here but prices; no model runs, and the machines are not aro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from bench.figures import Figure, Measured
 from fleetd.limits import GIB

@@ -33,19 +33,16 @@ class AnswerBlock:
         return "".join(self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockOpened:
+class BlockOpened(msgspec.Struct, frozen=True):
     block: AnswerBlock
 
 
-@dataclass(frozen=True, slots=True)
-class BlockText:
+class BlockText(msgspec.Struct, frozen=True):
     block: AnswerBlock
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class BlockClosed:
+class BlockClosed(msgspec.Struct, frozen=True):
     block: AnswerBlock
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from urllib.parse import quote
 
@@ -38,8 +37,7 @@ from fleetd.errors import EngineError
 from fleetd.requests.job import Job, Origin, Planned
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True):
     """What to generate for one HTTP request.
 
     Args:

@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from fleetd import limits
 
 
-@dataclass(frozen=True, slots=True)
-class PageLogin:
+class PageLogin(msgspec.Struct, frozen=True):
     """The two secrets of a session, told once."""
 
     cookie: str

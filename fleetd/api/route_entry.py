@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from aiohttp.typedefs import Handler
 
 from fleetd.api.dialect import Dialect
@@ -15,8 +15,7 @@ from fleetd.api.dialect import Dialect
 _PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
 
-@dataclass(frozen=True)
-class RouteStatus:
+class RouteStatus(msgspec.Struct, frozen=True):
     """A status besides 200.
 
     Args:
@@ -27,8 +26,7 @@ class RouteStatus:
     reply: type | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Route:
+class Route(msgspec.Struct, frozen=True, eq=False):
     """A route. Paths under ``/fleet/`` are served on the Unix socket only (auth.py).
 
     Args:
@@ -51,9 +49,9 @@ class Route:
     name: str = ""
     summary: str = ""
     body: type | None = None
-    reply: type | Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    reply: type | Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
     item: Any = None
-    statuses: Mapping[int, RouteStatus] = field(default_factory=dict)
+    statuses: Mapping[int, RouteStatus] = msgspec.field(default_factory=dict)
     open: bool = False
     shared: bool = False
     page: bool = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.api.page_sessions import PageSessions
@@ -28,8 +29,7 @@ from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill.compression_job import CompressionService
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
+class Services(msgspec.Struct, frozen=True):
     """Parts of the daemon, and the settings of its HTTP API.
 
     The methods of ``models``, ``ledger.usage``, ``verify`` and ``traces`` block: call them in a thread.
@@ -72,11 +72,11 @@ class Services:
     plan: Callable[[PlanQuestion], Awaitable[PlanView]]
     pinned: PinnedModels
     catalog: Sequence[CatalogEntry] = ()
-    hosts: frozenset[str] = field(default_factory=frozenset)
-    origins: frozenset[str] = field(default_factory=frozenset)
-    fleet: Fleet | DisabledFleet = field(default_factory=DisabledFleet)
+    hosts: frozenset[str] = msgspec.field(default_factory=frozenset)
+    origins: frozenset[str] = msgspec.field(default_factory=frozenset)
+    fleet: Fleet | DisabledFleet = msgspec.field(default_factory=DisabledFleet)
     traces: Callable[[int, str], TracesView] = lambda last, request_id: TracesView([])
-    smart_defaults: SmartPrefillPolicy = field(default_factory=SmartPrefillPolicy)
+    smart_defaults: SmartPrefillPolicy = msgspec.field(default_factory=SmartPrefillPolicy)
     compressing: CompressionService | None = None
     disk_cache: DiskCache | None = None
     fetches: Callable[[], list[MachineFetches]] = list
@@ -85,5 +85,5 @@ class Services:
     ended: Callable[[int], tuple[int, Sequence[Trace]]] = lambda number: (number, ())
     answer_tokens: int | None = None
     settings: Sequence[SettingView] = ()
-    page: PageSessions = field(default_factory=PageSessions)
-    listeners: set[object] = field(default_factory=set)
+    page: PageSessions = msgspec.field(default_factory=PageSessions)
+    listeners: set[object] = msgspec.field(default_factory=set)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd.api.smart_prefill_reports import SmartPrefillReports
 from fleetd.compression.policy import SmartPrefillPolicy
@@ -12,8 +13,7 @@ from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import Finished, Timings, Usage
 
 
-@dataclass(frozen=True, slots=True)
-class EngineWork:
+class EngineWork(msgspec.Struct, frozen=True):
     """What the engines computed for some choices.
 
     Args:

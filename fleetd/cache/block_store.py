@@ -18,8 +18,10 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.cache import block_file, disk_speed, machine_key
@@ -45,8 +47,7 @@ class NotKept(Exception):
     """A prompt's blocks are not kept, for no fault of the disk."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptBlocks:
+class PromptBlocks(msgspec.Struct, frozen=True):
     """A prompt whose blocks are written: their names, their files, what they are worth now, and how many of
     them, from the first on, are ``here`` already. ``states``: name and file of the snapshot at the end of the
     block of that number."""
@@ -55,7 +56,7 @@ class PromptBlocks:
     files: tuple[str, ...]
     priority: float
     here: int
-    states: Mapping[int, tuple[bytes, str]] = field(default_factory=dict)
+    states: Mapping[int, tuple[bytes, str]] = msgspec.field(default_factory=dict)
 
 
 def _no_fault(_place: str) -> None:

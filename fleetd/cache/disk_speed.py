@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd import limits
 
@@ -17,8 +18,7 @@ from fleetd import limits
 _CLEARLY = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class DiskSpeeds:
+class DiskSpeeds(msgspec.Struct, frozen=True):
     """Bytes per second of what lies on the disk only, and of what the system has in memory; 0 is
     unmeasured."""
 

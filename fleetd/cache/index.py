@@ -18,10 +18,11 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from fleetd import limits
 from fleetd.cache.disk_speed import DiskSpeeds, is_cached
@@ -82,8 +83,7 @@ class NoRoom(Exception):
     """The quota is too small for this prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewBlock:
+class NewBlock(msgspec.Struct, frozen=True):
     """A block or a snapshot that is to be written. ``name``: of its file. ``depth``: blocks before it.
     ``priority``: from ``Index.price``. ``tokens``: whose rows it holds."""
 
@@ -95,8 +95,7 @@ class NewBlock:
     tokens: int = limits.CACHE_BLOCK_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredPrompt:
+class RestoredPrompt(msgspec.Struct, frozen=True):
     """A prompt of which so much was read, in so many seconds. ``saved_s``: computing it would have taken
     longer. ``cached``: as in FoundBlocks, before that."""
 
@@ -108,8 +107,7 @@ class RestoredPrompt:
     cached: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FoundBlocks:
+class FoundBlocks(msgspec.Struct, frozen=True):
     """The beginning of a prompt that is on the disk: blocks, their bytes, the measured speed of reading.
 
     ``cached``: how much of their files the system has in memory, None unknown. ``states``: blocks at whose
@@ -129,8 +127,7 @@ class FoundBlocks:
         return self.states[-1][1] if self.states else 0
 
 
-@dataclass(frozen=True, slots=True)
-class FoundText:
+class FoundText(msgspec.Struct, frozen=True):
     """The beginning of a text that is on the disk: up to which link, its bytes, the speed of reading.
     ``files``: of the blocks that its links end in. ``cached``: as in FoundBlocks."""
 

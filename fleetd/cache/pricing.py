@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from fleetd import limits
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillCost:
+class PrefillCost(msgspec.Struct, frozen=True):
     """Seconds that a model's prefill takes: for each token, and for each token of context before it."""
 
     token_s: float

@@ -8,13 +8,14 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+import msgspec
+
 from fleetd.cache.block_file import BlockHeader
 
 ReadBlock = Callable[[bytes, Callable[[BlockHeader], Sequence[memoryview]]], BlockHeader | None]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRead:
+class BlockRead(msgspec.Struct, frozen=True):
     """A block's header and payload."""
 
     header: BlockHeader

@@ -21,6 +21,8 @@ from enum import Enum, auto
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from fleetd import limits
 from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore, CacheUnavailable, NotKept
@@ -39,8 +41,7 @@ class StateTargets(Protocol):
         """What came last is a snapshot. Raises BlockDamaged."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockNames:
+class BlockNames(msgspec.Struct, frozen=True):
     """What a beginning may be called: its blocks, none where the model keeps no rows, and the snapshots at
     their ends, none where it needs none."""
 

@@ -10,8 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+
+import msgspec
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.cache import block_names
@@ -19,16 +22,14 @@ from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore, CacheUnavailable, NotKept, PromptBlocks
 
 
-@dataclass(frozen=True, slots=True)
-class StateToWrite:
+class StateToWrite(msgspec.Struct, frozen=True):
     """A snapshot, evaluated: what a model keeps besides rows."""
 
     header: BlockHeader
     buffers: Sequence[memoryview]
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksToWrite:
+class BlocksToWrite(msgspec.Struct, frozen=True):
     """All blocks of one prompt, first to last: most of them may be on the disk already.
 
     ``headers`` and ``buffers``: of the block of that number; ``buffers`` may be called on any thread. Blocks
@@ -42,7 +43,7 @@ class BlocksToWrite:
     row_bytes: int
     header: Callable[[int], BlockHeader]
     buffers: Callable[[int], Sequence[memoryview]]
-    states: Mapping[int, StateToWrite] = field(default_factory=dict)
+    states: Mapping[int, StateToWrite] = msgspec.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -50,8 +51,7 @@ class BlocksToWrite:
         return self.row_bytes + sum(state.header.nbytes for state in self.states.values())
 
 
-@dataclass(frozen=True, slots=True)
-class WriterFigures:
+class WriterFigures(msgspec.Struct, frozen=True):
     """``note``: why nothing is written at the moment; "" if it is."""
 
     queued_bytes: int = 0

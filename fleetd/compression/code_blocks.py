@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd.compression.structure import unnumbered
 from fleetd.compression.unit_list import UnitList
@@ -35,8 +36,7 @@ _ASIDE = re.compile(r"//|#(?!include|define)|--\s|<!--")
 _LEADS = re.compile(r"@|#\[|#(?!include|define)|//|/\*|\*(?!/)|--\s|<!--|\[\w+\]|template\s*<")
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
+class _Line(msgspec.Struct, frozen=True):
     start: int
     end: int
     indent: int  # -1: blank

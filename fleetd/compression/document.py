@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from fleetd.compression.gate_signs import count_signs
 from fleetd.compression.words import PARAGRAPH_END, Range, estimate_tokens, lines, merged, sentences
 
@@ -44,8 +46,7 @@ _ASKS = re.compile(
 _QUESTION_MARKS = ("?", "\uff1f", "吗", "呢")
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(msgspec.Struct, frozen=True):
     """One message's content, or a whole text prompt (``role`` "text"). ``marked``: what the user wants kept.
 
     ``example``: said to be part of an example, by its name.

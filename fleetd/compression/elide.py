@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from fleetd.compression.document import Document
 from fleetd.compression.json_values import JsonNode
@@ -64,8 +65,7 @@ def elided(text: str, kept: Sequence[Range], *, boundaries: bool = True) -> str:
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class _TextPart:
+class _TextPart(msgspec.Struct, frozen=True):
     """Text that is kept, or a gap with the kind of its marker: line, code, row or json."""
 
     said: str

@@ -7,7 +7,8 @@ one that stands alone, and one that fills a gap cheaper still.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd.compression.unit_list import TextUnit
 from fleetd.compression.words import Range
@@ -24,8 +25,7 @@ _LONG_TOKENS = 256
 _BY_SCORE, _NEIGHBOURED = 0.8, 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """A unit with its range of the document's text and its tokens; ``index`` and ``frames`` count all
     pieces.
     """

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd.compression.document import Document
 from fleetd.compression.gate_places import Pointing, pointing
@@ -38,8 +39,7 @@ _SPREAD_RATIO = 0.5
 _SPREAD_UNITS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(msgspec.Struct, frozen=True):
     """What a request's words say: its ``signs``, and where the other words stand in the text."""
 
     signs: SignCounts
@@ -70,8 +70,7 @@ class Evidence:
         return PRIOR + self.by_signs + self.by_places
 
 
-@dataclass(frozen=True, slots=True)
-class GateVerdict:
+class GateVerdict(msgspec.Struct, frozen=True):
     """``declined``: the reason why nothing may be dropped, or "". ``plainly``: there is no doubt about it."""
 
     declined: str = ""

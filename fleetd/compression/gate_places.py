@@ -13,7 +13,8 @@ import math
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+
+import msgspec
 
 # Places overlap by half, so that two words side by side have one in common. Of a long text they are longer.
 _PLACE_CHARS, _PLACES = 240, 2000
@@ -28,8 +29,7 @@ _IS_JOINED = re.compile(rf"[{_JOINED}]")
 _SCRIPT_SHARE, _SCRIPT_LETTERS = 0.1, 2000
 
 
-@dataclass(frozen=True, slots=True)
-class Pointing:
+class Pointing(msgspec.Struct, frozen=True):
     """``words``: how many of the question's words the best place has. A word that stands in one place only
     counts 1, one that stands everywhere 0. ``foreign``: the text is in another script, and no word can be
     in it."""

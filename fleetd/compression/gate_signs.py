@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+
+import msgspec
 
 # What a task that needs all of the text is about, by kind.
 WHOLE: Mapping[str, str] = {
@@ -31,8 +32,7 @@ _SHORTHAND = (("_", r"\s"), ("~", r".{0,40}?"), ("$", r"(?!\w)"))
 _ANYWHERE = re.compile(r"[(\[?<!^|]*[\u3400-\u9fff]")
 
 
-@dataclass(frozen=True, slots=True)
-class SignCounts:
+class SignCounts(msgspec.Struct, frozen=True):
     """How many signs of each kind there are; ``rest``: the words that are no signs.
 
     ``own``: signs of tasks for the whole text that the text itself has, which are not in ``counts``: what is

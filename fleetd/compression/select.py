@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from fleetd.compression.anchors import relevance
@@ -42,8 +42,7 @@ _FRAME_CHARS = 200
 _NEARLY_ALL = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(msgspec.Struct, frozen=True):
     """How much the ranks by attention and by the question's words count. The unit at rank ``half`` is
     worth half of the first. Chosen by `python -m eval.tune`."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd.compression.document import Document
 from fleetd.compression.words import Range, merged
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(msgspec.Struct, frozen=True):
     """Which characters of each block are kept: sorted, disjoint ranges that do not touch, a tuple per block.
 
     ``declined``: why nothing was dropped; "" where something was. ``boundaries``: units were kept whole.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from fleetd.compression.json_values import JsonNode, Scanner
 from fleetd.compression.words import Range, lines
@@ -61,8 +62,7 @@ _CODE_SHARE = 0.5
 _CODE_LINES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(msgspec.Struct, frozen=True):
     """Characters ``[start, end)`` of a text. ``body``: the inside of a fence, or the rows of a table.
 
     The body of an unclosed fence ends with the text. ``node``: the values of JSON, also where it is

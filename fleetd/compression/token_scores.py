@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -41,8 +41,7 @@ _BLOCK = 1024
 _ROUNDING = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentScores:
+class SegmentScores(msgspec.Struct, frozen=True):
     """Logits of N tokens of a text by H heads and Q queries; tokens in the order of the text, question
     left out.
 
@@ -129,8 +128,7 @@ class SegmentScores:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenScores:
+class TokenScores(msgspec.Struct, frozen=True):
     """Tokens of a text in order, without the question's: character ranges (N,), and how much each matters.
 
     ``values`` (N,) are averages of probabilities: not negative, at most 1, comparable within one text only.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd.compression.structure import Kind
 from fleetd.compression.words import Range
 
 
-@dataclass(frozen=True, slots=True)
-class TextUnit:
+class TextUnit(msgspec.Struct, frozen=True):
     """Characters ``[start, end)`` of a block; ``frames``: indexes of the units kept with this one.
 
     ``is_frame``: kept only with others.

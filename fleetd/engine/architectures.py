@@ -13,14 +13,15 @@ from these tables.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from fleetd.errors import ModelUnsupported
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
+class Architecture(msgspec.Struct, frozen=True):
     """How to run a model with this code in pieces; the defaults are llama's.
 
     The parts are named as mlx-lm does: ``embed_tokens``, ``layers`` and ``norm`` in ``model``, and beside it

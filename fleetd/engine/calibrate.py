@@ -14,10 +14,10 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
@@ -53,8 +53,7 @@ OTHERS = 0.25
 CONTEXT_BYTES = 256 * limits.MIB
 
 
-@dataclass(frozen=True, slots=True)
-class Speeds:
+class Speeds(msgspec.Struct, frozen=True):
     """Speeds of one request alone; 0 if there was no time to measure.
 
     Tokens per second on a short context, of prefill in chunks of ``CHUNKS[-1]``, on the line through the
@@ -68,7 +67,7 @@ class Speeds:
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
     doubt: str = ""
-    chunk_s: dict[int, float] = field(default_factory=dict)
+    chunk_s: dict[int, float] = msgspec.field(default_factory=dict)
 
 
 def calibrate(model: Any, device: str, vocab_size: int, context_tokens: int) -> Speeds:

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 # While no answer runs: a client that goes away has its slot back within this and what it takes to notice it,
 # and a request that comes waits as long. On a CPU that is to be a second in all, a fifth of which is left to
 # noticing it and to a chunk that is slower than the one before. A GPU gains up to two seconds; Metal ends
@@ -38,8 +40,7 @@ SMALLEST = 64
 CPU_LARGEST = 256
 
 
-@dataclass(frozen=True, slots=True)
-class FixedChunks:
+class FixedChunks(msgspec.Struct, frozen=True):
     """The same size in every turn."""
 
     alone: int

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from fleetd.errors import InvalidValue
 
 Range = tuple[int, int]
@@ -29,8 +31,7 @@ _OWN_MARKERS = frozenset({"system", "developer", "assistant"})
 _MARKUP = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
+class Rendered(msgspec.Struct, frozen=True):
     """A prompt's text, and the ranges of it, ascending, where contents spell control tokens.
 
     ``where``: the first field that spells one; "" if none does.
@@ -41,8 +42,7 @@ class Rendered:
     where: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ControlTokens:
+class ControlTokens(msgspec.Struct, frozen=True):
     """A tokenizer's control tokens.
 
     ``special`` finds those that the tokenizer calls special, but for markers of reasoning and of tool calls;

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 
 import mlx.core as mx
+from msgspec.structs import asdict
 
 from fleetd import limits
 from fleetd.engine.calibrate import Calibration, Speeds

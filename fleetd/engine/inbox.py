@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import (
@@ -21,8 +22,7 @@ from fleetd.engine.protocol import (
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True):
     """End the loop."""
 
 

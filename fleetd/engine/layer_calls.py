@@ -8,11 +8,11 @@ scales of queries by position, keys that earlier layers made. What depends on th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 from mlx_lm.models import gemma3n, gemma4_text, ministral3
 from mlx_lm.models.base import create_attention_mask
 
@@ -21,8 +21,7 @@ from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import parts
 
 
-@dataclass(frozen=True, slots=True)
-class PassInputs:
+class PassInputs(msgspec.Struct, frozen=True):
     """What of a chunk enters layers besides hidden states: the position of its first token and, where the
     model has such, each layer's own input (B, T, layers of the whole model, width)."""
 

@@ -7,7 +7,6 @@ import json
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,7 @@ _UNEQUAL, _ROUNDING = ([3, 4, 5, 6, 7], [8]), 0.03
 _ENTRY = struct.Struct("<iI")
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryShares:
+class MemoryShares(msgspec.Struct, frozen=True):
     """How a worker divides its memory, in bytes: the weights, the prefix cache, and what sequences take."""
 
     weights: int
@@ -72,8 +70,7 @@ class MemoryShares:
         return cls(weights, prefix, max(0, left - prefix))
 
 
-@dataclass(frozen=True, slots=True)
-class _FoundOut:
+class _FoundOut(msgspec.Struct, frozen=True):
     """What computing with a model showed; ``findings`` are stored for the next load.
 
     ``sparse``: None if prompts must be prefilled whole, as ``dense_reason`` says. ``sharable``: None if no
@@ -87,8 +84,7 @@ class _FoundOut:
     unshareable: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     model: Any
     tokenizer: Any
     facts: Ready

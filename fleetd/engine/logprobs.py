@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 
 from fleetd.engine.protocol import TokenLogprob, TopLogprob
@@ -15,8 +16,7 @@ from fleetd.engine.token_bytes import token_bytes
 IMPOSSIBLE = -9999.0
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
+class Logprobs(msgspec.Struct, frozen=True):
     """``top`` alternatives per token, 0 for none."""
 
     tokenizer: Any

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -38,8 +38,7 @@ Device = Literal["cpu", "metal", "cuda"]
 FALLBACK_CONTEXT = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class ReadModel:
+class ReadModel(msgspec.Struct, frozen=True):
     """A model in memory that has computed its first tokens, with its tokenizer. ``sizes``: of a sequence."""
 
     model: Any

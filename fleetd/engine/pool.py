@@ -41,8 +41,7 @@ class PoolOptions(WorkerOptions, frozen=True, kw_only=True):
     idle_unload_s: float = 1800.0
 
 
-@dataclass(frozen=True, slots=True)
-class _WantedLayers:
+class _WantedLayers(msgspec.Struct, frozen=True):
     """A model, or layers [first, last) of it; (0, 0) is all."""
 
     folder: ModelFolder

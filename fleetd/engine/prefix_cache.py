@@ -14,6 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -38,8 +39,7 @@ class Hit:
     namespace: str = DENSE
 
 
-@dataclass(frozen=True, slots=True)
-class _PrefixEntry:
+class _PrefixEntry(msgspec.Struct, frozen=True):
     namespace: str
     tokens: _Tokens
     cache: list[Any]
@@ -48,7 +48,7 @@ class _PrefixEntry:
     # moved on cannot be taken back.
     trimmable: bool
     # States at earlier tokens for what cannot be taken back: ``checkpoints.saved`` by token.
-    states: dict[int, list[Any]] = field(default_factory=dict)
+    states: dict[int, list[Any]] = msgspec.field(default_factory=dict)
 
     def serves(self, shared: int) -> int:
         """The most tokens, of ``shared`` leading ones, whose state can be had."""

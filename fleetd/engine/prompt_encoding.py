@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jinja2
+import msgspec
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.engine import message_borders
@@ -40,8 +41,7 @@ _TEMPLATE_ERRORS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
+class PreparedPrompt(msgspec.Struct, frozen=True):
     """A request whose prompt is token ids.
 
     ``initial`` is the marker state the prompt ends in (see ``output_text.AnswerText``), ``primed`` the part

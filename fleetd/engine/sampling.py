@@ -12,10 +12,10 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 from mlx_lm.sample_utils import (
     apply_min_p,
     apply_top_k,
@@ -23,6 +23,7 @@ from mlx_lm.sample_utils import (
     greedy_sampler,
     make_logits_processors,
 )
+from msgspec.structs import replace
 
 from fleetd.engine.protocol import Sampling
 
@@ -38,8 +39,7 @@ GREEDY_TEMPERATURE = 1e-5
 GREEDY_TOP_P = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
+class SamplingDefaults(msgspec.Struct, frozen=True):
     """``Sampling`` with nothing left open."""
 
     temperature: float = 1.0
@@ -66,8 +66,8 @@ class SamplingDefaults:
 
     def asked(self, sampling: Sampling) -> SamplingDefaults:
         """These values, except where the request says otherwise."""
-        names = (f.name for f in fields(self))
-        return replace(self, **{n: v for n in names if (v := getattr(sampling, n)) is not None})
+        asked = {name: getattr(sampling, name) for name in self.__struct_fields__}
+        return replace(self, **{name: value for name, value in asked.items() if value is not None})
 
 
 def _noise_key(seed: int, index: int) -> list[int]:
@@ -107,8 +107,7 @@ class SeededSampler:
         return drawn(logprobs, [self])
 
 
-@dataclass(frozen=True, slots=True)
-class _Filters:
+class _Filters(msgspec.Struct, frozen=True):
     """Which tokens can be drawn."""
 
     top_k: int

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 Message = dict[str, Any]
 
@@ -22,8 +23,7 @@ class NotShown(Exception):
     """Contents cannot be found; ``str`` of it is the reason, for people."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShownContent:
+class ShownContent(msgspec.Struct, frozen=True):
     """Characters [start, end) of the text, which lack the first ``cut`` characters of the content."""
 
     start: int

@@ -11,14 +11,15 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from msgspec.structs import replace
 
 from fleetd.engine.architectures import ANY_TEXT, Architecture, architecture_of
 from fleetd.engine.between_layers import BETWEEN, OneState, width_of
@@ -31,8 +32,7 @@ from fleetd.errors import InvalidValue, ModelUnsupported
 _SOURCES = ("previous_kvs", "layer_idx_to_cache_idx")
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(msgspec.Struct, frozen=True):
     """Some layers of a model. In shapes B is the batch, T a chunk's tokens, V the vocabulary, D the numbers
     that a token has between layers: its hidden state, or what ``between_layers`` packs.
     """

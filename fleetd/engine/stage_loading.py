@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 from mlx_lm.utils import load_config
 
 from fleetd import limits
@@ -40,8 +40,7 @@ from fleetd.plan.state_sizes import StateSizes
 WARM_UP_TOKENS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedStage:
+class LoadedStage(msgspec.Struct, frozen=True):
     stage: Stage
     # The dtype of hidden states.
     dtype: str
@@ -49,8 +48,7 @@ class LoadedStage:
     sizes: StateSizes
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedPart:
+class LoadedPart(msgspec.Struct, frozen=True):
     """What a worker that only helps has, and what it tells of itself."""
 
     sharable: Sharable

@@ -18,14 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from fleetd.engine.dsml import DSML
 
 #: Reads the text of one call; raises anything for a text that is none.
 CallParser = Callable[[str], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class TaggedFormat:
+class TaggedFormat(msgspec.Struct, frozen=True):
     """How a family writes calls. ``end`` is "" where only the end of the section ends a call.
 
     ``trims``: what the parser strips off a value: all blanks around it, one line end on either side, or

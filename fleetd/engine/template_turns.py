@@ -19,8 +19,9 @@ import functools
 import hashlib
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 Message = dict[str, Any]
 
@@ -32,8 +33,7 @@ _ID_CHARS = 9
 _ID_ALPHABET = string.digits + string.ascii_letters
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateNeeds:
+class TemplateNeeds(msgspec.Struct, frozen=True):
     """Args:
     single_calls: one call in a message.
     preamble: no text beside reasoning and a call; what stands between the two in the reasoning. None: both

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import psutil
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.daemon_status import HardwareReading, MemoryBudget, Pressure
@@ -34,8 +35,7 @@ _UNLIMITED_BYTES = 1 << 60
 _LARGE_MAC_BYTES = 36 * GIB
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryReading:
+class MemoryReading(msgspec.Struct, frozen=True):
     """``free_unknown``: nothing says what is free, and ``available_bytes`` is all that there is."""
 
     total_bytes: int

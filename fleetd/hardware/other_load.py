@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
+import msgspec
 import psutil
 
 # The counters advance in steps of 10 ms on each core: over less time than this they say too little.
@@ -13,8 +13,7 @@ LEAST_S = 0.2
 _NOT_BUSY = frozenset({"idle", "iowait", "guest", "guest_nice"})
 
 
-@dataclass(frozen=True, slots=True)
-class CpuReading:
+class CpuReading(msgspec.Struct, frozen=True):
     """Seconds since some start: of all cores while they were busy, of this process, and on the clock."""
 
     busy_s: float

@@ -14,9 +14,10 @@ import secrets
 import socket
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+import msgspec
 
 from fleetd import limits
 from fleetd.errors import AlreadyRunning, ConfigError, DiskFull, Forbidden, SocketPathTooLong
@@ -31,8 +32,7 @@ TOKEN_LEAST_CHARS = 22
 _NEW_TOKEN = "Delete it; a new token is made at the next start."  # noqa: S105
 
 
-@dataclass(frozen=True, slots=True)
-class HomeFolder:
+class HomeFolder(msgspec.Struct, frozen=True):
     """The names inside one home folder."""
 
     root: Path

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt
@@ -34,8 +35,7 @@ _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
 _THOUGHTS = ("<think>", "enable_thinking", "reasoning_effort", "<|channel|>", "<|channel>")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelAbilities:
+class ModelAbilities(msgspec.Struct, frozen=True):
     """``tools``: how it writes tool calls, by the name of the format; "" if it writes none.
     ``thinking``: it can reason before it answers."""
 

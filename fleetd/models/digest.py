@@ -7,7 +7,6 @@ models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import blake3
@@ -21,8 +20,7 @@ _CONFIGS = frozenset({"config.json", "generation_config.json"})
 _VERSION = b"fleetd model 1\n"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelDigest:
+class ModelDigest(msgspec.Struct, frozen=True):
     """``hex`` covers the three parts, which are there to say what differs."""
 
     hex: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +19,7 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 _DEFAULT_CONTEXT_TOKENS = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFolder:
+class ModelFolder(msgspec.Struct, frozen=True):
     """``name`` is canonical: the catalog's name, else the hub id, else the folder's name."""
 
     name: str

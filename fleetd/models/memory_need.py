@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt
@@ -55,8 +56,7 @@ def build_bytes(weights_bytes: int) -> int:
     return 2 * weights_bytes + WORKING_BYTES + limits.BUILD_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSizes:
+class GroupSizes(msgspec.Struct, frozen=True):
     """How many packed weights share a scale: in the modules that the config names, and in all others."""
 
     default: int = _GROUP_MOST

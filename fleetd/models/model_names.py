@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 # Claude Code and Codex ask for their vendors' models whatever the address. gpt-oss is a model of its own.
 _VENDOR = re.compile(r"claude-|gpt-\d|codex-|o\d(-|$)")
@@ -29,8 +30,7 @@ def untagged(name: str) -> str:
     return f"{base}-{tag}"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelNames:
+class ModelNames(msgspec.Struct, frozen=True):
     """The models that the settings name; "" stands for the large one, and there for the default one."""
 
     default: str

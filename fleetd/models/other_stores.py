@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from fleetd.errors import ModelCorrupt
 from fleetd.limits import MODEL_CONFIG_BYTES, OTHER_STORE_MODELS
@@ -29,8 +30,7 @@ _BLOB = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _NOT_A_MODEL = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$|^mmproj", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
+class FoundFile(msgspec.Struct, frozen=True):
     """A GGUF file of another program. ``name`` is what that program calls it."""
 
     name: str

@@ -10,9 +10,10 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never
+
+import msgspec
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt
@@ -40,8 +41,7 @@ DTYPE_BYTES: dict[str, int] = {
 _LENGTH = struct.Struct("<Q")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(msgspec.Struct, frozen=True):
     """``begin`` and ``end`` count from the start of the file."""
 
     dtype: str

@@ -7,10 +7,10 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,8 +25,7 @@ _NUMPY: dict[DType, np.dtype[Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True):
     name: str
     dtype: DType
     shape: tuple[int, ...]
@@ -36,8 +35,7 @@ class TensorSpec:
         return math.prod(self.shape) * _NUMPY[self.dtype].itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedTensor:
+class PlannedTensor(msgspec.Struct, frozen=True):
     """A tensor, or several that one source makes at once: sizes known now, values made when it is written.
 
     ``pieces``: makes consecutive rows of each tensor, in the order of ``specs``.

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from fleetd.errors import FleetError
 from fleetd.p2p.links import Address
 
 
-@dataclass(frozen=True, slots=True)
-class Dial:
+class Dial(msgspec.Struct, frozen=True):
     """Connect, and report ``opened`` or ``dial_failed``. ``expected`` "": any member may answer."""
 
     address: Address
     expected: str
 
 
-@dataclass(frozen=True, slots=True)
-class SendNotify:
+class SendNotify(msgspec.Struct, frozen=True):
     """Send a notification on a session."""
 
     link: int
@@ -25,23 +23,20 @@ class SendNotify:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(msgspec.Struct, frozen=True):
     """Close a session; None closes it without a fault."""
 
     link: int
     error: FleetError | None
 
 
-@dataclass(frozen=True, slots=True)
-class Retire:
+class Retire(msgspec.Struct, frozen=True):
     """Close a session that another one replaced, unless a request runs on it. Repeated until it closes."""
 
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
+class Save(msgspec.Struct, frozen=True):
     """The roster changed: write it to disk, and trust only the machines in it."""
 
 

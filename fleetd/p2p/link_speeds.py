@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from fleetd import limits
 
 # A transfer more than this many times as fast as an earlier one takes its place.
@@ -28,8 +30,7 @@ AGAIN_S = 15.0
 Burst = tuple[int, float]  # bytes, seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
+class _Transfer(msgspec.Struct, frozen=True):
     bytes_per_s: float
     at_s: float
     sure: bool

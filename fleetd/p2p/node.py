@@ -13,10 +13,11 @@ import itertools
 import random
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from fleetd import limits
 from fleetd.errors import Draining, FleetError, Overloaded, PeerUnreachable
@@ -51,8 +52,7 @@ _RENEW_AGAIN_S = 5.0
 _LAST_TURNS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSettings:
+class NodeSettings(msgspec.Struct, frozen=True):
     folder: Path
     name: str
     software: str

@@ -17,9 +17,10 @@ import contextlib
 import errno
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from fleetd import limits
 from fleetd.errors import ConfigError, PortInUse
@@ -37,8 +38,7 @@ _BACKLOG = 128
 _EXHAUSTED_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionHandlers:
+class ConnectionHandlers(msgspec.Struct, frozen=True):
     """The handler of each kind. A handler owns its socket and closes it."""
 
     session: Callable[[socket.socket], Coroutine[Any, Any, None]]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd import limits
 from fleetd.cache.pricing import checked_tokens, look_s, restore_s
@@ -15,8 +16,7 @@ from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.fetch_speeds import FetchSpeed
 
 
-@dataclass(frozen=True, slots=True)
-class KeptBeginning:
+class KeptBeginning(msgspec.Struct, frozen=True):
     """What one machine has of a prompt, about: tokens in its prefix cache, and on its disk.
 
     ``n_bytes``: of the rows of those on the disk; ``bytes_per_s``: at which it reads them, 0 if that is not
@@ -30,8 +30,7 @@ class KeptBeginning:
     cached: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
+class Beginning(msgspec.Struct, frozen=True):
     """The first ``tokens`` of a prompt, which a machine can have in its caches after ``seconds``.
 
     ``restored``: of these, what comes from its own disk; ``fetched``: from the machine called ``name``.

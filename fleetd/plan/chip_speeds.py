@@ -8,7 +8,8 @@ model measures its speed, and a measurement always replaces the estimate.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 # The share of the published figures that real programs reach.
 DECODE_SHARE = 0.6
@@ -25,8 +26,7 @@ DISK_BYTES_PER_S = 2e9
 ENGINE_START_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(msgspec.Struct, frozen=True):
     """Peak memory bandwidth, and peak half-precision matrix arithmetic."""
 
     bytes_per_s: float

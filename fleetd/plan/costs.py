@@ -12,7 +12,8 @@ over several chunks equals that of one chunk, so only ``fixed`` depends on how a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd.plan import chip_speeds
 
@@ -24,8 +25,7 @@ _EXPLAINED = 0.75
 SLOWEST_TOK_S = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillSpeed:
+class PrefillSpeed(msgspec.Struct, frozen=True):
     """Seconds over all layers: per chunk, per token, and per pair of a token and one before it."""
 
     token_s: float
@@ -74,8 +74,7 @@ def modelled(chip: chip_speeds.Hardware, weights_bytes: int, layers: int, hidden
     return PrefillSpeed.measured(chip.prefill_tok_s(weights_bytes), context_s)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkSpeed:
+class LinkSpeed(msgspec.Struct, frozen=True):
     """The link between two machines, by the rate that it sustains; 0 counts as 1 byte per second."""
 
     bytes_per_s: float

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd import limits
 from fleetd.cache.disk_speed import is_cached
@@ -22,8 +23,7 @@ from fleetd.plan.costs import LinkSpeed
 _OTHER_LINK = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class FetchSpeed:
+class FetchSpeed(msgspec.Struct, frozen=True):
     """``opening_s``: from the decision to the first byte. ``bytes_per_s``: from there to the last one; 0
     where nothing can come."""
 
@@ -50,8 +50,7 @@ class FetchSpeed:
         return FetchSpeed(share * self.opening_s + (1 - share) * other.opening_s, 1 / byte_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _PastFetch:
+class _PastFetch(msgspec.Struct, frozen=True):
     """One fetch; ``bytes_per_s`` is None where too little came to tell."""
 
     at_s: float

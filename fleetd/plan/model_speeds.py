@@ -8,7 +8,9 @@ believed, the more the next request counts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.plan import costs
@@ -29,8 +31,7 @@ WEIGHT_AGED = 0.5
 AGED_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredSpeed:
+class MeasuredSpeed(msgspec.Struct, frozen=True):
     """Tokens per second; of prefill, on a short context. 0 until measured.
 
     Prefill also takes ``prefill_context_s`` for each pair of a token and one before it, and
@@ -50,8 +51,7 @@ class MeasuredSpeed:
         return costs.PrefillSpeed.measured(self.prefill_tok_s, self.prefill_context_s, self.prefill_fixed_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _KnownSpeed:
+class _KnownSpeed(msgspec.Struct, frozen=True):
     """``at_s``: when it was measured or last corrected; ``requests``: that have corrected it."""
 
     speed: MeasuredSpeed

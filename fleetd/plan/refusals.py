@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 # This machine's id in the planner and wherever a request is placed. It sorts before every other id.
 THIS_NODE = ""
@@ -44,7 +45,6 @@ Code = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     code: Code
     sentence: str

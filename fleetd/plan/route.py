@@ -10,8 +10,10 @@ session wins, or else this one, unless another is clearly faster.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.plan import chip_speeds
@@ -38,8 +40,7 @@ CAUTION = 1.5
 DOUBT = 1.2
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     """A machine, and the model as it has it. ``node_id`` is THIS_NODE for this machine.
 
     ``refusal``: why it cannot be asked, whatever it could do. ``left_out``: it failed a short while ago, so
@@ -111,8 +112,7 @@ class Candidate:
         return chip_speeds.hardware_of(self.chip, self.accelerator, self.cores)
 
 
-@dataclass(frozen=True, slots=True)
-class RouteQuestion:
+class RouteQuestion(msgspec.Struct, frozen=True):
     """What is to be placed. ``digest``: only these files will do, "" is any.
 
     ``counted``: a prompt that is longer than the model's context is refused. Otherwise its tokens are an
@@ -128,8 +128,7 @@ class RouteQuestion:
     admitted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RoutePrice:
+class RoutePrice(msgspec.Struct, frozen=True):
     """Seconds until the answer is complete. ``bring_s``: until what is kept of the prompt is in memory.
     ``modelled``: from the chip's figures, not from measurements.
     """
@@ -153,8 +152,7 @@ class RoutePrice:
         return self.wake_s + self.queue_s + self.load_s + self.bring_s + self.network_s
 
 
-@dataclass(frozen=True, slots=True)
-class PricedMachine:
+class PricedMachine(msgspec.Struct, frozen=True):
     """``digest`` of the files it would run; "" where it would have to fetch them or has not hashed them."""
 
     node_id: str
@@ -163,15 +161,13 @@ class PricedMachine:
     price: RoutePrice
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
+class Rejection(msgspec.Struct, frozen=True):
     node_id: str
     name: str
     refusal: Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(msgspec.Struct, frozen=True):
     """``placements``: best first. Neither tuple depends on the order of the candidates."""
 
     placements: tuple[PricedMachine, ...]

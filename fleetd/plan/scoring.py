@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from fleetd import limits
 from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
@@ -36,8 +37,7 @@ _SMALL_FIRST = 1.25
 _SMALL = frozenset({"tiny", "small"})
 
 
-@dataclass(frozen=True, slots=True)
-class Scorer:
+class Scorer(msgspec.Struct, frozen=True):
     """A machine that has the compressor. ``speed``: of that model there; it runs ``share`` of the layers.
 
     ``link``: to the machine, None for this one. ``load_s``: how long loading the model takes, if it is not
@@ -75,8 +75,7 @@ class Scorer:
         return self.load_s + computed_s * (1 + SHARING * self.running) + there_s
 
 
-@dataclass(frozen=True, slots=True)
-class SmartPrefillQuestion:
+class SmartPrefillQuestion(msgspec.Struct, frozen=True):
     """A prompt of ``tokens`` tokens, of which the share ``ratio`` is to be kept.
 
     ``target``: speed of the machine and model that answer, None if unknown. ``dense_s``: seconds of the best
@@ -92,8 +91,7 @@ class SmartPrefillQuestion:
     kept_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(msgspec.Struct, frozen=True):
     """A scorer's part of the text: shares of its length, [first, last), cut into ``count`` equal segments."""
 
     scorer: Scorer
@@ -108,8 +106,7 @@ class Segments:
         return self.scorer.seconds(math.ceil(tokens * (self.last - self.first)), self.count, around)
 
 
-@dataclass(frozen=True, slots=True)
-class SmartPlan:
+class SmartPlan(msgspec.Struct, frozen=True):
     """``predicted_s`` = ``score_s`` + ``prefill_s``, to compare with ``dense_s``, which is 0 if unknown.
 
     The plan is worth it if ``code`` is ""; otherwise ``code`` says why not, and ``reason`` gives the figures.

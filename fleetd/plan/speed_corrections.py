@@ -9,8 +9,9 @@ would correct it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from fleetd import limits
 
@@ -41,8 +42,7 @@ class CorrectedWork(NamedTuple):
     work: PromptWork
 
 
-@dataclass(frozen=True, slots=True)
-class _LearnedSpeed:
+class _LearnedSpeed(msgspec.Struct, frozen=True):
     """``figure_s``: the machine's own figure then. ``token_s``: the same by what was measured.
 
     ``seen_here``: this machine took the time.

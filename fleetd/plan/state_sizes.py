@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class StateSizes:
+class StateSizes(msgspec.Struct, frozen=True):
     """All over the layers that are held.
 
     ``token_bytes``: of each token, however many there are. ``window_bytes``: of each of the last ``window``

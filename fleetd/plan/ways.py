@@ -11,7 +11,9 @@ be complete first gets the request (``route``). Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.plan.beginnings import Beginning
@@ -39,8 +41,7 @@ from fleetd.plan.route import (
 HELPED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
+class Home(msgspec.Struct, frozen=True):
     """A machine that may answer. ``prompt`` and ``spec`` are None where it does not have the model.
 
     ``prompt``: what it would prefill. ``spec``: its own speed. ``helpers``: the machines that it could ask,
@@ -59,8 +60,7 @@ class Home:
     declined: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(msgspec.Struct, frozen=True):
     """One way to answer. ``prefill`` is None where the machine would fetch the model first.
 
     ``code`` and ``reason`` say why it was not chosen; both are "" for the chosen way. ``cached_tokens``: of
@@ -114,8 +114,7 @@ class Way:
         return tuple((name, seconds) for name, seconds in steps if seconds or name not in passing)
 
 
-@dataclass(frozen=True, slots=True)
-class Ways:
+class Ways(msgspec.Struct, frozen=True):
     """``chosen`` is None where no machine can answer. ``others``: this machine's other ways and the best one
     of each other machine, cheapest first. ``ranked``: the machines that can answer, and why others cannot.
     ``known``: by node id, how many of the prompt's tokens machines probably have, in memory or on the disk.
@@ -124,7 +123,7 @@ class Ways:
     chosen: Way | None
     others: tuple[Way, ...]
     ranked: Ranked
-    known: Mapping[str, int] = field(default_factory=dict)
+    known: Mapping[str, int] = msgspec.field(default_factory=dict)
 
     @property
     def placements(self) -> tuple[PricedMachine, ...]:

@@ -6,8 +6,9 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 from fleetd.engine import worker
 from fleetd.engine.protocol import (
@@ -33,8 +34,7 @@ from fleetd.plan.prefill.split import Split
 R = TypeVar("R", bound=Report)
 
 
-@dataclass(frozen=True, slots=True)
-class TimedAnswer:
+class TimedAnswer(msgspec.Struct, frozen=True):
     """Seconds to the first token, and tokens per second from it to the last one."""
 
     first_s: float

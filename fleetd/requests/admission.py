@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from fleetd.errors import Draining, FleetError, ModelNotFound, Overloaded
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
@@ -21,8 +23,7 @@ Kind = Literal["assist", "draft", "fetch", "score"]
 OutcomeObserver = Callable[[Kind, str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class ServingContext:
+class ServingContext(msgspec.Struct, frozen=True):
     """What the servers of other machines' requests know of this machine.
 
     ``own_card``: what this machine tells others; they may ask only for models on it. ``finished`` is called

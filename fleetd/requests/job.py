@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -24,8 +23,7 @@ PlanKind = Literal[Way, "remote"]
 CHARS_PER_TOKEN = 4
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, dict=True):
     """``model`` as the client named it; "" or "default" is the configured one. ``route``: for the ledger.
 
     ``local_only``: this machine or none. It holds for every job that came from a peer, so that no request

@@ -10,10 +10,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+import msgspec
 from msgspec import structs
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.errors import (
@@ -50,16 +51,14 @@ _PASSING = (Overloaded, Draining, OutOfMemory, ScorerNotReady)
 _OF_ONE_MODEL = (EngineError, ModelError, ModelNotFound, OutOfMemory, ScorerNotReady, Incompatible)
 
 
-@dataclass(frozen=True, slots=True)
-class SentRequests:
+class SentRequests(msgspec.Struct, frozen=True):
     """This machine's requests that are with another one now, and what it has yet to prefill for them."""
 
     requests: int = 0
     unread_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """One machine at one moment: a paired machine, or this one (``here``).
 
     ``unusable``: why it cannot be reached, "" if it can. ``bytes_per_s``: what the path that a stream would
@@ -78,8 +77,8 @@ class Member:
     bytes_per_s: float = 0.0
     here: bool = False
     left_out: str = ""
-    models_left_out: Mapping[str, str] = field(default_factory=dict)
-    capped: Mapping[str, str] = field(default_factory=dict)
+    models_left_out: Mapping[str, str] = msgspec.field(default_factory=dict)
+    capped: Mapping[str, str] = msgspec.field(default_factory=dict)
     wake_s: float = 0.0
     pairing: int = 0
 

@@ -6,8 +6,10 @@ A request that must stay runs here, and so does every request without a fleet; t
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
+
+import msgspec
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.engine.protocol import Ready
@@ -35,8 +37,7 @@ _NOWHERE: PromptPlaces = {}
 ANSWER_TOKENS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """``node_id`` is THIS_NODE or a peer's. ``digest``: of the files that it would run, "" if unknown.
     ``prefill_s``: by the plan, None if it was not priced. ``fetches``: what others keep of the prompt may be
     fetched; helpers compute it sooner otherwise. ``cached_tokens``: of the prompt's, those that are probably
@@ -56,8 +57,7 @@ class Placement:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerTokens:
+class AnswerTokens(msgspec.Struct, frozen=True):
     """Tokens of one answer: read before in its prompt, read for it, and decoded after the first one."""
 
     cached: int
@@ -65,8 +65,7 @@ class AnswerTokens:
     decoded: int
 
 
-@dataclass(frozen=True, slots=True)
-class KnownTokens:
+class KnownTokens(msgspec.Struct, frozen=True):
     """About how many tokens at a prompt's beginning a machine has ``read`` before, and how many are in a
     prompt that it reads at the moment."""
 
@@ -87,8 +86,7 @@ class KnownTokens:
 NOTHING_KNOWN = KnownTokens()
 
 
-@dataclass(frozen=True, slots=True)
-class WantedModel:
+class WantedModel(msgspec.Struct, frozen=True):
     """A model by its canonical name.
 
     Args:

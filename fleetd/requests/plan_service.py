@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.prefill_plan import PlanQuestion, PlanView

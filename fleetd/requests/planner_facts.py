@@ -6,8 +6,10 @@ The planner knows neither cards nor sessions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.engine.protocol import Arithmetic, Ready
@@ -236,8 +238,7 @@ def _speed(member: Member, known: ModelCard | Ready, facts: Ready) -> tuple[Pref
     return PrefillSpeed.measured(known.prefill_tok_s, context_s, known.prefill_fixed_s), False
 
 
-@dataclass(frozen=True, slots=True)
-class PartOfSplit:
+class PartOfSplit(msgspec.Struct, frozen=True):
     """One machine's part of a split; both figures are by its own speed."""
 
     node_id: str

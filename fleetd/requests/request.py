@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -48,8 +47,7 @@ _NOWHERE: PromptPlaces = {}
 Account = tuple[str, Sequence[StepTime]]
 
 
-@dataclass(frozen=True, slots=True)
-class LocatedModel:
+class LocatedModel(msgspec.Struct, frozen=True):
     """The model that was asked for. ``name`` is canonical; ``folder`` is None where this machine lacks it.
 
     ``can_pull``: a request may fetch it. ``missing``: why it is not here.

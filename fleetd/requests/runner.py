@@ -19,10 +19,10 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.daemon_status import RequestCounts

@@ -8,14 +8,14 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 from fakes import FakeModels, FakePool, play
-from msgspec.structs import replace as replace_fields
+from msgspec.structs import replace
 
 from fleetd import errors
 from fleetd.api.app import build_app
@@ -256,7 +256,7 @@ class FakeFleet:
 
     async def allow_prompts(self, peer: str, allowed: bool, *, fleet: bool) -> fleet_view.PeerView:
         self.prompts.append((peer, allowed, fleet))
-        return replace_fields(self._find(peer), sees_prompts=allowed)
+        return replace(self._find(peer), sees_prompts=allowed)
 
     async def diagnose(self) -> NetworkDiagnosis:
         return NetworkDiagnosis(port=PeerPortView(host="10.0.0.2", reachable=True))
@@ -271,7 +271,7 @@ def status(**changes: Any) -> DaemonStatus:
         machine=HardwareReading(memory_bytes=16 << 30, accelerator="metal"),
         memory=budget(MemoryReading(16 << 30, 4 << 30)),
     )
-    return replace_fields(given, **changes)
+    return replace(given, **changes)
 
 
 def engine(**changes: Any) -> EngineStatus:

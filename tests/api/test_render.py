@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 from api_fakes import logprob
+from msgspec.structs import replace
 
 from fleetd.api.openai import render
 from fleetd.api.openai.reports import timing_report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import socket
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pipes import Events, MemoryPipe
 from typing import Any
 
+import msgspec
 import pytest
 from drafts import LIES, VOCAB, Decoded, OracleGuesser, decode, greedy, scrambled
 
@@ -183,12 +183,12 @@ def test_a_drafter_that_reads_nothing_costs_one_list() -> None:
 @pytest.mark.parametrize(
     "tamper",
     [
-        lambda h, p: [(dataclasses.replace(h, start=h.start + 1), p)],
-        lambda h, p: [(dataclasses.replace(h, prefix=b"12345678"), p)],
+        lambda h, p: [(msgspec.structs.replace(h, start=h.start + 1), p)],
+        lambda h, p: [(msgspec.structs.replace(h, prefix=b"12345678"), p)],
         lambda h, p: [(h, wire.packed([VOCAB] * h.count))],
-        lambda h, p: [(dataclasses.replace(h, count=h.count + 1), p)],
-        lambda h, p: [(dataclasses.replace(h, start=5000), p)],
-        lambda h, p: [(dataclasses.replace(h, kind=Kind.DRAFT), p)],
+        lambda h, p: [(msgspec.structs.replace(h, count=h.count + 1), p)],
+        lambda h, p: [(msgspec.structs.replace(h, start=5000), p)],
+        lambda h, p: [(msgspec.structs.replace(h, kind=Kind.DRAFT), p)],
         lambda h, p: [(h, p), (h, p)],
     ],
 )

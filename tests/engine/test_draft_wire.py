@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,7 +99,7 @@ def test_a_changed_head_is_refused_or_harmless(data: st.DataObject) -> None:
         "sizes": st.tuples(number, number),
     }
     field = data.draw(st.sampled_from(sorted(changes)))
-    changed = dataclasses.replace(head, **{field: data.draw(changes[field])})
+    changed = msgspec.structs.replace(head, **{field: data.draw(changes[field])})
     try:
         buffers = wire.place_draft(changed)
     except ProtocolError:
@@ -124,5 +124,5 @@ def test_a_text_beyond_the_context_is_refused_unread(length: int) -> None:
     head = FrameHeader(Kind.COMMIT, start=length - 1, count=1, sizes=(4, 0), prefix=b"8 bytes.")
     with pytest.raises(ProtocolError):
         wire.place_commit(head, context_tokens=CONTEXT)
-    fits = dataclasses.replace(head, start=CONTEXT - 1)
+    fits = msgspec.structs.replace(head, start=CONTEXT - 1)
     assert [b.nbytes for b in wire.place_commit(fits, context_tokens=CONTEXT)] == [4]

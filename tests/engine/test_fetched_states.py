@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import socket
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from fleetd.cache.block_store import BlockStore
 from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot
 from fleetd.engine.sequence_state.rings import RingState
+from fleetd.requests.kv_fetching.choice import checked_by
 from fleetd.sealed.stream import SealedSender
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient", "short_prompts")
@@ -105,7 +105,7 @@ def test_windows_that_say_they_turned_otherwise_are_not_used(
     def turned(number: int, part: int, parts: int, buffer: memoryview) -> None:
         if number == WHOLE + 1 and not part:
             rings = msgspec.msgpack.decode(buffer, type=list[RingState])
-            buffer[:] = msgspec.msgpack.encode([dataclasses.replace(r, index=r.index - 1) for r in rings])
+            buffer[:] = msgspec.msgpack.encode([msgspec.structs.replace(r, index=r.index - 1) for r in rings])
 
     refused(make_machines(*of_kind("gemma3_text")), turned)
 
@@ -168,7 +168,7 @@ def longer_windows(header: BlockHeader, payload: bytes) -> tuple[bytes, bytes]:
     """Twice the memory, of the same sender's own account."""
     states = payload[header.sizes[0] :]
     known = msgspec.msgpack.decode(payload[: header.sizes[0]], type=list[RingState])
-    rings = msgspec.msgpack.encode([dataclasses.replace(ring, held=2 * ring.held) for ring in known])
+    rings = msgspec.msgpack.encode([msgspec.structs.replace(ring, held=2 * ring.held) for ring in known])
     sizes = [len(rings), *(2 * size for size in header.sizes[1:])]
     text = msgspec.msgpack.encode(msgspec.structs.replace(header, sizes=sizes))
     return text, rings + states + states
@@ -219,3 +219,10 @@ def test_whatever_breaks_over_what_came_the_prompt_is_computed(
     assert done.timings.fetched_tokens == 0
     assert told is not None
     assert (told.code, told.blocks) == ("peer_wrong", 0)
+
+
+def test_a_machine_with_one_snapshot_or_none_within_reach_has_nothing_to_send() -> None:
+    assert checked_by([]) == checked_by([(4, 9)]) == checked_by([(1, 9), (4, 9)]) == ()
+    assert checked_by([(1, 7), (2, 8), (4, 9)]) == ((2, 8), (4, 9))
+    assert checked_by([(1, 7), (2, 8), (9, 9)]) == ((1, 7), (2, 8))
+    assert checked_by([(1, 7), (2, 8), (9, 9)], blocks=9) == ()

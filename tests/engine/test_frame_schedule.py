@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fleetd.engine.shared_prefill import frame_schedule, helper_work, home_work
 from fleetd.engine.shared_prefill.frame_schedule import Incoming, Outgoing

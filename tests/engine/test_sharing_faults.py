@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pipes import Clock, Streams
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from shared_runs import LAYERS, SharedRun, prompt
 from tiny_architectures import VOCAB, tiny
 

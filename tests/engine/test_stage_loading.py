@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 import numpy as np
 import pytest
 from fakes import FACTS
@@ -240,7 +240,7 @@ def test_a_model_whose_layers_cannot_be_run_apart_is_loaded_and_not_shared(
     monkeypatch: pytest.MonkeyPatch, call: Any
 ) -> None:
     """As in a newer mlx-lm, which may call its layers otherwise."""
-    monkeypatch.setitem(CUT, "llama", dataclasses.replace(CUT["llama"], call=call))
+    monkeypatch.setitem(CUT, "llama", msgspec.structs.replace(CUT["llama"], call=call))
     sharable, why = loading._sharable(tiny("llama"), "cpu", None)
     assert sharable is None
     assert why.startswith("Its layers cannot be run apart (")

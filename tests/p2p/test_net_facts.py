@@ -7,10 +7,10 @@ import os
 import socket
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.p2p.discovery import interfaces, network_checks

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 
 from fleetd import limits
 from fleetd.plan.costs import MEASURED_TOKENS

@@ -59,7 +59,7 @@ async def ended(helper: HelperMachine, *outcomes: str) -> None:
 
 
 def terms(of: Split, **changes: Any) -> SharingTerms:
-    fields = {name: getattr(TERMS, name) for name in TERMS.__dataclass_fields__} | changes
+    fields = {name: getattr(TERMS, name) for name in TERMS.__struct_fields__} | changes
     return SharingTerms(**{**fields, "split": of})
 
 

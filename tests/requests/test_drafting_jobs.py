@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -258,7 +258,7 @@ async def test_a_request_may_name_who_drafts(named: str, found: str) -> None:
     this = job()
     request = replace(this.request, speculate=Speculate(draft_model=named))
     async with home_of() as home:
-        assert home.drafting._wanted(dataclasses.replace(this, request=request)) == found
+        assert home.drafting._wanted(msgspec.structs.replace(this, request=request)) == found
 
 
 async def test_an_engine_that_cannot_verify_drafts_gets_none() -> None:
@@ -326,7 +326,7 @@ async def test_no_drafter_where_none_is_wanted() -> None:
         for how in (Speculate(enabled=False), Speculate(sources=["lookup"])):
             this = job()
             request = replace(this.request, speculate=how)
-            assert home.drafting.begin(dataclasses.replace(this, request=request), TARGET) is None
+            assert home.drafting.begin(msgspec.structs.replace(this, request=request), TARGET) is None
         home.pool.home, engine = None, home.pool.home
         assert home.drafting.begin(job(), TARGET) is None
         home.pool.home = engine

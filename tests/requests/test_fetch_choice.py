@@ -11,7 +11,7 @@ from fleetd.limits import FETCH_FIXED_S, FETCH_LEAST_GAIN, MIB
 from fleetd.plan.beginnings import KeptBeginning, from_peer, meeting_s
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.fetch_speeds import FetchSpeed
-from fleetd.requests.kv_fetching.choice import FetchChoice, FetchSource, checked_by, choose_fetch, within_s
+from fleetd.requests.kv_fetching.choice import FetchChoice, FetchSource, choose_fetch, within_s
 from fleetd.requests.members import Members
 
 BLOCK = 10 * MIB
@@ -187,10 +187,3 @@ def test_questions_of_one_moment_are_one_silence() -> None:
     members.unanswered("a", 1.9)
     members.unanswered("a", now_s)
     assert not members.left_out("a", "fetch")
-
-
-def test_a_machine_with_one_snapshot_or_none_within_reach_has_nothing_to_send() -> None:
-    assert checked_by([]) == checked_by([(4, 9)]) == checked_by([(1, 9), (4, 9)]) == ()
-    assert checked_by([(1, 7), (2, 8), (4, 9)]) == ((2, 8), (4, 9))
-    assert checked_by([(1, 7), (2, 8), (9, 9)]) == ((1, 7), (2, 8))
-    assert checked_by([(1, 7), (2, 8), (9, 9)], blocks=9) == ()

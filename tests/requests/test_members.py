@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from fakes import FACTS
 from hypothesis import given
@@ -524,7 +524,7 @@ def test_a_conversation_is_known_where_it_was_read_until_that_machine_starts_aga
     members.lost_prompts("a", "m")
     assert known() == 0
     members.read("a", "m", job)
-    fleet.found[0] = dataclasses.replace(fleet.found[0], card=replace(fleet.found[0].card, epoch=99))
+    fleet.found[0] = msgspec.structs.replace(fleet.found[0], card=replace(fleet.found[0].card, epoch=99))
     assert known() == 0
     assert members.sessions.last("s", "m") != fleet.found[0].life
 
@@ -534,7 +534,7 @@ def test_what_a_machine_has_no_room_for_in_its_prefix_cache_is_not_believed_to_b
     (model,) = found.card.models
     room = {"kv_bytes_per_token": 10, "prefix_budget_bytes": 10 * 9 * BLOCK_CHARS // CHARS_PER_TOKEN}
     card = replace(found.card, models=[replace(model, **room)])
-    members = SeenFleet(dataclasses.replace(found, card=card)).members
+    members = SeenFleet(msgspec.structs.replace(found, card=card)).members
     texts = [name * (4 * BLOCK_CHARS) for name in "pqr"]
     for text in texts:
         members.read("a", model.name, Job(model.name, Generate("r", TextPrompt(text)), "http", "chat"))

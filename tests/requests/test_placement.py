@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 import pytest
 from fakes import FakeModels, FakePool, answer
 from member_cards import MODEL, OWN, collect, machine, spoken
@@ -128,7 +128,9 @@ async def test_the_machine_that_finishes_first_gets_it(make: Make) -> None:
 
 
 def asleep(name: str, wake_s: float, faster: float = 10.0) -> Member:
-    return dataclasses.replace(machine(name, faster=faster, reach="It is probably asleep."), wake_s=wake_s)
+    return msgspec.structs.replace(
+        machine(name, faster=faster, reach="It is probably asleep."), wake_s=wake_s
+    )
 
 
 def reading(tokens: int) -> Job:
@@ -566,7 +568,7 @@ def test_a_machine_with_nothing_to_do_is_priced_with_what_it_can_fetch_from_a_bu
 
     def seen(name: str, **told: Any) -> Member:
         card = replace(machine(name).card, models=[model], **told)
-        return dataclasses.replace(machine(name), card=card, bytes_per_s=1e9)
+        return msgspec.structs.replace(machine(name), card=card, bytes_per_s=1e9)
 
     found = [seen("reader", **busy), seen("idle")]
     members = Members(lambda: found, lambda: replace(OWN, models=[model], **busy))

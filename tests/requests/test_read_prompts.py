@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import replace as replaced
 from typing import Any
 
 import pytest
@@ -95,7 +94,7 @@ async def test_the_same_prompt_at_the_same_time_goes_to_the_machine_that_reads_i
             pass
         # The other one is as fast by now, and has less to do.
         fleet.others.found[1] = machine("b", faster=1.1)
-        await collect(fleet.runner.run(replaced(job(TEXT + "And more."), request=REPEATED)))
+        await collect(fleet.runner.run(replace(job(TEXT + "And more."), request=REPEATED)))
         assert fleet.others.order == ["a", "a"]
     # It was given up before anything was read.
     fleet.members.affinity.forget(machine("a").life, "big")
@@ -112,7 +111,7 @@ async def test_a_prompt_is_read_again_where_that_is_clearly_sooner_than_waiting_
         while not isinstance(await anext(events), Accepted):
             pass
         fleet.others.found[1] = machine("b", faster=1.5)
-        await collect(fleet.runner.run(replaced(job(TEXT + "And more."), request=REPEATED)))
+        await collect(fleet.runner.run(replace(job(TEXT + "And more."), request=REPEATED)))
     assert fleet.others.order == ["a", "b"]
 
 
@@ -188,7 +187,7 @@ async def test_a_session_leaves_a_machine_that_is_full_or_stopping_and_the_trace
     fleet = make(machine("a", faster=1.02), machine("b"), a=[WHOLE], b=[WHOLE])
     await fleet.ask(session="s")
     there = fleet.others.found[0]
-    fleet.others.found[0] = replaced(there, card=replace(there.card, **change))
+    fleet.others.found[0] = replace(there, card=replace(there.card, **change))
     await fleet.ask(session="s")
     assert fleet.others.order == ["a", "b"]
     assert (await fleet.traces.get()).kept_where == ""

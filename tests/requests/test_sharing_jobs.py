@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fakes import ARITHMETIC, FACTS, STEPS, WITHIN_S, FakeEngine, FakeFolder
 from msgspec.structs import replace
@@ -354,7 +354,7 @@ async def test_a_prompt_that_stays_whole_says_so_before_its_model_is_loaded(tmp_
 async def test_headers_promise_the_least_that_a_prompt_may_come_to(
     smart: SmartPrefillResult, exactness: str, told: bool
 ) -> None:
-    asked = dataclasses.replace(job(), smart=SmartPrefillPolicy(enabled=True))
+    asked = msgspec.structs.replace(job(), smart=SmartPrefillPolicy(enabled=True))
     request = request_of(asked, FakeFolder())
     request.smart = smart
     expected = request.expected()

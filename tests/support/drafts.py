@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from fleetd import limits
 from fleetd.engine.speculation import draft_messages as wire
@@ -115,15 +116,15 @@ LIES: dict[str, Callable[[FrameHeader, bytes], list[tuple[FrameHeader, bytes]]]]
     ],
     "no tokens": lambda h, p: [(h, p[: h.sizes[0]] + wire.packed(VOCAB for _ in ints(p)[h.count :]))],
     "negative tokens": lambda h, p: [(h, p[: h.sizes[0]] + wire.packed(-1 for _ in ints(p)[h.count :]))],
-    "another base": lambda h, p: [(dataclasses.replace(h, start=h.start + 1), p)],
-    "an old base": lambda h, p: [(dataclasses.replace(h, start=h.start - 1), p)],
-    "another hash": lambda h, p: [(dataclasses.replace(h, prefix=b"12345678"), p)],
+    "another base": lambda h, p: [(msgspec.structs.replace(h, start=h.start + 1), p)],
+    "an old base": lambda h, p: [(msgspec.structs.replace(h, start=h.start - 1), p)],
+    "another hash": lambda h, p: [(msgspec.structs.replace(h, prefix=b"12345678"), p)],
     "other lengths": lambda h, p: [(h, wire.packed(n + 1 for n in ints(p)[: h.count]) + p[h.sizes[0] :])],
-    "another kind": lambda h, p: [(dataclasses.replace(h, kind=Kind.COMMIT), p)],
-    "prefill": lambda h, p: [(dataclasses.replace(h, kind=Kind.ROWS), p)],
+    "another kind": lambda h, p: [(msgspec.structs.replace(h, kind=Kind.COMMIT), p)],
+    "prefill": lambda h, p: [(msgspec.structs.replace(h, kind=Kind.ROWS), p)],
     "an end": lambda h, p: [(FrameHeader(Kind.DONE), b"")],
-    "many paths": lambda h, p: [(dataclasses.replace(h, count=limits.DRAFT_BRANCHES + 1), p)],
-    "a layer": lambda h, p: [(dataclasses.replace(h, layer=1), p)],
+    "many paths": lambda h, p: [(msgspec.structs.replace(h, count=limits.DRAFT_BRANCHES + 1), p)],
+    "a layer": lambda h, p: [(msgspec.structs.replace(h, layer=1), p)],
     "silence": lambda h, p: [],
     "twice": lambda h, p: [(h, p), (h, p)],
 }

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Place
 from fleetd.errors import FleetError, PeerLost

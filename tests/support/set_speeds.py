@@ -11,8 +11,9 @@ Calibration, corrections and probes have tests of their own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 # Bytes of weights that are computed with in a second of prefill, by the token, and of decoding.
 PREFILL_BYTES_PER_S, DECODE_BYTES_PER_S = 60e9, 6e9

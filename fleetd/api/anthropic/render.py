@@ -7,7 +7,6 @@ A stream is ``message_start``, per block ``content_block_start``, deltas and ``c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -32,8 +31,7 @@ from fleetd.requests.job import Planned
 SIGNATURE = "ZmxlZXRk"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageOptions:
+class MessageOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Args:
     marked: the client marks what is to be cached, so what is read anew counts as put into the cache.
     smart: how the prompt is shortened; None reads it whole.

@@ -7,7 +7,6 @@ reason and the figures. An object with an empty piece says that the answer is on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -31,8 +30,7 @@ from fleetd.requests.job import Planned
 _NS = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OllamaReplyOptions:
+class OllamaReplyOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Args:
     model: the name that the client used.
     chat: /api/chat's objects, or /api/generate's.

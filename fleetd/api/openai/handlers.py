@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from fleetd.api import generate
 from fleetd.api.body import read

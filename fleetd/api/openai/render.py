@@ -28,8 +28,7 @@ from fleetd.requests.job import Planned
 LEAST_LOGPROB = -9999.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplyOptions:
+class ReplyOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What all objects of one reply have in common, and what the client asked to see in them.
 
     Args:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
 from aiohttp import hdrs, web
 
 from fleetd.api import health
@@ -72,8 +72,7 @@ _HEADERS = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
+class PageFile(msgspec.Struct, frozen=True):
     body: bytes
     content_type: str
     etag: str

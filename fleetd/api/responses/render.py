@@ -8,7 +8,6 @@ come anywhere between.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import msgspec
@@ -36,8 +35,7 @@ from fleetd.errors import FleetError
 from fleetd.requests.job import Planned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseOptions:
+class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Args:
     response: the answer before anything of it is known.
     carry: give the reasoning a second time, as ``encrypted_content``.

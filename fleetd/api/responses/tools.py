@@ -22,8 +22,7 @@ from fleetd.errors import InvalidValue, UnsupportedParameter
 _INPUT = "input"
 
 
-@dataclass(frozen=True, slots=True)
-class ClientTool:
+class ClientTool(msgspec.Struct, frozen=True):
     """What the client calls a tool by."""
 
     name: str

@@ -35,8 +35,7 @@ _CARRY = "reasoning.encrypted_content"
 _TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
-@dataclass(frozen=True, slots=True)
-class Translated:
+class Translated(msgspec.Struct, frozen=True):
     """Args:
     carry: the answer's reasoning is to come a second time, as ``encrypted_content``.
     """

@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 import numpy as np
 
 from fleetd.compression.token_scores import F32
@@ -31,8 +32,7 @@ from fleetd.errors import ModelUnsupported
 _SCALES = ("scale", "sm_scale")
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTap:
+class AttentionTap(msgspec.Struct, frozen=True):
     """A model whose attention can be read.
 
     ``scales``: what the dot products of a layer's queries and keys are multiplied by, for every layer that

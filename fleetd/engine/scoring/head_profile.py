@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fleetd import limits
@@ -42,8 +43,7 @@ _FEWER, _WORSE = 0.05, 0.25
 _MUCH_WORSE = 0.7
 
 
-@dataclass(frozen=True, slots=True)
-class HeadChoice:
+class HeadChoice(msgspec.Struct, frozen=True):
     """``heads`` that lie below layer ``exit_layer``, the share of needles that they find together and the
     mean natural logarithm of the needles' ranks, as shares of all tokens."""
 
@@ -53,8 +53,7 @@ class HeadChoice:
     log_rank: float
 
 
-@dataclass(frozen=True, slots=True)
-class NeedleResult:
+class NeedleResult(msgspec.Struct, frozen=True):
     """One needle: every head's attention (heads, N), and which of the tokens (N,) are the answer's."""
 
     attention: F32

@@ -8,7 +8,6 @@ Neither imports MLX, so the daemon knows before it loads a model whether that mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -77,8 +76,7 @@ class ProfileKey(msgspec.Struct, frozen=True):
     algorithm: int = ALGORITHM
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileStore:
+class ProfileStore(msgspec.Struct, frozen=True):
     """The profiles that this machine knows. ``folder``: for those that it found; None stores nothing."""
 
     folder: Path | None = None

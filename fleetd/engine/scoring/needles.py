@@ -7,7 +7,8 @@ places, and every other question asks in words of its own: a head that only find
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+
+import msgspec
 
 _NAMES = [
     "Abel",
@@ -55,8 +56,7 @@ _NEEDLES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Needle:
+class Needle(msgspec.Struct, frozen=True):
     """``text`` answers ``question`` in characters [start, end)."""
 
     text: str

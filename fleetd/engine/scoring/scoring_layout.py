@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fleetd import limits
@@ -30,8 +30,7 @@ _OWN_SHARE, _OWN_TOKENS = 0.5, 32
 _SEPARATOR = "\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutPass:
+class LayoutPass(msgspec.Struct, frozen=True):
     """Token ids of one pass. Of these [own, own + count) are scored and the last ``asking`` ask; the scored
     ones are numbers [first, first + count) of ``ScoringLayout.starts``."""
 
@@ -42,8 +41,7 @@ class LayoutPass:
     first: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScoringLayout:
+class ScoringLayout(msgspec.Struct, frozen=True):
     """A ``Score`` whose text is tokens. ``starts``, ``ends`` (N,): characters of the tokens to be scored."""
 
     request: Score

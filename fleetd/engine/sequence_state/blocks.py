@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -55,8 +54,7 @@ def block_rows(buffers: Sequence[RowBuffer], number: int) -> list[memoryview]:
     return [row for buffer in buffers for row in buffer.rows(number * _BLOCK, (number + 1) * _BLOCK)]
 
 
-@dataclass(frozen=True)
-class BlockLayout:
+class BlockLayout(msgspec.Struct, frozen=True, dict=True):
     """``layers``: the shapes of the parts of what each layer keeps."""
 
     layers: tuple[tuple[AnyShape, ...], ...]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated
 
 import mlx.core as mx
+import msgspec
 from mlx_lm.models.cache import RotatingKVCache
 from msgspec import Meta
 
@@ -18,8 +18,7 @@ from fleetd.engine.sequence_state.write_index import set_write_index, write_inde
 _Count = Annotated[int, Meta(ge=0, le=limits.CACHE_TOKENS)]
 
 
-@dataclass(frozen=True, slots=True)
-class RingState:
+class RingState(msgspec.Struct, frozen=True):
     """How far a cache has rotated: tokens seen, rows held, and where the next is written."""
 
     seen: _Count

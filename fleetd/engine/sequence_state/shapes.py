@@ -7,13 +7,12 @@ fixed kind: a window that rotates, or the arrays of a running state.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import mlx.core as mx
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class KvShape:
+class KvShape(msgspec.Struct, frozen=True):
     """Per token ``heads`` keys and values of these widths; ``window`` 0 keeps them all."""
 
     heads: int
@@ -45,8 +44,7 @@ class KvShape:
         return [self.dtype] * buffers
 
 
-@dataclass(frozen=True, slots=True)
-class QuantisedShape:
+class QuantisedShape(msgspec.Struct, frozen=True):
     """Per token ``heads`` rows in each of these arrays: packed numbers, scales and biases of keys, then of
     values. Such rows are kept on a disk, and are not handed over."""
 
@@ -58,8 +56,7 @@ class QuantisedShape:
     in_rows = True
 
 
-@dataclass(frozen=True, slots=True)
-class RunningShape:
+class RunningShape(msgspec.Struct, frozen=True):
     """The arrays of a running state, with their batch of one: as large after one token as after many."""
 
     arrays: tuple[tuple[tuple[int, ...], mx.Dtype], ...]

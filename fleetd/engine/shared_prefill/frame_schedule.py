@@ -20,8 +20,9 @@ filled, so the head of its STATE says it within bounds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from fleetd.engine.streams.frames import NO_PREFIX, Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
+import msgspec
 from mlx.utils import tree_flatten
 
 from fleetd.engine.sequence_state.kinds import kind_of
@@ -15,8 +15,7 @@ from fleetd.engine.sequence_state.shapes import KvShape, PartShape, RunningShape
 from fleetd.engine.stage import Stage
 
 
-@dataclass(frozen=True, slots=True)
-class KvLayout:
+class KvLayout(msgspec.Struct, frozen=True):
     """The caches of layers ``first`` and following, and what lies between them, (B, T, width): hidden states,
     or what ``between_layers`` packs."""
 

@@ -6,10 +6,10 @@ Measured as a whole model is, on hidden states where that has tokens.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+from msgspec.structs import replace
 
 from fleetd.engine.calibrate import Calibration, Speeds
 from fleetd.engine.shared_prefill.fingerprint import probe

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
 
 import mlx.core as mx
 import msgspec
@@ -22,8 +21,7 @@ from fleetd.errors import ModelUnsupported
 _STATES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Sharable:
+class Sharable(msgspec.Struct, frozen=True):
     stage: Stage
     layout: KvLayout
     arithmetic: Arithmetic

@@ -9,10 +9,10 @@ Splits, frames and caches count slots only. Positions ride beside the ids, and m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 
 from fleetd.errors import ProtocolError
@@ -21,8 +21,7 @@ from fleetd.plan.prefill.split import Split
 _INT32 = "<i4"
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
+class Slots(msgspec.Struct, frozen=True):
     """``ids`` int32 (T,); ``positions`` too, ascending, or None if each slot is its position."""
 
     ids: Any

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.architectures import ANY_TEXT, CUT
@@ -107,8 +108,7 @@ def leading_cache(kept: Sequence[int], cache: Sequence[Any]) -> list[Any] | None
     return [beginning(layer, leading(kept)) for layer in cache]
 
 
-@dataclass(frozen=True, slots=True)
-class Sparse:
+class Sparse(msgspec.Struct, frozen=True):
     """A model whose prompts can be prefilled sparsely. ``tail`` tokens at a prompt's end are always kept."""
 
     model: Any

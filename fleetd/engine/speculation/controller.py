@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
 
@@ -60,8 +62,7 @@ class SourceStats:
             self._judged = self._judged * (1 - FADES) + right + wrong
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(msgspec.Struct, frozen=True):
     """What the next pass verifies besides the token that is due: ``tokens`` of ``source``, or none."""
 
     source: str = ""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import mlx.core as mx
@@ -58,8 +57,7 @@ PRICED_STEPS = 16
 PROBE_VERSION = 3
 
 
-@dataclass(frozen=True, slots=True)
-class ProbePlan:
+class ProbePlan(msgspec.Struct, frozen=True):
     """What to try: ``steps`` single steps at each context, and blocks of each width. ``every``: the verdict
     holds at any context."""
 

@@ -13,7 +13,8 @@ paths and the tokens that were not sent yet: about a megabyte.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd import limits
 from fleetd.engine.speculation import draft_messages as wire
@@ -21,8 +22,7 @@ from fleetd.engine.streams.frames import Frame, FrameHeader, FramePipe, Place
 from fleetd.errors import FleetError, PeerLost, ProtocolError
 
 
-@dataclass(frozen=True, slots=True)
-class _DraftPath:
+class _DraftPath(msgspec.Struct, frozen=True):
     """``tokens`` may follow the first ``base`` tokens of the text."""
 
     base: int

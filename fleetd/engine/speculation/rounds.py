@@ -17,6 +17,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 # Moving in and out of a batch copies KV and costs some steps there, and expectations are estimates: at 1.25
 # what was won in rounds was lost on the way.
 MARGIN = 1.6
@@ -28,8 +30,7 @@ PAUSE = 8
 REST, LONGEST_REST = 32, 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
+class Promise(msgspec.Struct, frozen=True):
     """What the next pass of one answer is expected to bring: ``tokens``, at least 1, and its seconds."""
 
     tokens: float

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
@@ -35,8 +36,7 @@ from fleetd.engine.sampling import LogitsProcessor, Sampler, SeededSampler
 from fleetd.engine.sequence_state import rollback
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(msgspec.Struct, frozen=True):
     """One token of an answer; ``row`` is (1, V)."""
 
     token: int

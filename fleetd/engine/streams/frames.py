@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
+
+import msgspec
 
 from fleetd.errors import ProtocolError
 
@@ -44,8 +45,7 @@ _LARGEST = 1 << 40
 NO_PREFIX = bytes(8)
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHeader:
+class FrameHeader(msgspec.Struct, frozen=True):
     """``start`` and ``count`` are tokens, as the split counts them; ``sizes`` the bytes of the payload's two
     halves: keys and values. ``part``: which of the caches of ``layer``, if it has several.
 
@@ -90,8 +90,7 @@ class FrameHeader:
         return cls(Kind(kind), layer, start, count, (first, second), index, prefix, part)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(msgspec.Struct, frozen=True):
     """A head and the buffers that now hold its payload, as ``Place`` named them."""
 
     head: FrameHeader

@@ -8,8 +8,9 @@ guessed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LINES_AND_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,8 +33,7 @@ _GPT4O = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True):
     """How text becomes words.
 
     Attributes:

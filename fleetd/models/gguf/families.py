@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from fleetd.models.gguf.packing import HalfType
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(msgspec.Struct, frozen=True):
     """One value of ``general.architecture``.
 
     Attributes:
@@ -30,7 +30,7 @@ class Family:
     class_name: str
     model_type: str
     modules: Mapping[str, str]
-    parameters: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, str] = msgspec.field(default_factory=dict)
     dtype: HalfType = "F16"
     scalings: frozenset[str] = frozenset()
     interleaved: bool = False

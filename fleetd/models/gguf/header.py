@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelUnsupported
@@ -76,8 +77,7 @@ OTHER_KINDS: dict[int, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GgufTensor:
+class GgufTensor(msgspec.Struct, frozen=True):
     """``shape`` has rows first, as numpy has it. ``data`` is ``size_bytes`` long and lies inside the file."""
 
     name: str
@@ -89,8 +89,7 @@ class GgufTensor:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class GgufHeader:
+class GgufHeader(msgspec.Struct, frozen=True):
     """Scalar arrays are numpy arrays; arrays of strings are lists."""
 
     metadata: Mapping[str, Any]

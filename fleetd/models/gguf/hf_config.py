@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from fleetd.models.gguf.families import FAMILIES, Family
 from fleetd.models.gguf.refusals import corrupt, refuse_parts, unsupported
 
 
-@dataclass(frozen=True, slots=True)
-class FileFacts:
+class FileFacts(msgspec.Struct, frozen=True):
     """What the config needs from the tensors.
 
     Attributes:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,8 +20,7 @@ from fleetd.models.gguf.tensor_rows import StoredTensor
 from fleetd.models.safetensors_write import TensorSpec
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedParameter:
+class PlannedParameter(msgspec.Struct, frozen=True):
     """A tensor of the file on its way to a parameter of mlx-lm.
 
     Attributes:
@@ -75,8 +74,7 @@ class PlannedParameter:
         return wide
 
 
-@dataclass(frozen=True, slots=True)
-class ImportPlan:
+class ImportPlan(msgspec.Struct, frozen=True):
     """``config`` is config.json but for the tokens that begin and end."""
 
     config: Mapping[str, Any]

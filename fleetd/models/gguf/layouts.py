@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,8 +21,7 @@ from fleetd.models.gguf.families import Family
 from fleetd.models.gguf.packing import Order
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """How a tensor of the file becomes a parameter.
 
     Attributes:

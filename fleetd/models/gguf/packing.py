@@ -9,9 +9,9 @@ one with the least error that keeps the tensor within ``limits.GGUF_GROWTH`` of 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -30,8 +30,7 @@ _NO_EXPONENT = 255
 _FIT_ROUNDS = {3: 4, 4: 4, 5: 4, 6: 4, 8: 0}
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
+class Packing(msgspec.Struct, frozen=True):
     """How MLX holds a tensor's weights. ``mode`` is MLX's name: affine or mxfp4."""
 
     bits: int

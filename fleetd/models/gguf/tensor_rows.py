@@ -6,9 +6,9 @@ import mmap
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from fleetd import limits
@@ -20,8 +20,7 @@ from fleetd.models.gguf.refusals import corrupt
 _SPLIT = re.compile(r"(.+)-00001-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(msgspec.Struct, frozen=True):
     """A tensor and the memory map that holds it."""
 
     tensor: GgufTensor

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from fleetd.errors import ModelCorrupt
 from fleetd.models.gguf import byte_level, sentencepiece
@@ -32,8 +33,7 @@ _GLM_CUTS, _GLM_ENDINGS = ("chatglm-bpe", "glm4"), ("<|user|>", "<|observation|>
 _PHI3_PLAIN = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenizer:
+class Tokenizer(msgspec.Struct, frozen=True):
     tokenizer_json: str
     tokenizer_config: Mapping[str, Any]
     vocab_size: int

@@ -16,9 +16,10 @@ import importlib
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from fleetd import limits
 from fleetd.errors import DownloadFailed, ModelCorrupt, ModelNotFound, ModelUnsupported
@@ -33,8 +34,7 @@ WANTED: Sequence[str] = ("*.json", WEIGHTS_PATTERN, "tokenizer.model", "*.tiktok
 _GGUF = ".gguf"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
+class RemoteFile(msgspec.Struct, frozen=True):
     """``sha256`` for files in large-file storage, else ``git_sha1``, the hash git gives the file."""
 
     name: str

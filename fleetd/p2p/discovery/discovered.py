@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from fleetd import limits
 from fleetd.p2p.token_bucket import TokenBucket
 
@@ -20,8 +22,7 @@ _VERSIONS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _NAMEPLATE = re.compile(r"[a-z0-9]{0,16}")
 
 
-@dataclass(frozen=True, slots=True)
-class DiscoveredPeer:
+class DiscoveredPeer(msgspec.Struct, frozen=True):
     """A claim about a machine, unauthenticated.
 
     ``versions``: the oldest and newest protocol version of the machine. ``pairing``: the nameplate of its

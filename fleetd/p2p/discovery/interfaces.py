@@ -15,10 +15,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from fleetd import limits
@@ -36,8 +36,7 @@ _HARDWARE_PORT = re.compile(r"^Hardware Port: (.+)\nDevice: (\S+)$", re.MULTILIN
 _SYSFS = Path("/sys/class/net")
 
 
-@dataclass(frozen=True, slots=True)
-class Interface:
+class Interface(msgspec.Struct, frozen=True):
     """``addresses`` as they are dialled: link-local IPv6 ones with their scope (``fe80::1%eth0``)."""
 
     name: str

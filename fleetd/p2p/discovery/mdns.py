@@ -13,9 +13,9 @@ import errno
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from zeroconf import RecordUpdate, RecordUpdateListener, ServiceInfo, Zeroconf
 from zeroconf.asyncio import AsyncZeroconf
 
@@ -42,8 +42,7 @@ _PACKET_COST_BYTES = 256
 logging.getLogger("zeroconf").setLevel(logging.CRITICAL)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True):
     """The description of a service instance by itself, unchecked."""
 
     instance: str

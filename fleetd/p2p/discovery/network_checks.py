@@ -15,9 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from fleetd import limits
 from fleetd.p2p.discovery.interfaces import Interface
@@ -34,8 +35,7 @@ _TIME_ERROR = 5  # the result of adjtimex(2) for a clock that is not synchronise
 _TIMEX_BYTES = 512  # struct timex is 208 bytes on 64-bit Linux
 
 
-@dataclass(frozen=True, slots=True)
-class MulticastFact:
+class MulticastFact(msgspec.Struct, frozen=True):
     """Whether multicast on an interface returns to this machine; ``reason`` says why not."""
 
     interface: str
@@ -43,8 +43,7 @@ class MulticastFact:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PortFact:
+class PortFact(msgspec.Struct, frozen=True):
     """Whether the peer port answers at one of this machine's own addresses."""
 
     address: str
@@ -53,8 +52,7 @@ class PortFact:
     hint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FirewallFact:
+class FirewallFact(msgspec.Struct, frozen=True):
     """A firewall of this machine. ``hint``: how to let the fleet through, where it may be in the way."""
 
     name: str

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
@@ -51,8 +50,7 @@ class Signer(Protocol):
     def sign(self, data: bytes) -> bytes: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RosterMember:
+class RosterMember(msgspec.Struct, frozen=True):
     """A member of the fleet. ``added_by``: node id of the signer of its first entry."""
 
     node_id: str
@@ -63,8 +61,7 @@ class RosterMember:
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
+class Merged(msgspec.Struct, frozen=True):
     """``changed``: there are new records to save and to send on."""
 
     changed: bool

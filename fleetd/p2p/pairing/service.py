@@ -14,6 +14,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from fleetd import limits
 from fleetd.config import DEFAULT_PEER_PORT
 from fleetd.control.pairing_events import (
@@ -46,14 +48,12 @@ _READ_BYTES = 16 * 1024
 _SEARCH_STEP_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class _PersonsAnswer:
+class _PersonsAnswer(msgspec.Struct, frozen=True):
     admit: bool
     sees_prompts: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Connection:
+class _Connection(msgspec.Struct, frozen=True):
     address: str
     side: Inviter
 

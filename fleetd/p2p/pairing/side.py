@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from fleetd import limits
 from fleetd.errors import IdentityRefused, PairingClosed, PairingFailed
@@ -23,8 +24,7 @@ from fleetd.p2p.pairing.messages import Message, PairingHello, PakeShare, Proof,
 # ---- Events ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CodeAccepted:
+class CodeAccepted(msgspec.Struct, frozen=True):
     """Both sides have the code, and each has the key of its certificate. People compare ``phrase``."""
 
     certificate: bytes
@@ -33,27 +33,23 @@ class CodeAccepted:
     phrase: str
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(msgspec.Struct, frozen=True):
     """The joiner puts the inviter and these into the roster, saves it, and calls ``saved``."""
 
     records: tuple[RosterRecord, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(msgspec.Struct, frozen=True):
     """The inviter puts the joiner and these into the roster, saves it, and calls ``saved``."""
 
     records: tuple[RosterRecord, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PairingDone:
+class PairingDone(msgspec.Struct, frozen=True):
     """Both machines have each other on disk."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairingBroke:
+class PairingBroke(msgspec.Struct, frozen=True):
     error: PairingFailed
 
 

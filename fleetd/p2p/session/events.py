@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from fleetd.errors import FleetError
 from fleetd.p2p.session.frames import Hello
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """Both sides have sent Hello: the first event of a session that works."""
 
     hello: Hello
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Requested:
+class Requested(msgspec.Struct, frozen=True):
     """A request of the other side. Counts as a message: call `consumed` when its body is taken."""
 
     stream: int
@@ -25,52 +23,44 @@ class Requested:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class MessageReceived:
+class MessageReceived(msgspec.Struct, frozen=True):
     """One whole message. Call `consumed` when it is taken."""
 
     stream: int
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The other side sends no more on this stream."""
 
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(msgspec.Struct, frozen=True):
     """The stream is over: the other side, or a bound, ended it."""
 
     stream: int
     error: FleetError
 
 
-@dataclass(frozen=True, slots=True)
-class Notified:
+class Notified(msgspec.Struct, frozen=True):
     topic: str
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True):
     rtt_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Quiet:
+class Quiet(msgspec.Struct, frozen=True):
     """Nothing arrived for limits.SUSPECT_S: do not rely on this peer until Resumed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(msgspec.Struct, frozen=True):
     """The other side sent something after Quiet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(msgspec.Struct, frozen=True):
     """The last event: all streams are over. None after a goodbye of either side."""
 
     error: FleetError | None

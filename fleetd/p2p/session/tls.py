@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd.errors import IdentityRefused, NotPaired
 from fleetd.p2p.membership.identity import Identity, node_id, public_key_of
@@ -18,8 +19,7 @@ from fleetd.p2p.membership.key_files import NO_CHECK_TIME
 ALPN = "fleetd"
 
 
-@dataclass(frozen=True, slots=True)
-class TlsContexts:
+class TlsContexts(msgspec.Struct, frozen=True):
     """The contexts of both roles, for one state of the roster."""
 
     server: ssl.SSLContext

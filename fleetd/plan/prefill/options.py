@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.split import Part, Split, SplitKind
@@ -20,8 +21,7 @@ OptionCode = Literal["", Code]
 NO_LINK = LinkSpeed(0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class HelperSpec:
+class HelperSpec(msgspec.Struct, frozen=True):
     """A machine that may compute a part of a prompt. ``link`` leads to the machine that answers.
 
     ``load_s``: how long loading the model takes, if it is not loaded. ``room_bytes``: for this prompt's keys
@@ -50,8 +50,7 @@ class HelperSpec:
     sparse: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """What a helper should load for later prompts: layers [first, last), or all of them for (0, 0)."""
 
     node_id: str
@@ -59,8 +58,7 @@ class Load:
     last: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillOption:
+class PrefillOption(msgspec.Struct, frozen=True):
     """A way to prefill the prompt.
 
     ``helpers`` are in the order of the chain, and ``names`` are their names. ``split`` is None for "local",
@@ -88,8 +86,7 @@ class PrefillOption:
         return self.kind == "local" or self.split is not None
 
 
-@dataclass(frozen=True, slots=True)
-class PlanChoice:
+class PlanChoice(msgspec.Struct, frozen=True):
     """``rejected``: all other options with their reasons, cheapest first. ``warm``: what helpers should load
     now, because the next such prompt would then be clearly faster."""
 

@@ -21,6 +21,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from fleetd import limits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import HelperSpec
@@ -43,8 +45,7 @@ def share_of(layers: range, total: int, last_layer: float = LAST_LAYER) -> float
     return (len(layers) - (1 - last_layer) * (last in layers)) / (last + last_layer)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillSize:
+class PrefillSize(msgspec.Struct, frozen=True):
     """What is to be prefilled.
 
     ``tokens`` and ``cached`` as in ``Split``: the prompt without its last token, and how much of that is in
@@ -98,8 +99,7 @@ class PrefillSize:
         return share_of(layers, self.layers, self.last_layer)
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(msgspec.Struct, frozen=True):
     """Seconds of each step as the machine that answers sees them, one after another."""
 
     agreed_s: float

@@ -15,7 +15,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed
 from fleetd.plan.prefill.options import HelperSpec
@@ -47,8 +49,7 @@ MISJUDGED = 0.1
 Cuts = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     cuts: Cuts
     chunk: int
     timeline: Timeline

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from fleetd.control.prefill_plan import DraftsView
 from fleetd.engine.protocol import Ready
@@ -18,8 +19,7 @@ Where = Literal["auto", "here", "peers"]
 _NEAR_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterCandidate:
+class DrafterCandidate(msgspec.Struct, frozen=True):
     """A machine that could draft, and with which model. ``digest``: of a model on another machine, which has
     ``loaded`` it by its card."""
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from fleetd import limits
 from fleetd.plan.beginnings import gains, meeting_s, mixes
 from fleetd.plan.fetch_speeds import FetchSpeed
 
 
-@dataclass(frozen=True, slots=True)
-class FetchSource:
+class FetchSource(msgspec.Struct, frozen=True):
     """A machine that has the first ``blocks`` of those that lack, and how fast they come from it.
     ``state_bytes``: of the snapshots that come with them. ``plan``: other numerics had a part. ``cached``:
     how much of their files its system has in memory."""
@@ -48,8 +48,7 @@ class FetchSource:
         return max(block_bytes, self.state_bytes) / max(1.0, self.speed.bytes_per_s)
 
 
-@dataclass(frozen=True, slots=True)
-class FetchChoice:
+class FetchChoice(msgspec.Struct, frozen=True):
     """``seconds``: from the decision until the prompt's beginning is here, part of it computed if the blocks
     come ``last_first``."""
 

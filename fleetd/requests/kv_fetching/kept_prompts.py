@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -49,8 +48,7 @@ def beginning_of(found: TextFound) -> KeptBeginning:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadLately:
+class _ReadLately(msgspec.Struct, frozen=True):
     """A prompt whose blocks its worker may be writing: their names, as other machines ask for them."""
 
     digest: str

@@ -21,6 +21,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime, StreamTag
 from fleetd.engine.supervisor import EngineProcess
@@ -35,8 +37,7 @@ from fleetd.requests.ports import FleetPort
 from fleetd.requests.prefill_sharing import messages
 
 
-@dataclass(frozen=True, slots=True)
-class SharingTerms:
+class SharingTerms(msgspec.Struct, frozen=True):
     """What is agreed on. ``id``: of the request; ``arithmetic``: of the engine here.
 
     ``own_chunks``: the prompt is cut into chunks as it would be here alone.

@@ -14,9 +14,9 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
 
 import msgspec
+from msgspec.structs import replace
 
 from fleetd.compression.document import Document
 from fleetd.compression.history import History
@@ -57,8 +57,7 @@ from fleetd.requests.way_views import way_views
 log = get_logger("fleetd.compression")
 
 
-@dataclass(frozen=True, slots=True)
-class AnsweringModel:
+class AnsweringModel(msgspec.Struct, frozen=True):
     """What answers: ``choice`` says where, ``folder`` is the model on this machine.
 
     ``admitted``: for a request, which waits here already.

@@ -53,8 +53,7 @@ USUAL_RATIO = 0.3
 _TOLD_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class CompressionPrice:
+class CompressionPrice(msgspec.Struct, frozen=True):
     """What reading all of it would take, by ``asked``, and how large the model is that does."""
 
     asked: SmartPrefillQuestion

@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
 
+import msgspec
 from msgspec import structs
+from msgspec.structs import replace
 
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.pool import EnginePool
@@ -45,8 +46,7 @@ _CLEARLY_LARGER = 4
 _LAYERS, _WIDTH = 30, 1024
 
 
-@dataclass(frozen=True, slots=True)
-class ModelHolder:
+class ModelHolder(msgspec.Struct, frozen=True):
     """A machine, and a model on it. ``folder``: here; None on another machine. ``search_tokens``: about how
     many of them are left of the search for its profile, 0 if that is known."""
 

@@ -43,8 +43,7 @@ _TOKEN_CHARS = 64
 Steps = AsyncGenerator[Loading | Prefill | Scored, None]
 
 
-@dataclass(frozen=True, slots=True)
-class CompressorModel:
+class CompressorModel(msgspec.Struct, frozen=True):
     """A model that scores. ``folder``: on this machine; None if only others have it."""
 
     name: str
@@ -57,8 +56,7 @@ class CompressorModel:
         return self.digest or self.name
 
 
-@dataclass(frozen=True, slots=True)
-class ScoringQuestion:
+class ScoringQuestion(msgspec.Struct, frozen=True):
     """A text to score, and the ranges of characters in it that ask the question."""
 
     id: str
