@@ -22,7 +22,8 @@ DECODE_TOKENS = 8
 WEIGHT = 0.2
 # The weight of a request that was slower than the average: it may have shared the engine.
 WEIGHT_SLOWER = 0.05
-# The weight of a request that corrects a calibration in doubt; after so many of them there is none.
+# The weight of a request that corrects a calibration in doubt; after so many of them there is none. A faster
+# prefill of a whole chunk replaces it: nothing makes a machine faster than it is.
 WEIGHT_DOUBTFUL = 0.5
 CONFIRMED = 3
 # The weight that a request has at most because nothing has corrected the figure for long, and half of which
@@ -114,7 +115,8 @@ class ModelSpeeds:
         prefilled = prompt_tokens - cached_tokens
         confirmed = prefilled >= PREFILL_TOKENS and prefill_s > 0 and not shared
         if confirmed:
-            speed = _prefilled(speed, cached_tokens, prefilled, prefill_s, faster, slower)
+            whole = speed.doubtful and prefilled >= costs.MEASURED_TOKENS
+            speed = _prefilled(speed, cached_tokens, prefilled, prefill_s, 1.0 if whole else faster, slower)
         if completion_tokens >= DECODE_TOKENS and decode_s > 0:
             # ``decode_s`` is from the first token to the last; the first belongs to the prefill.
             seen = (completion_tokens - 1) / decode_s

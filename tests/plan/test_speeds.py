@@ -183,6 +183,13 @@ def test_a_calibration_beside_other_programs_is_soon_corrected(doubtful: bool, m
     assert requests_until_right(book, 1000.0, 1.0) <= most
 
 
+@pytest.mark.parametrize(("tokens", "found"), [(MEASURED_TOKENS, 27.0), (MEASURED_TOKENS - 1, 17.5)])
+def test_a_faster_prefill_of_a_whole_chunk_replaces_a_figure_in_doubt(tokens: int, found: float) -> None:
+    run = {"prompt_tokens": tokens, "prefill_s": tokens / 27.0}
+    assert after(run, seed=MeasuredSpeed(8.0, 1.0, doubtful=True)).prefill_tok_s == pytest.approx(found)
+    assert after(run, seed=MeasuredSpeed(8.0, 1.0)).prefill_tok_s == pytest.approx(11.8)
+
+
 def test_too_good_a_figure_in_doubt_falls_as_fast_as_it_would_rise() -> None:
     doubted, trusted = ModelSpeeds(), ModelSpeeds()
     doubted.seed("m", 4600.0, 1.0, doubtful=True, now_s=0.0)
