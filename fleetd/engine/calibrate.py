@@ -49,6 +49,9 @@ AGREE = 1.2
 REPEATS = 6
 # The share of the processor from which other programs put the figures in doubt.
 OTHERS = 0.25
+# Why a figure is in doubt that only a faster device, or a real prompt, can better: without a second size what
+# each chunk costs however short it is cannot be told apart, and prompts run faster than this says.
+ONE_SIZE = "there was time for chunks of one size only"
 # No more than is kept free for working in.
 CONTEXT_BYTES = 256 * limits.MIB
 
@@ -163,7 +166,7 @@ class Calibration:
             return f"other programs had {others:.0%} of the processor"
         if (spread := max(map(_spread, self._chunks.values()), default=1.0)) > AGREE:
             return f"equal chunks took times that differ by {spread - 1:.0%}"
-        return ""
+        return ONE_SIZE if len(self._chunks) == 1 and self._context_tokens >= self._sizes[1] else ""
 
     @property
     def _step_s(self) -> float:

@@ -13,7 +13,7 @@ import mlx.core as mx
 from msgspec.structs import asdict
 
 from fleetd import limits
-from fleetd.engine.calibrate import Calibration, Speeds
+from fleetd.engine.calibrate import ONE_SIZE, Calibration, Speeds
 from fleetd.engine.protocol import MeasuredAgain, Ready, Report
 
 
@@ -42,7 +42,7 @@ class IdleCalibration:
 
     @property
     def due_s(self) -> float | None:
-        """When the next run is due if the worker stays idle; None once the figures can be believed."""
+        """When the next run is due if the worker stays idle; None once another one would tell no more."""
         return self._due_s
 
     def turn(self, *, idle: bool) -> None:
@@ -72,7 +72,7 @@ class IdleCalibration:
             del figures["chunk_s"]  # chunks stay as they were chosen at load
             self._emit(MeasuredAgain(**figures))
             self._keep(found)
-        if not found.doubt:
+        if found.doubt in ("", ONE_SIZE):
             self._due_s = None
 
     def _end(self, now: float) -> None:

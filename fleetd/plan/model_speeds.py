@@ -82,7 +82,12 @@ class ModelSpeeds:
         *,
         now_s: float,
     ) -> None:
-        """Replace the speeds by those measured now: the device may compute otherwise than before."""
+        """Replace the speeds by those measured now: the device may compute otherwise than before.
+
+        A figure in doubt replaces none that is faster: nothing makes a machine faster than it is.
+        """
+        if doubtful and prefill_tok_s <= self.of(model).prefill_tok_s:
+            return
         speed = MeasuredSpeed(
             prefill_tok_s=max(0.0, prefill_tok_s),
             decode_tok_s=max(0.0, decode_tok_s),

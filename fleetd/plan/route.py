@@ -208,13 +208,17 @@ def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
     if c.absent:
         return RoutePrice(0.0, PULL_S, 0.0, 0.0, network_s, modelled=True)
     slower, speed = 1 + SHARING * c.at_once, prefill_speed(c)
-    new = range(min(c.cached_tokens, ask.prompt_tokens), ask.prompt_tokens)
-    prefill_s = c.helped_s
-    if prefill_s is None:
-        prefill_s = speed.total(1.0, new, MEASURED_TOKENS) * slower
+    cached = min(c.cached_tokens, ask.prompt_tokens)
+    new = range(cached, ask.prompt_tokens)
+    alone_s = speed.total(1.0, new, MEASURED_TOKENS)
+    prefill_s = alone_s * slower if c.helped_s is None else c.helped_s
     # The prompt with the least left is prefilled first, so no other one delays this one by more than its own,
-    # but for the one that it begins with.
-    before = min(c.unread_tokens, c.at_once * len(new) + c.awaited_tokens)
+    # but for the one that it begins with. A token of theirs takes as long as one of this prompt: they are
+    # probably about as long.
+    awaited = min(c.unread_tokens, c.awaited_tokens, cached)
+    others = min(c.unread_tokens - awaited, c.at_once * len(new))
+    before_s = speed.total(1.0, range(cached - awaited, cached), MEASURED_TOKENS)
+    before_s += others * alone_s / max(1, len(new))
     decode_s = ask.max_tokens / decode_tok_s(c) * slower
     streams = max(1, c.max_streams)
     # Each request that is ahead in the queue is assumed to take as long as this one.
@@ -223,7 +227,7 @@ def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
     # A load that is under way is assumed to be half done.
     load = {"loaded": 0.0, "loading": 0.5}.get(c.state, 1.0)
     return RoutePrice(
-        queue_s=ahead * (prefill_s + decode_s) / streams + before * speed.token_s,
+        queue_s=ahead * (prefill_s + decode_s) / streams + before_s,
         load_s=load * min(LOAD_MOST_S, c.load_s or chip_speeds.load_s(c.weights_bytes)),
         prefill_s=prefill_s,
         decode_s=decode_s,

@@ -26,6 +26,7 @@ from fleetd.engine.calibrate import (
     DECODE_STEPS,
     FIRST,
     GPU_CHUNKS,
+    ONE_SIZE,
     OTHERS,
     REPEATS,
     Calibration,
@@ -120,6 +121,17 @@ def test_what_a_chunk_costs_is_told_apart_also_where_there_is_no_time_for_large_
     assert max(model.sizes) < CHUNKS[-1]
     assert speeds.prefill_fixed_s == pytest.approx(0.085)
     assert speeds.prefill_tok_s == pytest.approx(256 / (0.085 + 256 * 0.006))
+
+
+def test_one_size_of_chunk_says_too_little_of_a_slow_device() -> None:
+    """A model of two billion parameters: by a chunk of 16 a third less than its prompts get."""
+    seconds: Callable[[int], float] = lambda n: 0.4 if n == 1 else 0.25 + n / 27  # noqa: E731
+    slow = Paced(seconds).measure()
+    assert (list(slow.chunk_s), slow.doubt) == ([16], ONE_SIZE)
+    assert slow.prefill_tok_s < 0.75 * 256 / seconds(256)
+    # With a second size what a chunk costs is known; a model that can be given no second one has none.
+    assert Paced(seconds).measure(budget_s=8.0).doubt == ""
+    assert Paced(seconds).measure(context_tokens=16).doubt == ""
 
 
 def test_single_tokens_leave_most_of_the_time_to_chunks() -> None:

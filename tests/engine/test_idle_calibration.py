@@ -10,7 +10,7 @@ from fakes import FACTS
 from msgspec.structs import replace
 
 from fleetd import limits
-from fleetd.engine.calibrate import Speeds
+from fleetd.engine.calibrate import ONE_SIZE, Speeds
 from fleetd.engine.idle_calibration import IdleCalibration
 from fleetd.engine.protocol import MeasuredAgain, Report
 
@@ -113,3 +113,13 @@ def test_an_attempt_that_measured_no_chunk_takes_no_figure_away() -> None:
     assert worker.told == []
     worker.attempt()
     assert worker.told == [MeasuredAgain(1000.0, 50.0, 1e-6, 0.01)]
+
+
+def test_a_device_that_is_too_slow_for_a_second_size_of_chunk_is_not_measured_for_ever() -> None:
+    slow = Speeds(19.0, 2.0, doubt=ONE_SIZE)
+    worker = CalibratedWorker(BUSIER, slow, doubt=ONE_SIZE)
+    worker.attempt()
+    assert worker.idle.due_s is not None, "other programs were in the way"
+    worker.attempt()
+    assert worker.idle.due_s is None
+    assert worker.told == []

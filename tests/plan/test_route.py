@@ -122,6 +122,15 @@ def test_a_longer_prompt_delays_a_shorter_one_by_no_more_than_its_own_prefill() 
     assert price(ASK, cached).queue_s == pytest.approx(3 * 100 / 400)
 
 
+def test_others_that_go_on_from_the_same_beginning_take_as_long_as_this_one() -> None:
+    """Forks of one agent: few new tokens each, behind a long context."""
+    fork = peer("a", running=3, unread_tokens=300, cached_tokens=1900, prefill_context_s=1e-5)
+    own_s = 100 * (1 / 400 - 256 / 2 * 1e-5) + 100 * 1950 * 1e-5
+    assert price(ASK, fork).queue_s == pytest.approx(3 * own_s)
+    awaited = price(ASK, replace(fork, running=1, unread_tokens=1900, awaited_tokens=1900))
+    assert awaited.queue_s == pytest.approx(1900 * (1 / 400 - 256 / 2 * 1e-5) + 1900**2 / 2 * 1e-5)
+
+
 def test_a_prompt_waits_for_its_beginning_where_another_request_reads_that() -> None:
     reading = peer("a", running=1, unread_tokens=1500, cached_tokens=1900, awaited_tokens=1900)
     assert price(ASK, reading).queue_s == pytest.approx(1500 / 400)

@@ -223,7 +223,20 @@ def test_requests_end_the_doubt_and_a_new_measurement_may_begin_it_again() -> No
         assert book.of("m").doubtful, number
         book.ran("m", **RUN)
     assert not book.of("m").doubtful
-    book.seed("m", 100.0, 1.0, doubtful=True, now_s=0.0)
+    book.seed("m", 1e6, 1.0, doubtful=True, now_s=0.0)
     assert book.of("m").doubtful
     book.seed("m", 100.0, 1.0, now_s=0.0)
     assert not book.of("m").doubtful
+
+
+def test_a_figure_in_doubt_replaces_none_that_is_faster() -> None:
+    book = ModelSpeeds()
+    book.seed("m", 19.0, 1.0, doubtful=True, now_s=0.0)
+    book.ran("m", **{**RUN, "prompt_tokens": 650, "cached_tokens": 0, "prefill_s": 650 / 27})
+    shown = book.of("m")
+    assert shown.prefill_tok_s == pytest.approx(27)
+    book.seed("m", 20.0, 1.5, doubtful=True, now_s=1.0)
+    assert book.of("m") == shown
+    # One that can be believed does: the device may compute otherwise than before.
+    book.seed("m", 20.0, 1.5, now_s=1.0)
+    assert book.of("m").prefill_tok_s == 20.0
