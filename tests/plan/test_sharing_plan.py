@@ -28,6 +28,7 @@ from fleetd.plan.prefill.choice import (
     PrefillSpeed,
     choose,
     options,
+    plan_prefill,
 )
 from fleetd.plan.prefill.split import checked
 from fleetd.plan.refusals import Refusal
@@ -432,6 +433,15 @@ def test_what_the_caller_knows_of_a_machine_rules_it_out(code: Any) -> None:
     assert choice.best.kind == "local"
     assert why(choice, "studio") == (code, "studio is out.")
     assert "studio" in why(choice, "studio")[1]
+
+
+def test_attack_who_tells_figures_by_which_nothing_can_be_planned_is_left_out_alone() -> None:
+    hostile = replace(helper("b"), speed=PrefillSpeed(token_s=1e200, context_s=1e-6))
+    with pytest.raises(OverflowError):
+        options(PROMPT, HOME, [hostile])
+    choice = plan_prefill(PROMPT, HOME, [helper("a"), hostile])
+    assert choice.best == chosen(helper("a")).best
+    assert why(choice, "b") == ("unusable", "b tells figures by which nothing can be planned.")
 
 
 def test_a_machine_that_nobody_has_a_way_to_is_no_help() -> None:

@@ -49,6 +49,8 @@ COMBINED = limits.SHARE_MACHINES - 1
 # A machine with this many requests of its own is not asked for help.
 BUSY_FROM = 3
 _UNLIMITED = 1e15
+# What made-up figures raise.
+_NO_PRICE = (ArithmeticError, ValueError, InvalidValue)
 
 
 # ---- All plans -------------------------------------------------------------------------------------------
@@ -304,12 +306,27 @@ def plan_prefill(
     """Price every plan and choose one; ``previous`` as in ``choose``.
 
     Figures on a card may be made up, so that sums of them leave the range of numbers. That must cost this
-    machine's requests no more than the help of others.
+    machine's requests no more than the help of that machine.
     """
+    machines = list(helpers)
     try:
-        return choose(options(prompt, home, helpers), previous)
-    except (ArithmeticError, ValueError, InvalidValue):
+        return choose(options(prompt, home, machines), previous)
+    except _NO_PRICE:
+        machines = [_believed(prompt, home, machine) for machine in machines]
+    try:
+        return choose(options(prompt, home, machines), previous)
+    except _NO_PRICE:
         return choose(options(prompt, home, ()))
+
+
+def _believed(prompt: PrefillSize, home: HelperSpec, machine: HelperSpec) -> HelperSpec:
+    """The machine, refused if it cannot be priced by itself."""
+    try:
+        options(prompt, home, (machine,))
+    except _NO_PRICE:
+        sentence = f"{machine.name} tells figures by which nothing can be planned."
+        return replace(machine, refusal=Refusal("unusable", sentence))
+    return machine
 
 
 def choose(found: Sequence[PrefillOption], previous: PrefillOption | None = None) -> PlanChoice:
