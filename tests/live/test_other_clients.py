@@ -117,7 +117,6 @@ def test_litellm(target: Target) -> None:
 
 
 def test_litellm_calls_tools_in_three_dialects(target: Target) -> None:
-    pytest.importorskip("mcp", reason="litellm's tools need the package mcp")
     env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     printed = run(sys.executable, "-c", LITELLM_TOOLS, target.base_url, target.api_key, env=env)
     called = ["Let me look.", "get_weather", {"city": "Paris"}]
