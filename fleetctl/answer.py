@@ -230,15 +230,7 @@ def ask(
                 answer.headers = stream.headers
                 for event in stream:
                     if isinstance(event, Comment):
-                        if plan := _PLAN.fullmatch(event.text):
-                            answer.headers["x-fleet-plan"] = plan[1]
-                            progress.clear()
-                            printer.remark(plan[2])
-                        elif skipped := _SKIPPED.fullmatch(event.text):
-                            progress.clear()
-                            printer.remark(f"smart prefill was left out: {skipped[1]}")
-                        else:
-                            _show(progress, event.text)
+                        _comment(answer, event.text, printer, progress)
                     elif event.text == "[DONE]":
                         break
                     else:
@@ -254,6 +246,19 @@ def ask(
             hint="`fleetctl status` tells whether it still runs; its log tells why it stopped.",
         )
     return answer
+
+
+def _comment(answer: Answer, text: str, printer: Printer, progress: Progress) -> None:
+    """Where the answer comes from now, what was not done for it, or how far it is."""
+    if plan := _PLAN.fullmatch(text):
+        answer.headers["x-fleet-plan"] = plan[1]
+        progress.clear()
+        printer.remark(plan[2])
+    elif skipped := _SKIPPED.fullmatch(text):
+        progress.clear()
+        printer.remark(f"smart prefill was left out: {skipped[1]}")
+    else:
+        _show(progress, text)
 
 
 def _chunk(answer: Answer, text: str, printer: Printer, progress: Progress, began: float) -> None:

@@ -179,32 +179,38 @@ class CardMaker:
         return digest
 
     def _seed(self, engines: Iterable[EngineStatus]) -> None:
+        """Record what the engines have measured since they were looked at last."""
         for engine in engines:
-            if engine.state == "ready" and not engine.part_of:
+            if engine.state != "ready":
+                continue
+            if not engine.part_of:
                 self._scoring[engine.model] = engine.scoring
             measured = (engine.pid, engine.prefill_tok_s, engine.doubt)
-            if engine.state == "ready" and self._seeded.get(engine.model) != measured:
+            if self._seeded.get(engine.model) != measured:
                 self._seeded[engine.model] = measured
-                name, decode_tok_s, arithmetic = engine.model, engine.decode_tok_s, engine.arithmetic
-                if engine.part_of:
-                    # Some layers decode nothing, and their fingerprint is not that of the whole model.
-                    name, arithmetic = engine.part_of, self._arithmetic.get(engine.part_of, ("", ""))[1]
-                    decode_tok_s = self._speeds.of(name).decode_tok_s
-                else:
-                    self._whole[name] = engine
-                    load_s = sum(step.seconds for step in engine.load_steps)
-                    on_disk = (found.weights_bytes for found in self._installed if found.name == name)
-                    self._load_times.took(name, next(on_disk, engine.weights_bytes), load_s)
-                self._arithmetic[name] = engine.dtype or "", arithmetic
-                self._speeds.seed(
-                    name,
-                    engine.prefill_tok_s,
-                    decode_tok_s,
-                    engine.prefill_context_s,
-                    engine.prefill_fixed_s,
-                    bool(engine.doubt),
-                    now_s=self._monotonic(),
-                )
+                self._measured(engine)
+
+    def _measured(self, engine: EngineStatus) -> None:
+        name, decode_tok_s, arithmetic = engine.model, engine.decode_tok_s, engine.arithmetic
+        if engine.part_of:
+            # Some layers decode nothing, and their fingerprint is not that of the whole model.
+            name, arithmetic = engine.part_of, self._arithmetic.get(engine.part_of, ("", ""))[1]
+            decode_tok_s = self._speeds.of(name).decode_tok_s
+        else:
+            self._whole[name] = engine
+            load_s = sum(step.seconds for step in engine.load_steps)
+            on_disk = (found.weights_bytes for found in self._installed if found.name == name)
+            self._load_times.took(name, next(on_disk, engine.weights_bytes), load_s)
+        self._arithmetic[name] = engine.dtype or "", arithmetic
+        self._speeds.seed(
+            name,
+            engine.prefill_tok_s,
+            decode_tok_s,
+            engine.prefill_context_s,
+            engine.prefill_fixed_s,
+            bool(engine.doubt),
+            now_s=self._monotonic(),
+        )
 
     def _model(
         self, folder: ModelFolder, accelerator: str, engine: EngineStatus | None, part: EngineStatus | None
