@@ -45,7 +45,8 @@ def render(status: dict[str, Any]) -> str:
             if engine.get("error")
         ]
         lines += [
-            f"{one_line(engine['model'])}: speeds in doubt, {one_line(engine['doubt'])}; retaken when idle"
+            f"{one_line(engine['model'])}: speeds in doubt, {one_line(engine['doubt'])}; idle time and "
+            "prompts correct them"
             for engine in engines
             if engine.get("doubt")
         ]

@@ -223,7 +223,8 @@ def engine(**changes: Any) -> Reply:
         ({"model": "\x1b[31mred"}, "\\x1b[31mred"),
         (
             {"doubt": "other programs had 60% of the processor"},
-            "smollm2-135m: speeds in doubt, other programs had 60% of the processor; retaken when idle",
+            "smollm2-135m: speeds in doubt, other programs had 60% of the processor; idle time and prompts "
+            "correct them",
         ),
         (
             {"load_steps": [{"name": "reading", "seconds": 1.25}, {"name": "warming up", "seconds": 0.25}]},
