@@ -18,6 +18,7 @@ from tiny_architectures import FAMILIES, VOCAB, WITHOUT_EXPERTS, tiny
 
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.protocol import Speculate
 from fleetd.engine.shared_prefill.fingerprint import any_chunks
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
 from fleetd.engine.speculation.local_sources import LOCAL_NAMES
@@ -106,12 +107,17 @@ def verdict_of(model: Any) -> ExactnessVerdict:
 
 
 def answered(
-    model: Any, path: Path, verdict: ExactnessVerdict | None, prompt: list[int], *sources: Scripted
+    model: Any,
+    path: Path,
+    verdict: ExactnessVerdict,
+    prompt: list[int],
+    *sources: Scripted,
+    drafts: bool = True,
 ) -> Run:
-    """With the sources of every worker, which draft from the text itself, besides ``sources``."""
-    speculation = None if verdict is None else speculating.speculation(VOCAB, verdict=verdict)
-    run = Run(model, load_tokenizer(path), speculation)
-    run.submit("r", prompt, *sources, max_tokens=40, top_logprobs=2)
+    """With the sources of every worker, which draft from the text itself, besides ``sources``; or plainly."""
+    run = Run(model, load_tokenizer(path), speculating.speculation(VOCAB, verdict=verdict))
+    wanted = Speculate(enabled=drafts)
+    run.submit("r", prompt, *sources, max_tokens=40, top_logprobs=2, speculate=wanted)
     run.finish()
     return run
 
@@ -129,12 +135,12 @@ def check_drafts(model: Any, chain_path: Path, *, rounds: bool) -> None:
             return [part[0] for part in run.said("r")] == [part[0] for part in plain.said("r")]
         return run.said("r") == plain.said("r")
 
-    plain = answered(model, chain_path, None, TOKENS[:8])
+    plain = answered(model, chain_path, verdict, TOKENS[:8], drafts=False)
     for drafts in DRAFTS.values():
         run = answered(model, chain_path, verdict, TOKENS[:8], drafts(plain.tokens["r"]))
         assert same(run, plain)
         assert any(drafted(run).values()) is verdict.exact
-    plain = answered(model, chain_path, None, AGAIN)
+    plain = answered(model, chain_path, verdict, AGAIN, drafts=False)
     run = answered(model, chain_path, verdict, AGAIN)
     assert same(run, plain)
     assert any(drafted(run).get(name) for name in LOCAL_NAMES) is verdict.exact
