@@ -192,7 +192,8 @@ def test_what_is_damaged_is_a_miss_there_and_an_earlier_snapshot_serves(
         file = file_of(settings, disk, tokens, number, of)
         match harm:
             case "changed":
-                file.write_bytes(file.read_bytes()[:-1] + b"x")
+                data = file.read_bytes()
+                file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
             case "cut short":
                 file.write_bytes(file.read_bytes()[:-1])
             case "gone":
