@@ -49,8 +49,8 @@ AGREE = 1.2
 REPEATS = 6
 # The share of the processor from which other programs put the figures in doubt.
 OTHERS = 0.25
-# Why a figure is in doubt that only a faster device, or a real prompt, can better: without a second size what
-# each chunk costs however short it is cannot be told apart, and prompts run faster than this says.
+# Why figures by one size of chunk are in doubt: what each chunk costs however short it is cannot be told
+# apart, so prompts run faster than they say. Measured again on the same device they say no more.
 ONE_SIZE = "there was time for chunks of one size only"
 # No more than is kept free for working in.
 CONTEXT_BYTES = 256 * limits.MIB

@@ -86,7 +86,10 @@ class ModelSpeeds:
 
         A figure in doubt replaces none that is faster: nothing makes a machine faster than it is.
         """
-        if doubtful and prefill_tok_s <= self.of(model).prefill_tok_s:
+        known = self._known(model, now_s)
+        if doubtful and known.speed.prefill_tok_s > max(0.0, prefill_tok_s):
+            decode_tok_s = max(known.speed.decode_tok_s, decode_tok_s)
+            self._put(model, replace(known, speed=replace(known.speed, decode_tok_s=decode_tok_s)))
             return
         speed = MeasuredSpeed(
             prefill_tok_s=max(0.0, prefill_tok_s),

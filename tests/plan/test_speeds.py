@@ -8,7 +8,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from fleetd import limits
 from fleetd.plan.costs import MEASURED_TOKENS
@@ -235,8 +235,17 @@ def test_a_figure_in_doubt_replaces_none_that_is_faster() -> None:
     book.ran("m", **{**RUN, "prompt_tokens": 650, "cached_tokens": 0, "prefill_s": 650 / 27})
     shown = book.of("m")
     assert shown.prefill_tok_s == pytest.approx(27)
-    book.seed("m", 20.0, 1.5, doubtful=True, now_s=1.0)
+    book.seed("m", 20.0, 0.5, doubtful=True, now_s=1.0)
     assert book.of("m") == shown
+    book.seed("m", 20.0, 1e3, doubtful=True, now_s=1.0)
+    assert book.of("m") == replace(shown, decode_tok_s=1e3)
     # One that can be believed does: the device may compute otherwise than before.
     book.seed("m", 20.0, 1.5, now_s=1.0)
     assert book.of("m").prefill_tok_s == 20.0
+
+
+def test_a_figure_in_doubt_of_what_is_unknown_is_taken() -> None:
+    """Beside other programs there may be no time for a chunk, but for single tokens."""
+    book = ModelSpeeds()
+    book.seed("m", 0.0, 2.0, doubtful=True, now_s=0.0)
+    assert book.of("m") == MeasuredSpeed(0.0, 2.0, doubtful=True)
