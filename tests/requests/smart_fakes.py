@@ -13,6 +13,7 @@ from fakes import FACTS, FakeEngine, FakeFolder, FakeModels, FakePool
 from msgspec.structs import replace
 
 from fleetd.compression.packed import PackedScores
+from fleetd.compression.words import estimate_tokens
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
@@ -121,7 +122,7 @@ class ScoringPool(FakePool):
     ``trouble`` happens instead, once per entry: an error, an event to wait for, both, "nothing", or how the
     scores are ``spoiled``; ``after`` the same by the number of the segment, from 1 on. ``sparse``: why tokens
     cannot be left out; "" where they can, but for the last ``tail``. ``scoring``: of every model that is
-    loaded.
+    loaded. ``tokens_per_estimated``: how many tokens the model makes of a text for which one is estimated.
     """
 
     asked: list[Generate] = field(default_factory=list)
@@ -141,8 +142,15 @@ class ScoringPool(FakePool):
     facts: Ready = FACTS
     scoring: ScoringState = FACTS.scoring
     to_measure: list[str] = field(default_factory=list)
+    tokens_per_estimated: float = 1.0
 
     async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Loading | Event, None]:
+        if request.count_only:
+            assert isinstance(request.prompt, TextPrompt)
+            estimated = estimate_tokens(request.prompt.text)
+            yield Accepted(request.id, prompt_tokens=round(self.tokens_per_estimated * estimated))
+            yield Finished(request.id, "stop")
+            return
         self.asked.append(request)
         if self.answers and (error := self.answers.pop(0)) is not None:
             raise error

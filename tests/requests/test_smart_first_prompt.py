@@ -102,14 +102,16 @@ class CountedPool(ScoringPool):
 
     async def score(self, folder: Any, score: Score, *, evict: bool) -> AsyncGenerator[Any, None]:
         assert score.profile == LONG_PROFILE
-        n = estimate_tokens(score.text)
+        n = round(self.tokens_per_estimated * estimate_tokens(score.text))
         self.clock += self.scorer.total(15.4 / 30, range(n), MEASURED_TOKENS)
         async with aclosing(super().score(folder, score, evict=evict)) as steps:
             async for step in steps:
                 yield replace(step, profile=score.profile) if isinstance(step, Scored) else step
 
     async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Any, None]:
-        self.clock += self.target.total(1.0, range(estimate_tokens(text_of(request))), MEASURED_TOKENS)
+        if not request.count_only:
+            n = round(self.tokens_per_estimated * estimate_tokens(text_of(request)))
+            self.clock += self.target.total(1.0, range(n), MEASURED_TOKENS)
         async with aclosing(super().stream(folder, request)) as steps:
             async for step in steps:
                 yield step
@@ -118,9 +120,15 @@ class CountedPool(ScoringPool):
 LONG_PROFILE = Profile([(0, 0)], 16, True, 30)
 
 
-async def test_the_first_prompt_of_a_scorer_takes_what_was_planned(home: Any) -> None:
-    """Nothing of the scorer is known but its profile: it is loaded, and priced as its load measured it."""
-    pool = CountedPool(loaded=["m"])
+@pytest.mark.parametrize("tokens_per_estimated", [1.0, 0.7, 1.5])
+async def test_the_first_prompt_of_a_scorer_takes_what_was_planned(
+    home: Any, tokens_per_estimated: float
+) -> None:
+    """Nothing of the scorer is known but its profile: it is loaded, and priced as its load measured it.
+
+    The prompt's tokens are counted: what vocabularies make of a text differs.
+    """
+    pool = CountedPool(loaded=["m"], tokens_per_estimated=tokens_per_estimated)
     this = home(Profiles({DIGEST: LONG_PROFILE}), pool, lambda: pool.clock)
     measured = 256 / pool.scorer.total(1.0, range(256), 256), pool.scorer.context_s, pool.scorer.fixed_s
     pool.facts = replace(
@@ -138,6 +146,14 @@ async def test_the_first_prompt_of_a_scorer_takes_what_was_planned(home: Any) ->
     assert trace.prefill_s == pytest.approx(trace.chosen.predicted_s, rel=0.1)
     # Loading came before the plan, and is in what the client waited for.
     assert trace.ttft_s == pytest.approx(pool.load_s + trace.prefill_s)
+
+
+async def test_a_prompt_that_seemed_long_and_is_short_is_not_scored(home: Any) -> None:
+    this = home(tokens_per_estimated=0.1)
+    told = await this.told(chat())
+    counted = round(0.1 * estimate_tokens(f"{text_of(chat())}\n"))
+    assert (told.code, f"about {counted} tokens" in told.reason) == ("short", True), told.reason
+    assert not this.pool.scores
 
 
 async def test_a_scorer_that_proves_slow_when_loaded_is_not_asked(home: Any) -> None:

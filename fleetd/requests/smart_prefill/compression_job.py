@@ -64,9 +64,10 @@ class CompressionPrice(msgspec.Struct, frozen=True):
 class CompressionJob:
     """One document on its way. What is not known yet is empty.
 
-    ``tokens``: about how many it has. ``price`` None: it is to be compressed whatever that costs. ``aged``:
-    what earlier turns of a conversation decided (``smart.history``). ``pinned_tokens``: about how many are
-    kept whatever the scores say. ``planned_s``: when the plan was made.
+    ``tokens``: how many it has, an estimate until they are ``counted``. ``price`` None: it is to be
+    compressed whatever that costs. ``aged``: what earlier turns of a conversation decided
+    (``smart.history``). ``pinned_tokens``: about how many are kept whatever the scores say. ``planned_s``:
+    when the plan was made.
     Other seconds are from the beginning to the scores, and from there to the selection; ``scored_tokens`` is
     what compressors read for it.
     ``lost``: code and message of a scorer that gave up, where others went on.
@@ -96,6 +97,11 @@ class CompressionJob:
     def kept_share(self) -> float:
         """About what share of the tokens is kept."""
         return kept_share(self.policy, self.tokens, self.pinned_tokens)
+
+    def counted(self, tokens: int) -> None:
+        """The document has so many; what was estimated beside the old figure keeps its share."""
+        self.pinned_tokens = round(self.pinned_tokens * tokens / max(1, self.tokens))
+        self.tokens = tokens
 
 
 @dataclass(slots=True)
