@@ -197,10 +197,12 @@ class CardMaker:
             name, arithmetic = engine.part_of, self._arithmetic.get(engine.part_of, ("", ""))[1]
             decode_tok_s = self._speeds.of(name).decode_tok_s
         else:
+            if name not in self._whole or self._whole[name].pid != engine.pid:
+                # Measured again, it is the same load.
+                load_s = sum(step.seconds for step in engine.load_steps)
+                on_disk = (found.weights_bytes for found in self._installed if found.name == name)
+                self._load_times.took(name, next(on_disk, engine.weights_bytes), load_s)
             self._whole[name] = engine
-            load_s = sum(step.seconds for step in engine.load_steps)
-            on_disk = (found.weights_bytes for found in self._installed if found.name == name)
-            self._load_times.took(name, next(on_disk, engine.weights_bytes), load_s)
         self._arithmetic[name] = engine.dtype or "", arithmetic
         self._speeds.seed(
             name,

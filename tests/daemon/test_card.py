@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
 from fleetd.control.prefill_plan import StepView
@@ -173,6 +174,17 @@ async def test_what_a_load_took_and_what_a_prefill_consists_of_is_known_after_it
     cold = daemon.model
     assert (cold.state, cold.any_chunks, cold.load_s) == ("installed", True, 41)
     assert {name: getattr(cold, name) for name in whole} == whole
+
+
+@pytest.mark.one_loop
+async def test_a_model_that_is_measured_again_was_loaded_once() -> None:
+    daemon = CardDaemon()
+    await daemon.listed()
+    for pid, seconds, speed in ((7, 40.0, 100.0), (8, 20.0, 100.0), (8, 20.0, 120.0)):
+        loaded = engine(pid, load_steps=[StepView("reading", seconds)])
+        daemon.engines = [replace(loaded, prefill_tok_s=speed)]
+        shown = daemon.model
+    assert (shown.load_s, shown.prefill_tok_s) == (30, 120)
 
 
 @pytest.mark.one_loop
