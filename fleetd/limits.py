@@ -687,8 +687,9 @@ FETCH_WRITING_S, FETCH_WRITING_POLL_S = 0.3, 0.03
 # Prompts whose blocks may be being written, as a daemon remembers them: those of the last minutes.
 KEPT_LATELY = 64
 # Beginnings of a text in one question, 512 characters apart, and how long the placement of a long prompt
-# waits for the answers: a round trip on any network, and no more than a person notices.
-FETCH_LINKS, FETCH_LOOK_S = 8192, 0.15
+# waits for the answers: a round trip on any network, and no more than a person notices. And no more than this
+# part of what reading the prompt here takes: mostly nobody has anything of it.
+FETCH_LINKS, FETCH_LOOK_S, FETCH_LOOK_SHARE = 8192, 0.15, 0.02
 # How long a worker waits to hear what it gets, whatever its daemon does.
 FETCH_DECIDE_S = 3.0
 # Fewer tokens are computed sooner than asked for.

@@ -224,6 +224,13 @@ def _known(own: ModelCard, facts: Ready) -> ModelCard | Ready:
     return own if own.prefill_tok_s > 0 else facts
 
 
+def speed_of(model: ModelCard) -> PrefillSpeed | None:
+    """The speed that its machine measured; None before that."""
+    if model.prefill_tok_s <= 0:
+        return None
+    return PrefillSpeed.measured(model.prefill_tok_s, model.prefill_context_s, model.prefill_fixed_s)
+
+
 def _doubtful(known: ModelCard | Ready) -> bool:
     return known.doubtful if isinstance(known, ModelCard) else bool(known.doubt)
 

@@ -40,6 +40,7 @@ _LIMITS = {
     "BACKOFF_MOST_S": 2.0,
     "FETCH_LEAST_TOKENS": 256,
     "FETCH_LOOK_S": 1.0,
+    "FETCH_LOOK_SHARE": 1e9,
     "FETCH_FIND_S": 2.0,
 }
 

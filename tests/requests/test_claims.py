@@ -44,8 +44,8 @@ from fleetd.requests.drafting import drafters
 from fleetd.requests.job import Job
 from fleetd.requests.members import Member, Members
 from fleetd.requests.placement import AnswerTokens, Placement, Placer, WantedModel
+from fleetd.requests.planner_facts import speed_of
 from fleetd.requests.runner import Runner
-from fleetd.requests.smart_prefill.scorers import speed_of
 from fleetd.store import Store
 
 INFINITE = 1e12  # the most that a card may say

@@ -145,6 +145,19 @@ async def test_blocks_come_from_the_machine_that_has_most_of_them(tmp_path: Path
         assert keepers[0].outcomes == []
 
 
+@pytest.mark.parametrize(("rtt_s", "asked"), [(0.39, 1), (0.41, 0)])
+async def test_a_machine_behind_a_path_that_is_long_beside_the_prefill_is_not_asked(
+    tmp_path: Path, rtt_s: float, asked: int
+) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        home = FetchingHome(node, keepers, rtt_s=rtt_s)
+        assert pytest.approx(0.4) == limits.FETCH_LOOK_SHARE * 20.0
+        told = await home.run(lacking(NAMES))
+        assert isinstance(told[-1], Finished)
+        assert [fetch.blocks for fetch in home.engine.fetches] == [0]
+        assert len(home.partners.asked) == asked
+
+
 async def test_over_a_slow_link_the_last_block_comes_first_and_to_leave_half_way_is_no_failure(
     tmp_path: Path,
 ) -> None:

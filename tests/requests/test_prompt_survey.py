@@ -75,6 +75,7 @@ def closing_later(home: Asking) -> Asking:
 def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """These tests wait for answers, however busy the machine is; what they opened is closed."""
     monkeypatch.setattr(limits, "FETCH_LOOK_S", 60.0)
+    monkeypatch.setattr(limits, "FETCH_LOOK_SHARE", 1e9)
     yield
     while _opened:
         _opened.pop().close()
@@ -292,6 +293,55 @@ async def test_a_machine_that_does_not_answer_in_time_counts_as_having_nothing(
         places = await home.places(job())
         assert keepers[0].node_id not in places
         assert places[keepers[1].node_id].memory_tokens == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("state", "tok_s", "within_s"),
+    [
+        ("loaded", 1000.0, 0.02 * TOKENS / 1000),
+        ("loaded", 10.0, 0.15),
+        ("loaded", 0.0, 0.15),
+        ("installed", 1000.0, 0.15),
+    ],
+    ids=["soon read", "slowly read", "of unknown speed", "not loaded"],
+)
+async def test_a_prompt_waits_a_small_part_of_what_reading_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, tok_s: float, within_s: float
+) -> None:
+    monkeypatch.setattr(limits, "FETCH_LOOK_S", 0.15)
+    monkeypatch.setattr(limits, "FETCH_LOOK_SHARE", 0.02)
+    async with fleet(tmp_path, True) as (node, keepers):
+        home = closing_later(Asking(tmp_path, node, keepers))
+        model = replace(home.card.models[0], state=state, prefill_tok_s=tok_s)
+        home.card = replace(home.card, models=[model])
+        waits: list[float] = []
+
+        async def silent(node_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
+            waits.append(within_s)
+            raise PeerUnreachable("It did not answer in time.")
+
+        monkeypatch.setattr(home.partners, "ask", silent)
+        for _ in range(limits.FETCH_UNANSWERED):
+            assert keepers[0].node_id not in await home.places(job())
+        assert waits == [pytest.approx(within_s)] * limits.FETCH_UNANSWERED
+        # Silence for a moment is none.
+        asked = [member for member in home.members.others("fetch") if not member.left_out]
+        assert len(asked) == (1 if within_s < 0.15 else 0)
+
+
+async def test_a_machine_behind_a_long_path_is_asked_about_long_prompts_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        home = closing_later(Asking(tmp_path, node, keepers, rtt_s=0.05))
+        model = replace(home.card.models[0], prefill_tok_s=1000.0)
+        home.card = replace(home.card, models=[model])
+        monkeypatch.setattr(limits, "FETCH_LOOK_SHARE", 0.049 / (TOKENS / 1000))
+        assert await home.places(job()) == {THIS_NODE: KeptBeginning()}
+        assert home.partners.asked == []
+        monkeypatch.setattr(limits, "FETCH_LOOK_SHARE", 1e9)
+        await home.places(job())
+        assert len(home.partners.asked) == 1
 
 
 async def test_a_long_text_asks_about_a_bounded_beginning() -> None:

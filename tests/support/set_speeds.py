@@ -27,6 +27,7 @@ LIMITS = {
     "CACHE_LOOKUP_S": 30.0,
     "CACHE_BLOCK_S": 60.0,
     "FETCH_LOOK_S": 30.0,
+    "FETCH_LOOK_SHARE": 1e9,
     "FETCH_FIND_S": 30.0,
     "FETCH_DECIDE_S": 60.0,
     "FETCH_BLOCK_S": 60.0,

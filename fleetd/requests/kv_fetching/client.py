@@ -118,6 +118,9 @@ class _Fetch:
     async def _run(self, sources: list[Member]) -> None:
         decided = False
         try:
+            # A path that is long beside the whole prefill gains little, and nothing most of the time.
+            patience_s = limits.FETCH_LOOK_SHARE * max(self._lacking.computed_s, default=0.0)
+            sources = [member for member in sources if member.rtt_s < patience_s]
             # Of two that save as much, the first: the answer stays exact.
             asked = [self._ask(member, plan=False) for member in sources]
             asked += [self._ask(member, plan=True) for member in sources if self._lacking.plan_names]

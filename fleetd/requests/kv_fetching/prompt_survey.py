@@ -1,7 +1,8 @@
 """Before a prompt is placed: how much of it this machine and the others keep.
 
 One question to each machine that may see it, all at once, and one look at this machine's disk. What is not
-told in time counts as nothing; the prompt waits no longer for it.
+told in time counts as nothing; the prompt waits no longer for it. The time is a small part of what reading
+the prompt here takes, and a machine whose path is longer than that is not asked.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from fleetd import limits
 from fleetd.errors import FleetError, PeerUnreachable
 from fleetd.observe import get_logger
 from fleetd.plan.beginnings import KeptBeginning
+from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.job import CHARS_PER_TOKEN, Job
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts, beginning_of, links
 from fleetd.requests.members import Member, Members, eligible
 from fleetd.requests.placement import PromptPlaces
+from fleetd.requests.planner_facts import speed_of
 from fleetd.requests.ports import FleetPort
 
 log = get_logger("fleetd.survey")
@@ -53,29 +56,38 @@ class PromptSurvey:
         if job.local_only or job.request.keep is not None:
             return {}
         here = own.model(model)
-        loaded = here is not None and here.state == "loaded"
-        known = self._members.known_tokens(THIS_NODE, model, text) if loaded else 0
+        if here is not None and here.state != "loaded":
+            here = None
+        known = self._members.known_tokens(THIS_NODE, model, text) if here is not None else 0
         new = len(text) // CHARS_PER_TOKEN - known
         busy = own.card.running > 0 and known >= limits.FETCH_LEAST_TOKENS
         if new < limits.FETCH_LEAST_TOKENS and not busy:
             return {}
         begun_s = time.monotonic()
-        found = await self.of_text(text, model, others=new >= limits.FETCH_LEAST_TOKENS)
+        others = new >= limits.FETCH_LEAST_TOKENS
+        # Others' prompts come first here.
+        until_read = range(known, known + new + own.card.unread_tokens)
+        within_s = _within_s(speed_of(here) if here is not None else None, until_read)
+        found = await self.of_text(text, model, others=others, within_s=within_s)
         self._looked(time.monotonic() - begun_s)
         return found
 
-    async def of_text(self, text: str, model: str, *, others: bool = True) -> PromptPlaces:
+    async def of_text(
+        self, text: str, model: str, *, others: bool = True, within_s: float | None = None
+    ) -> PromptPlaces:
         """Nothing where no other machine may be asked: then everything is answered here.
 
         Args:
             others: ask them, too.
+            within_s: seconds that they have for it; None for ``FETCH_LOOK_S``.
         """
+        within_s = limits.FETCH_LOOK_S if within_s is None else within_s
         asked, digest = links(text), self._digest(model)
         sources = self._sources()
         if not asked or not digest or not sources:
             return {}
-        members = sources if others else []
-        questions = (self._ask(member, digest, asked) for member in members)
+        members = [member for member in sources if others and member.rtt_s < within_s]
+        questions = (self._ask(member, digest, asked, within_s) for member in members)
         answers = await asyncio.gather(self._look(digest, asked), *questions)
         nodes = [THIS_NODE, *(member.node_id for member in members)]
         return {node: found for node, found in zip(nodes, answers, strict=True) if found is not None}
@@ -94,17 +106,31 @@ class PromptSurvey:
     async def _look(self, digest: str, asked: list[bytes]) -> KeptBeginning:
         return beginning_of(await asyncio.to_thread(self._here.look, digest, asked))
 
-    async def _ask(self, member: Member, digest: str, asked: list[bytes]) -> KeptBeginning | None:
+    async def _ask(
+        self, member: Member, digest: str, asked: list[bytes], within_s: float
+    ) -> KeptBeginning | None:
         body, asked_s = messages.encode(messages.TextQuestion(digest, asked)), time.monotonic()
         try:
-            answer = await self._partners.ask(
-                member.node_id, messages.LOOK, body, within_s=limits.FETCH_LOOK_S
-            )
+            answer = await self._partners.ask(member.node_id, messages.LOOK, body, within_s=within_s)
             found = messages.decode(answer, messages.TextFound)
         except FleetError as error:
             log.debug("survey.no_answer", peer=member.node_id[:7], reason=str(error))
-            if isinstance(error, PeerUnreachable):
+            # Silence for a moment says nothing of a machine.
+            if isinstance(error, PeerUnreachable) and within_s >= limits.FETCH_LOOK_S:
                 self._members.unanswered(member.node_id, asked_s)
             return None
         self._members.answered(member.node_id)
         return beginning_of(found)
+
+
+def _within_s(here: PrefillSpeed | None, until_read: range) -> float:
+    """How long a prompt may wait for what others say of it.
+
+    Args:
+        here: this machine's speed, None where it cannot read the prompt at once.
+        until_read: the tokens that it would compute until it has read the prompt.
+    """
+    if here is None:
+        return limits.FETCH_LOOK_S
+    reading_s = here.total(1.0, until_read, MEASURED_TOKENS)
+    return min(limits.FETCH_LOOK_S, limits.FETCH_LOOK_SHARE * reading_s)

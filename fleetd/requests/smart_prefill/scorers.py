@@ -37,6 +37,7 @@ from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import Scorer
 from fleetd.requests.members import Member, Members, eligible
 from fleetd.requests.placement import canonical
+from fleetd.requests.planner_facts import speed_of
 from fleetd.requests.smart_prefill.segment_scoring import CompressorModel, ScoringJob
 from fleetd.requests.smart_prefill.skip import SkipCompression
 
@@ -307,10 +308,3 @@ def choose(named: str, found: Sequence[ModelHolder], target_bytes: int) -> list[
         for holder in able
         if holder is best or (best.model.digest and holder.model.digest == best.model.digest)
     ]
-
-
-def speed_of(model: ModelCard) -> PrefillSpeed | None:
-    """The speed that its machine measured; None before that."""
-    if model.prefill_tok_s <= 0:
-        return None
-    return PrefillSpeed.measured(model.prefill_tok_s, model.prefill_context_s, model.prefill_fixed_s)
