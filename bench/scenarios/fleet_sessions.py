@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,8 +14,11 @@ from bench.figures import Figure, Measured, at_most, percentile
 from bench.harness.child import Child
 from bench.harness.fleet import pair
 from bench.harness.samples import Samples
+from fleetd import limits
 
 _COUNT = 2000
+# After which a machine takes as many questions at once again as before.
+_REST_S = limits.SESSION_ASKS_AT_ONCE / limits.SESSION_ASKS_PER_S
 # So that a round trip under load is one now and then, not a load of its own.
 _PAUSE_S = 0.002
 _GIB = 1 << 30
@@ -36,8 +40,9 @@ def measure(runs: int) -> Measured:
         _meet(Path(folder), {near: ["near"], far: ["far"]})
         near.ask(do="ping", count=_COUNT // 10, pause_s=0)  # first touches
         for _ in range(runs):
-            trips("ping", near.ask(do="ping", count=_COUNT, pause_s=0)["found"])
-            trips("ask", near.ask(do="ask", count=_COUNT, pause_s=0)["found"])
+            for kind in ("ping", "ask"):
+                time.sleep(_REST_S)
+                trips(kind, near.ask(do=kind, count=_COUNT, pause_s=0)["found"])
         with _saturated():
             for _ in range(runs):
                 trips("loaded", near.ask(do="ping", count=_COUNT, pause_s=_PAUSE_S)["found"])
