@@ -1,4 +1,4 @@
-"""A helper that has memory for half of a model: the second prompt is shared with its layers."""
+"""A helper with memory for half of a model and a prompt: the second prompt is shared with its layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUICK_RUNS = 1
 LENGTH, QUICK_LENGTH = 2000, 1000
 # Of a core each: other work on the cores then changes little.
 SHARE = 0.4
-# Too little for the default model, whose weights take 540 MB in f32, and enough for half of its layers.
+# Enough for the default model's weights, 540 MB in f32, or for half of them and a prompt; not for all and one.
 HELPER_BYTES = WORKING_BYTES + 600_000_000
 LAYERS = 30
 
@@ -39,7 +39,7 @@ def measure(runs: int) -> Measured:
             Figure("First tokens equal", "%", seen["same"], of="worst"),
         ],
         f"Two daemons on loopback, each of whose workers may use {SHARE:.0%} of its core and comes before "
-        "all other work there. The helper's memory is limited so that the model does not fit; a first long "
-        "prompt has it load the layers for which it has room. Then each prompt is asked alone and as the "
-        "planner decides, in turns.",
+        "all other work there. The helper's memory is limited so that the model would leave no room for a "
+        "prompt; a first long one has it load the layers beside which it has room. Then each prompt is asked "
+        "alone and as the planner decides, in turns.",
     )

@@ -47,8 +47,6 @@ from fleetd.models import digest as digests
 from fleetd.models import manifest
 from fleetd.models.memory_need import WORKING_BYTES
 
-# Prefix cache: this share of what is left for KV, so that keeping old prompts never starves new ones.
-PREFIX_SHARE = 0.25
 # Prompts of unequal length to try a batch with, and how far rounding may move its numbers, as a share of the
 # largest.
 _UNEQUAL, _ROUNDING = ([3, 4, 5, 6, 7], [8]), 0.03
@@ -66,7 +64,7 @@ class MemoryShares(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, weights: int, room: MemoryBudget, settings: WorkerSettings) -> MemoryShares:
         left = max(0, room.usable_bytes - weights - WORKING_BYTES)
-        prefix = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
+        prefix = settings.prefix_cache_bytes or int(left * limits.PREFIX_SHARE)
         return cls(weights, prefix, max(0, left - prefix))
 
 

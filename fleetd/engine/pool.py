@@ -243,8 +243,8 @@ class EnginePool:
     async def assisting(self, folder: ModelFolder, first: int, last: int) -> AsyncIterator[EngineProcess]:
         """A ready worker that has layers [first, last), not unloaded for others meanwhile.
 
-        One is loaded if need be: with the whole model where it fits beside what is loaded, so that it can
-        answer too, else with these layers (all of them where ``last`` is 0). No model makes room for other
+        One is loaded if need be, with these layers alone (with the whole model where ``last`` is 0): whoever
+        asks for some has found that its prompts do not fit beside all of them. No model makes room for other
         machines' prompts. Raises as ``stream``.
         """
         name = await self._with_layers(folder, first, last)
@@ -278,17 +278,12 @@ class EnginePool:
         """The name of a worker that has these layers; loads one if there is none."""
         if (name := self._holder(folder, first, last)) is not None:
             return name
-        whole, part = _WantedLayers(folder), _WantedLayers(folder, first, last)
-        try:
-            await self._load_beside(whole)
-        except OutOfMemory as error:
-            if not last:
-                raise
-            log.info("engine.part", model=folder.name, layers=f"{first}:{last}", reason=str(error))
-        else:
-            return whole.name
-        await self._load_beside(part)
-        return part.name
+        whole = self._engines.get(folder.name)
+        if whole is not None and whole.state == "loading":
+            first = last = 0
+        wanted = _WantedLayers(folder, first, last)
+        await self._load_beside(wanted)
+        return wanted.name
 
     async def _load_beside(self, wanted: _WantedLayers) -> None:
         """Load it if it fits beside what is loaded. Raises as ``stream``."""

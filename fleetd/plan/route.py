@@ -55,7 +55,8 @@ class Candidate(msgspec.Struct, frozen=True):
     ``awaited_tokens``: those of them that it still reads for another request.
     ``unread_tokens``: of the prompts of its running requests, those that are not prefilled yet. ``session``:
     the last request of this session ran there, or the prompt that this one goes on from. ``wake_s``: it
-    sleeps, and waking it takes so long.
+    sleeps, and waking it takes so long. ``kv_bytes``: of this prompt's keys and values, and ``kv_room_bytes``
+    the memory for them beside the model; None where the engine is loaded, which refuses at once.
     """
 
     node_id: str
@@ -93,6 +94,8 @@ class Candidate(msgspec.Struct, frozen=True):
     bring_s: float = 0.0
     session: bool = False
     wake_s: float = 0.0
+    kv_bytes: int = 0
+    kv_room_bytes: int | None = None
 
     @property
     def here(self) -> bool:
@@ -101,6 +104,11 @@ class Candidate(msgspec.Struct, frozen=True):
     @property
     def absent(self) -> bool:
         return self.state == "absent"
+
+    @property
+    def cramped(self) -> bool:
+        """It would load the model, and then refuse the prompt."""
+        return self.kv_room_bytes is not None and self.kv_bytes > self.kv_room_bytes
 
     @property
     def at_once(self) -> int:
@@ -273,12 +281,13 @@ def like_their_twins(machines: list[Candidate]) -> list[Candidate]:
     return [estimated(c) for c in machines]
 
 
-def _rank(c: Candidate, cost: RoutePrice, *, stays: bool, doubt: bool) -> tuple[bool, bool, float]:
+def _rank(c: Candidate, cost: RoutePrice, *, stays: bool, doubt: bool) -> tuple[bool, bool, bool, float]:
     """``stays``: others have to be clearly faster. ``doubt``: this machine's own figures may be wrong."""
     doubtful = doubt or c.doubtful
     advantage = ADVANTAGE if stays else DOUBT if doubtful and not c.here else 1.0
-    # A machine that would have to fetch the model comes last: its size is a guess.
-    return c.absent, c.left_out, cost.total_s * advantage
+    # A machine that would have to fetch the model comes last: its size is a guess. How much room a prompt
+    # needs is an estimate, so whoever seems to have too little is asked where nobody else is left.
+    return c.absent, c.left_out, c.cramped, cost.total_s * advantage
 
 
 # ---- Which machines are able -----------------------------------------------------------------------------
@@ -300,10 +309,10 @@ def _refusal(ask: RouteQuestion, c: Candidate) -> Refusal | None:
         most, has = c.context_tokens, ask.prompt_tokens
         return Refusal("context", f"{ask.model} on {c.name} takes {most} tokens; this prompt has {has}.")
     if c.state == "installed" and c.needed_bytes > c.available_bytes + c.evictable_bytes:
-        need = f"{ask.model} needs {_gib(c.needed_bytes)}"
+        need = f"{ask.model} needs {gib(c.needed_bytes)}"
         if c.needed_bytes > c.memory_bytes:
-            return Refusal("too_small", f"{c.name} has {_gib(c.memory_bytes)} of memory; {need}.")
-        free = _gib(c.available_bytes + c.evictable_bytes)
+            return Refusal("too_small", f"{c.name} has {gib(c.memory_bytes)} of memory; {need}.")
+        free = gib(c.available_bytes + c.evictable_bytes)
         return Refusal("no_memory", f"{c.name} has {free} of memory for models; {need}.")
     if c.waiting >= limits.QUEUED_REQUESTS:
         return Refusal("full", f"{c.name} has {c.waiting} requests waiting already.")
@@ -327,5 +336,5 @@ def _other_files(ask: RouteQuestion, c: Candidate) -> Refusal:
     return Refusal("other_files", f"{c.name} has other files under the name {ask.model}.")
 
 
-def _gib(n_bytes: int) -> str:
+def gib(n_bytes: int) -> str:
     return f"{n_bytes / limits.GIB:.1f} GiB"

@@ -31,6 +31,7 @@ from fleetd.plan.route import (
     Rejection,
     RoutePrice,
     RouteQuestion,
+    gib,
     like_their_twins,
     prefill_speed,
     route,
@@ -289,6 +290,11 @@ def _passed_over(way: Way, best: Way, c: Candidate, chosen: Candidate) -> Way:
         code, reason = "absent", f"{way.name} would have to fetch the model first."
     elif c.left_out:
         code, reason = "failed", f"{way.name} failed a short while ago, so others are asked first."
+    elif c.cramped:
+        room, need = gib(c.kv_room_bytes or 0), gib(c.kv_bytes)
+        code = "no_room"
+        beside = f"{room} for keys and values beside the model"
+        reason = f"{way.name} would have {beside}; the prompt needs {need}."
     elif share >= 1:
         code = "slower"
         reason = f"The answer would take {percent(share - 1)} longer than {_where(best)}."

@@ -35,6 +35,8 @@ _NOWHERE: PromptPlaces = {}
 
 # Assumed length of an answer without a limit.
 ANSWER_TOKENS = 256
+# Of a prompt's estimated tokens, this share is there at least.
+_CERTAIN = 3 / 4
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -291,6 +293,8 @@ class Placer:
         # What prefills consist of is a matter of the files, so any machine that has them may have said it.
         facts = self._facts(model.name) if member.here else None
         facts = facts or planner_facts.told_facts(_divided(found, helping))
+        held = kept or ask.prompt_tokens
+        kv_bytes = facts.sizes.of(held if ask.counted else int(held * _CERTAIN))
         chain = planner_facts.chain_of(member, helping, found, facts)
         spec, *helpers = planner_facts.corrected(chain, self._members, found.digest)
         speed = chain[0].speed
@@ -300,6 +304,7 @@ class Placer:
                 decode_tok_s=able.decode_tok_s / self._decode_correction(member, found),
                 prefill_context_s=speed.context_s,
                 correction=spec.speed.token_s / speed.token_s,
+                kv_bytes=kv_bytes,
             ),
             planner_facts.prompt(ask.prompt_tokens, cached, MEASURED_TOKENS, facts, kept),
             spec,
@@ -492,7 +497,16 @@ def candidate(member: Member, found: ModelCard | None, *, can_pull: bool = False
         load_s=found.load_s,
         context_tokens=found.context_tokens,
         roles=tuple(found.roles),
+        kv_room_bytes=_kv_room_bytes(card, found),
     )
+
+
+def _kv_room_bytes(card: Card, found: ModelCard) -> int | None:
+    """Memory for keys and values once it has loaded the model; None if it has, or loads it."""
+    if found.state != "installed":
+        return None
+    left = card.usable_bytes + card.evictable_bytes - found.memory_bytes
+    return max(0, int(left * (1 - limits.PREFIX_SHARE)))
 
 
 def canonical(ref: str) -> str:

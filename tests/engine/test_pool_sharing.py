@@ -32,13 +32,34 @@ async def test_a_loaded_model_helps_with_any_of_its_layers(make_pool: MakePool, 
     pool = make_pool()
     assert pool.engine(model) is None
     assert not pool.holds(model, 0, 2)
-    async with pool.assisting(model, 0, 2) as first, pool.assisting(model, 2, LAYERS) as second:
-        # It fits, so all of it is loaded, and can answer too.
-        assert first is second is pool.engine(model)
+    async with (
+        pool.assisting(model, 0, 0) as every,
+        pool.assisting(model, 0, 2) as first,
+        pool.assisting(model, 2, LAYERS) as second,
+    ):
+        assert every is first is second is pool.engine(model)
         assert pool.part(model) is None
         assert pool._in_use("tiny")
     assert not pool._in_use("tiny")
     assert (await run(pool, model, prompt("r", 20, shared=False))).finished.usage.completion_tokens == 4
+    assert [status.model for status in pool.status()] == ["tiny"]
+
+
+async def test_who_asks_for_some_layers_gets_no_more_where_all_would_fit(
+    make_pool: MakePool, model: ModelFolder
+) -> None:
+    """Whoever asked has found that its prompt does not fit beside all of them."""
+    pool = make_pool()
+    assert await _held(pool, model, 0, 2) == "tiny[0:2]"
+    assert pool.part(model) == (0, 2)
+
+
+async def test_a_model_that_is_being_loaded_helps_once_it_is(make_pool: MakePool, model: ModelFolder) -> None:
+    pool = make_pool()
+    whole = asyncio.create_task(_held(pool, model, 0, 0))
+    while (engine := pool._engines.get("tiny")) is None or engine.state != "loading":  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert await _held(pool, model, 0, 2) == "tiny" == await whole
     assert [status.model for status in pool.status()] == ["tiny"]
 
 

@@ -471,3 +471,12 @@ def test_a_machine_that_just_failed_is_asked_only_after_the_others() -> None:
     assert order(route(ASK, [failed])) == ["a"]
     # Fetching the model takes longer still.
     assert order(route(ASK, [failed, here(state="absent", can_pull=True)])) == ["a", ""]
+
+
+def test_a_load_that_would_leave_no_room_for_the_prompt_is_the_last_resort() -> None:
+    cold = peer("a", state="installed", load_s=1.0, kv_bytes=GIB, **speed(100))
+    cramped, fitting = replace(cold, kv_room_bytes=GIB - 1), replace(cold, kv_room_bytes=GIB)
+    assert order(route(ASK, [fitting, here()])) == ["a", ""]
+    assert order(route(ASK, [cramped, here()])) == ["", "a"]
+    # How much the prompt needs is an estimate, so it is no reason to refuse.
+    assert order(route(ASK, [cramped])) == ["a"]

@@ -511,6 +511,16 @@ def test_a_cold_helper_is_not_waited_for_but_told_to_load() -> None:
     assert choice.warm == (Load("studio"),)
 
 
+def test_a_helper_loads_some_layers_where_the_prefix_cache_would_leave_too_little_beside_all() -> None:
+    """The prompt's keys and values take 1 GiB, and the prefix cache a quarter of what the model leaves."""
+    prompt = replace(PROMPT, exact_chunks=False)
+    for room, whole in ((5.0 + 1 / 0.75, True), (5.0 + 0.99 / 0.75, False)):
+        cold = helper(loaded=False, load_s=9.0, room_bytes=int(room * GIB) + 1)
+        option = of(options(prompt, HOME, [cold]), "layers", "a")
+        (load,) = option.cold
+        assert (load.last == 0) is whole
+
+
 def test_a_cold_helper_that_would_be_no_use_is_left_alone() -> None:
     assert chosen(helper(loaded=False, load_s=9.0, link=LinkSpeed(1e6))).warm == ()
     # With a warm one at hand it has to be better than that.

@@ -132,8 +132,13 @@ def test_this_machine_shows_all_its_ways_and_another_its_best() -> None:
         (home("a", faster=0.2), "slower", "longer than staying here."),
         (home("a", faster=1.05), "margin", "10 % are asked of another machine."),
         (home("a", faster=9.0, left_out=True), "failed", "a failed a short while ago"),
+        (
+            home("a", faster=9.0, state="installed", kv_bytes=2 * GIB, kv_room_bytes=GIB // 2),
+            "no_room",
+            "a would have 0.5 GiB for keys and values beside the model; the prompt needs 2.0 GiB.",
+        ),
     ],
-    ids=["slower", "margin", "failed"],
+    ids=["slower", "margin", "failed", "no room"],
 )
 def test_every_other_machine_has_a_reason(other: Home, code: str, words: str) -> None:
     ways = plan(ASK, [home(""), other])

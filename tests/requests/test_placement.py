@@ -310,6 +310,31 @@ async def test_a_model_too_big_for_this_machine_goes_to_one_that_holds_it(make: 
     assert isinstance(seen[-1], Finished)
 
 
+DIVISIBLE = {"layers": 4, "kv_bytes_per_token": 4096, "hidden_bytes": 64, "any_chunks": True}
+
+
+@pytest.mark.parametrize(
+    ("state", "room_tokens", "where"),
+    [("installed", 1_000, "studio"), ("installed", 900, "this"), ("loaded", 900, "studio")],
+)
+async def test_no_machine_loads_a_model_that_leaves_no_room_for_the_prompt(
+    make: Make, state: str, room_tokens: int, where: str
+) -> None:
+    """By its letters the prompt has 1,300 tokens; three quarters of them are certain.
+
+    An engine that is loaded counts them, and refuses at once.
+    """
+    beside = room_tokens * 4096 / (1 - limits.PREFIX_SHARE)
+    cold = machine("studio", faster=100.0, state=state, **DIVISIBLE)
+    room = cold.card.models[0].memory_bytes + int(beside)
+    cold = replace(cold, card=replace(cold.card, usable_bytes=room))
+    others = FakeOthers(cold, studio=[WHOLE])
+    own = replace(OWN, models=[replace(MODEL, **DIVISIBLE)])
+    runner = make(others, own=own, models=FakeModels(names=["big"]))
+    seen = await collect(runner.run(reading(1_300)))
+    assert [event.nodes for event in seen if isinstance(event, Planned)] == [(where,)]
+
+
 async def test_leaving_cancels_the_work_there(make: Make) -> None:
     others = FakeOthers(machine("studio"), studio=[[*spoken(*answer()[:-1]), None]])
     async with aclosing(make(others).run(job())) as events:

@@ -231,8 +231,8 @@ def _with_states(
 
 def _load(prompt: PrefillSize, machine: HelperSpec, layers: range) -> Load:
     """The whole model if such a prompt fits beside it, because then it can answer too; else these layers."""
-    whole_bytes = prompt.weights_bytes + prompt.sizes.of(prompt.tokens)
-    if whole_bytes <= machine.room_bytes or len(layers) == prompt.layers:
+    beside = (machine.room_bytes - prompt.weights_bytes) * (1 - limits.PREFIX_SHARE)
+    if prompt.sizes.of(prompt.tokens) <= beside or len(layers) == prompt.layers:
         return Load(machine.node_id)
     return Load(machine.node_id, layers.start, layers.stop)
 
