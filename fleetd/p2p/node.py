@@ -228,7 +228,7 @@ class Node:
                 answer = await stream.receive()
         except TimeoutError:
             name = self.name_of(node_id)
-            raise PeerUnreachable(f"{name} did not answer within {within_s:.0f} s.") from None
+            raise PeerUnreachable(f"{name} did not answer within {within_s:.3g} s.") from None
         finally:
             stream.cancel()
         if answer is None:
