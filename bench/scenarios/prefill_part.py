@@ -11,7 +11,7 @@ QUICK_RUNS = 1
 LENGTH, QUICK_LENGTH = 2000, 1000
 # Of a core each: other work on the cores then changes little.
 SHARE = 0.4
-# Enough for the default model (540 MB in f32), or for half of it and a prompt; not for all of it and a prompt.
+# Enough for the default model (540 MB in f32), or for half of it and a prompt; not for it and a prompt.
 HELPER_BYTES = WORKING_BYTES + 600_000_000
 LAYERS = 30
 
