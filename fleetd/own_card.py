@@ -150,7 +150,8 @@ class CardMaker:
         while True:
             self._look.clear()
             try:
-                self._installed = list(await asyncio.to_thread(self._models.installed))
+                self._installed, known = await asyncio.to_thread(self._listed)
+                self._digests |= known
             except (FleetError, OSError) as error:
                 log.warning("card.models_unreadable", error=str(error))
             try:
@@ -158,6 +159,13 @@ class CardMaker:
                     await self._look.wait()
             except TimeoutError:
                 pass
+
+    def _listed(self) -> tuple[list[ModelFolder], dict[tuple[str, float, int], str]]:
+        """The models, and the digests that take no hashing: a request right after a start needs its own."""
+        folders = list(self._models.installed())
+        new = [folder for folder in folders if _key(folder) not in self._digests]
+        known = {_key(folder): self._scored(folder, self._models.known_digest(folder)) for folder in new}
+        return folders, {key: digest for key, digest in known.items() if digest}
 
     async def _find_digests(self) -> None:
         while True:
@@ -172,9 +180,12 @@ class CardMaker:
             await asyncio.sleep(_LOOK_S)
 
     def _digest(self, folder: ModelFolder) -> str:
-        """Its digest, and whether a profile is known under it. Reads files."""
-        digest = str(self._models.digest(folder))
-        if (profile := self._profiles.find(digest)) is not None:
+        """Its digest. Reads files."""
+        return self._scored(folder, str(self._models.digest(folder)))
+
+    def _scored(self, folder: ModelFolder, digest: str) -> str:
+        """Take over whether a profile is known under its digest, which is returned. Reads files."""
+        if digest and (profile := self._profiles.find(digest)) is not None:
             self._scoring.setdefault(folder.name, "ready" if profile.heads else "unable")
         return digest
 

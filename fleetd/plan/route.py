@@ -203,7 +203,7 @@ def route(ask: RouteQuestion, candidates: Iterable[Candidate]) -> Ranked:
             PricedMachine(c.node_id, c.name, "" if c.absent else c.digest, prices[c.node_id]) for c in same
         ),
         tuple(
-            Rejection(c.node_id, c.name, refusals[c.node_id] or _other_files(ask, c))
+            Rejection(c.node_id, c.name, refusals[c.node_id] or _other_files(ask, c, lead))
             for c in machines
             if c not in same
         ),
@@ -327,12 +327,14 @@ def _alike(lead: Candidate, c: Candidate) -> bool:
     return not lead.absent and c.digest != "" and c.digest == lead.digest
 
 
-def _other_files(ask: RouteQuestion, c: Candidate) -> Refusal:
+def _other_files(ask: RouteQuestion, c: Candidate, lead: Candidate | None = None) -> Refusal:
+    """``lead``: the machine whose files are meant."""
     if c.absent:
         return Refusal("absent", f"{c.name} does not have {ask.model}.")
-    if not c.digest:
-        sentence = f"{c.name} does not know yet which files its {ask.model} is made of."
-        return Refusal("files_unknown", sentence)
+    for each in (c, lead):
+        if each is not None and not each.absent and not each.digest:
+            sentence = f"{each.name} does not know yet which files its {ask.model} is made of."
+            return Refusal("files_unknown", sentence)
     return Refusal("other_files", f"{c.name} has other files under the name {ask.model}.")
 
 

@@ -53,6 +53,8 @@ class CardDaemon:
         self.listing = asyncio.Event()
         # The folder's profile is known, which is looked up after it is listed.
         self.knows = profiles is not None
+        # What no hashing is needed for.
+        self.known_digest = ""
         self.speeds = ModelSpeeds()
         self.unread_tokens = 0
         self.maker = CardMaker(
@@ -60,7 +62,11 @@ class CardDaemon:
             epoch=1,
             name="n",
             software="0",
-            models=SimpleNamespace(installed=lambda: [FOLDER], digest=lambda folder: "d"),
+            models=SimpleNamespace(
+                installed=lambda: [FOLDER],
+                digest=lambda folder: "d",
+                known_digest=lambda folder: self.known_digest,
+            ),
             engines=lambda: self.engines,
             machine=lambda: MACHINE,
             counts=RequestCounts,
@@ -143,6 +149,19 @@ async def test_digests_are_found_also_without_a_fleet() -> None:
         while not (models := daemon.maker.card().models) or models[0].digest != "d":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         running.cancel()
+
+
+@pytest.mark.one_loop
+async def test_a_model_that_was_hashed_before_the_start_is_never_shown_without_its_digest() -> None:
+    """Else a request right after the start finds no other machine with the same files."""
+    daemon = CardDaemon(alone=True)
+    daemon.known_digest = "d"
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        running = group.create_task(daemon.maker.run())
+        while not (models := daemon.maker.card().models):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        running.cancel()
+    assert models[0].digest == "d"
 
 
 @pytest.mark.one_loop

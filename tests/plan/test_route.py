@@ -221,7 +221,10 @@ def test_what_is_here_decides_even_where_it_cannot_run_here() -> None:
 def test_files_here_that_are_not_hashed_yet_may_be_any() -> None:
     ranked = route(ASK, [here(digest=""), peer("a", **speed(9))])
     assert order(ranked) == [""]
-    assert why(ranked, "a")[0] == "other_files"
+    assert why(ranked, "a") == (
+        "files_unknown",
+        "this does not know yet which files its qwen3-8b is made of.",
+    )
 
 
 def test_a_peer_that_has_not_hashed_its_files_waits_until_it_has() -> None:
