@@ -41,10 +41,8 @@ def _replay(session: Session, run: int, models: Path, seen: Samples) -> None:
     new = computed = restored = fetched = there = 0
     prefix, prompt_tokens, first_s = tuple[Any, ...](), 0, 0.0
     with Fleet(_MACHINES, models=dict.fromkeys(_MACHINES, models)) as fleet:
-        for name in _MACHINES:
-            fleet.start(name)
-        fleet.until_usable(*_MACHINES)
-        fleet[_MACHINES[0]].warm()
+        # Alone, or the planner may send the session to the other one from the beginning.
+        fleet.start(_MACHINES[0]).warm()
         machine = 0
         for turn in session:
             if turn.restarted:
@@ -76,11 +74,12 @@ def _known(turn: Turn, before: tuple[Any, ...]) -> int:
 def _restart(fleet: Fleet) -> None:
     fleet[_MACHINES[0]].close()
     fleet.start(_MACHINES[0])
-    fleet.until_usable(*_MACHINES)
 
 
 def _move(fleet: Fleet) -> None:
     """The first machine's model is unloaded, what it has read lies on its disk; the second one loads it."""
+    fleet.start(_MACHINES[1])
+    fleet.until_usable(*_MACHINES)
     first, second = (fleet[name] for name in _MACHINES)
     before = _written(first)
     first.control("POST", "/fleet/v1/models/unload", {"model": DEFAULT_MODEL})
@@ -128,7 +127,7 @@ _HOW = (
     "weights that takes 32,768 tokens: a system prompt and tools of 10,000 tokens, 20 turns, each with "
     "all earlier ones in front and with the recorded answer and a tool's result of up to 1,200 tokens "
     "behind. The machine is restarted before the sixth turn; from the eleventh on the session is asked at "
-    "another machine, while the first one, its model unloaded, only keeps its disk; before the fifteenth "
-    "the conversation is compacted to a summary. New are the tokens of a prompt that no earlier prompt "
-    "began with. Answers of 16 tokens."
+    "another machine, which is started then, while the first one, its model unloaded, only keeps its disk; "
+    "before the fifteenth the conversation is compacted to a summary. New are the tokens of a prompt that no "
+    "earlier prompt began with. Answers of 16 tokens."
 )
