@@ -164,8 +164,15 @@ class CardMaker:
         """The models, and the digests that take no hashing: a request right after a start needs its own."""
         folders = list(self._models.installed())
         new = [folder for folder in folders if _key(folder) not in self._digests]
-        known = {_key(folder): self._scored(folder, self._models.known_digest(folder)) for folder in new}
+        known = {_key(folder): self._known_digest(folder) for folder in new}
         return folders, {key: digest for key, digest in known.items() if digest}
+
+    def _known_digest(self, folder: ModelFolder) -> str:
+        """Its digest; "" if it has to be hashed, or has just been removed."""
+        try:
+            return self._scored(folder, self._models.known_digest(folder))
+        except (FleetError, OSError):
+            return ""
 
     async def _find_digests(self) -> None:
         while True:

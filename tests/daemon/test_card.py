@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,8 +54,8 @@ class CardDaemon:
         self.listing = asyncio.Event()
         # The folder's profile is known, which is looked up after it is listed.
         self.knows = profiles is not None
-        # What no hashing is needed for.
-        self.known_digest = ""
+        # What takes no hashing.
+        self.remembered: Callable[[], str] = str
         self.speeds = ModelSpeeds()
         self.unread_tokens = 0
         self.maker = CardMaker(
@@ -65,7 +66,7 @@ class CardDaemon:
             models=SimpleNamespace(
                 installed=lambda: [FOLDER],
                 digest=lambda folder: "d",
-                known_digest=lambda folder: self.known_digest,
+                known_digest=lambda folder: self.remembered(),
             ),
             engines=lambda: self.engines,
             machine=lambda: MACHINE,
@@ -155,13 +156,24 @@ async def test_digests_are_found_also_without_a_fleet() -> None:
 async def test_a_model_that_was_hashed_before_the_start_is_never_shown_without_its_digest() -> None:
     """Else a request right after the start finds no other machine with the same files."""
     daemon = CardDaemon(alone=True)
-    daemon.known_digest = "d"
+    daemon.remembered = lambda: "d"
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         running = group.create_task(daemon.maker.run())
         while not (models := daemon.maker.card().models):  # noqa: ASYNC110
             await asyncio.sleep(0)
         running.cancel()
     assert models[0].digest == "d"
+
+
+@pytest.mark.one_loop
+async def test_a_model_that_is_removed_while_it_is_looked_at_hides_no_other() -> None:
+    def gone() -> str:
+        raise FileNotFoundError
+
+    daemon = CardDaemon()
+    daemon.remembered = gone
+    await daemon.listed()
+    assert daemon.model.name == "m"
 
 
 @pytest.mark.one_loop
