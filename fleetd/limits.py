@@ -32,7 +32,7 @@ PRESSURE_IDLE_S, PRESSURE_STEP_S = 60.0, 3.0
 # MLX keeps freed buffers for reuse, by default all that the machine has: at most this part of its memory,
 # which is 512 MiB of 8 GiB. One chunk of a prompt needs less; after it they are freed in any case.
 MLX_CACHE_PART = 16
-# Of the memory that a model leaves, what the prefix cache gets: to keep old prompts never starves new ones.
+# The prefix cache's share of the memory that a model leaves: old prompts must not starve new ones.
 PREFIX_SHARE = 0.25
 
 # ---- HTTP ------------------------------------------------------------------------------------------------
