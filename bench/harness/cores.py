@@ -46,14 +46,20 @@ def starting_on(cores: Collection[int], share: Share | None = None, pid: int = 0
 
 def worker_of(daemon: int, cores: Collection[int]) -> int:
     """The id of a daemon's only worker, all of whose threads run on ``cores``; RuntimeError otherwise."""
-    workers = [
-        child.pid for child in psutil.Process(daemon).children() if _WORKER in " ".join(child.cmdline())
-    ]
+    workers = [child.pid for child in psutil.Process(daemon).children() if _WORKER in _command(child)]
     if len(workers) != 1:
         raise RuntimeError(f"{len(workers)} workers where one was expected")
     if any(os.sched_getaffinity(thread) != set(cores) for thread in _threads(workers[0])):
         raise RuntimeError(f"the worker does not run on cores {sorted(cores)} alone")
     return workers[0]
+
+
+def _command(process: psutil.Process) -> str:
+    """The command line; "" if the process has ended, as a daemon's short helpers do at any time."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 @contextlib.asynccontextmanager
