@@ -10,7 +10,6 @@ computed, and the others follow that one. The leader's own numbers and chunks do
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +17,7 @@ import mlx.core as mx
 
 from fleetd import limits
 from fleetd.engine.failures import require
-from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import DENSE, PrefixCache
+from fleetd.engine.prefix_cache import DENSE, SPARSE, Hit, PrefixCache
 from fleetd.engine.sequence import AwaitedPrefix, ScheduledSequence
 from fleetd.engine.sequence_state.rollback import can_go_back, prefix_copy
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
@@ -47,10 +45,13 @@ class AwaitedPrefixes:
         awaited = self._leader(sequence)
         if awaited is None or awaited.tokens - self._cached(sequence) < limits.FOLLOW_LEAST_TOKENS:
             return
-        sequence.awaited = awaited
-        sequence.started_s = sequence.started_s or time.monotonic()
+        sequence.awaited, sequence.prefill_interleaved = awaited, True
         if awaited.leader.computed >= awaited.tokens:
             self._take(sequence, awaited.tokens)
+
+    def leads(self, sequence: ScheduledSequence) -> bool:
+        """True if another prompt waits for this one."""
+        return bool(self._waiting_for(sequence))
 
     def left(self, sequence: ScheduledSequence) -> int:
         """Tokens to compute until this prompt, or the shortest of those that wait for it, is read."""
@@ -74,7 +75,7 @@ class AwaitedPrefixes:
     def ended(self, leader: ScheduledSequence, *, intact: bool) -> None:
         """The leader's prefill ends before its time. ``intact``: what it computed is right."""
         followers = [sequence for sequence, _ in self._waiting_for(leader)]
-        if followers and intact and isinstance(leader.prefiller, Prefiller) and leader.namespace == DENSE:
+        if followers and intact and leader.computed and leader.namespace == DENSE:
             self._take(followers[0], leader.computed)
         for sequence in followers:
             sequence.awaited = None
@@ -92,9 +93,9 @@ class AwaitedPrefixes:
         best: AwaitedPrefix | None = None
         least = limits.FOLLOW_LEAST_TOKENS
         for other in itertools.takewhile(lambda other: other is not sequence, self._prefilling):
-            if not (_whole(sequence) and _whole(other) and other.namespace == DENSE):
+            if _scored(sequence) or _scored(other) or other.namespace != DENSE:
                 continue
-            common = _common(other.prepared.tokens, sequence.prepared.tokens)
+            common = _common(other.slot_tokens, sequence.slot_tokens)
             tokens = min(common, sequence.slots - 1, other.slots - 1)
             # What helpers compute is complete at the end only.
             whole = not _with_help(other) or other.slots - 1 - tokens < limits.SHARE_LEAST_TOKENS
@@ -104,7 +105,7 @@ class AwaitedPrefixes:
 
     def _cached(self, sequence: ScheduledSequence) -> int:
         """Tokens of a prompt that the prefix cache has."""
-        return self._prefix.fetch(sequence.prepared.tokens).tokens
+        return sequence.longest_in(self._prefix)
 
     def _take(self, sequence: ScheduledSequence, tokens: int) -> None:
         """Begin a prompt from a copy of its leader's KV; without it where that cannot be made.
@@ -125,9 +126,8 @@ class AwaitedPrefixes:
         except Exception:
             # The leader must not fail of it; if memory is short, the prompt's own prefill will say so.
             return
-        own, room, borders = sequence.prepared.tokens, self._prefix.state_bytes, sequence.prepared.borders
-        sequence.prefiller = Prefiller(self._model, own, cache, tokens, state_bytes=room, borders=borders)
-        sequence.cached = tokens
+        namespace = DENSE if sequence.kept is None else SPARSE
+        sequence.begin_from(self._model, Hit(tokens, cache, namespace), self._prefix.state_bytes)
 
     def _waiting_for(self, leader: ScheduledSequence) -> list[tuple[ScheduledSequence, AwaitedPrefix]]:
         return [(s, s.awaited) for s in self._prefilling if s.awaited and s.awaited.leader is leader]
@@ -136,9 +136,9 @@ class AwaitedPrefixes:
         return min([sequence.slots, *(self._shortest(waiting) for waiting, _ in self._waiting_for(sequence))])
 
 
-def _whole(sequence: ScheduledSequence) -> bool:
-    """True for a prompt all of which is read, and whose own probabilities are not wanted."""
-    return sequence.kept is None and not (sequence.prepared.request.echo and sequence.logprobs is not None)
+def _scored(sequence: ScheduledSequence) -> bool:
+    """True for a prompt whose own probabilities are wanted: it computes all of its tokens."""
+    return sequence.prepared.request.echo and sequence.logprobs is not None
 
 
 def _with_help(sequence: ScheduledSequence) -> bool:

@@ -29,7 +29,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.failures import require
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
-from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.prefix_cache import SPARSE, PrefixCache
 from fleetd.engine.protocol import FinishReason, Generate, Report
 from fleetd.engine.sampling import (
     BatchSampler,
@@ -252,23 +252,24 @@ class Decoding:
     ) -> None:
         """Keep the KV of ``tokens``, and states at earlier ones, for later prompts that begin with them,
         unless some are missing."""
-        if sequence.kept is not None:
-            return
-        self.keep(sequence, tokens, cache, states)
+        if sequence.kept is None:
+            self.keep(sequence, tokens, cache, sequence.namespace, states)
 
     def keep(
         self,
         sequence: ScheduledSequence,
         tokens: list[int],
         cache: list[Any],
+        namespace: str,
         states: dict[int, list[Any]] | None = None,
     ) -> None:
-        """Keep the KV of ``tokens``, none missing, in memory and on the disk."""
+        """Keep the KV of ``tokens`` in memory and, if none are missing, on the disk. ``namespace``: of the
+        prefix cache, in which SPARSE has tokens of its own."""
         mx.eval([layer.state for layer in cache])
-        self.prefix.store(tokens, cache, sequence.namespace, states)
-        if self.disk is not None:
+        self.prefix.store(tokens, cache, namespace, states)
+        if self.disk is not None and namespace != SPARSE:
             local_only = sequence.prepared.request.local_only
-            self.disk.store(tokens, cache, sequence.namespace, states, local_only=local_only)
+            self.disk.store(tokens, cache, namespace, states, local_only=local_only)
 
     def _running(self, request_id: str) -> DecodingSequence | None:
         return next((running for running in self._all if running.sequence.id == request_id), None)

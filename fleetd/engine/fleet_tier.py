@@ -93,8 +93,8 @@ class Fetching:
         asked = slice(self._first, self._first + limits.FETCH_BLOCKS)
         self._names = tier.names_for_others(tokens[:-1])[asked]
         self._plan_names = tier.names_for_others(tokens[:-1], PLAN)[asked] if plan else []
-        # Of what comes, and of what was held before: where the prefix cache keeps it.
-        self._namespace = self._held_namespace = DENSE
+        # Of what comes: where the prefix cache keeps it.
+        self._namespace = DENSE
         self._state = FetchState.WAITING
         self._decision: FetchBlocks | None = None
         self._sock: socket.socket | None = None
@@ -243,13 +243,6 @@ class Fetching:
         without."""
         return time.monotonic() - self._begun_s
 
-    @property
-    def front_tokens(self) -> int:
-        """Tokens of ``hit`` that were computed here meanwhile."""
-        if self.front is None or self.hit is None:
-            return 0
-        return max(0, self.hit.tokens - self.tokens - self.front.held)
-
     def report(self) -> Fetched | None:
         """How the fetch ended; None if nothing was fetched."""
         if self._thread is None:
@@ -271,7 +264,6 @@ class Fetching:
             self.close()
             return
         # The rest of a beginning of other numbers is one of other numbers, too.
-        self._held_namespace = held.namespace
         self._namespace = PLAN if decision.plan else held.namespace
         blocks = min(decision.blocks, len(self._names))
         buffers = [RowBuffer(part) for part in self._parts]
@@ -347,7 +339,7 @@ class Fetching:
         tier = self._tier
         cache = make_prompt_cache(tier.model) if held.cache is None else held.cache
         prefiller = Prefiller(tier.model, self._prompt, cache, held.tokens)
-        self.front = FrontPrefill(prefiller, self._blocks, block_s, tier.cost, self._chunk)
+        self.front = FrontPrefill(prefiller, held.namespace, self._blocks, block_s, tier.cost, self._chunk)
 
     def _give_up(self) -> None:
         """What has come by now counts, nothing that comes later."""
@@ -357,9 +349,9 @@ class Fetching:
 
     def _check(self) -> Iterator[None]:
         """Take what came if it is right; yields after each step. Raises as ``_checked``."""
-        front, held = self.front, self._held_namespace
+        front = self.front
         if front is not None and front.computed:
-            self.hit = Hit(front.done, front.prefiller.cache, held)
+            self.hit = front.read_so_far()
         first, last = self._came_from * _BLOCK, self._blocks * _BLOCK
         whole = first == self._first * _BLOCK if front is None else front.met
         if self._thread is None or first == last or last <= self.have or not whole:
@@ -370,7 +362,8 @@ class Fetching:
             front.fill(self._parts, self._tier.layout().in_rows(front.prefiller.cache))
         cache = yield from self._checked(first, last)
         self.tokens = last - first
-        self.hit = Hit(last, cache, self._namespace)
+        computed = 0 if front is None else max(0, first - front.held)
+        self.hit = Hit(last, cache, self._namespace, computed)
 
     def _checked(self, first: int, last: int) -> Generator[None, None, list[Any]]:
         """The caches after ``last`` tokens, of which those of tokens [first, last) came. Raises PeerWrong,

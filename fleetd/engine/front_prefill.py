@@ -18,6 +18,7 @@ import mlx.core as mx
 from fleetd import limits
 from fleetd.cache.pricing import PrefillCost
 from fleetd.engine.prefill import Prefiller
+from fleetd.engine.prefix_cache import Hit
 from fleetd.engine.sequence_state.kinds import kind_of
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
@@ -28,6 +29,7 @@ class FrontPrefill:
 
     Args:
         prefiller: of the prompt.
+        namespace: of what it began with.
         last: the number of the block after those that come.
         block_s: what one probably takes, until some have come.
         cost: of this model's prefill on this machine.
@@ -37,6 +39,7 @@ class FrontPrefill:
     def __init__(
         self,
         prefiller: Prefiller,
+        namespace: str,
         last: int,
         block_s: float,
         cost: PrefillCost,
@@ -44,6 +47,7 @@ class FrontPrefill:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.prefiller = prefiller
+        self._namespace = namespace
         self.held = prefiller.done
         self._last = self.lowest = last
         self._block_s, self._cost, self._chunk, self._clock = block_s, cost, chunk, clock
@@ -60,6 +64,10 @@ class FrontPrefill:
     def computed(self) -> int:
         """Tokens that were computed here."""
         return self.done - self.held
+
+    def read_so_far(self) -> Hit:
+        """The prompt's beginning without the blocks that came."""
+        return Hit(self.done, self.prefiller.cache, self._namespace, self.computed)
 
     @property
     def met(self) -> bool:
@@ -84,8 +92,10 @@ class FrontPrefill:
         return gap / _BLOCK * block_s
 
     def step(self) -> int:
-        """Compute a chunk towards the blocks; returns its tokens."""
+        """Compute a chunk towards the blocks; returns its tokens: none if they have come closer meanwhile."""
         tokens = min(self._chunk(), self.lowest * _BLOCK - self.done)
+        if tokens <= 0:
+            return 0
         self._until = self.done + tokens
         begun_s = self._clock()
         self.prefiller.step(tokens)

@@ -1,8 +1,8 @@
 """The prefix cache: KV of earlier prompts and answers, in RAM, found by the tokens they were computed from.
 
-An entry's namespace says how its numbers came about: computed here or equal to that (``DENSE``), or with
-another accelerator's part in them (``PLAN``). Every fetch gives a copy no longer than what was asked for, and
-one prompt token is always left to compute, because its logits are needed.
+An entry's namespace says how its numbers came about: computed here or equal to that (``DENSE``), with
+another accelerator's part in them (``PLAN``), or with tokens left out (``SPARSE``). Every fetch gives a copy
+no longer than what was asked for, and one prompt token is always left to compute: its logits are needed.
 
 There are few entries and comparing tokens is quick, so a search looks at all of them; an index of nodes per
 token would take more memory than some of the caches it finds.
@@ -26,17 +26,24 @@ from fleetd.engine.sequence_state.kinds import kind_of
 DENSE = "dense"
 # Another accelerator had a part in it: not for answers that must be exact.
 PLAN = "plan"
+# Tokens of the prompt were left out: only for a prompt that leaves out the same. Its tokens are
+# ``sequence.ScheduledSequence.slot_tokens``.
+SPARSE = "sparse"
 
-_Tokens = npt.NDArray[np.int32]
+_Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class Hit:
-    """A private copy of the KV of ``tokens`` leading prompt tokens; ``cache`` is None if tokens is 0."""
+    """A private copy of the KV of ``tokens`` leading prompt tokens; ``cache`` is None if tokens is 0.
+
+    ``front``: how many of them were computed for this prompt itself while the others came.
+    """
 
     tokens: int
     cache: list[Any] | None
     namespace: str = DENSE
+    front: int = 0
 
 
 class _PrefixEntry(msgspec.Struct, frozen=True):
@@ -101,7 +108,7 @@ class PrefixCache:
         return self._find(prompt, namespaces)[1]
 
     def _find(self, prompt: list[int], namespaces: tuple[str, ...]) -> tuple[int | None, int]:
-        head = np.array(prompt[:-1], dtype=np.int32)
+        head = np.array(prompt[:-1], dtype=np.int64)
         best, length = None, 0
         for namespace in namespaces or (DENSE,):
             for key, entry in self._entries.items():
@@ -131,7 +138,7 @@ class PrefixCache:
         size += extra
         new = _PrefixEntry(
             namespace,
-            np.array(tokens, dtype=np.int32),
+            np.array(tokens, dtype=np.int64),
             cache,
             size,
             rollback.can_go_back(cache),

@@ -603,7 +603,11 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``restored_tokens``: of the cached ones, those whose keys and values were read from the disk, in
     ``restore_s``, before the prefill, looking for them in vain included; ``fetched_tokens`` and ``fetch_s``:
-    the same of another machine's, which the daemon names in ``fetched_from``.
+    the same of another machine's, which the daemon names in ``fetched_from``. Waiting for another prompt that
+    begins alike counts as waiting for a turn.
+
+    ``prefill_interleaved``, ``decode_interleaved``: other work was computed in between, or the prompt waited
+    for another one's beginning, so the time is not the machine's speed.
     """
 
     queue_s: Seconds = 0.0
@@ -614,6 +618,8 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     fetched_tokens: Natural = 0
     fetch_s: Seconds = 0.0
     fetched_from: Text = ""
+    prefill_interleaved: bool = False
+    decode_interleaved: bool = False
 
 
 class Lacking(msgspec.Struct, frozen=True, tag="lacking", omit_defaults=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import socket
 import time
+import traceback
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,9 +28,10 @@ from fleetd.engine.decoding import Decoding
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.failures import failed, require
 from fleetd.engine.inbox import Item
+from fleetd.engine.left_prompts import LeftPrompts
 from fleetd.engine.logprobs import PromptLogprobs
 from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.prefix_cache import DENSE, SPARSE, Hit, PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import (
     Accepted,
@@ -50,7 +52,7 @@ from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.scoring.score_guests import ScoreGuests
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
-from fleetd.engine.sequence import ScheduledSequence, begin_prefill, new_sequence
+from fleetd.engine.sequence import ScheduledSequence, new_sequence
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prompts import SharedPrompts
@@ -124,6 +126,7 @@ class Scheduler(ComputeLoop):
         self._waiting: list[ScheduledSequence] = []
         self._prefilling: list[ScheduledSequence] = []
         self._awaited = AwaitedPrefixes(self._prefilling, self.prefix, self.model)
+        self._left = LeftPrompts(self._prefilling, self._awaited, self._beside_prefill)
         self.decoding = Decoding(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -165,9 +168,16 @@ class Scheduler(ComputeLoop):
     def _compute(self) -> None:
         if not self._only_decodes:
             self._turn_others()
+        if len(self.decoding) > 1 or not self._only_decodes:
+            for sequence in self.decoding.sequences:
+                sequence.decode_interleaved = True
         self.decoding.turn()
         if self.disk is not None:
             self.disk.writer.paced = self._occupied
+
+    def _beside_prefill(self) -> bool:
+        """True if a prompt waits for its turn, or an answer is written."""
+        return bool(self._waiting or self.decoding)
 
     @property
     def _only_decodes(self) -> bool:
@@ -177,6 +187,8 @@ class Scheduler(ComputeLoop):
 
     def _turn_others(self) -> None:
         """A turn for what waits, for what is prefilled, and for guests."""
+        for sequence in self._left.ending:
+            self._end_left(sequence)
         self._admit()
         self._attach_drafts()
         for sequence in list(self._prefilling):
@@ -193,7 +205,7 @@ class Scheduler(ComputeLoop):
 
     def _close(self) -> None:
         for sequence in self._prefilling:
-            self._shared.end(sequence)
+            self._abandon(sequence)
         super()._close()
         self._draft_streams.close()
         self.decoding.close()
@@ -291,7 +303,11 @@ class Scheduler(ComputeLoop):
         # What came in the same moment waits for its turn only.
         self._admit()
         # A prompt that must wait for memory is not offered to other machines.
-        if request.shared and not self._waiting and self._fits(sequence):
+        if (
+            request.shared
+            and not self._waiting
+            and (self._fits(sequence) or self._fits_without_left(sequence))
+        ):
             self._prefilling.append(sequence)
             if self._awaited.covers(sequence):
                 self._awaited.admitted(sequence)
@@ -336,6 +352,19 @@ class Scheduler(ComputeLoop):
         free = len(self._prefilling) + len(self.decoding) < self.max_streams
         return free and self.budget.take(sequence.id, sequence.promised)
 
+    def _fits_without_left(self, sequence: ScheduledSequence) -> bool:
+        """``_fits``, once no prompt is read any more whose client has left."""
+        left = self._left.all
+        for each in left:
+            self._end_left(each)
+        return bool(left) and self._fits(sequence)
+
+    def _end_left(self, sequence: ScheduledSequence) -> None:
+        """End a prefill whose client has left."""
+        self._prefilling.remove(sequence)
+        self._abandon(sequence)
+        self._ended(sequence)
+
     def _prefill_turn(self) -> None:
         if (sequence := self._choose()) is None:
             return
@@ -356,10 +385,8 @@ class Scheduler(ComputeLoop):
     def _prefill(self, sequence: ScheduledSequence) -> Prefiller | SharedPrefill | SparsePrefiller:
         """The next chunk of one prompt."""
         sequence.started_s = sequence.started_s or time.monotonic()
-        if sequence.prefiller is None:
-            sequence.prefiller = self._start(sequence)
+        prefiller = sequence.prefiller or self._start(sequence)
         self._show_prefill(sequence)
-        prefiller = sequence.prefiller
         begun = time.monotonic()
         try:
             context = sequence.slots - sequence.left
@@ -369,8 +396,7 @@ class Scheduler(ComputeLoop):
         except Exception as error:
             if not isinstance(prefiller, SharedPrefill):
                 raise
-            self._shared.give_up(sequence, error)
-            return sequence.prefiller
+            return self._shared.give_up(sequence, error)
         if tokens:
             if not isinstance(prefiller, SharedPrefill):
                 self.chunks.took(tokens, time.monotonic() - begun)
@@ -400,16 +426,22 @@ class Scheduler(ComputeLoop):
         overdue = [a for a in ready if a.turns > PATIENCE_TURNS]
         chosen = overdue[0] if overdue else min(ready, key=self._awaited.left)
         chosen.turns = 0
+        # Those that have begun stand still meanwhile, and this one does while answers go on.
+        for sequence in ready:
+            passed = sequence is not chosen and sequence.started_s
+            sequence.prefill_interleaved |= bool(passed or self.decoding or super()._occupied)
         return chosen
 
     def _start(self, sequence: ScheduledSequence) -> Prefiller | SparsePrefiller:
-        tokens, kept = sequence.prepared.tokens, sequence.kept
+        """Begin its prefill on this machine alone."""
+        tokens = sequence.prepared.tokens
         if sequence.prepared.request.echo and sequence.logprobs is not None:
             sequence.scored = PromptLogprobs(sequence.logprobs, tokens)
-            return Prefiller(self.model, tokens, make_prompt_cache(self.model), score=sequence.scored.add)
-        hit, sequence.hit = sequence.hit or self.prefix.fetch(sequence.dense_tokens), None
-        sequence.cached = hit.tokens
-        return begin_prefill(self.model, sequence.prepared, kept, hit, self.prefix.state_bytes)
+            cache = make_prompt_cache(self.model)
+            sequence.prefiller = scored = Prefiller(self.model, tokens, cache, score=sequence.scored.add)
+            return scored
+        hit = sequence.hit or sequence.found_in(self.prefix)
+        return sequence.begin_from(self.model, hit, self.prefix.state_bytes)
 
     def _begin_decode(
         self, sequence: ScheduledSequence, prefiller: Prefiller | SharedPrefill | SparsePrefiller
@@ -422,21 +454,28 @@ class Scheduler(ComputeLoop):
         if request.echo:
             self._echo(sequence)
         if sequence.kept is not None:
-            self._remember_leading(sequence, sequence.kept, cache)
+            self._remember_sparse(sequence, sequence.kept, cache)
         else:
             states = None if isinstance(prefiller, SparsePrefiller) else prefiller.states
             self.decoding.remember(sequence, prefiller.tokens[:-1], cache, states)
             self._stored.report_kept(sequence)
+        if sequence.left_s:
+            self._ended(sequence)
+            return
         if sequence.max_tokens <= 0:
             self._finish(sequence, "length")
             return
         self.decoding.begin(sequence, prefiller.tokens, cache)
 
-    def _remember_leading(self, sequence: ScheduledSequence, kept: list[int], cache: list[Any]) -> None:
-        """Keep the part that a sparse prompt shares with a dense one: the system prompt, as a rule."""
+    def _remember_sparse(self, sequence: ScheduledSequence, kept: list[int], cache: list[Any]) -> None:
+        """Keep the part that a sparse prompt shares with a dense one, which is the system prompt as a rule;
+        and all of it for a prompt that leaves out the same tokens."""
         dense = leading_cache(kept, cache)
         if dense is not None:
-            self.decoding.keep(sequence, sequence.prepared.tokens[: leading(kept)], dense)
+            tokens = sequence.prepared.tokens[: leading(kept)]
+            self.decoding.keep(sequence, tokens, dense, sequence.namespace)
+        if sequence.namespace == DENSE:
+            self.decoding.keep(sequence, sequence.slot_tokens[:-1], rollback.compact(cache), SPARSE)
 
     def _echo(self, sequence: ScheduledSequence) -> None:
         text = self.tokenizer.decode(sequence.prepared.tokens)
@@ -449,7 +488,10 @@ class Scheduler(ComputeLoop):
     def _cancel(self, request_id: str) -> None:
         for group in (self._waiting, self._prefilling):
             for sequence in group:
-                if sequence.id == request_id:
+                if sequence.id == request_id and not sequence.left_s:
+                    if self._left.keep(sequence):
+                        self._report_end(sequence, "cancelled")
+                        return
                     group.remove(sequence)
                     self._abandon(sequence)
                     self._finish(sequence, "cancelled")
@@ -459,17 +501,28 @@ class Scheduler(ComputeLoop):
             self._finish(running, "cancelled")
 
     def _abandon(self, sequence: ScheduledSequence) -> None:
-        """End a prefill half way; what it computed stays useful."""
-        prefiller = sequence.prefiller
-        if sequence.fetching is not None and sequence.fetching.front is not None:
-            prefiller = sequence.fetching.front.prefiller
-        done, cache = (0, []) if prefiller is None else (prefiller.done, prefiller.cache)
+        """End a prefill half way; what was read of it stays useful."""
+        read, states = self._read_so_far(sequence), None
+        if isinstance(sequence.prefiller, Prefiller):
+            states = sequence.prefiller.states
         self._stored.end(sequence)
         self._awaited.ended(sequence, intact=True)
         self._shared.end(sequence)
-        if done > sequence.cached:
+        if read.cache is not None and read.tokens > sequence.cached:
+            tokens = sequence.slot_tokens if read.namespace == SPARSE else sequence.prepared.tokens
             # Without the room for what is not read any more.
-            self.decoding.remember(sequence, sequence.prepared.tokens[:done], rollback.compact(cache))
+            cache = rollback.compact(read.cache)
+            self.decoding.keep(sequence, tokens[: read.tokens], cache, read.namespace, states)
+        elif isinstance(sequence.prefiller, SharedPrefill):
+            self._shared.lost(sequence)
+
+    def _read_so_far(self, sequence: ScheduledSequence) -> Hit:
+        try:
+            return sequence.read_so_far()
+        except Exception:
+            # A check of what helpers sent may fail as any prefill may; the sequence ends anyway.
+            traceback.print_exc()
+            return Hit(0, None)
 
     def _finish(self, sequence: ScheduledSequence, reason: FinishReason) -> None:
         if reason != "cancelled":
@@ -485,6 +538,9 @@ class Scheduler(ComputeLoop):
             if sequence.text.cut_call and sequence.text.stopped_by is None:
                 reason = "length"  # half a call must not look like a whole answer
         self._ended(sequence)
+        self._report_end(sequence, reason)
+
+    def _report_end(self, sequence: ScheduledSequence, reason: FinishReason) -> None:
         self._heartbeat_at = 0.0  # report at once that there is less to do
         self.emit(sequence.finished(reason))
 
@@ -494,7 +550,8 @@ class Scheduler(ComputeLoop):
         self._shared.end(sequence)
         self._ended(sequence)
         self._heartbeat_at = 0.0
-        self._failed(sequence.id, error)
+        if not sequence.left_s:
+            self._failed(sequence.id, error)
 
     def _ended(self, sequence: ScheduledSequence) -> None:
         """Give back what was reserved for a sequence."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
@@ -16,7 +16,7 @@ from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import DENSE, Hit
+from fleetd.engine.prefix_cache import DENSE, SPARSE, Hit, PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt, check_length
 from fleetd.engine.protocol import ChatPrompt, Finished, FinishReason, PrefillShared, Timings, Usage
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
@@ -41,20 +41,6 @@ class AwaitedPrefix:
     tokens: int
 
 
-def begin_prefill(
-    model: Any, prepared: PreparedPrompt, kept: list[int] | None, hit: Hit, state_bytes: int
-) -> Prefiller | SparsePrefiller:
-    """Prefill of a prompt, of which only ``kept`` is computed, after what the prefix cache had.
-
-    ``state_bytes``: memory for states at earlier tokens of a dense prompt.
-    """
-    tokens, borders = prepared.tokens, prepared.borders
-    if kept is not None:
-        return SparsePrefiller.begin(model, tokens, kept, hit.cache, hit.tokens)
-    cache = hit.cache or make_prompt_cache(model)
-    return Prefiller(model, tokens, cache, hit.tokens, state_bytes=state_bytes, borders=borders)
-
-
 @dataclass(slots=True)
 class ScheduledSequence:
     prepared: PreparedPrompt
@@ -73,27 +59,32 @@ class ScheduledSequence:
     restoring: Restoring | None = None
     restored: int = 0
     restore_s: float = 0.0
-    # While it comes from another machine; then the same. Of the time and the tokens of its beginning, those
-    # that were computed here meanwhile are counted apart.
+    # While it comes from another machine; then the same. The time in which its beginning was computed here
+    # meanwhile is counted apart.
     fetching: Fetching | None = None
     fetched: int = 0
     fetch_s: float = 0.0
-    front: int = 0
     front_s: float = 0.0
     awaited: AwaitedPrefix | None = None
     prefiller: Prefiller | SharedPrefill | SparsePrefiller | None = None
     # Indices of the prompt tokens that are prefilled, ascending; None: all of them. Or why not only those.
     kept: list[int] | None = None
     dense_reason: str = ""
-    # Under which the prefix cache keeps its KV.
+    # Under which the prefix cache keeps its KV: what its prefill began from, and who took part, decide.
     namespace: str = DENSE
     # The drafts' figures; set when it leaves decoding.
     speculated: Speculated | None = None
+    # Tokens that its prefill began from; ``front`` of them were computed for it itself.
     cached: int = 0
+    front: int = 0
+    # When its client left, if it is still read together with helpers: for one that asks again.
+    left_s: float = 0.0
     shown: int = -1  # prefilled tokens as last reported; -1 before the first report
     generated: int = 0
     turns: int = 0
     prefill_s: float = 0.0
+    prefill_interleaved: bool = False
+    decode_interleaved: bool = False
     started_s: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
@@ -108,6 +99,13 @@ class ScheduledSequence:
         rests on all tokens before it, so what follows a gap is in no dense cache."""
         tokens, kept = self.prepared.tokens, self.kept
         return tokens if kept is None else tokens[: leading(kept) + 1]
+
+    @property
+    def slot_tokens(self) -> list[int]:
+        """A number for each token that is prefilled: the token, and its position too if some are left out.
+        What two prompts' lists begin with alike has the same KV."""
+        tokens, kept = self.prepared.tokens, self.kept
+        return tokens if kept is None else [at << 32 | tokens[at] for at in kept]
 
     @property
     def slots(self) -> int:
@@ -126,15 +124,20 @@ class ScheduledSequence:
 
     @property
     def computed(self) -> int:
-        """Leading prompt tokens that its prefill has computed or found."""
-        return self.prefiller.done if self.prefiller else 0
+        """Leading prompt tokens that its prefill has computed or found, and that others may use: with helpers
+        none before the end, when all that they sent is checked."""
+        if self.prefiller is None or (isinstance(self.prefiller, SharedPrefill) and self.prefiller.remaining):
+            return 0
+        return self.prefiller.done
 
     @property
     def progress(self) -> int:
         """Prompt tokens that the work done so far amounts to, for people."""
         if self.awaited is not None:
             return min(self.awaited.leader.progress, self.awaited.tokens)
-        return self.prefiller.progress if isinstance(self.prefiller, SharedPrefill) else self.computed
+        if isinstance(self.prefiller, SharedPrefill):
+            return self.prefiller.progress
+        return self.computed
 
     @property
     def ready(self) -> bool:
@@ -150,6 +153,67 @@ class ScheduledSequence:
         """True if something of its beginning has come that can be taken in now, or will not come any more."""
         coming = (self.restoring, self.fetching)
         return any(each is not None and each.ready for each in coming)
+
+    def begin_from(self, model: Any, hit: Hit, state_bytes: int) -> Prefiller | SparsePrefiller:
+        """Prefill what ``hit`` lacks, which is the prefill's own from now on.
+
+        ``state_bytes``: memory for states at earlier tokens of a dense prompt.
+        """
+        self.cached, self.front = hit.tokens, hit.front
+        return self.go_on_from(model, hit, state_bytes)
+
+    def begin_with(self, shared: SharedPrefill, hit: Hit) -> None:
+        """``begin_from``, together with other machines."""
+        self.cached, self.front = hit.tokens, hit.front
+        self.prefiller, self.hit, self.namespace = shared, None, shared.namespace
+
+    def go_on_from(self, model: Any, hit: Hit, state_bytes: int) -> Prefiller | SparsePrefiller:
+        """``begin_from``, of a prefill that has begun already: ``hit`` is how far it came."""
+        tokens, borders = self.prepared.tokens, self.prepared.borders
+        # Tokens that are left out say nothing of whose numbers these are.
+        self.hit, self.namespace = None, DENSE if hit.namespace == SPARSE else hit.namespace
+        begun: Prefiller | SparsePrefiller
+        if self.kept is not None:
+            sparse = hit.namespace == SPARSE or isinstance(self.prefiller, SharedPrefill)
+            begun = SparsePrefiller.begin(model, tokens, self.kept, hit.cache, hit.tokens, sparse=sparse)
+        else:
+            cache = hit.cache or make_prompt_cache(model)
+            begun = Prefiller(model, tokens, cache, hit.tokens, state_bytes=state_bytes, borders=borders)
+        self.prefiller = begun
+        return begun
+
+    def sparse_in(self, prefix: PrefixCache) -> int:
+        """Tokens in memory of a prompt that leaves out the same ones, if those of dense prompts are fewer."""
+        sparse = 0 if self.kept is None else prefix.longest(self.slot_tokens, SPARSE)
+        return sparse if sparse > prefix.longest(self.dense_tokens) else 0
+
+    def longest_in(self, prefix: PrefixCache) -> int:
+        """Tokens that ``found_in`` would give; nothing is copied."""
+        return self.sparse_in(prefix) or prefix.longest(self.dense_tokens)
+
+    def found_in(self, prefix: PrefixCache) -> Hit:
+        """The longest exact beginning that is in memory."""
+        if self.sparse_in(prefix):
+            return prefix.fetch(self.slot_tokens, SPARSE)
+        return prefix.fetch(self.dense_tokens)
+
+    def read_so_far(self) -> Hit:
+        """What has been read of it, as far as it is checked, under the namespace of its numbers; nothing if
+        no other prompt could use it.
+
+        For a prefill that ends half way: with helpers, what came from them is checked now.
+        """
+        if self.fetching is not None and self.fetching.front is not None:
+            return self.fetching.front.read_so_far()
+        if self.prefiller is None:
+            return self.hit or Hit(0, None)
+        if isinstance(self.prefiller, SharedPrefill):
+            read = self.prefiller.read_so_far()
+        else:
+            read = Hit(self.prefiller.done, self.prefiller.cache, self.namespace)
+        if self.kept is None:
+            return read
+        return replace(read, namespace=SPARSE) if read.namespace == DENSE else Hit(0, None)
 
     def finished(self, reason: FinishReason) -> Finished:
         first, started = self.first_s, self.started_s or time.monotonic()
@@ -171,6 +235,8 @@ class ScheduledSequence:
                 restore_s=self.restore_s,
                 fetched_tokens=self.fetched,
                 fetch_s=self.fetch_s,
+                prefill_interleaved=self.prefill_interleaved,
+                decode_interleaved=self.decode_interleaved,
             ),
             self.text.stopped_by,
             self.speculated,

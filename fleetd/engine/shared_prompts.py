@@ -11,8 +11,9 @@ However it ends, the prompt goes on.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fleetd import limits
@@ -20,7 +21,7 @@ from fleetd.engine.failures import typed
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, PLAN, Hit, PrefixCache
 from fleetd.engine.protocol import Accepted, PrefillShared, Report, Shared, StepTime
-from fleetd.engine.sequence import ScheduledSequence, Undecided, begin_prefill
+from fleetd.engine.sequence import ScheduledSequence, Undecided
 from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.shared_prefill.frame_schedule import home_streams
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
@@ -39,13 +40,20 @@ class SharedPrompts:
     prefix: PrefixCache
     streams: HandedOverStreams
     emit: Callable[[Report], None]
+    # Prompts that were shared in vain, which are read alone next time.
+    _lost: deque[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lost = deque(maxlen=limits.SHARE_LOST_PROMPTS)
 
     def accept(self, sequence: ScheduledSequence, chunk: int) -> bool:
         """Report that an admitted prompt waits for the daemon's decision. False if it cannot be shared."""
         request, tokens = sequence.prepared.request, sequence.prepared.tokens
         # The prompt's own probabilities need every hidden state after the last layer, here.
         scored = request.echo and sequence.logprobs is not None
-        if not request.shared or self.sharable is None or scored:
+        if not request.shared or self.sharable is None or scored or sequence.sparse_in(self.prefix):
+            return False
+        if tokens in self._lost:
             return False
         hit = sequence.hit or self.prefix.fetch(sequence.dense_tokens, DENSE, PLAN)
         short = sequence.slots - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS
@@ -120,41 +128,31 @@ class SharedPrompts:
             return sequence.undecided.until_s
         return sequence.prefiller.due_s if isinstance(sequence.prefiller, SharedPrefill) else None
 
-    def give_up(self, sequence: ScheduledSequence, error: Exception) -> None:
+    def give_up(self, sequence: ScheduledSequence, error: Exception) -> Prefiller | SparsePrefiller:
         """Go on alone, from what is verified."""
         known = typed(error, "Sharing the prompt failed")
         shared = sequence.prefiller
         steps: list[StepTime] = []
         if isinstance(shared, SharedPrefill):
-            verified, caches = shared.verified
+            verified = shared.read_so_far()
             steps = shared.steps
             shared.close()
-            prepared, kept = sequence.prepared, sequence.kept
-            sequence.prefiller = (
-                Prefiller(
-                    self.model,
-                    prepared.tokens,
-                    caches,
-                    verified,
-                    state_bytes=self.prefix.state_bytes,
-                    borders=prepared.borders,
-                )
-                if kept is None
-                else SparsePrefiller.after(self.model, prepared.tokens, kept, caches, verified)
-            )
-            if verified == sequence.cached and sequence.hit is not None:
-                sequence.namespace = sequence.hit.namespace
+            alone = sequence.go_on_from(self.model, verified, self.prefix.state_bytes)
         else:
-            self._begin_alone(sequence)
-            verified = sequence.cached
+            alone = self._begin_alone(sequence)
         self.streams.drop(sequence.id)
-        self.emit(Shared(sequence.id, steps, known.code, known.message, verified))
+        self.emit(Shared(sequence.id, steps, known.code, known.message, alone.done))
+        return alone
 
     def finish(self, sequence: ScheduledSequence, shared: SharedPrefill) -> None:
         """Report how sharing went, and close the streams."""
         steps = shared.steps
         self.end(sequence)
         self.emit(Shared(sequence.id, steps))
+
+    def lost(self, sequence: ScheduledSequence) -> None:
+        """It ended half way, and nothing that was read of it with helpers could be kept."""
+        self._lost.append(sequence.prepared.tokens)
 
     def end(self, sequence: ScheduledSequence) -> None:
         """Close the streams of a prompt that is done with sharing, or has ended."""
@@ -164,19 +162,16 @@ class SharedPrompts:
         if sequence.prepared.request.shared:
             self.streams.drop(sequence.id)
 
-    def _begin_alone(self, sequence: ScheduledSequence) -> None:
-        hit = self._take_hit(sequence)
-        sequence.namespace = hit.namespace
-        sequence.prefiller = begin_prefill(
-            self.model, sequence.prepared, sequence.kept, hit, self.prefix.state_bytes
-        )
+    def _begin_alone(self, sequence: ScheduledSequence) -> Prefiller | SparsePrefiller:
+        sequence.undecided = None
+        return sequence.begin_from(self.model, sequence.hit or Hit(0, None), self.prefix.state_bytes)
 
     def _begin(self, sequence: ScheduledSequence, share: PrefillShared, sharable: Sharable) -> None:
-        hit = self._take_hit(sequence)
+        hit = sequence.hit or Hit(0, None)
         try:
             if share.split.cached != hit.tokens:
                 raise InvalidValue(f"{share.split} is not a split after {hit.tokens} cached tokens.")
-            sequence.prefiller = SharedPrefill(
+            shared = SharedPrefill(
                 sharable.stage,
                 sharable.layout,
                 sequence.prepared.tokens,
@@ -184,17 +179,11 @@ class SharedPrompts:
                 share,
                 self.streams.connect(sequence.id),
                 kept=sequence.kept,
+                prefix_namespace=hit.namespace,
                 any_chunks=sharable.any_chunks,
             )
         except Exception as error:
-            sequence.hit = hit
             self.give_up(sequence, error)
             return
-        sequence.namespace = DENSE if share.exact and hit.namespace == DENSE else PLAN
-
-    def _take_hit(self, sequence: ScheduledSequence) -> Hit:
-        hit = sequence.hit or Hit(0, None)
-        sequence.undecided, sequence.cached = None, hit.tokens
-        # The prefiller owns the rows from now on.
-        sequence.hit = Hit(hit.tokens, None, hit.namespace)
-        return hit
+        sequence.undecided = None
+        sequence.begin_with(shared, hit)

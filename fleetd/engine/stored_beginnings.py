@@ -46,6 +46,8 @@ class StoredBeginnings:
         request = sequence.prepared.request
         if self.disk is None or (request.echo and sequence.logprobs is not None):
             return False
+        if sequence.sparse_in(self.prefix):
+            return False
         arithmetics = (DENSE, PLAN) if self._offered(sequence) else (DENSE,)
         sequence.restoring = self.disk.begin(
             sequence.dense_tokens, self.prefix, arithmetics, local_only=request.local_only
@@ -88,7 +90,7 @@ class StoredBeginnings:
         # Also where nothing was found: that time is spent, too.
         sequence.restore_s = restoring.seconds
         if hit.tokens:
-            sequence.hit, sequence.cached = hit, hit.tokens
+            sequence.hit = hit
             sequence.restored = restoring.tokens
         self._ask_others(sequence)
 
@@ -128,8 +130,8 @@ class StoredBeginnings:
         if fetching.hit is not None:
             sequence.hit = fetching.hit
             sequence.fetched = fetching.tokens
-        if (front := fetching.front) is not None:
-            sequence.front, sequence.front_s = fetching.front_tokens, front.seconds
+        if fetching.front is not None:
+            sequence.front_s = fetching.front.seconds
         sequence.fetch_s = fetching.elapsed_s - sequence.front_s
 
     def _end_fetch(self, sequence: ScheduledSequence) -> None:

@@ -540,9 +540,9 @@ class Runner:
                 cached_tokens=usage.cached_tokens,
                 completion_tokens=usage.completion_tokens,
                 prefill_s=timings.prefill_s,
-                decode_s=timings.decode_s,
+                decode_s=0.0 if timings.decode_interleaved else timings.decode_s,
                 now_s=now_s,
-                shared=request.shared,
+                shared=request.shared or timings.prefill_interleaved,
             )
         self._completed += 1
         known_s = took_s if self._request_s is None else self._request_s

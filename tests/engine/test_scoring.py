@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
+from decoded_reports import DecodedReports
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tiny_architectures import OWN, VOCAB, tiny
@@ -338,7 +339,7 @@ def test_needles_are_where_they_say() -> None:
 
 class ScoringBench:
     def __init__(self, tokenizer: Any, **options: Any) -> None:
-        self.events: list[Report] = []
+        self.events = DecodedReports()
         kind = options.pop("kind", "llama")
         changes = {"vocab_size": len(tokenizer)}
         if "text_config" in OWN[kind]:
@@ -354,7 +355,7 @@ class ScoringBench:
             known=ProfileStore(settings.get("folder")),
             digest=settings.get("digest", ""),
         )
-        self.scoring = ScoreGuests(search=self.search, budget=self.budget, emit=self.events.append)
+        self.scoring = ScoreGuests(search=self.search, budget=self.budget, emit=self.events.take)
 
     def begin(self, name: str, text: str = "lorem ipsum " * 60 + "dolor?", **fields: Any) -> None:
         request = Score(name, text, [(len(text) - 6, len(text))], **fields)

@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from decoded_reports import DecodedReports
+
 from fleetd import limits
 from fleetd.cache.block_names import LateBasis
 from fleetd.cache.pricing import PrefillCost
@@ -15,7 +17,7 @@ from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import DENSE, Hit, PrefixCache
 from fleetd.engine.prompt_encoding import prepare
-from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Report, Sampling, TokenPrompt
+from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Sampling, TokenPrompt
 from fleetd.engine.scheduler import Scheduler
 from fleetd.engine.sequence_state.array_bytes import as_bytes
 
@@ -44,7 +46,7 @@ class Worker:
     """A scheduler of one worker's life, with blocks in a folder that outlives it."""
 
     def __init__(self, model: Any, tokenizer: Any, settings: DiskCacheSettings, **options: Any) -> None:
-        self.events: list[Report] = []
+        self.events = DecodedReports()
         self.tokenizer = tokenizer
         own = {name: options.pop(name) for name in ("basis", "cost") if name in options}
         self.tier = tier(model, settings, **own)
@@ -56,7 +58,7 @@ class Worker:
             max_streams=4,
             budget=KvBudget.of(1 << 30, 1024),
             prefix=PrefixCache(1 << 30),
-            emit=self.events.append,
+            emit=self.events.take,
             disk=self.tier,
             **options,
         )

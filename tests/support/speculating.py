@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from decoded_reports import DecodedReports
+
 from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt
-from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Report, Sampling, TokenPrompt
+from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Sampling, TokenPrompt
 from fleetd.engine.scheduler import Scheduler
 from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
@@ -32,7 +34,7 @@ class Run:
     def __init__(
         self, model: Any, tokenizer: Any, speculation: WorkerSpeculation | None = None, **options: Any
     ) -> None:
-        self.events: list[Report] = []
+        self.events = DecodedReports()
         # Prompt and answer of each, as far as it was seen between turns.
         self.tokens: dict[str, list[int]] = {}
         # How often a sequence went into the batch or out of it between two turns.
@@ -49,7 +51,7 @@ class Run:
         self.scheduler = Scheduler(
             model=model,
             tokenizer=tokenizer,
-            emit=self.events.append,
+            emit=self.events.take,
             speculation=speculation,
             **settings,
         )

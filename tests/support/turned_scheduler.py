@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import sharing
+from decoded_reports import DecodedReports
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 
@@ -17,7 +18,7 @@ from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.prompt_encoding import prepare
-from fleetd.engine.protocol import Delta, Finished, Report, TokenPrompt
+from fleetd.engine.protocol import Delta, Finished, TokenPrompt
 from fleetd.engine.scheduler import Scheduler
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
@@ -47,7 +48,7 @@ class TurnedScheduler:
     """A scheduler that a test turns by hand, and what it reported."""
 
     def __init__(self, model: Any, tokenizer: Any, **options: Any) -> None:
-        self.events: list[Report] = []
+        self.events = DecodedReports()
         self.tokenizer = tokenizer
         settings: dict[str, Any] = {
             "context_tokens": 2048,
@@ -57,7 +58,7 @@ class TurnedScheduler:
             "prefix": PrefixCache(1 << 30),
             **options,
         }
-        self.scheduler = Scheduler(model=model, tokenizer=tokenizer, emit=self.events.append, **settings)
+        self.scheduler = Scheduler(model=model, tokenizer=tokenizer, emit=self.events.take, **settings)
 
     @property
     def busy(self) -> bool:

@@ -147,7 +147,9 @@ class StateKind:
         raise TypeError(f"a {type(cache).__name__} stays where it is")
 
 
-class _Rows(StateKind):
+class Rows(StateKind):
+    """A row per token, so that it can be cut at any."""
+
     def has_rows(self, cache: Any) -> bool:
         return True
 
@@ -164,7 +166,7 @@ class _Rows(StateKind):
         return self.cut(cache, stored, tokens)
 
 
-class PlainRows(_Rows):
+class PlainRows(Rows):
     plain = shared = stored = widens = True
 
     def cut(self, cache: Any, stored: int, tokens: int) -> Any:
@@ -178,7 +180,7 @@ class PlainRows(_Rows):
         return KvShape(cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3], cache.keys.dtype)
 
 
-class QuantisedRows(_Rows):
+class QuantisedRows(Rows):
     """Keys and values are three arrays each: packed numbers, scales, biases."""
 
     stored = True
@@ -203,7 +205,7 @@ class QuantisedRows(_Rows):
         )
 
 
-class JoinedRows(_Rows):
+class JoinedRows(Rows):
     """Every addition makes new arrays, without room to grow."""
 
 
@@ -342,6 +344,11 @@ _KINDS: dict[type, StateKind] = {
     BatchKVCache: BatchRows(),
 }
 _OTHER = StateKind()
+
+
+def register(cache: type, kind: StateKind) -> None:
+    """Tell of a class of caches that another package defines."""
+    _KINDS[cache] = kind
 
 
 def kind_of(cache: Any) -> StateKind:

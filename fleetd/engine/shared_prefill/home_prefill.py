@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fleetd import limits
+from fleetd.engine.prefix_cache import DENSE, PLAN, Hit
 from fleetd.engine.protocol import PrefillShared, StepTime
 from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.shared_prefill import frame_payloads, frame_schedule
@@ -39,12 +40,14 @@ _UNFORESEEN = random.SystemRandom()
 
 class SharedPrefill:
     """See the module. ``tokens`` is the whole prompt, of which the last token is not computed here.
+    ``namespace``: where the prefix cache keeps the finished ``cache``.
 
     Args:
         stage: all layers of the model; ``layout`` is ``KvLayout.of`` it.
         prefix: private caches of the first ``share.split.cached`` tokens; None if that is 0.
         kept: indices of the tokens that are computed, ascending, the last one included; None for all. From
             here on only these are counted, as ``sparse.SparsePrefiller`` does.
+        prefix_namespace: of ``prefix``, in the prefix cache.
         connect: opens this share's streams. Its pipes wake the scheduler, which then asks ``ready`` again.
         draw: which later tokens are checked; no helper must be able to foresee it.
         any_chunks: whether this machine's bytes are the same wherever a prompt is cut into chunks
@@ -65,6 +68,7 @@ class SharedPrefill:
         connect: Connect,
         *,
         kept: Sequence[int] | None = None,
+        prefix_namespace: str = DENSE,
         any_chunks: bool = False,
         draw: random.Random = _UNFORESEEN,
         clock: Callable[[], float] = time.monotonic,
@@ -84,6 +88,8 @@ class SharedPrefill:
         self._pipes: dict[str, FramePipe] = {}
         self._incoming: dict[str, Incoming] = {}
         self._exact, self._layout, self._draw = share.exact and any_chunks, layout, draw
+        self._prefix_namespace = prefix_namespace
+        self.namespace = DENSE if share.exact and prefix_namespace == DENSE else PLAN
         self._check = SpotCheck(self._work.probes(), self._work, exact=self._exact)
         # Leading tokens from which later ones were drawn and checked; None once they were found wrong.
         self._drawn_of: int | None = split.cached
@@ -126,6 +132,12 @@ class SharedPrefill:
         """``done`` and ``cache``: what to go on from alone, after a check of later tokens."""
         self._check_later()
         return self.done, self.cache
+
+    def read_so_far(self) -> Hit:
+        """``verified``, under the namespace of its numbers."""
+        done, cache = self.verified
+        namespace = self.namespace if done > self._split.cached else self._prefix_namespace
+        return Hit(done, cache, namespace)
 
     @property
     def states(self) -> dict[int, list[Any]]:

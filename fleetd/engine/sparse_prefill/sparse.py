@@ -24,7 +24,7 @@ from fleetd.engine.sequence_state import batches, growth
 from fleetd.engine.sequence_state.copies import beginning
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install, watched
-from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
+from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, as_sparse, sparse_cache
 from fleetd.engine.stage import architecture_for, code_of
 from fleetd.errors import ModelUnsupported
 
@@ -54,13 +54,20 @@ class SparsePrefiller:
 
     @classmethod
     def begin(
-        cls, model: Any, tokens: list[int], kept: list[int], prefix: list[Any] | None = None, cached: int = 0
+        cls,
+        model: Any,
+        tokens: list[int],
+        kept: list[int],
+        prefix: list[Any] | None = None,
+        cached: int = 0,
+        *,
+        sparse: bool = False,
     ) -> SparsePrefiller:
-        """``prefix`` holds the dense KV of the first ``cached`` tokens, all of which must be kept."""
-        if kept[:cached] != list(range(cached)) or cached >= len(kept):
+        """``prefix`` holds the KV of the first ``cached`` kept tokens. If it is not ``sparse``, it is that of
+        a dense prompt, so these must be the prompt's first tokens."""
+        if cached >= len(kept) or not (sparse or kept[:cached] == list(range(cached))):
             raise ValueError("a cached prefix with dropped tokens")
-        caches = [sparse_cache(layer) for layer in prefix or make_prompt_cache(model)]
-        return cls.after(model, tokens, kept, caches, cached)
+        return cls.after(model, tokens, kept, as_sparse(prefix or make_prompt_cache(model)), cached)
 
     @classmethod
     def after(

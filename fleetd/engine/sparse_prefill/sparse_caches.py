@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, create_attention_mask
 
+from fleetd.engine.sequence_state.copies import beginning
+from fleetd.engine.sequence_state.kinds import Rows, register
 from fleetd.engine.sequence_state.rings import ring
 from fleetd.engine.sparse_prefill.rope import RopeOffset
 
@@ -133,6 +135,19 @@ class SparseWindow:
         return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
 
 
+class _SparseRows(Rows):
+    """A SparseKV: its rows are those of the tokens that were computed, in order."""
+
+    def cut(self, cache: SparseKV, stored: int, tokens: int) -> SparseKV:
+        return SparseKV.after(beginning(cache, tokens))
+
+    def compact(self, cache: SparseKV) -> SparseKV:
+        return self.cut(cache, cache.offset, cache.offset)
+
+
+register(SparseKV, _SparseRows())
+
+
 def row_cache(*, sparse: bool) -> KVCache:
     """An empty cache of rows. ``sparse``: for tokens at positions of their own."""
     return SparseKV() if sparse else KVCache()
@@ -145,6 +160,11 @@ def sparse_cache(empty_or_prefix: Any) -> SparseKV | SparseWindow:
     if type(empty_or_prefix) is RotatingKVCache and empty_or_prefix.keep == 0:
         return SparseWindow.after(empty_or_prefix)
     raise TypeError(f"no sparse kind of {type(empty_or_prefix).__name__}")
+
+
+def as_sparse(caches: Sequence[Any]) -> list[Any]:
+    """The sparse kinds of caches, some of which may be sparse already."""
+    return [each if isinstance(each, SparseKV | SparseWindow) else sparse_cache(each) for each in caches]
 
 
 def rows(cache: Sequence[Any]) -> list[Any]:

@@ -202,6 +202,8 @@ class SharedPrompt:
         self._agreement: Agreement | None = None
         self._parts: list[PartOfSplit] = []
         self._digest = ""
+        # The client has left: what becomes of the helpers is no fault of theirs.
+        self._left = False
         # When the engine began to share it, and how long that took until all had arrived.
         self._began_s = self._took_s = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -267,6 +269,8 @@ class SharedPrompt:
             self._planned.set_result(Planned(_kind(option), names, self._request.exactness))
             await agreed.watch()
         except FleetError as error:
+            if self._left:
+                return  # the engine has no use for them any more
             if self._request.sharing_ended is None:
                 engine.alone(terms.id, error.message)
                 self._request.code, self._request.reason = error.code, error.message
@@ -318,10 +322,27 @@ class SharedPrompt:
             self._count()
         elif request.shared_well and (request.error is None or request.answering):
             return self._sharing.background.start(self._conclude(self._task, self._agreement))
+        elif self._client_left:
+            self._sharing.background.start(self._go_on(self._task, self._agreement))
         else:
             # Also after an attempt that may be made again: the request forgets it then.
             self._end(self._task, self._agreement)
         return None
+
+    @property
+    def _client_left(self) -> bool:
+        """True if the request ended while its helpers computed, and nothing had failed."""
+        request = self._request
+        return bool(self._began_s) and request.sharing_ended is None and request.error is None
+
+    async def _go_on(self, task: asyncio.Task[None], agreed: Agreement) -> None:
+        """The engine may read the prompt to its end, for a client that asks again. If it does not, it closes
+        the streams, and the helpers end."""
+        self._left = True
+        try:
+            await asyncio.wait({task}, timeout=limits.SHARE_LEFT_S * limits.SHARE_LATE)
+        finally:
+            self._end(task, agreed)
 
     async def _conclude(self, task: asyncio.Task[None], agreed: Agreement) -> None:
         """The helpers' own accounts come with the last bytes, or not at all."""
