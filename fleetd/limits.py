@@ -403,12 +403,12 @@ SHARE_SPOT_RELATIVE = 0.25
 # A turn of shared work goes on with further chunks until it has taken this long: a chunk through one layer is
 # too little to look at everything else in between.
 SHARE_STEP_S = 0.1
-# A client that leaves while others help with its prompt may only have had too short a time-out. Half way, nothing
-# can be kept of a prompt that is cut by tokens. So it is read on for one that asks again within this time, if
-# this machine has nothing else to do.
+# A client that leaves while others help with its prompt may only have had too short a time-out. Half way,
+# nothing can be kept of a prompt that is cut by tokens. So it is read on for one that asks again within this
+# time, if this machine has nothing else to do.
 SHARE_LEFT_S = 60.0
-# Prompts that were shared in vain, of which nothing could be kept: a worker reads the last so many alone at the
-# next try, since that can be kept half way.
+# Prompts that were shared in vain, of which nothing could be kept: a worker reads the last so many alone at
+# the next try, since that can be kept half way.
 SHARE_LOST_PROMPTS = 16
 # A helper that hears nothing for this long gives up what it helps with. Only a last resort: who it helps, or
 # a broken connection, says so much earlier.

@@ -752,11 +752,20 @@ def encode(message: Command | Report) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class MessageDecoder:
-    """Bytes in any pieces → messages."""
+class Unfit(msgspec.Struct, frozen=True):
+    """A report about request ``id`` that says what cannot be, for ``reason``."""
 
-    def __init__(self, kind: Any) -> None:
+    id: EventId
+    reason: str = ""
+
+
+class MessageDecoder:
+    """Bytes in any pieces → messages. ``unfit``: a message that names its request gives an Unfit if a value
+    in it is out of range."""
+
+    def __init__(self, kind: Any, *, unfit: bool = False) -> None:
         self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._unfit = msgspec.msgpack.Decoder(Unfit).decode if unfit else None
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
@@ -764,7 +773,7 @@ class MessageDecoder:
 
         Raises:
             FrameTooLong: before anything of the frame's size is allocated.
-            msgspec.DecodeError: the frame is not a known message.
+            msgspec.DecodeError: the frame is not a known message, or of no request and out of range.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
@@ -778,7 +787,15 @@ class MessageDecoder:
                 return
             body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
             del self._buffer[:end]
-            yield self._decode(body)
+            yield self._decoded(body)
+
+    def _decoded(self, body: bytes) -> Any:
+        try:
+            return self._decode(body)
+        except msgspec.ValidationError as error:
+            if self._unfit is None:
+                raise
+            return msgspec.structs.replace(self._unfit(body), reason=str(error))
 
 
 def commands() -> MessageDecoder:
@@ -787,5 +804,5 @@ def commands() -> MessageDecoder:
 
 
 def reports() -> MessageDecoder:
-    """Decoder for the daemon's end."""
-    return MessageDecoder(Report)
+    """Decoder for the daemon's end, of Report and Unfit."""
+    return MessageDecoder(Report, unfit=True)

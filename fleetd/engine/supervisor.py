@@ -53,7 +53,7 @@ from fleetd.engine.protocol import (
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.stage_times import StageTimes
 from fleetd.engine.streams.channel import SocketSender
-from fleetd.errors import EngineDied, EngineStalled, FleetError, Overloaded, from_code
+from fleetd.errors import EngineDied, EngineError, EngineStalled, FleetError, Overloaded, from_code
 from fleetd.hardware.memory import resident_bytes
 
 log = structlog.get_logger(__name__)
@@ -471,9 +471,11 @@ class EngineProcess:
             writer.close()
             await self._gone(process)
 
-    async def _take(self, report: protocol.Report) -> None:
+    async def _take(self, report: protocol.Report | protocol.Unfit) -> None:
         now = asyncio.get_running_loop().time()
         match report:
+            case protocol.Unfit(request_id, reason):
+                self._on_unfit(request_id, reason)
             case Heartbeat():
                 self._on_heartbeat(report, now)
             case Loading():
@@ -527,12 +529,24 @@ class EngineProcess:
         if queue is None:
             return  # cancelled here; its last events were already on the way
         if queue.full():
-            self._streams.pop(event.id)
-            queue.get_nowait()
-            queue.put_nowait(Overloaded("The answer is read too slowly; it was stopped."))
-            self._send(Cancel(event.id))
+            self._end_stream(event.id, Overloaded("The answer is read too slowly; it was stopped."))
             return
         queue.put_nowait(event)
+
+    def _on_unfit(self, request_id: str, reason: str) -> None:
+        """A bug in the engine costs the request that it is about, and none of the others."""
+        log.error("engine.unfit", model=self.settings.name, request=request_id, reason=reason)
+        self._end_stream(request_id, EngineError("The engine reported what cannot be about this answer."))
+
+    def _end_stream(self, request_id: str, error: FleetError) -> None:
+        """End a request here and in the worker, whatever still waits to be read of it."""
+        queue = self._streams.pop(request_id, None)
+        if queue is None:
+            return
+        while queue.full():
+            queue.get_nowait()
+        queue.put_nowait(error)
+        self._send(Cancel(request_id))
 
     async def _gone(self, process: asyncio.subprocess.Process) -> None:
         """The worker's end of the socket closed: it exited, crashed or was killed."""

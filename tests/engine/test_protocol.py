@@ -193,6 +193,20 @@ def test_what_is_no_message_is_a_decode_error(body: bytes) -> None:
         list(protocol.commands().feed(struct.pack(">I", len(body)) + body))
 
 
+def test_a_report_out_of_range_names_its_request() -> None:
+    wrong = Finished("a", "stop", Usage(1, -128))
+    right = Heartbeat(3)
+    unfit, after = protocol.reports().feed(protocol.encode(wrong) + protocol.encode(right))
+    assert (unfit.id, after) == ("a", right)
+    assert "-128" not in unfit.id
+    assert "cached_tokens" in unfit.reason
+
+
+def test_a_report_about_no_request_cannot_be_out_of_range() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        list(protocol.reports().feed(protocol.encode(Heartbeat(-1.5))))  # type: ignore[arg-type]
+
+
 def test_reports_are_no_commands() -> None:
     with pytest.raises(msgspec.ValidationError):
         list(protocol.commands().feed(protocol.encode(Heartbeat(1))))

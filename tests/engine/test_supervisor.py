@@ -30,7 +30,7 @@ from fleetd.engine.protocol import (
     Tokenized,
 )
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
+from fleetd.errors import EngineDied, EngineError, EngineStalled, OutOfMemory, Overloaded
 from fleetd.plan.prefill.split import Split
 
 FOLDER = folder_of(Path("/nowhere"), "fake")
@@ -104,6 +104,17 @@ async def test_a_broken_worker_is_a_dead_engine(
     # The next request starts a new worker.
     behave("answers")
     assert len(await drain(watched, "again")) > 0
+
+
+async def test_a_report_that_cannot_be_fails_its_request_alone(
+    watched: EnginePool, behave: Misbehave
+) -> None:
+    behave("is wrong about the first")
+    with pytest.raises(EngineError, match="reported what cannot be"):
+        await drain(watched, "first")
+    assert isinstance((await drain(watched, "second"))[-1], Finished)
+    (status,) = watched.status()
+    assert status.state == "ready"
 
 
 async def test_status_says_what_each_stage_of_the_load_took(watched: EnginePool, behave: Misbehave) -> None:

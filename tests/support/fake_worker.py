@@ -20,6 +20,7 @@ from fleetd.engine.protocol import (
     Ready,
     Shutdown,
     Tokenized,
+    Usage,
 )
 
 READY = Ready("fake", "cpu", "float32", 1, 8, 64, 1, 1, 1, True, False, False, 0.0, {})
@@ -119,6 +120,14 @@ def main(behaviour: str, fd: int) -> None:
             send(Accepted("nobody", 1), Delta("nobody", "secret"), Accepted(name, 1), Finished(name, "stop"))
             send(Finished(name, "stop"), Finished("nobody", "stop"))
             request()
+        case "is wrong about the first":
+            send(Accepted(name, 1), Finished(name, "stop", Usage(1, -128)))
+            answered = request()
+            send(Accepted(answered, 1), Finished(answered, "stop"))
+            while True:
+                for command in commands.feed(link.recv(1 << 16)):
+                    if isinstance(command, Shutdown):
+                        sys.exit(0)
         case "measures again":
             send(Accepted(name, 1), Finished(name, "stop"), MeasuredAgain(500.0, 40.0, 1e-6, 0.01))
             hang()
