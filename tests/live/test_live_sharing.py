@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -25,6 +26,8 @@ NAMES = ("alpha", "beta")
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "as", "with", "they"]
 LOAD_S = 60.0
 TRIES = 5
+# No prompt begins as another one.
+SEEDS = itertools.count(100)
 
 
 @pytest.fixture(scope="module")
@@ -163,13 +166,28 @@ def shared(daemon: LiveDaemon) -> Iterator[tuple[StreamedAnswer, str, str]]:
     Before both have agreed a helper may be lost without anybody counting on it; and they may not, on a busy
     machine, in the time that sharing would save.
     """
-    for seed in range(TRIES):
-        text = prompt(100 + seed, 1000)
+    for _ in range(TRIES):
+        text = prompt(next(SEEDS), 1000)
         with heard(daemon, SMOL, text, max_tokens=8) as stream:
             if helper := stream.shared_with():
                 yield stream, helper, text
                 return
     pytest.fail("no prompt was shared")
+
+
+def test_a_client_whose_time_out_is_too_short_loses_nothing(ready: LiveFleet) -> None:
+    """It leaves while another machine helps with its prompt, and asks again."""
+    for _ in range(TRIES):
+        with shared(ready["alpha"]) as (_, helper, text):
+            pass
+        _, got = ask(ready["alpha"], text)
+        _, there = ask(ready[helper], text, local_only=True)
+        assert essence(got) == essence(there)
+        usage = got["usage"]
+        # On a busy machine the helpers may have been given up.
+        if usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1:
+            return
+    pytest.fail("each try was read anew")
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from requests_driver import answered, request_of
 from sharing_fakes import DIGEST, HelperMachine, HomePartners, HomePool, machines, own_card
 
+from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.prefill_plan import StepView
 from fleetd.control.prefill_trace import DrafterView, Trace
@@ -592,18 +593,47 @@ async def test_what_was_verified_before_a_failure_is_still_theirs(tmp_path: Path
         ]
 
 
-async def test_whoever_leaves_ends_it_everywhere(tmp_path: Path) -> None:
+async def left_by_its_client(home: SharingHome) -> HelperMachine:
+    """A prompt that is shared, and whose client goes: its helper."""
+    (helper,) = home.helpers
+    helper.engine.end.clear()
+    asking = asyncio.create_task(home.ask())
+    await home.pool.begun.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert home.pool.left == 1
+    assert (await home.trace()).outcome == "cancelled"
+    return helper
+
+
+@pytest.mark.parametrize("error", [None, PeerLost("home: the stream ended.")])
+async def test_helpers_go_on_where_a_client_leaves_as_long_as_the_engine_does(
+    tmp_path: Path, error: PeerLost | None
+) -> None:
     async with home_with(tmp_path, ending="wait") as home:
-        home.helpers[0].engine.end.clear()
-        asking = asyncio.create_task(home.ask())
-        await home.pool.begun.wait()
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        assert home.pool.left == 1
-        await home.helpers[0].engine.until(lambda: home.helpers[0].engine.cancelled == 1)
-        assert (await home.trace()).outcome == "cancelled"
-        assert not home.sharing.members.left_out(home.helpers[0].node_id, "prefill")
+        helper = await left_by_its_client(home)
+        assert (helper.outcomes, helper.engine.cancelled) == ([], 0)
+        # It has read it to the end; or the engine has closed the stream, having more to do.
+        helper.engine.error = error
+        helper.engine.end.set()
+        async with asyncio.timeout(WITHIN_S):
+            while not helper.outcomes:  # noqa: ASYNC110  (a list of a callback, which announces nothing)
+                await asyncio.sleep(0.01)
+            await home.sharing.background.finish()
+        assert helper.outcomes == [error.code if error else "done"]
+        assert not home.sharing.members.left_out(helper.node_id, "prefill")
+        assert home.pool.fake.lonely == []
+
+
+async def test_helpers_end_some_time_after_a_client_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SHARE_LEFT_S", 0.0)
+    async with home_with(tmp_path, ending="wait") as home:
+        helper = await left_by_its_client(home)
+        await helper.engine.until(lambda: helper.engine.cancelled == 1)
+        assert not home.sharing.members.left_out(helper.node_id, "prefill")
 
 
 async def test_whoever_leaves_while_machines_agree_ends_that(tmp_path: Path) -> None:
