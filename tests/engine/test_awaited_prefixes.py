@@ -11,6 +11,7 @@ from turned_scheduler import CHUNK, TinyFamily, Turned, alone, drawn, family
 from fleetd import limits
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import Accepted, Cancel, Failed, Finished, Prefill
+from fleetd.engine.sparse_prefill.sparse import Sparse
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 # The second has windows that cannot be taken back once they have moved on.
@@ -43,6 +44,30 @@ def test_the_same_prompt_at_the_same_time_is_read_once(families: dict[str, TinyF
     expected = alone(of, tokens)
     assert [bench.answer(each) for each in names] == [expected] * 4
     assert bench.computed(*names) == len(tokens) + 3, "the last token is computed for each"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_choices_of_a_prompt_that_leaves_out_tokens_read_it_once(
+    families: dict[str, TinyFamily], name: str
+) -> None:
+    of, tokens, keep = families[name], drawn(400), [n for n in range(400) if n % 3 != 2]
+    bench = Turned(of, sparse=Sparse.of(of.model))
+    for each in ("a", "b", "c"):
+        bench.ask(each, tokens, kept=keep)
+    bench.finish()
+    (accepted,) = bench.of("a", Accepted)
+    assert 0 < accepted.kept < len(tokens)
+    assert bench.answer("a") == bench.answer("b") == bench.answer("c")
+    read = [bench.of(each, Finished)[0].usage.cached_tokens for each in ("a", "b", "c")]
+    assert read == [0, accepted.kept - 1, accepted.kept - 1]
+    # And later, from memory; another choice of tokens shares its first ones alone.
+    bench.ask("later", tokens, kept=keep)
+    bench.ask("other", tokens, kept=[n for n in keep if n != 199])
+    bench.finish()
+    assert bench.answer("later") == bench.answer("a")
+    assert bench.of("later", Finished)[0].usage.cached_tokens == accepted.kept - 1
+    shared = keep.index(199)
+    assert bench.of("other", Finished)[0].usage.cached_tokens in ((shared,) if name == "llama" else (0, 1))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -11,11 +11,12 @@ import pytest
 import sharing
 from disk_worker import BLOCK
 from turned_pair import TurnedPair
-from turned_scheduler import TinyFamily, family
+from turned_scheduler import TinyFamily, Turned, alone, drawn, family
 from two_disks import PROMPT, WHOLE, TwoMachines, first_then
 
 from fleetd import limits
 from fleetd.cache.pricing import PrefillCost
+from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.fleet_tier import FetchState
 from fleetd.engine.front_prefill import FrontPrefill
 from fleetd.engine.prefill import Prefiller
@@ -95,7 +96,7 @@ def is_prefilled(pair: TurnedPair) -> None:
 
 
 def is_prefilled_sparsely(pair: TurnedPair) -> None:
-    pair.ask("r", shared=False, keep=list(range(0, 800, 2)))
+    pair.ask("r", shared=False, kept=list(range(0, 800, 2)))
     turns(pair, 3)
 
 
@@ -144,6 +145,25 @@ def test_cancelled_while_it(pair: TurnedPair, phase: Callable[[TurnedPair], None
     assert not [event for event in pair.home.events if isinstance(event, Failed)]
     for beside in ("leader", "beside"):
         assert [each.reason for each in pair.home.of(beside, Finished)] in ([], ["length"])
+
+
+def test_a_hybrids_prompt_that_is_cancelled_keeps_states_at_its_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next try may end otherwise, and goes on from the last state before that."""
+    of, block = family(tmp_path, "qwen3_next"), limits.CHECKPOINT_BLOCK_TOKENS
+    bench, tokens = Turned(of, chunks=FixedChunks(block, block), context_tokens=4096), drawn(7 * block)
+    bench.ask("r", tokens)
+    bench.turn(5)
+    bench.scheduler.tell(Cancel("r"))
+    bench.finish()
+    (ended,) = bench.of("r", Finished)
+    assert ended.reason == "cancelled"
+    edited = [*tokens[: 3 * block + 9], *drawn(block, seed=2)]
+    bench.ask("again", edited)
+    bench.finish()
+    assert bench.of("again", Finished)[0].usage.cached_tokens in (block, 2 * block, 3 * block)
+    assert bench.answer("again") == alone(of, edited)
 
 
 # ---- While its beginning comes from another machine ------------------------------------------------------

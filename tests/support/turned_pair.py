@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import sharing
+from msgspec.structs import replace
 from turned_scheduler import TinyFamily, TurnedScheduler
 
 from fleetd.engine.chunk_size import FixedChunks
@@ -16,6 +17,7 @@ from fleetd.engine.prompt_encoding import prepare
 from fleetd.engine.protocol import Accepted, AssistPrefill, PrefillShared, Shared, StreamTag
 from fleetd.engine.shared_prefill.frame_schedule import helper_streams
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
+from fleetd.engine.sparse_prefill.sparse import Sparse
 
 
 class TurnedPair:
@@ -24,14 +26,19 @@ class TurnedPair:
     def __init__(self, family: TinyFamily, **options: Any) -> None:
         self.family = family
         chunks = FixedChunks(sharing.CHUNK, sharing.CHUNK)
-        settings = {"chunks": chunks, "sharable": family.sharable, **options}
+        sparse = Sparse.of(family.model)
+        settings = {"chunks": chunks, "sharable": family.sharable, "sparse": sparse, **options}
         self.home = TurnedScheduler(family.model, family.tokenizer, **settings)
         self._closed: list[Any] = []
         self.helper = TurnedScheduler(family.model, family.tokenizer, chunks=chunks, sharable=family.sharable)
 
-    def ask(self, name: str, tokens: int = 800, seed: int = 5, **fields: Any) -> None:
+    def ask(
+        self, name: str, tokens: int = 800, seed: int = 5, kept: list[int] | None = None, **fields: Any
+    ) -> None:
+        """``kept``: the tokens that are not left out."""
         request = sharing.prompt(name, tokens, seed, **{"max_tokens": 1, **fields})
-        self.home.scheduler.inbox.put(prepare(request, self.family.tokenizer, sharing.VOCAB))
+        prepared = prepare(request, self.family.tokenizer, sharing.VOCAB)
+        self.home.scheduler.inbox.put(replace(prepared, kept=kept))
 
     def share(self, name: str, kind: str, *, exact: bool = True) -> None:
         """From the acceptance of a prompt to the first turn of its shared prefill."""

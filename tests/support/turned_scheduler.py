@@ -13,6 +13,7 @@ import sharing
 from decoded_reports import DecodedReports
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
+from msgspec.structs import replace
 
 from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.memory import KvBudget
@@ -91,10 +92,12 @@ class Turned(TurnedScheduler):
         super().__init__(family.model, family.tokenizer, **{"max_streams": 8, **options})
         self.family = family
 
-    def ask(self, name: str, tokens: list[int], **fields: Any) -> None:
+    def ask(self, name: str, tokens: list[int], kept: list[int] | None = None, **fields: Any) -> None:
+        """``kept``: the tokens that are not left out."""
         settings = {"shared": False, "top_logprobs": 2, "max_tokens": 1, **fields}
         request = sharing.prompt(name, 1, prompt=TokenPrompt(tokens), **settings)
-        self.scheduler.inbox.put(prepare(request, self.family.tokenizer, sharing.VOCAB))
+        prepared = prepare(request, self.family.tokenizer, sharing.VOCAB)
+        self.scheduler.inbox.put(replace(prepared, kept=kept))
 
     def finish(self, turns: int = 2000) -> None:
         super().finish(turns)
