@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from turned_scheduler import CHUNK, TinyFamily, Turned, alone, drawn, family
 
 from fleetd import limits
+from fleetd.engine import scheduler, sequence
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import Accepted, Cancel, Failed, Finished, Prefill
 from fleetd.engine.sparse_prefill.sparse import Sparse
@@ -68,6 +70,38 @@ def test_choices_of_a_prompt_that_leaves_out_tokens_read_it_once(
     assert bench.of("later", Finished)[0].usage.cached_tokens == accepted.kept - 1
     shared = keep.index(199)
     assert bench.of("other", Finished)[0].usage.cached_tokens in ((shared,) if name == "llama" else (0, 1))
+
+
+def test_waiting_for_another_prompt_is_waiting_and_its_time_is_no_speed(
+    families: dict[str, TinyFamily], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count()
+    for module in (sequence, scheduler):
+        monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
+    bench, tokens = Turned(families["llama"], context_tokens=4096), drawn(1200)
+    bench.ask("leader", tokens)
+    bench.ask("follower", tokens)
+    bench.finish()
+    leader, follower = (bench.of(name, Finished)[0].timings for name in ("leader", "follower"))
+    assert follower.queue_s > leader.prefill_s > follower.prefill_s
+    assert follower.prefill_interleaved
+    assert not leader.prefill_interleaved
+
+
+def test_only_time_in_which_nothing_else_was_computed_is_a_speed(families: dict[str, TinyFamily]) -> None:
+    bench = Turned(families["llama"], context_tokens=4096)
+    bench.ask("alone", drawn(300), max_tokens=20)
+    bench.finish()
+    bench.ask("long", drawn(900, 2), max_tokens=2)
+    bench.turn(3)
+    bench.ask("short", drawn(100, 3), max_tokens=30)
+    bench.finish()
+    told = {name: bench.of(name, Finished)[0].timings for name in ("alone", "long", "short")}
+    interleaved = {name: (t.prefill_interleaved, t.decode_interleaved) for name, t in told.items()}
+    assert interleaved["alone"] == (False, False)
+    # The short one passed the long one, whose chunks then came between its tokens.
+    assert interleaved["long"][0]
+    assert interleaved["short"] == (False, True)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -488,6 +488,19 @@ async def test_tokens_that_are_left_out_teach_no_speed(make_runner: Make) -> Non
     assert taught[0] == taught[1] > 0
 
 
+@pytest.mark.parametrize("interleaved", ["", "prefill_interleaved", "decode_interleaved"])
+async def test_time_in_which_other_work_was_done_teaches_no_speed(interleaved: str) -> None:
+    timings = Timings(
+        prefill_s=1.0, decode_s=1.0, **dict.fromkeys([interleaved] if interleaved else [], True)
+    )
+    finished = Finished("r1", "stop", Usage(900, 0, 100), timings)
+    speeds = ModelSpeeds()
+    await collect(make_runner(FakePool([Accepted("r1", 900), finished]), FakeModels(), speeds=speeds), job())
+    learned = speeds.of("m")
+    assert (learned.prefill_tok_s == 0) == (interleaved == "prefill_interleaved")
+    assert (learned.decode_tok_s == 0) == (interleaved == "decode_interleaved")
+
+
 async def test_a_helper_that_fails_is_a_fallback_of_the_plan(make_runner: Make, metrics: Metrics) -> None:
     moved = Planned("local", ("this",), "exact", "studio: it went away.")
     pool = FakePool([HELPED, answer()[0], moved, *answer()[1:]])
