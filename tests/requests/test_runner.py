@@ -489,10 +489,11 @@ async def test_tokens_that_are_left_out_teach_no_speed(make_runner: Make) -> Non
 
 
 @pytest.mark.parametrize("interleaved", ["", "prefill_interleaved", "decode_interleaved"])
-async def test_time_in_which_other_work_was_done_teaches_no_speed(interleaved: str) -> None:
-    timings = Timings(
-        prefill_s=1.0, decode_s=1.0, **dict.fromkeys([interleaved] if interleaved else [], True)
-    )
+async def test_time_in_which_other_work_was_done_teaches_no_speed(
+    make_runner: Make, interleaved: str
+) -> None:
+    flags = {interleaved: True} if interleaved else {}
+    timings = Timings(prefill_s=1.0, decode_s=1.0, **flags)
     finished = Finished("r1", "stop", Usage(900, 0, 100), timings)
     speeds = ModelSpeeds()
     await collect(make_runner(FakePool([Accepted("r1", 900), finished]), FakeModels(), speeds=speeds), job())
