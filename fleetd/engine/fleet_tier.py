@@ -222,6 +222,17 @@ class Fetching:
             self._checking = self._check()
         return next(self._checking, _OVER) is _OVER
 
+    def cut_short(self) -> Hit | None:
+        """End it now. What has come by now, or was computed meanwhile, if it is right; None if that is no
+        more than what was held."""
+        try:
+            self._end()
+            for _ in self._checking or self._check():
+                pass
+        except Exception as error:
+            self._error = _wrong(error)
+        return self.hit
+
     def close(self) -> None:
         """The request has ended."""
         self._end()

@@ -201,10 +201,10 @@ class ScheduledSequence:
         """What has been read of it, as far as it is checked, under the namespace of its numbers; nothing if
         no other prompt could use it.
 
-        For a prefill that ends half way: with helpers, what came from them is checked now.
+        For a prefill that ends half way: what came from other machines is checked now.
         """
-        if self.fetching is not None and self.fetching.front is not None:
-            return self.fetching.front.read_so_far()
+        if self.fetching is not None:
+            return self.fetching.cut_short() or self.hit or Hit(0, None)
         if self.prefiller is None:
             return self.hit or Hit(0, None)
         if isinstance(self.prefiller, SharedPrefill):
