@@ -131,14 +131,19 @@ class EngineSettings(msgspec.Struct, frozen=True):
     ] = 1800
     memory_fraction: Annotated[
         float,
-        Meta(gt=0, le=0.95, description="Share of the memory the device calls usable that models may take."),
+        Meta(
+            gt=0,
+            le=0.95,
+            description="Share of the memory the device calls usable that all models together may hold.",
+        ),
     ] = 0.85
     max_memory_bytes: Annotated[
         int,
         Meta(
             ge=0,
             le=_MOST_BYTES,
-            description="The same as an absolute figure; 0 leaves it to memory_fraction.",
+            description="The same, of all models together, as an absolute figure; "
+            "0 leaves it to memory_fraction.",
         ),
     ] = 0
     overcommit: Annotated[
@@ -158,7 +163,13 @@ class EngineSettings(msgspec.Struct, frozen=True):
         int, Meta(ge=0, le=65536, description="Prompt tokens per step; 0 chooses by device.")
     ] = 0
     prefix_cache_bytes: Annotated[
-        int, Meta(ge=0, le=_MOST_BYTES, description="RAM for prompts seen before; 0 chooses by memory.")
+        int,
+        Meta(
+            ge=0,
+            le=_MOST_BYTES,
+            description="RAM for prompts seen before, of each model; 0 chooses by memory. "
+            "At most three quarters of what its weights leave.",
+        ),
     ] = 0
     answer_tokens: Annotated[
         int,

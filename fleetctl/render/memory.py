@@ -19,11 +19,12 @@ def memory_lines(memory: MemoryBudget, evictable_bytes: int = 0) -> list[str]:
     known = not (memory.overcommit or memory.free_unknown)
     parts = [f"{free} free of {total}" if known else f"{total} of memory"]
     if memory.device_limit_bytes:
-        held = f" and {size(memory.held_bytes)} is held by models" if memory.held_bytes else ""
-        parts.append(f"of which the GPU may hold {size(memory.device_limit_bytes)}{held}")
+        parts.append(f"of which the GPU may hold {size(memory.device_limit_bytes)}")
     parts.append(f"times {memory.fraction:g} (engine.memory_fraction)")
     if memory.max_bytes:
         parts.append(f"at most {size(memory.max_bytes)} (engine.max_memory_bytes)")
+    if memory.held_bytes:
+        parts.append(f"with the {size(memory.held_bytes)} that models hold")
     lines = [f"Models may take {size(memory.usable_bytes)} now: {', '.join(parts)}."]
     if evictable_bytes:
         lines.append(f"Idle models give back {size(evictable_bytes)} where another needs it.")

@@ -68,10 +68,12 @@ class HardwareReading(msgspec.Struct, frozen=True):
 class MemoryBudget(msgspec.Struct, frozen=True):
     """What models may take of the memory they live in, which is the system's or that of a GPU.
 
-    ``usable_bytes`` is the smaller of ``available_bytes`` and what is left of ``device_limit_bytes`` (what
-    the GPU may hold; 0 is no limit) beside ``held_bytes`` (what loaded models hold), times ``fraction``, and
-    at most ``max_bytes`` where that is not 0; nothing while ``pressure`` is critical. ``largest_bytes`` is
-    the same with all memory free. With ``overcommit`` that much is taken to be usable whatever is free.
+    All models together may hold ``fraction`` of what is free or held by them, of which the GPU may hold
+    ``device_limit_bytes`` (0 is no limit), and at most ``max_bytes`` where that is not 0. ``usable_bytes`` is
+    what is left of that beside ``held_bytes`` (what loaded models hold), and no more than
+    ``available_bytes``; nothing while ``pressure`` is critical. ``largest_bytes`` is the same with all memory
+    free and no model loaded. With ``overcommit`` that much is usable whatever is free or held, within
+    ``max_bytes``.
     ``free_unknown``: nothing says what is free, and all of it is taken to be.
     """
 

@@ -64,8 +64,10 @@ class MemoryShares(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, weights: int, room: MemoryBudget, settings: WorkerSettings) -> MemoryShares:
         left = max(0, room.usable_bytes - weights - WORKING_BYTES)
-        prefix = settings.prefix_cache_bytes or int(left * limits.PREFIX_SHARE)
-        return cls(weights, prefix, max(0, left - prefix))
+        # However much the owner gives to old prompts, new ones get the part that old ones have otherwise.
+        most = left - int(left * limits.PREFIX_SHARE)
+        prefix = min(settings.prefix_cache_bytes, most) or int(left * limits.PREFIX_SHARE)
+        return cls(weights, prefix, left - prefix)
 
 
 class _FoundOut(msgspec.Struct, frozen=True):

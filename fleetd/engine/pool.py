@@ -68,7 +68,10 @@ class EnginePool:
     pinned: Callable[[], Collection[str]] = frozenset
     _engines: dict[str, EngineProcess] = field(default_factory=dict, init=False)
     _deaths: dict[str, int] = field(default_factory=dict, init=False)
-    _starting: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
+    # Held while a worker is started: of two that begin at the same moment, one is seen by the other.
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    # Workers that have left the table and still hold memory.
+    _ending: list[EngineProcess] = field(default_factory=list, init=False)
     # Requests that have an engine but have not started to stream: they keep it from being unloaded.
     _claims: dict[str, int] = field(default_factory=dict, init=False)
     # Seconds of idleness after which a model is unloaded, where a client has said so.
@@ -143,7 +146,7 @@ class EnginePool:
     @property
     def held_bytes(self) -> int:
         """What all workers hold of the device's memory, rounded up: it changes a little with each token."""
-        held = sum(engine.memory_bytes for engine in self._engines.values())
+        held = sum(engine.memory_bytes for engine in (*self._engines.values(), *self._ending))
         return -(-held // _HELD_STEP_BYTES) * _HELD_STEP_BYTES
 
     # ---- idle time -------------------------------------------------------------------------------------
@@ -294,7 +297,7 @@ class EnginePool:
             # No request of this machine asked for it: the failure is not shown here.
             if (engine := self._engines.get(wanted.name)) is not None and engine.state == "failed":
                 del self._engines[wanted.name]
-                await engine.stop()
+                await self._end(engine)
             raise
 
     async def unload(self, name: str) -> bool:
@@ -302,8 +305,17 @@ class EnginePool:
         self._stays_s.pop(name, None)
         parts = [other for other, engine in self._engines.items() if engine.settings.part_of == name]
         engines = [engine for n in (name, *parts) if (engine := self._engines.pop(n, None)) is not None]
-        await asyncio.gather(*(engine.stop() for engine in engines))
+        await self._end(*engines)
         return bool(engines)
+
+    async def _end(self, *engines: EngineProcess) -> None:
+        """Stop workers that have left the table; until they are gone, their memory is counted."""
+        self._ending += engines
+        try:
+            await asyncio.gather(*(engine.stop() for engine in engines))
+        finally:
+            for engine in engines:
+                self._ending.remove(engine)
 
     @property
     def busy(self) -> bool:
@@ -344,7 +356,8 @@ class EnginePool:
                 with suppress(FleetError):  # its own requests hear of that
                     async for _ in other.loaded():
                         pass
-            engine = await self._running(wanted)
+            if (engine := await self._running(wanted)) is None:
+                continue
             try:
                 async for progress in engine.loaded():
                     yield progress
@@ -362,16 +375,21 @@ class EnginePool:
             return None
         return next((e for e in self._engines.values() if e.state == "loading"), None)
 
-    async def _running(self, wanted: _WantedLayers) -> EngineProcess:
+    async def _running(self, wanted: _WantedLayers) -> EngineProcess | None:
+        """The worker, started if need be. None if another has begun to load meanwhile: that one is first."""
         name = wanted.name
-        async with self._starting.setdefault(name, asyncio.Lock()):
+        if (ready := self._engines.get(name)) is not None and ready.state == "ready":
+            return ready
+        async with self._starting:
             engine = self._engines.get(name)
             if engine is not None and engine.state in ("loading", "ready"):
                 return engine
             if engine is not None:
                 # Only this one: unloading would also end what helps with other layers.
                 del self._engines[name]
-                await engine.stop()
+                await self._end(engine)
+            if self._loading_besides(name):
+                return None
             folder = wanted.folder
             device = "cpu" if self.options.device == "cpu" else self.accelerator()
             engine = EngineProcess(

@@ -12,8 +12,9 @@ from fleetd.cache.settings import DiskCacheSettings
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How every worker of this machine runs. 0 means: choose for the device.
 
-    ``max_memory_bytes`` bounds weights, KV and prefix cache together; ``memory_fraction`` applies to what the
-    device reports as usable where that is smaller. ``overcommit``: as if all memory were free.
+    ``max_memory_bytes`` bounds weights, KV and prefix cache of all workers together; ``memory_fraction``
+    applies to what the device reports as usable where that is smaller. ``overcommit``: as if all memory were
+    free.
     ``wire_weights``: macOS may not page weights out.
     """
 
@@ -43,7 +44,7 @@ class WorkerSettings(WorkerOptions, frozen=True):
     path: str
     # Where the model's recorded checksums are, for folders that are not ours to write into.
     record: str = ""
-    # What other workers of this machine hold of the memory that the GPU may.
+    # What other workers of this machine hold of the memory that models may.
     held_bytes: int = 0
     # Layers [first, last) only, for a worker that helps others and answers nothing itself; (0, 0) is all.
     first_layer: int = 0

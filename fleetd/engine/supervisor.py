@@ -131,6 +131,8 @@ class EngineProcess:
             self._socket_sender.close()
             self.kill()
             self.state = "failed"
+            # Others may wait for this load.
+            await self._notify()
             if not isinstance(error, OSError):
                 raise
             self.error = EngineDied(f"The engine worker could not be started: {error}.")
@@ -400,7 +402,9 @@ class EngineProcess:
 
     @property
     def memory_bytes(self) -> int:
-        """What the worker holds of the device's memory, by its last report."""
+        """What the worker holds of the device's memory, by its last report; nothing once it has ended."""
+        if self._process is None or self._process.returncode is not None:
+            return 0
         return self._heartbeat.memory_bytes or (self.facts.weights_bytes if self.facts is not None else 0)
 
     @property

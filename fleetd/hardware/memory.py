@@ -125,17 +125,22 @@ def budget(
 ) -> MemoryBudget:
     """What models may take; the arguments are the fields of the result, where 0 is no limit.
 
+    ``fraction`` and ``max_bytes`` bound the sum of all models: what they hold is taken off.
+
     Args:
-        held_bytes: what loaded models hold already of ``device_limit_bytes``.
+        held_bytes: what loaded models hold already.
     """
 
     def share(free_bytes: int, held_bytes: int) -> int:
-        most = max(0, device_limit_bytes - held_bytes) if device_limit_bytes else free_bytes
-        allowed = int(min(free_bytes, most) * fraction)
-        return min(allowed, max_bytes) if max_bytes else allowed
+        # What models would find if none held anything.
+        reach = min(free_bytes + held_bytes, memory.total_bytes, device_limit_bytes or memory.total_bytes)
+        left = min(int(reach * fraction), max_bytes or reach) - held_bytes
+        return max(0, min(free_bytes, left))
 
     largest = share(memory.total_bytes, 0)
     now = 0 if memory.pressure == "critical" else share(memory.available_bytes, held_bytes)
+    if overcommit:
+        now = max(0, min(largest, max_bytes - held_bytes)) if max_bytes else largest
     return MemoryBudget(
         total_bytes=memory.total_bytes,
         available_bytes=memory.available_bytes,
@@ -146,7 +151,7 @@ def budget(
         fraction=fraction,
         max_bytes=max_bytes,
         overcommit=overcommit,
-        usable_bytes=largest if overcommit else now,
+        usable_bytes=now,
         largest_bytes=largest,
     )
 

@@ -36,14 +36,61 @@ def test_what_is_usable_now_and_at_most(limits: dict[str, Any], usable: int, lar
     assert (found.usable_bytes, found.largest_bytes) == (usable * GIB, largest * GIB)
 
 
-@given(SIZES, SIZES, SIZES, st.floats(0.01, 0.95), SIZES, st.booleans())
+@pytest.mark.parametrize(
+    ("limits", "usable"),
+    [
+        ({"max_bytes": 8 * GIB, "held_bytes": 5 * GIB}, 3),
+        ({"max_bytes": 8 * GIB, "held_bytes": 28 * GIB}, 0),
+        ({"device_limit_bytes": 12 * GIB, "fraction": 0.5, "held_bytes": 4 * GIB}, 2),
+        # Without them 12 + 8 GiB would be free.
+        ({"fraction": 0.5, "held_bytes": 8 * GIB}, 2),
+        ({"fraction": 0.5, "held_bytes": 12 * GIB}, 0),
+        ({"max_bytes": 8 * GIB, "held_bytes": 5 * GIB, "overcommit": True}, 3),
+        ({"held_bytes": 20 * GIB, "overcommit": True}, 32),
+    ],
+)
+def test_what_models_hold_already_counts_against_the_owners_bounds(
+    limits: dict[str, Any], usable: int
+) -> None:
+    assert budget(MemoryReading(32 * GIB, 12 * GIB), **limits).usable_bytes == usable * GIB
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(0, 64),
+    st.floats(0.1, 0.95),
+    st.integers(0, 64),
+    st.lists(st.floats(0, 1)),
+)
+def test_however_many_models_are_loaded_their_sum_keeps_to_the_bounds(
+    free_gib: int, device_gib: int, fraction: float, most_gib: int, parts: list[float]
+) -> None:
+    """Each takes a part of what it is told that it may take, or all of it."""
+    bounds = [int(free_gib * GIB * fraction)]
+    bounds += [int(device_gib * GIB * fraction)] * bool(device_gib) + [most_gib * GIB] * bool(most_gib)
+    held = 0
+    for part in [*parts, 1.0]:
+        found = budget(
+            MemoryReading(64 * GIB, free_gib * GIB - held),
+            device_limit_bytes=device_gib * GIB,
+            held_bytes=held,
+            fraction=fraction,
+            max_bytes=most_gib * GIB,
+        )
+        held += int(found.usable_bytes * part)
+        assert held <= min(bounds)
+    assert held == min(bounds)
+
+
+@given(SIZES, SIZES, SIZES, st.floats(0.01, 0.95), SIZES, st.booleans(), SIZES)
 def test_no_limit_is_ever_passed(
-    total: int, available: int, device: int, fraction: float, most: int, overcommit: bool
+    total: int, available: int, device: int, fraction: float, most: int, overcommit: bool, held: int
 ) -> None:
     available = min(available, total)
     found = budget(
         MemoryReading(total, available),
         device_limit_bytes=device,
+        held_bytes=held,
         fraction=fraction,
         max_bytes=most,
         overcommit=overcommit,
@@ -51,7 +98,8 @@ def test_no_limit_is_ever_passed(
     assert 0 <= found.usable_bytes <= found.largest_bytes <= total * fraction
     assert not device or found.largest_bytes <= device * fraction
     assert not most or found.largest_bytes <= most
-    assert overcommit or found.usable_bytes <= available * fraction
+    assert overcommit or found.usable_bytes <= available
+    assert overcommit or held or found.usable_bytes <= available * fraction
 
 
 @pytest.mark.parametrize(
@@ -91,7 +139,8 @@ def test_people_see_the_parts_of_the_figure_and_a_warning() -> None:
 
 def test_people_see_what_is_unknown_short_or_held() -> None:
     held = budget(MemoryReading(64 * GIB, 30 * GIB), device_limit_bytes=48 * GIB, held_bytes=20 * GIB)
-    assert "of which the GPU may hold 51.5 GB and 21.5 GB is held by models" in memory_lines(held)[0]
+    assert "of which the GPU may hold 51.5 GB, times 1" in memory_lines(held)[0]
+    assert memory_lines(held)[0].endswith("(engine.memory_fraction), with the 21.5 GB that models hold.")
     unknown = memory_lines(budget(MemoryReading(64 * GIB, 64 * GIB, free_unknown=True)))
     assert unknown[0].startswith("Models may take 68.7 GB now: 68.7 GB of memory, times 1")
     assert "does not say what is free" in unknown[1]
@@ -110,7 +159,9 @@ def test_the_status_line_says_unknown_and_short() -> None:
     [
         ({}, 10),
         ({"device_limit_bytes": 16 * GIB}, 8),
-        ({"card_bytes": 12 * GIB, "card_free_bytes": 10 * GIB}, 10),
+        ({"card_bytes": 24 * GIB, "card_free_bytes": 10 * GIB}, 10),
+        # Of 12 GiB they hold 8, whatever the card says is free.
+        ({"card_bytes": 12 * GIB, "card_free_bytes": 10 * GIB}, 4),
         ({"pressure": "critical"}, 0),
     ],
 )

@@ -86,12 +86,13 @@ def test_a_part_of_a_model_is_wired_as_a_whole_one(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("metal")
 def test_a_worker_may_take_what_the_daemon_says_it_may() -> None:
-    """Half of 11 GiB free, and half of what is left of 12 beside the 4 that another worker holds."""
+    """Half of 11 GiB free. Beside 4 that another worker holds: half of the 12 that a GPU may, or of the 15
+    that are free or held, less these 4."""
     assert model_reading.memory_budget("metal", SETTINGS).usable_bytes == int(5.5 * GIB)
     beside = WorkerSettings(name="m", path="/m", memory_fraction=0.5, held_bytes=4 * GIB)
-    assert model_reading.memory_budget("metal", beside).usable_bytes == 4 * GIB
+    assert model_reading.memory_budget("metal", beside).usable_bytes == 2 * GIB
     # Of a CPU no GPU is asked.
-    assert model_reading.memory_budget("cpu", beside).usable_bytes == int(5.5 * GIB)
+    assert model_reading.memory_budget("cpu", beside).usable_bytes == int(3.5 * GIB)
 
 
 @pytest.mark.usefixtures("metal")

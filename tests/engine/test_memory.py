@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd.control.daemon_status import MemoryBudget
+from fleetd.engine.loading import MemoryShares
 from fleetd.engine.memory import KvBudget, admit_weights, human
+from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import OutOfMemory
+from fleetd.limits import GIB, MIB
 from fleetd.models.memory_need import WORKING_BYTES
 
 NAMES = st.sampled_from("abcd")
@@ -96,3 +99,15 @@ def test_what_is_lent_counts_as_it_is_and_comes_back() -> None:
     budget.give_back("assist")
     assert budget.used_bytes == 500
     budget.lend("another", 500)
+
+
+@pytest.mark.parametrize("asked", [0, MIB, 64 * GIB])
+def test_a_prefix_cache_is_bounded_by_what_is_left_and_leaves_room_for_new_prompts(asked: int) -> None:
+    """4 GiB may be taken, of which the weights take one."""
+    settings = WorkerSettings(name="m", path="/m", prefix_cache_bytes=asked)
+    shares = MemoryShares.of(GIB, MemoryBudget(usable_bytes=4 * GIB), settings)
+    left = 3 * GIB - WORKING_BYTES
+    assert shares.prefix == {0: left // 4, MIB: MIB, 64 * GIB: left - left // 4}[asked]
+    assert shares.prefix + shares.sequences == left
+    none = MemoryShares.of(GIB, MemoryBudget(usable_bytes=GIB), settings)
+    assert (none.prefix, none.sequences) == (0, 0)

@@ -479,3 +479,72 @@ async def test_workers_are_told_what_others_hold(pool: EnginePool, behave: Misbe
     assert held >= first.memory_bytes
     await pool.load(folder_of(Path("/nowhere"), "second"))
     assert pool._engines["second"].settings.held_bytes == held
+
+
+@pytest.mark.one_loop
+async def test_of_two_loads_that_begin_at_the_same_moment_the_second_counts_the_first(
+    pool: EnginePool, behave: Misbehave
+) -> None:
+    """The first one's earlier worker has failed and lives on: while it is ended, the other load begins."""
+    behave("refuses, then lives on")
+    with pytest.raises(OutOfMemory):
+        await pool.load(FOLDER)
+    behave("answers")
+    second = folder_of(Path("/nowhere"), "second")
+    await asyncio.gather(pool.load(FOLDER), pool.load(second))
+    later = max(pool._engines.values(), key=lambda engine: engine.settings.held_bytes)
+    assert later.settings.held_bytes == 256 * limits.MIB
+    assert sum(engine.settings.held_bytes for engine in pool._engines.values()) == 256 * limits.MIB
+
+
+@pytest.mark.one_loop
+async def test_a_worker_holds_memory_until_it_has_ended_and_none_after_it_has_died(
+    pool: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave("deaf to shutdown")
+    monkeypatch.setattr(limits, "ENGINE_STOP_S", 3600.0)
+    await pool.load(FOLDER)
+    engine = pool._engines["fake"]
+    unloading = asyncio.create_task(pool.unload("fake"))
+    await asyncio.sleep(0)
+    assert pool.status() == []
+    assert pool.held_bytes == 256 * limits.MIB
+    engine.kill()
+    assert await unloading
+    assert pool.held_bytes == 0
+    behave("answers")
+    await pool.load(FOLDER)
+    died = asyncio.Event()
+    engine = pool._engines["fake"]
+    engine._on_exit = lambda _: died.set()
+    engine.kill()
+    await died.wait()
+    assert (pool.status()[0].state, pool.held_bytes) == ("failed", 0)
+
+
+@pytest.mark.one_loop
+async def test_who_waits_for_a_load_hears_that_it_was_never_started(
+    pool: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave("answers")
+    begun, spawn = asyncio.Event(), EngineProcess._spawn
+
+    async def never(engine: EngineProcess, *sockets: socket.socket) -> asyncio.subprocess.Process:
+        if engine.settings.name == "second":
+            return await spawn(engine, *sockets)
+        begun.set()
+        return await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(EngineProcess, "_spawn", never)
+    first = asyncio.create_task(pool.load(FOLDER))
+    await begun.wait()
+    waiting = pool.loading(folder_of(Path("/nowhere"), "second"))
+    assert (await anext(waiting)).stage == "waiting for fake to load"
+    after = asyncio.create_task(anext(waiting))
+    await asyncio.sleep(0)
+    first.cancel()
+    async with asyncio.timeout(30):
+        assert (await after).stage != "waiting for fake to load"
+        async for _ in waiting:
+            pass
+    assert [status.model for status in pool.status()] == ["second"]
