@@ -5,6 +5,7 @@ Pure arithmetic; the worker supplies the figures of its device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleetd.control.daemon_status import MemoryBudget
@@ -41,10 +42,14 @@ def admit_weights(name: str, weights_bytes: int, room: MemoryBudget) -> None:
 class KvBudget:
     """Bytes promised to running requests. A batch is padded to its longest member, so the price of a
     set of requests is the size of its longest one for each; what is lent to other machines' prompts, which
-    are never in a batch, is counted as it is."""
+    are never in a batch, is counted as it is.
+
+    ``on_change`` hears of what is promised in all, in bytes, before any of it is used.
+    """
 
     budget_bytes: int
     sizes: StateSizes
+    on_change: Callable[[int], None] = lambda used_bytes: None
     _tokens: dict[str, int] = field(default_factory=dict)
     _lent: dict[str, int] = field(default_factory=dict)
 
@@ -75,6 +80,7 @@ class KvBudget:
                 hint="The machine that answers does it alone, or with others.",
             )
         self._lent[name] = n_bytes
+        self.on_change(self.used_bytes)
 
     def lent_bytes(self, name: str) -> int:
         """Bytes that ``lend`` has promised to ``name``."""
@@ -85,6 +91,7 @@ class KvBudget:
         if self.price(request, tokens) > self.budget_bytes:
             return False
         self._tokens[request] = tokens
+        self.on_change(self.used_bytes)
         return True
 
     @property
@@ -116,6 +123,7 @@ class KvBudget:
     def give_back(self, request: str) -> None:
         self._tokens.pop(request, None)
         self._lent.pop(request, None)
+        self.on_change(self.used_bytes)
 
     def validate(self, running: list[str], guests: list[str]) -> None:
         """Check that memory is promised to the requests that run, and lent to guests' tasks only."""

@@ -1,7 +1,7 @@
 """Messages without content, for templates that want text: an assistant's that only calls tools has none.
 
 Some templates fail there, print the word "None" or forget the calls; others tell no text from an empty one.
-Which a model's template is, two renderings of a small conversation tell. Pure.
+Which a model's template is, two renderings of a small conversation tell.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from typing import Any
+
+from fleetd.engine import chat_template
 
 Message = dict[str, Any]
 
@@ -47,9 +49,6 @@ def _rendered(tokenizer: Any, content: str | None) -> str | None:
         {"role": "tool", "content": "A tree.", "tool_call_id": _CALL["id"], "name": "look"},
     ]
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=_TOOLS, tokenize=False, add_generation_prompt=True
-        )
+        return chat_template.rendered(tokenizer, messages, _TOOLS)
     except Exception:  # templates raise whatever their authors did not think of
         return None
-    return str(text)

@@ -12,8 +12,7 @@ import jinja2
 import msgspec
 from msgspec.structs import replace
 
-from fleetd import limits
-from fleetd.engine import message_borders
+from fleetd.engine import chat_template, message_borders
 from fleetd.engine.control_tokens import ControlTokens, Rendered, control_tokens
 from fleetd.engine.null_content import with_content
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
@@ -126,11 +125,7 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: boo
 
     def template(messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
         # Here, so that indices of messages stay those of the request all around.
-        arranged = needs.arranged(messages)
-        rendered: str = tokenizer.apply_chat_template(
-            arranged, tools=tools, tokenize=False, add_generation_prompt=True, **options
-        )
-        return rendered
+        return chat_template.rendered(tokenizer, needs.arranged(messages), tools, **options)
 
     def render(messages: Sequence[dict[str, Any]]) -> Rendered:
         return controls.render(template, messages, tools, prompt.template_kwargs)
@@ -187,9 +182,9 @@ def _offered_tools(prompt: ChatPrompt, tokenizer: Any) -> list[dict[str, Any]] |
 
 
 def _rendered(render: Callable[[], Rendered]) -> Rendered:
-    """What a chat template makes of messages. Raises BadRequest where it fails, or makes too much."""
+    """What a chat template makes of messages. Raises BadRequest where it fails."""
     try:
-        rendered = render()
+        return render()
     except jinja2.TemplateSyntaxError as error:
         raise BadRequest(
             f"The model's chat template has an error in line {error.lineno}: {error.message}.",
@@ -208,11 +203,6 @@ def _rendered(render: Callable[[], Rendered]) -> Rendered:
             hint="Check the content of each message.",
             param="messages",
         ) from error
-    if (size := len(rendered.text)) > limits.RENDERED_CHARS:
-        raise BadRequest(
-            f"The rendered prompt has {size} characters; at most {limits.RENDERED_CHARS} are allowed."
-        )
-    return rendered
 
 
 def _without_spelled(

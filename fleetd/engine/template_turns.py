@@ -10,7 +10,7 @@
                                              forgotten by gpt-oss → the user's words
 
 Which of these a model's template needs, renderings of small conversations tell. What a template takes as it
-is stays as it is. Pure.
+is stays as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
+
+from fleetd.engine import chat_template
 
 Message = dict[str, Any]
 
@@ -254,12 +256,9 @@ def template_needs(tokenizer: Any) -> TemplateNeeds:
 
     def render(messages: Sequence[Message]) -> str | None:
         try:
-            text = tokenizer.apply_chat_template(
-                list(messages), tools=_TOOLS, tokenize=False, add_generation_prompt=True
-            )
+            return chat_template.rendered(tokenizer, messages, _TOOLS)
         except Exception:  # templates raise whatever their authors did not think of
             return None
-        return str(text)
 
     if render([_USER]) is None:
         return TemplateNeeds()

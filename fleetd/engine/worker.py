@@ -249,7 +249,8 @@ class Front:
         if isinstance(request, Score):
             return lay_out(request, self._loaded.tokenizer, self._loaded.facts.context_tokens)
         facts = self._loaded.facts
-        # Meanwhile the compute thread may fill what the model has for keys and values.
+        # Meanwhile the compute thread may fill what the model has for keys and values. A template's own bound
+        # is narrower; tokenizing a long prompt takes more, by code that no publisher has written.
         meanwhile = facts.kv_budget_bytes + WORKING_BYTES
         with address_space.at_most(meanwhile + limits.RENDER_BYTES, facts.device):
             prepared = prepare(
@@ -379,7 +380,7 @@ def _scheduler(
         context_tokens=facts.context_tokens,
         chunks=_chunks(settings, loaded),
         max_streams=settings.max_streams if loaded.together else 1,
-        budget=KvBudget(facts.kv_budget_bytes, facts.sizes),
+        budget=KvBudget(facts.kv_budget_bytes, facts.sizes, address_space.promised),
         prefix=PrefixCache(loaded.prefix_bytes),
         emit=emit,
         idle=IdleCalibration(again, facts, emit, keep=loaded.keep_speeds),

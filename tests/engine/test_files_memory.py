@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import re
 import resource
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,18 +23,21 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 from mlx.utils import tree_flatten
 from tiny_architectures import tiny
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fleetd import limits
-from fleetd.engine import address_space, cpu, loading, model_reading, stage_loading
+from fleetd.engine import address_space, chat_template, cpu, loading, model_reading, stage_loading
+from fleetd.engine.memory import KvBudget
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import FleetError, ModelCorrupt, OutOfMemory
 from fleetd.limits import GIB, MIB
 from fleetd.models.memory_need import GroupSizes, float32_bytes, weights_in_memory
 from fleetd.models.safetensors_header import DTYPE_BYTES, TensorInfo, parse, read_header
 from fleetd.models.verify import _COUNTED, check_configs
+from fleetd.plan.state_sizes import StateSizes
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS ignores address-space limits")
 
@@ -50,9 +56,39 @@ EXPLOSIONS = {
     "replaced": "{% set ns = namespace(x='xx') %}{% for i in range(50) %}"
     "{% set ns.x = ns.x | replace('x', 'xx') %}{% endfor %}",
     "a number": "{{ ('9' * 10 ** 12) | int }}",
+    "filled": "{{ '1'.zfill(10 ** 12) }}",
+    "tabs": "{{ '\t'.expandtabs(10 ** 12) }}",
+    "put between": _TIMES + "{% set ns.x = ns.x.join([ns.x, ns.x]) %}{% endfor %}",
+    "indented": "{{ 'x\nx' | indent(10 ** 12) }}",
+    "as JSON": "{{ [1] | tojson(indent=10 ** 12) }}",
+    "in a batch": "{{ [1] | batch(10 ** 12, 'x') | list | length }}",
+    "a list added": "{% set ns = namespace(x=[0]) %}{% for i in range(50) %}{% set ns.x = ns.x + ns.x %}"
+    "{% endfor %}",
+    "texts in a list": "{% set ns = namespace(x=[]) %}{% for i in range(99999) %}"
+    "{% set ns.x = ns.x + ['x' * (524288 + i)] %}{% endfor %}",
+    "written": "{% for i in range(99999) %}{{ 'x' * (524288 + i) }}{% endfor %}",
 }
 
-MESSAGES: list[Any] = [[{"role": "user", "content": "hi"}]]
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+class Held(list[str]):
+    """What a template takes hold of; unlike a list it can be referred to weakly."""
+
+
+class Tokenizer:
+    """``held``: the ``Held`` of its last rendering."""
+
+    held: weakref.ref[Held]
+
+    def __init__(self, template: str) -> None:
+        self._template = template
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
+        held = Held()
+        self.held = weakref.ref(held)
+        text: str = render_jinja_template([messages], chat_template=self._template, held=held)[0][0]
+        return text
 
 
 def rendered(templates: list[str], telling: Any) -> None:
@@ -60,8 +96,9 @@ def rendered(templates: list[str], telling: Any) -> None:
     before, outcomes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
     for template in templates:
         try:
-            with address_space.at_most(64 * MIB):
-                render_jinja_template(MESSAGES, chat_template=template)
+            # Keys and values may take much more at the same time.
+            with address_space.at_most(4 * GIB):
+                chat_template.rendered(Tokenizer(template), MESSAGES, None)
             outcomes.append("rendered")
         except Exception as error:
             outcomes.append(type(error).__name__)
@@ -70,7 +107,9 @@ def rendered(templates: list[str], telling: Any) -> None:
 
 
 @linux
-def test_attack_templates_that_grow_without_end_stop_at_the_bound() -> None:
+def test_attack_templates_that_grow_without_end_stop_at_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RENDER_BYTES", 64 * MIB)
+    monkeypatch.setattr(chat_template, "WORKING_BYTES", 0)
     fork = multiprocessing.get_context("fork")
     told, telling = fork.Pipe(duplex=False)
     child = fork.Process(target=rendered, args=(["{{ messages[0].content }}", *EXPLOSIONS.values()], telling))
@@ -86,15 +125,85 @@ def test_attack_templates_that_grow_without_end_stop_at_the_bound() -> None:
 
 
 @linux
+@pytest.mark.parametrize("ends", [EXPLOSIONS["texts in a list"], "{{ raise_exception('no') }}", "text"])
+def test_what_a_template_has_built_does_not_outlive_it(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """In circles, and in the frames of its error."""
+    monkeypatch.setattr(limits, "RENDER_BYTES", 64 * MIB)
+    monkeypatch.setattr(limits, "RENDER_LEFT_BYTES", -GIB)
+    monkeypatch.setattr(chat_template, "WORKING_BYTES", 0)
+    made = Tokenizer("{% set all = namespace(x=held) %}{% set all.all = all %}" + ends)
+    errors: list[Exception] = []
+    gc.disable()
+    try:
+        with address_space.at_most(4 * GIB):
+            chat_template.rendered(made, MESSAGES, None)
+    except (MemoryError, TemplateError) as error:
+        errors.append(error)
+    left = made.held()
+    gc.enable()
+    assert left is None, errors
+
+
+def test_a_large_agents_prompt_is_rendered_as_without_a_bound() -> None:
+    """Eight MB in four hundred messages."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"
+    roles = ["user", "assistant"] * 200
+    talk = [{"role": role, "content": f"{at} " + "text " * 4000} for at, role in enumerate(roles)]
+    with address_space.at_most(4 * GIB):
+        text = chat_template.rendered(Tokenizer(template), talk, None)
+    assert text == "".join(f"<{m['role']}>{m['content'].strip()}\n" for m in talk)
+
+
+def test_every_chat_template_is_rendered_within_its_bound() -> None:
+    code = Path(address_space.__file__).parent
+    found = {file.name for file in code.rglob("*.py") if "apply_chat_template(" in file.read_text("utf-8")}
+    assert found == {"chat_template.py"}
+
+
+@linux
+def test_a_template_has_its_own_bound_and_what_others_are_promised_is_beside_it() -> None:
+    def left() -> int:
+        return resource.getrlimit(resource.RLIMIT_AS)[0]
+
+    budget = KvBudget(8 * GIB, StateSizes(1, 0, 0, 0), address_space.promised)
+    with address_space.narrowed(MIB):
+        free = left()
+        with address_space.at_most(64 * GIB):
+            wide = left()
+            with address_space.narrowed(GIB):
+                narrow = left()
+                assert narrow < wide - 62 * GIB
+                budget.take("a", 2 * GIB)
+                assert left() == narrow + 2 * GIB
+                budget.give_back("a")
+                # What it had may be mapped still, and is used again.
+                assert left() == narrow + 2 * GIB
+                budget.take("b", GIB)
+                assert left() == narrow + 3 * GIB
+            with address_space.narrowed(GIB):
+                assert left() == pytest.approx(narrow + GIB, abs=256 * MIB)
+    budget.give_back("b")
+    assert left() == free
+
+
+@linux
 def test_bounds_that_overlap_end_with_the_last_one() -> None:
     def soft() -> int:
         return resource.getrlimit(resource.RLIMIT_AS)[0]
 
+    def bounded(more_bytes: int, then: Callable[[], int]) -> int:
+        with address_space.at_most(more_bytes):
+            return then()
+
+    seen: list[int] = []
     free = soft()
     with address_space.at_most(64 * GIB):
         wide = soft()
-        with address_space.at_most(GIB):
-            assert soft() == wide, "the other's work must not fail"
+        # Another thread's.
+        bound = threading.Thread(target=lambda: seen.append(bounded(GIB, soft)))
+        bound.start()
+        bound.join()
+        assert seen == [wide], "the other's work must not fail"
         assert soft() == wide
         with pytest.raises(MemoryError):
             bytearray(100 * GIB)
