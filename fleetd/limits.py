@@ -123,8 +123,14 @@ ENGINE_BEAT_S = 1.0
 ENGINE_STALL_S = 60.0
 # An engine that has work but has not taken a step for this long makes /health say "stalled".
 ENGINE_STALL_REPORT_S = 10.0
+# A stage of a load that says nothing more, though it computes.
 ENGINE_LOAD_S = 900.0
+# A load that reads nothing, takes no memory and does not compute for so long never will: a disk spins up in
+# less. Where loads are slow, this factor times what one takes.
+LOAD_STALL_S, LOAD_LATE = 60.0, 8.0
 ENGINE_STOP_S = 5.0
+# From SIGKILL to the end of a process; one that waits for a disk that is gone may never end.
+ENGINE_KILL_S = 30.0
 # Measuring a model's speed on a CPU: cuts between machines are only as good as this, and a slow core needs as
 # long to see its largest chunk twice. With 0.5 s two machines that had just loaded a model cut their first
 # prompt four to one instead of in half.

@@ -43,6 +43,7 @@ class CardMaker:
     publish: sends a new card to all peers; None without a fleet, and then no file is hashed for it.
     budget: what models may take of a machine, with so many bytes free.
     wake: hardware addresses at which others may wake this machine.
+    load_times: learns what loads take.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class CardMaker:
         budget: Callable[[HardwareReading, int], MemoryBudget],
         profiles: ProfileStore | None = None,
         wake: Sequence[str] = (),
+        load_times: LoadTimes | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bare = Card(
@@ -88,7 +90,7 @@ class CardMaker:
         self._arithmetic: dict[str, tuple[str, str]] = {}
         # Model → its last worker that had all of it: what its prefills consist of stays the same.
         self._whole: dict[str, EngineStatus] = {}
-        self._load_times = LoadTimes()
+        self._load_times = load_times or LoadTimes()
         self._installed: list[ModelFolder] = []
         self._digests: dict[tuple[str, float, int], str] = {}
         self._sequence = 0

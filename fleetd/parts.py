@@ -37,6 +37,7 @@ from fleetd.own_card import CardMaker
 from fleetd.p2p import wake_on_lan
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
+from fleetd.plan.load_times import LoadTimes
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests import messages, remote
 from fleetd.requests.admission import ServingContext
@@ -91,11 +92,13 @@ class MachineParts:
         self.disk_cache = DiskCache(
             _cache_settings(config, home), on=config.cache.disk, note=lambda: self.pool.disk_note
         )
+        self.load_times = LoadTimes()
         self.pool = pool or EnginePool(
             _pool_options(config, home, self.disk_cache.for_workers),
             record_path=self.models.record_path,
             pressure=lambda: self.prober.read().pressure,
             accelerator=lambda: self.prober.read().accelerator,
+            load_s=lambda folder: self.load_times.seconds(folder.name, folder.weights_bytes),
             pinned=lambda: self.pinned.names,
         )
         self.metrics = Metrics(__version__, engines=self.pool.status, peers=peers)
@@ -207,6 +210,7 @@ class DaemonParts:
             speeds=machine.speeds,
             profiles=machine.profiles,
             budget=machine.memory_budget,
+            load_times=machine.load_times,
             wake=wake_on_lan.own_addresses() if node is not None and self._config.power.wake else (),
         )
         return self.card

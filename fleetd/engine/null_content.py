@@ -43,7 +43,7 @@ def needs_content(tokenizer: Any) -> bool:
 
 def _rendered(tokenizer: Any, content: str | None) -> str | None:
     """A conversation in which the assistant calls a tool; None if the template fails."""
-    messages = [
+    messages: list[Message] = [
         {"role": "user", "content": "Look."},
         {"role": "assistant", "content": content, "tool_calls": [_CALL]},
         {"role": "tool", "content": "A tree.", "tool_call_id": _CALL["id"], "name": "look"},

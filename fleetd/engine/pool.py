@@ -21,13 +21,14 @@ import structlog
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, Pressure
 from fleetd.engine import address_space, openmp_file
-from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Ready, Score, Scored
+from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Ready, Score, Scored
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, OutOfMemory
 from fleetd.limits import MIB
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import weights_in_memory
+from fleetd.plan import chip_speeds, load_times
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +65,8 @@ class EnginePool:
     pressure: Callable[[], Pressure] = lambda: ""
     # What models compute on: metal, cuda or cpu.
     accelerator: Callable[[], str] = lambda: "cpu"
+    # About how many seconds a load of a model takes here.
+    load_s: Callable[[ModelFolder], float] = lambda folder: chip_speeds.load_s(folder.weights_bytes)
     # Models that stay loaded unless the system is critically short of memory.
     pinned: Callable[[], Collection[str]] = frozenset
     _engines: dict[str, EngineProcess] = field(default_factory=dict, init=False)
@@ -92,7 +95,7 @@ class EnginePool:
             self.use_idle_time()
             await self.relieve(self.pressure())
             for name, engine in list(self._engines.items()):
-                engine.check()
+                await engine.check()
                 overdue = engine.idle_s > self.stays_s(name)
                 if overdue and engine.state == "ready" and not self._in_use(name):
                     log.info("engine.unload", model=name, reason="idle", idle_s=round(engine.idle_s))
@@ -352,7 +355,7 @@ class EnginePool:
         while True:
             # One load at a time: each looks at the memory that is free, and would count the same bytes.
             while other := self._loading_besides(wanted.name):
-                yield Loading(f"waiting for {other.settings.name} to load")
+                yield Loading(f"{WAITING}{other.settings.name} to load")
                 with suppress(FleetError):  # its own requests hear of that
                     async for _ in other.loaded():
                         pass
@@ -395,6 +398,7 @@ class EnginePool:
             engine = EngineProcess(
                 self._settings(wanted),
                 weights_bytes=weights_in_memory(folder.path, folder.weights_bytes, folder.config, device),
+                load_within_s=load_times.stall_s(self.load_s(folder)),
                 is_bounded=address_space.is_bounded(device),
                 restarts=self._deaths.get(name, 0),
                 on_exit=self._exited,

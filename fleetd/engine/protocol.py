@@ -313,6 +313,10 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 # ---- What comes back -------------------------------------------------------------------------------------
 
 
+# The first words of a stage in which a load has yet to begin.
+WAITING = "waiting for "
+
+
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
     """Progress before Ready. ``stage`` is shown to people: verifying, reading, warming up, measuring."""
 

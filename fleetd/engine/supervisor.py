@@ -21,6 +21,7 @@ from fleetd import limits
 from fleetd.control.daemon_status import EngineState, EngineStatus
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine import openmp_file, protocol
+from fleetd.engine.load_watch import LoadWatch
 from fleetd.engine.memory_watch import MemoryWatch
 from fleetd.engine.protocol import (
     Assisted,
@@ -55,6 +56,7 @@ from fleetd.engine.stage_times import StageTimes
 from fleetd.engine.streams.channel import SocketSender
 from fleetd.errors import EngineDied, EngineError, EngineStalled, FleetError, Overloaded, from_code
 from fleetd.hardware.memory import resident_bytes
+from fleetd.hardware.process_work import work_of
 
 log = structlog.get_logger(__name__)
 
@@ -65,8 +67,9 @@ _LOG_LINE_CHARS = 2000
 class EngineProcess:
     """A worker for one model. Create, ``await start()``, ``stream`` any number of requests, ``await stop()``.
 
-    ``weights_bytes``: what the model's weights take in memory. ``is_bounded``: the worker itself bounds the
-    memory of code over a publisher's files; else it is ended from here where that takes too much.
+    ``weights_bytes``: what the model's weights take in memory. ``load_within_s``: a load that stands still
+    for so long is given up. ``is_bounded``: the worker itself bounds the memory of code over a publisher's
+    files; else it is ended from here where that takes too much.
     ``on_exit`` is called once when the worker is gone, wanted or not; ``on_work`` whenever it is to do
     something.
     """
@@ -79,6 +82,7 @@ class EngineProcess:
         *,
         restarts: int = 0,
         weights_bytes: int = 0,
+        load_within_s: float = limits.ENGINE_LOAD_S,
         is_bounded: bool = True,
         on_exit: Callable[[EngineProcess], None] | None = None,
         on_work: Callable[[], None] | None = None,
@@ -104,6 +108,7 @@ class EngineProcess:
         self._changed = asyncio.Condition()
         self._progress_at = self._used_at = asyncio.get_running_loop().time()
         self._stages.enter(self.loading.stage, self._progress_at)
+        self._load_watch = LoadWatch(settings.name, load_within_s, self.loading, self._progress_at)
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._socket_sender: SocketSender | None = None
@@ -187,7 +192,10 @@ class EngineProcess:
             yield seen
 
     async def stop(self) -> None:
-        """End the worker: ask, wait ``limits.ENGINE_STOP_S``, kill. Idempotent."""
+        """End the worker: ask, wait ``limits.ENGINE_STOP_S``, kill. Idempotent.
+
+        One that even the kernel cannot end, as it waits for a dead disk, is left to itself.
+        """
         if self.state in ("loading", "ready"):
             self.state = "stopping"
         process, writer = self._process, self._writer
@@ -197,13 +205,16 @@ class EngineProcess:
             with contextlib.suppress(ConnectionError, RuntimeError):
                 writer.write(protocol.encode(Shutdown()))
             try:
-                async with asyncio.timeout(limits.ENGINE_STOP_S):
-                    await process.wait()
-            except TimeoutError:
-                self.kill()
+                if not await _ended(process, limits.ENGINE_STOP_S):
+                    self.kill()
             except asyncio.CancelledError:
                 self.kill()
                 raise
+            if not await _ended(process, limits.ENGINE_KILL_S):
+                log.warning("engine.unkillable", model=self.settings.name, pid=self.pid)
+                for task in self._tasks:
+                    task.cancel()
+                return
         if self._watching is not None:
             self._watching.cancel()
             self._tasks.append(self._watching)
@@ -350,12 +361,12 @@ class EngineProcess:
             if not done:
                 self._send(Cancel(command.id))
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Kill a worker that has work and makes no progress. Called every second or so by the pool."""
         now = asyncio.get_running_loop().time()
         name = self.settings.name
-        if self.state == "loading" and now - self._progress_at > limits.ENGINE_LOAD_S:
-            self.kill(EngineStalled(f"{name} did not load within {limits.ENGINE_LOAD_S:.0f} s."))
+        if self.state == "loading" and self.pid is not None:
+            await self._check_load(self.pid, now)
         if self.state != "ready" or not self._streams:
             return
         # Prompts are prepared one after the other, so the clock starts anew whenever one is done.
@@ -371,6 +382,15 @@ class EngineProcess:
             self.kill(
                 EngineStalled(f"The engine for {name} made no progress for {limits.ENGINE_STALL_S:.0f} s.")
             )
+
+    async def _check_load(self, pid: int, now: float) -> None:
+        """Take over how far the load is by what its process does, or end it."""
+        self.loading = self._load_watch.looked(work_of(pid), now)
+        if (stalled := self._load_watch.over(now)) is not None:
+            # A process that waits for a dead disk ends when that answers, if ever: no request waits for it.
+            self.state = "failed"
+            self.kill(stalled)
+        await self._notify()
 
     def _watch_memory(self) -> None:
         """While it loads or prepares prompts, where nothing else bounds what that takes."""
@@ -483,7 +503,8 @@ class EngineProcess:
             case Heartbeat():
                 self._on_heartbeat(report, now)
             case Loading():
-                self.loading, self._progress_at = report, now
+                self.loading = report
+                self._load_watch.told(report, now)
                 self._stages.enter(report.stage, now)
                 await self._notify()
             case Ready():
@@ -596,6 +617,15 @@ class EngineProcess:
                 model=self.settings.name,
                 line=line.decode(errors="replace").rstrip()[:_LOG_LINE_CHARS],
             )
+
+
+async def _ended(process: asyncio.subprocess.Process, within_s: float) -> bool:
+    try:
+        async with asyncio.timeout(within_s):
+            await process.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def _with_facts(status: EngineStatus, facts: Ready) -> EngineStatus:

@@ -15,6 +15,11 @@ WEIGHT = 0.5
 MOST = 20.0
 
 
+def stall_s(load_s: float) -> float:
+    """How long a load that should take ``load_s`` may stand still before it is given up."""
+    return min(limits.ENGINE_LOAD_S, max(limits.LOAD_STALL_S, limits.LOAD_LATE * load_s))
+
+
 class LoadTimes:
     """Seconds that loads take, by model."""
 

@@ -1,8 +1,9 @@
 """How long another machine may take over an answer. Pure.
 
 A machine that only says that it is alive would otherwise keep a request for ever. What counts is progress:
-the request is accepted, a load begins, more of its prompt is prefilled, another token has come. The whole of
-each part has its time, too: the load, the prefill by the plan's figures, and the answer at a least speed.
+the request is accepted, a load begins or gets further, more of its prompt is prefilled, another token has
+come. The whole of each part has its time, too: the load, the prefill by the plan's figures, and the answer at
+a least speed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 
 from fleetd import limits
-from fleetd.engine.protocol import Accepted, Delta, Loading, Prefill, ToolCall, ToolCallPiece
+from fleetd.engine.protocol import WAITING, Accepted, Delta, Loading, Prefill, ToolCall, ToolCallPiece
 from fleetd.requests.messages import JobEvent
 
 
@@ -20,24 +21,33 @@ class AnswerDeadline:
     Args:
         busy: by its card the machine has a queue or no free stream, or it has to load the model.
         prefill_s: how long the whole prefill takes by the plan; None if it was not priced.
+        load_within_s: a load that stands still for so long is given up.
     """
 
-    def __init__(self, now_s: float, *, busy: bool, prefill_s: float | None = None) -> None:
+    def __init__(
+        self,
+        now_s: float,
+        *,
+        busy: bool,
+        prefill_s: float | None = None,
+        load_within_s: float = limits.ENGINE_LOAD_S,
+    ) -> None:
         self._planned_s = prefill_s
+        self._load_within_s = load_within_s
         self.due_s = now_s + (limits.JOB_QUEUE_S if busy else limits.JOB_BEGIN_S)
         # When the part of the answer that has begun is over, whatever progress there is.
         self._over_s = math.inf
-        self._loading = self._accepted = self._answering = False
+        self._loading: Loading | None = None
+        self._load_over_s = math.inf
+        self._accepted = self._answering = False
         self._prompt_tokens = 0
         self._prefilled = -1
 
     def on_event(self, event: JobEvent, now_s: float) -> None:
         """Note an event; one that is no progress changes nothing."""
         match event:
-            case Loading() if not self._loading:
-                # A load has no steps of its own: what it is called could change for ever.
-                self._loading = True
-                self.due_s = now_s + limits.ENGINE_LOAD_S
+            case Loading():
+                self._load(event, now_s)
             case Accepted() if not self._accepted:
                 self._accept(event.prompt_tokens, now_s)
                 self.due_s = now_s + self._prefill_s(0)
@@ -52,6 +62,17 @@ class AnswerDeadline:
                 self._answer(0, now_s)
             case _:
                 pass
+
+    def _load(self, event: Loading, now_s: float) -> None:
+        before, self._loading = self._loading, event
+        if before is None:
+            # What a stage is called could change for ever.
+            self._load_over_s = now_s + limits.ENGINE_LOAD_S
+        elif event.stage == before.stage and event.done <= before.done:
+            return
+        waits = event.stage.startswith(WAITING)
+        within_s = limits.JOB_QUEUE_S if waits else self._load_within_s
+        self.due_s = min(self._load_over_s, now_s + within_s)
 
     def _accept(self, prompt_tokens: int, now_s: float) -> None:
         self._accepted, self._prompt_tokens = True, prompt_tokens

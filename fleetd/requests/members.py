@@ -139,6 +139,11 @@ def eligible(
     return None
 
 
+def expected_load_s(model: ModelCard) -> float:
+    """Seconds that a load of it takes by its machine's card, else by its size."""
+    return model.load_s or chip_speeds.load_s(model.weights_bytes)
+
+
 class Members:
     """The fleet as all services of one daemon see it, and what they learned of its machines.
 

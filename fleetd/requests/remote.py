@@ -32,6 +32,7 @@ class RemoteJob:
         context_tokens: of the model there, by that machine's card; 0 if unknown.
         busy: by its card it has no free stream, or has to load the model.
         prefill_s: how long its prefill takes by the plan; None if it was not priced.
+        load_within_s: a load there that stands still for so long is given up.
         unaided: no other machine may help there.
     """
 
@@ -46,11 +47,13 @@ class RemoteJob:
         *,
         busy: bool = True,
         prefill_s: float | None = None,
+        load_within_s: float = limits.ENGINE_LOAD_S,
         unaided: bool = False,
     ) -> None:
         self._request = request
         self.busy = busy
         self.prefill_s = prefill_s
+        self._load_within_s = load_within_s
         self._method = messages.RUN_UNAIDED if unaided else messages.RUN
         self._context_tokens = context_tokens
         self._asked = messages.RunJob(
@@ -73,7 +76,9 @@ class RemoteJob:
         stream = self._request(self._method, messages.encode(self._asked))
         check = AnswerCheck(self._asked.request, self._context_tokens)
         ended, clock = False, asyncio.get_running_loop().time
-        deadline = AnswerDeadline(clock(), busy=self.busy, prefill_s=self.prefill_s)
+        deadline = AnswerDeadline(
+            clock(), busy=self.busy, prefill_s=self.prefill_s, load_within_s=self._load_within_s
+        )
         try:
             stream.end()
             while True:

@@ -50,6 +50,7 @@ from fleetd.models.catalog import check_served
 from fleetd.models.model_names import ModelNames, untagged
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
+from fleetd.plan import load_times
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.drafting.client import DrafterService
@@ -57,7 +58,7 @@ from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
 from fleetd.requests.kv_fetching.client import BlockFetching
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
-from fleetd.requests.members import Members, SentRequests
+from fleetd.requests.members import Members, SentRequests, expected_load_s
 from fleetd.requests.peer_stream import said_by
 from fleetd.requests.pipeline import Pipeline
 from fleetd.requests.placement import AnswerTokens, Placement, Placer, PromptPlaces, canonical
@@ -293,6 +294,7 @@ class Runner:
                 there.context_tokens if there is not None else 0,
                 busy=busy,
                 prefill_s=placement.prefill_s,
+                load_within_s=load_times.stall_s(expected_load_s(there) if there is not None else 0.0),
                 unaided=self._members.unaided(),
             )
             events = request.remote.events()

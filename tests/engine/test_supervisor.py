@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -211,6 +212,49 @@ async def test_a_worker_that_hangs_while_loading(
 
 
 @pytest.mark.one_loop
+async def test_a_load_that_stands_still_is_ended_long_before_its_whole_time_is_over(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next request, and the load of another model, have a new worker."""
+    behave("hangs while loading")
+    monkeypatch.setattr(limits, "LOAD_STALL_S", 0.5)
+    monkeypatch.setattr(limits, "LOAD_LATE", 0.0)
+    first, waiting = watched.loading(FOLDER), watched.loading(folder_of(Path("/nowhere"), "other"))
+    await anext(first)
+    assert (await anext(waiting)).stage == "waiting for fake to load"
+    with pytest.raises(EngineStalled, match="read and computed nothing"):
+        async for _ in first:
+            pass
+    behave("answers")
+    monkeypatch.setattr(limits, "LOAD_STALL_S", 600.0)
+    async for _ in waiting:
+        pass
+    assert isinstance((await drain(watched))[-1], Finished)
+
+
+@pytest.mark.one_loop
+async def test_a_worker_that_the_kernel_cannot_end_keeps_no_request_waiting(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a disk that is gone."""
+    behave("hangs while loading")
+    monkeypatch.setattr(limits, "LOAD_STALL_S", 0.5)
+    monkeypatch.setattr(limits, "LOAD_LATE", 0.0)
+    monkeypatch.setattr(limits, "ENGINE_KILL_S", 0.1)
+    kill = os.kill
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)
+    with pytest.raises(EngineStalled, match="read and computed nothing"):
+        await drain(watched)
+    (left,) = watched.status()
+    behave("answers")
+    monkeypatch.setattr(limits, "LOAD_STALL_S", 600.0)
+    assert isinstance((await drain(watched))[-1], Finished)
+    assert left.pid is not None
+    kill(left.pid, signal.SIGKILL)
+    assert watched.status()[0].pid != left.pid
+
+
+@pytest.mark.one_loop
 async def test_a_worker_that_refuses_is_not_left_to_linger(watched: EnginePool, behave: Misbehave) -> None:
     behave("refuses, then lives on")
     with pytest.raises(OutOfMemory, match="does not fit") as caught:
@@ -251,7 +295,7 @@ async def test_a_prompt_that_is_tokenized_waits_and_is_not_taken_for_a_template_
         engine = watched.engine(FOLDER)
         assert engine is not None
         monkeypatch.setattr(limits, "RENDER_S", -1.0)
-        engine.check()
+        await engine.check()
         assert (engine.error, engine.status.waiting) == (None, 1)
     assert engine.status.waiting == 0
 

@@ -74,6 +74,37 @@ def test_what_is_no_progress_gives_no_time(before: list[Any], event: Any) -> Non
     assert deadline.due_s == due_s
 
 
+def test_a_load_has_time_for_each_step_and_not_more_than_its_whole_time() -> None:
+    deadline = AnswerDeadline(0.0, busy=True, load_within_s=60.0)
+    deadline.on_event(Loading("waiting for another to load"), 1.0)
+    assert deadline.due_s == 1.0 + limits.JOB_QUEUE_S
+    deadline.on_event(Loading("reading", 5, 9), 10.0)
+    assert deadline.due_s == 70.0
+    for same in (Loading("reading", 5, 9), Loading("reading", 4, 9)):
+        deadline.on_event(same, 20.0)
+        assert deadline.due_s == 70.0
+    deadline.on_event(Loading("reading", 6, 9), 30.0)
+    assert deadline.due_s == 90.0
+    deadline.on_event(Loading("warming up"), 40.0)
+    assert deadline.due_s == 100.0
+
+
+def test_attack_a_load_that_is_called_something_else_for_ever_is_over() -> None:
+    deadline = AnswerDeadline(0.0, busy=True, load_within_s=60.0)
+    crawls = (Loading(f"waiting for {n}", n, n) if n % 2 else Loading("reading", n, n) for n in range(4096))
+    assert over(deadline, crawls, 1.0) == limits.ENGINE_LOAD_S
+
+
+async def test_attack_a_load_that_stands_still_on_another_machine_is_given_up() -> None:
+    stream = OnlyAlive([messages.encode(Loading("reading", 1, 9))])
+    job = Job("m", Generate("r", TextPrompt("x")), "client", "chat")
+    asked = remote.RemoteJob(lambda method, body: stream, job, "m", "", LOCAL, load_within_s=0.05)
+    with pytest.raises(PeerLost, match="gets no further"):
+        async for _ in asked.events():
+            pass
+    assert stream.cancelled
+
+
 def test_a_machine_with_a_queue_has_longer_to_begin() -> None:
     assert AnswerDeadline(1.0, busy=False).due_s == 1.0 + limits.JOB_BEGIN_S
     assert AnswerDeadline(1.0, busy=True).due_s == 1.0 + limits.JOB_QUEUE_S

@@ -31,6 +31,7 @@ from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.plan import load_times
 from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.drafting import drafters, messages
 from fleetd.requests.drafting.drafters import DrafterCandidate, Where
@@ -293,7 +294,8 @@ class DraftRun:
     async def _follow_there(
         self, partners: FleetPort, candidate: DrafterCandidate, vocabulary: str, stream: PeerStream
     ) -> None:
-        offer = await _offer(stream, limits.DRAFT_OFFER_S if candidate.loaded else limits.ENGINE_LOAD_S)
+        load_s = candidate.load_s
+        offer = await _offer(stream, load_times.stall_s(load_s) if load_s else limits.DRAFT_OFFER_S)
         # Both ends compare, so neither depends on the other's care.
         if offer.vocabulary != vocabulary:
             raise Incompatible("Its model has another vocabulary.", param="vocabulary")

@@ -12,7 +12,7 @@ from fleetd.engine.protocol import Ready
 from fleetd.engine.speculation.local_sources import DRAFTER, LOCAL_NAMES
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.job import THIS_NAME
-from fleetd.requests.members import Member, eligible
+from fleetd.requests.members import Member, eligible, expected_load_s
 
 Where = Literal["auto", "here", "peers"]
 # With a longer round trip, most drafts come too late for the text that they continue.
@@ -20,14 +20,14 @@ _NEAR_S = 0.05
 
 
 class DrafterCandidate(msgspec.Struct, frozen=True):
-    """A machine that could draft, and with which model. ``digest``: of a model on another machine, which has
-    ``loaded`` it by its card."""
+    """A machine that could draft, and with which model. ``digest``: of a model on another machine.
+    ``load_s``: what loading it takes there by its card; 0 if it is loaded."""
 
     node_id: str
     name: str
     model: str
     digest: str = ""
-    loaded: bool = True
+    load_s: float = 0.0
 
     @property
     def where(self) -> Literal["here", "peer"]:
@@ -49,7 +49,8 @@ def candidates(others: Iterable[Member], target: str, model: str, where: Where) 
         if found is not None and found.digest and eligible(member, found.digest) is None:
             busy, cold = member.card.running + member.card.waiting > 0, found.state != "loaded"
             order = busy, member.rtt_s > _NEAR_S, cold, member.rtt_s
-            drafter = DrafterCandidate(member.node_id, member.name, found.name, found.digest, not cold)
+            load_s = expected_load_s(found) if cold else 0.0
+            drafter = DrafterCandidate(member.node_id, member.name, found.name, found.digest, load_s)
             peers.append((order, drafter))
     peers.sort(key=lambda peer: peer[0])
     first = [candidate for (busy, far, cold, _), candidate in peers if not (busy or far or cold)]
