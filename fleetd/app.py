@@ -126,6 +126,7 @@ class Daemon:
             ready=self._ready and not self._runner.draining,
             draining=self._runner.draining,
             default_model=self._config.models.default,
+            undigested=self._parts.card.undigested if self._parts.card is not None else {},
             machine=machine,
             memory=self._machine.memory_budget(machine, machine.model_available_bytes),
             engines=self._machine.pool.status(),

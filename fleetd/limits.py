@@ -142,6 +142,8 @@ CALIBRATE_GPU_S = 10.0
 # was in doubt too, it waits twice as long.
 CALIBRATE_AGAIN_S = 20.0
 CALIBRATE_AGAIN_MOST_S = 3600.0
+# The same of a search for a scoring profile that found no memory.
+SEARCH_AGAIN_S, SEARCH_AGAIN_MOST_S = CALIBRATE_AGAIN_S, CALIBRATE_AGAIN_MOST_S
 # Events the daemon holds for one slow HTTP reader before it stops reading that request's stream.
 EVENTS_QUEUED = 4096
 
@@ -558,6 +560,9 @@ CARD_BYTES = 64 * KIB
 CARD_MODELS = 256
 # No name, version or revision is longer; a file name on any of the platforms is at most 255 bytes.
 CARD_TEXT_CHARS = 255
+# A model whose files could not be read to hash them is tried again after so long, then twice as long each
+# time: hashing may read hundreds of gigabytes.
+DIGEST_AGAIN_S, DIGEST_AGAIN_MOST_S = 30.0, 3600.0
 # Cards are sent again well before this; a machine whose pings go on but whose cards do not is not believed.
 CARD_TTL_S = 60.0
 

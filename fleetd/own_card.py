@@ -38,6 +38,14 @@ _MEMORY_STEP_BYTES = 256 * MIB
 _UNREAD_STEP = 1024
 
 
+class _FailedDigest(msgspec.Struct, frozen=True):
+    """``again_s``: when it is tried again, ``pause_s`` after the failure; monotonic seconds."""
+
+    reason: str
+    pause_s: float
+    again_s: float
+
+
 class CardMaker:
     """Args:
     publish: sends a new card to all peers; None without a fleet, and then no file is hashed for it.
@@ -93,6 +101,7 @@ class CardMaker:
         self._load_times = load_times or LoadTimes()
         self._installed: list[ModelFolder] = []
         self._digests: dict[tuple[str, float, int], str] = {}
+        self._undigested: dict[tuple[str, float, int], _FailedDigest] = {}
         self._sequence = 0
         self._available_bytes = 0
         self._look = asyncio.Event()
@@ -176,17 +185,41 @@ class CardMaker:
         except (FleetError, OSError):
             return ""
 
+    @property
+    def undigested(self) -> dict[str, str]:
+        """Models whose files could not be hashed when that was tried last, and why."""
+        return {
+            folder.name: failed.reason
+            for folder in self._installed
+            if (failed := self._undigested.get(_key(folder))) is not None
+        }
+
     async def _find_digests(self) -> None:
         while True:
             for folder in list(self._installed):
-                if _key(folder) not in self._digests:
-                    try:
-                        found = await asyncio.to_thread(self._digest, folder)
-                    except (FleetError, OSError) as error:
-                        log.warning("card.no_digest", model=folder.name, error=str(error))
-                        found = ""
-                    self._digests[_key(folder)] = found
+                await self._find_digest(folder)
             await asyncio.sleep(_LOOK_S)
+
+    async def _find_digest(self, folder: ModelFolder) -> None:
+        """Hash its files unless they are hashed, or could not be a short while ago."""
+        key = _key(folder)
+        failed = self._undigested.get(key)
+        if key in self._digests or (failed is not None and self._monotonic() < failed.again_s):
+            return
+        try:
+            self._digests[key] = await asyncio.to_thread(self._digest, folder)
+        # Whatever is wrong with one model's files keeps no other from being hashed.
+        except Exception as error:
+            self._no_digest(folder, error)
+        else:
+            self._undigested.pop(key, None)
+
+    def _no_digest(self, folder: ModelFolder, error: Exception) -> None:
+        before = self._undigested.get(_key(folder))
+        pause_s = min(limits.DIGEST_AGAIN_MOST_S, 2 * before.pause_s) if before else limits.DIGEST_AGAIN_S
+        reason = str(error) or type(error).__name__
+        log.warning("card.no_digest", model=folder.name, error=reason, again_in_s=pause_s)
+        self._undigested[_key(folder)] = _FailedDigest(reason, pause_s, self._monotonic() + pause_s)
 
     def _digest(self, folder: ModelFolder) -> str:
         """Its digest. Reads files."""

@@ -53,6 +53,18 @@ def ollama(status: DaemonStatus) -> list[Finding]:
     ]
 
 
+def digests(status: DaemonStatus) -> list[Finding]:
+    """Warn of models whose files could not be hashed."""
+    return [
+        warn(
+            f"model {one_line(name)}",
+            f"Its files could not be hashed, so other machines do not help with it: {one_line(why)}",
+            f"`fleetctl models verify {one_line(name)}` reads them now; the daemon tries again by itself.",
+        )
+        for name, why in status.undigested.items()
+    ]
+
+
 def engines(status: DaemonStatus) -> list[Finding]:
     """Check that each loaded model makes progress."""
     found = [_engine(engine) for engine in status.engines]

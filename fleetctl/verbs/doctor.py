@@ -144,6 +144,7 @@ def _checks(address: Address, client: Client, status: DaemonStatus | None) -> It
         known = status
         yield "power", lambda: checks_daemon.power(known)
         yield "ollama", lambda: checks_daemon.ollama(known)
+        yield "models", lambda: checks_daemon.digests(known)
         yield "engines", lambda: checks_daemon.engines(known)
         yield "the fleet", lambda: checks_fleet.check(client)
         yield "the default model", lambda: checks_daemon.default_model(client, known)

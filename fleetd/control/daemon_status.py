@@ -204,7 +204,8 @@ class PowerView(msgspec.Struct, frozen=True):
 class DaemonStatus(msgspec.Struct, frozen=True):
     """The whole body. ``http`` is None where the daemon listens on its socket alone; ``ollama``: the address
     at which Ollama's clients need no token, None without one; ``ollama_missing``: why there is none although
-    the settings ask for one."""
+    the settings ask for one. ``undigested``: models whose files could not be hashed, and why; no work with
+    these is shared."""
 
     version: str = ""
     pid: int = 0
@@ -217,6 +218,7 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     ready: bool = False
     draining: bool = False
     default_model: str = ""
+    undigested: dict[str, str] = {}
     machine: HardwareReading = HardwareReading()
     memory: MemoryBudget = MemoryBudget()
     engines: list[EngineStatus] = []

@@ -215,7 +215,7 @@ class Scheduler(ComputeLoop):
     @property
     def _idles(self) -> bool:
         """True where the daemon has given time for the search of a profile, and nothing is asked for."""
-        within = self._idle_until_s > 0 and time.monotonic() < self._idle_until_s
+        within = self._idle_until_s > 0 and self._search.due_s <= time.monotonic() < self._idle_until_s
         return within and self._search.state.left > 0 and not self._waiting and not self._occupied
 
     def _idle_step(self) -> None:

@@ -431,6 +431,17 @@ def test_an_address_for_ollamas_clients_that_is_taken() -> None:
     assert (level(finding), taken in finding.what) == ("warn", True)
 
 
+def test_models_whose_files_could_not_be_hashed() -> None:
+    assert checks_daemon.digests(DaemonStatus()) == []
+    wrong = {"a": "No such device", "b\x1b[31m": "Permission denied"}
+    found = checks_daemon.digests(read(STATUS | {"undigested": wrong}, DaemonStatus))
+    assert [(level(finding), finding.name) for finding in found] == [
+        ("warn", "model a"),
+        ("warn", "model b\\x1b[31m"),
+    ]
+    assert "No such device" in found[0].what
+
+
 def test_a_machine_that_may_sleep_while_it_computes() -> None:
     assert checks_daemon.power(DaemonStatus()) == []
     refused = read(STATUS | {"power": {"held": False, "refused": "the battery is at 20%"}}, DaemonStatus)

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Profile
 from fleetd.engine.scoring.known_profiles import ProfileStore
+from fleetd.errors import ModelCorrupt
 from fleetd.hardware.memory import MemoryReading, budget
 from fleetd.models.folder import ModelFolder
-from fleetd.own_card import CardMaker
+from fleetd.own_card import CardMaker, _key
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -150,6 +152,36 @@ async def test_digests_are_found_also_without_a_fleet() -> None:
         while not (models := daemon.maker.card().models) or models[0].digest != "d":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         running.cancel()
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("error", [OSError("no device"), ModelCorrupt("no header"), ValueError("odd")])
+async def test_a_digest_that_failed_is_tried_again_after_growing_pauses_and_people_are_told(
+    error: Exception,
+) -> None:
+    """Also where a library raises what nobody thought of: the next model is hashed all the same."""
+    daemon, now_s, tries, fails = CardDaemon(alone=True), 0.0, list[float](), True
+
+    def digest(folder: ModelFolder) -> str:
+        tries.append(now_s)
+        if fails:
+            raise error
+        return "d"
+
+    maker, again_s = daemon.maker, limits.DIGEST_AGAIN_S
+    maker._models.digest = digest  # type: ignore[method-assign,assignment]
+    maker._installed, maker._monotonic = [FOLDER], lambda: now_s
+    for at_s in (0.0, again_s - 1, again_s, 3 * again_s - 1, 3 * again_s, 4 * again_s):
+        now_s = at_s
+        await maker._find_digest(FOLDER)
+        assert (daemon.model.digest, maker.undigested) == ("", {"m": str(error)})
+    assert tries == [0.0, again_s, 3 * again_s]
+    now_s = 1e6
+    await maker._find_digest(FOLDER)
+    assert maker._undigested[_key(FOLDER)].again_s == now_s + 8 * again_s
+    fails, now_s = False, 2e6
+    await maker._find_digest(FOLDER)
+    assert (daemon.model.digest, maker.undigested) == ("d", {})
 
 
 @pytest.mark.one_loop

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tiny_architectures import OWN, VOCAB, tiny
 
+from fleetd import limits
 from fleetd.compression.token_scores import SegmentScores, log_sum_exp, merge
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.protocol import (
@@ -613,6 +614,28 @@ def test_a_search_that_fails_ends(bench: ScoringBench, monkeypatch: pytest.Monke
     failed = bench.of("a")[-1]
     assert isinstance(failed, Failed)
     assert "no such kernel" in failed.message
+
+
+@pytest.mark.usefixtures("short_search")
+def test_a_search_that_found_no_memory_begins_anew_after_growing_pauses(
+    bench: ScoringBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, search, step = 100.0, bench.search, AttentionPass.step
+    search.clock = lambda: now_s
+
+    def short(*_: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    monkeypatch.setattr(AttentionPass, "step", short)
+    for pause_s in (limits.SEARCH_AGAIN_S, 2 * limits.SEARCH_AGAIN_S):
+        search.step(64)
+        assert search.due_s == now_s + pause_s
+        assert search.state.state == "unmeasured"
+        now_s = search.due_s
+    monkeypatch.setattr(AttentionPass, "step", step)
+    while search.state.left:
+        search.step(64)
+    assert search.state.state in ("ready", "unable")
 
 
 DIGEST = "ab" * 32

@@ -9,20 +9,26 @@ texts that bring no profile are refused with ``ScorerNotReady``.
 
 from __future__ import annotations
 
-import traceback
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fleetd import limits
+from fleetd.engine.failures import typed
 from fleetd.engine.protocol import Profile, ScoringState
 from fleetd.engine.scoring.attention_pass import AttentionTap
 from fleetd.engine.scoring.head_profile import LEAST_FOUND, Profiling
 from fleetd.engine.scoring.known_profiles import SEARCH_TOKENS, ProfileStore
-from fleetd.errors import FleetError, InvalidValue, ModelUnsupported, ScorerNotReady
+from fleetd.errors import FleetError, InvalidValue, ModelUnsupported, OutOfMemory, ScorerNotReady
 
 
 @dataclass(kw_only=True)
 class ProfileSearch:
-    """``digest`` and ``device`` are what the profile is known under, in ``known``."""
+    """``digest`` and ``device`` are what the profile is known under, in ``known``.
+
+    ``due_s``: from then on the search may go on, by ``clock``.
+    """
 
     model: Any
     tokenizer: Any
@@ -30,6 +36,9 @@ class ProfileSearch:
     known: ProfileStore = field(default_factory=ProfileStore)
     digest: str = ""
     device: str = "cpu"
+    clock: Callable[[], float] = time.monotonic
+    due_s: float = field(default=0.0, init=False)
+    _pause_s: float = field(default=limits.SEARCH_AGAIN_S, init=False)
     _tap: AttentionTap | None = field(default=None, init=False)
     _profile: Profile | None = field(default=None, init=False)
     _failure: FleetError | None = field(default=None, init=False)
@@ -79,18 +88,30 @@ class ProfileSearch:
         return self._profile
 
     def step(self, chunk_tokens: int) -> None:
-        """Go on with the search by about so many tokens. An error ends it: this model then scores nothing."""
+        """Go on with the search by about so many tokens.
+
+        An error ends it: this model then scores nothing. If memory was short, it begins anew at ``due_s``.
+        """
         try:
             self._search(chunk_tokens)
         except ModelUnsupported as error:
             self._failure = error
             # Known from then on, so that another model is chosen before this one is loaded again.
             self.known.keep(self.digest, self.device, Profile([], 0, False, 0))
-        except FleetError as error:
-            self._failure = error
         except Exception as error:
-            traceback.print_exc()
-            self._failure = ModelUnsupported(f"This model could not be measured for scoring: {error}.")
+            known = typed(error, "This model could not be measured for scoring")
+            if isinstance(known, OutOfMemory):
+                self._later()
+            elif known is error:
+                self._failure = known
+            else:
+                self._failure = ModelUnsupported(f"This model could not be measured for scoring: {error}.")
+
+    def _later(self) -> None:
+        """Memory was short, which may pass: begin anew after a pause, longer each time."""
+        self._profiling, self._done = None, 0
+        self.due_s = self.clock() + self._pause_s
+        self._pause_s = min(limits.SEARCH_AGAIN_MOST_S, 2 * self._pause_s)
 
     def _search(self, chunk_tokens: int) -> None:
         # One short text's keys at a time: no more than is kept free for working in.
