@@ -20,7 +20,15 @@ from fleetd.engine.guests import Guests
 from fleetd.engine.idle_calibration import IdleCalibration
 from fleetd.engine.inbox import Inbox, Item, Stop
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.protocol import AssistPrefill, Cancel, FreeMemory, Heartbeat, Report, StreamTag
+from fleetd.engine.protocol import (
+    AssistPrefill,
+    Cancel,
+    FreeMemory,
+    Heartbeat,
+    Report,
+    StreamTag,
+    TakenElsewhere,
+)
 from fleetd.engine.shared_prefill.helper_guests import HelperGuests
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.streams.handed_over import HandedOverStreams
@@ -130,6 +138,8 @@ class ComputeLoop(ABC):
                 self._cancel_guest(task_id)
             case FreeMemory(prompts):
                 self._free_memory(prompts)
+            case TakenElsewhere(n_bytes):
+                self._lose(n_bytes)
             case _:
                 pass  # for workers that have the whole model
 
@@ -137,6 +147,10 @@ class ComputeLoop(ABC):
         """Give back what is kept for later only; a loop that keeps prompts overrides it."""
         mx.clear_cache()
         self._heartbeat_at = 0.0
+
+    def _lose(self, n_bytes: int) -> None:
+        """Other workers hold so much of what this one was given."""
+        self.budget.taken_elsewhere_bytes = n_bytes
 
     def _cancel_guest(self, task_id: str) -> bool:
         """End a guest's task. False if there is none with this id."""

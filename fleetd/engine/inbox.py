@@ -17,6 +17,7 @@ from fleetd.engine.protocol import (
     IdleTime,
     PrefillAlone,
     PrefillShared,
+    TakenElsewhere,
     WriteNow,
 )
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
@@ -35,6 +36,7 @@ Item = (
     | AssistPrefill
     | DraftFor
     | FreeMemory
+    | TakenElsewhere
     | WriteNow
     | IdleTime
     | Cancel

@@ -44,12 +44,17 @@ class KvBudget:
     set of requests is the size of its longest one for each; what is lent to other machines' prompts, which
     are never in a batch, is counted as it is.
 
+    ``taken_elsewhere_bytes``: of the budget, what other workers hold by now. Requests that run may still grow
+    to the end of the budget, and one that finds nothing running may have all of it, for it would wait for
+    ever; others wait until what is left fits them.
+
     ``on_change`` hears of what is promised in all, in bytes, before any of it is used.
     """
 
     budget_bytes: int
     sizes: StateSizes
     on_change: Callable[[int], None] = lambda used_bytes: None
+    taken_elsewhere_bytes: int = 0
     _tokens: dict[str, int] = field(default_factory=dict)
     _lent: dict[str, int] = field(default_factory=dict)
 
@@ -73,10 +78,11 @@ class KvBudget:
 
     def lend(self, name: str, n_bytes: int) -> None:
         """Promise bytes to a part of another machine's prompt. Raises OutOfMemory; it would not wait."""
-        if self.used_bytes + n_bytes > self.budget_bytes:
+        left = self.budget_bytes - self.taken_elsewhere_bytes - self.used_bytes
+        if n_bytes > left:
             raise OutOfMemory(
                 f"This part of a prompt needs {human(n_bytes)} of KV cache; "
-                f"{human(self.budget_bytes - self.used_bytes)} of {human(self.budget_bytes)} are free.",
+                f"{human(max(0, left))} of {human(self.budget_bytes)} are free.",
                 hint="The machine that answers does it alone, or with others.",
             )
         self._lent[name] = n_bytes
@@ -88,7 +94,9 @@ class KvBudget:
 
     def take(self, request: str, tokens: int) -> bool:
         """Promise ``tokens`` to a request, new or growing. False, and nothing changes, if they do not fit."""
-        if self.price(request, tokens) > self.budget_bytes:
+        waits = request not in self._tokens and (self._tokens or self._lent)
+        most = self.budget_bytes - (self.taken_elsewhere_bytes if waits else 0)
+        if self.price(request, tokens) > most:
             return False
         self._tokens[request] = tokens
         self.on_change(self.used_bytes)

@@ -93,6 +93,7 @@ class EnginePool:
         while True:
             await asyncio.sleep(_CHECK_S)
             self.use_idle_time()
+            self.share_memory()
             await self.relieve(self.pressure())
             for name, engine in list(self._engines.items()):
                 await engine.check()
@@ -149,8 +150,22 @@ class EnginePool:
     @property
     def held_bytes(self) -> int:
         """What all workers hold of the device's memory, rounded up: it changes a little with each token."""
-        held = sum(engine.memory_bytes for engine in (*self._engines.values(), *self._ending))
+        return self._held_besides(None)
+
+    def _held_besides(self, besides: EngineProcess | None) -> int:
+        workers = (*self._engines.values(), *self._ending)
+        held = sum(engine.claimed_bytes for engine in workers if engine is not besides)
         return -(-held // _HELD_STEP_BYTES) * _HELD_STEP_BYTES
+
+    def share_memory(self) -> None:
+        """Called every second or so: tell each worker what others have taken of what it was given.
+
+        One that is loaded later is given what is left then; the earlier ones have as much less.
+        """
+        if self.options.overcommit and not self.options.max_memory_bytes:
+            return
+        for engine in self._engines.values():
+            engine.taken_elsewhere(max(0, self._held_besides(engine) - engine.settings.held_bytes))
 
     # ---- idle time -------------------------------------------------------------------------------------
 

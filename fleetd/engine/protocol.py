@@ -6,6 +6,7 @@ unknown tags are a bug and raise.
 
     daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), FetchBlocks (after
                       a Lacking), AssistPrefill, Score, DraftFor, Cancel, IdleTime, FreeMemory, WriteNow,
+                      TakenElsewhere,
                       Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, MeasuredAgain*, then for each Generate:
                       Tokenized, Accepted (Lacking and Fetched before it or after it), Prefill*, Shared?,
@@ -304,6 +305,12 @@ class FreeMemory(msgspec.Struct, frozen=True, tag="free"):
     and values that are kept for later prompts."""
 
     prompts: bool
+
+
+class TakenElsewhere(msgspec.Struct, frozen=True, tag="taken"):
+    """So much more than when this worker was loaded is held by other workers of this machine, in bytes."""
+
+    n_bytes: Count
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -731,6 +738,7 @@ Command = (
     | Cancel
     | IdleTime
     | FreeMemory
+    | TakenElsewhere
     | WriteNow
     | Shutdown
 )

@@ -92,6 +92,7 @@ class Scheduler(ComputeLoop):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._prefix_bytes = self.prefix.max_bytes
         # Streams of drafts, for and from other machines; ``streams`` has all others.
         self._draft_streams = HandedOverStreams(self.inbox.wake, eager=True)
         self._shared = SharedPrompts(self.model, self.sharable, self.prefix, self.streams, self.emit)
@@ -269,6 +270,12 @@ class Scheduler(ComputeLoop):
             if self.disk is not None:
                 self.disk.free_memory()
         super()._free_memory(prompts)
+
+    def _lose(self, n_bytes: int) -> None:
+        # Old prompts give way first.
+        self.prefix.max_bytes = max(0, self._prefix_bytes - n_bytes)
+        self.prefix.trim(self.prefix.max_bytes)
+        super()._lose(max(0, n_bytes - self._prefix_bytes))
 
     def _decide(self, decision: PrefillShared | PrefillAlone) -> None:
         """The daemon says how a waiting prompt is prefilled."""

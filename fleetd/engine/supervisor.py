@@ -48,6 +48,7 @@ from fleetd.engine.protocol import (
     ScoringState,
     Shutdown,
     StreamTag,
+    TakenElsewhere,
     Tokenized,
     WriteNow,
 )
@@ -100,6 +101,7 @@ class EngineProcess:
         self._on_exit = on_exit
         self._on_work = on_work
         self._heartbeat = Heartbeat(0)
+        self._taken_elsewhere = 0
         self._streams: dict[str, asyncio.Queue[Event | FleetError]] = {}
         # Requests whose prompt the worker prepares, with the time they were sent; and those it has not
         # accepted yet.
@@ -298,6 +300,12 @@ class EngineProcess:
         """Let the worker give back buffers that it keeps for reuse and, if ``prompts``, kept prompts."""
         self._send(FreeMemory(prompts))
 
+    def taken_elsewhere(self, n_bytes: int) -> None:
+        """Tell the worker how much more other workers hold than when it was loaded."""
+        if n_bytes != self._taken_elsewhere and self.state == "ready":
+            self._taken_elsewhere = n_bytes
+            self._send(TakenElsewhere(n_bytes))
+
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Hand a connected socket to the worker; it is closed here in any case. Raises EngineDied."""
         if self.state != "ready" or self._socket_sender is None:
@@ -306,7 +314,15 @@ class EngineProcess:
         await self._socket_sender.give(tag, sock)
 
     def _send(
-        self, command: PrefillShared | PrefillAlone | FetchBlocks | IdleTime | FreeMemory | WriteNow | Cancel
+        self,
+        command: PrefillShared
+        | PrefillAlone
+        | FetchBlocks
+        | IdleTime
+        | FreeMemory
+        | TakenElsewhere
+        | WriteNow
+        | Cancel,
     ) -> None:
         if self.state == "ready" and self._writer is not None:
             # A worker that is gone is noticed where its answers are awaited.
@@ -426,6 +442,13 @@ class EngineProcess:
         if self._process is None or self._process.returncode is not None:
             return 0
         return self._heartbeat.memory_bytes or (self.facts.weights_bytes if self.facts is not None else 0)
+
+    @property
+    def claimed_bytes(self) -> int:
+        """The same, with what running requests were promised and do not use yet; nothing while it loads."""
+        heartbeat, weights = self._heartbeat, self.facts.weights_bytes if self.facts is not None else 0
+        held = self.memory_bytes
+        return max(held, weights + heartbeat.kv_bytes + heartbeat.prefix_bytes) if held else 0
 
     @property
     def disk_note(self) -> str:

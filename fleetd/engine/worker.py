@@ -48,6 +48,7 @@ from fleetd.engine.protocol import (
     Report,
     Score,
     Shutdown,
+    TakenElsewhere,
     WriteNow,
 )
 from fleetd.engine.settings import WorkerSettings
@@ -207,7 +208,7 @@ class Front:
                         self._compute.tell(command)
                     case PrefillShared() | PrefillAlone() | FetchBlocks() | AssistPrefill() | DraftFor():
                         self._compute.tell(command)
-                    case IdleTime() | FreeMemory() | WriteNow():
+                    case IdleTime() | FreeMemory() | TakenElsewhere() | WriteNow():
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()

@@ -13,6 +13,7 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import OutOfMemory
 from fleetd.limits import GIB, MIB
 from fleetd.models.memory_need import WORKING_BYTES
+from fleetd.plan.state_sizes import StateSizes
 
 NAMES = st.sampled_from("abcd")
 
@@ -111,3 +112,23 @@ def test_a_prefix_cache_is_bounded_by_what_is_left_and_leaves_room_for_new_promp
     assert shares.prefix + shares.sequences == left
     none = MemoryShares.of(GIB, MemoryBudget(usable_bytes=GIB), settings)
     assert (none.prefix, none.sequences) == (0, 0)
+
+
+def test_new_requests_wait_for_what_other_workers_hold_and_none_waits_alone() -> None:
+    told: list[int] = []
+    budget = KvBudget(100, StateSizes(1), told.append)
+    budget.taken_elsewhere_bytes = 60
+    assert budget.take("a", 30)
+    assert not budget.take("b", 11)
+    # It runs already: its answer is not cut off.
+    assert budget.take("a", 100)
+    with pytest.raises(OutOfMemory, match="0 MiB of 0 MiB are free"):
+        budget.lend("guest", 1)
+    budget.give_back("a")
+    assert budget.take("b", 90), "nothing else runs: it would wait for ever"
+    budget.give_back("b")
+    budget.lend("guest", 40)
+    assert not budget.take("c", 1)
+    budget.taken_elsewhere_bytes = 0
+    assert budget.take("c", 60)
+    assert told == [30, 100, 0, 90, 0, 40, 100]

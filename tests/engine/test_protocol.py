@@ -53,6 +53,7 @@ from fleetd.engine.protocol import (
     Shared,
     Shutdown,
     StepTime,
+    TakenElsewhere,
     TextPrompt,
     Timings,
     Tokenized,
@@ -83,6 +84,7 @@ COMMANDS: list[Any] = [
     Cancel("a"),
     IdleTime(2.5),
     FreeMemory(True),
+    TakenElsewhere(1 << 40),
     WriteNow(),
     Shutdown(),
 ]

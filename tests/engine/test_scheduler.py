@@ -39,6 +39,7 @@ from fleetd.engine.protocol import (
     Report,
     Sampling,
     ScoringState,
+    TakenElsewhere,
     TextPrompt,
     TokenPrompt,
 )
@@ -446,6 +447,26 @@ def test_a_request_in_the_middle_of_a_measurement_is_answered_as_without_it(
     (found,) = told
     assert isinstance(found, MeasuredAgain)
     assert found.prefill_tok_s > 1
+
+
+def test_what_other_workers_take_is_taken_from_old_prompts_first_and_given_back(
+    parts: tuple[Any, Any],
+) -> None:
+    bench = SchedulerBench(parts)
+    scheduler = bench.scheduler
+    most, budget = scheduler.prefix.max_bytes, scheduler.budget
+    bench.submit("a", "<hello>")
+    bench.finish()
+    kept = scheduler.prefix.nbytes
+    for taken, prefix, others in ((most - kept, kept, 0), (most + 7, 0, 7), (0, most, 0)):
+        scheduler.tell(TakenElsewhere(taken))
+        bench.turn()
+        assert (scheduler.prefix.max_bytes, budget.taken_elsewhere_bytes) == (prefix, others)
+        assert len(scheduler.prefix) == (taken == most - kept)
+        scheduler.prefix.validate()
+    bench.submit("b", "<hello>")
+    bench.finish()
+    assert len(scheduler.prefix) == 1
 
 
 @pytest.mark.parametrize(("prompts", "kept"), [(False, 1), (True, 0)])

@@ -25,6 +25,7 @@ from fleetd.engine.protocol import (
     AssistPrefill,
     Event,
     Finished,
+    Heartbeat,
     Loading,
     PrefillShared,
     StreamTag,
@@ -592,3 +593,32 @@ async def test_who_waits_for_a_load_hears_that_it_was_never_started(
         async for _ in waiting:
             pass
     assert [status.model for status in pool.status()] == ["second"]
+
+
+@pytest.mark.one_loop
+async def test_earlier_workers_hear_what_later_ones_take_of_what_they_were_given(
+    pool: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker claims what its requests were promised, too."""
+    behave("answers")
+    told: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        EngineProcess, "taken_elsewhere", lambda engine, n: told.append((engine.settings.name, n))
+    )
+    await pool.load(FOLDER)
+    pool.share_memory()
+    assert told.pop() == ("fake", 0)
+    await pool.load(folder_of(Path("/nowhere"), "second"))
+    first = pool._engines["fake"]
+    pool.share_memory()
+    assert told == [("fake", 256 * limits.MIB), ("second", 0)]
+    first._on_heartbeat(Heartbeat(1, kv_bytes=limits.GIB, prefix_bytes=limits.GIB, memory_bytes=5), 0.0)
+    assert first.claimed_bytes == 1 + 2 * limits.GIB
+    told.clear()
+    pool.share_memory()
+    # Of which it had 256 MiB, rounded, when the second one was loaded.
+    assert told == [("fake", 256 * limits.MIB), ("second", 2 * limits.GIB)]
+    await pool.unload("second")
+    told.clear()
+    pool.share_memory()
+    assert told == [("fake", 0)]
