@@ -106,9 +106,9 @@ RENDER_S = 30.0
 RENDERED_CHARS = 64 * MIB
 # Memory beside the model's own that a template may take, and the code that builds a model from its config.
 RENDER_BYTES = GIB
-# A template that leaves more behind than its text has made garbage that refers to itself; the largest texts
-# leave less.
-RENDER_LEFT_BYTES = 256 * MIB
+# Where more is left after a template than the text of a large agent's prompt takes, its garbage refers to
+# itself and is collected, in some 50 ms.
+RENDER_LEFT_BYTES = 64 * MIB
 BUILD_BYTES = 4 * GIB
 # Where no address-space limit holds such code, how often the daemon looks at its memory: a template that
 # grows as fast as memory is copied has some hundred MiB more by then.

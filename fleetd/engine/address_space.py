@@ -8,16 +8,13 @@ at the worker's memory (``memory_watch``).
 
 from __future__ import annotations
 
-import gc
 import resource
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-
-from fleetd import limits
 
 _PAGES = Path("/proc/self/statm")
 
@@ -65,20 +62,9 @@ def at_most(more_bytes: int, device: str = "cpu") -> Iterator[None]:
 
 @contextmanager
 def narrowed(more_bytes: int) -> Iterator[None]:
-    """``at_most`` for a part of what is bounded already; where nothing is, this bounds nothing either.
-
-    Much that is left behind is collected, for the next bound counts from what there is then.
-    """
-    if not _bounds:
+    """``at_most`` for a part of what is bounded already; where nothing is, this bounds nothing either."""
+    with at_most(more_bytes) if _bounds else nullcontext():
         yield
-        return
-    before = _mapped_bytes()
-    try:
-        with at_most(more_bytes):
-            yield
-    finally:
-        if _mapped_bytes() - before > limits.RENDER_LEFT_BYTES:
-            gc.collect()
 
 
 def promised(n_bytes: int) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fleetd import limits
 from fleetd.engine import address_space
 from fleetd.errors import BadRequest
+from fleetd.hardware.memory import resident_bytes
 from fleetd.models.memory_need import WORKING_BYTES
 
 
@@ -17,7 +21,7 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, **o
     Raises what the template raises; MemoryError where it takes too much and the process is bounded
     (``address_space``), BadRequest where its text is too long.
     """
-    with address_space.narrowed(limits.RENDER_BYTES + WORKING_BYTES):
+    with _collected(), address_space.narrowed(limits.RENDER_BYTES + WORKING_BYTES):
         try:
             text = str(
                 tokenizer.apply_chat_template(
@@ -33,3 +37,14 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, **o
             f"The rendered prompt has {size} characters; at most {limits.RENDERED_CHARS} are allowed."
         )
     return text
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """Much that is left behind is collected at the end: the next bound counts from what there is then."""
+    before = resident_bytes(os.getpid())
+    try:
+        yield
+    finally:
+        if resident_bytes(os.getpid()) - before > limits.RENDER_LEFT_BYTES:
+            gc.collect()
