@@ -15,7 +15,7 @@ class ProcessWork(msgspec.Struct, frozen=True):
 
 
 def work_of(pid: int) -> ProcessWork:
-    """Of a process that is gone: nothing."""
+    """What a process has done by now; nothing if it is gone."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():

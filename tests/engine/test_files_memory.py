@@ -76,20 +76,20 @@ MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 GROWS = "{% set all.y = 'x' * 64 * 2 ** 20 %}{{ x.y.z }}"
 
 
-class Held(list[str]):
+class TemplateHeld(list[str]):
     """What a template takes hold of; unlike a list it can be referred to weakly."""
 
 
 class Tokenizer:
-    """``held``: the ``Held`` of its last rendering."""
+    """``held``: the ``TemplateHeld`` of its last rendering."""
 
-    held: weakref.ref[Held]
+    held: weakref.ref[TemplateHeld]
 
     def __init__(self, template: str) -> None:
         self._template = template
 
     def apply_chat_template(self, messages: Any, **options: Any) -> str:
-        held = Held()
+        held = TemplateHeld()
         self.held = weakref.ref(held)
         text: str = render_jinja_template([messages], chat_template=self._template, held=held)[0][0]
         return text
