@@ -39,6 +39,7 @@ from fleetd.home import paths
 from fleetd.home.durable import PRIVATE_FILE
 from fleetd.home.paths import HomeFolder
 from fleetd.host_port import host_port
+from fleetd.models import file_threads
 from fleetd.models.catalog import CATALOG
 from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
@@ -202,7 +203,7 @@ class Daemon:
         """Load the pinned models one by one: each needs the disk, and its load says what memory is left."""
         for name in sorted(self._machine.pinned.names):
             try:
-                await self._machine.pool.load(await asyncio.to_thread(self._machine.models.resolve, name))
+                await self._machine.pool.load(await file_threads.look(self._machine.models.resolve, name))
             except FleetError as error:
                 log.warning("pinned.not_loaded", model=name, code=error.code, error=error.message)
 
@@ -318,9 +319,13 @@ class Daemon:
     async def _drain(self) -> None:
         """Wait for running answers; at most DRAIN_S, and not at all after a second signal."""
         waits = [asyncio.create_task(self._runner.drained()), asyncio.create_task(self._wait_hurry())]
+        # Who waits for files until then waits for a disk that does not answer.
+        looks = asyncio.get_running_loop().call_later(limits.STOP_S, file_threads.abandon)
         try:
             await asyncio.wait(waits, timeout=limits.DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            looks.cancel()
+            file_threads.abandon()
             for wait in waits:
                 wait.cancel()
 

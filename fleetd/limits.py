@@ -763,6 +763,8 @@ AGENT_TIMEOUT_S = 3600.0
 MODEL_CONFIG_BYTES = 4 * MIB
 MODEL_FILES = 10_000  # entries in one model folder, at any depth
 MODEL_NAME_CHARS = 200
+# Threads that look models up, and that hash them. More at once would only wait for the same disk.
+FILE_LOOKS, FILE_HASHES = 8, 4
 OTHER_STORE_MODELS = 1_000  # looked at in another program's folders: a listing takes a moment, not a minute
 # Up to this size a model is hashed again at every load: half a second buys certainty. Above it only when a
 # file's size, time or inode changed, or when asked.

@@ -18,6 +18,7 @@ from fleetd.control.daemon_status import EngineStatus, HardwareReading, MemoryBu
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import FleetError
 from fleetd.limits import MIB
+from fleetd.models import file_threads
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import needed_bytes
@@ -161,7 +162,7 @@ class CardMaker:
         while True:
             self._look.clear()
             try:
-                self._installed, known = await asyncio.to_thread(self._listed)
+                self._installed, known = await file_threads.look(self._listed)
                 self._digests |= known
             except (FleetError, OSError) as error:
                 log.warning("card.models_unreadable", error=str(error))
@@ -207,7 +208,7 @@ class CardMaker:
         if key in self._digests or (failed is not None and self._monotonic() < failed.again_s):
             return
         try:
-            self._digests[key] = await asyncio.to_thread(self._digest, folder)
+            self._digests[key] = await file_threads.read_whole(self._digest, folder)
         # Whatever is wrong with one model's files keeps no other from being hashed.
         except Exception as error:
             self._no_digest(folder, error)

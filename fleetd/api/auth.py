@@ -11,7 +11,6 @@ the pages that are not. The token would stop all of them; these checks hold when
 
 from __future__ import annotations
 
-import hmac
 import os
 import re
 import socket
@@ -23,7 +22,8 @@ from fleetd.api.context import SERVICES, is_open
 from fleetd.api.deadlines import connection, is_trusted, needs_token
 from fleetd.api.page import access
 from fleetd.api.services import Services
-from fleetd.errors import Forbidden, NotFound, Unauthorized, UnsupportedMediaType
+from fleetd.api.token import check_token
+from fleetd.errors import Forbidden, NotFound, UnsupportedMediaType
 from fleetd.peercred import peer_uid
 
 CONTROL_PREFIX = "/fleet/"
@@ -47,7 +47,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if by_page:
             access.check(request)
         elif needs_token(request):
-            _check_token(request, services)
+            check_token(request)
         if (made := connection(request)) is not None:
             made.authenticated()
         if request.path.startswith(CONTROL_PREFIX) and not by_page:
@@ -104,35 +104,6 @@ def _check_site(request: web.Request, services: Services) -> None:
     if site not in ("same-origin", "none") and not access.is_visit(request):
         services.metrics.auth_failure("fetch_site")
         raise Forbidden("Web pages of other sites may not call.")
-
-
-def require_token(request: web.Request) -> None:
-    """Refuse a change of this machine's disk that comes without the token, also where others need none.
-
-    Raises Unauthorized, or Forbidden if the settings have turned the token off.
-    """
-    services = request.app[SERVICES]
-    if is_trusted(request):
-        return
-    if not services.token:
-        raise Forbidden(
-            "Models are fetched and deleted by clients that show a token, and the settings turn it off.",
-            hint="Use `fleetctl models`.",
-        )
-    _check_token(request, services)
-
-
-def _check_token(request: web.Request, services: Services) -> None:
-    if not services.token:
-        return
-    scheme, _, credentials = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-    given = credentials.strip() if scheme.lower() == "bearer" else ""
-    # Anthropic's clients, then Azure's.
-    given = given or request.headers.get("x-api-key", "") or request.headers.get("api-key", "")
-    if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), services.token.encode()):
-        services.metrics.auth_failure("token")
-        what = "The token is wrong." if given else "A token is needed: Authorization: Bearer TOKEN."
-        raise Unauthorized(what, hint="`fleetctl env` prints the address and the key.")
 
 
 def _check_content_type(request: web.Request) -> None:

@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 
 from fleetd import limits
-from fleetd.api import smart_prefill_reports
+from fleetd.api import smart_prefill_reports, token
 from fleetd.api.body import json_answer
 from fleetd.api.choices import Choices
 from fleetd.api.context import SERVICES
@@ -61,6 +61,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
 def _choices(request: web.Request, work: GenerationRequest) -> Choices:
     services = request.app[SERVICES]
+    token.check_model(request, work.model)
     origin: Origin = "socket" if is_trusted(request) else "http"
     jobs = [
         Job(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from fleetd.api import token
 from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.anthropic.models import info, page
 from fleetd.api.body import json_answer
@@ -23,6 +24,7 @@ async def index(request: web.Request) -> web.StreamResponse:
 async def show(request: web.Request) -> web.StreamResponse:
     """Raises ModelNotFound with the nearest names."""
     name = request.match_info["id"].rstrip("/")
+    token.check_model(request, name)
     found = await one_model(request.app[SERVICES], name)
     if dialect_of(request) is ANTHROPIC:
         return json_answer(info(found, name))

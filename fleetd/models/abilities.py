@@ -11,6 +11,7 @@ from fleetd import limits
 from fleetd.errors import ModelCorrupt
 from fleetd.models.catalog import CatalogEntry
 from fleetd.models.folder import read_json
+from fleetd.models.opening import read_regular
 
 # What a chat template writes around calls → the format's name, as the catalog has it. All of a row's texts
 # stand in the template; the first row that does wins.
@@ -72,8 +73,7 @@ def read_template(folder: Path) -> str:
 def _template(folder: Path, _jinja_ns: int, _config_ns: int) -> str:
     """The template, kept for files of these times: models are listed often, and the files are long."""
     try:
-        with (folder / "chat_template.jinja").open(encoding="utf-8") as file:
-            return file.read(limits.MODEL_CONFIG_BYTES)
+        return read_regular(folder / "chat_template.jinja", limits.MODEL_CONFIG_BYTES).decode()
     except (OSError, UnicodeDecodeError):
         pass
     try:

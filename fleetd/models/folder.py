@@ -10,6 +10,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt
+from fleetd.models.opening import open_regular, read_regular
 
 Source = Literal["embedded", "hub", "folder", "added", "gguf", "lm-studio"]
 
@@ -50,7 +51,7 @@ def is_gguf(path: Path) -> bool:
     if path.suffix.lower() == ".gguf":
         return True
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(4) == b"GGUF"
     except OSError:
         return False
@@ -72,8 +73,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_json(file: Path, limit_bytes: int) -> dict[str, Any]:
     """A JSON object from a file of bounded size. Raises ModelCorrupt, naming the file."""
     try:
-        with file.open("rb") as stream:
-            raw = stream.read(limit_bytes + 1)
+        raw = read_regular(file, limit_bytes)
     except OSError as error:
         raise ModelCorrupt(
             f"{file.name} in {file.parent} cannot be read: {error.strerror}.", hint=PULL_AGAIN

@@ -13,8 +13,11 @@ from pathlib import Path
 from fleetd.errors import ModelCorrupt
 from fleetd.limits import MODEL_JSON_BYTES
 from fleetd.models.folder import read_json, weight_files
+from fleetd.models.opening import read_regular
 
 INDEX_NAME = "model.safetensors.index.json"
+# A commit has 40.
+_REF_BYTES = 256
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -37,7 +40,7 @@ def snapshot(cache: Path, hub_id: str, revision: str | None = None) -> Path | No
         if is_complete(wanted):
             return wanted
     try:
-        main = (root / "refs" / "main").read_text(encoding="ascii", errors="replace").strip()
+        main = read_regular(root / "refs" / "main", _REF_BYTES).decode("ascii", "replace").strip()
     except OSError:
         main = ""
     # The file's content becomes part of a path: only a plain name may.

@@ -18,8 +18,10 @@ from pathlib import Path
 
 from fleetd import limits
 from fleetd.errors import DiskFull
+from fleetd.home.durable import sync_folder
 from fleetd.models import manifest
 from fleetd.models.folder import Source
+from fleetd.models.opening import read_regular
 from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.verify import verify
 
@@ -27,7 +29,7 @@ PARTIAL, LOCKS = ".partial", ".locks"
 #: Ends the name of a file that has not arrived whole.
 PART = ".part"
 # Says of what the staged files are: a commit of the hub, or a digest.
-_CONTENT_FILE = ".revision"
+_CONTENT_FILE, _CONTENT_BYTES = ".revision", 256
 
 
 def partial_folder(models_dir: Path, folder: str) -> Path:
@@ -37,7 +39,7 @@ def partial_folder(models_dir: Path, folder: str) -> Path:
 def staged_content(staged: Path) -> str | None:
     """What an earlier attempt was bringing, as it told ``resume``."""
     try:
-        return (staged / _CONTENT_FILE).read_text(encoding="ascii") or None
+        return read_regular(staged / _CONTENT_FILE, _CONTENT_BYTES).decode("ascii") or None
     except (OSError, UnicodeDecodeError):
         return None
 
@@ -146,16 +148,8 @@ def publish(
         shutil.rmtree(retired, ignore_errors=True)
     else:
         staged.rename(target)
-    _sync(models_dir)
+    sync_folder(models_dir)
     return target
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _mib(count: int) -> str:

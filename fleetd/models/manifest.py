@@ -17,6 +17,7 @@ import msgspec
 from fleetd import limits
 from fleetd.errors import ModelCorrupt
 from fleetd.models.folder import PULL_AGAIN, Source
+from fleetd.models.opening import open_regular, read_regular
 
 FILE_NAME = "fleetd-manifest.json"
 _CHUNK_BYTES = 4 * limits.MIB
@@ -70,7 +71,7 @@ def part_stats(path: Path) -> dict[str, tuple[int, int, int]]:
 
 def hash_file(path: Path, progress: Callable[[int], None] = lambda count: None) -> str:
     """BLAKE3 of a file's content; ``progress`` is told of every piece. Read, not mapped: a file that shrinks
-    while it is read must end in a wrong hash, not in SIGBUS."""
+    while it is read must end in a wrong hash, not in SIGBUS. Raises ModelCorrupt if it cannot be read."""
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     hash_into(hasher, path, progress)
     return str(hasher.hexdigest())
@@ -79,10 +80,13 @@ def hash_file(path: Path, progress: Callable[[int], None] = lambda count: None) 
 def hash_into(hasher: blake3.blake3, path: Path, progress: Callable[[int], None]) -> None:
     """The same into a hash that goes on."""
     buffer = bytearray(_CHUNK_BYTES)
-    with path.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            hasher.update(memoryview(buffer)[:count])
-            progress(count)
+    try:
+        with open_regular(path) as stream:
+            while count := stream.readinto(buffer):
+                hasher.update(memoryview(buffer)[:count])
+                progress(count)
+    except OSError as error:
+        raise ModelCorrupt(f"{path} cannot be read: {error.strerror}.", hint=PULL_AGAIN) from None
 
 
 def record_files(
@@ -129,7 +133,7 @@ def save(manifest: Manifest, file: Path) -> None:
 def load(file: Path) -> Manifest | None:
     """The manifest, or None where there is none. Raises ModelCorrupt for one that cannot be read."""
     try:
-        raw = file.read_bytes()
+        raw = read_regular(file, limits.MODEL_JSON_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:

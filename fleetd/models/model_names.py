@@ -6,6 +6,8 @@ import re
 
 import msgspec
 
+from fleetd.models.names import is_path
+
 # Claude Code and Codex ask for their vendors' models whatever the address. gpt-oss is a model of its own.
 _VENDOR = re.compile(r"claude-|gpt-\d|codex-|o\d(-|$)")
 _SMALL = re.compile(r"haiku|-mini\b|-nano\b")
@@ -18,12 +20,14 @@ CLAUDE_PREFIX = "claude-fleet-"
 def untagged(name: str) -> str:
     """A name as Ollama's clients write it, in the form of names here: ``qwen3:4b`` is ``qwen3-4b``.
 
-    The tag ``latest`` says nothing. No name has a colon, but paths may.
+    The tag ``latest`` says nothing. No name has a colon, but paths may. What is no path becomes none.
     """
-    if name.startswith(("/", "~")):
+    if is_path(name):
         return name
     for host in _HUB_HOSTS:
-        name = name.removeprefix(host)
+        if is_path(rest := name.removeprefix(host)):
+            break
+        name = rest
     base, colon, tag = name.partition(":")
     if not colon or not base or not tag or tag == "latest":
         return base if tag == "latest" else name
@@ -57,7 +61,8 @@ class ModelNames(msgspec.Struct, frozen=True):
     def alias(self, name: str) -> str | None:
         """What a name stands for if no model is called so; None if it is no alias."""
         if name.startswith(CLAUDE_PREFIX):
-            return name.removeprefix(CLAUDE_PREFIX) or self.default
+            real = name.removeprefix(CLAUDE_PREFIX)
+            return None if is_path(real) else real or self.default
         if _VENDOR.match(name) is None:
             return None
         return self.small if _SMALL.search(name) else self.large

@@ -96,6 +96,8 @@ class ModelStore:
         if is_gguf(path):
             folder = self.models_dir / gguf_folder_name(path)
             known = manifest.load(folder / manifest.FILE_NAME)
+            if known is None and not path.is_file():
+                raise ModelNotFound(f"There is no file {path}.", hint="Give a GGUF file.", param="model")
             if known is None or known.origin is None or not _same_file(path, known.origin):
                 raise ModelNotFound(
                     f"{path} is not imported yet.",

@@ -49,4 +49,5 @@ def is_file_name(name: str) -> bool:
 
 
 def is_path(ref: str) -> bool:
+    """True if it is no name but a place on the disk: a person's to give, and a program's of that person."""
     return ref.startswith(("/", "~"))

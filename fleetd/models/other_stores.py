@@ -23,9 +23,12 @@ from fleetd.errors import ModelCorrupt
 from fleetd.limits import MODEL_CONFIG_BYTES, OTHER_STORE_MODELS
 from fleetd.models.folder import read_json
 from fleetd.models.hub_cache import is_complete
+from fleetd.models.opening import read_regular
 
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 _BLOB = re.compile(r"sha256[:-]([0-9a-f]{64})")
+# As long as any.
+_PATH_BYTES = 4096
 # Files of a model that came in several, after the first; and the part that reads pictures.
 _NOT_A_MODEL = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$|^mmproj", re.IGNORECASE)
 
@@ -45,7 +48,7 @@ def lm_studio_folders(environment: Mapping[str, str] = os.environ) -> list[Path]
     roots = [home / ".lmstudio", home / ".cache" / "lm-studio"]
     pointer = home / ".lmstudio-home-pointer"
     try:
-        roots.insert(0, Path(pointer.read_text(encoding="utf-8")[:4096].strip()))
+        roots.insert(0, Path(read_regular(pointer, _PATH_BYTES).decode().strip()))
     except (OSError, UnicodeDecodeError):
         pass  # LM Studio was never started here, or lies in the default place
     found: list[Path] = []

@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Never
 
@@ -18,6 +19,7 @@ import msgspec
 from fleetd import limits
 from fleetd.errors import ModelCorrupt
 from fleetd.models.folder import PULL_AGAIN
+from fleetd.models.opening import open_regular
 
 DTYPE_BYTES: dict[str, int] = {
     "BOOL": 1,
@@ -53,7 +55,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of a file on disk. Raises ModelCorrupt, naming the file."""
     try:
-        with file.open("rb") as stream:
+        with BufferedReader(open_regular(file)) as stream:
             size = stream.seek(0, 2)
             stream.seek(0)
             head = stream.read(_LENGTH.size)

@@ -18,6 +18,7 @@ from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelRefused
 from fleetd.models import hub_cache, manifest
 from fleetd.models.folder import PULL_AGAIN, read_config, read_json, weight_files
+from fleetd.models.opening import open_regular
 from fleetd.models.safetensors_header import read_header
 
 Progress = Callable[[int, int], None]
@@ -70,10 +71,15 @@ def verify(
         ModelRefused: it carries or names code.
         ModelCorrupt: it is damaged; the message names the file.
     """
-    _check_entries(path)
-    check_configs(path)
-    _check_weights(path)
-    _check_content(path, full=full, record=record, progress=progress)
+    try:
+        _check_entries(path)
+        check_configs(path)
+        _check_weights(path)
+        _check_content(path, full=full, record=record, progress=progress)
+    except OSError as error:
+        raise ModelCorrupt(
+            f"{error.filename or path} cannot be read: {error.strerror}.", hint=PULL_AGAIN
+        ) from None
 
 
 # ---- What lies in the folder -----------------------------------------------------------------------------
@@ -303,7 +309,7 @@ def _check_blob_names(path: Path, progress: Progress) -> None:
             hasher = hashlib.sha256()
         else:
             hasher = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
-        with blob.open("rb") as stream:
+        with open_regular(blob) as stream:
             while piece := stream.read(4 * limits.MIB):
                 hasher.update(piece)
                 done += len(piece)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from fleetd.errors import Draining, FleetError, ModelNotFound, Overloaded
+from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
@@ -97,4 +97,4 @@ async def model_by_digest(models: ModelStore, card: Card, model: str, digest: st
     name = next((m.name for m in card.models if m.digest == digest), None)
     if name is None:
         raise ModelNotFound(f"This machine does not have these files of {model} (any more).")
-    return await asyncio.to_thread(models.resolve, name)
+    return await file_threads.look(models.resolve, name)

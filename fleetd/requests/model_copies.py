@@ -28,6 +28,7 @@ from fleetd.errors import (
     PeerUnreachable,
     ProtocolError,
 )
+from fleetd.models import file_threads
 from fleetd.models.catalog import find
 from fleetd.models.copy import client
 from fleetd.models.copy.messages import CopyNeed, CopyOffer, offer_of
@@ -129,7 +130,7 @@ class ModelCopies:
     async def _holders(self, ref: str) -> list[tuple[str, ModelCard]]:
         """Peers that have the model, the fastest path first; of different files only the most common ones."""
         with contextlib.suppress(FleetError):
-            await asyncio.to_thread(self._models.resolve, ref)
+            await file_threads.look(self._models.resolve, ref)
             return []
         name, entry = canonical(ref), find(ref)
         pinned = entry.revision if entry is not None else None
@@ -196,7 +197,7 @@ class ModelCopies:
 
     async def _offer(self, _peer: str, body: bytes, stream: PeerStream) -> None:
         folder = await self._model(_read_wanted(body).digest)
-        stream.send(encode(await asyncio.to_thread(offer_of, self._models, folder)))
+        stream.send(encode(await file_threads.read_whole(offer_of, self._models, folder)))
 
     async def _send(self, peer: str, body: bytes, stream: PeerStream) -> None:
         order = _read_order(body)

@@ -11,6 +11,7 @@ from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.engine.protocol import ChatPrompt, Generate
 from fleetd.errors import ContextLengthExceeded, FleetError
+from fleetd.models import file_threads
 from fleetd.plan.beginnings import KeptBeginning
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import RouteQuestion
@@ -65,7 +66,7 @@ class PlanService:
             ContextLengthExceeded: no way is left because the prompt is longer than the model's context.
             ModelNotFound, NoMachine: no machine can run the model; with each machine's reason.
         """
-        model = await asyncio.to_thread(self._locate, question.model)
+        model = await file_threads.look(self._locate, question.model)
         tokens = question.tokens or len(question.text or "") // CHARS_PER_TOKEN
         cached = min(question.cached, tokens)
         ask = RouteQuestion(model.name, tokens, ANSWER_TOKENS, counted=True)

@@ -46,6 +46,7 @@ from fleetd.errors import (
     PeerWrong,
 )
 from fleetd.ledger import Ledger, Reservation
+from fleetd.models import file_threads
 from fleetd.models.catalog import check_served
 from fleetd.models.model_names import ModelNames, untagged
 from fleetd.models.model_store import ModelStore
@@ -205,7 +206,7 @@ class Runner:
         request: Request | None = None
         reservation: Reservation | None = None
         try:
-            model = await asyncio.to_thread(self.locate, job.model, job.digest)
+            model = await file_threads.look(self.locate, job.model, job.digest)
             places = await self._survey.of_job(job, model.name) if self._survey is not None else {}
             placement = self._choose(job, model, frozenset(), model.missing, places)
             request = Request(
@@ -325,7 +326,7 @@ class Runner:
             async for step in steps:
                 stage = f"{step.stage or 'downloading'} {step.file}".strip()
                 yield Loading(stage, step.done_bytes, step.total_bytes)
-        folder = await asyncio.to_thread(self._models.resolve, ref)
+        folder = await file_threads.look(self._models.resolve, ref)
         async with aclosing(self._pool.stream(folder, self._asked(request))) as events:
             async for event in events:
                 yield event

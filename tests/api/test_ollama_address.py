@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import pytest
 from api_fakes import TOKEN, FakeRunner, Site, installed_models, serve, services
 from fakes import FakePool
+from msgspec.structs import replace
 from odd_hosts import ODD_HOSTS
+
+from fleetd.errors import ModelNotFound
+from fleetd.models.names import is_path
 
 JSON = {"Content-Type": "application/json"}
 CHAT = '{"model": "smollm2-135m", "stream": false, "messages": [{"role": "user", "content": "x"}]}'
@@ -117,3 +124,69 @@ async def test_keep_alive_reaches_a_model_whose_folder_is_gone() -> None:
             assert answer.status == 200
             assert (await answer.json())["done_reason"] == "unload"
     assert pool.kept == {"gone": 0}
+
+
+# Also in disguise: as of an organisation on the hub, or of the name that Claude Code lists.
+PATHS = ["{0}", "~{0}", "hf.co/{0}", "huggingface.co/{0}", "hf.co/huggingface.co/{0}", "claude-fleet-{0}"]
+
+
+def bodies_of(model: str) -> list[tuple[str, str, Any]]:
+    said = {"role": "user", "content": "x"}
+    return [
+        ("POST", "/api/chat", {"model": model, "messages": [said], "stream": False}),
+        ("POST", "/api/chat", {"model": model, "messages": [], "keep_alive": 0}),
+        ("POST", "/api/generate", {"model": model, "prompt": "x", "stream": False}),
+        ("POST", "/api/generate", {"model": model, "keep_alive": 0}),
+        ("POST", "/api/show", {"model": model}),
+        ("POST", "/v1/chat/completions", {"model": model, "messages": [said]}),
+        ("POST", "/v1/completions", {"model": model, "prompt": "x"}),
+        ("POST", "/v1/messages", {"model": model, "messages": [said], "max_tokens": 1}),
+        ("POST", "/v1/messages/count_tokens", {"model": model, "messages": [said]}),
+        ("POST", "/v1/responses", {"model": model, "input": "x"}),
+        ("POST", "/v1/responses/input_tokens", {"model": model, "input": "x"}),
+        ("GET", f"/v1/models/{quote(model, safe='')}", None),
+    ]
+
+
+class LookedUp:
+    """A store that remembers what it was asked for; nothing is there."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def resolve(self, ref: str) -> Any:
+        self.asked.append(ref)
+        raise ModelNotFound(f"There is no folder {ref}.", param="model")
+
+    def installed(self) -> list[Any]:
+        return []
+
+    async def pull(self, ref: str) -> AsyncIterator[Any]:
+        raise AssertionError(ref)
+        yield
+
+
+@pytest.mark.parametrize(("token", "status"), [(TOKEN, 401), ("", 403)], ids=["a token", "turned off"])
+async def test_attack_no_path_is_looked_at_without_the_token(tmp_path: Path, token: str, status: int) -> None:
+    store = LookedUp()
+    given = replace(services(models=store), token=token)
+    async with serve(given, needs_token=False) as site:
+        for form in PATHS:
+            for method, path, body in bodies_of(form.format(tmp_path)):
+                got = await ask(site, JSON, path, json.dumps(body) if body else "", method)
+                # What only looks like a path stays the name of nothing.
+                assert got[0] == status or form[0] not in "{~", (path, got)
+    assert not [ref for ref in store.asked if is_path(ref)]
+    jobs = given.runner.jobs  # type: ignore[attr-defined]
+    assert not [job for job in jobs if is_path(given.names.here(job.model))]
+
+
+async def test_with_the_token_a_path_is_a_models_name_there_too(tmp_path: Path) -> None:
+    store = LookedUp()
+    given = services(models=store)
+    async with serve(given, needs_token=False) as site:
+        for method, path, body in bodies_of(str(tmp_path)):
+            sent = json.dumps(body) if body else ""
+            assert (await ask(site, {**JSON, **site.auth}, path, sent, method))[0] in (200, 404), path
+    assert set(store.asked) == {str(tmp_path)}
+    assert {job.model for job in given.runner.jobs} == {str(tmp_path)}  # type: ignore[attr-defined]

@@ -149,6 +149,30 @@ def test_a_class_name_means_one_thing(packages: tuple[str, ...]) -> None:
     assert twice == {}
 
 
+# ---- What is opened --------------------------------------------------------------------------------------
+
+# Makes its own lock; takes a member out of an archive whose hash is known.
+OPENS_ITS_OWN = {"fleetd/models/install.py": "os.open", "fleetd/models/pull/wheel.py": "archive.open"}
+
+
+def test_files_of_models_are_opened_in_one_place() -> None:
+    """Anything else may wait for a pipe that a stranger put there."""
+    found = []
+    for path, tree in modules(("fleetd",)):
+        if not str(path).startswith("fleetd/models/") or path.name == "opening.py":
+            continue
+        for node in walked(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = dotted(node.func) or (node.func.attr if isinstance(node.func, ast.Attribute) else "")
+            modes = {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+            reads = name.rpartition(".")[2] in {"read_text", "read_bytes"}
+            opens = name.rpartition(".")[2] in {"open", "FileIO"} and not modes & {"wb", "ab"}
+            if (reads or opens) and OPENS_ITS_OWN.get(str(path)) != name:
+                found.append(f"{path}:{node.lineno}: {name}")
+    assert found == []
+
+
 # ---- Bounds ----------------------------------------------------------------------------------------------
 
 

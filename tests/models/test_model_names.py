@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleetd.models.model_names import ModelNames
+from fleetd.models.names import is_path
 
 NAMES = ModelNames("default-model", "large-model", "small-model")
 
@@ -39,3 +40,24 @@ def test_the_default_model_takes_the_place_of_what_is_not_set() -> None:
     assert (large.small, large.alias("gpt-5-mini")) == ("large-model", "large-model")
     assert ModelNames("default-model", "", "small-model").large == "default-model"
     assert [names.named(each) for each in (None, "", "default", "other")] == ["only", "only", "only", "other"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hf.co//etc",
+        "hf.co/~root",
+        "huggingface.co//etc",
+        "hf.co/huggingface.co//etc",
+        "claude-fleet-/etc",
+        "claude-fleet-~root",
+        "claude-fleet-hf.co//etc",
+        "hf.co/claude-fleet-/etc",
+    ],
+)
+def test_attack_a_name_never_becomes_a_path(name: str) -> None:
+    found = NAMES.here(name)
+    assert not is_path(found)
+    assert not is_path(NAMES.here(found))
+    assert is_path(NAMES.here("/etc"))
+    assert is_path(NAMES.here("~root:latest"))

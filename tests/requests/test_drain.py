@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -66,7 +67,7 @@ class RunningDaemon:
         return self.session.post("http://localhost/v1/chat/completions", json=body)
 
 
-Start = Callable[[Engines], Any]
+Start = Callable[..., Any]
 
 # Sooner than a drain that waits for answers; read before any test makes drains short.
 SOONER_S = limits.DRAIN_S / 2
@@ -77,7 +78,7 @@ def start(tmp_path: Path) -> Start:
     """Run a daemon over fake engines on this test's loop."""
 
     @asynccontextmanager
-    async def running(pool: Engines) -> AsyncIterator[RunningDaemon]:
+    async def running(pool: Engines, models: FakeModels | None = None) -> AsyncIterator[RunningDaemon]:
         home = HomeFolder(tmp_path / "h")
         paths.prepare(home)
         config = Config(
@@ -88,7 +89,7 @@ def start(tmp_path: Path) -> Start:
             config,
             home,
             pool=pool,  # type: ignore[arg-type]  # the fake has what the daemon uses
-            models=FakeModels(found=[]),  # type: ignore[arg-type]
+            models=models or FakeModels(found=[]),  # type: ignore[arg-type]
             notifier=Notifier({}),
             exit_after=resorts.append,
         )
@@ -210,3 +211,38 @@ def test_the_last_resort_ends_a_process_whose_threads_hang() -> None:
     code = "import time; from fleetd.app import _exit_after; _exit_after(0.1); time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], timeout=30, check=False)
     assert done.returncode == 0
+
+
+@dataclass
+class SilentDisk(FakeModels):
+    """Looking a model up does not end before it answers."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+    answers: threading.Event = field(default_factory=threading.Event)
+
+    def resolve(self, ref: str) -> Any:
+        self.asked.set()
+        assert self.answers.wait(60)
+        return super().resolve(ref)
+
+
+async def test_a_disk_that_does_not_answer_holds_up_no_stop(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SilentDisk(found=[])
+    try:
+        async with start(Engines(answer()), disk) as running:
+            monkeypatch.setattr(limits, "STOP_S", 0.05)
+            asked = [asyncio.create_task(rest_of(running.chat(stream=False))) for _ in range(12)]
+            assert await asyncio.to_thread(disk.asked.wait, 60)
+            await until(lambda: running.daemon.status().requests.waiting == 12)
+            running.terminate()
+            assert {status for status, _ in await asyncio.gather(*asked)} == {503}
+            await ended(running.task)
+    finally:
+        disk.answers.set()
+
+
+async def rest_of(asking: Any) -> tuple[int, str]:
+    async with asking as response:
+        return response.status, await rest(response)

@@ -29,6 +29,7 @@ from fleetd.control.setting_view import SettingsView
 from fleetd.engine.protocol import Ready
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
 from fleetd.host_port import host_port
+from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import estimated_bytes
 
@@ -55,7 +56,7 @@ async def _ref(request: web.Request) -> ModelRef:
 
 async def _resolve(request: web.Request, ref: ModelRef | None = None) -> ModelFolder:
     ref = ref or await _ref(request)
-    return await asyncio.to_thread(request.app[SERVICES].models.resolve, ref.model)
+    return await file_threads.look(request.app[SERVICES].models.resolve, ref.model)
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ async def models(request: web.Request) -> web.StreamResponse:
     # The engines' state belongs to the event loop; only the disk is asked from a thread.
     loaded = loaded_models(services)
     facts = {name: found for name in loaded if (found := services.pool.facts(name)) is not None}
-    return json_answer(await asyncio.to_thread(_listing, services, loaded, facts, services.status()))
+    return json_answer(await file_threads.look(_listing, services, loaded, facts, services.status()))
 
 
 def _listing(
@@ -218,7 +219,7 @@ async def remove_model(services: Services, ref: str) -> None:
     """Unload first: a worker that has the files mapped would keep the disk space. Raises FleetError."""
     name = await _installed_name(services, ref)
     await services.pool.unload(name)
-    await asyncio.to_thread(services.models.remove, name)
+    await file_threads.look(services.models.remove, name)
     await asyncio.to_thread(services.pinned.unpin, name)
     services.models_changed()
 
@@ -226,7 +227,7 @@ async def remove_model(services: Services, ref: str) -> None:
 async def _installed_name(services: Services, ref: str) -> str:
     """The name that a model is loaded and removed by; ``ref`` itself where its folder is gone or damaged."""
     try:
-        return (await asyncio.to_thread(services.models.resolve, ref)).name
+        return (await file_threads.look(services.models.resolve, ref)).name
     except (ModelNotFound, ModelCorrupt):
         return ref
 
@@ -235,8 +236,8 @@ async def verify(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     ref = await _ref(request)
     folder = await _resolve(request, ref)
-    await asyncio.to_thread(services.verify, folder.path, full=ref.full)
-    digest = await asyncio.to_thread(services.models.digest, folder)
+    await file_threads.read_whole(services.verify, folder.path, full=ref.full)
+    digest = await file_threads.read_whole(services.models.digest, folder)
     return json_answer(ModelVerdict(digest=str(digest)))
 
 
@@ -250,7 +251,7 @@ async def _pulling(services: Services, ref: str) -> AsyncGenerator[object, None]
     async with aclosing(_steps(services, ref)) as steps:
         async for step in steps:
             yield step
-    folder = await asyncio.to_thread(services.models.resolve, ref)
+    folder = await file_threads.look(services.models.resolve, ref)
     yield {"done": True, "name": folder.name}
 
 
@@ -273,13 +274,13 @@ async def add(request: web.Request) -> web.StreamResponse:
 
 async def _adding(services: Services, body: AddedModel) -> AsyncGenerator[object, None]:
     models = services.models
-    place = await asyncio.to_thread(models.locate, body.path)
-    name = await asyncio.to_thread(models.name_for, place, body.name)
+    place = await file_threads.look(models.locate, body.path)
+    name = await file_threads.look(models.name_for, place, body.name)
     path = str(place if isinstance(place, Path) else place.path)
-    if await asyncio.to_thread(models.needs_pull, path):
+    if await file_threads.look(models.needs_pull, path):
         async with aclosing(_steps(services, path)) as steps:
             async for step in steps:
                 yield step
-    folder = await asyncio.to_thread(models.add, place, name)
+    folder = await file_threads.read_whole(models.add, place, name)
     services.models_changed()
     yield {"done": True, "name": folder.name}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import NoReturn
 
 from aiohttp import web
 
-from fleetd.api import auth
+from fleetd.api import token
 from fleetd.api.body import json_answer, parse, read
 from fleetd.api.context import SERVICES
 from fleetd.api.control.daemon import remove_model
@@ -24,6 +23,7 @@ from fleetd.api.openai.objects import ModelObject
 from fleetd.api.relay import relay
 from fleetd.api.services import Services
 from fleetd.errors import FleetError, InvalidValue, NotOffered
+from fleetd.models import file_threads
 from fleetd.models.abilities import read_template
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
@@ -72,7 +72,7 @@ async def show(request: web.Request) -> web.StreamResponse:
     """Raises ModelNotFound with the nearest names."""
     services = request.app[SERVICES]
     model = await one_model(services, await _ref(request))
-    return json_answer(await asyncio.to_thread(_shown, services, model))
+    return json_answer(await file_threads.look(_shown, services, model))
 
 
 def _shown(services: Services, model: ModelObject) -> o.OllamaShown:
@@ -96,7 +96,7 @@ def _shown(services: Services, model: ModelObject) -> o.OllamaShown:
 
 async def pull(request: web.Request) -> web.StreamResponse:
     """Progress as status lines, the last of which is "success"."""
-    auth.require_token(request)
+    token.require_token(request)
     body = parse(await read(request), OllamaModelBody)
     lines = _pulling(request.app[SERVICES], _named(body))
     if body.stream is not False:
@@ -120,7 +120,7 @@ async def _pulling(services: Services, ref: str) -> AsyncGenerator[o.OllamaPullL
 
 
 async def delete(request: web.Request) -> web.StreamResponse:
-    auth.require_token(request)
+    token.require_token(request)
     await remove_model(request.app[SERVICES], await _ref(request))
     return web.Response()
 
@@ -133,7 +133,9 @@ async def refused(request: web.Request) -> NoReturn:
 
 
 async def _ref(request: web.Request) -> str:
-    return _named(parse(await read(request), OllamaModelBody))
+    ref = _named(parse(await read(request), OllamaModelBody))
+    token.check_model(request, ref)
+    return ref
 
 
 def _named(body: OllamaModelBody) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from datetime import UTC, datetime, timedelta
 
 from aiohttp import web
 
+from fleetd.api import token
 from fleetd.api.context import SERVICES
 from fleetd.api.ollama.render import timestamp
 from fleetd.control.daemon_status import EngineStatus
 from fleetd.engine.pool import EnginePool
 from fleetd.errors import FleetError, ModelCorrupt, ModelNotFound
+from fleetd.models import file_threads
 
 # "For ever", for clients that read a date.
 _FOREVER = timedelta(days=36_500)
@@ -25,10 +26,11 @@ async def keep(request: web.Request, model: str, seconds: float | None) -> None:
     """
     if seconds is None:
         return
+    token.check_model(request, model)
     services = request.app[SERVICES]
     name = services.names.here(model)
     try:
-        name = (await asyncio.to_thread(services.models.resolve, name)).name
+        name = (await file_threads.look(services.models.resolve, name)).name
     except (ModelNotFound, ModelCorrupt):
         pass  # one whose folder is gone may still be loaded
     except FleetError:

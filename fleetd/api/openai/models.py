@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import cast
 
@@ -13,6 +12,7 @@ from fleetd.api.model_abilities import abilities
 from fleetd.api.openai.objects import ModelDetails, ModelObject, ModelPlace, ModelState
 from fleetd.api.services import Services
 from fleetd.errors import ModelNotFound
+from fleetd.models import file_threads
 from fleetd.models.abilities import ModelAbilities
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
@@ -24,8 +24,8 @@ async def one_model(services: Services, name: str) -> ModelObject:
     """Raises ModelNotFound."""
     asked = untagged(name)
     try:
-        folder = await asyncio.to_thread(services.models.resolve, asked)
-        able = await asyncio.to_thread(
+        folder = await file_threads.look(services.models.resolve, asked)
+        able = await file_threads.look(
             abilities, folder.path, find(folder.name), services.pool.facts(folder.name)
         )
     except ModelNotFound:
@@ -40,9 +40,9 @@ async def one_model(services: Services, name: str) -> ModelObject:
 
 async def all_models(services: Services) -> list[ModelObject]:
     """Each model of the fleet once."""
-    folders = await asyncio.to_thread(services.models.installed)
+    folders = await file_threads.look(services.models.installed)
     facts = {folder.name: services.pool.facts(folder.name) for folder in folders}
-    able = await asyncio.to_thread(
+    able = await file_threads.look(
         lambda: [abilities(each.path, find(each.name), facts[each.name]) for each in folders]
     )
     loaded, others = loaded_models(services), elsewhere(services)

@@ -6,10 +6,8 @@ another machine: only data files are opened, and only where the model's files ma
 
 from __future__ import annotations
 
-import os
 import stat
 import sys
-from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -20,6 +18,7 @@ from fleetd.models import manifest, names, verify
 from fleetd.models.copy import child_process
 from fleetd.models.copy.child_process import DaemonLines
 from fleetd.models.copy.messages import CopyNeed, SendOrder
+from fleetd.models.opening import open_regular
 from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.sealed.stream import SealedSender
 
@@ -39,7 +38,8 @@ def send(order: SendOrder, sender: SealedSender, report: Report) -> None:
     buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
     done = 0
     for need, file in files:
-        with _open(file) as content:
+        # Resolved before: a link that is there now was put there since.
+        with open_regular(file, follow=False) as content:
             content.seek(need.offset)
             while count := content.readinto(buffer):
                 sender.send(buffer[:count])
@@ -63,11 +63,6 @@ def _find(folder: Path, need: CopyNeed, homes: list[Path]) -> Path:
             f"{need.file} has {found.st_size} bytes; those after {need.offset} were asked for."
         )
     return file
-
-
-def _open(file: Path) -> FileIO:
-    # Resolved before: a link that is there now was put there since.
-    return FileIO(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
 
 
 def _work(daemon: DaemonLines, report: Report) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from fleetd.models.gguf.blocks import Bytes
 from fleetd.models.gguf.header import GgufHeader, GgufTensor, read_header
 from fleetd.models.gguf.packing import Order
 from fleetd.models.gguf.refusals import corrupt
+from fleetd.models.opening import open_regular
 
 _SPLIT = re.compile(r"(.+)-00001-of-(\d{5})\.gguf", re.IGNORECASE)
 
@@ -66,8 +68,11 @@ def opened(source: Path, what: str) -> Iterator[tuple[GgufHeader, dict[str, Stor
         first: GgufHeader | None = None
         tensors: dict[str, StoredTensor] = {}
         for path in parts(source, what):
-            file = stack.enter_context(path.open("rb"))
-            if path.stat().st_size == 0:
+            try:
+                file = stack.enter_context(open_regular(path))
+            except OSError as error:
+                raise corrupt(what, f"{path.name} cannot be read: {error.strerror}") from None
+            if os.fstat(file.fileno()).st_size == 0:
                 raise corrupt(what, f"{path.name} is empty")
             mapped = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             view = stack.enter_context(memoryview(mapped))

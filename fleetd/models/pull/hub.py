@@ -25,6 +25,7 @@ from fleetd import limits
 from fleetd.errors import DownloadFailed, ModelCorrupt, ModelNotFound, ModelUnsupported
 from fleetd.models import install, names
 from fleetd.models.folder import WEIGHTS_PATTERN
+from fleetd.models.opening import open_regular
 from fleetd.models.pull import hub_gguf
 from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.verify import check_configs
@@ -240,7 +241,7 @@ def _has_its_hash(path: Path, file: RemoteFile) -> bool:
         wanted = file.git_sha1
     else:
         return True  # the hub lists no hash; size and structure are still checked
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         while piece := stream.read(4 * limits.MIB):
             hasher.update(piece)
     return hasher.hexdigest() == wanted

@@ -26,7 +26,7 @@ from fleetd.engine.protocol import Accepted, DraftFor, Event, Followed, Loading,
 from fleetd.engine.speculation.local_sources import DRAFTER
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineDied, EngineError, FleetError, Incompatible, ModelNotFound, PeerLate, PeerLost
-from fleetd.models import names
+from fleetd.models import file_threads, names
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
@@ -175,7 +175,7 @@ class DrafterService(PipelineStep):
 
     async def resolve(self, model: str) -> ModelFolder:
         """Raises ModelNotFound."""
-        return await asyncio.to_thread(self._models.resolve, model)
+        return await file_threads.look(self._models.resolve, model)
 
     async def close(self) -> None:
         """End all of them."""

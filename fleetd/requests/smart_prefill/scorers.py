@@ -11,7 +11,6 @@ nothing else to do, and the prompt is read whole meanwhile.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
@@ -24,6 +23,7 @@ from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Loading, Profile
 from fleetd.engine.scoring.known_profiles import SEARCH_TOKENS, ProfileStore
 from fleetd.errors import InvalidValue, ModelUnsupported, OutOfMemory
+from fleetd.models import file_threads
 from fleetd.models.catalog import find as in_catalog
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
@@ -100,8 +100,8 @@ class Scorers:
         Raises SkipCompression.
         """
         named = policy.compressor_model
-        folders = await asyncio.to_thread(self._models.installed)
-        found = await asyncio.to_thread(self._known_of, self._holders(folders, local_only))
+        folders = await file_threads.look(self._models.installed)
+        found = await file_threads.look(self._known_of, self._holders(folders, local_only))
         holders = choose(named, [holder for holder in found if not holder.search_tokens], target_bytes)
         if not holders and (unmeasured := choose(named, found, target_bytes)):
             raise self._measured_later(unmeasured)
