@@ -10,7 +10,7 @@ import msgspec
 from fleetd import limits
 from fleetd.errors import ModelCorrupt
 from fleetd.models.catalog import CatalogEntry
-from fleetd.models.folder import read_json
+from fleetd.models.json_files import read_json
 from fleetd.models.opening import read_regular
 
 # What a chat template writes around calls → the format's name, as the catalog has it. All of a row's texts

@@ -14,7 +14,8 @@ import msgspec
 
 from fleetd.errors import ModelCorrupt
 from fleetd.models import manifest
-from fleetd.models.folder import ModelFolder, weight_files
+from fleetd.models.folder import ModelFolder
+from fleetd.models.weights import weight_files
 
 _CONFIGS = frozenset({"config.json", "generation_config.json"})
 _VERSION = b"fleetd model 1\n"

@@ -10,12 +10,12 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt
-from fleetd.models.opening import open_regular, read_regular
+from fleetd.models.json_files import PULL_AGAIN, read_json
+from fleetd.models.opening import open_regular
+from fleetd.models.weights import missing_weights, weight_files
 
 Source = Literal["embedded", "hub", "folder", "added", "gguf", "lm-studio"]
 
-#: What mlx-lm loads; other safetensors files in a folder are not weights of the model.
-WEIGHTS_PATTERN = "model*.safetensors"
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT_TOKENS = 2048
 
@@ -57,10 +57,6 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def weight_files(path: Path) -> list[Path]:
-    return sorted(path.glob(WEIGHTS_PATTERN))
-
-
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of a model folder.
 
@@ -70,41 +66,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json(path / "config.json", limits.MODEL_CONFIG_BYTES)
 
 
-def read_json(file: Path, limit_bytes: int) -> dict[str, Any]:
-    """A JSON object from a file of bounded size. Raises ModelCorrupt, naming the file."""
-    try:
-        raw = read_regular(file, limit_bytes)
-    except OSError as error:
-        raise ModelCorrupt(
-            f"{file.name} in {file.parent} cannot be read: {error.strerror}.", hint=PULL_AGAIN
-        ) from None
-    if len(raw) > limit_bytes:
-        raise ModelCorrupt(
-            f"{file.name} in {file.parent} is over the limit of {limit_bytes} bytes.", hint=PULL_AGAIN
-        )
-    try:
-        found = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ModelCorrupt(f"{file.name} in {file.parent} is not JSON: {error}.", hint=PULL_AGAIN) from None
-    if not isinstance(found, dict):
-        raise ModelCorrupt(f"{file.name} in {file.parent} is not a JSON object.", hint=PULL_AGAIN)
-    return found
-
-
-PULL_AGAIN = (
-    "Remove the model and pull it again: fleetctl models remove NAME, then fleetctl models pull NAME."
-)
-
-
 def read_folder(path: Path, *, name: str, source: Source, revision: str | None) -> ModelFolder:
     """Look at a folder without hashing anything. Raises ModelCorrupt if it holds no model."""
     config = read_config(path)
     weights = weight_files(path)
     if not weights:
-        raise ModelCorrupt(
-            f"{path} holds no weights ({WEIGHTS_PATTERN}).",
-            hint="Only safetensors and GGUF weights are read; convert others with mlx_lm.convert.",
-        )
+        missing_weights(path)  # says what lies there instead
     try:
         stats = [file.stat() for file in weights]
     except OSError as error:

@@ -10,12 +10,10 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fleetd.errors import ModelCorrupt
-from fleetd.limits import MODEL_JSON_BYTES
-from fleetd.models.folder import read_json, weight_files
+from fleetd.errors import ModelCorrupt, ModelRefused
 from fleetd.models.opening import read_regular
+from fleetd.models.weights import missing_weights, weight_files
 
-INDEX_NAME = "model.safetensors.index.json"
 # A commit has 40.
 _REF_BYTES = 256
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -54,25 +52,13 @@ def snapshot(cache: Path, hub_id: str, revision: str | None = None) -> Path | No
 
 
 def is_complete(folder: Path) -> bool:
-    """Config, a tokenizer and every weight file that the index names are there."""
+    """Config, a tokenizer and all files of weights are there."""
     if not (folder / "config.json").is_file() or not any((folder / name).is_file() for name in _TOKENIZERS):
         return False
-    index = folder / INDEX_NAME
-    if not index.exists():
-        files = weight_files(folder)
-        return bool(files) and all(file.is_file() for file in files) and not _looks_sharded(files)
     try:
-        names = read_json(index, MODEL_JSON_BYTES).get("weight_map")
-    except ModelCorrupt:
+        return not missing_weights(folder) and all(file.is_file() for file in weight_files(folder))
+    except (ModelCorrupt, ModelRefused):
         return False
-    if not isinstance(names, dict):
-        return False
-    return all(isinstance(name, str) and (folder / name).is_file() for name in set(map(str, names.values())))
-
-
-def _looks_sharded(files: list[Path]) -> bool:
-    """True for shards without their index: others may not be downloaded yet."""
-    return any("-of-" in file.name for file in files)
 
 
 def models(cache: Path) -> Iterator[tuple[str, Path]]:

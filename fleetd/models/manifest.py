@@ -16,7 +16,8 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt
-from fleetd.models.folder import PULL_AGAIN, Source
+from fleetd.models.folder import Source
+from fleetd.models.json_files import PULL_AGAIN
 from fleetd.models.opening import open_regular, read_regular
 
 FILE_NAME = "fleetd-manifest.json"

@@ -14,8 +14,9 @@ from fleetd import limits
 from fleetd.errors import ModelCorrupt
 from fleetd.limits import MIB
 from fleetd.models.catalog import CatalogEntry
-from fleetd.models.folder import ModelFolder, weight_files
+from fleetd.models.folder import ModelFolder
 from fleetd.models.safetensors_header import TensorInfo, read_header
+from fleetd.models.weights import weight_files
 
 # What a forward pass needs besides weights and KV: activations of one chunk, logits, allocator slack.
 WORKING_BYTES = 512 * MIB

@@ -21,8 +21,8 @@ import msgspec
 
 from fleetd.errors import ModelCorrupt
 from fleetd.limits import MODEL_CONFIG_BYTES, OTHER_STORE_MODELS
-from fleetd.models.folder import read_json
 from fleetd.models.hub_cache import is_complete
+from fleetd.models.json_files import read_json
 from fleetd.models.opening import read_regular
 
 _MODEL_LAYER = "application/vnd.ollama.image.model"

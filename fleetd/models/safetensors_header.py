@@ -18,7 +18,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt
-from fleetd.models.folder import PULL_AGAIN
+from fleetd.models.json_files import PULL_AGAIN
 from fleetd.models.opening import open_regular
 
 DTYPE_BYTES: dict[str, int] = {

@@ -17,9 +17,11 @@ from typing import Any
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelRefused
 from fleetd.models import hub_cache, manifest
-from fleetd.models.folder import PULL_AGAIN, read_config, read_json, weight_files
+from fleetd.models.folder import read_config
+from fleetd.models.json_files import PULL_AGAIN, read_json
 from fleetd.models.opening import open_regular
 from fleetd.models.safetensors_header import read_header
+from fleetd.models.weights import missing_weights, weight_files
 
 Progress = Callable[[int, int], None]
 
@@ -29,7 +31,6 @@ _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npz",
 _CODE_KEYS = frozenset({"auto_map", "model_file", "custom_pipelines"})
 #: mlx-lm imports ``mlx_lm.models.<model_type>``.
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_SHARD = re.compile(r"model[A-Za-z0-9._-]*\.safetensors")
 _RANGES: dict[str, tuple[int, int]] = {
     "hidden_size": (1, 1 << 20),
     "num_hidden_layers": (1, 4096),
@@ -203,9 +204,9 @@ def _refuse_code_keys(file: Path, value: Any) -> None:
 
 
 def _check_weights(path: Path) -> None:
+    if lacking := missing_weights(path):
+        raise ModelCorrupt(f"{path / lacking}, a part of the weights, is missing.", hint=PULL_AGAIN)
     files = weight_files(path)
-    if not files:
-        raise ModelCorrupt(f"{path} holds no weights (model*.safetensors).", hint=_TAKE_SAFE)
     owner: dict[str, str] = {}
     for file in sorted(path.glob("*.safetensors")):
         tensors = read_header(file)
@@ -213,29 +214,11 @@ def _check_weights(path: Path) -> None:
             continue  # checked all the same: something may open it one day
         for name in tensors:
             if name in owner:
-                raise ModelCorrupt(f"{name!r} is in {owner[name]} and in {file.name}.", hint=PULL_AGAIN)
+                raise ModelCorrupt(
+                    f"{name!r} is in {owner[name]} and in {file.name}.",
+                    hint="If these are two sets of weights, keep one of them in the folder.",
+                )
             owner[name] = file.name
-    index = path / hub_cache.INDEX_NAME
-    if index.exists():
-        _check_index(read_json(index, limits.MODEL_JSON_BYTES), owner, index)
-
-
-def _check_index(content: dict[str, Any], owner: dict[str, str], index: Path) -> None:
-    mapping = content.get("weight_map")
-    if not isinstance(mapping, dict) or not mapping:
-        raise ModelCorrupt(f"{index} has no weight_map.", hint=PULL_AGAIN)
-    present = set(owner.values())
-    for name, file in mapping.items():
-        if not isinstance(file, str) or not _SHARD.fullmatch(file):
-            raise ModelRefused(
-                f"{index} places {name!r} in {file!r}, not a plain file name.", hint=_TAKE_SAFE
-            )
-        if file not in present:
-            raise ModelCorrupt(f"{file}, which {index} names, is missing.", hint=PULL_AGAIN)
-        if owner.get(name) != file:
-            raise ModelCorrupt(
-                f"{index} places {name!r} in {file}; it is in {owner.get(name, 'no file')}.", hint=PULL_AGAIN
-            )
 
 
 # ---- Content ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from model_files import make_folder
 
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
 from fleetd.limits import GIB
-from fleetd.models import catalog, digest, hub_cache, manifest
+from fleetd.models import catalog, digest, hub_cache, manifest, weights
 from fleetd.models.model_store import ModelStore
 
 # ---- Catalog ---------------------------------------------------------------------------------------------
@@ -204,11 +204,10 @@ def test_incomplete_snapshot_is_not_used(store: ModelStore, tmp_path: Path) -> N
 
 def test_shards_without_all_their_files_are_incomplete(tmp_path: Path) -> None:
     snapshot = make_snapshot(tmp_path, "org/name")
-    weights = snapshot / "model.safetensors"
-    weights.rename(snapshot / "model-00001-of-00002.safetensors")
+    (snapshot / "model.safetensors").rename(snapshot / "model-00001-of-00002.safetensors")
     assert not hub_cache.is_complete(snapshot)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
-    (snapshot / hub_cache.INDEX_NAME).write_text(json.dumps(index))
+    (snapshot / weights.INDEX_NAME).write_text(json.dumps(index))
     assert not hub_cache.is_complete(snapshot)
     shutil.copy(snapshot / "model-00001-of-00002.safetensors", snapshot / "model-00002-of-00002.safetensors")
     assert hub_cache.is_complete(snapshot)

@@ -16,8 +16,9 @@ from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelRefused
 from fleetd.models import digest as digests
 from fleetd.models import manifest, names
-from fleetd.models.folder import WEIGHTS_PATTERN, ModelFolder, Source
+from fleetd.models.folder import ModelFolder, Source
 from fleetd.models.pull_lines import PullLine
+from fleetd.models.weights import WEIGHTS_PATTERN
 
 if TYPE_CHECKING:  # it imports the other end of a copy
     from fleetd.models.model_store import ModelStore

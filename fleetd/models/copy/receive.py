@@ -26,10 +26,11 @@ from fleetd.models import install, manifest, names
 from fleetd.models.copy import child_process, messages
 from fleetd.models.copy.child_process import DaemonLines
 from fleetd.models.copy.messages import CopyLine, CopyNeed, CopyOffer, OfferedFile
-from fleetd.models.folder import WEIGHTS_PATTERN, read_folder
+from fleetd.models.folder import read_folder
 from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.reporter import Reporter
 from fleetd.models.verify import check_configs
+from fleetd.models.weights import WEIGHTS_PATTERN
 from fleetd.sealed.stream import SealedReceiver
 
 Connect = Callable[[list[CopyNeed]], contextlib.AbstractContextManager[SealedReceiver]]

@@ -24,11 +24,11 @@ import msgspec
 from fleetd import limits
 from fleetd.errors import DownloadFailed, ModelCorrupt, ModelNotFound, ModelUnsupported
 from fleetd.models import install, names
-from fleetd.models.folder import WEIGHTS_PATTERN
 from fleetd.models.opening import open_regular
 from fleetd.models.pull import hub_gguf
 from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.verify import check_configs
+from fleetd.models.weights import WEIGHTS_PATTERN
 
 #: What a model consists of. Never code, never pickles, nothing in sub-folders.
 WANTED: Sequence[str] = ("*.json", WEIGHTS_PATTERN, "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja")

@@ -1,0 +1,69 @@
+"""Which files of a folder are its weights, and whether all of them are there, by their names alone.
+
+mlx-lm reads every ``model*.safetensors`` and no index. So an index only tells what lacks, and only if it is
+that of the files which lie beside it: converters leave the index of what they converted.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fleetd import limits
+from fleetd.errors import ModelCorrupt, ModelRefused
+from fleetd.models import names
+from fleetd.models.json_files import PULL_AGAIN, read_json
+
+#: What mlx-lm loads; other safetensors files in a folder are not weights of the model.
+WEIGHTS_PATTERN = "model*.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
+
+
+def weight_files(path: Path) -> list[Path]:
+    return sorted(path.glob(WEIGHTS_PATTERN))
+
+
+def missing_weights(path: Path) -> str:
+    """The first file of weights that has to be there and is not; "" if none is missing.
+
+    Raises:
+        ModelCorrupt: the index cannot be read, or there are no weights.
+        ModelRefused: the index names files elsewhere.
+    """
+    here = {file.name for file in weight_files(path) if file.is_file()}
+    indexed = _indexed(path / INDEX_NAME)
+    if not here:
+        raise ModelCorrupt(f"{path} holds no weights ({WEIGHTS_PATTERN}).", hint=_other_weights(path))
+    wanted = indexed if here & indexed else set()
+    for name in here:
+        if (shard := _SHARD.fullmatch(name)) is not None:
+            count = min(int(shard[3]), limits.MODEL_FILES)
+            wanted |= {f"{shard[1]}{number:05}-of-{shard[3]}.safetensors" for number in range(1, count + 1)}
+    return min((name for name in wanted - here if not (path / name).is_file()), default="")
+
+
+def _indexed(index: Path) -> set[str]:
+    """The files that the index names; none if there is no index."""
+    if not index.exists():
+        return set()
+    mapping = read_json(index, limits.MODEL_JSON_BYTES).get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise ModelCorrupt(f"{index} has no weight_map.", hint=PULL_AGAIN)
+    for tensor, file in mapping.items():
+        if not isinstance(file, str) or not names.is_file_name(file) or not file.endswith(".safetensors"):
+            raise ModelRefused(
+                f"{index} places {tensor[:80]!r} in {str(file)[:80]!r}, not a plain file name.",
+                hint="Use a safetensors copy of the model: fleetctl models pull mlx-community/NAME.",
+            )
+    return set(mapping.values())
+
+
+def _other_weights(path: Path) -> str:
+    """What to do about a folder without weights."""
+    others = sorted(file.name for file in path.glob("*.safetensors"))
+    if any(name.startswith("adapter") for name in others):
+        return "Only an adapter lies there: fuse it with its model first, with mlx_lm.fuse."
+    if others:
+        return f"The engine reads no {others[0]}: name the files model-00001-of-0000N.safetensors and so on."
+    return "Only safetensors and GGUF weights are read; convert others with mlx_lm.convert."
