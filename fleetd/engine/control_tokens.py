@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from fleetd.errors import InvalidValue
+from fleetd.models.chat_templates import named
 
 Range = tuple[int, int]
 Message = dict[str, Any]
@@ -194,7 +195,7 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
         getattr(tokenizer, name, None)
         for name in ("think_start", "think_end", "tool_call_start", "tool_call_end")
     }
-    source = str(getattr(tokenizer, "chat_template", None))
+    source = "".join(named(getattr(tokenizer, "chat_template", None)).values())
     control = {
         i: token
         for i, token in added.items()

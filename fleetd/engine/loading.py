@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 import time
 from collections.abc import Callable
@@ -42,9 +41,10 @@ from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePla
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.engine.stage import Stage
 from fleetd.engine.tool_formats import has_reasoning
-from fleetd.errors import ModelUnsupported
+from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models import digest as digests
 from fleetd.models import manifest
+from fleetd.models.json_files import read_json
 from fleetd.models.memory_need import WORKING_BYTES
 
 # Prompts of unequal length to try a batch with, and how far rounding may move its numbers, as a share of the
@@ -351,10 +351,10 @@ def decodes_together(model: Any) -> bool:
 def _defaults(path: Path) -> SamplingDefaults:
     """The sampling that the model's makers recommend, for requests that leave it open."""
     try:
-        found = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = read_json(path / "generation_config.json", limits.MODEL_CONFIG_BYTES)
+    except ModelCorrupt:
         return SamplingDefaults()
-    return SamplingDefaults.of_model(found) if isinstance(found, dict) else SamplingDefaults()
+    return SamplingDefaults.of_model(found)
 
 
 def _vocabulary_hash(tokenizer: Any) -> str:

@@ -21,6 +21,7 @@ from fleetd.engine import address_space, cpu, device_memory
 from fleetd.engine.failures import over_files
 from fleetd.engine.memory import admit_weights, human
 from fleetd.engine.protocol import Loading
+from fleetd.engine.readable_folder import readable
 from fleetd.engine.sequence_state.kinds import StateKind, kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.parts import sizes as sizes_of
@@ -36,6 +37,11 @@ from fleetd.plan.state_sizes import StateSizes
 Device = Literal["cpu", "metal", "cuda"]
 # A context can be huge and memory small; without a stated context this is what llama-family models had.
 FALLBACK_CONTEXT = 4096
+# How mlx-lm's models call the embedding of tokens; those of positions have other names.
+_TOKEN_TABLES = frozenset(
+    {"embed_tokens", "word_embeddings", "embeddings", "embedding", "embed", "wte"}
+    | {"tok_embeddings", "token_embeddings"}
+)
 
 
 class ReadModel(msgspec.Struct, frozen=True):
@@ -115,9 +121,7 @@ def read_model(
     model, tokenizer = _read(settings, config, device, room, report)
     report(Loading("warming up"))
     sizes = warm_up(model)
-    return ReadModel(
-        model, tokenizer, config, device, sizes, _vocab_size(config, tokenizer), context_tokens(config)
-    )
+    return ReadModel(model, tokenizer, config, device, sizes, _vocab_size(model), context_tokens(config))
 
 
 def _read(
@@ -136,11 +140,12 @@ def _read(
     admit_weights(settings.name, expected, room)
     report(Loading("reading", 0, on_disk))
     with (
+        readable(path) as place,
         little_besides(path, expected, device),
         ThreadPoolExecutor(1, "tokenizer") as aside,
     ):
-        reading = aside.submit(_tokenizer, path, config)
-        model = lazy_model(path, config)
+        reading = aside.submit(_tokenizer, place, config)
+        model = lazy_model(place, config)
         admit_weights(settings.name, memory_bytes(model, device), room)
         if device == "cpu":
             cpu.to_float32(model)
@@ -170,8 +175,8 @@ def verified_config(settings: WorkerSettings, report: Callable[[Loading], None])
     report(Loading("verifying"))
     record = Path(settings.record) if settings.record else None
     verify(path, record=record, progress=lambda done, total: report(Loading("verifying", done, total)))
-    with over_files(f"The config of {path.name} cannot be read"):
-        config: dict[str, Any] = load_config(path)
+    with readable(path) as place, over_files(f"The config of {path.name} cannot be read"):
+        config: dict[str, Any] = load_config(place)
     return config
 
 
@@ -234,7 +239,18 @@ def _sized(part: Any) -> bool:
     return type(kind_of(part)) is not StateKind or hasattr(part, "keys")
 
 
-@over_files("The size of the vocabulary cannot be read")
-def _vocab_size(config: dict[str, Any], tokenizer: Any) -> int:
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    return int(size) if size else len(tokenizer)
+@over_files("The size of the vocabulary cannot be found")
+def _vocab_size(model: Any) -> int:
+    """How many token ids the model can take and gives.
+
+    By what was built: a config may say other numbers of its text part, and reading a row behind the table of
+    embeddings ends the process.
+    """
+    tables = [
+        int(module.weight.shape[0])
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding) and name.split(".")[-1] in _TOKEN_TABLES
+    ]
+    # Only its shape is looked at, so that nothing is computed.
+    logits = int(model(mx.array([[0]])).shape[-1])
+    return min(logits, max(tables, default=logits))

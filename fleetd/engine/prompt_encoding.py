@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from fleetd.engine.sparse_prefill.kept_tokens import (
 )
 from fleetd.engine.template_turns import template_needs
 from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, UnsupportedParameter
+from fleetd.models.chat_templates import DEFAULT, TOOL_USE
 
 # What a publisher's template raises where it meets what its author did not think of.
 _TEMPLATE_ERRORS = (
@@ -96,9 +97,24 @@ def prepare(request: Generate, tokenizer: Any, vocab_size: int, *, borders: bool
         raise InvalidValue(
             f"Token id {outside} is outside the vocabulary of {vocab_size}.", param="logit_bias"
         )
+    check_ids(prepared.tokens, vocab_size)
     if not prepared.tokens:
         raise BadRequest("The prompt is empty.", hint="Send at least one token.", param="prompt")
     return prepared
+
+
+def check_ids(tokens: Iterable[int], vocab_size: int) -> None:
+    """Raises BadRequest if a tokenizer made an id that the model has no embedding for.
+
+    Fine-tuned models have such: a tokenizer that got more tokens, and weights that did not.
+    """
+    if (highest := max(tokens, default=0)) >= vocab_size:
+        raise BadRequest(
+            f"The model's tokenizer makes the token id {highest} of this text, and its weights have "
+            f"{vocab_size} tokens: these files do not belong together.",
+            hint="Leave out the control token that it stands for, or choose another copy of the model.",
+            param="model",
+        )
 
 
 def check_length(prepared: PreparedPrompt, context_tokens: int) -> None:
@@ -119,7 +135,7 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: boo
     """Messages as the model's template renders them, with the beginning of a tool call that must be made."""
     tools = _offered_tools(prompt, tokenizer)
     controls = control_tokens(tokenizer)
-    needs = template_needs(tokenizer)
+    needs = template_needs(tokenizer, with_tools=bool(tools))
     # A hash of an id must not be one of a stand-in, which is another one with each rendering.
     messages = needs.with_ids(with_content(prompt.messages, tokenizer))
 
@@ -172,6 +188,13 @@ def _offered_tools(prompt: ChatPrompt, tokenizer: Any) -> list[dict[str, Any]] |
             param="model",
         )
     tools = prompt.tools if prompt.tools and prompt.tool_choice != "none" else None
+    templates: Any = tokenizer.chat_template
+    if isinstance(templates, dict) and DEFAULT not in templates and not (tools and TOOL_USE in templates):
+        raise BadRequest(
+            f"This model's chat templates are for {', '.join(sorted(templates))[:80]}; none is the default.",
+            hint="Offer tools if it has a template for them (tool_use), or use /v1/completions.",
+            param="messages",
+        )
     if tools and not tokenizer.has_tool_calling:
         raise UnsupportedParameter(
             "This model has no format for tool calls.",

@@ -29,6 +29,7 @@ from fleetd.engine.model_reading import (
     verified_config,
 )
 from fleetd.engine.protocol import Loading, Ready
+from fleetd.engine.readable_folder import readable
 from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.part_speeds import PartCalibration
@@ -68,8 +69,9 @@ def load_stage(
     """
     config, path = verified_config(settings, report), Path(settings.path)
     files = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
-    with little_besides(path, weights_in_memory(path, files, config, device), device):
-        whole = Stage.of(lazy_model(path, config))
+    expected = weights_in_memory(path, files, config, device)
+    with readable(path) as place, little_besides(path, expected, device):
+        whole = Stage.of(lazy_model(place, config))
         # The embedding decides it; to know it, none is computed.
         dtype = mx.float32 if device == "cpu" else whole.embed(mx.array([[0]])).dtype
         stage = whole.part(first, last)
@@ -99,7 +101,8 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
     loaded = load_stage(settings, device, report, first=settings.first_layer, last=settings.last_layer)
     stage = loaded.stage
     sharable = Sharable.of(stage, device, versions())
-    config = load_config(Path(settings.path))
+    with readable(Path(settings.path)) as place:
+        config = load_config(place)
     report(Loading("measuring"))
     context = context_tokens(config)
     speeds = PartCalibration(stage, sharable.layout, context, limits.CALIBRATE_S).measured()

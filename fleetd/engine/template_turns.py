@@ -250,13 +250,15 @@ _FOREIGN_IDS = ("", "c1", "call_0123456789abcdef01234567")
 Render = Callable[[Sequence[Message]], str | None]
 
 
-@functools.lru_cache(maxsize=2)
-def template_needs(tokenizer: Any) -> TemplateNeeds:
-    """What the tokenizer's chat template needs. The last two tokenizers are remembered."""
+@functools.lru_cache(maxsize=4)
+def template_needs(tokenizer: Any, *, with_tools: bool = True) -> TemplateNeeds:
+    """What the tokenizer's chat template needs, of several the one with tools or the other. The last four
+    answers are remembered."""
+    tools = _TOOLS if with_tools or not isinstance(tokenizer.chat_template, dict) else None
 
     def render(messages: Sequence[Message]) -> str | None:
         try:
-            return chat_template.rendered(tokenizer, messages, _TOOLS)
+            return chat_template.rendered(tokenizer, messages, tools)
         except Exception:  # templates raise whatever their authors did not think of
             return None
 

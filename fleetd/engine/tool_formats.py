@@ -12,6 +12,7 @@ A tokenizer that mlx-lm knows a format for stays as it is.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from fleetd.engine.dsml import DSML_END, DSML_START, forgiving, is_dsml_template, parse_dsml
+from fleetd.models.abilities import of_template
+from fleetd.models.chat_templates import for_tools, named
 
 LLAMA3_START = "<|python_tag|>"
 HARMONY_START = "<|channel|>commentary to=functions."
@@ -69,7 +72,7 @@ def parse_harmony(text: str, tools: Any = None) -> dict[str, Any]:
 
 def with_format(tokenizer: Any) -> Any:
     """The tokenizer of a model, with its format for tool calls if this module knows it."""
-    template = str(tokenizer.chat_template or "")
+    template = for_tools(named(tokenizer.chat_template))
     vocabulary = tokenizer.get_vocab()
     if tokenizer.has_tool_calling:
         return tokenizer
@@ -79,6 +82,11 @@ def with_format(tokenizer: Any) -> Any:
         return _wrapped(tokenizer, "llama3", LLAMA3_START, "", parse_llama3, None)
     if DSML_START in template or is_dsml_template(tokenizer._chat_template):
         return _wrapped(tokenizer, "deepseek_v32", DSML_START, DSML_END, parse_dsml, None)
+    if isinstance(tokenizer.chat_template, dict) and (name := of_template(template).tools):
+        # mlx-lm looks for formats in a lone template.
+        module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+        start, end = module.tool_call_start, module.tool_call_end
+        return _wrapped(tokenizer, name, start, end, module.parse_tool_call, None)
     return tokenizer
 
 

@@ -239,7 +239,7 @@ class Front:
             self._link.send(protocol.Finished(request.id, "stop"))
 
     def _prepared(self, request: Generate | Score) -> PreparedPrompt | ScoringLayout:
-        from fleetd.engine.prompt_encoding import prepare
+        from fleetd.engine.prompt_encoding import check_ids, prepare
         from fleetd.engine.scoring.scoring_layout import lay_out
         from fleetd.engine.sequence import check_fits
 
@@ -247,9 +247,11 @@ class Front:
             raise EngineError(
                 "This worker has only some of the model's layers: it helps, and answers nothing."
             )
-        if isinstance(request, Score):
-            return lay_out(request, self._loaded.tokenizer, self._loaded.facts.context_tokens)
         facts = self._loaded.facts
+        if isinstance(request, Score):
+            layout = lay_out(request, self._loaded.tokenizer, facts.context_tokens)
+            check_ids((token for each in layout.passes for token in each.tokens), facts.vocab_size)
+            return layout
         # Meanwhile the compute thread may fill what the model has for keys and values. A template's own bound
         # is narrower; tokenizing a long prompt takes more, by code that no publisher has written.
         meanwhile = facts.kv_budget_bytes + WORKING_BYTES

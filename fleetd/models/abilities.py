@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import msgspec
 
-from fleetd import limits
-from fleetd.errors import ModelCorrupt
 from fleetd.models.catalog import CatalogEntry
-from fleetd.models.json_files import read_json
-from fleetd.models.opening import read_regular
+from fleetd.models.chat_templates import for_tools, read_templates
 
 # What a chat template writes around calls → the format's name, as the catalog has it. All of a row's texts
 # stand in the template; the first row that does wins.
@@ -46,9 +42,10 @@ class ModelAbilities(msgspec.Struct, frozen=True):
 
 def of_files(path: Path | None, entry: CatalogEntry | None) -> ModelAbilities:
     """Abilities by the files in ``path``, if the model is here, else by the catalog. Reads files."""
-    template = read_template(path) if path is not None else ""
-    if template:
-        return of_template(template)
+    templates = read_templates(path) if path is not None else {}
+    if templates:
+        asked, thoughts = of_template(for_tools(templates)), of_template("".join(templates.values()))
+        return ModelAbilities(asked.tools, thoughts.thinking)
     return ModelAbilities(entry.tools, entry.thinking) if entry is not None else ModelAbilities()
 
 
@@ -56,30 +53,3 @@ def of_template(template: str) -> ModelAbilities:
     """Abilities by what a chat template writes and asks for."""
     tools = next((name for texts, name in _FORMATS if all(text in template for text in texts)), "")
     return ModelAbilities(tools, any(text in template for text in _THOUGHTS))
-
-
-def read_template(folder: Path) -> str:
-    """The chat template of a model folder; "" if it has none that can be read. Blocks."""
-    written = []
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
-        try:
-            written.append((folder / name).stat().st_mtime_ns)
-        except OSError:
-            written.append(0)
-    return _template(folder, *written)
-
-
-@functools.lru_cache(maxsize=64)
-def _template(folder: Path, _jinja_ns: int, _config_ns: int) -> str:
-    """The template, kept for files of these times: models are listed often, and the files are long."""
-    try:
-        return read_regular(folder / "chat_template.jinja", limits.MODEL_CONFIG_BYTES).decode()
-    except (OSError, UnicodeDecodeError):
-        pass
-    try:
-        found = read_json(folder / "tokenizer_config.json", limits.MODEL_CONFIG_BYTES).get("chat_template")
-    except ModelCorrupt:
-        return ""
-    if isinstance(found, list):  # several, by name
-        found = next((each.get("template") for each in found if isinstance(each, dict)), "")
-    return found if isinstance(found, str) else ""

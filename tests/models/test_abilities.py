@@ -12,9 +12,10 @@ import pytest
 from mlx_lm.tokenizer_utils import _infer_tool_parser
 
 from fleetd.engine.tool_formats import with_format
-from fleetd.models import abilities
-from fleetd.models.abilities import ModelAbilities, of_files, of_template, read_template
+from fleetd.models import abilities, chat_templates
+from fleetd.models.abilities import ModelAbilities, of_files, of_template
 from fleetd.models.catalog import CATALOG, find
+from fleetd.models.chat_templates import read_templates
 
 # Templates of which only what tells their format is here.
 TEMPLATES = {
@@ -79,9 +80,9 @@ def test_files_come_before_the_catalog_and_a_new_template_is_seen(tmp_path: Path
 
 def test_a_template_is_read_once_while_its_files_stay(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("x")
-    before = abilities._template.cache_info().hits
-    assert read_template(tmp_path) == read_template(tmp_path) == "x"
-    assert abilities._template.cache_info().hits == before + 1
+    before = chat_templates._templates.cache_info().hits
+    assert read_templates(tmp_path) == read_templates(tmp_path) == {"default": "x"}
+    assert chat_templates._templates.cache_info().hits == before + 1
 
 
 def test_every_format_of_the_catalog_is_one_that_a_template_can_have() -> None:

@@ -15,7 +15,15 @@ from hub_files import make_snapshot
 from model_files import make_folder
 
 from fleetd.errors import FleetError, ModelCorrupt, ModelNotFound
-from fleetd.models import abilities, folder, hub_cache, manifest, opening, other_stores, safetensors_header
+from fleetd.models import (
+    chat_templates,
+    folder,
+    hub_cache,
+    manifest,
+    opening,
+    other_stores,
+    safetensors_header,
+)
 from fleetd.models.copy.messages import CopyNeed, SendOrder
 from fleetd.models.copy.send import send
 from fleetd.models.gguf.conversion import read_plan
@@ -162,7 +170,7 @@ def hashed(store: ModelStore, path: Path) -> None:
 
 WAYS: dict[str, Callable[[Path], None]] = {
     "config": in_folder(read, "config.json"),
-    "template": in_folder(abilities.read_template, "chat_template.jinja", "tokenizer_config.json"),
+    "template": in_folder(chat_templates.read_templates, "chat_template.jinja", "tokenizer_config.json"),
     "weights": in_folder(
         lambda path: safetensors_header.read_header(path / "model.safetensors"), "model.safetensors"
     ),

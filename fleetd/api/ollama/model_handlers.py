@@ -24,8 +24,8 @@ from fleetd.api.relay import relay
 from fleetd.api.services import Services
 from fleetd.errors import FleetError, InvalidValue, NotOffered
 from fleetd.models import file_threads
-from fleetd.models.abilities import read_template
 from fleetd.models.catalog import find
+from fleetd.models.chat_templates import DEFAULT, for_tools, read_templates
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_names import untagged
 
@@ -84,13 +84,14 @@ def _shown(services: Services, model: ModelObject) -> o.OllamaShown:
     entry = find(services.names.alias(name) or name)
     config = folder.config if folder is not None else {}
     path = Path(folder.path) if folder is not None else None
+    templates = read_templates(path) if path is not None else {}
     context = model.fleet.context_tokens or (entry.context_tokens if entry is not None else 0)
     return o.OllamaShown(
         modified_at=facts.modified(model),
         details=facts.details(model, config),
         model_info=facts.model_info(model, config, context),
         capabilities=facts.capabilities(entry, abilities(path, entry, services.pool.facts(name))),
-        template=read_template(path) if path is not None else "",
+        template=templates.get(DEFAULT) or for_tools(templates),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from fleetd.errors import ModelCorrupt
+from fleetd.models.chat_templates import DEFAULT
 from fleetd.models.gguf import byte_level, sentencepiece
 from fleetd.models.gguf.refusals import unsupported
 
@@ -135,10 +136,24 @@ def _config(metadata: Mapping[str, Any], tokens: list[str], add_bos: bool, what:
     for field, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         if (found := _id(metadata, key, len(tokens), what)) is not None:
             config[f"{field}_token"] = tokens[found]
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        config["chat_template"] = template
+    templates = _templates(metadata)
+    if templates.keys() == {DEFAULT}:
+        config["chat_template"] = templates[DEFAULT]
+    elif templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     return config
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name: the default one has a key of its own, and names of others are listed."""
+    others = metadata.get("tokenizer.chat_templates")
+    keys = {DEFAULT: "tokenizer.chat_template"} | {
+        name: f"tokenizer.chat_template.{name}"
+        for name in (others if isinstance(others, list) else [])
+        if name != DEFAULT
+    }
+    found = ((name, metadata.get(key)) for name, key in keys.items())
+    return {name: text for name, text in found if isinstance(text, str)}
 
 
 def _strings(metadata: Mapping[str, Any], key: str, what: str) -> list[str]:

@@ -1,0 +1,73 @@
+"""The chat templates of a folder, by name, as transformers reads them.
+
+    chat_template.jinja     the default one
+    tokenizer_config.json   one, which is the default, or a list of them
+    chat_template.json      the same, if the others have none
+
+With tools the one called "tool_use" is rendered, if there is one, and "default" else. Models that see
+pictures have the last file; transformers does not read it for text, and fleetd does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fleetd import limits
+from fleetd.errors import ModelCorrupt
+from fleetd.models.json_files import BOM, read_json
+from fleetd.models.opening import read_regular
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+_JINJA, _CONFIG, _JSON = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
+
+
+def read_templates(folder: Path) -> Mapping[str, str]:
+    """A model folder's templates; none of a file that cannot be read. Blocks."""
+    written = []
+    for name in (_JINJA, _CONFIG, _JSON):
+        try:
+            written.append((folder / name).stat().st_mtime_ns)
+        except OSError:
+            written.append(0)
+    return _templates(folder, *written)
+
+
+@functools.lru_cache(maxsize=64)
+def _templates(folder: Path, *_written_ns: int) -> Mapping[str, str]:
+    """The templates, kept for files of these times: models are listed often, and the files are long."""
+    try:
+        raw = read_regular(folder / _JINJA, limits.MODEL_CONFIG_BYTES)
+        return {DEFAULT: raw.removeprefix(BOM).decode()}
+    except (OSError, UnicodeDecodeError):
+        return named(_of_json(folder / _CONFIG) or _of_json(folder / _JSON))
+
+
+def lone_template(folder: Path) -> Any:
+    """What chat_template.json holds, if no other file has a template; else None. Blocks."""
+    if (folder / _JINJA).exists() or _of_json(folder / _CONFIG):
+        return None
+    return _of_json(folder / _JSON)
+
+
+def for_tools(templates: Mapping[str, str]) -> str:
+    """The template of a conversation in which tools are offered; "" if there is none."""
+    return templates.get(TOOL_USE) or templates.get(DEFAULT, "")
+
+
+def _of_json(file: Path) -> Any:
+    try:
+        return read_json(file, limits.MODEL_JSON_BYTES).get("chat_template")
+    except ModelCorrupt:
+        return None
+
+
+def named(found: Any) -> Mapping[str, str]:
+    """Templates by name, of a value as files and tokenizers have it: a text, a list, a table."""
+    if isinstance(found, dict):
+        found = [{"name": name, "template": text} for name, text in found.items()]
+    entries = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}]
+    pairs = [(each.get("name"), each.get("template")) for each in entries if isinstance(each, dict)]
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
