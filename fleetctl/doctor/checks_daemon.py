@@ -93,6 +93,32 @@ def _engine(engine: EngineStatus) -> Finding:
     return ok(name, f"{engine.state}, {engine.device}, {size(engine.memory_bytes)}")
 
 
+def models(client: Client) -> list[Finding]:
+    """Check that each folder that looks like a model can be asked for, and has nothing that is not used."""
+    try:
+        listing = read(client.get("/fleet/v1/models"), ModelListing)
+    except FleetError as error:
+        return [fail("models", one_line(error.message), "The daemon's log tells more.")]
+    found = [
+        warn(
+            "models",
+            f"{one_line(model.name)} answers without {one_line(', '.join(model.ignored))} beside its weights.",
+            "Fuse the adapter with the model: mlx_lm.fuse.",
+        )
+        for model in listing.installed
+        if model.ignored
+    ]
+    found += [
+        warn(
+            "models",
+            f"{one_line(each.path)} is not listed: {one_line(each.reason)}",
+            "Rename the folder, or give it a name: fleetctl models add FOLDER --name NAME.",
+        )
+        for each in listing.unlisted
+    ]
+    return found or [ok("models", f"All {len(listing.installed)} can be asked for.")]
+
+
 def default_model(client: Client, status: DaemonStatus) -> Finding:
     """Check that the default model is installed and its files are intact."""
     name = status.default_model

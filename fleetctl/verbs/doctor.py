@@ -147,6 +147,7 @@ def _checks(address: Address, client: Client, status: DaemonStatus | None) -> It
         yield "models", lambda: checks_daemon.digests(known)
         yield "engines", lambda: checks_daemon.engines(known)
         yield "the fleet", lambda: checks_fleet.check(client)
+        yield "models", lambda: checks_daemon.models(client)
         yield "the default model", lambda: checks_daemon.default_model(client, known)
 
 

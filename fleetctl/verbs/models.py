@@ -185,6 +185,12 @@ def render(models: ModelListing) -> str:
         parts.append(table(header, [_installed(model) for model in models.installed], right=(2, 3)))
     else:
         parts.append("No model is installed yet; the default one is fetched with the first request.")
+    for model in models.installed:
+        if model.ignored:
+            unused = one_line(", ".join(model.ignored))
+            parts.append(f"{one_line(model.name)} answers without {unused}: fuse it first, with mlx_lm.fuse.")
+    if models.unlisted:
+        parts.append(f"Not listed: {len(models.unlisted)} more. `fleetctl doctor` says why.")
     if models.importable:
         found = [(one_line(file.name), size(file.size_bytes), file.program) for file in models.importable]
         parts.append(table(("OF OTHER PROGRAMS", "SIZE", "PROGRAM"), found, right=(1,)))

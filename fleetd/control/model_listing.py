@@ -13,7 +13,7 @@ class InstalledModel(msgspec.Struct, frozen=True):
     ``pinned``: it stays loaded while nothing asks for it, and is loaded at the daemon's start.
 
     ``tools``: how it writes tool calls, by the name of the format; "" if it writes none. ``thinking``: it can
-    reason before it answers.
+    reason before it answers. ``ignored``: what lies in its folder as if it belonged to it, and is not used.
     """
 
     name: str = ""
@@ -28,6 +28,7 @@ class InstalledModel(msgspec.Struct, frozen=True):
     digest: str | None = None
     tools: str = ""
     thinking: bool = False
+    ignored: list[str] = []
 
 
 class OfferedModel(msgspec.Struct, frozen=True):
@@ -61,6 +62,13 @@ class ImportableModel(msgspec.Struct, frozen=True):
     size_bytes: int = 0
 
 
+class UnlistedModel(msgspec.Struct, frozen=True):
+    """A folder that looks like a model and cannot be asked for; ``reason`` is a sentence."""
+
+    path: str = ""
+    reason: str = ""
+
+
 class ModelListing(msgspec.Struct, frozen=True):
     """``memory``: what "fits" is judged by, with ``evictable_bytes`` that idle models would give back."""
 
@@ -69,6 +77,7 @@ class ModelListing(msgspec.Struct, frozen=True):
     memory: MemoryBudget = MemoryBudget()
     evictable_bytes: int = 0
     importable: list[ImportableModel] = []
+    unlisted: list[UnlistedModel] = []
 
 
 class ModelVerdict(msgspec.Struct, frozen=True):

@@ -13,6 +13,8 @@ _VENDOR = re.compile(r"claude-|gpt-\d|codex-|o\d(-|$)")
 _SMALL = re.compile(r"haiku|-mini\b|-nano\b")
 # Where Ollama's clients name models of Hugging Face.
 _HUB_HOSTS = ("hf.co/", "huggingface.co/")
+# The model that the settings name.
+DEFAULT = "default"
 # Claude Code lists only models whose names begin so.
 CLAUDE_PREFIX = "claude-fleet-"
 
@@ -34,6 +36,11 @@ def untagged(name: str) -> str:
     return f"{base}-{tag}"
 
 
+def stands_for_others(name: str) -> bool:
+    """True for a name that never reaches a model of this name."""
+    return name == DEFAULT or untagged(name) != name
+
+
 class ModelNames(msgspec.Struct, frozen=True):
     """The models that the settings name; "" stands for the large one, and there for the default one."""
 
@@ -51,7 +58,7 @@ class ModelNames(msgspec.Struct, frozen=True):
 
     def named(self, asked: str | None) -> str:
         """The name that a request means: the default model's if it names none."""
-        return self.default if asked in (None, "", "default") else asked
+        return self.default if asked in (None, "", DEFAULT) else asked
 
     def here(self, asked: str | None) -> str:
         """The same as a name that models are found by, and what an alias stands for."""

@@ -10,11 +10,24 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelError, ModelNotFound
-from fleetd.models import added, catalog, hub_cache, install, manifest, names, other_stores, pull_client
+from fleetd.models import (
+    added,
+    catalog,
+    hub_cache,
+    install,
+    manifest,
+    model_names,
+    names,
+    other_stores,
+    pull_client,
+)
 from fleetd.models import digest as digests
 from fleetd.models.digest import ModelDigest
 from fleetd.models.folder import ModelFolder, Source, is_gguf, read_folder
@@ -25,6 +38,13 @@ from fleetd.models.verify import Progress, verify
 __all__ = ["ModelStore", "PullProgress"]
 
 _RECORDS = ".records"
+
+
+class UnlistedFolder(msgspec.Struct, frozen=True):
+    """``reason``: a sentence."""
+
+    path: Path
+    reason: str
 
 
 class ModelStore:
@@ -57,7 +77,7 @@ class ModelStore:
             return self._at_path(ref)
         entry = catalog.find(ref)
         name = entry.name if entry is not None else names.check(ref)
-        hub_id = entry.hub_id if entry is not None else (name if names.is_hub_id(name) else None)
+        hub_id = _hub_id(name)
         for folder in self._candidates(name, hub_id):
             added.check_there(folder)
             if (folder / "config.json").is_file():
@@ -151,33 +171,56 @@ class ModelStore:
         return False
 
     def installed(self) -> list[ModelFolder]:
-        """Every model that could be loaded, by name. A folder that cannot be read is left out."""
+        """Every model that could be loaded, by name: the name gets this very folder."""
+        return self._survey()[0]
+
+    def unlisted(self) -> list[UnlistedFolder]:
+        """The folders that look like models and are not among those, and why."""
+        return self._survey()[1]
+
+    def _survey(self) -> tuple[list[ModelFolder], list[UnlistedFolder]]:
         found: dict[str, ModelFolder] = {}
-        for folder in self._folders():
+        unlisted: list[UnlistedFolder] = []
+        for name, folder, read in self._places():
+            own = folder.is_relative_to(self.models_dir)
+            if name in found and not own:
+                continue  # a copy in another place, which comes later in the order
             try:
-                model = self._owned(folder, self._name_of(folder))
-            except ModelError:
-                continue
-            found.setdefault(model.name, model)
-        for hub_id, snapshot in hub_cache.models(self.hub_cache):
+                self._check_leads(name, folder, own=own)
+                found[name] = read()
+            except (InvalidValue, ModelError) as error:
+                if own or isinstance(error, InvalidValue):  # other programs keep what is no language model
+                    unlisted.append(UnlistedFolder(folder, error.message))
+        return sorted(found.values(), key=lambda model: model.name.lower()), unlisted
+
+    def _places(self) -> Iterator[tuple[str, Path, Callable[[], ModelFolder]]]:
+        """Where models lie, in the order of ``resolve``: the name, the folder, and what looks into it."""
+        for folder in self._folders():
+            name = self._name_of(folder)
+            yield name, folder, partial(self._owned, folder, name)
+        for hub_id, folder in hub_cache.models(self.hub_cache):
             entry = catalog.find(hub_id)
             name = entry.name if entry is not None else hub_id
-            if name in found or not names.is_hub_id(hub_id):
-                continue
-            try:
-                model = read_folder(snapshot, name=name, source="hub", revision=snapshot.name)
-            except ModelError:
-                continue
-            if "model_type" in model.config:
-                found[name] = model
+            yield name, folder, partial(_of_hub, folder, name)
         for hub_id, folder in other_stores.lm_studio_models():
-            if hub_id in found or not names.is_hub_id(hub_id):
-                continue
-            try:
-                found[hub_id] = read_folder(folder, name=hub_id, source="lm-studio", revision=None)
-            except ModelError:
-                continue
-        return sorted(found.values(), key=lambda model: model.name.lower())
+            yield (
+                hub_id,
+                folder,
+                partial(read_folder, folder, name=hub_id, source="lm-studio", revision=None),
+            )
+
+    def _check_leads(self, name: str, folder: Path, *, own: bool) -> None:
+        """Raises InvalidValue for a folder that a request for ``name`` would not get."""
+        names.check(name)
+        if model_names.stands_for_others(name):
+            raise InvalidValue(f"{name!r} means something else in requests.")
+        hub_id = _hub_id(name)
+        if hub_id is None and not own:
+            raise InvalidValue(f"{name!r} is no ORGANISATION/NAME, by which such folders are found.")
+        places = (place for place in self._candidates(name, hub_id) if (place / "config.json").is_file())
+        first = next(places, None if own else folder)
+        if first is None or not first.samefile(folder):
+            raise InvalidValue(f"A request for {name!r} gets {first or 'nothing'}.")
 
     def importable(self) -> list[FoundFile]:
         """GGUF files of other programs on this machine that are not imported."""
@@ -365,6 +408,20 @@ class ModelStore:
     ) -> None:
         """``verify.verify`` with everything this store remembers. Raises ModelCorrupt or ModelRefused."""
         verify(folder.path, full=full, record=self.record_path(folder), progress=progress)
+
+
+def _hub_id(name: str) -> str | None:
+    """The hub id of a model by its name here; None if it has none."""
+    entry = catalog.find(name)
+    return entry.hub_id if entry is not None else name if names.is_hub_id(name) else None
+
+
+def _of_hub(folder: Path, name: str) -> ModelFolder:
+    """A snapshot of the hub's cache. Raises ModelCorrupt, also for one that is no language model."""
+    model = read_folder(folder, name=name, source="hub", revision=folder.name)
+    if "model_type" not in model.config:
+        raise ModelCorrupt(f"{folder / 'config.json'} names no model_type.")
+    return model
 
 
 def _own_manifest(folder: ModelFolder) -> Path | None:

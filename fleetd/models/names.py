@@ -20,13 +20,17 @@ _FILE = re.compile(rf"(?=.{{1,200}}\Z){_PART}")
 
 def check(name: str) -> str:
     """The name, if it is one. Raises InvalidValue."""
-    if len(name) > limits.MODEL_NAME_CHARS or not _NAME.fullmatch(name) or _ambiguous(name):
+    if not is_name(name):
         raise InvalidValue(
             f"{name[:80]!r} is not the name of a model.",
             hint="Give a name from `fleetctl models`, a hub id (ORGANISATION/NAME) or an absolute path.",
             param="model",
         )
     return name
+
+
+def is_name(name: str) -> bool:
+    return bool(_NAME.fullmatch(name)) and not _ambiguous(name) and len(name) <= limits.MODEL_NAME_CHARS
 
 
 def is_hub_id(name: str) -> bool:

@@ -43,6 +43,11 @@ def missing_weights(path: Path) -> str:
     return min((name for name in wanted - here if not (path / name).is_file()), default="")
 
 
+def unused_files(path: Path) -> list[str]:
+    """Names of adapters that lie beside the weights: they change nothing of what the model says."""
+    return sorted(file.name for file in path.glob("adapter*.safetensors"))
+
+
 def _indexed(index: Path) -> set[str]:
     """The files that the index names; none if there is no index."""
     if not index.exists():

@@ -34,6 +34,7 @@ from fleetd.engine.protocol import (
     Usage,
 )
 from fleetd.errors import FleetError, ModelNotFound
+from fleetd.models.model_store import UnlistedFolder
 from fleetd.models.other_stores import FoundFile
 from fleetd.requests.job import Job
 
@@ -285,6 +286,9 @@ class FakeModels:
 
     def installed(self) -> list[FakeFolder]:
         return [FakeFolder(name) for name in self.names] if self.found is None else self.found
+
+    def unlisted(self) -> list[UnlistedFolder]:
+        return []
 
     def digest(self, folder: FakeFolder) -> str:
         return self.digests.get(folder.name, "d")

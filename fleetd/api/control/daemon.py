@@ -24,6 +24,7 @@ from fleetd.control.model_listing import (
     ModelListing,
     ModelVerdict,
     OfferedModel,
+    UnlistedModel,
 )
 from fleetd.control.setting_view import SettingsView
 from fleetd.engine.protocol import Ready
@@ -32,6 +33,7 @@ from fleetd.host_port import host_port
 from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import estimated_bytes
+from fleetd.models.weights import unused_files
 
 _DAYS = (1, 3650)
 
@@ -86,7 +88,8 @@ def _listing(
         ImportableModel(found.name, found.program, str(found.path), found.size_bytes)
         for found in services.models.importable()
     ]
-    return ModelListing(installed, offered, status.memory, evictable, importable)
+    unlisted = [UnlistedModel(str(each.path), each.reason) for each in services.models.unlisted()]
+    return ModelListing(installed, offered, status.memory, evictable, importable, unlisted)
 
 
 def _installed(
@@ -112,6 +115,7 @@ def _installed(
                 pinned=folder.name in services.pinned.names,
                 tools=able.tools,
                 thinking=able.thinking,
+                ignored=unused_files(Path(folder.path)),
             )
         )
     return found

@@ -17,6 +17,7 @@ from fleetd.models.abilities import ModelAbilities
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_names import untagged
+from fleetd.models.names import is_name
 from fleetd.requests.job import THIS_NAME
 
 
@@ -60,6 +61,8 @@ def elsewhere(services: Services) -> dict[str, list[ModelPlace]]:
     for peer in services.fleet.view().peers:
         if peer.usable and peer.sees_prompts:
             for model in peer.models:
+                if not is_name(model.name):
+                    continue  # an earlier version's, which could not be asked for
                 found.setdefault(model.name, []).append(
                     ModelPlace(peer.name, cast("ModelState", model.state))
                 )
