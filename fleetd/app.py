@@ -149,6 +149,7 @@ class Daemon:
             token = await asyncio.to_thread(paths.load_token, self._home.token)
             stack.push_async_callback(asyncio.to_thread, self._machine.disk_cache.close)
             await asyncio.to_thread(self._machine.disk_cache.start)
+            await self._sweep_models()
             if self._new_identity is not None:
                 await asyncio.to_thread(finish, self._new_identity)
             if self._node is not None:
@@ -187,6 +188,15 @@ class Daemon:
         if self._fleet is not None:
             tasks.append(group.create_task(self._fleet.run(), name="fleet"))
         return tasks
+
+    async def _sweep_models(self) -> None:
+        """Before any model is looked for: the only copy of one may have to be brought back."""
+        try:
+            async with asyncio.timeout(limits.STOP_S):
+                for folder in await file_threads.look(self._machine.models.sweep):
+                    log.warning("models.brought_back", folder=folder)
+        except (TimeoutError, OSError) as error:
+            log.warning("models.not_swept", error=str(error))
 
     async def _open_ledger(self) -> None:
         try:

@@ -1,8 +1,12 @@
 """How a model arrives in the models folder: staged beside it, checked, recorded, moved in one step.
 
-MODELS/.partial/FOLDER/   being written; wiped or resumed by the next attempt, which may use another source
-MODELS/.locks/FOLDER      held by the process that installs FOLDER
-MODELS/FOLDER/            complete, with its manifest
+MODELS/.partial/FOLDER/          being written; wiped or resumed by the next attempt, from whatever source
+MODELS/.partial/FOLDER~old/      what the new one replaces; ~removed: what is being deleted
+MODELS/.partial/FOLDER~imported/ a GGUF file from the hub as it is imported, beside the file
+MODELS/.locks/FOLDER             held by the process that installs FOLDER
+MODELS/FOLDER/                   complete, with its manifest
+
+A process may be killed between any two steps; ``sweep`` puts right what it left.
 """
 
 from __future__ import annotations
@@ -11,20 +15,24 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fleetd import limits
-from fleetd.errors import DiskFull
+from fleetd.errors import DiskFull, ModelCorrupt, ModelError
 from fleetd.home.durable import sync_folder
-from fleetd.models import manifest
+from fleetd.models import manifest, names
 from fleetd.models.folder import Source
 from fleetd.models.opening import read_regular
 from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.verify import verify
 
+_MARK, OLD = "~", "old"
+# How version 0.2 and before called what they moved aside.
+_EARLIER = re.compile(r"(.+)\.(old|removed|imported)")
 PARTIAL, LOCKS = ".partial", ".locks"
 #: Ends the name of a file that has not arrived whole.
 PART = ".part"
@@ -34,6 +42,11 @@ _CONTENT_FILE, _CONTENT_BYTES = ".revision", 256
 
 def partial_folder(models_dir: Path, folder: str) -> Path:
     return models_dir / PARTIAL / folder
+
+
+def beside(models_dir: Path, folder: str, what: str) -> Path:
+    """Where something of ``folder`` lies for a moment. No name of a model has the mark in it."""
+    return models_dir / PARTIAL / f"{folder}{_MARK}{what}"
 
 
 def staged_content(staged: Path) -> str | None:
@@ -63,20 +76,64 @@ def staged_bytes(staged: Path) -> int:
 @contextlib.contextmanager
 def locked(models_dir: Path, folder: str, report: Report) -> Iterator[None]:
     """Hold the right to install ``folder``; reports "waiting" while another process does."""
+    with _lock_file(models_dir, folder) as handle:
+        while not _taken(handle):
+            report(PullProgress(file="", done_bytes=0, total_bytes=0, stage="waiting"))
+            time.sleep(0.2)
+        yield
+
+
+@contextlib.contextmanager
+def _lock_file(models_dir: Path, folder: str) -> Iterator[int]:
     locks = models_dir / LOCKS
     locks.mkdir(parents=True, exist_ok=True)
     handle = os.open(locks / folder, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                report(PullProgress(file="", done_bytes=0, total_bytes=0, stage="waiting"))
-                time.sleep(0.2)
-        yield
+        yield handle
     finally:
         os.close(handle)
+
+
+def _taken(handle: int) -> bool:
+    """Take the lock, for as long as its file is open; False if another process has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def sweep(models_dir: Path) -> list[str]:
+    """Bring back what a killed process had moved aside for a model that did not arrive, and delete what no
+    attempt goes on with. What is being installed now stays. Returns the folders that were brought back.
+    """
+    back = []
+    for left in sorted((models_dir / PARTIAL).glob("*")):
+        folder, what = _moved_aside(left)
+        with contextlib.suppress(OSError), _lock_file(models_dir, folder) as handle:
+            if not _taken(handle) or (not what and staged_content(left) is not None):
+                continue
+            if what == OLD and not os.path.lexists(models_dir / folder):
+                left.rename(models_dir / folder)
+                back.append(folder)
+            else:
+                shutil.rmtree(left, ignore_errors=True)
+    return back
+
+
+def _moved_aside(left: Path) -> tuple[str, str]:
+    """Which folder something in ``PARTIAL`` belongs to, and what it is there for; "" for a download."""
+    folder, _, what = left.name.partition(_MARK)
+    earlier = _EARLIER.fullmatch(left.name)
+    if earlier is not None and staged_content(left) is None:
+        try:
+            known = manifest.load(left / manifest.FILE_NAME)
+        except ModelCorrupt:
+            known = None
+        # It may as well be a download of a model whose name ends so.
+        if known is None or names.folder_name(known.name) == earlier[1]:
+            return earlier[1], earlier[2]
+    return folder, what
 
 
 def require_space(folder: Path, need_bytes: int) -> None:
@@ -112,6 +169,16 @@ def clean_on_full_disk(models_dir: Path, staged: Path) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def cleared_if_unsound(staged: Path) -> Iterator[None]:
+    """Delete a model that must not be installed: the next attempt may have a better source."""
+    try:
+        yield
+    except ModelError:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+
+
 def publish(
     staged: Path,
     models_dir: Path,
@@ -132,7 +199,6 @@ def publish(
     def advance(done: int, total: int) -> None:
         report(PullProgress(file="", done_bytes=done, total_bytes=total, stage="verifying"))
 
-    (staged / _CONTENT_FILE).unlink(missing_ok=True)
     verify(staged)
     files = manifest.record_files(manifest.part_files(staged), progress=advance)
     manifest.save(
@@ -141,13 +207,15 @@ def publish(
     )
     target = models_dir / folder
     if target.exists():  # an older or damaged copy
-        retired = models_dir / PARTIAL / f"{folder}.old"
+        retired = beside(models_dir, folder, OLD)
         shutil.rmtree(retired, ignore_errors=True)
         target.rename(retired)
         staged.rename(target)
         shutil.rmtree(retired, ignore_errors=True)
     else:
         staged.rename(target)
+    # Until then an attempt after a crash goes on with what has arrived.
+    (target / _CONTENT_FILE).unlink(missing_ok=True)
     sync_folder(models_dir)
     return target
 

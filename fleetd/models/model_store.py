@@ -258,6 +258,10 @@ class ModelStore:
 
     # ---- Changing ----------------------------------------------------------------------------------------
 
+    def sweep(self) -> list[str]:
+        """Put right what killed processes left, at a start. Returns the folders that were brought back."""
+        return install.sweep(self.models_dir)
+
     def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]:
         """Bring a model to this machine, in a child process; ``aclose()`` ends it.
 
@@ -365,7 +369,7 @@ class ModelStore:
 
     def _delete(self, folder: Path) -> None:
         """Out of sight in one step, then gone: a crash in between leaves no half model to be found."""
-        retired = install.partial_folder(self.models_dir, f"{folder.name}.removed")
+        retired = install.beside(self.models_dir, folder.name, "removed")
         retired.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(retired, ignore_errors=True)
         folder.rename(retired)

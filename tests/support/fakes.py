@@ -287,6 +287,9 @@ class FakeModels:
     def installed(self) -> list[FakeFolder]:
         return [FakeFolder(name) for name in self.names] if self.found is None else self.found
 
+    def sweep(self) -> list[str]:
+        return []
+
     def unlisted(self) -> list[UnlistedFolder]:
         return []
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import blake3
 import msgspec
 
 from fleetd import limits
-from fleetd.errors import ModelCorrupt, ModelError, PeerLost, ProtocolError
+from fleetd.errors import ModelCorrupt, PeerLost, ProtocolError
 from fleetd.models import install, manifest, names
 from fleetd.models.copy import child_process, messages
 from fleetd.models.copy.child_process import DaemonLines
@@ -65,7 +64,7 @@ def receive(
         with install.clean_on_full_disk(models_dir, staged):
             install.resume(staged, offer.revision or f"digest:{digest}", [file.name for file in offer.files])
             _fetch(_missing(offer, staged, report), offer, staged, connect, report)
-            with _cleared_if_unsound(staged):
+            with install.cleared_if_unsound(staged):
                 install.publish(
                     staged,
                     models_dir,
@@ -75,16 +74,6 @@ def receive(
                     revision=offer.revision,
                     report=report,
                 )
-
-
-@contextlib.contextmanager
-def _cleared_if_unsound(staged: Path) -> Iterator[None]:
-    """Delete a model that must not be installed: the next attempt may have a better source."""
-    try:
-        yield
-    except ModelError:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
 
 
 def _missing(offer: CopyOffer, staged: Path, report: Report) -> list[_Missing]:
@@ -141,7 +130,7 @@ def _fetch(missing: list[_Missing], offer: CopyOffer, staged: Path, connect: Con
         buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
         for item in missing:
             if _is_weights(item.file) and not configs_checked:
-                with _cleared_if_unsound(staged):
+                with install.cleared_if_unsound(staged):
                     check_configs(staged)
                 configs_checked = True
             _fetch_file(item, staged, stream, buffer, advance)

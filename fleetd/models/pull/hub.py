@@ -67,9 +67,10 @@ def pull_hub(
         install.require_space(models_dir, max(0, total - install.staged_bytes(staged)) + int(growth))
         _fetch_all(hub_id, commit, files, staged, report)
         if not is_gguf:
-            return install.publish(
-                staged, models_dir, folder, name=name, source="hub", revision=commit, report=report
-            )
+            with install.cleared_if_unsound(staged):
+                return install.publish(
+                    staged, models_dir, folder, name=name, source="hub", revision=commit, report=report
+                )
         first = staged / min(file.name for file in files)
         return _import(first, commit, name, folder, models_dir, report)
 
@@ -81,7 +82,7 @@ def _import(first: Path, commit: str, name: str, folder: str, models_dir: Path, 
     """
     from fleetd.models.gguf.conversion import import_gguf
 
-    made = install.partial_folder(models_dir, f"{folder}.imported")
+    made = install.beside(models_dir, folder, "imported")
     shutil.rmtree(made, ignore_errors=True)
     try:
         with install.clean_on_full_disk(models_dir, made):
