@@ -135,7 +135,12 @@ def _draft(path: Path, data: bytes) -> Path:
 
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY)
+    sync_file(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Bring what was written to a file to the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         flush(fd)
     finally:

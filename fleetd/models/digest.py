@@ -57,17 +57,15 @@ def of_records(records: dict[str, manifest.FileRecord], weights: frozenset[str])
     return ModelDigest(hex=_hash(msgspec.json.encode(hashes, order="sorted")), **hashes)
 
 
-def digest(folder: ModelFolder, record: Path, own: Path | None = None) -> ModelDigest:
+def digest(folder: ModelFolder, record: Path) -> ModelDigest:
     """The digest of a model folder; arguments as for ``records``."""
-    return of_records(
-        records(folder, record, own), frozenset(file.name for file in weight_files(folder.path))
-    )
+    return of_records(records(folder, record), frozenset(file.name for file in weight_files(folder.path)))
 
 
 def remembered(path: Path, record: Path | None) -> str:
     """The digest of a model folder if that takes no hashing, "" otherwise; ``record`` as for ``records``."""
     files = manifest.part_files(path)
-    for file in (record, path / manifest.FILE_NAME):
+    for file in (record, own_manifest(path, record)):
         try:
             known = manifest.load(file) if file is not None else None
         except ModelCorrupt:
@@ -78,12 +76,22 @@ def remembered(path: Path, record: Path | None) -> str:
     return ""
 
 
-def records(folder: ModelFolder, record: Path, own: Path | None = None) -> dict[str, manifest.FileRecord]:
-    """Hash what neither the folder's ``own`` manifest nor ``record`` (a cache, kept current) remembers."""
+def own_manifest(path: Path, record: Path | None) -> Path | None:
+    """The manifest whose hashes stand for files that look unchanged: only that of an installed folder.
+
+    In a folder elsewhere its owner may write that these files are another model's. ``record``: of the folder,
+    beside what is installed; None if there is no such place.
+    """
+    return path / manifest.FILE_NAME if record is None or path.parent == record.parent.parent else None
+
+
+def records(folder: ModelFolder, record: Path) -> dict[str, manifest.FileRecord]:
+    """Hash what neither ``record`` (a cache, kept current) nor the folder's own manifest remembers."""
     try:
         known = manifest.load(record)
     except ModelCorrupt:
         known = None
+    own = own_manifest(folder.path, record)
     known = known or (manifest.load(own) if own is not None else None)
     files = manifest.record_files(manifest.part_files(folder.path), known)
     if known is None or files != known.files:

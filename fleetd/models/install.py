@@ -23,7 +23,7 @@ from pathlib import Path
 
 from fleetd import limits
 from fleetd.errors import DiskFull, ModelCorrupt, ModelError
-from fleetd.home.durable import sync_folder
+from fleetd.home.durable import sync_file, sync_folder
 from fleetd.models import manifest, names
 from fleetd.models.folder import Source
 from fleetd.models.opening import read_regular
@@ -190,7 +190,9 @@ def publish(
     origin: manifest.Origin | None = None,
     report: Report,
 ) -> Path:
-    """Check what was staged, write its manifest and move it to its place.
+    """Check what was staged, bring it to the disk, write its manifest and move it to its place.
+
+    Otherwise a file may be empty after a power cut, and only small models are hashed at each load.
 
     Raises:
         ModelCorrupt, ModelRefused: it does not pass; it stays staged for the caller to remove.
@@ -201,10 +203,13 @@ def publish(
 
     verify(staged)
     files = manifest.record_files(manifest.part_files(staged), progress=advance)
+    for file in manifest.part_files(staged):
+        sync_file(file)
     manifest.save(
         manifest.Manifest(name=name, source=source, files=files, revision=revision, origin=origin),
         staged / manifest.FILE_NAME,
     )
+    sync_folder(staged)
     target = models_dir / folder
     if target.exists():  # an older or damaged copy
         retired = beside(models_dir, folder, OLD)

@@ -53,8 +53,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def is_part(name: str) -> bool:
-    """Whether a file of this name decides what the model computes."""
-    return name != FILE_NAME and name.endswith(
+    """Whether a file of this name decides what the model computes.
+
+    A manifest by any spelling is none: some file systems take it for this one.
+    """
+    return name.lower() != FILE_NAME and name.endswith(
         (".safetensors", ".json", ".jinja", ".tiktoken", "tokenizer.model", "merges.txt", "vocab.txt")
     )
 

@@ -397,7 +397,7 @@ class ModelStore:
 
     def digest(self, folder: ModelFolder) -> ModelDigest:
         """What identifies the model's content; hashes only what changed since the last time."""
-        return digests.digest(folder, self.record_path(folder), _own_manifest(folder))
+        return digests.digest(folder, self.record_path(folder))
 
     def known_digest(self, folder: ModelFolder) -> str:
         """The same if that takes no hashing, "" otherwise."""
@@ -405,7 +405,7 @@ class ModelStore:
 
     def file_records(self, folder: ModelFolder) -> dict[str, manifest.FileRecord]:
         """Sizes and hashes of the files that decide what the model computes; hashes as ``digest`` does."""
-        return digests.records(folder, self.record_path(folder), _own_manifest(folder))
+        return digests.records(folder, self.record_path(folder))
 
     def verify(
         self, folder: ModelFolder, *, full: bool = False, progress: Progress = lambda done, total: None
@@ -426,11 +426,6 @@ def _of_hub(folder: Path, name: str) -> ModelFolder:
     if "model_type" not in model.config:
         raise ModelCorrupt(f"{folder / 'config.json'} names no model_type.")
     return model
-
-
-def _own_manifest(folder: ModelFolder) -> Path | None:
-    own = folder.path / manifest.FILE_NAME
-    return own if own.is_file() else None
 
 
 def gguf_folder_name(path: Path) -> str:

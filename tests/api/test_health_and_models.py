@@ -128,7 +128,9 @@ async def test_the_default_model_is_listed_before_it_is_fetched() -> None:
 async def test_a_model_of_the_fleet_is_listed_once_with_where_it_is() -> None:
     """Also one that this machine does not have; not what is on a machine that could not answer."""
     model = fleet_view.PeerModel("qwen3-8b", "loaded", ["chat"])
-    both = [model, fleet_view.PeerModel(MODEL, "installed", ["chat"])]
+    # An earlier version may tell of what nobody can ask for.
+    both = [fleet_view.PeerModel("my model", "loaded", ["chat"]), model]
+    both.append(fleet_view.PeerModel(MODEL, "installed", ["chat"]))
     peers = [
         fleet_view.PeerView("n1", "n1", "studio", "usable", sees_prompts=True, models=both),
         fleet_view.PeerView("n2", "n2", "mini", "usable", sees_prompts=True, models=[model]),

@@ -412,6 +412,15 @@ def test_models_lists_files_of_other_programs(run: Run, daemon: FakeDaemon) -> N
     assert "fleetctl models add NAME" in listed
 
 
+def test_models_says_what_is_not_listed_and_what_is_not_used(run: Run, daemon: FakeDaemon) -> None:
+    tuned = {"name": "tuned", "ignored": ["adapters.safetensors"]}
+    unlisted = [{"path": "/models/my model", "reason": "It is no name."}]
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS | {"installed": [tuned], "unlisted": unlisted}))
+    listed = run("models", home=daemon.home).stdout
+    assert "tuned answers without adapters.safetensors" in listed
+    assert "Not listed: 1 more. `fleetctl doctor` says why." in listed
+
+
 def test_pull_that_fails_in_the_middle(run: Run, daemon: FakeDaemon) -> None:
     error = {"error": {"message": "The hub answered 503.", "code": "download_failed", "hint": "Try later."}}
     daemon.on("POST", "/fleet/v1/models/pull", pulling(data(error)))

@@ -296,6 +296,25 @@ def test_default_model(daemon: FakeDaemon) -> None:
     assert "models remove" in finding.fix
 
 
+def test_models_that_cannot_be_asked_for_and_adapters_that_are_not_used(daemon: FakeDaemon) -> None:
+    listing: dict[str, Any] = {"installed": [{"name": "good"}]}
+    client = Client(locate(daemon.home, None))
+    daemon.on("GET", "/fleet/v1/models", Reply(listing))
+    assert [level(finding) for finding in checks_daemon.models(client)] == ["ok"]
+    listing["installed"] = [{"name": "tuned", "ignored": ["adapters.safetensors"]}]
+    listing["unlisted"] = [{"path": "/models/my model\x1b", "reason": "'my model' is not the name of it."}]
+    daemon.on("GET", "/fleet/v1/models", Reply(listing))
+    tuned, odd = checks_daemon.models(client)
+    assert [level(tuned), level(odd)] == ["warn", "warn"]
+    assert "tuned answers without adapters.safetensors" in tuned.what
+    assert "mlx_lm.fuse" in tuned.fix
+    assert "is not listed: 'my model' is not the name" in odd.what
+    assert "\x1b" not in odd.what
+    assert "fleetctl models add" in odd.fix
+    daemon.on("GET", "/fleet/v1/models", Reply({"error": {"message": "It broke.", "code": "x"}}, 500))
+    assert [level(finding) for finding in checks_daemon.models(client)] == ["fail"]
+
+
 # ---- The whole -------------------------------------------------------------------------------------------
 
 
@@ -317,7 +336,7 @@ def test_doctor_of_a_healthy_daemon(run: Run, healthy: FakeDaemon) -> None:
     done = run("doctor", "--json", home=healthy.home, timeout_s=90)
     names = {check["name"] for check in json.loads(done.stdout)["checks"]}
     assert {"daemon", "socket", "home", "token", "disk", "memory", "clock", "python", "mlx"} <= names
-    assert {"fleet", "model"} <= names
+    assert {"fleet", "model", "models"} <= names
     # The machine that runs the tests may itself be short of memory or disk.
     assert set(failures(done.stdout)) <= {"disk", "memory", "mlx"}
     assert done.returncode == (Exit.ERROR if failures(done.stdout) else Exit.OK)

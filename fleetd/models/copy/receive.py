@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fnmatch
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from fleetd.models.folder import read_folder
 from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.reporter import Reporter
 from fleetd.models.verify import check_configs
-from fleetd.models.weights import WEIGHTS_PATTERN
 from fleetd.sealed.stream import SealedReceiver
 
 Connect = Callable[[list[CopyNeed]], contextlib.AbstractContextManager[SealedReceiver]]
@@ -88,7 +86,7 @@ def _missing(offer: CopyOffer, staged: Path, report: Report) -> list[_Missing]:
 
     found = (
         _look(file, staged, advance)
-        for file in sorted(offer.files, key=lambda file: (_is_weights(file), file.size_bytes, file.name))
+        for file in sorted(offer.files, key=lambda file: (_is_large(file), file.size_bytes, file.name))
     )
     return [missing for missing in found if missing is not None]
 
@@ -129,7 +127,7 @@ def _fetch(missing: list[_Missing], offer: CopyOffer, staged: Path, connect: Con
     with connect([CopyNeed(item.file.name, item.have_bytes) for item in missing]) as stream:
         buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
         for item in missing:
-            if _is_weights(item.file) and not configs_checked:
+            if _is_large(item.file) and not configs_checked:
                 with install.cleared_if_unsound(staged):
                     check_configs(staged)
                 configs_checked = True
@@ -166,8 +164,9 @@ def _fetch_file(
     part.rename(staged / file.name)
 
 
-def _is_weights(file: OfferedFile) -> bool:
-    return fnmatch.fnmatchcase(file.name, WEIGHTS_PATTERN)
+def _is_large(file: OfferedFile) -> bool:
+    """True for what may be: weights, and whatever lies beside them in their format."""
+    return file.name.endswith(".safetensors")
 
 
 # ---- The process -----------------------------------------------------------------------------------------

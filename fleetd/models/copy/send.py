@@ -33,22 +33,26 @@ def send(order: SendOrder, sender: SealedSender, report: Report) -> None:
     """
     homes = verify.homes(Path(order.folder))
     # All before the first byte: a wrong name must not cost a transfer.
-    files = [(need, _find(Path(order.folder), need, homes)) for need in order.needs]
-    total = sum(file.stat().st_size - need.offset for need, file in files)
+    files = [(need, *_find(Path(order.folder), need, homes)) for need in order.needs]
+    total = sum(size - need.offset for need, _, size in files)
     buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
     done = 0
-    for need, file in files:
+    for need, file, size in files:
         # Resolved before: a link that is there now was put there since.
         with open_regular(file, follow=False) as content:
             content.seek(need.offset)
-            while count := content.readinto(buffer):
+            left = size - need.offset
+            # No further than it reached at first: one that grows would never end.
+            while count := content.readinto(buffer[: min(left, len(buffer))]):
                 sender.send(buffer[:count])
+                left -= count
                 done += count
                 report(PullProgress(need.file, done_bytes=done, total_bytes=total, stage="sending"))
     sender.finish()
 
 
-def _find(folder: Path, need: CopyNeed, homes: list[Path]) -> Path:
+def _find(folder: Path, need: CopyNeed, homes: list[Path]) -> tuple[Path, int]:
+    """Where the file really lies, and its size in bytes."""
     if not names.is_file_name(need.file) or not manifest.is_part(need.file):
         raise ModelRefused(f"{need.file[:80]!r} is not the name of a model's data file.")
     try:
@@ -62,7 +66,7 @@ def _find(folder: Path, need: CopyNeed, homes: list[Path]) -> Path:
         raise ModelCorrupt(
             f"{need.file} has {found.st_size} bytes; those after {need.offset} were asked for."
         )
-    return file
+    return file, found.st_size
 
 
 def _work(daemon: DaemonLines, report: Report) -> str:

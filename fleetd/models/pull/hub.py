@@ -23,7 +23,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import DownloadFailed, ModelCorrupt, ModelNotFound, ModelUnsupported
-from fleetd.models import install, names
+from fleetd.models import install, manifest, names
 from fleetd.models.opening import open_regular
 from fleetd.models.pull import hub_gguf
 from fleetd.models.pull_lines import PullProgress, Report
@@ -142,7 +142,9 @@ def _remote_files(siblings: list[Any], patterns: Sequence[str]) -> list[RemoteFi
 
 def _remote_file(sibling: Any, patterns: Sequence[str]) -> RemoteFile | None:
     name = str(sibling.rfilename)
-    if not names.is_file_name(name) or not any(fnmatch.fnmatchcase(name, glob) for glob in patterns):
+    if name.lower() == manifest.FILE_NAME or not names.is_file_name(name):
+        return None  # what a model's files were on this machine is no publisher's to say
+    if not any(fnmatch.fnmatchcase(name, glob) for glob in patterns):
         return None
     if not isinstance(sibling.size, int) or sibling.size < 0:
         raise DownloadFailed(f"The hub does not say how large {name} is.", hint="Try again later.")
