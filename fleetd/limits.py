@@ -766,6 +766,7 @@ MODEL_NAME_CHARS = 200
 # Threads that look models up, and that hash them. More at once would only wait for the same disk.
 FILE_LOOKS, FILE_HASHES = 8, 4
 OTHER_STORE_MODELS = 1_000  # looked at in another program's folders: a listing takes a moment, not a minute
+OLLAMA_MANIFEST_BYTES = 64 * KIB  # they have some hundred; a thousand are read for a listing
 # Up to this size a model is hashed again at every load: half a second buys certainty. Above it only when a
 # file's size, time or inode changed, or when asked.
 MODEL_REHASH_BYTES = 2 * GIB

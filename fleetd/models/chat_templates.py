@@ -1,6 +1,6 @@
 """The chat templates of a folder, by name, as transformers reads them.
 
-    chat_template.jinja     the default one
+    chat_template.jinja     the default one; NAME of additional_chat_templates/NAME.jinja
     tokenizer_config.json   one, which is the default, or a list of them
     chat_template.json      the same, if the others have none
 
@@ -21,13 +21,14 @@ from fleetd.models.json_files import BOM, read_json
 from fleetd.models.opening import read_regular
 
 DEFAULT, TOOL_USE = "default", "tool_use"
+_MORE = "additional_chat_templates"
 _JINJA, _CONFIG, _JSON = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
 
 
 def read_templates(folder: Path) -> Mapping[str, str]:
     """A model folder's templates; none of a file that cannot be read. Blocks."""
     written = []
-    for name in (_JINJA, _CONFIG, _JSON):
+    for name in (_JINJA, _MORE, _CONFIG, _JSON):
         try:
             written.append((folder / name).stat().st_mtime_ns)
         except OSError:
@@ -38,16 +39,21 @@ def read_templates(folder: Path) -> Mapping[str, str]:
 @functools.lru_cache(maxsize=64)
 def _templates(folder: Path, *_written_ns: int) -> Mapping[str, str]:
     """The templates, kept for files of these times: models are listed often, and the files are long."""
+    files = {DEFAULT: folder / _JINJA} | {file.stem: file for file in (folder / _MORE).glob("*.jinja")}
+    texts = {name: text for name, file in files.items() if (text := _text(file)) is not None}
+    return texts or named(_of_json(folder / _CONFIG) or _of_json(folder / _JSON))
+
+
+def _text(file: Path) -> str | None:
     try:
-        raw = read_regular(folder / _JINJA, limits.MODEL_CONFIG_BYTES)
-        return {DEFAULT: raw.removeprefix(BOM).decode()}
+        return read_regular(file, limits.MODEL_CONFIG_BYTES).removeprefix(BOM).decode()
     except (OSError, UnicodeDecodeError):
-        return named(_of_json(folder / _CONFIG) or _of_json(folder / _JSON))
+        return None
 
 
 def lone_template(folder: Path) -> Any:
     """What chat_template.json holds, if no other file has a template; else None. Blocks."""
-    if (folder / _JINJA).exists() or _of_json(folder / _CONFIG):
+    if (folder / _JINJA).exists() or (folder / _MORE).exists() or _of_json(folder / _CONFIG):
         return None
     return _of_json(folder / _JSON)
 

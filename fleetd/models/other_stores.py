@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from fleetd.errors import ModelCorrupt
-from fleetd.limits import MODEL_CONFIG_BYTES, OTHER_STORE_MODELS
+from fleetd.limits import MODEL_CONFIG_BYTES, OLLAMA_MANIFEST_BYTES, OTHER_STORE_MODELS
 from fleetd.models.hub_cache import is_complete
 from fleetd.models.json_files import read_json
 from fleetd.models.opening import read_regular
@@ -115,7 +115,7 @@ def _ollama_folders(environment: Mapping[str, str]) -> list[Path]:
 
 
 def _blob(manifest: Path, blobs: Path) -> Path | None:
-    layers = _json(manifest).get("layers")
+    layers = _json(manifest, OLLAMA_MANIFEST_BYTES).get("layers")
     for layer in layers if isinstance(layers, list) else []:
         if isinstance(layer, dict) and layer.get("mediaType") == _MODEL_LAYER:
             digest = layer.get("digest")
@@ -129,10 +129,10 @@ def _home(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("HOME") or Path.home())
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _json(file: Path, limit: int = MODEL_CONFIG_BYTES) -> dict[str, Any]:
     """An empty object for a file that cannot be read: it belongs to another program."""
     try:
-        return read_json(file, MODEL_CONFIG_BYTES)
+        return read_json(file, limit)
     except ModelCorrupt:
         return {}
 

@@ -137,10 +137,20 @@ def of_gguf(folder: Path, templates: Any) -> None:
     in_config(folder, made["chat_template"])
 
 
+def in_files(folder: Path, templates: Any) -> None:
+    without_template(folder)
+    (folder / "additional_chat_templates").mkdir()
+    for each in templates:
+        place = folder if each["name"] == "default" else folder / "additional_chat_templates"
+        name = "chat_template" if each["name"] == "default" else each["name"]
+        (place / f"{name}.jinja").write_text(each["template"])
+
+
 WAYS: dict[str, Callable[[Path, Any], None]] = {
     "tokenizer_config": in_config,
     "chat_template.json": in_json,
     "GGUF": of_gguf,
+    "files": in_files,
 }
 
 

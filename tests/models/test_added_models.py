@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hub_files import COMMIT, make_snapshot
 from model_files import gguf_bytes, make_folder, tiny_llama
 
-from fleetd.errors import InvalidValue, ModelNotFound, ModelRefused
+from fleetd.errors import FleetError, InvalidValue, ModelError, ModelNotFound, ModelRefused
 from fleetd.models import added, other_stores
 from fleetd.models.model_store import ModelStore
 from fleetd.models.other_stores import FoundFile
+from fleetd.models.pull import process
 
 
 @pytest.fixture(autouse=True)
@@ -217,3 +219,62 @@ def test_odd_manifests_of_ollama_are_passed_over(home: Path, manifest: bytes) ->
     odd.parent.mkdir(parents=True)
     odd.write_bytes(manifest)
     assert [file.name for file in other_stores.gguf_files()] == ["someone/good:latest"]
+
+
+def of_ollama_elsewhere(home: Path, blob: Path) -> None:
+    ollama_model(home, "odd", "latest", b"GGUF")
+    [own] = (home / ".ollama" / "models" / "blobs").iterdir()
+    own.unlink()
+    own.symlink_to(blob)
+
+
+LINKS: dict[str, Callable[[Path, Path], None]] = {
+    "a blob that is a device": lambda home, out: of_ollama_elsewhere(home, Path("/dev/zero")),
+    "a blob that is no model": lambda home, out: of_ollama_elsewhere(home, out / "secret"),
+    "a blob that is a folder": lambda home, out: of_ollama_elsewhere(home, out),
+    "a blob that is a link to itself": lambda home, out: of_ollama_elsewhere(home, Path("sha256-0")),
+    "manifests that are another's folder": lambda home, out: linked(
+        home / ".ollama/models/manifests", str(out)
+    ),
+    "models that are another's folder": lambda home, out: linked(home / ".lmstudio/models", str(out)),
+    "a model that is a folder of folders": lambda home, out: linked(
+        home / ".lmstudio/models/pub/m", str(out)
+    ),
+    "weights elsewhere": lambda home, out: of_lm_studio(home, "model.safetensors", out / "secret"),
+    "a tokenizer elsewhere": lambda home, out: of_lm_studio(home, "tokenizer.json", out / "secret"),
+    "a GGUF file that is no model": lambda home, out: linked(
+        home / ".lmstudio/models/pub/m/x.gguf", str(out / "secret")
+    ),
+}
+
+
+def linked(link: Path, target: str) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(target)
+
+
+def of_lm_studio(home: Path, name: str, target: Path) -> None:
+    folder = make_folder(home / ".lmstudio" / "models" / "pub" / "m")
+    (folder / name).unlink()
+    (folder / name).symlink_to(target)
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_attack_links_out_of_other_programs_stores(
+    store: ModelStore, home: Path, tmp_path: Path, kind: str
+) -> None:
+    """Whatever they lead to is read as a model or refused as none, and nothing of it is written anywhere."""
+    out = tmp_path / "out"
+    (out / "a" / "b" / "c").mkdir(parents=True)
+    (out / "a" / "b" / "c" / "d").write_text("a secret " * 100_000)
+    (out / "a" / "b" / "round").symlink_to(out)
+    (out / "secret").write_text("a secret " * 100)
+    LINKS[kind](home, out)
+    for model in store.installed():
+        with pytest.raises(ModelError):
+            store.verify(model)
+    for file in store.importable():
+        with pytest.raises(FleetError):
+            process.pull(str(file.path), store, lambda progress: None)
+    kept = [file for file in store.models_dir.rglob("*") if file.is_file() and file.stat().st_size]
+    assert not [file for file in kept if b"secret" in file.read_bytes()]

@@ -27,7 +27,7 @@ def offer_of_files(folder: Path) -> CopyOffer:
     return CopyOffer("folder", None, files)
 
 
-class Wire:
+class HonestSender:
     """The receiving end of a machine that sends what it is asked for."""
 
     def __init__(self, folder: Path) -> None:
@@ -85,7 +85,7 @@ def test_attack_a_folder_elsewhere_says_that_its_files_are_another_models(
 def test_everything_large_waits_until_the_small_files_are_sound(tmp_path: Path) -> None:
     there = make_folder(tmp_path / "there", auto_map={"AutoModel": "evil.Model"})
     write_weights(there / "adapters.safetensors", "lora_a")
-    offer, wire = offer_of_files(there), Wire(there)
+    offer, wire = offer_of_files(there), HonestSender(there)
     models_dir = tmp_path / "models"
     with pytest.raises(ModelRefused, match="auto_map"):
         receive.receive(offer, digest_of(offer), "own", models_dir, wire.connect, lambda progress: None)

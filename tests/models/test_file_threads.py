@@ -15,7 +15,7 @@ from fleetd.errors import Draining
 from fleetd.models.file_threads import FileThreads
 
 
-class Disk:
+class AnsweringDisk:
     """Answers when it is told to. ``asked`` counts who waits for it."""
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class Disk:
 
 
 @pytest.fixture
-def disk() -> Iterator[Disk]:
-    made = Disk()
+def disk() -> Iterator[AnsweringDisk]:
+    made = AnsweringDisk()
     yield made
     made.answers.set()
 
 
-async def test_no_more_wait_than_there_are_threads_and_all_get_their_result(disk: Disk) -> None:
+async def test_no_more_wait_than_there_are_threads_and_all_get_their_result(disk: AnsweringDisk) -> None:
     threads = FileThreads(2)
     looks = [asyncio.create_task(threads.run(disk.look)) for _ in range(5)]
     for _ in range(2):
@@ -54,7 +54,7 @@ async def test_a_thread_that_is_free_is_used_again() -> None:
     assert len({await threads.run(threading.get_ident) for _ in range(20)}) <= 2
 
 
-async def test_what_is_given_up_before_its_turn_is_not_done(disk: Disk) -> None:
+async def test_what_is_given_up_before_its_turn_is_not_done(disk: AnsweringDisk) -> None:
     threads = FileThreads(1)
     first = asyncio.create_task(threads.run(disk.look))
     assert await asyncio.to_thread(disk.asked.acquire, timeout=60)
@@ -68,7 +68,7 @@ async def test_what_is_given_up_before_its_turn_is_not_done(disk: Disk) -> None:
     assert await threads.run(lambda: disk.looks) == 1
 
 
-async def test_what_waits_for_a_disk_is_abandoned(disk: Disk) -> None:
+async def test_what_waits_for_a_disk_is_abandoned(disk: AnsweringDisk) -> None:
     threads = FileThreads(1)
     looks = [asyncio.create_task(threads.run(disk.look)) for _ in range(3)]
     assert await asyncio.to_thread(disk.asked.acquire, timeout=60)
