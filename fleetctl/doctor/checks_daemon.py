@@ -102,7 +102,7 @@ def models(client: Client) -> list[Finding]:
     found = [
         warn(
             "models",
-            f"{one_line(model.name)} answers without {one_line(', '.join(model.ignored))} beside its weights.",
+            f"{one_line(model.name)} answers without {one_line(', '.join(model.ignored))} beside it.",
             "Fuse the adapter with the model: mlx_lm.fuse.",
         )
         for model in listing.installed

@@ -80,9 +80,10 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: ControlledDae
     first = listing["installed"][0]
     assert set(first) == {
         "name", "source", "architecture", "weights_bytes", "context_tokens", "roles", "path", "loaded",
-        "pinned", "digest", "tools", "thinking",
+        "pinned", "digest", "tools", "thinking", "ignored",
     }  # fmt: skip
     assert (first["name"], first["loaded"]) == (MODEL, True)
+    assert (first["ignored"], listing["unlisted"]) == ([], [])
     assert len(listing["catalog"]) == len(CATALOG)
     entries = {entry["name"]: entry for entry in listing["catalog"]}
     assert entries[MODEL]["installed"]

@@ -16,7 +16,6 @@ from fleetd.models import hub_cache, install
 from fleetd.models.copy.messages import check, digest_of, offer_of
 from fleetd.models.json_files import read_json
 from fleetd.models.model_store import ModelStore
-from fleetd.models.pull import process
 from fleetd.models.verify import verify
 from fleetd.models.weights import INDEX_NAME, missing_weights, unused_files
 
@@ -239,11 +238,12 @@ def test_such_a_folder_is_taken_wherever_it_lies(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.one_loop
-def test_such_a_folder_is_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_such_a_folder_is_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as hub:
         serve_from(hub, odd(tmp_path / "made"), monkeypatch, tmp_path)
         store = ModelStore(tmp_path / "models", hub_cache=tmp_path / "hub")
-        assert process.pull("org/odd", store, lambda progress: None) == "org/odd"
+        async for _ in store.pull("org/odd"):
+            pass
         store.verify(store.resolve("org/odd"), full=True)
 
 

@@ -83,7 +83,7 @@ _WORKERS = {
     # A stream that comes when its prompt has gone on is closed after this.
     "TICKET_S": 3.0,
 }
-_KEPT = ("asyncio_", "uvloop_")
+_KEPT = ("asyncio_", "uvloop_", "files-")
 
 
 class FaultMachines:
