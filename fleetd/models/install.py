@@ -31,7 +31,7 @@ from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.verify import verify
 
 _MARK, OLD = "~", "old"
-# How version 0.2 and before called what they moved aside.
+# How earlier versions called what they moved aside.
 _EARLIER = re.compile(r"(.+)\.(old|removed|imported)")
 PARTIAL, LOCKS = ".partial", ".locks"
 #: Ends the name of a file that has not arrived whole.
