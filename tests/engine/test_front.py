@@ -208,6 +208,7 @@ def test_a_loaded_worker_leaves_its_commands_to_the_reader(ends: Ends) -> None:
 class DeepTemplate:
     """A tokenizer whose chat template recurses with what it is given."""
 
+    chat_template = "as a publisher wrote it"
     has_chat_template = True
     has_tool_calling = False
 
