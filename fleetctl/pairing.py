@@ -46,5 +46,14 @@ def show_phrase(phrase: str) -> None:
     note("\n    " + click.style(one_line(phrase), bold=True) + "\n")
 
 
-def members_line(members: list[str]) -> str:
-    return f"The fleet: {', '.join(one_line(name) for name in members)}."
+def members_line(paired: Paired) -> str:
+    """The machines of the fleet, and which of them came with the other one."""
+    line = f"The fleet: {names_line(paired.members)}."
+    if paired.brought:
+        brings = f"On its word: {names_line(paired.brought)}"
+        line += f" {brings}. What came so sees no prompts typed here until `fleetctl peers prompts NAME yes`."
+    return line
+
+
+def names_line(names: list[str]) -> str:
+    return ", ".join(one_line(name) for name in names)

@@ -96,7 +96,7 @@ class Fleet:
                     card,
                     names[card.node_id],
                     reach(peer, card, now),
-                    member.sees_prompts and self.node.prompt_rules.allows(card.node_id),
+                    member.sees_prompts and self.node.allowed_here(member),
                     (connection.rtt_s or 0.0) if connection is not None else 0.0,
                     path.expected_bytes_per_s if path is not None else 0.0,
                     pairing=peer.pairing,
@@ -112,7 +112,7 @@ class Fleet:
             msgspec.structs.replace(card, running=0, waiting=0),
             name,
             "It is probably asleep.",
-            member.sees_prompts and self.node.prompt_rules.allows(member.node_id),
+            member.sees_prompts and self.node.allowed_here(member),
             wake_s=wake_s,
             pairing=self.node.mesh.peers[member.node_id].pairing,
         )
@@ -120,9 +120,9 @@ class Fleet:
     def unaided(self) -> bool:
         """True if a machine that answers for this one must not let others help.
 
-        It does not know this machine's own rules, so it could show the prompt to a machine that they deny it.
+        It does not know whom this machine allows, so it could show the prompt to a machine that may not see it.
         """
-        return self.node.prompt_rules.denies_any(self.node.roster.members)
+        return not all(map(self.node.allowed_here, self.node.roster.members.values()))
 
     @property
     def node_id(self) -> str:
@@ -178,15 +178,22 @@ class Fleet:
     def join(self, code: str, host: str | None, *, sees_prompts: bool) -> AsyncGenerator[PairingEvent, None]:
         return self.pairing.join(code, host, sees_prompts=sees_prompts)
 
-    async def unpair(self, peer: str) -> Unpaired:
+    async def unpair(self, peer: str, keep: Iterable[str] = ()) -> Unpaired:
         """Remove a machine from the fleet, everywhere, and end this machine's own rule about it.
 
-        Raises NotFound, InvalidValue, DiskFull.
+        Machines that this one knows through it alone go with it, but for those in ``keep``, by name or id.
+        These see no prompts until a person here allows it. Raises NotFound, InvalidValue, DiskFull.
         """
         member = self.find(peer)
-        others = [other for other in self.node.roster.members.values() if other.node_id != member.node_id]
-        reached = {other.node_id for other in others if self.node.connection(other.node_id) is not None}
-        self.node.roster.remove(member.node_id)
+        named = [self.find(ref) for ref in keep]
+        dependent = {each.node_id for each in self.node.roster.only_through(member.node_id)}
+        kept = [each for each in named if each.node_id in dependent]
+        for each in kept:
+            await self.node.prompt_rules.allow(each.node_id, False)
+        members = self.node.roster.members
+        reached = {node_id for node_id in members if self.node.connection(node_id) is not None}
+        gone = self.node.roster.remove(member.node_id, [each.node_id for each in kept])
+        others = list(members.values())
         await self.node.roster_changed()
         await self.node.prompt_rules.allow(member.node_id, True)
         return Unpaired(
@@ -194,6 +201,8 @@ class Fleet:
             member.name,
             told=[other.name for other in others if other.node_id in reached],
             pending=[other.name for other in others if other.node_id not in reached],
+            gone=[each.name for each in gone],
+            kept=[each.name for each in kept],
         )
 
     async def allow_prompts(self, peer: str, allowed: bool, *, fleet: bool) -> PeerView:
@@ -202,8 +211,19 @@ class Fleet:
         Raises as ``unpair``.
         """
         member = self.find(peer)
+        if fleet and not allowed and not member.confirmed:
+            # The fleet's word is an entry of this machine's own, which would vouch for it.
+            raise InvalidValue(
+                f"No person here has confirmed {member.name}: it sees no prompts typed here in any case.",
+                hint=f"To take it out of the fleet: `fleetctl unpair {short_id(member.node_id)}`. To keep it, "
+                f"allow it here first: `fleetctl peers prompts {short_id(member.node_id)} yes`.",
+                param="peer",
+            )
         if not fleet:
             await self.node.prompt_rules.allow(member.node_id, allowed)
+            if allowed and not member.confirmed:
+                self.node.roster.confirm(member.node_id)
+                await self.node.roster_changed()
         elif member.sees_prompts != allowed:
             self.node.roster.allow_prompts(member.node_id, allowed)
             await self.node.roster_changed()

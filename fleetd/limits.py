@@ -199,8 +199,13 @@ NEW_IDENTITY_S = 30.0
 MEMBER_NAME_CHARS = 64
 # Machines that one machine keeps a session with. Fleets are owned by people, who own a dozen.
 ROSTER_MEMBERS = 64
-# Two for each pairing and two for each removal; a thousand is years of both.
+# One by each machine about each machine of a fleet of thirty, all confirmed everywhere; its gossip is 0.5 MB.
 ROSTER_RECORDS = 1024
+# Machines that the word of one member adds here at once, and then in a day. A machine that joins a fleet hears
+# of a dozen at once; who invents machines has to wait.
+ROSTER_ADDED_PER_DAY = 16
+# Records over that bound are tried again this often: the bound lets one more in after 90 minutes.
+ROSTER_LATE_S = 600.0
 # Records of one member that are merged as they come; more of them wait for the next tick.
 ROSTER_MERGES_AT_ONCE = 64
 ROSTER_MERGES_PER_S = 4.0

@@ -12,7 +12,7 @@ from fleetctl.client import Client
 from fleetctl.doctor import checks_network
 from fleetctl.doctor.checks_network import BY_ADDRESS
 from fleetctl.doctor.findings import Finding, fail, ok, warn
-from fleetctl.render.fleet_words import OFF, label_of
+from fleetctl.render.fleet_words import OFF, crowd_of, label_of, newcomer
 from fleetctl.render.text import clause, listed, one_line
 from fleetctl.replies import fetch_fleet, read
 from fleetd.control.fleet_view import FleetView, PathView, PeerView
@@ -69,10 +69,24 @@ def members(fleet: FleetView) -> list[Finding]:
         if not by:
             found.append(ok("fleet", f"no other machine is paired yet: {_PAIR}"))
         return found
+    found += newcomers(fleet)
     usable = sum(peer.usable for peer in fleet.peers)
     if usable == len(fleet.peers):
         found.append(ok("fleet", f"{usable} of {usable} paired machines can be used"))
     return [*found, *(_unusable(peer) for peer in fleet.peers if not peer.usable)]
+
+
+def newcomers(fleet: FleetView) -> list[Finding]:
+    """A finding for each machine that another one added and no person here has spoken of."""
+    found = [
+        warn("new machine", *newcomer(peer.name, peer.short_id, peer.through))
+        for peer in fleet.peers
+        if peer.new
+    ]
+    if fleet.late:
+        fix = "Ask on the machines of the fleet who pairs so many; `fleetctl unpair` takes out who must not."
+        found.append(warn("new machines", crowd_of(fleet.late), fix))
+    return found
 
 
 def _unusable(peer: PeerView) -> Finding:

@@ -12,6 +12,7 @@ if (
     from fleetd.control.fleet_view import FleetView, Neighbour, PeerView
     from fleetd.control.pairing_events import Meeting, Paired
 
+_NAMES = 5
 # Any other text is the reason why mDNS does not run.
 MDNS_STATES = ("running", "starting", "stopped", "off")
 OFF = "off (fleet.enabled in fleetd.toml)"
@@ -42,6 +43,25 @@ def summary(
     if pairing:
         parts.append("pairing window open")
     return " · ".join(parts)
+
+
+def newcomer(name: str, short_id: str, through: str) -> tuple[str, str]:
+    """What is said of a machine that others added, and what to do about it."""
+    what = (
+        f"{label(name, short_id)} is new: it is here on the word of {one_line(through)}, and sees no prompts"
+    )
+    return (
+        f"{what} typed here.",
+        f"If it is yours, `fleetctl peers prompts {one_line(short_id)} yes`; else "
+        f"`fleetctl unpair {one_line(short_id)}`.",
+    )
+
+
+def crowd_of(names: list[str]) -> str:
+    """The sentence on machines that wait because a member adds too many."""
+    shown = ", ".join(one_line(name) for name in names[:_NAMES])
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return f"A member adds more machines than one may in a day; these wait: {shown}{more}."
 
 
 def removal(by: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from fleetctl.render.columns import Column, drawn, fitted, shortened, total
-from fleetctl.render.fleet_words import OFF, label_of, removal, summary
+from fleetctl.render.fleet_words import OFF, crowd_of, label_of, newcomer, removal, summary
 from fleetctl.render.text import layers, one_line, size, wrapped
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
 
@@ -34,6 +34,8 @@ def render(fleet: FleetView, width: int | None) -> str:
             "No other machine is paired with this one.\n"
             "Pair one: `fleetctl pair` here, then `fleetctl join CODE` there."
         )
+    if fleet.late:
+        parts.append(click.style(wrapped(crowd_of(fleet.late), width), fg="yellow"))
     for configured in fleet.unanswered:
         text = f"{one_line(configured.address)}, named in the settings: {configured.reason} {configured.hint}"
         parts.append(wrapped(one_line(text).strip(), width))
@@ -133,9 +135,12 @@ def _model(model: PeerModel, name: str) -> str:
 
 
 def _why(peer: PeerView, width: int | None) -> list[str]:
-    if peer.usable:
-        return []
     lines = []
+    if peer.new:
+        what, fix = newcomer(peer.name, peer.short_id, peer.through)
+        lines += [wrapped(what, width, indent="  "), wrapped(f"→ {fix}", width, indent="  ")]
+    if peer.usable:
+        return lines
     if peer.reason:
         lines.append(wrapped(one_line(peer.reason), width, indent="  "))
     if peer.hint:
@@ -155,6 +160,8 @@ def _prompts(peer: PeerView) -> str:
     """Whether it sees prompts typed here, or who does not allow it: this machine, the fleet, or both."""
     if peer.sees_prompts:
         return "yes"
+    if peer.new:
+        return "not yet"
     if peer.allowed_by_fleet:
         return "not from here"
     return "no (fleet)" if peer.allowed_here else "no (both)"

@@ -60,4 +60,4 @@ def _show_meeting(session: CliSession, met: Meeting) -> None:
 def _show_paired(session: CliSession, paired: Paired) -> None:
     if not session.json:
         kept = "" if paired.sees_prompts else "It sees no prompts typed here. "
-        click.echo(f"This machine is paired with {label_of(paired)}. {kept}{members_line(paired.members)}")
+        click.echo(f"This machine is paired with {label_of(paired)}. {kept}{members_line(paired)}")

@@ -114,4 +114,4 @@ def _answer(session: CliSession, met: Meeting, *, yes: bool, prompts: bool) -> N
 def _show_paired(session: CliSession, paired: Paired) -> None:
     if not session.json:
         may = "may see prompts" if paired.sees_prompts else "sees no prompts of the fleet"
-        click.echo(f"{label_of(paired)} is paired and {may}. {members_line(paired.members)}")
+        click.echo(f"{label_of(paired)} is paired and {may}. {members_line(paired)}")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fleetctl.cli import CliSession, json_option, pass_session
-from fleetctl.render.fleet_words import OFF, label, removal, summary
+from fleetctl.render.fleet_words import OFF, crowd_of, label, newcomer, removal, summary
 from fleetctl.render.text import count, duration, layers, one_line, size, table
 
 
@@ -147,6 +147,11 @@ def _fleet(status: dict[str, Any]) -> list[tuple[str, str]]:
         pairing=bool(fleet.get("pairing")),
     )
     notes = [removal(str(fleet["removed_by"]))] if fleet.get("removed_by") else []
+    notes += [crowd_of([str(name) for name in fleet["late"]])] if fleet.get("late") else []
+    for peer in peers:
+        if peer.get("new"):
+            what, fix = newcomer(*(str(peer.get(key) or "?") for key in ("name", "short_id", "through")))
+            notes.append(f"{what} {fix}")
     for peer in away:
         reason = f": {one_line(str(peer['reason']))}" if peer.get("reason") else ""
         notes.append(f"{_machine_label(peer)} {one_line(str(peer.get('state')))}{reason}")

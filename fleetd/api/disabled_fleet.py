@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.control.pairing_events import PairingEvent, Unpaired
@@ -25,7 +25,7 @@ class DisabledFleet:
     def join(self, code: str, host: str | None, *, sees_prompts: bool) -> AsyncGenerator[PairingEvent, None]:
         raise _off(PairingClosed)
 
-    async def unpair(self, peer: str) -> Unpaired:
+    async def unpair(self, peer: str, keep: Iterable[str] = ()) -> Unpaired:
         raise _off(NotPaired)
 
     async def allow_prompts(self, peer: str, allowed: bool, *, fleet: bool) -> PeerView:

@@ -48,7 +48,10 @@ class PeerView(msgspec.Struct, frozen=True):
     ``reason`` and ``hint`` say why the machine cannot be used; both are "" for a usable one. ``heard_s``:
     seconds since its last message. ``link_doubtful``: ``bytes_per_s`` was measured beside other work, or long
     ago. ``sees_prompts``: prompts typed on this machine, because it is both ``allowed_here``, by this
-    machine's own rule, and ``allowed_by_fleet``.
+    machine's own rule, and ``allowed_by_fleet``. ``new``: another machine added it, and no person here has
+    said whether it may see prompts; ``through``: the name of the machine that a person here did confirm, on
+    whose word it is here, "" for one that is confirmed itself. ``brings``: node ids of the machines that are
+    here on its word alone.
     """
 
     node_id: str = ""
@@ -61,6 +64,9 @@ class PeerView(msgspec.Struct, frozen=True):
     allowed_here: bool = False
     allowed_by_fleet: bool = False
     added_by: str = ""
+    new: bool = False
+    through: str = ""
+    brings: list[str] = []
     software: str = ""
     tier: str = ""
     chip: str = ""
@@ -104,7 +110,8 @@ class FleetView(msgspec.Struct, frozen=True):
     """This machine and its fleet.
 
     ``mdns``: "running", "starting", "stopped", "off", or why it does not run. ``removed_by``: the machine
-    that unpaired this one. ``pairing``: a pairing window is open here.
+    that unpaired this one. ``pairing``: a pairing window is open here. ``late``: names of machines that wait,
+    because a member adds more than it may in a day.
     """
 
     enabled: bool = False
@@ -117,6 +124,7 @@ class FleetView(msgspec.Struct, frozen=True):
     local_only: bool = False
     pairing: bool = False
     removed_by: str = ""
+    late: list[str] = []
     peers: list[PeerView] = []
     neighbours: list[Neighbour] = []
     unanswered: list[UnansweredAddress] = []

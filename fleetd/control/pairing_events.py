@@ -56,6 +56,8 @@ class Paired(msgspec.Struct, frozen=True, tag="paired"):
     """Both machines have written the pairing to disk.
 
     ``sees_prompts``: the other machine sees those typed here. ``members``: the names of all machines.
+    ``brought``: of those that this machine knows by way of the other one alone or first, and that see no
+    prompts until a person here allows it.
     """
 
     node_id: str = ""
@@ -63,15 +65,22 @@ class Paired(msgspec.Struct, frozen=True, tag="paired"):
     name: str = ""
     sees_prompts: bool = False
     members: list[str] = []
+    brought: list[str] = []
 
 
 PairingEvent = CodeShown | WrongCode | Crowded | Meeting | Paired | Searching
 
 
 class Unpaired(msgspec.Struct, frozen=True):
-    """``told``: names of the machines that know already; ``pending``: of those that are away."""
+    """``told``: names of the machines that know already; ``pending``: of those that are away.
+
+    ``gone``: of those that went with it, because this machine knew them through it alone; ``kept``: of those
+    that a person here kept.
+    """
 
     node_id: str = ""
     name: str = ""
     told: list[str] = []
     pending: list[str] = []
+    gone: list[str] = []
+    kept: list[str] = []

@@ -282,8 +282,17 @@ class Mesh:
             self._actions.append(Drop(number, error))
 
     def _merge(self, records: Sequence[RosterRecord], now: float) -> None:
-        if records and self.roster.merge(records).changed:
+        if not records:
+            return
+        merged = self.roster.merge(records, now)
+        self._inbox.put_off(merged.late, now)
+        if merged.changed:
             self.roster_changed(now)
+
+    @property
+    def late(self) -> list[RosterRecord]:
+        """Entries that wait, because their signers have added as many machines as they may for now."""
+        return self._inbox.late
 
     def _add_hints(self, link: PeerSession, hints: Iterable[AddressHint], now: float) -> None:
         for hint in hints:
@@ -351,7 +360,7 @@ class Mesh:
     def tick(self, now: float) -> None:
         """Dial machines that are due, expire old cards and close replaced sessions."""
         self.cards.expire(now)
-        self._merge(self._inbox.due(), now)
+        self._merge(self._inbox.due(now), now)
         for link in self.links.values():
             if link.replaced_s is not None and now - link.replaced_s >= limits.RETIRE_S:
                 self._retire(link)

@@ -30,9 +30,9 @@ from fleetd.p2p.discovery.discovery import DiscoveredPeer, Discovery
 from fleetd.p2p.invariants import check
 from fleetd.p2p.links import Address
 from fleetd.p2p.membership.cards import Card
-from fleetd.p2p.membership.identity import Identity
+from fleetd.p2p.membership.identity import Identity, short_id
 from fleetd.p2p.membership.prompt_rules import PromptRules
-from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster import Roster, RosterMember
 from fleetd.p2p.membership.roster_keeper import RosterKeeper
 from fleetd.p2p.mesh import Mesh
 from fleetd.p2p.port import ConnectionHandlers, PeerPort
@@ -41,6 +41,7 @@ from fleetd.p2p.session import transport
 from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 from fleetd.p2p.session.tls import TlsContexts
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
+from fleetd.p2p.token_bucket import TokenBucket
 from fleetd.periodic import keep_running
 
 log = get_logger("fleetd.p2p")
@@ -94,6 +95,9 @@ class Node:
         self._interfaces: list[interfaces.Interface] = []
         self._contexts: TlsContexts
         self._group: asyncio.TaskGroup
+        # The members, as last logged, and how many changes may be logged.
+        self._known: set[str] = set()
+        self._member_news = TokenBucket(limits.ROSTER_MEMBERS, 1 / limits.REPEAT_LOG_S)
         self._performing = False
         self._running = False
         self._stopping = False
@@ -124,6 +128,7 @@ class Node:
         for node_id, addresses in self.keeper.saved_addresses.items():
             self.mesh.address_seen(node_id, addresses, "remembered", now)
         self._trust_members()
+        self._known = set(roster.members)
         self.port = self._peer_port.open(self.settings.host, self.settings.port)
         if self.settings.mdns:
             self.discovery = Discovery(
@@ -248,6 +253,10 @@ class Node:
         found = [path.address for path in sorted(peer.paths, key=lambda path: -path.expected_bytes_per_s)]
         first = [peer.paths.best_for_bulk(), peer.link.address if peer.link is not None else None]
         return list(dict.fromkeys(address for address in (*first, *found) if address is not None))
+
+    def allowed_here(self, member: RosterMember) -> bool:
+        """True if a person at this machine lets a member see prompts typed here."""
+        return member.confirmed and self.prompt_rules.allows(member.node_id)
 
     def name_of(self, node_id: str) -> str:
         """The name of a machine, also of one that was removed."""
@@ -387,6 +396,7 @@ class Node:
                 if connection is not None and not connection.busy:
                     connection.close()
             case Save():
+                self._tell_of_members()
                 self._renew_trust()
                 self.keeper.save_soon()
 
@@ -444,6 +454,25 @@ class Node:
     def _trust_members(self) -> None:
         members = self.roster.members.values()
         self._contexts = TlsContexts.make(self.identity, [member.certificate for member in members])
+
+    def _tell_of_members(self) -> None:
+        """Log the machines that others have added, and those that are gone."""
+        members, loop = self.roster.members, asyncio.get_running_loop()
+        for node_id in [*(members.keys() - self._known), *(self._known - members.keys())]:
+            if not self._member_news.take(1, loop.time()):
+                break
+            member = members.get(node_id)
+            if member is None:
+                log.info("member.gone", peer=self.name_of(node_id), id=short_id(node_id))
+            elif not member.confirmed:
+                log.warning(
+                    "member.added",
+                    peer=member.name,
+                    id=short_id(node_id),
+                    on_the_word_of=self.name_of(member.through),
+                    note="it sees no prompts typed here until `fleetctl peers prompts` allows it",
+                )
+        self._known = set(members)
 
     def _renew_trust(self) -> None:
         """Make TLS contexts for the changed roster; on failure try again later.

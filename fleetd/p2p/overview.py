@@ -55,6 +55,7 @@ def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> Fl
             for found in seen
             if found.node_id not in members
         ],
+        late=sorted({record.name for record in mesh.late}),
         unanswered=[
             UnansweredAddress(host_port(*address), error.message, error.hint)
             for address, error in mesh.unanswered().items()
@@ -64,7 +65,7 @@ def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> Fl
 
 def peer_view(node: Node, member: RosterMember, now: float) -> PeerView:
     """One member."""
-    mesh, allowed_here = node.mesh, node.prompt_rules.allows(member.node_id)
+    mesh, allowed_here = node.mesh, node.allowed_here(member)
     peer = mesh.peers[member.node_id]
     card = mesh.cards.get(member.node_id)
     state, reason, hint = condition(peer, card, now)
@@ -82,6 +83,11 @@ def peer_view(node: Node, member: RosterMember, now: float) -> PeerView:
         allowed_here=allowed_here,
         allowed_by_fleet=member.sees_prompts,
         added_by=member.added_by,
+        new=not member.confirmed and node.prompt_rules.allows(member.node_id),
+        through="" if member.confirmed else node.name_of(member.through),
+        brings=[
+            each.node_id for each in node.roster.only_through(member.node_id) if each.node_id in mesh.peers
+        ],
         software=card.software if card is not None else "",
         tier=facts.tier if facts is not None else "",
         chip=facts.chip if facts is not None else "",

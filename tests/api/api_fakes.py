@@ -251,8 +251,8 @@ class FakeFleet:
             raise errors.NotFound(f"No machine is called {peer!r}.", hint="The nearest is 'studio'.")
         return STUDIO
 
-    async def unpair(self, peer: str) -> pairing_events.Unpaired:
-        return pairing_events.Unpaired(self._find(peer).node_id, peer, ["air"], ["pro"])
+    async def unpair(self, peer: str, keep: Iterable[str] = ()) -> pairing_events.Unpaired:
+        return pairing_events.Unpaired(self._find(peer).node_id, peer, ["air"], ["pro"], kept=list(keep))
 
     async def allow_prompts(self, peer: str, allowed: bool, *, fleet: bool) -> fleet_view.PeerView:
         self.prompts.append((peer, allowed, fleet))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +22,14 @@ VIEWS = ("fleet", "requests", "history", "models", "chat", "pairing", "clients",
 
 
 class WatchedFleet(FakeFleet):
-    """Also notes who was to be unpaired."""
+    """Also notes which machine was to be unpaired, and which were to be kept."""
 
     unpaired: list[str]
+    kept: list[str]
 
-    async def unpair(self, peer: str) -> pairing_events.Unpaired:
+    async def unpair(self, peer: str, keep: Iterable[str] = ()) -> pairing_events.Unpaired:
         self.unpaired = [*getattr(self, "unpaired", []), peer]
+        self.kept = list(keep)
         return pairing_events.Unpaired(peer, peer)
 
 

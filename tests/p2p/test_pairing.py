@@ -46,7 +46,9 @@ def test_two_machines_with_one_code_are_paired() -> None:
     assert opened.state(NOW) == "used"
 
 
-def test_the_newcomer_meets_the_whole_fleet() -> None:
+def test_the_newcomer_meets_the_whole_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More machines than one member may add at once are met later: ``test_roster`` has that."""
+    monkeypatch.setattr(limits, "ROSTER_ADDED_PER_DAY", 50)
     fleet = Roster(A)
     for number in range(10, 60):
         fleet.admit(machine(number).certificate, f"machine {number}", True)

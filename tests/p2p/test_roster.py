@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -115,24 +113,57 @@ def test_a_fleet_knows_whom_any_of_its_machines_admits() -> None:
     assert len(a.digest()) == 16
 
 
-def test_a_machine_in_the_middle_goes_and_takes_nobody_with_it() -> None:
+def test_a_machine_in_the_middle_goes_with_those_that_it_alone_vouched_for() -> None:
     """a - b - c: c was only ever known by way of b, on both sides."""
     a, b, c = Roster(A), Roster(B), Roster(C)
     pair(a, b, A, B)
     pair(b, c, B, C)
     exchange(a, b, c)
-    a.remove(B.node_id)
-    assert names(a) == "c"
+    assert [member.node_id for member in a.remove(B.node_id)] == [C.node_id]
+    assert names(a) == ""
     c.merge(a.records())
-    assert names(c) == "a"
+    assert (names(c), c.removed_by) == ("", None)
+
+
+def test_a_machine_in_the_middle_goes_and_those_who_confirmed_each_other_stay() -> None:
+    a, b, c = Roster(A), Roster(B), Roster(C)
+    pair(a, b, A, B)
+    pair(b, c, B, C)
+    exchange(a, b, c)
+    assert not a.members[C.node_id].confirmed
+    a.confirm(C.node_id)
+    c.confirm(A.node_id)
+    assert a.members[C.node_id].confirmed
+    exchange(a, b, c)
+    assert a.only_through(B.node_id) == []
+    assert a.remove(B.node_id) == []
     exchange(a, c)
     assert (names(a), names(c)) == ("c", "a")
     assert c.members[A.node_id].sees_prompts
 
 
-def test_everybody_who_came_through_one_machine_stays_with_few_records() -> None:
-    """A star of which the centre is taken out: not everybody has to vouch for everybody."""
-    others = [machine(number) for number in range(1, 21)]
+def test_a_machine_that_a_person_keeps_stays_with_those_that_it_vouches_for() -> None:
+    """a - b - c - d, and b - e: with b go c, d and e, unless c is kept."""
+    a, b, c, d, e = (Roster(who) for who in (A, B, C, D, E))
+    pair(a, b, A, B)
+    pair(b, c, B, C)
+    pair(c, d, C, D)
+    pair(b, e, B, E)
+    exchange(a, b, c, d, e)
+    assert {member.node_id for member in a.only_through(B.node_id)} == {C.node_id, D.node_id, E.node_id}
+    assert [member.node_id for member in a.only_through(C.node_id)] == [D.node_id]
+    assert a.only_through(D.node_id) == []
+    gone = a.remove(B.node_id, keep=[C.node_id, "unknown"])
+    assert [member.node_id for member in gone] == [E.node_id]
+    assert names(a) == "cd"
+    assert (a.members[C.node_id].confirmed, a.members[D.node_id].confirmed) == (True, False)
+    d.merge(a.records())
+    assert names(d) == "c", "a was known there through b"
+
+
+def test_everybody_who_came_through_one_machine_stays_where_they_confirmed_each_other() -> None:
+    """A star of which the centre is taken out."""
+    others = [machine(number) for number in range(1, 11)]
     rosters = [Roster(other) for other in others]
     centre = Roster(A)
     for roster, other in zip(rosters, others, strict=True):
@@ -141,10 +172,14 @@ def test_everybody_who_came_through_one_machine_stays_with_few_records() -> None
         roster.join(A.certificate, "a", True, offered.records())
         centre.join(other.certificate, "n", True, [*offered.records(), *roster.records()])
     exchange(centre, *rosters)
-    rosters[0].remove(A.node_id)
+    for roster in rosters:
+        for node_id in list(roster.members):
+            roster.confirm(node_id)
+    exchange(centre, *rosters)
+    assert rosters[0].remove(A.node_id) == []
     exchange(*rosters)
-    assert {len(roster.members) for roster in rosters} == {19}
-    assert len(rosters[0].records()) == 2 * 20 + 2 * 19
+    assert {len(roster.members) for roster in rosters} == {9}
+    assert len(rosters[0].records()) == 11 * 10
 
 
 def test_whoever_is_removed_is_told_by_whom_and_can_begin_anew() -> None:
@@ -336,21 +371,74 @@ def test_the_members_of_a_fleet_are_bounded() -> None:
     roster.admit(machine(limits.ROSTER_MEMBERS + 1).certificate, "n", True)
 
 
-def test_crowd_brought_by_one_member_does_not_displace_ones_own() -> None:
-    roster = Roster(A, [said(A, B)])
-    crowd = sorted(
-        (machine(number) for number in range(5, 5 + limits.ROSTER_MEMBERS)), key=attrgetter("node_id")
-    )
-    roster.merge([said(B, other) for other in crowd[1:]] + [said(A, C)])
+def test_the_places_of_a_fleet_cannot_be_filled_by_what_one_member_adds() -> None:
+    """b adds as many as a fleet may have; they give way to those that a person here pairs, and leave places
+    to those that another member adds."""
+    crowd = [machine(number) for number in range(5, 5 + limits.ROSTER_MEMBERS)]
+    roster = Roster(A, [said(A, B), said(A, C), *(said(B, other) for other in crowd)])
     assert len(roster.members) == limits.ROSTER_MEMBERS
-    assert {B.node_id, C.node_id} <= set(roster.members)
+    roster.merge([said(C, D)])
+    assert {B.node_id, C.node_id, D.node_id} <= set(roster.members)
     held = len(roster.records())
-    roster.merge([said(B, crowd[0])])
-    assert crowd[0].node_id in roster.members
-    assert {B.node_id, C.node_id} <= set(roster.members)
-    assert (
-        len(roster.records()) == held + 1
-    )  # whoever is over the bound now is not taken for lost, and adopted
+    for number in range(200, 200 + limits.ROSTER_MEMBERS - 2):
+        roster.admit(machine(number).certificate, "n", True)
+    assert len(roster.records()) == held + limits.ROSTER_MEMBERS - 2, "those over the bound are not lost"
+    assert all(member.confirmed for member in roster.members.values())
+    with pytest.raises(Overloaded, match=str(limits.ROSTER_MEMBERS)):
+        roster.admit(machine(1000).certificate, "n", True)
+
+
+def test_what_one_member_adds_in_a_day_is_bounded() -> None:
+    """A burst is taken at once; what is more comes later, whatever the wall clock says."""
+    crowd = [machine(number) for number in range(5, 65)]
+    entries = [said(B, other) for other in crowd]
+    roster, now = Roster(A, [said(A, B), said(A, C)]), 1e6
+    merged = roster.merge(entries, now)
+    most = limits.ROSTER_ADDED_PER_DAY
+    assert (len(roster.members), len(merged.late), merged.refused) == (2 + most, 60 - most, ())
+    assert not roster.merge(merged.late, now).changed
+    assert not roster.merge(entries[:most] * 3, now).changed, "nor does what is known already"
+    assert roster.merge([said(C, D)], now).changed, "others may"
+    assert roster.merge([said(B, E)], now).late == (said(B, E),)
+    assert len(roster.merge(merged.late, now + 86400).late) == 60 - 2 * most
+    assert len(roster.members) == 3 + 2 * most
+
+
+def test_a_member_that_adds_machines_and_removes_them_again_may_add_no_more_of_them() -> None:
+    crowd = [machine(number) for number in range(5, 65)]
+    roster = Roster(A, [said(A, B)])
+    seen = set()
+    for other in crowd:
+        roster.merge([said(B, other)], 1e6)
+        seen |= set(roster.members)
+        roster.merge([said(B, other, 2, removed=True)], 1e6)
+    assert len(seen) == 1 + limits.ROSTER_ADDED_PER_DAY
+
+
+def test_machines_that_a_member_invents_share_one_bound() -> None:
+    """Each of those that b adds adds as many again, in one message and in many."""
+    first = [machine(number) for number in range(5, 5 + limits.ROSTER_ADDED_PER_DAY)]
+    chain = [said(B, other) for other in first]
+    chain += [said(first[i % len(first)], machine(100 + i)) for i in range(60)]
+    chain += [said(machine(100 + i), machine(200 + i)) for i in range(60)]
+    at_once, piecemeal = Roster(A, [said(A, B)]), Roster(A, [said(A, B)])
+    at_once.merge(chain, 1e6)
+    for record in chain:
+        piecemeal.merge([record], 1e6)
+    for roster in (at_once, piecemeal):
+        assert len(roster.members) == 1 + 2 * limits.ROSTER_ADDED_PER_DAY
+        assert roster.merge([said(B, E)], 1e6 + 86400 / limits.ROSTER_ADDED_PER_DAY + 1).changed, (
+            "b may again"
+        )
+
+
+def test_who_joins_a_fleet_of_a_dozen_hears_of_all_at_once() -> None:
+    centre, joiner = Roster(A), Roster(B)
+    for number in range(5, 17):
+        centre.admit(machine(number).certificate, "n", True)
+    pair(centre, joiner, A, B)
+    assert len(joiner.members) == 13
+    assert [member.node_id for member in joiner.members.values() if member.confirmed] == [A.node_id]
 
 
 def test_full_roster_takes_removals_and_its_own_word(monkeypatch: pytest.MonkeyPatch) -> None:

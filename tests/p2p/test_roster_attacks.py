@@ -9,8 +9,10 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from rosters import A, B, C, D, E, exchange, names, said
+from machines import MachineKeys, machine
+from rosters import A, B, C, D, E, exchange, names, pair, said
 
+from fleetd import limits
 from fleetd.errors import RosterRefused
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_record import SEQUENCE_MAX, RosterRecord
@@ -59,7 +61,8 @@ def test_two_keys_on_one_id_are_refused() -> None:
 def test_old_tombstone_replayed_after_readmission_changes_nothing() -> None:
     roster = Roster(A)
     roster.admit(B.certificate, "b", True)
-    (tombstone,) = roster.remove(B.node_id)
+    roster.remove(B.node_id)
+    (tombstone,) = roster.records()
     roster.admit(B.certificate, "b", True)
     kept = roster.records()
     assert roster.merge([tombstone]).changed is False
@@ -101,25 +104,96 @@ def test_removed_machine_cannot_add_a_friend() -> None:
     assert a.removed_by is None
 
 
-def test_removed_machines_friend_is_not_adopted_by_others() -> None:
+def test_removed_machines_friend_does_not_stay_with_others() -> None:
     """The removal and the friend arrive together: there was never a time when the friend belonged."""
     a = Roster(A, [said(A, B), said(A, C)])
     a.merge([said(B, D, 7), said(C, B, 2, removed=True)])
     assert names(a) == "c"
 
 
-def test_adopting_does_not_outrun_a_removal() -> None:
-    """c is adopted by a and then by e, while d, who has heard of neither, removes it."""
+def test_confirming_does_not_outrun_a_removal() -> None:
+    """e confirms c, while d, which has not heard of it, removes it."""
     everything = [said(one, other) for one, other in itertools.permutations((A, B, D, E), 2)]
     everything += [said(B, C), said(C, B)]
-    a, d, e = Roster(A, everything), Roster(D, everything), Roster(E, everything)
-    a.remove(B.node_id)
-    e.merge(a.records())
-    e.remove(A.node_id)
-    assert names(e) == "cd"
+    d, e = Roster(D, everything), Roster(E, everything)
+    e.confirm(C.node_id)
     d.remove(C.node_id)
     exchange(d, e)
-    assert (names(d), names(e)) == ("e", "d")
+    assert (names(d), names(e)) == ("abe", "abd")
+
+
+INVENTED = [machine(number) for number in range(20, 23)]
+
+
+def invented(*chain: MachineKeys) -> list[RosterRecord]:
+    """Each adds the next one and is added by it, with numbers as high as it likes."""
+    return [
+        record
+        for one, next_ in itertools.pairwise(chain)
+        for record in (said(one, next_, 7, name="printer"), said(next_, one, 7))
+    ]
+
+
+def test_attack_a_chain_of_three_inventions_goes_with_the_machine_that_invented_them() -> None:
+    """The person at a removes b. Nothing that b invented stays or comes back, here or with the others."""
+    a, b, c = Roster(A), Roster(B), Roster(C)
+    pair(a, b, A, B)
+    pair(a, c, A, C)
+    exchange(a, b, c)
+    lies = invented(B, *INVENTED)
+    for roster in (a, b, c):
+        roster.merge(lies)
+    ghosts = {ghost.node_id for ghost in INVENTED}
+    assert ghosts < set(a.members)
+    assert not any(a.members[ghost].confirmed for ghost in ghosts)
+    assert {a.members[ghost].through for ghost in ghosts} == {B.node_id}
+    assert {member.node_id for member in a.remove(B.node_id)} == ghosts
+    exchange(a, c)
+    for again in (lies, invented(*INVENTED, machine(23)), [said(ghost, A, 99) for ghost in INVENTED]):
+        a.merge(again)
+        c.merge(again)
+    exchange(a, c)
+    assert (names(a), names(c)) == ("c", "a")
+    assert Roster(A, a.records()).members == a.members
+
+
+def test_attack_an_invention_that_only_another_machine_had_heard_of_goes_there_too() -> None:
+    """c heard of the printer, and a, where b is removed, had not."""
+    a, b, c = Roster(A), Roster(B), Roster(C)
+    pair(a, b, A, B)
+    pair(a, c, A, C)
+    exchange(a, b, c)
+    lies = invented(B, *INVENTED)
+    c.merge(lies)
+    a.remove(B.node_id)
+    c.merge(a.records())
+    exchange(a, c)
+    assert (names(a), names(c)) == ("c", "a")
+
+
+def test_attack_an_invention_that_removes_its_inventor_does_not_stay_in_its_place() -> None:
+    a, b = Roster(A), Roster(B)
+    pair(a, b, A, B)
+    a.merge([*invented(B, *INVENTED), said(INVENTED[0], B, 9, removed=True)])
+    assert names(a) == ""
+
+
+def test_attack_a_roster_filled_with_records_takes_those_of_confirmed_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """b's inventions sign about each other, and b removes machines that never were, until nothing fits."""
+    monkeypatch.setattr(limits, "ROSTER_RECORDS", 300)
+    ghosts = [machine(number) for number in range(20, 20 + limits.ROSTER_ADDED_PER_DAY)]
+    lies = [said(B, ghost) for ghost in ghosts]
+    lies += [said(one, other) for one, other in itertools.permutations(ghosts, 2)]
+    noise = [said(B, machine(1000 + i), removed=True) for i in range(limits.ROSTER_RECORDS - len(lies))]
+    for flood in (lies + noise, noise + lies):
+        roster = Roster(A, [said(A, B), said(A, C)])
+        roster.merge(flood)
+        assert len(roster.records()) == limits.ROSTER_RECORDS
+        assert roster.merge([said(C, D), said(D, C), said(C, E)]).refused == ()
+        assert {D.node_id, E.node_id} < set(roster.members)
+        assert len(roster.records()) == limits.ROSTER_RECORDS
 
 
 def test_jump_to_the_last_number_does_not_make_anybody_unremovable() -> None:

@@ -80,7 +80,8 @@ def test_machines_that_tell_each_other_everything_hold_the_same_records(
 
 
 class TogetherMachine(RuleBasedStateMachine):
-    """Everybody hears everything at once: the fleets must then be exactly those that people made."""
+    """Everybody hears everything at once, and people confirm whom others add: the fleets must then be exactly
+    those that people made, whoever is removed."""
 
     @initialize(count=st.integers(3, 6))
     def start(self, count: int) -> None:
@@ -94,6 +95,13 @@ class TogetherMachine(RuleBasedStateMachine):
         return next(at for at, fleet in enumerate(self.fleets) if number in fleet)
 
     def gossip(self) -> None:
+        self.tell()
+        for roster in self.rosters:
+            for node_id in list(roster.members):
+                roster.confirm(node_id)
+        self.tell()
+
+    def tell(self) -> None:
         """Sessions exist between machines that both take the other for a member."""
         while any(
             self.rosters[i].merge(self.rosters[j].records()).changed
@@ -151,6 +159,36 @@ class TogetherMachine(RuleBasedStateMachine):
             assert set(roster.members) == expected
 
 
+@examples(100)
+@given(st.data())
+def test_a_fleet_is_what_its_pairings_connect_whoever_is_removed(data: st.DataObject) -> None:
+    """What nobody confirms hangs by those who were paired: a removal leaves the parts that it leaves."""
+    who = [machine(number) for number in range(data.draw(st.integers(3, 7)))]
+    rosters = [Roster(each) for each in who]
+    paired = {(data.draw(st.integers(0, number - 1)), number) for number in range(1, len(who))}
+    for inviter, joiner in sorted(paired):
+        offered = Roster(who[inviter], rosters[inviter].records())
+        offered.admit(who[joiner].certificate, "n", True)
+        rosters[joiner].join(who[inviter].certificate, "n", True, offered.records())
+        back = [*offered.records(), *rosters[joiner].records()]
+        rosters[inviter].join(who[joiner].certificate, "n", True, back)
+    exchange(*rosters)
+    by, removed = data.draw(st.permutations(range(len(who))))[:2]
+    named = rosters[by].only_through(who[removed].node_id)
+    before = set(rosters[by].members)
+    assert rosters[by].remove(who[removed].node_id) == named
+    exchange(*rosters)
+    for number, roster in enumerate(rosters):
+        if number != removed:
+            part = {number}
+            while more := {n for pair in paired for n in pair if part & {*pair}} - part - {removed}:
+                part |= more
+            assert set(roster.members) == {who[other].node_id for other in part - {number}}
+        if number == by:
+            gone = {who[removed].node_id, *(member.node_id for member in named)}
+            assert set(roster.members) == before - gone
+
+
 class ApartMachine(RuleBasedStateMachine):
     """Any two hear of each other now and then: whoever takes each other for members agrees in the end."""
 
@@ -174,6 +212,13 @@ class ApartMachine(RuleBasedStateMachine):
             for one, other in ((i, j), (j, i)):
                 said_of = self.rosters[other].records()
                 self.rosters[one].join(self.who[other].certificate, "n", sees_prompts, said_of)
+
+    @rule(i=st.integers(0, 5), j=st.integers(0, 5))
+    def confirm(self, i: int, j: int) -> None:
+        i, j = i % len(self.who), j % len(self.who)
+        if self.who[j].node_id in self.rosters[i].members:
+            self.rosters[i].confirm(self.who[j].node_id)
+            assert self.rosters[i].members[self.who[j].node_id].confirmed
 
     @rule(i=st.integers(0, 5), j=st.integers(0, 5))
     def remove(self, i: int, j: int) -> None:

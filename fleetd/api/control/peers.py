@@ -30,8 +30,11 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: _Text | None = None
 
 
-class PeerRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Unpair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``keep``: of the machines that are here on its word alone, those that stay."""
+
     peer: _Text
+    keep: Annotated[list[_Text], msgspec.Meta(max_length=limits.ROSTER_MEMBERS)] = []
 
 
 class Prompts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,8 +72,8 @@ async def join(request: web.Request) -> web.StreamResponse:
 
 
 async def unpair(request: web.Request) -> web.StreamResponse:
-    ref = parse(await read(request), PeerRef)
-    return json_answer(await request.app[SERVICES].fleet.unpair(ref.peer))
+    asked = parse(await read(request), Unpair)
+    return json_answer(await request.app[SERVICES].fleet.unpair(asked.peer, asked.keep))
 
 
 async def prompts(request: web.Request) -> web.StreamResponse:

@@ -3,14 +3,14 @@
     prompt-rules.json    ["node id", ...]: the machines that may not
 
 The roster says who sees prompts for the whole fleet. A machine sees a prompt that is typed here only if both
-allow it. A rule holds until a person at this machine changes it or unpairs the machine; records that others
+allow it, and a person here has confirmed it: an entry of this machine's own in the roster says so, which a
+removal ends. A rule holds until a person at this machine changes it or unpairs the machine; records that others
 sign, a removal and a new entry too, do not end it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -49,9 +49,6 @@ class PromptRules:
 
     def allows(self, node_id: str) -> bool:
         return node_id not in self._denied
-
-    def denies_any(self, node_ids: Iterable[str]) -> bool:
-        return not self._denied.isdisjoint(node_ids)
 
     async def allow(self, node_id: str, allowed: bool) -> None:
         """Set the rule for a machine; on the disk on return.

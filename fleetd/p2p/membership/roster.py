@@ -3,21 +3,18 @@
 A record is a statement of one machine about another: an entry (it is a member) or a tombstone (it was
 removed). Of several statements by one machine about another the newest is kept. A record is accepted only
 from a signer whose key is in an earlier accepted record, so that a chain of signatures leads from every
-record back to this machine.
-
-The members are computed from the set, as seen from this machine: every machine that entries reach, where the
-signer of each entry is itself a member and the entry is newer than every tombstone for its subject. So a
-removed machine cannot add members. A tombstone counts whether or not its signer is still a member, or two
-machines that remove each other would both come back; it does not count once its own signer, by the same rule,
-has the machine back as a member.
+record back to this machine. ``roster_view`` computes the members from the set.
 
 Sequence numbers count per subject. A new statement is one higher than all that its signer has, so that it
 replaces them. Two simultaneous statements by different signers tie; then a tombstone beats an entry, and "may
 not see prompts" beats "may".
 
-A member that only a removed machine had added is not lost: each machine that misses it signs an entry of its
-own, with the sequence number of the old one, so that the new entry does not override a removal that is still
-on its way.
+This machine signs only what a person here says. So a machine that only a removed one had vouched for goes
+with it, on every machine that knew it in no other way. Who removes a machine may keep such a one, by an entry
+of the person's own machine.
+
+How many machines the word of one member adds in a day is bounded (``additions``). What is over the bound is
+not refused: it waits, and the sets are alike once it was taken.
 """
 
 from __future__ import annotations
@@ -32,8 +29,10 @@ import msgspec
 from fleetd import limits
 from fleetd.errors import IdentityRefused, NotFound, Overloaded, RosterRefused
 from fleetd.p2p.membership import keys
+from fleetd.p2p.membership.additions import Additions
 from fleetd.p2p.membership.keys import short_id
 from fleetd.p2p.membership.roster_record import SEQUENCE_MAX, RosterRecord, is_name, subject_of
+from fleetd.p2p.membership.roster_view import RosterMember, RosterView, rank
 
 __all__ = ["Merged", "Roster", "RosterMember", "RosterRecord", "Signer", "rank"]
 
@@ -50,27 +49,15 @@ class Signer(Protocol):
     def sign(self, data: bytes) -> bytes: ...
 
 
-class RosterMember(msgspec.Struct, frozen=True):
-    """A member of the fleet. ``added_by``: node id of the signer of its first entry."""
-
-    node_id: str
-    name: str
-    certificate: bytes
-    sees_prompts: bool
-    added_by: str
-    sequence: int
-
-
 class Merged(msgspec.Struct, frozen=True):
-    """``changed``: there are new records to save and to send on."""
+    """``changed``: there are new records to save and to send on. ``late``: those to merge again later."""
 
     changed: bool
     refused: tuple[RosterRefused, ...]
+    late: tuple[RosterRecord, ...] = ()
 
 
 _Key = tuple[str, str]  # subject, signer
-_Entries = dict[str, list[tuple[str, RosterRecord]]]  # signer → its entries, with their subjects
-_View = dict[str, list[RosterRecord]]
 
 
 class Roster:
@@ -80,14 +67,17 @@ class Roster:
         self._me = me
         self._members: dict[str, RosterMember] = {}
         self._forget()
-        self._take(records, bounded=False)
+        self._take(records, None)
         self._compute()
 
     def _forget(self) -> None:
         self._records: dict[_Key, RosterRecord] = {}
-        # Keys of the known signers. It only grows, or merging would depend on the order.
+        # Keys of the known signers. While the roster has room it only grows, or merging would depend on the
+        # order.
         self._keys = {self._me.node_id: keys.key_within(self._me.certificate)}
-        self._removed_by: str | None = None
+        # The subjects of entries.
+        self._named: set[str] = set()
+        self._additions = Additions()
         self._digest = b""
 
     # ---- the state ---------------------------------------------------------------------------------------
@@ -100,7 +90,11 @@ class Roster:
     @property
     def removed_by(self) -> str | None:
         """Node id of the machine that removed this one, which then has no members until ``reset``."""
-        return self._removed_by
+        return self._view.removed_by
+
+    def only_through(self, node_id: str) -> list[RosterMember]:
+        """The machines that this machine knows by way of this member alone."""
+        return [self._view.member(subject) for subject in self._view.only_through(node_id)]
 
     def records(self) -> tuple[RosterRecord, ...]:
         return tuple(self._records[key] for key in sorted(self._records))
@@ -114,17 +108,20 @@ class Roster:
 
     # ---- records of others -------------------------------------------------------------------------------
 
-    def merge(self, records: Iterable[RosterRecord]) -> Merged:
-        """Accept the records of known signers, in any order and any number of times."""
-        merged = self._take(records, bounded=True)
+    def merge(self, records: Iterable[RosterRecord], now: float = 0.0) -> Merged:
+        """Accept the records of known signers, in any order and any number of times.
+
+        ``now``: monotonic seconds, for the number of machines that one member may add in a day.
+        """
+        merged = self._take(records, now)
         if merged.changed:
-            before = dict(self._members)
             self._compute()
-            self._adopt(before)
         return merged
 
-    def _take(self, records: Iterable[RosterRecord], *, bounded: bool) -> Merged:
+    def _take(self, records: Iterable[RosterRecord], now: float | None) -> Merged:
+        """Add records; without ``now``, those of this machine's own file, which no bound refuses."""
         refused: list[RosterRefused] = []
+        late: list[RosterRecord] = []
         changed = False
         waiting = list(records)
         while waiting:
@@ -134,12 +131,20 @@ class Roster:
                     unknown.append(record)
                     continue
                 try:
-                    changed |= self._take_one(record, bounded)
+                    if self._is_news(record):
+                        if now is not None and not self._may_add(record, now):
+                            late.append(record)
+                            continue
+                        self._add(record, bounded=now is not None)
+                        changed = True
                 except RosterRefused as error:
                     refused.append(error)
             if len(unknown) == len(waiting):
                 break
             waiting = unknown
+        if late:
+            # One of the late ones may be about their signer.
+            return Merged(changed, tuple(refused), (*late, *waiting))
         refused += [
             RosterRefused(
                 f"A record is signed by {short_id(record.signer)!r}, whom no known machine vouches for."
@@ -148,14 +153,13 @@ class Roster:
         ]
         return Merged(changed, tuple(refused))
 
-    def _take_one(self, record: RosterRecord, bounded: bool) -> bool:
-        """Add a record; True if it is new. Raises RosterRefused."""
+    def _is_news(self, record: RosterRecord) -> bool:
+        """True for a valid record that is newer than what is held. Raises RosterRefused."""
         try:
-            subject, key = subject_of(record.certificate)
+            subject = subject_of(record.certificate)[0]
         except IdentityRefused as error:
             raise RosterRefused(f"A record is about no machine: {error.message}") from None
-        place = (subject, record.signer)
-        held = self._records.get(place)
+        held = self._records.get((subject, record.signer))
         if held == record:
             return False
         who = f"The record about {short_id(subject)} by {short_id(record.signer)}"
@@ -166,15 +170,54 @@ class Roster:
             raise RosterRefused(f"{who} is its statement about itself, which does not count.")
         if not keys.verify(self._keys[record.signer], record.signature, record.signed_bytes()):
             raise RosterRefused(f"{who} does not bear its signature.")
-        if held is not None and rank(held) >= rank(record):
+        return held is None or rank(held) < rank(record)
+
+    def _may_add(self, record: RosterRecord, now: float) -> bool:
+        """False for an entry that adds a machine, if its signer has added as many as it may for now."""
+        subject, signer = record.subject, record.signer
+        if record.removed or subject in self._named or self._me.node_id in (subject, signer):
+            return True
+        branch = self._branches.get(signer, "")
+        if not self._additions.take(branch, now, direct=signer == branch):
             return False
-        full = bounded and held is None and len(self._records) >= limits.ROSTER_RECORDS
+        self._branches.setdefault(subject, branch)
+        return True
+
+    def _add(self, record: RosterRecord, *, bounded: bool) -> None:
+        """Add a record. Raises RosterRefused if the roster is full."""
+        subject, key = subject_of(record.certificate)
+        place = (subject, record.signer)
+        full = bounded and place not in self._records and len(self._records) >= limits.ROSTER_RECORDS
         # A full roster must still accept the removal of a member.
-        if full and not (record.removed and subject in self._members):
-            raise RosterRefused(f"{who} is one more than the {limits.ROSTER_RECORDS} that a roster holds.")
-        self._records[place] = record
+        if full and not (record.removed and subject in self._members) and not self._make_room(record.signer):
+            raise RosterRefused(
+                f"The record about {short_id(subject)} by {short_id(record.signer)} is one more than the "
+                f"{limits.ROSTER_RECORDS} that a roster holds."
+            )
+        self._put(subject, key, record)
+
+    def _put(self, subject: str, key: bytes, record: RosterRecord) -> None:
+        self._records[subject, record.signer] = record
         self._keys[subject] = key
+        if not record.removed:
+            self._named.add(subject)
         self._digest = b""
+
+    def _make_room(self, signer: str) -> bool:
+        """Drop a record for one by ``signer``, if one counts for less: another machine's tombstone about one
+        that no entry names, and for a confirmed signer an entry of a machine that is not confirmed."""
+        me = self._me.node_id
+        confirmed = {me, *(member.node_id for member in self._members.values() if member.confirmed)}
+        self._named = {subject for (subject, _), record in self._records.items() if not record.removed}
+        for (subject, by), record in reversed(self._records.items()):
+            lesser = signer in confirmed and by not in confirmed and not record.removed
+            if lesser or (record.removed and by != me and subject not in self._named):
+                break
+        else:
+            return False
+        del self._records[subject, by]
+        if all(other != subject for other, _ in self._records):
+            self._keys.pop(subject, None)
         return True
 
     # ---- records of this machine -------------------------------------------------------------------------
@@ -194,11 +237,7 @@ class Roster:
                 f"A machine's name has 1 to {limits.MEMBER_NAME_CHARS} printable characters, not {len(name)} "
                 f"like {name[: limits.MEMBER_NAME_CHARS]!r}."
             )
-        if subject not in self._members and len(self._members) >= limits.ROSTER_MEMBERS:
-            raise Overloaded(
-                f"The fleet already has {len(self._members)} other machines, as many as it can have.",
-                hint="Take one out with fleetctl unpair.",
-            )
+        self._check_room(subject)
         highest = self._highest(subject)
         if highest == SEQUENCE_MAX:
             raise RosterRefused(
@@ -210,32 +249,70 @@ class Roster:
         self._compute()
         return record
 
+    def _check_room(self, subject: str) -> None:
+        """Raise Overloaded if no other machine can be confirmed here. Those that others added give way."""
+        confirmed = [member.node_id for member in self._members.values() if member.confirmed]
+        if subject not in confirmed and len(confirmed) >= limits.ROSTER_MEMBERS:
+            raise Overloaded(
+                f"The fleet already has {len(confirmed)} other machines, as many as it can have.",
+                hint="Take one out with fleetctl unpair.",
+            )
+
+    def confirm(self, node_id: str) -> None:
+        """Vouch for a member that others added, at a person's word. Raises NotFound or Overloaded.
+
+        The entry has the number of the newest one, so that it does not override a removal on its way.
+        """
+        member = self._member(node_id)
+        self._check_room(node_id)
+        if not member.confirmed:
+            self._sign(
+                member.certificate,
+                member.name,
+                member.sequence,
+                removed=False,
+                sees_prompts=member.sees_prompts,
+            )
+            self._compute()
+
     def join(
-        self, certificate: bytes, name: str, sees_prompts: bool | None, records: Iterable[RosterRecord]
+        self,
+        certificate: bytes,
+        name: str,
+        sees_prompts: bool | None,
+        records: Iterable[RosterRecord],
+        now: float = 0.0,
     ) -> tuple[RosterRecord, ...]:
         """Pair with a machine and merge its roster; returns this machine's own records.
 
         A removed machine begins with an empty roster. ``sees_prompts``: None leaves it at what the records
         say, and allows it where they say nothing. Raises as ``admit``.
         """
-        if self._removed_by is not None:
+        if self.removed_by is not None:
             self.reset()
         subject = subject_of(certificate)[0]
         self.admit(certificate, name, self._allowed(subject) if sees_prompts is None else sees_prompts)
-        self.merge(records)
-        if subject not in self._members and self._removed_by is None:
+        self.merge(records, now)
+        if subject not in self._members and self.removed_by is None:
             # It was removed and readmitted in a fleet that this machine did not know.
             self.admit(certificate, name, self._allowed(subject) if sees_prompts is None else sees_prompts)
         return tuple(record for record in self.records() if record.signer == self._me.node_id)
 
-    def remove(self, node_id: str) -> list[RosterRecord]:
-        """Remove a member, and sign entries for members that only it had added. Raises NotFound."""
+    def remove(self, node_id: str, keep: Iterable[str] = ()) -> list[RosterMember]:
+        """Remove a member; returns those that go with it, because this machine knows them through it alone.
+
+        ``keep``: those of them that stay, with what they vouch for. Raises NotFound or Overloaded.
+        """
         member = self._member(node_id)
+        dependent = {each.node_id for each in self.only_through(node_id)}
+        for kept in keep:
+            if kept in dependent and kept in self._members:
+                self.confirm(kept)
+        gone = self.only_through(node_id)
         sequence = min(self._highest(node_id) + 1, SEQUENCE_MAX)
-        before = dict(self._members)
-        said = [self._sign(member.certificate, member.name, sequence, removed=True, sees_prompts=False)]
+        self._sign(member.certificate, member.name, sequence, removed=True, sees_prompts=False)
         self._compute()
-        return said + self._adopt(before)
+        return gone
 
     def allow_prompts(self, node_id: str, allowed: bool) -> RosterRecord:
         """Permit or forbid a member to see prompts. Raises NotFound."""
@@ -271,103 +348,13 @@ class Roster:
         me = self._me.node_id
         draft = RosterRecord(certificate, name, me, sequence, removed, sees_prompts, b"")
         record = msgspec.structs.replace(draft, signature=self._me.sign(draft.signed_bytes()))
-        subject, key = subject_of(certificate)
-        self._records[subject, me] = record
-        self._keys[subject] = key
-        self._digest = b""
+        self._put(*subject_of(certificate), record)
         return record
-
-    def _adopt(self, before: Mapping[str, RosterMember]) -> list[RosterRecord]:
-        """Sign entries for the members ``before`` that became unreachable without being removed."""
-        if self._removed_by is not None:
-            return []
-        removers = {record.signer for record in self._records.values() if record.removed}
-        said: list[RosterRecord] = []
-        # The signer of the tombstone has entries for the others, so one for it mostly suffices.
-        for node_id in sorted(before, key=lambda node_id: (node_id not in removers, node_id)):
-            member = before[node_id]
-            if node_id in self._reached or member.sequence <= self._buried.get(node_id, 0):
-                continue
-            said.append(
-                self._sign(
-                    member.certificate,
-                    member.name,
-                    member.sequence,
-                    removed=False,
-                    sees_prompts=member.sees_prompts,
-                )
-            )
-            self._compute()
-        return said
-
-    # ---- the view ----------------------------------------------------------------------------------------
 
     def _compute(self) -> None:
         """Compute the members from the records."""
-        me = self._me.node_id
-        entries: _Entries = {}
-        tombstones: dict[str, list[RosterRecord]] = {}
-        newest: dict[str, int] = {}
-        for (subject, signer), record in sorted(self._records.items()):
-            if record.removed:
-                tombstones.setdefault(subject, []).append(record)
-            else:
-                entries.setdefault(signer, []).append((subject, record))
-                newest[subject] = max(newest.get(subject, 0), record.sequence)
-        said = {subject: max(r.sequence for r in found) for subject, found in tombstones.items()}
-        views: dict[str, _View] = {}
-        self._buried: dict[str, int] = {}
-        self._removed_by = None
-        for subject, found in tombstones.items():
-            for record in sorted(found, key=rank):
-                if newest.get(subject, 0) > record.sequence:
-                    if record.signer not in views:
-                        views[record.signer] = _view(record.signer, entries, said)
-                    if subject in views[record.signer]:
-                        continue
-                elif subject == me:
-                    self._removed_by = record.signer
-                self._buried[subject] = record.sequence
-        self._reached = {} if self._removed_by is not None else _view(me, entries, self._buried)
+        self._view = RosterView(self._me.node_id, self._records)
+        # While records are merged, those that they add are in the branch of their signer.
+        self._branches = dict(self._view.branches)
         self._members.clear()
-        for subject, valid in list(self._reached.items())[: limits.ROSTER_MEMBERS]:
-            self._members[subject] = _member(subject, valid, me)
-
-
-def rank(record: RosterRecord) -> tuple[int, bool, bytes]:
-    """Orders records by one signer about one subject; the highest counts."""
-    return record.sequence, record.removed, record.signature
-
-
-def _view(root: str, entries: _Entries, buried: Mapping[str, int]) -> _View:
-    """The machines that ``root`` reaches, each with the entries that count for it.
-
-    Breadth first: the subjects of its own entries come before those of their entries.
-    """
-    found: _View = {}
-    queue = [root]
-    for signer in queue:
-        for subject, record in entries.get(signer, ()):
-            if subject == root or record.sequence <= buried.get(subject, 0):
-                continue
-            if subject not in found:
-                found[subject] = []
-                queue.append(subject)
-            found[subject].append(record)
-    return found
-
-
-def _member(subject: str, entries: list[RosterRecord], me: str) -> RosterMember:
-    """The member that the valid entries about a machine describe."""
-    newest = max(entries, key=lambda record: (record.sequence, record.signer))
-    first = min(entries, key=lambda record: (record.sequence, record.signer))
-    # This machine's own entry holds for its prompts, whatever others sign later.
-    asked = [r for r in entries if r.sequence == newest.sequence or r.signer == me]
-    return RosterMember(
-        node_id=subject,
-        name=newest.name,
-        certificate=newest.certificate,
-        sees_prompts=all(record.sees_prompts for record in asked),
-        added_by=first.signer,
-        sequence=newest.sequence,
-    )
+        self._members.update((member.node_id, member) for member in self._view.members())

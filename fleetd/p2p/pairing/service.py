@@ -203,7 +203,7 @@ class PairingService:
                         else:
                             side.cancel("Pairing was declined at this machine.")
                     case roles.Joined(records) if meeting is not None:
-                        change = partial(_enter, meeting, answer.sees_prompts, records)
+                        change = partial(_enter, meeting, answer.sees_prompts, records, loop.time())
                         await node.keeper.promise(change)
                         await self._use(change)
                         side.saved()
@@ -237,7 +237,11 @@ class PairingService:
         known = members.get(met.node_id)
         sees_prompts = known is not None and known.sees_prompts and rules.allows(met.node_id)
         names = [self._node.name, *(member.name for member in members.values())]
-        return Paired(met.node_id, short_id(met.node_id), met.name, sees_prompts, names)
+        # Those behind it came with it, or are there on its word.
+        brought = [
+            member.name for member in members.values() if member.through == met.node_id != member.node_id
+        ]
+        return Paired(met.node_id, short_id(met.node_id), met.name, sees_prompts, names, brought)
 
     # ---- joining -----------------------------------------------------------------------------------------
 
@@ -279,7 +283,7 @@ class PairingService:
                         meeting = event
                         yield Meeting(event.node_id, short_id(event.node_id), event.name, event.phrase)
                     case roles.Admitted(records) if meeting is not None:
-                        promised = partial(_enter, meeting, None, records)
+                        promised = partial(_enter, meeting, None, records, loop.time())
                         try:
                             if not sees_prompts:
                                 # First, so that no prompt goes there in between. It stays if pairing fails.
@@ -331,13 +335,17 @@ class PairingService:
 
 
 def _enter(
-    met: roles.CodeAccepted, sees_prompts: bool | None, records: Sequence[RosterRecord], roster: Roster
+    met: roles.CodeAccepted,
+    sees_prompts: bool | None,
+    records: Sequence[RosterRecord],
+    now: float,
+    roster: Roster,
 ) -> tuple[RosterRecord, ...]:
     """Add a machine and its records to the roster, as ``Roster.join``; returns this machine's own records.
 
     Both sides do it. It ends a removal on either side, and joins two fleets.
     """
-    return roster.join(met.certificate, met.name, sees_prompts, records)
+    return roster.join(met.certificate, met.name, sees_prompts, records, now)
 
 
 async def exchange(side: Inviter | Joiner, sock: socket.socket) -> AsyncIterator[roles.Event]:

@@ -150,6 +150,8 @@ function troubles() {
   const { fleet } = state;
   const found = [
     ...fleet.unanswered.map((one) => `${one.address}: ${one.reason} ${one.hint}`),
+    ...[...state.peers.values()].filter((peer) => peer.new).map((peer) => `${peer.name} (${peer.short_id}) is new, on the word of ${peer.through}: it sees no prompts typed here until you allow it under Pairing.`),
+    ...(fleet.late?.length ? [`A member adds more machines than one may in a day; ${fleet.late.length} wait.`] : []),
     ...(fleet.removed_by ? [`${fleet.removed_by} removed this machine from the fleet.`] : []),
     ...(fleet.enabled && !["running", "starting", "off"].includes(fleet.mdns) ? [`Discovery does not run: ${fleet.mdns}`] : []),
   ];

@@ -10,6 +10,8 @@ const pairing = { mode: "", code: null, met: null, answered: false, done: null, 
 /** The machine whose removal has been asked for once, and what went wrong with one. */
 let unpairing = "";
 let trouble = null;
+/** Node ids of the machines that stay when the one on whose word they are here goes. */
+const keep = new Set();
 
 function reset(mode = "") {
   pairing.abort?.abort();
@@ -146,7 +148,17 @@ async function change(path, body) {
     trouble = error;
   }
   unpairing = "";
+  keep.clear();
   redraw();
+}
+
+/** What goes with a machine, and may be kept. */
+function brings(peer, names) {
+  if (!peer.brings.length) return null;
+  return h("div", { key: "brings" }, h("p", { class: "why" }, `These are here on the word of ${peer.name} alone, and go with it:`),
+    peer.brings.map((id) => h("p", { key: id }, h("label", null,
+      h("input", { type: "checkbox", checked: keep.has(id), onchange: (event) => { if (event.target.checked) keep.add(id); else keep.delete(id); } }),
+      ` keep ${names.get(id) ?? ""} `, h("small", null, id.slice(0, 7))))));
 }
 
 function members() {
@@ -157,8 +169,8 @@ function members() {
     peers.length ? h("ul", { class: "rows" }, peers.map((peer) => h("li", { key: peer.node_id },
       h("div", null, h("h3", null, peer.name, h("small", null, ` ${peer.short_id}`)), h("p", { class: "quiet" }, peer.state, peer.added_by && `, added by ${names.get(peer.added_by) ?? peer.added_by.slice(0, 7)}`)),
       h("div", null, h("label", null, h("input", { type: "checkbox", checked: peer.allowed_here, onchange: (event) => change("/fleet/v1/peers/prompts", { peer: peer.node_id, allowed: event.target.checked, fleet: false }) }),
-        " sees prompts typed here"), peer.allowed_here && !peer.allowed_by_fleet && h("p", { class: "why" }, "The fleet does not let it see prompts.")),
+        " sees prompts typed here"), peer.new && h("p", { class: "why" }, `New: it is here on the word of ${peer.through}. Is it yours? Until you allow it, it sees no prompts typed here.`), peer.allowed_here && !peer.allowed_by_fleet && h("p", { class: "why" }, "The fleet does not let it see prompts.")),
       h("p", { class: "buttons" }, unpairing === peer.node_id
-        ? [h("button", { key: "sure", class: "danger", onclick: () => change("/fleet/v1/unpair", { peer: peer.node_id }) }, `Remove ${peer.name} from the fleet`), h("button", { key: "keep", class: "plain", onclick: () => { unpairing = ""; redraw(); } }, "Keep it")]
-        : h("button", { key: "unpair", class: "plain", onclick: () => { unpairing = peer.node_id; redraw(); } }, "Unpair …"))))) : h("p", { class: "quiet" }, "No other machine yet."));
+        ? [brings(peer, names), h("button", { key: "sure", class: "danger", onclick: () => change("/fleet/v1/unpair", { peer: peer.node_id, ...(keep.size ? { keep: [...keep] } : {}) }) }, `Remove ${peer.name} from the fleet`), h("button", { key: "keep", class: "plain", onclick: () => { unpairing = ""; keep.clear(); redraw(); } }, "Keep it")]
+        : h("button", { key: "unpair", class: "plain", onclick: () => { unpairing = peer.node_id; keep.clear(); redraw(); } }, "Unpair …"))))) : h("p", { class: "quiet" }, "No other machine yet."));
 }
