@@ -120,7 +120,7 @@ class Fleet:
     def unaided(self) -> bool:
         """True if a machine that answers for this one must not let others help.
 
-        It does not know whom this machine allows, so it could show the prompt to a machine that may not see it.
+        It does not know which machines this one allows, so it could show the prompt to another.
         """
         return not all(map(self.node.allowed_here, self.node.roster.members.values()))
 
@@ -215,8 +215,8 @@ class Fleet:
             # The fleet's word is an entry of this machine's own, which would vouch for it.
             raise InvalidValue(
                 f"No person here has confirmed {member.name}: it sees no prompts typed here in any case.",
-                hint=f"To take it out of the fleet: `fleetctl unpair {short_id(member.node_id)}`. To keep it, "
-                f"allow it here first: `fleetctl peers prompts {short_id(member.node_id)} yes`.",
+                hint=f"`fleetctl unpair {short_id(member.node_id)}` takes it out of the fleet. To keep it, allow "
+                f"it here first: `fleetctl peers prompts {short_id(member.node_id)} yes`.",
                 param="peer",
             )
         if not fleet:

@@ -201,8 +201,8 @@ MEMBER_NAME_CHARS = 64
 ROSTER_MEMBERS = 64
 # One by each machine about each machine of a fleet of thirty, all confirmed everywhere; its gossip is 0.5 MB.
 ROSTER_RECORDS = 1024
-# Machines that the word of one member adds here at once, and then in a day. A machine that joins a fleet hears
-# of a dozen at once; who invents machines has to wait.
+# Machines that the word of one member adds here at once, and then in a day. A machine that joins a fleet
+# hears of a dozen at once; a member that invents machines has to wait.
 ROSTER_ADDED_PER_DAY = 16
 # Records over that bound are tried again this often: the bound lets one more in after 90 minutes.
 ROSTER_LATE_S = 600.0

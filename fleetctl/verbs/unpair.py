@@ -80,8 +80,8 @@ def _said(done: Unpaired) -> str:
         lines.append(f"Gone with it, as they were here on its word alone: {_names(done.gone)}.")
     if done.kept:
         lines.append(
-            f"Kept, without prompts typed here: {_names(done.kept)}. Where no person has confirmed this machine "
-            "there, pair it again with `fleetctl pair`."
+            f"Kept, without prompts typed here: {_names(done.kept)}. A machine where no person has allowed this "
+            "one has to be paired with it again: `fleetctl pair`."
         )
     if done.told:
         lines.append(f"Told: {_names(done.told)}.")

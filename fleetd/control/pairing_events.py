@@ -56,8 +56,8 @@ class Paired(msgspec.Struct, frozen=True, tag="paired"):
     """Both machines have written the pairing to disk.
 
     ``sees_prompts``: the other machine sees those typed here. ``members``: the names of all machines.
-    ``brought``: of those that this machine knows by way of the other one alone or first, and that see no
-    prompts until a person here allows it.
+    ``brought``: of those that are here on the other one's word, and see no prompts typed here until a person
+    allows it.
     """
 
     node_id: str = ""

@@ -4,8 +4,8 @@
 
 The roster says who sees prompts for the whole fleet. A machine sees a prompt that is typed here only if both
 allow it, and a person here has confirmed it: an entry of this machine's own in the roster says so, which a
-removal ends. A rule holds until a person at this machine changes it or unpairs the machine; records that others
-sign, a removal and a new entry too, do not end it.
+removal ends. A rule holds until a person at this machine changes it or unpairs the machine; records that
+others sign, a removal and a new entry too, do not end it.
 """
 
 from __future__ import annotations

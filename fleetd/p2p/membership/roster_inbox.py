@@ -1,7 +1,7 @@
 """Roster records that members send: merged at once while they are few, and once a tick when they are many.
 
 Each merge computes the members anew. A member that sends valid records without end would otherwise keep this
-machine from everything else. Records about more machines than a member may add in a day wait for longer. Pure.
+machine from everything else. Records about more machines than a member may add in a day wait longer. Pure.
 """
 
 from __future__ import annotations

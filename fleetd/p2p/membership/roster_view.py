@@ -1,9 +1,9 @@
 """The members that follow from a set of roster records, as one machine sees them. Pure.
 
 A machine belongs if entries lead to it, where the signer of each entry is itself a member and the entry is
-newer than every tombstone for its subject. So a removed machine cannot add members. A tombstone counts whether
-or not its signer is still a member, or two machines that remove each other would both come back; it does not
-count once its own signer, by the same rule, has the machine back as a member.
+newer than every tombstone for its subject. So a removed machine cannot add members. A tombstone counts
+whether or not its signer is still a member, or two machines that remove each other would both come back; it
+does not count once its own signer, by the same rule, has the machine back as a member.
 
 What is not an entry of this machine's own is another machine's word. Nothing turns that word into this
 machine's: a machine that only a removed one had vouched for goes with it.
@@ -89,7 +89,7 @@ class RosterView:
                 self.buried[subject] = record.sequence
 
     def _reach(self, root: str, buried: Mapping[str, int], without: str = "") -> Reached:
-        """The machines that ``root`` reaches, but not by way of ``without``, each with the entries that count.
+        """The machines that ``root`` reaches, not by way of ``without``, each with the entries that count.
 
         Breadth first: the subjects of its own entries come before those of their entries.
         """

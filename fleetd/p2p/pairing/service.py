@@ -237,7 +237,6 @@ class PairingService:
         known = members.get(met.node_id)
         sees_prompts = known is not None and known.sees_prompts and rules.allows(met.node_id)
         names = [self._node.name, *(member.name for member in members.values())]
-        # Those behind it came with it, or are there on its word.
         brought = [
             member.name for member in members.values() if member.through == met.node_id != member.node_id
         ]
