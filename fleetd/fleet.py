@@ -215,8 +215,8 @@ class Fleet:
             # The fleet's word is an entry of this machine's own, which would vouch for it.
             raise InvalidValue(
                 f"No person here has confirmed {member.name}: it sees no prompts typed here in any case.",
-                hint=f"`fleetctl unpair {short_id(member.node_id)}` takes it out of the fleet. To keep it, allow "
-                f"it here first: `fleetctl peers prompts {short_id(member.node_id)} yes`.",
+                hint=f"`fleetctl unpair {short_id(member.node_id)}` takes it out of the fleet. To keep it, "
+                f"allow it here first: `fleetctl peers prompts {short_id(member.node_id)} yes`.",
                 param="peer",
             )
         if not fleet:

@@ -37,7 +37,7 @@ def command(session: CliSession, name: str, yes: bool, keep: tuple[str, ...]) ->
     kept = list(keep)
     if not yes:
         if session.json or not sys.stdin.isatty():
-            also = f", and with it {_names([each.name for each in brings])}" if brings else ""
+            also = f", and with it (unless --keep) {_names([each.name for each in brings])}" if brings else ""
             raise click.UsageError(
                 f"This removes {one_line(name)}{also}; say --yes where no person can be asked."
             )
@@ -80,8 +80,8 @@ def _said(done: Unpaired) -> str:
         lines.append(f"Gone with it, as they were here on its word alone: {_names(done.gone)}.")
     if done.kept:
         lines.append(
-            f"Kept, without prompts typed here: {_names(done.kept)}. A machine where no person has allowed this "
-            "one has to be paired with it again: `fleetctl pair`."
+            f"Kept, without prompts typed here: {_names(done.kept)}. A machine where no person has allowed "
+            "this one has to be paired with it again: `fleetctl pair`."
         )
     if done.told:
         lines.append(f"Told: {_names(done.told)}.")

@@ -126,6 +126,8 @@ async def test_joining_says_what_was_asked(session: aiohttp.ClientSession, fleet
 async def test_unpair_and_prompts(session: aiohttp.ClientSession, fleet: FakeFleet) -> None:
     told = await post(session, "unpair", {"peer": "studio"})
     assert (told["name"], told["told"], told["pending"]) == ("studio", ["air"], ["pro"])
+    kept = await post(session, "unpair", {"peer": "studio", "keep": ["air"]})
+    assert kept["kept"] == ["air"]
     missing = await post(session, "unpair", {"peer": "studoi"}, 404)
     assert missing["error"]["hint"] == "The nearest is 'studio'."
     for allowed, all_of_it in ((True, False), (False, True)):

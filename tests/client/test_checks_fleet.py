@@ -93,6 +93,15 @@ def test_a_machine_that_was_removed_hears_by_whom() -> None:
     assert removed.fix == "`fleetctl pair` on studio, then `fleetctl join CODE` here."
 
 
+def test_a_machine_that_another_one_added_is_told_until_a_person_here_speaks_of_it() -> None:
+    new = one("new machine", studio(name="printer", new=True, through="air"))
+    assert new.level == "warn"
+    assert "is new: it is here on the word of air, and sees no prompts typed here." in new.what
+    assert "peers prompts k3f9a2b yes`; else `fleetctl unpair k3f9a2b`." in new.fix
+    late = one("new machines", {**WELL, "late": ["printer"]})
+    assert (late.level, "these wait: printer." in late.what) == ("warn", True)
+
+
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
@@ -300,7 +309,8 @@ def test_any_facts_have_findings_of_one_printable_line(
 ) -> None:
     paths = [{"host": text, "kind": kind, "in_use": True}, {"host": text, "kind": "wired", "reason": text}]
     fleet = {
-        **studio(name=text, state=state, reason=text, hint=text, paths=paths),
+        **studio(name=text, state=state, reason=text, hint=text, paths=paths, new=True, through=text),
+        "late": [text],
         "host": text,
         "mdns": text,
         "removed_by": text,

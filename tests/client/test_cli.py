@@ -291,6 +291,11 @@ def test_status_tells_of_the_fleet_and_of_what_cannot_be_used(run: Run, daemon: 
             "studio removed this machine from the fleet; `fleetctl pair` there",
         ),
         ({**FLEET, "name": "\x1b[2J"}, "fleet     \\x1b[2J (m1n1abc)"),
+        (
+            {**FLEET, "peers": [{**FLEET["peers"][0], "new": True, "through": "air"}]},
+            "studio (k3f9a2b) is new: it is here on the word of air",
+        ),
+        ({**FLEET, "late": ["printer"]}, "these wait: printer."),
     ],
 )
 def test_status_of_a_fleet(run: Run, daemon: FakeDaemon, fleet: dict[str, Any], shown: str) -> None:

@@ -308,6 +308,54 @@ def test_unpair_asks(daemon: FakeDaemon, start: Start, typed: str) -> None:
     assert posts(daemon, UNPAIR) == ([{"peer": "q7w2e3r"}] if agreed else [])
 
 
+#: studio vouched for air, and for nobody else.
+VOUCHED = {**FLEET, "peers": [{**FLEET["peers"][0], "brings": ["AIR"]}, FLEET["peers"][1]]}
+
+
+@pytest.mark.parametrize(("typed", "kept"), [("y", ["AIR"]), ("", []), ("n", [])])
+def test_unpair_asks_whether_to_keep_what_goes_with_a_machine(
+    daemon: FakeDaemon, start: Start, typed: str, kept: list[str]
+) -> None:
+    daemon.on("GET", "/fleet/v1/peers", Reply(VOUCHED))
+    daemon.on(*UNPAIR, Reply({"name": "studio", "gone": [] if kept else ["air"], "kept": kept and ["air"]}))
+    child = start("unpair", "studio")
+    child.expect(r"Remove studio \(k3f9a2b\) from the fleet\?")
+    child.send("y\r")
+    child.expect(r"air \(q7w2e3r\) is here on the word of studio \(k3f9a2b\) alone, and goes with it.")
+    child.expect(r"Keep it\?")
+    child.send(f"{typed}\r")
+    child.expect(
+        "Kept, without prompts" if kept else "Gone with it, as they were here on its word alone: air"
+    )
+    assert ended(child) == Exit.OK
+    assert posts(daemon, UNPAIR) == [{"peer": "studio", **({"keep": kept} if kept else {})}]
+
+
+def test_unpair_without_a_person_names_what_goes_and_keeps_what_it_is_told_to(
+    run: Run, daemon: FakeDaemon
+) -> None:
+    daemon.on("GET", "/fleet/v1/peers", Reply(VOUCHED))
+    daemon.on(*UNPAIR, Reply({"name": "studio", "gone": ["air"]}), Reply({"name": "studio", "kept": ["air"]}))
+    asked = run("unpair", "studio", home=daemon.home)
+    assert asked.returncode == Exit.USAGE
+    assert "This removes studio, and with it (unless --keep) air; say --yes" in asked.stderr
+    assert "Gone with it" in run("unpair", "studio", "--yes", home=daemon.home).stdout
+    assert "Kept" in run("unpair", "studio", "--yes", "--keep", "air", home=daemon.home).stdout
+    assert posts(daemon, UNPAIR) == [{"peer": "studio"}, {"peer": "studio", "keep": ["air"]}]
+
+
+@pytest.mark.parametrize("verb", [["pair", "--yes"], ["join", "42-lusab-babad", "--yes"]])
+def test_a_pairing_names_the_machines_that_came_with_it(
+    run: Run, daemon: FakeDaemon, verb: list[str]
+) -> None:
+    paired = data({**PAIRED, "brought": ["printer"]})
+    route = PAIR if verb[0] == "pair" else ("POST", "/fleet/v1/join")
+    daemon.on(*ANSWER, Reply({"ok": True}))
+    daemon.on(*route, Reply(stream=[data(MEETING), paired]))
+    shown = run(*verb, home=daemon.home).stdout
+    assert "On its word: printer. What came so sees no prompts typed here until" in shown
+
+
 @pytest.mark.parametrize("name", ["mini", "m1n1abc", "MINI"])
 def test_a_machine_does_not_unpair_itself(run: Run, daemon: FakeDaemon, name: str) -> None:
     daemon.on("GET", "/fleet/v1/peers", Reply(FLEET))

@@ -132,7 +132,11 @@ def test_any_fleet_has_a_page_without_control_characters(
     """Names, reasons and models come from other machines."""
     held = [{"name": name, "state": state} for name, state in models]
     fleet = changed(
-        peers=[peer(name=name, models=held, state="quiet", reason=reason, hint=reason) for name in names],
+        peers=[
+            peer(name=name, models=held, state="quiet", reason=reason, hint=reason, new=True, through=name)
+            for name in names
+        ],
+        late=names,
         neighbours=[{"name": name, "short_id": name, "pairing": True} for name in names],
         mdns=reason,
         removed_by=reason,
@@ -156,6 +160,18 @@ def test_models_that_do_not_fit_are_counted() -> None:
         (changed(peers=[], neighbours=[]), "No other machine is paired with this one.\nPair one: `fleetctl"),
         ({"enabled": False}, "The fleet is off (fleet.enabled in fleetd.toml): this machine works alone."),
         (changed(removed_by="studio"), "studio removed this machine from the fleet;"),
+        (
+            changed(
+                peers=[peer(name="printer", short_id="z9y8x7w", new=True, through="air", sees_prompts=False)]
+            ),
+            "\n  printer (z9y8x7w) is new: it is here on the word of air, and sees no prompts typed here.\n"
+            "  → If it is yours, `fleetctl peers prompts z9y8x7w yes`; else `fleetctl unpair z9y8x7w`.\n",
+        ),
+        (changed(peers=[peer(new=True, sees_prompts=False)]), "not yet"),
+        (
+            changed(late=[f"p{i}" for i in range(7)]),
+            "A member adds more machines than one may in a day; these wait: p0, p1, p2, p3, p4 and 2 more.",
+        ),
         (
             changed(neighbours=[{"name": "pro", "short_id": "z9y8x7w", "pairing": True}]),
             "Showing a code: pro (z9y8x7w). Join with `fleetctl join CODE` here.",

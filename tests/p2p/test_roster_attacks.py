@@ -178,6 +178,18 @@ def test_attack_an_invention_that_removes_its_inventor_does_not_stay_in_its_plac
     assert names(a) == ""
 
 
+def test_attack_a_machine_that_was_removed_and_added_again_by_another_is_not_confirmed_any_more() -> None:
+    """c was paired here. d removed it, and b has it back."""
+    roster = Roster(A, [said(A, B), said(A, C), said(A, D), said(D, B)])
+    roster.merge([said(D, C, 2, removed=True)])
+    assert names(roster) == "bd"
+    roster.merge([said(B, C, 3)])
+    assert names(roster) == "bcd"
+    assert not roster.members[C.node_id].confirmed
+    roster.confirm(C.node_id)
+    assert roster.members[C.node_id].confirmed
+
+
 def test_attack_a_roster_filled_with_records_takes_those_of_confirmed_machines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
+from rosters import said
 from simulation import Host, Weather, World
 
-from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster import Roster, RosterMember
 
 STRANGER = 90
 
@@ -203,6 +205,41 @@ def test_news_reach_ten_machines_within_two_seconds() -> None:
         assert world.settle(2) < 0.1, seed
         world.unpair(world.hosts[0], newcomer)
         assert world.settle(2) < 0.1, seed
+
+
+def test_attack_three_machines_that_a_member_invented_are_gone_with_it() -> None:
+    """The liar adds the first, which adds the second, which adds the third. All of them run, and call."""
+    for seed in range(5):
+        world = started(seed, 4)
+        honest, liar = [world.hosts[0], *list(world.hosts.values())[2:]], world.hosts[1]
+        ghosts = [world.add(number) for number in (20, 21, 22)]
+        lies = [said(one.me, other.me, 7) for one, other in itertools.pairwise([liar, *ghosts])]
+        assert liar.node is not None
+        liar.node.roster.merge(lies)
+        for ghost in ghosts:
+            ghost.records = (*liar.node.roster.records(), *(said(ghost.me, each.me, 7) for each in honest))
+            world.start(ghost)
+        liar.node.roster_changed()
+        invented = {ghost.node_id for ghost in ghosts}
+        assert world.run(10, partial(all_know, honest, invented)), seed
+        world.run(5)
+        assert all(members(host)[ghost].through != ghost for host in honest for ghost in invented)
+        world.unpair(honest[0], liar)
+        world.run(65)
+        for host in honest:
+            assert set(members(host)) == {other.node_id for other in honest if other is not host}, seed
+            assert host.node is not None
+            linked = {link.node_id for link in host.node.mesh.links.values()}
+            assert not linked & (invented | {liar.node_id})
+
+
+def all_know(hosts: list[Host], whom: set[str]) -> bool:
+    return all(whom <= set(members(host)) for host in hosts)
+
+
+def members(host: Host) -> Mapping[str, RosterMember]:
+    assert host.node is not None
+    return host.node.roster.members
 
 
 def test_machines_without_mdns_meet_by_what_one_of_them_tells() -> None:

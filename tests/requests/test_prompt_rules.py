@@ -21,7 +21,7 @@ from smart_fakes import ScoringPool, models
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.fleet_view import PeerView
 from fleetd.engine.protocol import Generate, TextPrompt
-from fleetd.errors import ConfigError, Forbidden
+from fleetd.errors import ConfigError, Forbidden, InvalidValue
 from fleetd.fleet import Fleet
 from fleetd.p2p.membership.prompt_rules import PromptRules
 from fleetd.p2p.node import Node
@@ -173,6 +173,56 @@ async def test_who_answers_for_a_machine_with_a_rule_gets_no_help(tmp_path: Path
         assert a.members.unaided()
         await a.fleet.allow_prompts("c", True, fleet=False)
         assert not a.members.unaided()
+
+
+async def test_a_machine_that_another_one_added_sees_no_prompts_until_a_person_here_allows_it(
+    tmp_path: Path,
+) -> None:
+    """b pairs with a and with c. a and c know each other from then on, and show each other nothing."""
+    a, b, c = (AskedMachine(tmp_path, name) for name in "abc")
+    nodes = [machine.node for machine in (a, b, c)]
+    async with running(*nodes):
+        await introduce(a.node, b.node)
+        await introduce(b.node, c.node)
+        for node, other in ((a.node, c.node), (c.node, a.node)):
+            await until(node, lambda node=node, other=other: other.node_id in node.roster.members)
+            node.reached(other.node_id, ("127.0.0.1", other.port))
+        await together(nodes)
+        for machine in (a, b, c):
+            machine.publish()
+        for machine in (a, b, c):
+            await until(machine.node, lambda machine=machine: len(list(machine.fleet.machines())) == 2)
+        assert [await machine.shown_to() for machine in (a, b, c)] == [*map(everything, ("b", "ac", "b"))]
+        assert [machine.members.unaided() for machine in (a, b, c)] == [True, False, True]
+        shown = {peer.name: peer for peer in a.fleet.view().peers}
+        assert (shown["c"].new, shown["c"].through, shown["b"].new) == (True, "b", False)
+        assert shown["b"].brings == [c.node.node_id]
+        with pytest.raises(InvalidValue, match="No person here has confirmed c"):
+            await a.fleet.allow_prompts("c", False, fleet=True)
+        await a.fleet.allow_prompts("c", False, fleet=False)
+        assert not {peer.name: peer for peer in a.fleet.view().peers}["c"].new, "a person has spoken"
+        assert a.sees("c") == (False, False, True)
+        allowed = await a.fleet.allow_prompts("c", True, fleet=False)
+        assert (allowed.sees_prompts, allowed.new, a.members.unaided()) == (True, False, False)
+        assert await a.shown_to() == everything("bc")
+        assert await c.shown_to() == everything("b"), "its own person has not spoken"
+
+
+async def test_a_machine_that_is_kept_sees_no_prompts_until_it_is_allowed(tmp_path: Path) -> None:
+    a, b, c, d = (AskedMachine(tmp_path, name) for name in "abcd")
+    nodes = [machine.node for machine in (a, b, c, d)]
+    async with running(*nodes):
+        await introduce(a.node, b.node)
+        for other in (c.node, d.node):
+            b.node.roster.admit(other.identity.certificate, other.name, True)
+            await b.node.roster_changed()
+        await until(a.node, lambda: len(a.node.roster.members) == 3)
+        done = await a.fleet.unpair("b", ["c"])
+        assert (done.gone, done.kept) == (["d"], ["c"])
+        assert a.sees("c") == (False, False, True)
+        assert [peer.name for peer in a.fleet.view().peers] == ["c"]
+        await a.fleet.allow_prompts("c", True, fleet=False)
+        assert a.sees("c") == (True, True, True)
 
 
 @pytest.mark.parametrize("written", [b"{", b'"a"', b'["short"]', b"[" * 5000, b"\xff", b"[" + b" " * 70000])

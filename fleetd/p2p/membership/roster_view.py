@@ -25,8 +25,8 @@ Reached = dict[str, list[RosterRecord]]
 class RosterMember(msgspec.Struct, frozen=True):
     """A member of the fleet.
 
-    ``added_by``: node id of the signer of its first entry. ``through``: of the confirmed machine by way of
-    which it is known here; its own if it is confirmed. ``sees_prompts``: the fleet's word.
+    ``added_by``: node id of the signer of its first entry. ``through``: of the machine on whose word it is
+    here; its own if it is confirmed. ``sees_prompts``: the fleet's word.
     """
 
     node_id: str
@@ -65,17 +65,18 @@ class RosterView:
             else:
                 self._entries[signer].append((subject, record))
                 newest[subject] = max(newest.get(subject, 0), record.sequence)
+        self._said = {subject: max(r.sequence for r in found) for subject, found in tombstones.items()}
         self._bury(tombstones, newest)
         self.reached = {} if self.removed_by is not None else self._reach(me, self.buried)
         self._only_through: dict[str, list[str]] = {}
-        #: Node id → the confirmed machine through which it is known: itself, if it is confirmed.
+        #: Node id → the machine that an entry of this one names and through which it is known; maybe itself.
         self.branches: dict[str, str] = {}
         for subject, valid in self.reached.items():
             signer = valid[0].signer
             self.branches[subject] = subject if signer == me else self.branches[signer]
 
     def _bury(self, tombstones: Mapping[str, list[RosterRecord]], newest: Mapping[str, int]) -> None:
-        said = {subject: max(r.sequence for r in found) for subject, found in tombstones.items()}
+        said = self._said
         views: dict[str, Reached] = {}
         for subject, found in tombstones.items():
             for record in sorted(found, key=rank):
@@ -123,13 +124,15 @@ class RosterView:
         first = min(entries, key=lambda record: (record.sequence, record.signer))
         # This machine's own entry holds for its prompts, whatever others sign later.
         asked = [r for r in entries if r.sequence == newest.sequence or r.signer == self._me]
+        # A removal ends what a person here said of a machine, whoever has it back.
+        ended = any(r.signer == self._me and r.sequence <= self._said.get(subject, 0) for r in entries)
         return RosterMember(
             node_id=subject,
             name=newest.name,
             certificate=newest.certificate,
             sees_prompts=all(record.sees_prompts for record in asked),
             added_by=first.signer,
-            through=self.branches[subject],
+            through=newest.signer if ended else self.branches[subject],
             sequence=newest.sequence,
         )
 

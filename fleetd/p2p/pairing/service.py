@@ -233,9 +233,9 @@ class PairingService:
         await self._node.roster_changed()
 
     def _paired(self, met: roles.CodeAccepted) -> Paired:
-        members, rules = self._node.roster.members, self._node.prompt_rules
+        members = self._node.roster.members
         known = members.get(met.node_id)
-        sees_prompts = known is not None and known.sees_prompts and rules.allows(met.node_id)
+        sees_prompts = known is not None and known.sees_prompts and self._node.allowed_here(known)
         names = [self._node.name, *(member.name for member in members.values())]
         brought = [
             member.name for member in members.values() if member.through == met.node_id != member.node_id
