@@ -23,6 +23,9 @@ from live_daemon import FLEETCTL, REPO, LiveDaemon, until
 from live_fleet import LiveFleet, Verb, stays, view
 
 from fleetd import limits
+from fleetd.p2p.membership.identity import Identity
+from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_file import RosterFile
 
 pytestmark = [pytest.mark.one_loop]
 
@@ -54,8 +57,8 @@ def strangers(members: LiveFleet) -> LiveFleet:
     """Three machines that see each other and belong to nobody; earlier pairings are undone."""
     for name in members.names:
         until(lambda name=name: not view(members[name])["pairing"])
-        for peer in view(members[name])["peers"]:
-            members[name].control("POST", "/fleet/v1/unpair", {"peer": peer["node_id"]})
+        while peers := view(members[name])["peers"]:  # one may go with another
+            members[name].control("POST", "/fleet/v1/unpair", {"peer": peers[0]["node_id"]})
     until(lambda: not any(view(daemon)["peers"] for daemon in members))
     return members
 
@@ -127,7 +130,57 @@ def test_one_code_brings_a_machine_into_the_whole_fleet(strangers: LiveFleet, ve
     # alpha and gamma never met before.
     strangers.until_usable()
     assert not any(view(daemon)["pairing"] for daemon in strangers)
-    assert all(peer["sees_prompts"] for daemon in strangers for peer in view(daemon)["peers"])
+    # And show each other no prompts until a person there allows it.
+    shown = {
+        name: {o: p["sees_prompts"] for o, p in strangers.peers(name).items()} for name in strangers.names
+    }
+    assert shown == {
+        "alpha": {"beta": True, "gamma": False},
+        "beta": {"alpha": True, "gamma": True},
+        "gamma": {"alpha": False, "beta": True},
+    }
+    assert "gamma" in strangers["alpha"].fleetctl("doctor").stdout.partition("new machine")[2]
+    assert strangers["alpha"].fleetctl("peers", "prompts", "gamma", "yes").returncode == 0
+    assert strangers.peers("alpha")["gamma"]["sees_prompts"]
+
+
+def test_attack_a_removed_machine_comes_back_under_none_of_the_names_that_it_invented(
+    short_dir: Path, programs: Programs
+) -> None:
+    """beta adds a printer, which adds another, which adds a third. beta has the keys of all three."""
+    names = {"alpha": [], "beta": [], "printer": []}
+    fleet = LiveFleet(short_dir / "invented", names, meet="static", paired=False, programs=programs)
+    alpha, beta, printer = (fleet.ids[name] for name in fleet.names)
+    second, third = (Identity.load_or_create(fleet.root / name) for name in ("second", "third"))
+    lies = Roster(beta)
+    for signer, subject in ((beta, printer), (printer, second), (second, third)):
+        told = Roster(signer)
+        told.admit(subject.certificate, "printer", True)
+        lies.merge(told.records())
+    for me, others in ((alpha, (beta,)), (beta, (alpha,)), (printer, (alpha, beta))):
+        roster = Roster(me, lies.records() if me is beta else ())
+        for other in others:
+            roster.admit(other.certificate, "alpha" if other is alpha else "beta", True)
+        RosterFile(me.folder / "roster").save(roster.records())
+    with fleet:
+        until(
+            lambda: [peer["state"] for peer in view(fleet["alpha"])["peers"]].count("usable") == 2, WITHIN_S
+        )
+        until(lambda: len(view(fleet["alpha"])["peers"]) == 4, WITHIN_S)
+        invented = [peer for peer in view(fleet["alpha"])["peers"] if peer["name"] == "printer"]
+        assert [(peer["new"], peer["through"], peer["sees_prompts"]) for peer in invented] == [
+            (True, "beta", False)
+        ] * 3
+        assert fleet["alpha"].fleetctl("peers").stdout.count("is here on the word of beta") == 3
+        done = fleet["alpha"].fleetctl("unpair", "beta", "--yes", "--json")
+        assert json.loads(done.stdout)["gone"] == ["printer"] * 3
+        assert view(fleet["alpha"])["peers"] == []
+        # The printer goes on calling, and neither it nor a restart changes anything.
+        until(lambda: fleet.states("printer")["alpha"] == "refused", WITHIN_S)
+        fleet["alpha"].restart()
+        until(lambda: view(fleet["alpha"])["port"], WITHIN_S)
+        assert view(fleet["alpha"])["peers"] == []
+        assert fleet.saved("alpha") == set()
 
 
 def test_an_address_replaces_discovery(make_fleet: MakeFleet, verb: Begin) -> None:
