@@ -221,6 +221,23 @@ def test_pairing_asks_about_the_phrase(world: PageWorld) -> None:
     until(world.fleet.closed.is_set)
 
 
+def test_a_new_machine_is_named_and_may_be_kept_when_the_one_that_added_it_goes(world: PageWorld) -> None:
+    peers = [
+        PeerView("node00", "n00", "studio", "usable", allowed_here=True, brings=["node01"]),
+        PeerView("node01", "n01", "printer", "usable", new=True, through="studio"),
+    ]
+    world.fleet.fleet = FleetView(True, "me", "me", "mini", peers=peers)
+    page = world.opened()
+    page.wait_for_selector("text=printer (n01) is new, on the word of studio")
+    goto(page, "pairing")
+    page.wait_for_selector("li:has-text('printer') >> text=New: it is here on the word of studio.")
+    page.click("li:has-text('studio') >> text=Unpair …")
+    page.check("label:has-text('keep printer') input")
+    page.click("text=Remove studio from the fleet")
+    until(lambda: getattr(world.fleet, "kept", None) == ["node01"])
+    assert world.fleet.unpaired == ["node00"]
+
+
 def test_a_large_fleet_and_many_requests_are_drawn(world: PageWorld) -> None:
     world.fleet.fleet = fleet_of(64)
     world.traces = [trace(n) for n in range(1000)]
