@@ -95,6 +95,7 @@ class Node:
         self._interfaces: list[interfaces.Interface] = []
         self._contexts: TlsContexts
         self._group: asyncio.TaskGroup
+        self._renewal: asyncio.TimerHandle | None = None
         # The members, as last logged, and how many changes may be logged.
         self._known: set[str] = set()
         self._member_news = TokenBucket(limits.ROSTER_MEMBERS, 1 / limits.REPEAT_LOG_S)
@@ -479,11 +480,14 @@ class Node:
 
         Until then no new member can connect. A removed one cannot either: each handshake checks the roster.
         """
+        if self._renewal is not None:
+            self._renewal.cancel()
+            self._renewal = None
         try:
             self._trust_members()
         except OSError as error:  # making a context reads the key file
             log.warning("trust.not_renewed", error=str(error), again_in_s=_RENEW_AGAIN_S)
-            asyncio.get_running_loop().call_later(_RENEW_AGAIN_S, self._renew_trust)
+            self._renewal = asyncio.get_running_loop().call_later(_RENEW_AGAIN_S, self._renew_trust)
 
     # ---- invariants --------------------------------------------------------------------------------------
 

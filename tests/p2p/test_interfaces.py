@@ -126,6 +126,23 @@ def test_a_known_address_is_of_the_kind_of_the_new_path(mac: Callable[..., None]
     assert [path.kind for path in mesh.peers[other].paths] == ["thunderbolt"]
 
 
+@pytest.mark.parametrize(
+    ("address", "netmask", "network"),
+    [
+        ("10.1.2.3", "255.255.255.0", "10.1.2.0/24"),
+        ("fe80::1%en0", "ffff:ffff:ffff:ffff::", "fe80::/64"),
+        ("10.1.2.3", None, ""),
+        ("10.1.2.3", "255.0.255.0", ""),
+        ("10.1.2.3", "no mask", ""),
+        ("no address", "255.255.255.0", ""),
+    ],
+)
+def test_a_netmask_that_makes_no_network_costs_no_start(
+    address: str, netmask: str | None, network: str
+) -> None:
+    assert interfaces._network(address, netmask) == network
+
+
 def test_the_kind_of_a_way_is_that_of_the_narrowest_network_around_the_address() -> None:
     def interface(name: str, kind: str, *networks: str, up: bool = True) -> Interface:
         return Interface(name, kind, (), networks, 1500, up, True)  # type: ignore[arg-type]

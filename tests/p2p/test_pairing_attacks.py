@@ -332,6 +332,15 @@ def test_records_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (met.joining.failed is None) == fine
 
 
+def test_attack_parts_of_records_without_records_do_not_go_on_for_ever() -> None:
+    """Each part gives the next one its time, so one without any must end the exchange."""
+    met = pair(ignored=(CodeAccepted, Admitted))
+    met.inviting._end("asking")
+    met.inviting._send(Records([], more=True))
+    met.run()
+    assert "without any" in str(met.joining.failed)
+
+
 def test_versions_that_do_not_meet_are_told_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairing_wire, "VERSIONS", (2, 3))
     newer = inviter(window())

@@ -7,8 +7,9 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from fleet_nodes import running, settings, together, until
 from kept_objects import without_collector
 
 from fleetd import limits
-from fleetd.control.pairing_events import CodeShown, Crowded, Meeting, Paired, PairingEvent
+from fleetd.control.pairing_events import CodeShown, Crowded, Meeting, Paired, PairingEvent, WrongCode
 from fleetd.errors import PairingClosed, PairingFailed, PeerUnreachable
+from fleetd.p2p.discovery.discovered import DiscoveredPeer
+from fleetd.p2p.links import Address
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_file import RosterFile
 from fleetd.p2p.node import Node
-from fleetd.p2p.pairing import roles
+from fleetd.p2p.pairing import finding, roles
 from fleetd.p2p.pairing import service as pairing
 from fleetd.p2p.pairing.code import PairingCode
 from fleetd.p2p.pairing.roles import Joiner
@@ -216,6 +219,137 @@ async def test_a_window_that_nobody_uses_closes(tmp_path: Path, monkeypatch: pyt
             await collect(service.pair())
         assert not service.is_open
         assert a.on_pairing_connection is None
+
+
+@pytest.mark.one_loop
+async def test_a_person_may_answer_after_the_time_in_which_a_code_can_be_used(tmp_path: Path) -> None:
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b), asyncio.TaskGroup() as group:
+        service, seen = PairingService(a), []
+        async with aclosing(service.pair()) as events:
+            async for event in events:
+                seen.append(type(event))
+                if isinstance(event, CodeShown):
+                    join = PairingService(b).join(event.code, host(a), sees_prompts=True)
+                    joining = group.create_task(collect(join))
+                elif isinstance(event, Meeting):
+                    assert service._open is not None
+                    service._open.window.expires = 0.0
+                    answer = partial(service.answer, event.node_id, admit=True, sees_prompts=True)
+                    asyncio.get_running_loop().call_soon(answer)
+        assert seen == [CodeShown, Meeting, Paired]
+        await joining
+    assert saved(a) == {b.node_id}
+
+
+@pytest.mark.one_loop
+async def test_a_person_who_never_answers_ends_the_pairing_on_both_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "PAIRING_ANSWER_S", 0.2)
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b), asyncio.TaskGroup() as group:
+        shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
+        service = PairingService(a)
+        monkeypatch.setattr(service, "answer", lambda *_, **__: None)
+        inviting = group.create_task(failure(invite(service, shown)))
+        join = PairingService(b).join((await shown).code, host(a), sees_prompts=True)
+        assert "gave up" in await failure(collect(join))
+        assert "No person answered" in await inviting
+
+
+async def failure(pairing: Coroutine[Any, Any, Any]) -> str:
+    with pytest.raises(PairingFailed) as found:
+        await pairing
+    return found.value.message
+
+
+@pytest.mark.one_loop
+async def test_a_machine_that_breaks_off_with_the_right_code_has_used_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The person is told so, and does not wait for another machine with a code that none can use."""
+
+    def breaks(self: Joiner, message: object, now: float) -> list[roles.Event]:
+        raise PairingFailed("It breaks off.")
+
+    monkeypatch.setattr(Joiner, "_on_confirm", breaks)
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b):
+        shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
+        inviting = asyncio.create_task(failure(invite(PairingService(a), shown)))
+        join = PairingService(b).join((await shown).code, host(a), sees_prompts=True)
+        assert await failure(collect(join)) == "It breaks off."
+        assert "was changed on the way" in await inviting, "what is not sealed any more cannot be told apart"
+
+
+@pytest.mark.one_loop
+async def test_a_connection_that_tried_no_code_is_not_told_as_a_wrong_one(tmp_path: Path) -> None:
+    """It was there while another one did."""
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b):
+        service = PairingService(a)
+        shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
+        inviting = asyncio.create_task(invite(service, shown))
+        code = (await shown).code
+        opened = service._open
+        assert opened is not None
+        with socket.create_connection(("127.0.0.1", a.port)) as idle:
+            idle.sendall(PAIRING)
+            await turns(lambda: opened.connections)
+            wrong = code[:-1] + ("b" if code[-1] != "b" else "d")
+            await failure(collect(PairingService(b).join(wrong, host(a), sees_prompts=True)))
+        await turns(lambda: not opened.connections)
+        await collect(PairingService(b).join(code, host(a), sees_prompts=True))
+        assert [type(event) for event in await inviting] == [CodeShown, WrongCode, Meeting, Paired]
+
+
+async def turns(condition: Callable[[], object]) -> None:
+    """Turns of the loop until something holds that has no event."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+@pytest.mark.one_loop
+async def test_attack_addresses_that_swallow_calls_hide_no_machine_and_prolong_no_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stranger announces the code's number at hundreds of them."""
+    right, _ = ours = socket.socketpair()
+    calls = most = 0
+
+    async def open_socket(address: Address) -> socket.socket:
+        nonlocal calls, most
+        calls += 1
+        most = max(most, calls)
+        try:
+            if address == ("10.0.0.9", 1):
+                return right
+            await asyncio.sleep(0 if address[0] == "10.0.0.8" else 3600)
+            raise PeerUnreachable("It is silent.")
+        finally:
+            calls -= 1
+
+    def claim(*addresses: Address) -> DiscoveredPeer:
+        return DiscoveredPeer("a" * 56, "n", addresses, (1, 1), "42")
+
+    monkeypatch.setattr("fleetd.p2p.session.transport.open_socket", open_socket)
+    lies = [("10.0.0.8", port) for port in range(1, 200)]
+    truth = ("10.0.0.9", 1)
+    silent = [("10.0.0.7", port) for port in range(1, limits.DIALS_AT_ONCE)]
+    seen = [claim(*lies), claim(*silent, truth)]
+    with contextlib.ExitStack() as stack:
+        for each in ours:
+            stack.enter_context(each)
+        assert await finding.find("42", lambda: seen) == (truth, right)
+        assert most == limits.DIALS_AT_ONCE
+        monkeypatch.setattr(limits, "PAIRING_SEARCH_S", 0.2)
+        with pytest.raises(PeerUnreachable, match="42 was found"):
+            await finding.find("42", lambda: [claim(*silent, *silent, ("10.0.0.7", 99))])
+    for _ in range(3):  # turns of the loop in which the calls end
+        await asyncio.sleep(0)
+    assert calls == 0
 
 
 async def test_only_one_window_at_a_time(tmp_path: Path) -> None:

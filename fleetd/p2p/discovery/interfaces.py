@@ -166,10 +166,13 @@ def _dialled(address: str, name: str) -> str:
 
 
 def _network(address: str, netmask: str | None) -> str:
-    """The network of an address, or "" if the system has no netmask for it."""
+    """The network of an address, or "" if the system has none for it, or a netmask with gaps."""
     bare = address.partition("%")[0]
     if netmask is None:
         return ""
-    if ":" in netmask:
-        netmask = str(int(ipaddress.IPv6Address(netmask)).bit_count())
-    return str(ipaddress.ip_network(f"{bare}/{netmask}", strict=False))
+    try:
+        if ":" in netmask:
+            netmask = str(int(ipaddress.IPv6Address(netmask)).bit_count())
+        return str(ipaddress.ip_network(f"{bare}/{netmask}", strict=False))
+    except ValueError:
+        return ""

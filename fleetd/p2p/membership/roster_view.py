@@ -107,8 +107,8 @@ class RosterView:
         return found
 
     def members(self) -> Iterator[RosterMember]:
-        """The members, at most ``limits.ROSTER_MEMBERS``: the confirmed ones, then one of each branch in turn,
-        the nearest first, so that no branch keeps out another."""
+        """The members, at most ``limits.ROSTER_MEMBERS``: the confirmed ones, then one of each branch in
+        turn, the nearest first, so that no branch keeps out another."""
         turns: dict[str, int] = defaultdict(int)
         ranked: list[tuple[int, int, str]] = []
         for position, (subject, branch) in enumerate(self.branches.items()):

@@ -141,6 +141,8 @@ class Inviter(Side):
         super().__init__(me, name, now, random_bytes)
         #: True once this connection has cost the window a try.
         self.tried = False
+        #: True once it has used up the code.
+        self.used = False
         self._window = window
 
     def approve(self, records: Iterable[RosterRecord], now: float) -> list[Event]:
@@ -186,6 +188,7 @@ class Inviter(Side):
             return self._fail(wrong_code(), "wrong_code")
         try:
             self._window.use(now)
+            self.used = True
         except PairingClosed as error:
             return self._fail(error, "closed")
         self._send(Confirm(self._keys.confirmation))

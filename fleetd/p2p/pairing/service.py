@@ -27,7 +27,7 @@ from fleetd.control.pairing_events import (
     Searching,
     WrongCode,
 )
-from fleetd.errors import FleetError, PairingClosed, PairingFailed, PeerUnreachable
+from fleetd.errors import FleetError, PairingClosed, PairingFailed
 from fleetd.observe import get_logger
 from fleetd.p2p.discovery import interfaces
 from fleetd.p2p.giving_way import gives_way
@@ -36,7 +36,7 @@ from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.node import Node
-from fleetd.p2p.pairing import roles
+from fleetd.p2p.pairing import finding, roles
 from fleetd.p2p.pairing.code import PairingCode, PairingWindow
 from fleetd.p2p.pairing.roles import Inviter, Joiner
 from fleetd.p2p.port import PAIRING
@@ -45,7 +45,6 @@ from fleetd.p2p.session import transport
 log = get_logger("fleetd.pairing")
 
 _READ_BYTES = 16 * 1024
-_SEARCH_STEP_S = 0.1
 
 
 class _PersonsAnswer(msgspec.Struct, frozen=True):
@@ -127,10 +126,13 @@ class PairingService:
             async with asyncio.timeout_at(opened.window.expires):
                 event = await opened.events.get()
         except TimeoutError:
-            raise PairingClosed(
-                f"The code was not used within {limits.PAIRING_WINDOW_S / 60:.0f} minutes.",
-                hint="Run `fleetctl pair` again for a new one.",
-            ) from None
+            if opened.window.state(loop.time()) != "used":
+                raise PairingClosed(
+                    f"The code was not used within {limits.PAIRING_WINDOW_S / 60:.0f} minutes.",
+                    hint="Run `fleetctl pair` again for a new one.",
+                ) from None
+            # Each step of the exchange with the machine that used it has a deadline of its own.
+            event = await opened.events.get()
         if isinstance(event, FleetError):
             raise event
         if isinstance(event, WrongCode) and opened.window.state(loop.time()) == "exhausted":
@@ -185,7 +187,6 @@ class PairingService:
 
     async def _invite(self, opened: _OpenWindow, side: Inviter, sock: socket.socket) -> None:
         node, loop = self._node, asyncio.get_running_loop()
-        tries = opened.window.tries_left
         meeting: roles.CodeAccepted | None = None
         answer = _PersonsAnswer(admit=False, sees_prompts=False)
         failure: FleetError | None = None
@@ -194,7 +195,7 @@ class PairingService:
                 match event:
                     case roles.CodeAccepted():
                         meeting = event
-                        answer = await self._ask(opened, event)
+                        answer = await self._ask(opened, event, side.deadline)
                         if answer.admit:
                             # Sent, not yet used: no other machine learns of it before the joiner confirms.
                             trial = Roster(node.identity, node.roster.records())
@@ -213,17 +214,24 @@ class PairingService:
         # The window may close on the event, so the last frame has to be sent before.
         if side.done and meeting is not None:
             opened.events.put_nowait(self._paired(meeting))
-        elif side.failed is not None and meeting is not None:
-            opened.events.put_nowait(failure or side.failed)  # the code is used up
-        elif opened.window.tries_left < tries:
+        elif side.failed is not None and side.used:
+            opened.events.put_nowait(failure or side.failed)
+        elif side.tried:
             opened.events.put_nowait(WrongCode(opened.window.tries_left))
 
-    async def _ask(self, opened: _OpenWindow, met: roles.CodeAccepted) -> _PersonsAnswer:
+    async def _ask(
+        self, opened: _OpenWindow, met: roles.CodeAccepted, deadline: float | None
+    ) -> _PersonsAnswer:
         asked: asyncio.Future[_PersonsAnswer] = asyncio.get_running_loop().create_future()
         opened.asked[met.node_id] = asked
         opened.events.put_nowait(Meeting(met.node_id, short_id(met.node_id), met.name, met.phrase))
         try:
-            return await asked
+            async with asyncio.timeout_at(deadline):
+                return await asked
+        except TimeoutError:
+            raise PairingFailed(
+                f"No person answered at this machine within {limits.PAIRING_ANSWER_S / 60:.0f} minutes."
+            ) from None
         finally:
             del opened.asked[met.node_id]
 
@@ -311,22 +319,8 @@ class PairingService:
         if host is not None:
             address = _address(host)
             return address, await transport.open_socket(address)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + limits.PAIRING_SEARCH_S
-        error: FleetError | None = None
-        while loop.time() < deadline:
-            discovery = self._node.discovery
-            for found in list(discovery.seen.values()) if discovery is not None else ():
-                for address in found.addresses if found.pairing == code.nameplate else ():
-                    try:
-                        return address, await transport.open_socket(address)
-                    except PeerUnreachable as failed:
-                        error = failed
-            await asyncio.sleep(_SEARCH_STEP_S)
-        raise error or PeerUnreachable(
-            f"No machine that shows a code with {code.nameplate} was found on this network.",
-            hint="Is `fleetctl pair` still open there? Where multicast is blocked: --host ADDRESS.",
-        )
+        discovery = self._node.discovery
+        return await finding.find(code.nameplate, lambda: discovery.seen.values() if discovery else ())
 
     async def _announce(self, nameplate: str) -> None:
         if self._node.discovery is not None:

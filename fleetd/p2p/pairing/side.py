@@ -254,6 +254,8 @@ class Side(abc.ABC):
     def _all_records(self, message: Message, now: float) -> tuple[RosterRecord, ...] | None:
         """All records, once the last part has arrived; None before."""
         part = of_kind(message, Records)
+        if part.more and not part.records:
+            raise PairingFailed("The other side sends a part of its records without any.")  # and could go on
         self._records += part.records
         # A roster may exceed its bound by the records of its own machine, but not by a factor of two.
         if len(self._records) > 2 * limits.ROSTER_RECORDS:

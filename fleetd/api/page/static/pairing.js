@@ -42,7 +42,7 @@ async function run(mode, path, body) {
 function heard(event) {
   if (event.type === "code") {
     pairing.code = event;
-    pairing.ends = Date.now() + event.expires_s * 1000;
+    pairing.ends = performance.now() + event.expires_s * 1000;
     tick();
   } else if (event.type === "meeting") {
     pairing.met = event;
@@ -96,7 +96,7 @@ function letIn() {
     : [
       code && !met && [
         h("p", { class: "code", "aria-label": `The code: ${code.code}` }, code.code),
-        h("p", null, `It works once, for ${seconds(Math.max(0, Math.round((pairing.ends - Date.now()) / 1000)))} more.`),
+        h("p", null, `It works once, for ${seconds(Math.max(0, Math.round((pairing.ends - performance.now()) / 1000)))} more.`),
         h("p", { class: "quiet" }, "On the other machine: ", h("code", null, `fleetctl join ${code.code}`)),
         code.addresses.length > 0 && h("p", { class: "quiet" }, "If it does not find this one by itself, it needs an address: ", h("code", null, `${code.addresses[0]}:${code.port}`))],
       pairing.note && h("p", { class: "why" }, pairing.note),
