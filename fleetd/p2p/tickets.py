@@ -24,7 +24,6 @@ class Tickets(Generic[Purpose]):
     """The tickets that this daemon accepts; ``now`` is monotonic seconds."""
 
     def __init__(self) -> None:
-        # Ordered by expiry.
         self._open: dict[bytes, tuple[float, Purpose]] = {}
 
     def __len__(self) -> int:
@@ -52,11 +51,10 @@ class Tickets(Generic[Purpose]):
         return found[1] if found is not None else None
 
     def _expire(self, now: float) -> None:
-        while self._open:
-            oldest = next(iter(self._open))
-            if self._open[oldest][0] > now:
-                return
-            del self._open[oldest]
+        """Drop what has expired, and what would last longer than it may, because the clock went back."""
+        for ticket, (expires, _) in list(self._open.items()):
+            if not 0 < expires - now <= limits.TICKET_S:
+                del self._open[ticket]
 
 
 def preface(ticket: bytes) -> bytes:

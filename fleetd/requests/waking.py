@@ -45,8 +45,9 @@ class WakeTimes:
         return self._learned.get(node_id, _Learned()).seconds * limits.WAKE_LATE
 
     def woke(self, node_id: str, took_s: float, now_s: float) -> None:
+        took_s = min(took_s, limits.WAKE_MOST_S)
         known = self._learned.setdefault(node_id, _Learned(took_s))
-        known.seconds += _WEIGHT * (min(took_s, limits.WAKE_MOST_S) - known.seconds)
+        known.seconds += _WEIGHT * (took_s - known.seconds)
         known.failures, known.not_before_s = 0, now_s + limits.WAKE_AGAIN_S
 
     def failed(self, node_id: str, now_s: float) -> None:

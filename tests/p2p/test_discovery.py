@@ -336,6 +336,28 @@ async def test_what_keeps_it_from_running_is_said_and_it_tries_again(
     assert any("anything at all" in state for state in states)
 
 
+async def test_a_responder_that_cannot_be_closed_ends_neither_discovery_nor_the_daemon(
+    network: list[Interface], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, tries = mdns.Responder.close, 0
+
+    async def close(responder: mdns.Responder) -> None:
+        nonlocal tries
+        tries += 1
+        await real(responder)
+        raise RuntimeError("anything at all")
+
+    monkeypatch.setattr(mdns.Responder, "close", close)
+    machine = DiscoveringMachine("m")
+    async with running(machine):
+        await machine.until(lambda: machine.discovery.state == RUNNING)
+        first = machine.discovery.responder
+        assert first is not None
+        first.zeroconf.engine.readers[0].transport.close()
+        await machine.until(lambda: machine.discovery.responder not in (first, None))
+    assert tries
+
+
 async def test_an_address_that_this_machine_does_not_have_is_no_silent_success() -> None:
     machine = DiscoveringMachine("m", host="192.0.2.254")
     async with running(machine):

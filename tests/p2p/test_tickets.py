@@ -6,6 +6,8 @@ import hashlib
 import os
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.errors import Overloaded
@@ -50,6 +52,22 @@ def test_attack_ticket_kept_for_later() -> None:
         ticket, _ = tickets.issue("weights", 5.0, os.urandom)
         assert tickets.take(ticket, 5.0 + late_s) == expected
         assert len(tickets) == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(-1e6, 1e6)), max_size=40))
+def test_attack_a_clock_that_jumps_makes_no_ticket_last_longer(steps: list[tuple[bool, float]]) -> None:
+    """Each is good at most once, and only within its seconds of the time at which it was issued."""
+    tickets = Tickets[int]()
+    issued: dict[int, tuple[bytes, float]] = {}
+    for number, (issues, now) in enumerate(steps):
+        if issues:
+            issued[number] = tickets.issue(number, now, os.urandom)[0], now
+        else:
+            for which, (ticket, began) in list(issued.items()):
+                if tickets.take(ticket, now) is not None:
+                    assert -1e-6 <= now - began <= limits.TICKET_S
+                    del issued[which]
+        assert len(tickets) <= limits.TICKETS
 
 
 def test_attack_guessed_ticket() -> None:

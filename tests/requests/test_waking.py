@@ -16,6 +16,8 @@ def test_what_waking_takes_is_learned() -> None:
     assert times.patience_s("studio") == 8.0 * limits.WAKE_LATE
     times.woke("studio", 10_000.0, 200)
     assert (times.seconds("studio", 1000) or 0) <= limits.WAKE_MOST_S
+    times.woke("mini", 10_000.0, 200)  # the first time it is woken, on a machine that itself slept meanwhile
+    assert times.seconds("mini", 1000) == limits.WAKE_MOST_S
 
 
 def test_a_machine_is_not_woken_again_and_again() -> None:

@@ -165,7 +165,10 @@ class Discovery:
     async def _close(self) -> None:
         responder, self.responder = self.responder, None
         if responder is not None:
-            await responder.close()
+            try:
+                await responder.close()
+            except Exception as error:  # as in run
+                log.debug("discovery.not_closed", reason=_why(error))
 
     async def _pause(self, seconds: float) -> None:
         try:

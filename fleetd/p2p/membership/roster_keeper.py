@@ -75,9 +75,13 @@ class RosterKeeper:
         return promised
 
     def keep(self, change: Callable[[Roster], Any]) -> None:
-        """Apply a promised change to the roster in use."""
+        """Apply a promised change to the roster in use. Raises what it raises, and withdraws it then."""
         self._promised.remove(change)
-        change(self.roster)
+        try:
+            change(self.roster)
+        except FleetError:
+            self.save_soon()
+            raise
 
     def drop(self, change: Callable[[Roster], Any]) -> None:
         """Withdraw a promised change, from the disk too."""
