@@ -211,6 +211,21 @@ def test_attack_a_flood_of_valid_records_is_merged_once_a_tick() -> None:
     assert merges == limits.ROSTER_MERGES_AT_ONCE + 1
 
 
+def test_machines_over_the_bound_of_a_day_come_in_later_without_being_sent_again() -> None:
+    end = Tried()
+    link = end.opens()
+    most = limits.ROSTER_ADDED_PER_DAY
+    records = [said(1, about) for about in range(2, most + 4)]
+    end.mesh.notified(link, ROSTER, msgspec.msgpack.encode(records), 1.0)
+    assert (len(end.mesh.peers), len(end.mesh.late)) == (1 + most, 2)
+    end.mesh.tick(limits.ROSTER_LATE_S)
+    assert (len(end.mesh.peers), len(end.mesh.late)) == (1 + most, 2)
+    end.mesh.tick(1.0 + 86400 / most)
+    assert (len(end.mesh.peers), len(end.mesh.late)) == (2 + most, 1)
+    end.mesh.tick(1.0 + 2 * 86400 / most + limits.ROSTER_LATE_S)
+    assert (len(end.mesh.peers), end.mesh.late) == (3 + most, [])
+
+
 def test_attack_news_without_end_drops_the_session() -> None:
     end = Tried(members=(1, 2))
     link = end.opens()

@@ -19,7 +19,7 @@ from kept_objects import without_collector
 
 from fleetd import limits
 from fleetd.control.pairing_events import CodeShown, Crowded, Meeting, Paired, PairingEvent, WrongCode
-from fleetd.errors import PairingClosed, PairingFailed, PeerUnreachable
+from fleetd.errors import Overloaded, PairingClosed, PairingFailed, PeerUnreachable
 from fleetd.p2p.discovery.discovered import DiscoveredPeer
 from fleetd.p2p.links import Address
 from fleetd.p2p.membership.identity import Identity
@@ -219,6 +219,28 @@ async def test_a_window_that_nobody_uses_closes(tmp_path: Path, monkeypatch: pyt
             await collect(service.pair())
         assert not service.is_open
         assert a.on_pairing_connection is None
+
+
+@pytest.mark.one_loop
+async def test_a_promised_change_that_cannot_be_kept_is_withdrawn_from_the_disk(tmp_path: Path) -> None:
+    """The fleet was filled meanwhile."""
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b):
+        full = False
+
+        def change(roster: Roster) -> object:
+            if full:
+                raise Overloaded("The fleet is full.")
+            return roster.admit(b.identity.certificate, "b", True)
+
+        await a.keeper.promise(change)
+        assert saved(a) == {b.node_id}
+        full = True
+        with pytest.raises(Overloaded):
+            a.keeper.keep(change)
+        assert a.keeper._save_due.is_set()
+        await a.keeper.save()
+        assert saved(a) == set()
 
 
 @pytest.mark.one_loop

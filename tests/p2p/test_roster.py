@@ -379,6 +379,9 @@ def test_the_places_of_a_fleet_cannot_be_filled_by_what_one_member_adds() -> Non
     assert len(roster.members) == limits.ROSTER_MEMBERS
     roster.merge([said(C, D)])
     assert {B.node_id, C.node_id, D.node_id} <= set(roster.members)
+    # Whichever of the two comes first in the order of ids.
+    other = Roster(A, [said(A, B), said(A, C), *(said(C, each) for each in crowd), said(B, D)])
+    assert {B.node_id, C.node_id, D.node_id} <= set(other.members)
     held = len(roster.records())
     for number in range(200, 200 + limits.ROSTER_MEMBERS - 2):
         roster.admit(machine(number).certificate, "n", True)

@@ -208,6 +208,21 @@ def test_attack_a_roster_filled_with_records_takes_those_of_confirmed_machines(
         assert len(roster.records()) == limits.ROSTER_RECORDS
 
 
+def test_attack_a_roster_filled_with_records_forgets_no_removal_of_this_machines_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """a removed c, which only b had added, and b takes its entry back, so that none names c."""
+    monkeypatch.setattr(limits, "ROSTER_RECORDS", 20)
+    roster = Roster(A, [said(A, B)])
+    roster.merge([said(B, C, 1)])
+    roster.remove(C.node_id)
+    roster.merge([said(B, C, 2, removed=True)])
+    roster.merge([said(B, machine(1000 + i), removed=True) for i in range(40)])
+    assert len(roster.records()) == 20
+    roster.merge([said(B, C, 1)])
+    assert names(roster) == "b"
+
+
 def test_jump_to_the_last_number_does_not_make_anybody_unremovable() -> None:
     roster = Roster(A, [said(A, B), said(A, C)])
     roster.merge([said(B, C, SEQUENCE_MAX)])
