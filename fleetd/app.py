@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 
 import psutil
 import uvloop
@@ -154,6 +155,8 @@ class Daemon:
                 await asyncio.to_thread(finish, self._new_identity)
             if self._node is not None:
                 await self._node.open()
+            if self._fleet is not None:
+                await self._parts.origins.begin(self._fleet.pairings())
             async with asyncio.TaskGroup() as group:
                 background = self._begin_background(group)
                 try:
@@ -187,6 +190,8 @@ class Daemon:
         ]
         if self._fleet is not None:
             tasks.append(group.create_task(self._fleet.run(), name="fleet"))
+            watch = partial(self._parts.origins.watch, self._fleet.node.changed, self._fleet.pairings)
+            tasks.append(group.create_task(keep_running("origins", watch), name="origins"))
         return tasks
 
     async def _sweep_models(self) -> None:
@@ -349,6 +354,7 @@ class Daemon:
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._machine.pool.close()
+                await self._machine.close()
 
 
 def _http_sites(config: Config) -> int:

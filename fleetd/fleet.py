@@ -66,6 +66,8 @@ class Fleet:
         own_card: Callable[[], Card | None] = lambda: None,
     ) -> None:
         self.node = node
+        # Told of a machine that was removed here; the task throws away what it sent.
+        self.removed: Callable[[str], asyncio.Task[None] | None] = lambda node_id: None
         self.waker = Waker(node, enabled=wakes)
         self._own_card = own_card
         self.pairing = PairingService(node)
@@ -79,6 +81,10 @@ class Fleet:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.node.run(), name="node")
             group.create_task(keep_running("link prober", self._prober.run), name="link prober")
+
+    def pairings(self) -> dict[str, int]:
+        """By member: a number that is another one after it was removed and paired again."""
+        return {node_id: peer.pairing for node_id, peer in self.node.mesh.peers.items()}
 
     # ---- for requests --------------------------------------------------------------------------------------
 
@@ -196,6 +202,9 @@ class Fleet:
         others = list(members.values())
         await self.node.roster_changed()
         await self.node.prompt_rules.allow(member.node_id, True)
+        if (forgetting := self.removed(member.node_id)) is not None:
+            # A disk that refuses is tried again; nobody waits for that.
+            await asyncio.wait({forgetting}, timeout=limits.CACHE_BLOCK_S)
         return Unpaired(
             member.node_id,
             member.name,

@@ -682,6 +682,12 @@ CACHE_HEADER_BYTES, CACHE_BLOCK_BYTES, CACHE_BLOCK_PARTS = MIB, 512 * MIB, 65_53
 CACHE_LAYOUT_CHARS = 128
 # Of a prompt with blocks or snapshots: far beyond the longest context there is.
 CACHE_TOKENS = 1 << 31
+# Labels of the machines that a block came from, and of what its rows rest on: a conversation that more
+# machines had a part in is kept in memory only.
+CACHE_ORIGINS, CACHE_ORIGIN_CHARS = 16, 16
+# Labels that a worker remembers to have forgotten: one for each lie of a machine, or machine that left, and
+# prompts that began before it run for some hours.
+FORGOTTEN_ORIGINS = 1024
 # A block that is being written for longer than this has lost its writer.
 CACHE_WRITING_S = 600.0
 # A disk that refused a block is not asked again within this time.

@@ -6,6 +6,7 @@ DaemonParts     that, the fleet, the features of requests, and what other machin
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -42,6 +43,7 @@ from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests import messages, remote
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
+from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.drafting import messages as drafting_messages
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.drafting.server import DraftServer
@@ -59,6 +61,7 @@ from fleetd.requests.plan_service import PlanService
 from fleetd.requests.prefill_sharing import messages as sharing_messages
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
+from fleetd.requests.row_origins import RowOrigins
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import messages as smart_messages
 from fleetd.requests.smart_prefill.client import SmartPrefill
@@ -83,6 +86,7 @@ class MachineParts:
         models: ModelStore | None = None,
     ) -> None:
         self._engine = config.engine
+        self._background = BackgroundTasks()
         self.prober = HardwareProbe(gpu=config.engine.device != "cpu")
         self.store = Store(home.db)
         self.ledger = Ledger(self.store)
@@ -100,6 +104,7 @@ class MachineParts:
             accelerator=lambda: self.prober.read().accelerator,
             load_s=lambda folder: self.load_times.seconds(folder.name, folder.weights_bytes),
             pinned=lambda: self.pinned.names,
+            ended=self._worker_ended,
         )
         self.metrics = Metrics(__version__, engines=self.pool.status, peers=peers)
         self.speeds = ModelSpeeds()
@@ -115,6 +120,14 @@ class MachineParts:
             max_bytes=self._engine.max_memory_bytes,
             overcommit=self._engine.overcommit,
         )
+
+    def _worker_ended(self, pid: int) -> None:
+        """The blocks that it had begun can be written by another one."""
+        self._background.start(asyncio.to_thread(self.disk_cache.writer_ended, pid))
+
+    async def close(self) -> None:
+        """Wait for what was begun beside requests."""
+        await self._background.finish()
 
     def write_kept(self, folder: ModelFolder) -> None:
         """Let the worker of a model write kept prompts at once."""
@@ -151,6 +164,10 @@ class DaemonParts:
             unaided=self.fleet.unaided if self.fleet else lambda: False,
             local_only=config.fleet.local_only,
         )
+        self.origins = RowOrigins(self.machine.disk_cache, self.machine.pool.forget_origins)
+        self.members.lied = self.origins.forget
+        if self.fleet is not None:
+            self.fleet.removed = self.origins.forget
         self.fetch_counts = FetchCounts(self.machine.metrics.fetched)
         self.kept = KeptPrompts(
             self.machine.disk_cache,
@@ -185,7 +202,8 @@ class DaemonParts:
 
     async def close(self) -> None:
         """End what requests still do beside the engines; the runner has ended before."""
-        for feature in (self.sharing, self.assists, self.drafting, self.fetching, self.kept):
+        features = (self.sharing, self.assists, self.drafting, self.fetching, self.kept, self.origins)
+        for feature in features:
             if feature is not None:
                 await feature.close()
 
@@ -261,11 +279,13 @@ class DaemonParts:
         """None without a disk cache: what is fetched passes through its blocks."""
         if self.machine.disk_cache.for_workers is None:
             return None
-        return BlockFetching(fleet, self.machine.pool, self.members, self.fetch_counts)
+        return BlockFetching(fleet, self.machine.pool, self.members, self.fetch_counts, self.origins.label)
 
     def _prefill_sharing(self, fleet: Fleet) -> PrefillSharing:
         machine = self.machine
-        return PrefillSharing(fleet, machine.pool, self.members, machine.metrics, machine.speeds)
+        return PrefillSharing(
+            fleet, machine.pool, self.members, machine.metrics, machine.speeds, label=self.origins.label
+        )
 
     def _drafter_service(self) -> DrafterService:
         settings = self._config.speculation

@@ -30,11 +30,12 @@ _LENGTH = struct.Struct("<I")
 _CHUNK = limits.SEALED_CHUNK_BYTES
 
 
-class BlockHeader(msgspec.Struct, frozen=True):
+class BlockHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the payload is: buffers of ``sizes`` bytes, one after the other.
 
     ``layout``: says what each buffer holds; a reader takes only what it expects. ``tokens``: from the
-    prompt's first to the block's last.
+    prompt's first to the block's last. ``origins``: labels of the machines that it came from, as the index
+    has them; what the index says of a file may be older than the file.
     """
 
     layout: Annotated[str, Meta(max_length=limits.CACHE_LAYOUT_CHARS)]
@@ -43,6 +44,10 @@ class BlockHeader(msgspec.Struct, frozen=True):
         list[Annotated[int, Meta(ge=0, le=limits.CACHE_BLOCK_BYTES)]],
         Meta(max_length=limits.CACHE_BLOCK_PARTS),
     ]
+    origins: Annotated[
+        tuple[Annotated[str, Meta(max_length=limits.CACHE_ORIGIN_CHARS)], ...],
+        Meta(max_length=limits.CACHE_ORIGINS),
+    ] = ()
 
     @property
     def nbytes(self) -> int:

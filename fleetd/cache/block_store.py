@@ -26,7 +26,16 @@ from msgspec.structs import replace
 from fleetd import limits
 from fleetd.cache import block_file, disk_speed, machine_key
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
-from fleetd.cache.index import FoundBlocks, FoundText, Index, KeyReplaced, NewBlock, NoRoom, RestoredPrompt
+from fleetd.cache.index import (
+    Distrusted,
+    FoundBlocks,
+    FoundText,
+    Index,
+    KeyReplaced,
+    NewBlock,
+    NoRoom,
+    RestoredPrompt,
+)
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.settings import DiskCacheSettings, default_quota
 from fleetd.control.cache_report import CacheReport
@@ -94,15 +103,15 @@ class BlockStore:
 
     # ---- reading -----------------------------------------------------------------------------------------
 
-    def find(self, names: Sequence[bytes], states: Sequence[bytes] = ()) -> FoundBlocks:
+    def find(self, names: Sequence[bytes], states: Sequence[bytes] = (), *, own: bool = False) -> FoundBlocks:
         """How many of these blocks, from the first on, are here; see ``Index.find``. Raises
         CacheUnavailable."""
         with self._open() as (index, key):
             # Most prompts have nothing here: one name tells.
-            if names and not index.find(key.id, [key.file_name(names[0])]).blocks:
+            if names and not index.find(key.id, [key.file_name(names[0])], own=own).blocks:
                 return FoundBlocks(0, 0, 0.0)
             files = [key.file_name(name) for name in names]
-            found = index.find(key.id, files, [key.file_name(name) for name in states])
+            found = index.find(key.id, files, [key.file_name(name) for name in states], own=own)
             if not found.blocks:
                 return found
             cached = self._cached_share(files[: found.blocks])
@@ -127,25 +136,34 @@ class BlockStore:
         name: bytes,
         targets: Callable[[BlockHeader], Sequence[memoryview]],
         check: Callable[[], None] = lambda: None,
+        *,
+        own: bool = False,
     ) -> BlockHeader | None:
         """Put a block's payload into ``targets``, as ``block_file.unseal``. None if it is not here, or not
-        what it should be: then it is forgotten, and the targets hold rubbish.
+        what it should be: then it is forgotten, and the targets hold rubbish. ``own``: None, too, if it was
+        not computed here.
 
         ``check`` is called once the payload is there, and raises BlockDamaged for one that it did not expect.
 
         Raises CacheUnavailable.
         """
         with self._open() as (index, key):
+
+            def believed(header: BlockHeader) -> Sequence[memoryview]:
+                if header.origins and not index.believed(header.origins):
+                    raise BlockDamaged("a machine that it came from is not believed any more")
+                return targets(replace(header, origins=()))
+
             file_name = key.file_name(name)
             try:
                 with open(self._path(file_name), "rb", buffering=0) as file:
-                    header = block_file.unseal(key, name, _filler(file), targets)
+                    header = block_file.unseal(key, name, _filler(file), believed)
                 check()
             except (OSError, BlockDamaged):
                 self._delete_file(file_name)
                 index.forget(file_name)
                 return None
-            return header
+            return None if own and header.origins else header
 
     # ---- beginnings of texts -----------------------------------------------------------------------------
 
@@ -156,10 +174,11 @@ class BlockStore:
                 key.id, [(key.file_name(link), key.file_name(name)) for link, name in beginnings]
             )
 
-    def longest(self, links: Sequence[bytes]) -> FoundText:
-        """What is here of a text with these beginnings. Raises CacheUnavailable, NotKept."""
+    def longest(self, links: Sequence[bytes], *, own: bool = False) -> FoundText:
+        """What is here of a text with these beginnings; see ``Index.longest``. Raises CacheUnavailable,
+        NotKept."""
         with self._open() as (index, key):
-            found = index.longest(key.id, [key.file_name(link) for link in links])
+            found = index.longest(key.id, [key.file_name(link) for link in links], own=own)
             cached = self._cached_share(found.files)
             return replace(found, bytes_per_s=index.speeds.of(cached), cached=cached)
 
@@ -201,7 +220,8 @@ class BlockStore:
             pause: called after each piece with the seconds that it took.
 
         Raises:
-            NotKept: the quota is too small for the prompt, or the key was replaced meanwhile.
+            NotKept: the quota is too small for the prompt, the key was replaced meanwhile, or a machine that
+                the block came from is not believed any more.
             CacheUnavailable: a full disk, or any other failure of it; nothing of the block is left.
         """
         n_bytes, tokens = block_file.sealed_bytes(header), 0 if state else limits.CACHE_BLOCK_TOKENS
@@ -210,7 +230,8 @@ class BlockStore:
             if key.file_name(name) != file_name:
                 raise KeyReplaced
             self._check_room(n_bytes)
-            block = NewBlock(file_name, model, number, n_bytes, prompt.priority, tokens)
+            writer, priority = os.getpid(), prompt.priority
+            block = NewBlock(file_name, model, number, n_bytes, priority, tokens, header.origins, writer)
             own = {*prompt.files, *(file for _, file in prompt.states.values())}
             if not index.reserve(key.id, block, own, self._delete_file):
                 return 0
@@ -218,21 +239,21 @@ class BlockStore:
             try:
                 self._write_file(file_name, block_file.seal(key, name, header, buffers()), pause)
                 self._at("on the disk")
-                kept = index.written(key.id, file_name)
+                kept = index.written(key.id, file_name, writer)
             except BaseException:
-                self._delete_file(file_name)
-                self._forget(index, file_name)
+                self._drop(index, file_name, writer)
                 raise
             if not kept:
-                self._delete_file(file_name)
+                index.drop(file_name, writer, self._delete_file)
             self._at("ready")
             return n_bytes
 
-    def _forget(self, index: Index, file_name: str) -> None:
+    def _drop(self, index: Index, file_name: str, writer: int) -> None:
         """Where the index fails, too, its row stays, which is a miss."""
         try:
-            index.forget(file_name)
+            index.drop(file_name, writer, self._delete_file)
         except sqlite3.Error:
+            self._delete_file(file_name)
             self.close()
 
     def _write_file(
@@ -266,6 +287,33 @@ class BlockStore:
     def _path(self, file_name: str) -> str:
         # No Path: it keeps the table in which it interns every name that it has seen.
         return f"{self._blocks}/{file_name}"
+
+    # ---- whom to believe, and who writes ------------------------------------------------------------------
+
+    def add_origin(self, label: str, machine: str) -> None:
+        """Blocks with this label come from this machine. Raises CacheUnavailable."""
+        with self._open() as (index, _):
+            index.add_origin(label, machine)
+
+    def machines(self) -> set[str]:
+        """The machines that blocks may have come from. Raises CacheUnavailable."""
+        with self._open() as (index, _):
+            return index.machines()
+
+    def forget_machine(self, machine: str) -> list[str]:
+        """Throw away all that came from a machine, or rests on that; returns its labels. Raises
+        CacheUnavailable."""
+        with self._open() as (index, _):
+            labels, files = index.forget_machine(machine)
+            for name in files:
+                self._delete_file(name)
+            return labels
+
+    def writer_ended(self, writer: int) -> None:
+        """Throw away what a process that has ended did not finish. Raises CacheUnavailable."""
+        with self._open() as (index, _):
+            for name in index.forget_unready(writer):
+                self._delete_file(name)
 
     # ---- figures -----------------------------------------------------------------------------------------
 
@@ -346,7 +394,7 @@ class BlockStore:
 
     def _agree(self, index: Index) -> None:
         index.check()
-        for name in index.forget_unready():
+        for name in (*index.forget_unready(), *index.agree_on_origins()):
             self._delete_file(name)
         self._at("unready forgotten")
         # Files first: a file that appears after this has its row.
@@ -385,7 +433,7 @@ class BlockStore:
                 self._at("key there")
                 index.take_key(self._key.id)
             yield index, self._key
-        except (KeyReplaced, NoRoom) as error:
+        except (KeyReplaced, NoRoom, Distrusted) as error:
             raise NotKept from error
         except (sqlite3.Error, MemoryError) as error:
             self.close()

@@ -9,6 +9,8 @@ GiB that it saves, and the clock goes on to the priority of whatever is evicted.
 their room, whatever the system's clock does. All blocks of a prompt get the same priority, so a block has at
 least that of those after it: what goes first is always the end of a prompt, which is of no use without its
 beginning.
+
+A block names the machines that it came from (``block_origins``).
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from typing import Any
 import msgspec
 
 from fleetd import limits
+from fleetd.cache import block_origins
+from fleetd.cache.block_origins import BlockOrigins
 from fleetd.cache.disk_speed import DiskSpeeds, is_cached
 from fleetd.control.cache_report import ModelBlocks
 from fleetd.database_damage import MALFORMED
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _SCHEMA = """
 CREATE TABLE blocks (
     name     TEXT PRIMARY KEY,
@@ -39,7 +43,9 @@ CREATE TABLE blocks (
     bytes    INTEGER NOT NULL CHECK (bytes >= 0),
     priority REAL NOT NULL,
     ready    INTEGER NOT NULL DEFAULT 0,
-    begun_s  REAL NOT NULL
+    begun_s  REAL NOT NULL,
+    writer   INTEGER NOT NULL,
+    origins  TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX blocks_by_priority ON blocks (priority, depth DESC);
 CREATE INDEX blocks_unready ON blocks (begun_s) WHERE ready = 0;
@@ -83,9 +89,14 @@ class NoRoom(Exception):
     """The quota is too small for this prompt."""
 
 
+class Distrusted(Exception):
+    """A machine that some of it came from is not believed any more."""
+
+
 class NewBlock(msgspec.Struct, frozen=True):
     """A block or a snapshot that is to be written. ``name``: of its file. ``depth``: blocks before it.
-    ``priority``: from ``Index.price``. ``tokens``: whose rows it holds."""
+    ``priority``: from ``Index.price``. ``tokens``: whose rows it holds. ``origins``: labels of the machines
+    that it came from; none if it was computed here. ``writer``: the id of the process."""
 
     name: str
     model: str
@@ -93,6 +104,8 @@ class NewBlock(msgspec.Struct, frozen=True):
     nbytes: int
     priority: float
     tokens: int = limits.CACHE_BLOCK_TOKENS
+    origins: Sequence[str] = ()
+    writer: int = 0
 
 
 class RestoredPrompt(msgspec.Struct, frozen=True):
@@ -155,6 +168,7 @@ class Index:
         self._most_blocks = most_blocks
         self._clock = clock
         self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        self._origins = BlockOrigins(self._db)
         try:
             with _sound():
                 self._db.execute("PRAGMA journal_mode = WAL")
@@ -163,7 +177,7 @@ class Index:
             with self._transaction():
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
                 if version == 0:
-                    for statement in _statements(_SCHEMA):
+                    for statement in _statements(block_origins.SCHEMA + _SCHEMA):
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 elif version != SCHEMA_VERSION:
@@ -207,18 +221,21 @@ class Index:
 
     # ---- looking -----------------------------------------------------------------------------------------
 
-    def find(self, key_id: str, names: Sequence[str], states: Sequence[str] = ()) -> FoundBlocks:
+    def find(
+        self, key_id: str, names: Sequence[str], states: Sequence[str] = (), *, own: bool = False
+    ) -> FoundBlocks:
         """How many of these, from the first on, are on the disk.
 
         Args:
             names: of the blocks of rows; none where a model keeps no rows.
             states: of the snapshots at the ends of all blocks, where a model needs one.
+            own: only such as were computed here.
 
         Raises KeyReplaced.
         """
         sizes: list[int] = []
         for name in names:
-            if (size := self._ready_bytes(name)) is None:
+            if (size := self._ready_bytes(name, own=own)) is None:
                 break
             sizes.append(size)
         here: list[tuple[int, int]] = []
@@ -226,7 +243,7 @@ class Index:
             for number in range(len(sizes) if names else len(states), 0, -1):
                 if len(here) == limits.CHECKPOINTS_PER_PROMPT:
                     break
-                if (size := self._ready_bytes(states[number - 1])) is not None:
+                if (size := self._ready_bytes(states[number - 1], own=own)) is not None:
                     here.append((number, size))
             here.reverse()
         blocks = (here[-1][0] if here else 0) if states else len(sizes)
@@ -236,10 +253,12 @@ class Index:
             raise KeyReplaced
         return FoundBlocks(blocks, sum(sizes[:blocks]), self.speeds.disk, tuple(here))
 
-    def _ready_bytes(self, name: str) -> int | None:
+    def _ready_bytes(self, name: str, *, own: bool) -> int | None:
         """The size of a block that is on the disk."""
         with _sound():
-            row = self._db.execute("SELECT bytes FROM blocks WHERE name = ? AND ready", (name,)).fetchone()
+            row = self._db.execute(
+                "SELECT bytes FROM blocks WHERE name = ? AND ready AND (origins = '' OR NOT ?)", (name, own)
+            ).fetchone()
             return None if row is None else _size(row[0])
 
     def names(self) -> dict[str, int]:
@@ -266,8 +285,9 @@ class Index:
                 (max(0, over),),
             )
 
-    def longest(self, key_id: str, links: Sequence[str]) -> FoundText:
-        """What is on the disk of a text with these beginnings, by its last block. Raises KeyReplaced."""
+    def longest(self, key_id: str, links: Sequence[str], *, own: bool = False) -> FoundText:
+        """What is on the disk of a text with these beginnings, by its last block; ``own``: as in ``find``.
+        Raises KeyReplaced."""
         last, sizes, files = 0, dict[int, int](), dict[int, str]()
         for start in range(0, len(links), _AT_ONCE):
             asked = links[start : start + _AT_ONCE]
@@ -275,8 +295,8 @@ class Index:
             with _sound():
                 rows = self._db.execute(
                     "SELECT link, depth, bytes, name FROM beginnings JOIN blocks ON name = block"  # noqa: S608
-                    f" WHERE ready AND link IN ({', '.join('?' * len(asked))})",
-                    asked,
+                    f" WHERE ready AND (origins = '' OR NOT ?) AND link IN ({', '.join('?' * len(asked))})",
+                    (own, *asked),
                 )
                 for link, depth, n_bytes, name in rows:
                     last, sizes[_size(depth)] = max(last, places[link]), _size(n_bytes)
@@ -304,29 +324,39 @@ class Index:
     def reserve(
         self, key_id: str, block: NewBlock, prompt: Collection[str], delete_file: Callable[[str], None]
     ) -> bool:
-        """Make room for a block and enter it, not ready yet. False if it is here, or being written.
+        """Make room for a block and enter it, not ready yet. False if it is here, or being written; one that
+        was being written for too long is written anew.
 
         Args:
             prompt: the names of its prompt's blocks, none of which goes for it.
 
         Raises:
-            KeyReplaced, NoRoom: nothing was done.
+            KeyReplaced, NoRoom, Distrusted: nothing was done.
         """
         with self._transaction():
             bytes_held, blocks, key = self._db.execute("SELECT bytes, blocks, key_id FROM totals").fetchone()
             if key != key_id:
                 raise KeyReplaced
-            if self._db.execute("SELECT 1 FROM blocks WHERE name = ?", (block.name,)).fetchone():
+            if not self._origins.believed(block.origins):
+                raise Distrusted
+            here = self._db.execute(
+                "SELECT ready, begun_s FROM blocks WHERE name = ?", (block.name,)
+            ).fetchone()
+            if here is not None and (here[0] or here[1] >= self._clock() - limits.CACHE_WRITING_S):
                 return False
+            if here is not None:
+                # Its writer may still have the file open, so it goes, and the new one is another.
+                self._evict([(block.name, 0.0)], delete_file)
+                bytes_held, blocks = self._db.execute("SELECT bytes, blocks FROM totals").fetchone()
             victims = self._victims(
                 bytes_held + block.nbytes - self.quota_bytes, blocks + 1 - self._most_blocks, prompt
             )
             self._evict(victims, delete_file)
             self._db.execute(
-                "INSERT INTO blocks (name, model, depth, tokens, bytes, priority, begun_s)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO blocks (name, model, depth, tokens, bytes, priority, begun_s, writer, origins)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (block.name, block.model, block.depth, block.tokens, block.nbytes, block.priority,
-                 self._clock()),
+                 self._clock(), block.writer, block_origins.text(block.origins)),
             )  # fmt: skip
         return True
 
@@ -365,27 +395,69 @@ class Index:
             self._db.execute("DELETE FROM blocks WHERE name = ?", (name,))
             self._db.execute("UPDATE totals SET clock = max(clock, ?)", (priority,))
 
-    def written(self, key_id: str, name: str) -> bool:
-        """A reserved block is on the disk. False if it was forgotten meanwhile: its file must go."""
+    def written(self, key_id: str, name: str, writer: int = 0) -> bool:
+        """A block that this process has reserved is on the disk. False if it was forgotten meanwhile: then
+        ``drop`` it."""
         with self._transaction():
-            row = self._db.execute("SELECT model, bytes FROM blocks WHERE name = ?", (name,)).fetchone()
+            row = self._db.execute(
+                "SELECT model, bytes FROM blocks WHERE name = ? AND writer = ?", (name, writer)
+            ).fetchone()
             if row is None or self.key_id != key_id:
                 return False
             self._db.execute("UPDATE blocks SET ready = 1 WHERE name = ?", (name,))
             self._count(str(row[0]), written_bytes=int(row[1]))
         return True
 
+    def drop(self, name: str, writer: int, delete_file: Callable[[str], None]) -> None:
+        """A block that this process began to write is not kept. Where another process has begun to write it
+        meanwhile, its file is that one's."""
+        with self._transaction():
+            row = self._db.execute("SELECT writer FROM blocks WHERE name = ?", (name,)).fetchone()
+            if row is None or row[0] == writer:
+                delete_file(name)
+                self._db.execute("DELETE FROM blocks WHERE name = ?", (name,))
+
     def forget(self, name: str) -> None:
         """It is not on the disk, or not what it should be."""
         with self._transaction():
             self._db.execute("DELETE FROM blocks WHERE name = ?", (name,))
 
-    def forget_unready(self) -> list[str]:
-        """Forget the blocks that an earlier run did not finish. Called before anything is written."""
+    def forget_unready(self, writer: int | None = None) -> list[str]:
+        """Forget the blocks that a process that has ended did not finish; all unfinished ones if none is
+        named, before anything is written. Returns their files."""
         with self._transaction():
-            names = [str(row[0]) for row in self._db.execute("SELECT name FROM blocks WHERE ready = 0")]
-            self._db.execute("DELETE FROM blocks WHERE ready = 0")
-        return names
+            return block_origins.forget_rows(
+                self._db, "NOT ready AND (writer = ? OR ? IS NULL)", (writer, writer)
+            )
+
+    # ---- where blocks come from --------------------------------------------------------------------------
+
+    def add_origin(self, label: str, machine: str) -> None:
+        """See ``BlockOrigins.add``."""
+        with self._transaction():
+            self._origins.add(label, machine)
+
+    def believed(self, origins: Sequence[str]) -> bool:
+        """See ``BlockOrigins.believed``."""
+        with _sound():
+            return self._origins.believed(origins)
+
+    def machines(self) -> set[str]:
+        """See ``BlockOrigins.machines``."""
+        with _sound():
+            return self._origins.machines()
+
+    def forget_machine(self, machine: str) -> tuple[list[str], list[str]]:
+        """See ``BlockOrigins.forget``."""
+        with self._transaction():
+            return self._origins.forget(machine)
+
+    def agree_on_origins(self) -> list[str]:
+        """See ``BlockOrigins.agree``. Called before anything is written."""
+        with self._transaction():
+            return self._origins.agree()
+
+    # ---- the whole ---------------------------------------------------------------------------------------
 
     def recount(self) -> None:
         """Make the totals what the rows say."""
@@ -466,7 +538,7 @@ class Index:
         with _sound():
             if (verdict := self._one("PRAGMA quick_check(1)")) != "ok":
                 raise ValueError(verdict)
-            for table in ("blocks", "totals", "models", "beginnings"):
+            for table in ("blocks", "totals", "models", "beginnings", "origins"):
                 self._check_types(table)
             if (count := self._one("SELECT count(*) FROM totals")) != 1:
                 raise ValueError(f"{count} rows of totals")

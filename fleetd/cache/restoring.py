@@ -68,6 +68,8 @@ class Restore:
     state: RestoreState = RestoreState.LOOKING
     chosen: BlockNames = field(default_factory=lambda: BlockNames("", ()))
     found: FoundBlocks = field(default_factory=lambda: FoundBlocks(0, 0, 0.0))
+    # Labels of the machines that what was read came from.
+    origins: set[str] = field(default_factory=set)
     # Blocks that are in memory, those before ``first`` included, and how many of them end with the snapshot
     # that was read; how long reading took.
     blocks: int = 0
@@ -193,8 +195,10 @@ class BlockReader:
                 return
             if (after := number + 1) < restore.found.blocks:
                 store.read_soon(restore.chosen.names[after])
-            if store.read(restore.chosen.names[number], partial(targets, number)) is None:
+            header = store.read(restore.chosen.names[number], partial(targets, number))
+            if header is None:
                 return
+            restore.origins.update(header.origins)
             if restore._targets is None:
                 return  # given up: the caller has taken what was there
             # In this order: a caller that gives up between the two takes one block less.
@@ -211,7 +215,9 @@ class BlockReader:
                 continue
             name = restore.chosen.states[blocks - 1]
             restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S
-            if store.read(name, partial(states.targets, blocks - 1), states.check) is not None:
+            header = store.read(name, partial(states.targets, blocks - 1), states.check)
+            if header is not None:
+                restore.origins.update(header.origins)
                 if not restore.given_up:
                     restore.state_blocks = blocks
                 return [name]

@@ -64,10 +64,10 @@ class DiskCache:
         """A store for one thread, which closes it."""
         return BlockStore(self._settings)
 
-    def find(self, names: Sequence[bytes], states: Sequence[bytes] = ()) -> FoundBlocks:
+    def find(self, names: Sequence[bytes], states: Sequence[bytes] = (), *, own: bool = False) -> FoundBlocks:
         """How many of these blocks, from the first on, are here; see ``Index.find``. None where the disk
         cannot tell."""
-        return self._looked_up(lambda: self._store.find(names, states), FoundBlocks(0, 0, 0.0))
+        return self._looked_up(lambda: self._store.find(names, states, own=own), FoundBlocks(0, 0, 0.0))
 
     def _looked_up(self, find: Callable[[], _Found], nothing: _Found) -> _Found:
         if self._on:
@@ -92,10 +92,42 @@ class DiskCache:
             except (CacheUnavailable, NotKept):
                 pass  # it is found once it is tokenized
 
-    def longest(self, digest: str, links: Sequence[bytes]) -> FoundText:
-        """What is here of a text, about; nothing where the disk cannot tell."""
+    def longest(self, digest: str, links: Sequence[bytes], *, own: bool = False) -> FoundText:
+        """What is here of a text, about; see ``Index.longest``. Nothing where the disk cannot tell."""
         asked = [text_links.kept_as(digest, link) for link in links]
-        return self._looked_up(lambda: self._store.longest(asked), FoundText())
+        return self._looked_up(lambda: self._store.longest(asked, own=own), FoundText())
+
+    # ---- whom to believe, and who writes -----------------------------------------------------------------
+
+    def add_origin(self, label: str, machine: str) -> None:
+        """Blocks with this label come from this machine. Where the disk refuses, none are kept."""
+        if self._on:
+            with self._lock, suppress(CacheUnavailable):
+                self._store.add_origin(label, machine)
+
+    def machines(self) -> set[str]:
+        """The machines that blocks may have come from. Raises CacheUnavailable."""
+        if not self._on:
+            return set()
+        with self._lock:
+            return self._store.machines()
+
+    def forget_machine(self, machine: str) -> list[str]:
+        """Throw away all that came from a machine, or rests on that; returns its labels. Raises
+        CacheUnavailable."""
+        if not self._on:
+            return []
+        with self._lock:
+            return self._store.forget_machine(machine)
+
+    def writer_ended(self, writer: int) -> None:
+        """Throw away what a worker that has ended did not finish. Where the disk refuses, that is done once
+        the next one has waited for it."""
+        if self._on:
+            with self._lock, suppress(CacheUnavailable):
+                self._store.writer_ended(writer)
+
+    # ---- for people --------------------------------------------------------------------------------------
 
     def report(self) -> CacheReport:
         """Never fails: what cannot be told is named in the note."""

@@ -34,7 +34,8 @@ class BlocksToWrite(msgspec.Struct, frozen=True):
 
     ``headers`` and ``buffers``: of the block of that number; ``buffers`` may be called on any thread. Blocks
     without bytes are not written. ``row_bytes``: what the rows keep in memory while they wait. ``worth``: as
-    ``Index.price`` has it. ``states``: snapshots at the ends of blocks of these numbers.
+    ``Index.price`` has it. ``states``: snapshots at the ends of blocks of these numbers. ``origins``: labels
+    of the machines that some of it came from.
     """
 
     model: str
@@ -44,6 +45,7 @@ class BlocksToWrite(msgspec.Struct, frozen=True):
     header: Callable[[int], BlockHeader]
     buffers: Callable[[int], Sequence[memoryview]]
     states: Mapping[int, StateToWrite] = msgspec.field(default_factory=dict)
+    origins: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -185,12 +187,12 @@ class WriteBehind:
                 if number >= blocks.here and (header := prompt.header(number)).nbytes:
                     if not self._in_time():
                         return False
-                    buffers = partial(prompt.buffers, number)
+                    header, buffers = replace(header, origins=prompt.origins), partial(prompt.buffers, number)
                     self._wrote(store.write(blocks, number, prompt.model, header, buffers, self._pause))
                 if (state := prompt.states.get(number)) is not None:
                     if not self._in_time():
                         return False
-                    self._wrote(self._write_state(store, blocks, number, prompt.model, state))
+                    self._wrote(self._write_state(store, blocks, number, prompt, state))
             if blocks.here < len(prompt.names):
                 # What went for them has moved the clock on.
                 store.price([*prompt.names, *states.values()], prompt.worth)
@@ -204,10 +206,11 @@ class WriteBehind:
         return True
 
     def _write_state(
-        self, store: BlockStore, blocks: PromptBlocks, number: int, model: str, state: StateToWrite
+        self, store: BlockStore, blocks: PromptBlocks, number: int, prompt: BlocksToWrite, state: StateToWrite
     ) -> int:
+        header = replace(state.header, origins=prompt.origins)
         return store.write(
-            blocks, number, model, state.header, lambda: state.buffers, self._pause, state=True
+            blocks, number, prompt.model, header, lambda: state.buffers, self._pause, state=True
         )
 
     def _in_time(self) -> bool:

@@ -126,8 +126,9 @@ class AwaitedPrefixes:
         except Exception:
             # The leader must not fail of it; if memory is short, the prompt's own prefill will say so.
             return
-        namespace = DENSE if sequence.kept is None else SPARSE
-        sequence.begin_from(self._model, Hit(tokens, cache, namespace), self._prefix.state_bytes)
+        namespace, origins = DENSE if sequence.kept is None else SPARSE, awaited.leader.origins
+        hit = Hit(tokens, cache, namespace, origins=origins)
+        sequence.begin_from(self._model, hit, self._prefix.state_bytes)
 
     def _waiting_for(self, leader: ScheduledSequence) -> list[tuple[ScheduledSequence, AwaitedPrefix]]:
         return [(s, s.awaited) for s in self._prefilling if s.awaited and s.awaited.leader is leader]

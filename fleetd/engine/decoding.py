@@ -29,7 +29,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.failures import require
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
-from fleetd.engine.prefix_cache import SPARSE, PrefixCache
+from fleetd.engine.prefix_cache import SPARSE, Origins, PrefixCache
 from fleetd.engine.protocol import FinishReason, Generate, Report
 from fleetd.engine.sampling import (
     BatchSampler,
@@ -262,14 +262,16 @@ class Decoding:
         cache: list[Any],
         namespace: str,
         states: dict[int, list[Any]] | None = None,
+        origins: Origins | None = None,
     ) -> None:
         """Keep the KV of ``tokens`` in memory and, if none are missing, on the disk. ``namespace``: of the
-        prefix cache, in which SPARSE has tokens of its own."""
+        prefix cache, in which SPARSE has tokens of its own. ``origins``: None if they are the sequence's."""
         mx.eval([layer.state for layer in cache])
-        self.prefix.store(tokens, cache, namespace, states)
+        origins = sequence.origins if origins is None else origins
+        self.prefix.store(tokens, cache, namespace, states, origins)
         if self.disk is not None and namespace != SPARSE:
             local_only = sequence.prepared.request.local_only
-            self.disk.store(tokens, cache, namespace, states, local_only=local_only)
+            self.disk.store(tokens, cache, namespace, states, local_only=local_only, origins=origins)
 
     def _running(self, request_id: str) -> DecodingSequence | None:
         return next((running for running in self._all if running.sequence.id == request_id), None)

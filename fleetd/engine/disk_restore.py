@@ -10,7 +10,7 @@ from fleetd import limits
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.pricing import PrefillCost, restore_s
 from fleetd.cache.restoring import BlockReader, Restore, RestoreState
-from fleetd.engine.prefix_cache import DENSE, Hit, PrefixCache
+from fleetd.engine.prefix_cache import DENSE, NO_ORIGINS, Hit, PrefixCache
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, BlockLayout, block_rows
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
@@ -45,6 +45,7 @@ class Restoring:
         self._cache: list[Any] = []  # the parts that have rows
         self._snapshot: ArrivingSnapshot | None = None
         self._first = 0
+        self._memory_origins = NO_ORIGINS
         self.tokens = 0
         self.n_bytes = 0
 
@@ -108,6 +109,7 @@ class Restoring:
         layout, found = self._tier.layout(), self._restore.found
         chosen = self._restore.chosen
         memory = self._prefix.fetch(self._tokens, chosen.namespace) if self._first else Hit(0, None)
+        self._memory_origins = memory.origins
         # Of two namespaces the other one may have had more.
         self._first = min(self._first, memory.tokens // _BLOCK)
         before = [None] * len(layout.rows) if memory.cache is None else layout.in_rows(memory.cache)
@@ -141,7 +143,8 @@ class Restoring:
         self.n_bytes = (blocks - self._first) * layout.header(0).nbytes + snapshot.nbytes
         saved_s = self._tier.cost.seconds(self._have, blocks * _BLOCK) - self.seconds
         self._tier.reader.count(restore, self.tokens, self.n_bytes, saved_s)
-        return Hit(blocks * _BLOCK, cache, restore.chosen.namespace)
+        origins = self._memory_origins | restore.origins
+        return Hit(blocks * _BLOCK, cache, restore.chosen.namespace, origins=origins)
 
     def _none(self) -> Hit:
         self._cache, self._snapshot, self.tokens, self.n_bytes = [], None, 0, 0

@@ -23,7 +23,7 @@ from fleetd.cache.restoring import BlockNames, BlockReader
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.cache.write_behind import BlocksToWrite, StateToWrite, WriteBehind, WriterFigures
 from fleetd.engine.disk_restore import Restoring
-from fleetd.engine.prefix_cache import DENSE, PrefixCache
+from fleetd.engine.prefix_cache import DENSE, NO_ORIGINS, Origins, PrefixCache
 from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.sequence_state.blocks import BlockLayout, block_rows, can_be_blocks, can_be_checked
 from fleetd.engine.sequence_state.row_memory import RowBuffer
@@ -90,9 +90,12 @@ class DiskTier:
         states: Mapping[int, list[Any]] | None = None,
         *,
         local_only: bool,
+        origins: Origins = NO_ORIGINS,
     ) -> None:
         """Queue the whole blocks of ``tokens``, which ``cache`` holds, evaluated and not written to again.
-        ``states``: what ``checkpoints.saved`` gave at earlier tokens."""
+        ``states``: what ``checkpoints.saved`` gave at earlier tokens. ``origins``: as in a Hit."""
+        if len(origins) > limits.CACHE_ORIGINS:
+            return
         names = self._names(tokens, arithmetic, local_only=local_only)
         if not names or not can_be_blocks(cache):
             return
@@ -118,6 +121,7 @@ class DiskTier:
                 layout.header,
                 lambda number: block_rows(buffers, number),
                 snapshots,
+                tuple(sorted(origins)),
             )
         )
 

@@ -32,7 +32,7 @@ from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.fetched_check import FetchedCheck
 from fleetd.engine.front_prefill import FrontPrefill
 from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import DENSE, PLAN, Hit
+from fleetd.engine.prefix_cache import DENSE, PLAN, Hit, Origins
 from fleetd.engine.protocol import FetchBlocks, Fetched, Lacking, StreamTag
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, BlockLayout, block_rows
 from fleetd.engine.sequence_state.kinds import kind_of
@@ -249,6 +249,11 @@ class Fetching:
             self._sock.close()
 
     @property
+    def _origins(self) -> Origins:
+        """Those of what comes. A machine that the daemon did not name is none that is known."""
+        return frozenset([self._decision.origin if self._decision is not None else ""])
+
+    @property
     def elapsed_s(self) -> float:
         """Since the others were asked, with what checking took; ``seconds``: from the decision on,
         without."""
@@ -350,7 +355,9 @@ class Fetching:
         tier = self._tier
         cache = make_prompt_cache(tier.model) if held.cache is None else held.cache
         prefiller = Prefiller(tier.model, self._prompt, cache, held.tokens)
-        self.front = FrontPrefill(prefiller, held.namespace, self._blocks, block_s, tier.cost, self._chunk)
+        self.front = FrontPrefill(
+            prefiller, held.namespace, self._blocks, block_s, tier.cost, self._chunk, origins=held.origins
+        )
 
     def _give_up(self) -> None:
         """What has come by now counts, nothing that comes later."""
@@ -374,7 +381,8 @@ class Fetching:
         cache = yield from self._checked(first, last)
         self.tokens = last - first
         computed = 0 if front is None else max(0, first - front.held)
-        self.hit = Hit(last, cache, self._namespace, computed)
+        origins = self._before.origins | self._origins
+        self.hit = Hit(last, cache, self._namespace, computed, origins)
 
     def _checked(self, first: int, last: int) -> Generator[None, None, list[Any]]:
         """The caches after ``last`` tokens, of which those of tokens [first, last) came. Raises PeerWrong,

@@ -18,7 +18,7 @@ import mlx.core as mx
 from fleetd import limits
 from fleetd.cache.pricing import PrefillCost
 from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import Hit
+from fleetd.engine.prefix_cache import NO_ORIGINS, Hit, Origins
 from fleetd.engine.sequence_state.kinds import kind_of
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
@@ -34,6 +34,7 @@ class FrontPrefill:
         block_s: what one probably takes, until some have come.
         cost: of this model's prefill on this machine.
         chunk: how many tokens a step may compute.
+        origins: of what it began with.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class FrontPrefill:
         cost: PrefillCost,
         chunk: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        origins: Origins = NO_ORIGINS,
     ) -> None:
         self.prefiller = prefiller
-        self._namespace = namespace
+        self._namespace, self._origins = namespace, origins
         self.held = prefiller.done
         self._last = self.lowest = last
         self._block_s, self._cost, self._chunk, self._clock = block_s, cost, chunk, clock
@@ -67,7 +70,7 @@ class FrontPrefill:
 
     def read_so_far(self) -> Hit:
         """The prompt's beginning without the blocks that came."""
-        return Hit(self.done, self.prefiller.cache, self._namespace, self.computed)
+        return Hit(self.done, self.prefiller.cache, self._namespace, self.computed, self._origins)
 
     @property
     def met(self) -> bool:

@@ -13,6 +13,7 @@ from fleetd.engine.protocol import (
     Cancel,
     DraftFor,
     FetchBlocks,
+    ForgetOrigins,
     FreeMemory,
     IdleTime,
     PrefillAlone,
@@ -37,6 +38,7 @@ Item = (
     | DraftFor
     | FreeMemory
     | TakenElsewhere
+    | ForgetOrigins
     | WriteNow
     | IdleTime
     | Cancel

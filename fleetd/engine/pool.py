@@ -69,6 +69,8 @@ class EnginePool:
     load_s: Callable[[ModelFolder], float] = lambda folder: chip_speeds.load_s(folder.weights_bytes)
     # Models that stay loaded unless the system is critically short of memory.
     pinned: Callable[[], Collection[str]] = frozenset
+    # Told the id of each worker's process once that has ended.
+    ended: Callable[[int], None] = lambda pid: None
     _engines: dict[str, EngineProcess] = field(default_factory=dict, init=False)
     _deaths: dict[str, int] = field(default_factory=dict, init=False)
     # Held while a worker is started: of two that begin at the same moment, one is seen by the other.
@@ -146,6 +148,11 @@ class EnginePool:
         """Let every worker throw away what it keeps of earlier prompts in memory."""
         for engine in self._engines.values():
             engine.free_memory(prompts=True)
+
+    def forget_origins(self, labels: list[str]) -> None:
+        """Let every worker throw away what it keeps under these labels in memory."""
+        for engine in self._engines.values():
+            engine.forget_origins(labels)
 
     @property
     def held_bytes(self) -> int:
@@ -469,6 +476,8 @@ class EnginePool:
 
     def _exited(self, engine: EngineProcess) -> None:
         name = engine.settings.name
+        if engine.pid is not None:
+            self.ended(engine.pid)
         # Unwanted deaths only: an unloaded engine has left the table before it was stopped.
         if self._engines.get(name) is engine and engine.facts is not None:
             self._deaths[name] = self._deaths.get(name, 0) + 1

@@ -1,8 +1,10 @@
 """The prefix cache: KV of earlier prompts and answers, in RAM, found by the tokens they were computed from.
 
 An entry's namespace says how its numbers came about: computed here or equal to that (``DENSE``), with
-another accelerator's part in them (``PLAN``), or with tokens left out (``SPARSE``). Every fetch gives a copy
-no longer than what was asked for, and one prompt token is always left to compute: its logits are needed.
+another accelerator's part in them (``PLAN``), or with tokens left out (``SPARSE``). Its origins say which
+machines sent some of it, or of what it rests on: labels, each of which may be forgotten with all that came
+under it. Every fetch gives a copy no longer than what was asked for, and one prompt token is always left to
+compute: its logits are needed.
 
 There are few entries and comparing tokens is quick, so a search looks at all of them; an index of nodes per
 token would take more memory than some of the caches it finds.
@@ -10,7 +12,8 @@ token would take more memory than some of the caches it finds.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +33,10 @@ PLAN = "plan"
 # ``sequence.ScheduledSequence.slot_tokens``.
 SPARSE = "sparse"
 
+# Labels of the machines that rows came from, or rest on rows of; none if all was computed here.
+Origins = frozenset[str]
+NO_ORIGINS: Origins = frozenset()
+
 _Tokens = npt.NDArray[np.int64]
 
 
@@ -37,13 +44,15 @@ _Tokens = npt.NDArray[np.int64]
 class Hit:
     """A private copy of the KV of ``tokens`` leading prompt tokens; ``cache`` is None if tokens is 0.
 
-    ``front``: how many of them were computed for this prompt itself while the others came.
+    ``front``: how many of them were computed for this prompt itself while the others came. ``origins``: labels
+    of the machines that some of it came from.
     """
 
     tokens: int
     cache: list[Any] | None
     namespace: str = DENSE
     front: int = 0
+    origins: Origins = NO_ORIGINS
 
 
 class _PrefixEntry(msgspec.Struct, frozen=True):
@@ -56,6 +65,7 @@ class _PrefixEntry(msgspec.Struct, frozen=True):
     trimmable: bool
     # States at earlier tokens for what cannot be taken back: ``checkpoints.saved`` by token.
     states: dict[int, list[Any]] = msgspec.field(default_factory=dict)
+    origins: Origins = NO_ORIGINS
 
     def serves(self, shared: int) -> int:
         """The most tokens, of ``shared`` leading ones, whose state can be had."""
@@ -83,6 +93,8 @@ class PrefixCache:
     # By a running number, least recently used first.
     _entries: OrderedDict[int, _PrefixEntry] = field(default_factory=OrderedDict, init=False)
     _next: int = field(default=0, init=False)
+    # Labels that were forgotten: prompts that began under them may still run.
+    _forgotten: deque[str] = field(default_factory=lambda: deque(maxlen=limits.FORGOTTEN_ORIGINS), init=False)
 
     @property
     def state_bytes(self) -> int:
@@ -101,7 +113,7 @@ class PrefixCache:
         self.hits += 1
         self._entries.move_to_end(best)
         entry = self._entries[best]
-        return Hit(length, entry.copy(length), entry.namespace)
+        return Hit(length, entry.copy(length), entry.namespace, origins=entry.origins)
 
     def longest(self, prompt: list[int], *namespaces: str) -> int:
         """How many tokens ``fetch`` would give. Nothing is copied or counted."""
@@ -123,13 +135,15 @@ class PrefixCache:
         cache: list[Any],
         namespace: str = DENSE,
         states: dict[int, list[Any]] | None = None,
+        origins: Origins = NO_ORIGINS,
     ) -> None:
         """Keep ``cache``, which holds exactly the KV of ``tokens``. The caller must not write to it again.
 
         ``states``: what ``checkpoints.saved`` gave at earlier tokens; left out where they do not fit.
+        ``origins``: as in a Hit; nothing is kept under one that was forgotten.
         """
         size = sum(int(layer.nbytes) for layer in cache)
-        if not tokens or size > self.max_bytes:
+        if not tokens or size > self.max_bytes or not origins.isdisjoint(self._forgotten):
             return
         states = states or {}
         extra = sum(checkpoints.nbytes(state) for state in states.values())
@@ -143,10 +157,12 @@ class PrefixCache:
             size,
             rollback.can_go_back(cache),
             states,
+            origins,
         )
         for key, old in list(self._entries.items()):
             shared = _shared(old.tokens, new.tokens) if old.namespace == namespace else 0
-            if shared == len(new.tokens) and (old.trimmable or shared == len(old.tokens)):
+            served = shared == len(new.tokens) and (old.trimmable or shared == len(old.tokens))
+            if served and old.origins <= origins:
                 self._entries.move_to_end(key)  # what is there serves wherever this would
                 return
             if shared == len(old.tokens) and new.trimmable:
@@ -162,6 +178,12 @@ class PrefixCache:
         """Drop entries until at most ``max_bytes`` remain: running requests come first."""
         while self._entries and self.nbytes > max_bytes:
             self._drop(next(iter(self._entries)))
+
+    def forget(self, labels: Collection[str]) -> None:
+        """Drop what came under these labels, or rests on that; keep nothing more under them."""
+        self._forgotten.extend(labels)
+        for key in [key for key, entry in self._entries.items() if not entry.origins.isdisjoint(labels)]:
+            self._drop(key)
 
     def _drop(self, key: int) -> None:
         self.nbytes -= self._entries.pop(key).nbytes

@@ -5,9 +5,8 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 unknown tags are a bug and raise.
 
     daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), FetchBlocks (after
-                      a Lacking), AssistPrefill, Score, DraftFor, Cancel, IdleTime, FreeMemory, WriteNow,
-                      TakenElsewhere,
-                      Shutdown
+                      a Lacking), AssistPrefill, Score, DraftFor, Cancel, IdleTime, FreeMemory, TakenElsewhere,
+                      ForgetOrigins, WriteNow, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, MeasuredAgain*, then for each Generate:
                       Tokenized, Accepted (Lacking and Fetched before it or after it), Prefill*, Shared?,
                       Kept?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
@@ -176,7 +175,8 @@ class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
 
     ``block_s``: what one probably takes. ``plan``: they are those of its ``plan_names``. ``last_first``: they
     come from the last one to the first, while the worker computes towards them. ``within_s``: the most that
-    all of them may take since it was decided, which is ``since_s`` ago; 0 is no bound.
+    all of them may take since it was decided, which is ``since_s`` ago; 0 is no bound. ``origin``: the label
+    of the machine that sends them; without one they are in no cache that outlives the worker.
     """
 
     id: str
@@ -186,6 +186,7 @@ class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
     last_first: bool = False
     within_s: Seconds = 0.0
     since_s: Seconds = 0.0
+    origin: str = ""
 
 
 class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
@@ -194,13 +195,14 @@ class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True
     Its streams are "helper0", "helper1", … (everything between it and that helper but hidden states) and,
     where layers are split and its own part is not empty, "in" (hidden states from the last helper).
     ``predicted_s``: what the plan expects from here to the end of the prefill; helpers that are much later
-    are given up. ``exact``: helpers' bytes must be this machine's own.
+    are given up. ``exact``: helpers' bytes must be this machine's own. ``origins``: the helpers' labels.
     """
 
     id: str
     split: Split
     predicted_s: Seconds
     exact: bool = False
+    origins: list[str] = []
 
 
 class PrefillAlone(msgspec.Struct, frozen=True, tag="alone", omit_defaults=True):
@@ -298,6 +300,13 @@ class IdleTime(msgspec.Struct, frozen=True, tag="idle"):
 class WriteNow(msgspec.Struct, frozen=True, tag="write"):
     """Another machine asks for a prompt that waits to be written to the disk: write what waits as fast as the
     disk takes it, also while something is computed."""
+
+
+class ForgetOrigins(msgspec.Struct, frozen=True, tag="forget"):
+    """Keep nothing that came under these labels, or rests on that, in memory: a machine has sent what is
+    wrong, or has left the fleet. The disk's part is the daemon's."""
+
+    labels: list[str]
 
 
 class FreeMemory(msgspec.Struct, frozen=True, tag="free"):
@@ -653,11 +662,13 @@ class Lacking(msgspec.Struct, frozen=True, tag="lacking", omit_defaults=True):
     plan_names: list[bytes] = []
 
 
-class Kept(msgspec.Struct, frozen=True, tag="kept"):
-    """The blocks that a prompt fills, which are being written: their names, as in Lacking."""
+class Kept(msgspec.Struct, frozen=True, tag="kept", omit_defaults=True):
+    """The blocks that a prompt fills, which are being written: their names, as in Lacking. ``own``: nothing
+    of it came from another machine."""
 
     id: str
     names: list[bytes]
+    own: bool = True
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched", omit_defaults=True):
@@ -739,9 +750,12 @@ Command = (
     | IdleTime
     | FreeMemory
     | TakenElsewhere
+    | ForgetOrigins
     | WriteNow
     | Shutdown
 )
+# Commands that nothing answers.
+Order = PrefillShared | PrefillAlone | FetchBlocks | IdleTime | FreeMemory | ForgetOrigins | WriteNow | Cancel
 # What the daemon and the worker settle between them; no client sees it.
 Aside = Shared | Lacking | Fetched | Kept | Assisted | Scored | Followed
 Event = Tokenized | Accepted | Prefill | Delta | ToolCallPiece | ToolCall | Finished | Failed | Aside

@@ -40,6 +40,7 @@ from fleetd.engine.protocol import (
     DraftFor,
     FetchBlocks,
     FinishReason,
+    ForgetOrigins,
     Heartbeat,
     IdleTime,
     Prefill,
@@ -256,6 +257,8 @@ class Scheduler(ComputeLoop):
                 self._drafts.begin(item)
             case IdleTime(seconds):
                 self._idle_until_s = time.monotonic() + seconds
+            case ForgetOrigins(labels):
+                self.prefix.forget(labels)
             case WriteNow():
                 if self.disk is not None:
                     self.disk.writer.write_now()
@@ -519,7 +522,9 @@ class Scheduler(ComputeLoop):
             tokens = sequence.slot_tokens if read.namespace == SPARSE else sequence.prepared.tokens
             # Without the room for what is not read any more.
             cache = rollback.compact(read.cache)
-            self.decoding.keep(sequence, tokens[: read.tokens], cache, read.namespace, states)
+            self.decoding.keep(
+                sequence, tokens[: read.tokens], cache, read.namespace, states, read.origins
+            )
         elif isinstance(sequence.prefiller, SharedPrefill):
             self._shared.lost(sequence)
 

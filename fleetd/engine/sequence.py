@@ -16,7 +16,7 @@ from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import DENSE, SPARSE, Hit, PrefixCache
+from fleetd.engine.prefix_cache import DENSE, NO_ORIGINS, SPARSE, Hit, Origins, PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt, check_length
 from fleetd.engine.protocol import ChatPrompt, Finished, FinishReason, PrefillShared, Timings, Usage
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
@@ -72,6 +72,8 @@ class ScheduledSequence:
     dense_reason: str = ""
     # Under which the prefix cache keeps its KV: what its prefill began from, and who took part, decide.
     namespace: str = DENSE
+    # Labels of the machines that some of it came from, as in a Hit.
+    origins: Origins = NO_ORIGINS
     # The drafts' figures; set when it leaves decoding.
     speculated: Speculated | None = None
     # Tokens that its prefill began from; ``front`` of them were computed for it itself.
@@ -165,13 +167,15 @@ class ScheduledSequence:
     def begin_with(self, shared: SharedPrefill, hit: Hit) -> None:
         """``begin_from``, together with other machines."""
         self.cached, self.front = hit.tokens, hit.front
-        self.prefiller, self.hit, self.namespace = shared, None, shared.namespace
+        self.prefiller, self.hit = shared, None
+        self.namespace, self.origins = shared.namespace, shared.origins
 
     def go_on_from(self, model: Any, hit: Hit, state_bytes: int) -> Prefiller | SparsePrefiller:
         """``begin_from``, of a prefill that has begun already: ``hit`` is how far it came."""
         tokens, borders = self.prepared.tokens, self.prepared.borders
         # Tokens that are left out say nothing of whose numbers these are.
         self.hit, self.namespace = None, DENSE if hit.namespace == SPARSE else hit.namespace
+        self.origins = hit.origins
         begun: Prefiller | SparsePrefiller
         if self.kept is not None:
             sparse = hit.namespace == SPARSE or isinstance(self.prefiller, SharedPrefill)
@@ -210,7 +214,7 @@ class ScheduledSequence:
         if isinstance(self.prefiller, SharedPrefill):
             read = self.prefiller.read_so_far()
         else:
-            read = Hit(self.prefiller.done, self.prefiller.cache, self.namespace)
+            read = Hit(self.prefiller.done, self.prefiller.cache, self.namespace, origins=self.origins)
         if self.kept is None:
             return read
         return replace(read, namespace=SPARSE) if read.namespace == DENSE else Hit(0, None)

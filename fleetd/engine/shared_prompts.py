@@ -180,6 +180,7 @@ class SharedPrompts:
                 self.streams.connect(sequence.id),
                 kept=sequence.kept,
                 prefix_namespace=hit.namespace,
+                prefix_origins=hit.origins,
                 any_chunks=sharable.any_chunks,
             )
         except Exception as error:

@@ -71,11 +71,12 @@ class StoredBeginnings:
         self._end_fetch(sequence)
 
     def report_kept(self, sequence: ScheduledSequence) -> None:
-        """Tell the daemon which blocks a prompt fills, if it wants that: other machines may ask for them."""
+        """Tell the daemon which blocks a prompt fills, if it wants that: other machines may ask for them,
+        unless it began with what came from one."""
         request = sequence.prepared.request
         if self.disk is not None and request.tells_blocks and not request.local_only:
             names = self.disk.names_for_others(sequence.prepared.tokens[:-1])
-            self.emit(Kept(sequence.id, names[: limits.FETCH_BLOCKS]))
+            self.emit(Kept(sequence.id, names[: limits.FETCH_BLOCKS], own=not sequence.origins))
 
     def _offered(self, sequence: ScheduledSequence) -> bool:
         """True if a prompt may have other accelerators' numbers in it: how it is labelled is not decided."""

@@ -33,6 +33,7 @@ from fleetd.engine.protocol import (
     FetchBlocks,
     Finished,
     Followed,
+    ForgetOrigins,
     FreeMemory,
     Generate,
     Heartbeat,
@@ -306,6 +307,10 @@ class EngineProcess:
             self._taken_elsewhere = n_bytes
             self._send(TakenElsewhere(n_bytes))
 
+    def forget_origins(self, labels: list[str]) -> None:
+        """Let the worker throw away what it keeps of prompts under these labels."""
+        self._send(ForgetOrigins(labels))
+
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Hand a connected socket to the worker; it is closed here in any case. Raises EngineDied."""
         if self.state != "ready" or self._socket_sender is None:
@@ -313,17 +318,7 @@ class EngineProcess:
             raise self._not_running()
         await self._socket_sender.give(tag, sock)
 
-    def _send(
-        self,
-        command: PrefillShared
-        | PrefillAlone
-        | FetchBlocks
-        | IdleTime
-        | FreeMemory
-        | TakenElsewhere
-        | WriteNow
-        | Cancel,
-    ) -> None:
+    def _send(self, command: protocol.Order) -> None:
         if self.state == "ready" and self._writer is not None:
             # A worker that is gone is noticed where its answers are awaited.
             with contextlib.suppress(ConnectionError, RuntimeError):

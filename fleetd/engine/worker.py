@@ -38,6 +38,7 @@ from fleetd.engine.protocol import (
     DraftFor,
     Failed,
     FetchBlocks,
+    ForgetOrigins,
     FreeMemory,
     Generate,
     IdleTime,
@@ -208,7 +209,7 @@ class Front:
                         self._compute.tell(command)
                     case PrefillShared() | PrefillAlone() | FetchBlocks() | AssistPrefill() | DraftFor():
                         self._compute.tell(command)
-                    case IdleTime() | FreeMemory() | TakenElsewhere() | WriteNow():
+                    case IdleTime() | FreeMemory() | TakenElsewhere() | ForgetOrigins() | WriteNow():
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()

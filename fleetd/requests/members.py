@@ -30,6 +30,7 @@ from fleetd.errors import (
     OutOfMemory,
     Overloaded,
     PeerError,
+    PeerWrong,
     ScorerNotReady,
 )
 from fleetd.p2p.membership.cards import Card, ModelCard
@@ -174,6 +175,8 @@ class Members:
         self.local_only = local_only
         # By node id.
         self.requests_at: Callable[[str], SentRequests] = lambda node_id: SentRequests()
+        # Told of a machine that sent wrong keys and values.
+        self.lied: Callable[[str], object] = lambda node_id: None
         # Machines that have done what they were asked for, and have not failed since.
         self._proven: set[str] = set()
         # By request: where its prompt is read at the moment, with which model, and the text's hashes.
@@ -264,6 +267,8 @@ class Members:
         now_s = self._monotonic()
         if node_id == THIS_NODE or not isinstance(error, _OF_ONE_MODEL):
             model = ""
+        if isinstance(error, PeerWrong) and work in ("fetch", "prefill"):
+            self.lied(node_id)
         full_here = isinstance(error, OutOfMemory) and node_id == THIS_NODE
         if isinstance(error, PeerError | EngineError) or full_here:
             alone = isinstance(error, Incompatible | OutOfMemory)

@@ -106,7 +106,7 @@ def test_an_index_that_lies_gives_misses(store: BlockStore, settings: DiskCacheS
     with sqlite3.connect(Path(settings.folder) / "index.db") as db:
         for depth, name in enumerate(invented):
             db.execute(
-                "INSERT INTO blocks VALUES (?, 'tiny', ?, 256, 7, 1.0, 1, 0)",
+                "INSERT INTO blocks VALUES (?, 'tiny', ?, 256, 7, 1.0, 1, 0, 0, '')",
                 (name, depth),
             )
         db.execute("UPDATE blocks SET bytes = 1 WHERE name = ?", (read_name(settings, NAMES[0]),))

@@ -79,7 +79,7 @@ def test_the_oldest_texts_go_where_there_are_too_many(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_finds_nothing(
     store: BlockStore, cache: DiskCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(*_: object) -> None:
+    def refuses(*_: object, **__: object) -> None:
         raise CacheUnavailable("it hangs")
 
     keep(store, NAMES)

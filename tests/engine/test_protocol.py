@@ -30,6 +30,7 @@ from fleetd.engine.protocol import (
     Finished,
     Followed,
     FrameTooLong,
+    ForgetOrigins,
     FreeMemory,
     Generate,
     Heartbeat,
@@ -85,6 +86,7 @@ COMMANDS: list[Any] = [
     IdleTime(2.5),
     FreeMemory(True),
     TakenElsewhere(1 << 40),
+    ForgetOrigins(["0123456789abcdef"]),
     WriteNow(),
     Shutdown(),
 ]

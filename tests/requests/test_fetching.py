@@ -445,12 +445,12 @@ async def test_an_index_that_fails_while_blocks_are_sent_is_no_fault_of_the_stre
     real = getattr(BlockStore, failing)
     calls = 0
 
-    def fails(self: BlockStore, *given: Any) -> Any:
+    def fails(self: BlockStore, *given: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
         if failing != "read" or calls > 1:
             raise CacheUnavailable("its index cannot be used: database is locked")
-        return real(self, *given)
+        return real(self, *given, **named)
 
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES)

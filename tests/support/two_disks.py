@@ -12,6 +12,7 @@ from typing import Any
 
 import tiny_models
 from disk_worker import BLOCK, Worker, settings_in
+from kv_blocks import opened
 from wire_changes import chunks_of
 
 from fleetd.cache import block_stream
@@ -24,6 +25,8 @@ from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.server import parts_to_send
 from fleetd.sealed.stream import SealedSender
 
+# The machine that has read the prompt, and its label on the one that has not.
+THERE, ORIGIN = "there", "from there"
 # Blocks of the prompt that the tests ask, which has some tokens more.
 WHOLE = 3
 PROMPT = tiny_models.prompt(WHOLE * BLOCK + BLOCK // 2 + 4)
@@ -43,6 +46,8 @@ class TwoMachines:
         self.there.stop()
         self.expected = self.there.text("first")
         self.here = Worker(model, tokenizer, settings_in(root / "here"))
+        with opened(settings_in(root / "here")) as store:
+            store.add_origin(ORIGIN, THERE)
         self.threads: list[threading.Thread] = []
 
     def ask(self, **fields: Any) -> None:
@@ -64,7 +69,7 @@ class TwoMachines:
     ) -> None:
         # As far as is known a block takes a second, as a token does where computing is slow.
         self.here.scheduler.tell(
-            FetchBlocks("second", blocks, 1.0 * last_first, plan, last_first, within_s, since_s)
+            FetchBlocks("second", blocks, 1.0 * last_first, plan, last_first, within_s, since_s, ORIGIN)
         )
 
     def send(

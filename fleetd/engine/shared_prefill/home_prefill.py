@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fleetd import limits
-from fleetd.engine.prefix_cache import DENSE, PLAN, Hit
+from fleetd.engine.prefix_cache import DENSE, NO_ORIGINS, PLAN, Hit, Origins
 from fleetd.engine.protocol import PrefillShared, StepTime
 from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.shared_prefill import frame_payloads, frame_schedule
@@ -40,14 +40,14 @@ _UNFORESEEN = random.SystemRandom()
 
 class SharedPrefill:
     """See the module. ``tokens`` is the whole prompt, of which the last token is not computed here.
-    ``namespace``: where the prefix cache keeps the finished ``cache``.
+    ``namespace``: where the prefix cache keeps the finished ``cache``; ``origins``: from which machines it is.
 
     Args:
         stage: all layers of the model; ``layout`` is ``KvLayout.of`` it.
         prefix: private caches of the first ``share.split.cached`` tokens; None if that is 0.
         kept: indices of the tokens that are computed, ascending, the last one included; None for all. From
             here on only these are counted, as ``sparse.SparsePrefiller`` does.
-        prefix_namespace: of ``prefix``, in the prefix cache.
+        prefix_namespace, prefix_origins: of ``prefix``, in the prefix cache.
         connect: opens this share's streams. Its pipes wake the scheduler, which then asks ``ready`` again.
         draw: which later tokens are checked; no helper must be able to foresee it.
         any_chunks: whether this machine's bytes are the same wherever a prompt is cut into chunks
@@ -69,6 +69,7 @@ class SharedPrefill:
         *,
         kept: Sequence[int] | None = None,
         prefix_namespace: str = DENSE,
+        prefix_origins: Origins = NO_ORIGINS,
         any_chunks: bool = False,
         draw: random.Random = _UNFORESEEN,
         clock: Callable[[], float] = time.monotonic,
@@ -88,7 +89,9 @@ class SharedPrefill:
         self._pipes: dict[str, FramePipe] = {}
         self._incoming: dict[str, Incoming] = {}
         self._exact, self._layout, self._draw = share.exact and any_chunks, layout, draw
-        self._prefix_namespace = prefix_namespace
+        self._prefix_namespace, self._prefix_origins = prefix_namespace, prefix_origins
+        # A helper that the daemon did not name is none that is known.
+        self.origins = prefix_origins | frozenset(share.origins or [""])
         self.namespace = DENSE if share.exact and prefix_namespace == DENSE else PLAN
         self._check = SpotCheck(self._work.probes(), self._work, exact=self._exact)
         # Leading tokens from which later ones were drawn and checked; None once they were found wrong.
@@ -134,10 +137,11 @@ class SharedPrefill:
         return self.done, self.cache
 
     def read_so_far(self) -> Hit:
-        """``verified``, under the namespace of its numbers."""
+        """``verified``, under the namespace of its numbers and with their origins."""
         done, cache = self.verified
-        namespace = self.namespace if done > self._split.cached else self._prefix_namespace
-        return Hit(done, cache, namespace)
+        if done > self._split.cached:
+            return Hit(done, cache, self.namespace, origins=self.origins)
+        return Hit(done, cache, self._prefix_namespace, origins=self._prefix_origins)
 
     @property
     def states(self) -> dict[int, list[Any]]:

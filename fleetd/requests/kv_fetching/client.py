@@ -40,6 +40,7 @@ from fleetd.requests.peer_stream import require_message
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.ports import FleetPort
 from fleetd.requests.request import Request
+from fleetd.requests.row_origins import Labels, no_label
 
 log = get_logger("fleetd.fetching")
 
@@ -50,11 +51,18 @@ class BlockFetching(PipelineStep):
     Args:
         members: the machines that may have some of it, and what was learned of them.
         counts: told what came.
+        label: under which what comes from a machine is kept.
     """
 
     def __init__(
-        self, partners: FleetPort, pool: EnginePool, members: Members, counts: FetchCounts | None = None
+        self,
+        partners: FleetPort,
+        pool: EnginePool,
+        members: Members,
+        counts: FetchCounts | None = None,
+        label: Labels = no_label,
     ) -> None:
+        self.label = label
         self.counts = counts or FetchCounts()
         self.partners = partners
         self.members = members
@@ -135,6 +143,7 @@ class _Fetch:
                 offer, sock = await self._accepted(stream, source)
                 tag = StreamTag(self._lacking.id, BLOCKS, offer.invitation.key, "connector")
                 await self._engine.give_stream(tag, sock)
+                label = await self._fetching.label(source.node_id)
                 block_s = source.block_s(self._lacking.block_bytes)
                 since_s = time.monotonic() - decided_s
                 self._engine.fetch(
@@ -146,6 +155,7 @@ class _Fetch:
                         choice.last_first,
                         within,
                         since_s,
+                        label,
                     )
                 )
                 decided = True

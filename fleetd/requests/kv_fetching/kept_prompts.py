@@ -48,6 +48,10 @@ def beginning_of(found: TextFound) -> KeptBeginning:
     )
 
 
+# What this machine computed of texts itself, and what began with rows of another one.
+_OWN, _SENT = "", "sent"
+
+
 class _ReadLately(msgspec.Struct, frozen=True):
     """A prompt whose blocks its worker may be writing: their names, as other machines ask for them."""
 
@@ -77,11 +81,17 @@ class KeptPrompts(PipelineStep):
         self._lately: deque[_ReadLately] = deque(maxlen=limits.KEPT_LATELY)
         self._memory = Affinity(_KEY)
         self._writing = BackgroundTasks()
+        # Requests whose prompts began with what another machine sent.
+        self._sent: set[str] = set()
 
-    def look(self, digest: str, asked: list[bytes]) -> TextFound:
-        """How much of a text is here; for this machine itself, too. Blocks."""
-        on_disk = self._disk.longest(digest, asked)
-        in_memory = self._memory.cached_chars("", digest, asked) // BLOCK_CHARS
+    def look(self, digest: str, asked: list[bytes], *, own: bool = False) -> TextFound:
+        """How much of a text is here; ``own``: of what no other machine has sent, which alone is told to
+        others. Blocks."""
+        on_disk = self._disk.longest(digest, asked, own=own)
+        chars = [
+            self._memory.cached_chars(part, digest, asked) for part in (_OWN, *(() if own else (_SENT,)))
+        ]
+        in_memory = max(chars) // BLOCK_CHARS
         cached = on_disk.cached or 0.0
         return TextFound(in_memory, on_disk.links, on_disk.nbytes, on_disk.bytes_per_s, cached)
 
@@ -114,15 +124,19 @@ class KeptPrompts(PipelineStep):
 
     async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         if isinstance(event, Kept):
-            self._on_disk(request, event.names)
+            if not event.own:
+                self._sent.add(request.id)
+            self._on_disk(request, event)
             return None
         if isinstance(event, Delta | ToolCall) and not request.answering and self._tellable(request):
             self._in_memory(request)
         return event
 
     def closed(self, request: Request) -> asyncio.Task[None] | None:
+        self._sent.discard(request.id)
         if isinstance(request.error, EngineDied) and request.folder_here is not None:
-            self._memory.forget("", self._digest(request))
+            for part in (_OWN, _SENT):
+                self._memory.forget(part, self._digest(request))
         return None
 
     async def close(self) -> None:
@@ -137,16 +151,17 @@ class KeptPrompts(PipelineStep):
         found = self._own_model(request.model.name)
         digest, room_tokens = (found.digest, found.prefix_tokens) if found is not None else ("", 0)
         text = links(request.job.prompt_text)
-        self._memory.computed("", digest, text, room_chars=room_tokens * CHARS_PER_TOKEN)
+        part = _SENT if request.id in self._sent else _OWN
+        self._memory.computed(part, digest, text, room_chars=room_tokens * CHARS_PER_TOKEN)
 
     def _digest(self, request: Request) -> str:
         found = self._own_model(request.model.name)
         return found.digest if found is not None else ""
 
-    def _on_disk(self, request: Request, names: list[bytes]) -> None:
-        text, tokens = request.job.prompt_text, request.prompt_tokens
+    def _on_disk(self, request: Request, kept: Kept) -> None:
+        names, text, tokens = kept.names, request.job.prompt_text, request.prompt_tokens
         asked, digest = links(text), self._digest(request)
-        if names and digest and request.folder_here is not None:
+        if names and kept.own and digest and request.folder_here is not None:
             self._lately.appendleft(_ReadLately(digest, frozenset(names), request.folder_here))
         if not asked or not names or not digest:
             return

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 
 from fleetd import limits
 from fleetd.cache import block_names, block_stream
@@ -76,7 +77,7 @@ class BlockServer:
     async def _found(self, asked: messages.BlocksQuestion) -> FoundBlocks:
         """What is on the disk. Blocks of a prompt that was just read are written now, and waited for a
         moment: subagents go to other machines just then."""
-        found = await asyncio.to_thread(self._cache.find, *_kept(asked))
+        found = await asyncio.to_thread(_own, self._cache, asked)
         first = found.blocks
         # Behind the last snapshot nothing is of use, so nothing is waited for there.
         coming = 0 if asked.states and first else self._prompts.hurry(asked.names[first:])
@@ -84,7 +85,7 @@ class BlockServer:
         until_s = time.monotonic() + limits.FETCH_WRITING_S
         while found.blocks < wanted and time.monotonic() < until_s:
             await asyncio.sleep(limits.FETCH_WRITING_POLL_S)
-            found = await asyncio.to_thread(self._cache.find, *_kept(asked))
+            found = await asyncio.to_thread(_own, self._cache, asked)
         if coming and found.blocks == first:
             self._prompts.not_written(asked.names[first])
         return found
@@ -92,7 +93,7 @@ class BlockServer:
     async def look(self, peer: str, body: bytes, stream: PeerStream) -> None:
         asked = messages.decode(body, messages.TextQuestion)
         self._check(peer)
-        found = await asyncio.to_thread(self._prompts.look, asked.digest, asked.links)
+        found = await asyncio.to_thread(partial(self._prompts.look, own=True), asked.digest, asked.links)
         if found.in_memory > found.on_disk:
             # It will be asked for by the names of its blocks in a moment.
             self._prompts.hurry_model(asked.digest)
@@ -135,7 +136,7 @@ class BlockServer:
             try:
                 if (after := next(following, None)) is not None:
                     store.read_soon(after)
-                return store.read(name, targets)
+                return store.read(name, targets, own=True)
             except CacheUnavailable:
                 return None  # the stream ends early, and as it should: what was sent is whole
             finally:
@@ -157,8 +158,13 @@ def parts_to_send(cache: DiskCache, asked: messages.FetchQuestion) -> list[bytes
     names, states = _kept(asked)
     if not asked.states:
         return names[::-1] if asked.last_first else names
-    found = cache.find(names, states)
+    found = cache.find(names, states, own=True)
     return names + [states[n - 1] for n, _ in checked_by(found.states, blocks=len(states))]
+
+
+def _own(cache: DiskCache, asked: messages.BlocksQuestion) -> FoundBlocks:
+    """What this machine has computed of it itself: what came from another one is not sent on."""
+    return cache.find(*_kept(asked), own=True)
 
 
 def _kept(asked: messages.BlocksQuestion | messages.FetchQuestion) -> tuple[list[bytes], list[bytes]]:

@@ -42,6 +42,7 @@ from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
 from fleetd.requests.request import Request
+from fleetd.requests.row_origins import Labels, no_label
 
 log = get_logger("fleetd.sharing")
 
@@ -60,6 +61,7 @@ class PrefillSharing(PipelineStep):
     Args:
         members: the machines that could help, and what was learned of them.
         speeds: of this machine's own models.
+        label: under which what comes from a machine is kept.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class PrefillSharing(PipelineStep):
         metrics: MetricsPort,
         speeds: ModelSpeeds | None = None,
         *,
+        label: Labels = no_label,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.partners = partners
         self.pool = pool
         self.metrics = metrics
         self.monotonic = monotonic
+        self.label = label
         self.members = members
         self.speeds = speeds or ModelSpeeds()
         self._prompts: dict[Request, SharedPrompt] = {}
@@ -262,8 +266,9 @@ class SharedPrompt:
         """Agree, tell the engine, watch the helpers. After a failure the engine goes on alone at once."""
         try:
             exact = await agreed.reach(within_s)
+            origins = [await self._sharing.label(helper.node_id) for helper in agreed.helpers]
             self._began_s = self._sharing.monotonic()
-            engine.share(PrefillShared(terms.id, terms.split, _left_s(option), exact))
+            engine.share(PrefillShared(terms.id, terms.split, _left_s(option), exact, origins))
             self._request.agreed_exact = exact
             names = (*option.names, THIS_NAME)
             self._planned.set_result(Planned(_kind(option), names, self._request.exactness))
