@@ -730,6 +730,9 @@ FETCH_DECIDE_S = 3.0
 FETCH_LEAST_TOKENS = 512
 # A machine that had less than this share of what it said is left out; estimates of texts are better.
 FETCH_BELIEVED = 0.3
+# New tokens that are computed here as well to see that what came is right: so many at its end, which rest on
+# all before them, and so many at a place that no sender can foresee. Together as many as a helper's.
+FETCH_SPOT_TOKENS = SHARE_SPOT_TOKENS // 2
 # A snapshot is checked by the one before it, if that is no more blocks away: so much is computed here, too.
 FETCH_CHECK_BLOCKS = 4
 # At which every number that comes is looked at: a core does 3 GB/s, a GPU tens.

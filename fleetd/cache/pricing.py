@@ -31,7 +31,7 @@ class PrefillCost(msgspec.Struct, frozen=True):
 def checked_tokens(*, states: bool) -> int:
     """The most tokens that are computed to check what another machine sent; ``states``: if the
     model keeps something that cannot be cut at a token."""
-    return limits.FETCH_CHECK_BLOCKS * limits.CACHE_BLOCK_TOKENS if states else limits.SHARE_SPOT_TOKENS
+    return limits.FETCH_CHECK_BLOCKS * limits.CACHE_BLOCK_TOKENS if states else 2 * limits.FETCH_SPOT_TOKENS
 
 
 def look_s(n_bytes: int) -> float:

@@ -1,6 +1,7 @@
 """Whether what another machine sent of a prompt is what this one computes: a little of it is computed here.
 
-Rows: a few tokens at a place drawn now. Of snapshots, which cannot be cut at a token, two come: from the
+Rows: the last ones that came, which in all layers but the last rest on all before them, and a few at a place
+drawn now, because of the last layer a wrong row shows nowhere else. Of snapshots, which cannot be cut at a token, two come: from the
 earlier one the tokens up to the later one are computed, and all that the model keeps then must be there.
 """
 
@@ -37,12 +38,15 @@ class FetchedCheck:
         self._chunk = chunk
         self._agree = same if exact else alike
 
-    def rows(self, cache: list[Any], at: int, theirs: Sequence[Any], first: int, last: int) -> Iterator[None]:
-        """``theirs``: the parts of ``cache``, of which rows of tokens [first, last) came; only the first
-        ``at`` of them count for the moment. All of them must have a row per token. What is computed is
-        written over what came, for a while: rows of a long prompt are not copied for a few tokens."""
-        stop = min(at + limits.SHARE_SPOT_TOKENS, last)
+    def finite(self, theirs: Sequence[Any], first: int, last: int) -> Iterator[None]:
+        """``theirs``: parts with a row per token, of which rows of tokens [first, last) came."""
         yield from in_turns(self._finite(theirs, first, last))
+
+    def rows(self, cache: list[Any], at: int, theirs: Sequence[Any]) -> Iterator[None]:
+        """``theirs``: the parts of ``cache``; only the first ``at`` of their rows count for the moment. All of
+        them must have a row per token. What is computed is written over what came, for a while: rows of a
+        long prompt are not copied for a few tokens."""
+        stop = at + limits.FETCH_SPOT_TOKENS
         arrays = [array for part in theirs for array in kind_of(part).arrays(part)]
         came = [mx.contiguous(array[..., at:stop, :]) for array in arrays]
         mx.eval(came)
@@ -56,7 +60,7 @@ class FetchedCheck:
     def states(self, earlier: list[Any], at: int, theirs: list[Any], first: int, last: int) -> Iterator[None]:
         """``theirs``: as they were after ``last`` tokens."""
         in_rows = [part for part in all_parts(theirs) if kind_of(part).has_rows(part)]
-        yield from in_turns(self._finite(in_rows, first, last))
+        yield from self.finite(in_rows, first, last)
         yield from self._compute(earlier, at, last)
         self._compare_rows(earlier, in_rows, at, last)
         for mine, sent in zip(_states(earlier), _states(theirs), strict=True):

@@ -249,6 +249,11 @@ class Fetching:
             self._sock.close()
 
     @property
+    def checks(self) -> bool:
+        """True from when all has come until it is found right or wrong."""
+        return self._checking is not None
+
+    @property
     def _origins(self) -> Origins:
         """Those of what comes. A machine that the daemon did not name is none that is known."""
         return frozenset([self._decision.origin if self._decision is not None else ""])
@@ -394,10 +399,12 @@ class Fetching:
             return snapshot.cache(tier.empty, [truncated(part, tokens) for part in self._parts])
 
         if not self._snapshots:
-            start = self._draw.randint(first, last - limits.SHARE_SPOT_TOKENS)
-            self._let_count(start)
+            yield from check.finite(self._parts, first, last)
             whole = ArrivingSnapshot(tier.layout()).cache(tier.empty, self._parts)
-            yield from check.rows(whole, start, self._parts, first, last)
+            end = last - limits.FETCH_SPOT_TOKENS
+            for start in (end, self._draw.randint(first, end - limits.FETCH_SPOT_TOKENS)):
+                self._let_count(start)
+                yield from check.rows(whole, start, self._parts)
             self._let_count(last)
             return whole
         earlier, later = self._snapshots

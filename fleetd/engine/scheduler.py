@@ -585,7 +585,7 @@ class Scheduler(ComputeLoop):
         disk = self.disk.figures if self.disk is not None else WriterFigures()
         return msgspec.structs.replace(
             guests,
-            steps=guests.steps + self.steps + self.decoding.steps,
+            steps=guests.steps + self.steps + self.decoding.steps + self._stored.steps,
             prefilling=len(self._prefilling),
             decoding=len(self.decoding),
             waiting=len(self._waiting),

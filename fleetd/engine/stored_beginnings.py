@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fleetd import limits
 from fleetd.engine.disk_tier import DiskTier
@@ -40,6 +40,8 @@ class StoredBeginnings:
     emit: Callable[[Report], None]
     chunk_tokens: Callable[[], int]
     wake: Callable[[], None]
+    # Of the checks of what came: each is a bounded piece of work.
+    steps: int = field(default=0, init=False)
 
     def begin(self, sequence: ScheduledSequence) -> bool:
         """Look for an admitted prompt's beginning. False if it is waited for nowhere."""
@@ -125,7 +127,11 @@ class StoredBeginnings:
             return
         if (stream := self.streams.take(sequence.id, BLOCKS)) is not None:
             fetching.take(*stream)
-        if not fetching.ready or not fetching.step():
+        if not fetching.ready:
+            return
+        ended = fetching.step()
+        self.steps += fetching.checks
+        if not ended:
             return
         self._end_fetch(sequence)
         if fetching.hit is not None:

@@ -177,8 +177,8 @@ def test_what_came_is_looked_at_in_turns(machines: TwoMachines, monkeypatch: pyt
     while sequence.fetching is not None:
         machines.here.turn()
         turns += 1
-    # One for each layer, one that computes, one to take it.
-    assert turns == 2 + 1 + 1
+    # One for each layer, one that computes at the end and one at a drawn place, one to take it.
+    assert turns == 2 + 2 + 1
     assert machines.finish()[0].timings.fetched_tokens == WHOLE * BLOCK
 
 
@@ -200,7 +200,7 @@ def test_what_came_is_not_copied_to_be_checked(
     machines.ask()
     machines.send(machines.honest)
     assert machines.finish()[0].timings.fetched_tokens == WHOLE * BLOCK
-    assert stayed == [True]
+    assert stayed == [True, True]
 
 
 def test_a_request_that_is_cancelled_meanwhile_leaves_nothing(machines: TwoMachines) -> None:
