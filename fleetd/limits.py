@@ -411,6 +411,9 @@ LOAD_STAGES = 48
 SPEED_CORRECTIONS = 256
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.
 SHARE_SPOT_TOKENS = 16
+# Of the last ones that came, which rest on all before them, so many are always checked: few, because it comes
+# at the end, where nothing else is waited for.
+SHARE_END_TOKENS = 8
 # The part of a prefill's time that the check of later tokens may take, which comes at its end.
 SHARE_LATER_SHARE = 0.01
 # How far such a row may be from ours, as a part of its length, in three tokens of four. bf16 deep in

@@ -1,8 +1,9 @@
 """Whether what another machine sent of a prompt is what this one computes: a little of it is computed here.
 
 Rows: the last ones that came, which in all layers but the last rest on all before them, and a few at a place
-drawn now, because of the last layer a wrong row shows nowhere else. Of snapshots, which cannot be cut at a token, two come: from the
-earlier one the tokens up to the later one are computed, and all that the model keeps then must be there.
+drawn now, because a wrong row of the last layer shows nowhere else. Of snapshots, which cannot be cut at a
+token, two come: from the earlier one the tokens up to the later one are computed, and all that the model
+keeps then must be there.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class FetchedCheck:
         yield from in_turns(self._finite(theirs, first, last))
 
     def rows(self, cache: list[Any], at: int, theirs: Sequence[Any]) -> Iterator[None]:
-        """``theirs``: the parts of ``cache``; only the first ``at`` of their rows count for the moment. All of
+        """``theirs``: the parts of ``cache``, of whose rows the first ``at`` count for the moment. All of
         them must have a row per token. What is computed is written over what came, for a while: rows of a
         long prompt are not copied for a few tokens."""
         stop = at + limits.FETCH_SPOT_TOKENS

@@ -390,22 +390,31 @@ def test_which_tokens_are_checked_is_not_to_be_foreseen() -> None:
     assert drawn(range(20), FIRST, draw) == range(4, 20)
 
 
-@pytest.mark.parametrize(("start", "is_found"), [(16, False), (31, False), (37, True), (81, True)])
-def test_a_lie_about_the_second_half_is_found_where_tokens_of_it_are_drawn(
+def within(first: int, last: int, lie: Lie) -> Lie:
+    """The lie about these tokens only."""
+
+    def changed(head: FrameHeader, keys: Any, values: Any) -> None:
+        start = head.end - keys.shape[1]
+        of = slice(max(0, first - start), max(0, last - start))
+        lie(head, keys[:, of], values[:, of])
+
+    return changed
+
+
+@pytest.mark.parametrize(("start", "is_found"), [(16, False), (24, False), (25, True), (44, True)])
+def test_a_lie_that_no_later_token_shows_is_found_where_tokens_of_it_are_drawn(
     llama: Any, start: int, is_found: bool
 ) -> None:
-    """Where rows need only be alike, a quarter of the drawn tokens have to be wrong."""
+    """Nothing rests on the last layer. Where rows need only be alike, more than a quarter of the drawn tokens
+    have to be wrong."""
 
     class At(Fixed):
         def randint(self, a: int, b: int) -> int:
-            assert a <= start <= b
-            return start
+            assert a <= start <= b or a == b
+            return b if a == b else start
 
-    def second_half(head: FrameHeader, keys: Any, values: Any) -> None:
-        first = max(0, 48 - (head.end - keys.shape[1]))
-        noise(head, keys[:, first:], values[:, first:])
-
-    run = SharedRun(llama, HALF, exact=False, tampers={(0, "home"): later(second_half)}, draw=At())
+    tampers = {(0, "home"): later(within(36, 52, noise), layers=(3,))}
+    run = SharedRun(llama, TOKENS, exact=False, tampers=tampers, draw=At())
     if is_found:
         assert isinstance(given_up(run), PeerWrong)
     else:
@@ -417,20 +426,34 @@ class Unlucky(Fixed):
         return 1.0
 
 
-@pytest.mark.parametrize(("predicted_s", "is_checked"), [(100 * 16.0, True), (1.0, False)])
+@pytest.mark.parametrize(("predicted_s", "is_checked"), [(100 * 1000.0, True), (1.0, False)])
 def test_a_check_that_takes_more_than_a_hundredth_is_made_less_often(
     llama: Any, predicted_s: float, is_checked: bool
 ) -> None:
-    """By a clock on which each step of the first check takes a second."""
+    """By a clock on which each step of the first check takes a second. That of the end is always made, and
+    does not show this lie."""
 
-    tampers = {(0, "home"): later(a_little, layers=(1,))}
+    tampers = {(0, "home"): later(within(36, 52, a_little), layers=(3,))}
     run = SharedRun(
-        llama, HALF, tampers=tampers, draw=Unlucky(), clock=Clock(tick=1.0), predicted_s=predicted_s
+        llama, TOKENS, tampers=tampers, draw=Unlucky(), clock=Clock(tick=1.0), predicted_s=predicted_s
     )
     if is_checked:
         assert isinstance(given_up(run), PeerWrong)
     else:
         run.finish()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_attack_the_last_tokens_are_wrong_and_none_of_them_is_drawn(family: str, split: Split) -> None:
+    """Even where the check of drawn ones takes too long to be made."""
+    last = split.helpers - 1
+    stop = split.tokens_of(last).stop
+    tampers = {(last, "home"): later(within(stop - 8, stop, noise))}
+    run = SharedRun(tiny(family), split, exact=False, tampers=tampers, draw=Unlucky(), predicted_s=1e-9)
+    error = given_up(run)
+    assert isinstance(error, PeerWrong)
+    assert str(error).startswith(f"helper{last}: it computes other ")
 
 
 # ---- Windows that slide ----------------------------------------------------------------------------------

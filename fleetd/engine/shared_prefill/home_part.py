@@ -249,6 +249,11 @@ class HomePart(ABC):
         or of one of each helper's chunks."""
 
     @abstractmethod
+    def end_probe(self, done: int, draw: random.Random) -> LaterProbe | None:
+        """The probe of the last ones of the first ``done`` tokens that helpers computed; None where nothing
+        of them can be compared."""
+
+    @abstractmethod
     def context(self, rank: int, layer: int) -> list[Any] | None:
         """``ReceivedRows.context``."""
 
@@ -305,8 +310,7 @@ class HomePart(ABC):
 
         ``onward``: also of the next layer, which rests on the hidden states that were sent.
         """
-        tokens = self.split.tokens_of(rank)
-        further = range(layers.start, min(layers.stop + onward, self.split.layers))
+        tokens, further = self.split.tokens_of(rank), self._further(layers, onward=onward)
         found: list[LaterProbe | None] = [
             self.later_probe(rank, range(tokens.start, min(tokens.stop, done)), further, draw)
         ]
@@ -314,6 +318,21 @@ class HomePart(ABC):
             found.append(known_chunk(self, rank, layers, draw))
         able = [one for one in found if one is not None]
         return one_of(able, draw) if able else None
+
+    def end_check(
+        self, rank: int, done: int, layers: range, draw: random.Random, *, onward: bool = False
+    ) -> LaterProbe | None:
+        """The same of the last ones of these tokens: in all layers but the last they rest on all before."""
+        tokens, further = self.split.tokens_of(rank), self._further(layers, onward=onward)
+        stop = min(tokens.stop, done)
+        last = range(max(tokens.start, stop - limits.SHARE_END_TOKENS), stop)
+        found: LaterProbe | None = self.later_probe(rank, last, further, draw)
+        if found is None and done == self.split.tokens:
+            found = known_chunk(self, rank, layers, draw, last=True)
+        return found
+
+    def _further(self, layers: range, *, onward: bool) -> range:
+        return range(layers.start, min(layers.stop + onward, self.split.layers))
 
     def rows(self, caches: Sequence[Any], start: int, count: int) -> Rows:
         """Keys and values of tokens [start, start + count), where each of a layer's caches still has them."""

@@ -253,20 +253,25 @@ class SharedPrefill:
         self._later, self._drawn_of = None, done
 
     def _later_checks(self, done: int) -> Iterator[None]:
-        """Layer after layer. Raises PeerWrong.
+        """Layer after layer: the last ones that came, then drawn ones. Raises PeerWrong.
 
-        The check takes about as long as the first one did, or longer by as many tokens as it has more. Where
-        that is more than a hundredth of the prefill, it is left out in as many cases as make it a hundredth
-        on average.
+        The second check takes about as long as the first tokens' did, or longer by as many tokens as it has
+        more. Where both are more than a hundredth of the prefill, it is left out in as many cases as make
+        them a hundredth on average.
         """
+        if (end := self._work.end_probe(done, self._draw)) is not None:
+            yield from self._checked([SpotCheck([end[0]], end[1], exact=self._exact)])
         checks = [
             SpotCheck([probe], rows, exact=self._exact)
             for probe, rows in self._work.later_probes(done, self._draw)
         ]
         longer = sum(check.tokens for check in checks) / max(1, self._check.tokens)
-        share_s = limits.SHARE_LATER_SHARE * self._predicted_s
+        share_s = limits.SHARE_LATER_SHARE * self._predicted_s - self._times.later_s
         if self._times.checked_s * max(1.0, longer) * self._draw.random() > share_s:
             return
+        yield from self._checked(checks)
+
+    def _checked(self, checks: Sequence[SpotCheck]) -> Iterator[None]:
         for check in checks:
             while check.ready:
                 check.step_layer()

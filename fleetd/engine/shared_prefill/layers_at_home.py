@@ -137,6 +137,9 @@ class LayersAtHome(HomePart):
         found = self.later_check(0, done, self.received, draw, onward=True)
         return [found] if found is not None else []
 
+    def end_probe(self, done: int, draw: random.Random) -> LaterProbe | None:
+        return self.end_check(0, done, self.received, draw, onward=True)
+
     def last_hidden(self, layer: int) -> mx.array | None:
         return self._latest if layer == self._own.start else None
 

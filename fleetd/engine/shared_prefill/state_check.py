@@ -131,10 +131,10 @@ class KnownChunk:
 
 
 def known_chunk(
-    work: HomeStates, rank: int, layers: Sequence[int], draw: random.Random
+    work: HomeStates, rank: int, layers: Sequence[int], draw: random.Random, *, last: bool = False
 ) -> tuple[StateProbe, KnownChunk] | None:
     """The probe of one of helper ``rank``'s chunks through these layers; None if the states before none of
-    them are here, or if there are no states."""
+    them are here, or if there are no states. ``last``: of the first tokens of the last one."""
     split = work.split
     if not work.layout.keeps_states(layers):
         return None
@@ -146,12 +146,16 @@ def known_chunk(
     known = [chunk for chunk in chunks if chunk.start in begins]
     ends = {*split.states_of(rank), split.tokens_of(rank).stop}
     if not any(shape.in_rows for shape in shapes):
+        if last:
+            return None  # only states show anything, at a chunk's end
         # Nothing shows what came of the others.
         known = [chunk for chunk in known if chunk.stop in ends]
     if not known and (windows or len(chunks) > 1):
         return None
-    tokens = one_of(known or chunks, draw)
-    if windows or tokens.stop not in ends:
+    tokens = (known or chunks)[-1] if last else one_of(known or chunks, draw)
+    if last:
+        tokens = tokens[: limits.SHARE_END_TOKENS]
+    elif windows or tokens.stop not in ends:
         # Only rows are compared, and those of tokens further on rest less on the states that were sent.
         tokens = tokens[: limits.SHARE_SPOT_TOKENS]
     parts = [work.stage.part(layer, layer + 1) for layer in layers]

@@ -120,6 +120,10 @@ class TokensAtHome(HomePart):
         found = (self.later_check(i, done, layers, draw) for i in range(self.split.helpers))
         return [probe for probe in found if probe is not None]
 
+    def end_probe(self, done: int, draw: random.Random) -> LaterProbe | None:
+        # The last helper's rest on those of all others.
+        return self.end_check(self.split.helpers - 1, done, range(self.split.layers), draw)
+
     def context(self, rank: int, layer: int) -> list[Any] | None:
         if min(map(self._of, range(rank)), default=self.split.layers) <= layer:
             return None
