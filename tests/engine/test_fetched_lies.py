@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 from disk_worker import BLOCK
-from two_disks import TwoMachines, damaged, every_byte, first_then, gone
+from two_disks import WHOLE, TwoMachines, damaged, every_byte, first_then, gone
 from wire_changes import changes
 
 from fleetd import limits
+from fleetd.engine import stored_beginnings
 from fleetd.sealed.stream import SealedSender
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient", "short_prompts")
@@ -32,6 +35,36 @@ def test_other_bytes_are_found_and_not_used(machines: TwoMachines, change: Calla
     assert (done.timings.fetched_tokens, done.usage.cached_tokens) == (0, 0)
     assert told is not None
     assert (told.code, told.blocks) == ("peer_wrong", 0)
+
+
+def last_block(number: int, part: int, parts: int, buffer: memoryview) -> None:
+    if number == WHOLE - 1:
+        numbers = np.frombuffer(buffer, np.float32)
+        numbers.flags.writeable = True
+        numbers *= -1
+
+
+class Earliest(random.Random):
+    def randint(self, a: int, b: int) -> int:
+        return a
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_attack_the_last_block_is_wrong_and_none_of_it_is_drawn(
+    machines: TwoMachines, monkeypatch: pytest.MonkeyPatch, last_first: bool
+) -> None:
+    monkeypatch.setattr(stored_beginnings.random, "Random", Earliest)
+    change = last_block if not last_first else partial(first_sent, last_block)
+    machines.ask()
+    machines.send(damaged(machines, change), last_first=last_first)
+    done, told = machines.finish()
+    assert (done.timings.fetched_tokens, done.usage.cached_tokens) == (0, 0)
+    assert told is not None
+    assert (told.code, told.blocks) == ("peer_wrong", 0)
+
+
+def first_sent(change: Callable[..., None], number: int, part: int, parts: int, buffer: memoryview) -> None:
+    change(WHOLE - 1 - number, part, parts, buffer)
 
 
 IN_THE_MIDDLE = changes("acceptor", "connector")
