@@ -92,16 +92,19 @@ class WriteBehind:
         """Queue a prompt's blocks. False if there is no room for them in the queue."""
         with self._changed:
             # The same prompt at its answer's end has all that it had after its prefill.
-            for earlier in [w for w in self._waiting if _continues(prompt, w)]:
-                self._waiting.remove(earlier)
-                self._queued_bytes -= earlier.nbytes
+            replaced = [waiting for waiting in self._waiting if _continues(prompt, waiting)]
+            for earlier in replaced:
                 # All but its snapshots: a later state cannot be cut to theirs.
                 prompt = replace(prompt, states={**earlier.states, **prompt.states})
-            if self._closing_at is not None or self._queued_bytes + prompt.nbytes > self.most_bytes:
+            queued_bytes = self._queued_bytes - sum(earlier.nbytes for earlier in replaced) + prompt.nbytes
+            if self._closing_at is not None or queued_bytes > self.most_bytes:
+                # Of a prompt that is too long its beginning stays.
                 self._dropped += 1
                 return False
+            for earlier in replaced:
+                self._waiting.remove(earlier)
             self._waiting.append(prompt)
-            self._queued_bytes += prompt.nbytes
+            self._queued_bytes = queued_bytes
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="block-writer", daemon=True)
                 self._thread.start()

@@ -70,6 +70,19 @@ def test_a_prompt_that_goes_on_takes_the_place_of_its_beginning(
     assert writer.figures.written_blocks == 9
 
 
+def test_a_prompt_too_long_for_the_queue_leaves_its_beginning_in_it(
+    writer: WriteBehind, slow: WaitingStore, store: BlockStore
+) -> None:
+    assert writer.put(to_write(prompt(1, 1)))
+    assert slow.begun.acquire(timeout=SOON_S)
+    assert writer.put(to_write(prompt(2, 3)))
+    assert not writer.put(to_write(prompt(2, 8), 5000))
+    assert (writer.figures.queued_bytes, writer.figures.dropped) == (2000, 1)
+    slow.let.release(100)
+    assert writer.flush(SOON_S)
+    assert store.find(prompt(2, 8)).blocks == 3
+
+
 def test_memory_that_is_needed_elsewhere_is_let_go(writer: WriteBehind, slow: WaitingStore) -> None:
     assert writer.put(to_write(prompt(1, 1)))
     assert slow.begun.acquire(timeout=SOON_S)

@@ -74,8 +74,17 @@ class Keeper:
     def node_id(self) -> str:
         return self.node.identity.node_id
 
-    def keep(self, names: list[bytes], *, local_only: bool = False, states: Sequence[int] = ()) -> None:
-        kv_blocks.keep(self.store, names, SIZE, local_only=local_only, states=states)
+    def keep(
+        self,
+        names: list[bytes],
+        *,
+        local_only: bool = False,
+        states: Sequence[int] = (),
+        origins: tuple[str, ...] = (),
+    ) -> None:
+        for label in origins:
+            self.store.add_origin(label, "another machine")
+        kv_blocks.keep(self.store, names, SIZE, local_only=local_only, states=states, origins=origins)
 
 
 @contextlib.asynccontextmanager

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from fleetd import limits
 from fleetd.cache import block_names
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
@@ -42,12 +44,24 @@ def buffers(name: bytes, size: int = 500) -> list[memoryview]:
 
 
 def write(
-    store: BlockStore, names: Sequence[bytes], size: int = 500, model: str = "tiny", worth: float = 1.0
+    store: BlockStore,
+    names: Sequence[bytes],
+    size: int = 500,
+    model: str = "tiny",
+    worth: float = 1.0,
+    *,
+    origins: tuple[str, ...] = (),
 ) -> int:
-    """Write a prompt's blocks; returns the bytes written."""
+    """Write a prompt's blocks; returns the bytes written. ``origins``: labels of the machines they are of."""
     prompt = store.prompt(names, worth)
     written = sum(
-        store.write(prompt, number, model, header(number, size), partial(buffers, name, size))
+        store.write(
+            prompt,
+            number,
+            model,
+            replace(header(number, size), origins=origins),
+            partial(buffers, name, size),
+        )
         for number, name in enumerate(names)
     )
     store.price(names, worth)
@@ -61,15 +75,17 @@ def keep(
     *,
     local_only: bool = False,
     states: Sequence[int] = (),
+    origins: tuple[str, ...] = (),
 ) -> None:
     """Write blocks as a worker does: by these names other machines ask for them, unless they are local.
-    ``states``: the numbers of those that have a snapshot at their end."""
+    ``states``: the numbers of those that have a snapshot at their end. ``origins``: as in ``write``."""
     kept = [block_names.kept_as(name, local_only=local_only) for name in names]
-    write(store, kept, size)
+    write(store, kept, size, origins=origins)
     snapshots = {number: block_names.state_name(kept[number]) for number in states}
     prompt = store.prompt(kept, 1.0, snapshots)
     for number, name in snapshots.items():
-        store.write(prompt, number, "tiny", header(number, size), partial(buffers, name, size), state=True)
+        head = replace(header(number, size), origins=origins)
+        store.write(prompt, number, "tiny", head, partial(buffers, name, size), state=True)
 
 
 @contextmanager
