@@ -117,3 +117,29 @@ def test_4000_tokens_of_the_default_model_restored_or_fetched_give_the_bytes_tha
     assert essence(restored) == essence(computed)
     pair.start("beta")
     pair.until_usable()
+
+
+def cached(got: dict[str, Any]) -> int:
+    found: int = got["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+# The last one: the two are strangers after it.
+def test_what_an_unpaired_machine_sent_is_gone_from_memory_and_disk_also_after_a_restart(
+    pair: LiveFleet,
+) -> None:
+    text, own = prompt(4, 620), prompt(5, 620)
+    first = read_by_alpha(pair, text)
+    assert ask(pair["beta"], text)["timings"]["fetched_n"] >= 512
+    # Here for sure.
+    ask(pair["beta"], own, local_only=True)
+    assert cached(ask(pair["beta"], text)) > 512
+    pair["beta"].control("POST", "/fleet/v1/unpair", {"peer": "alpha"})
+    gone = ask(pair["beta"], text)
+    assert (cached(gone), gone["timings"].get("restored_n", 0)) == (0, 0)
+    assert essence(gone) == essence(first)
+    assert cached(ask(pair["beta"], own, local_only=True)) > 512, "its own stays"
+    pair["beta"].stop()
+    pair.start("beta")
+    pair["beta"].control("POST", "/fleet/v1/models/load", {"model": SMOL})
+    assert essence(ask(pair["beta"], text)) == essence(first)
