@@ -44,8 +44,8 @@ _Tokens = npt.NDArray[np.int64]
 class Hit:
     """A private copy of the KV of ``tokens`` leading prompt tokens; ``cache`` is None if tokens is 0.
 
-    ``front``: how many of them were computed for this prompt itself while the others came. ``origins``: labels
-    of the machines that some of it came from.
+    ``front``: how many of them were computed for this prompt itself while the others came. ``origins``:
+    labels of the machines that some of it came from.
     """
 
     tokens: int

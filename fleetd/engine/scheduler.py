@@ -522,9 +522,7 @@ class Scheduler(ComputeLoop):
             tokens = sequence.slot_tokens if read.namespace == SPARSE else sequence.prepared.tokens
             # Without the room for what is not read any more.
             cache = rollback.compact(read.cache)
-            self.decoding.keep(
-                sequence, tokens[: read.tokens], cache, read.namespace, states, read.origins
-            )
+            self.decoding.keep(sequence, tokens[: read.tokens], cache, read.namespace, states, read.origins)
         elif isinstance(sequence.prefiller, SharedPrefill):
             self._shared.lost(sequence)
 

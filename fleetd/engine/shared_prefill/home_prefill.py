@@ -40,7 +40,7 @@ _UNFORESEEN = random.SystemRandom()
 
 class SharedPrefill:
     """See the module. ``tokens`` is the whole prompt, of which the last token is not computed here.
-    ``namespace``: where the prefix cache keeps the finished ``cache``; ``origins``: from which machines it is.
+    ``namespace``: where the prefix cache keeps the finished ``cache``; ``origins``: whose it is.
 
     Args:
         stage: all layers of the model; ``layout`` is ``KvLayout.of`` it.
