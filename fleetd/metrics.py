@@ -323,7 +323,7 @@ class Metrics:
         return name
 
     def _grow(self, series: Counter, model: str, count: int) -> None:
-        """Raise a counter to what an engine reports: an unloaded engine counts from 0 again."""
+        """Raise a counter to what a model's workers report, those that have ended included."""
         grown = count - self._reported.get((series, model), 0)
         series.labels(model).inc(max(0, grown))
         self._reported[series, model] = count

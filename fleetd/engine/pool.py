@@ -73,6 +73,8 @@ class EnginePool:
     ended: Callable[[int], None] = lambda pid: None
     _engines: dict[str, EngineProcess] = field(default_factory=dict, init=False)
     _deaths: dict[str, int] = field(default_factory=dict, init=False)
+    # By model: the figures with which its last worker ended, those before it included.
+    _earlier: dict[str, EngineStatus] = field(default_factory=dict, init=False)
     # Held while a worker is started: of two that begin at the same moment, one is seen by the other.
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     # Workers that have left the table and still hold memory.
@@ -350,9 +352,19 @@ class EnginePool:
     def status(self) -> list[EngineStatus]:
         pinned = self.pinned()
         return [
-            msgspec.structs.replace(engine.status, pinned=True) if name in pinned else engine.status
+            msgspec.structs.replace(self._with_earlier(engine.status), pinned=name in pinned)
             for name, engine in self._engines.items()
         ]
+
+    def _with_earlier(self, status: EngineStatus) -> EngineStatus:
+        """Of what only grows, with that of the model's workers before this one."""
+        if (earlier := self._earlier.get(status.model)) is None:
+            return status
+        return msgspec.structs.replace(
+            status,
+            disk_written_bytes=earlier.disk_written_bytes + status.disk_written_bytes,
+            disk_dropped=earlier.disk_dropped + status.disk_dropped,
+        )
 
     async def close(self) -> None:
         """End all workers."""
@@ -476,6 +488,7 @@ class EnginePool:
 
     def _exited(self, engine: EngineProcess) -> None:
         name = engine.settings.name
+        self._earlier[name] = self._with_earlier(engine.status)
         if engine.pid is not None:
             self.ended(engine.pid)
         # Unwanted deaths only: an unloaded engine has left the table before it was stopped.

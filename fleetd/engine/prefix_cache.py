@@ -87,8 +87,6 @@ class PrefixCache:
 
     max_bytes: int
     max_entries: int = 64
-    queries: int = field(default=0, init=False)
-    hits: int = field(default=0, init=False)
     nbytes: int = field(default=0, init=False)
     # By a running number, least recently used first.
     _entries: OrderedDict[int, _PrefixEntry] = field(default_factory=OrderedDict, init=False)
@@ -106,17 +104,15 @@ class PrefixCache:
 
         Of two as long, the one in the namespace that is named first.
         """
-        self.queries += 1
         best, length = self._find(prompt, namespaces)
         if best is None:
             return Hit(0, None)
-        self.hits += 1
         self._entries.move_to_end(best)
         entry = self._entries[best]
         return Hit(length, entry.copy(length), entry.namespace, origins=entry.origins)
 
     def longest(self, prompt: list[int], *namespaces: str) -> int:
-        """How many tokens ``fetch`` would give. Nothing is copied or counted."""
+        """How many tokens ``fetch`` would give. Nothing is copied."""
         return self._find(prompt, namespaces)[1]
 
     def _find(self, prompt: list[int], namespaces: tuple[str, ...]) -> tuple[int | None, int]:

@@ -728,8 +728,6 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     kv_bytes: int = 0
     prefix_bytes: int = 0
     prefix_entries: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
     memory_bytes: int = 0
     scoring: ScoringState | None = None
     disk_queued_bytes: int = 0

@@ -213,6 +213,8 @@ class Scheduler(ComputeLoop):
         self.decoding.close()
         if self.disk is not None:
             self.disk.close()
+            # With what was written in the end.
+            self.emit(self._figures())
 
     @property
     def _idles(self) -> bool:
@@ -589,8 +591,6 @@ class Scheduler(ComputeLoop):
             waiting=len(self._waiting),
             prefix_bytes=self.prefix.nbytes,
             prefix_entries=len(self.prefix),
-            prefix_queries=self.prefix.queries,
-            prefix_hits=self.prefix.hits,
             scoring=self._search.state,
             disk_queued_bytes=disk.queued_bytes,
             disk_written_bytes=disk.written_bytes,

@@ -468,8 +468,6 @@ class EngineProcess:
             kv_bytes=heartbeat.kv_bytes,
             prefix_bytes=heartbeat.prefix_bytes,
             prefix_entries=heartbeat.prefix_entries,
-            prefix_queries=heartbeat.prefix_queries,
-            prefix_hits=heartbeat.prefix_hits,
             disk_queued_bytes=heartbeat.disk_queued_bytes,
             disk_written_bytes=heartbeat.disk_written_bytes,
             disk_dropped=heartbeat.disk_dropped,

@@ -173,10 +173,12 @@ def test_what_came_is_looked_at_in_turns(machines: TwoMachines, monkeypatch: pyt
     # The turn that begins to wait would take the first step, too, if all had come by then.
     waited_for.set()
     fetching._thread.join()
-    turns = 0
+    turns, steps = 0, machines.here.scheduler._figures().steps
     while sequence.fetching is not None:
         machines.here.turn()
         turns += 1
+    # A daemon that hears of no steps takes its worker for stalled.
+    assert machines.here.scheduler._figures().steps >= steps + turns
     # One for each layer, one that computes at the end and one at a drawn place, one to take it.
     assert turns == 2 + 2 + 1
     assert machines.finish()[0].timings.fetched_tokens == WHOLE * BLOCK

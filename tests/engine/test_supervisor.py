@@ -127,6 +127,18 @@ async def test_status_says_what_each_stage_of_the_load_took(watched: EnginePool,
     assert all(step.seconds >= 0 for step in status.load_steps)
 
 
+async def test_what_a_model_s_workers_wrote_is_counted_over_all_of_them(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave("writes to the disk")
+    monkeypatch.setattr(limits, "ENGINE_STOP_S", 30.0)
+    for number in range(2):
+        await drain(watched, f"r{number}")
+        (status,) = watched.status()
+        assert (status.disk_written_bytes, status.disk_dropped) == (number * 1200 + 700, number * 2 + 1)
+        assert await watched.unload(FOLDER.name)
+
+
 @pytest.mark.parametrize("behaviour", ["says nothing", "beats without progress"])
 async def test_a_worker_without_progress_is_stalled(
     watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch, behaviour: str

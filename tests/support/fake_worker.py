@@ -131,6 +131,14 @@ def main(behaviour: str, fd: int) -> None:
         case "measures again":
             send(Accepted(name, 1), Finished(name, "stop"), MeasuredAgain(500.0, 40.0, 1e-6, 0.01))
             hang()
+        case "writes to the disk":
+            # And more of it once it is told to end.
+            send(Accepted(name, 1), Heartbeat(1, disk_written_bytes=700, disk_dropped=1))
+            send(Finished(name, "stop"))
+            while not any(isinstance(command, Shutdown) for command in commands.feed(link.recv(1 << 16))):
+                pass
+            send(Heartbeat(1, disk_written_bytes=1200, disk_dropped=2))
+            sys.exit(0)
         case "deaf to shutdown":
             send(Accepted(name, 1), Finished(name, "stop"))
             hang()
