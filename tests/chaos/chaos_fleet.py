@@ -123,13 +123,19 @@ class ChaosFleet(LiveFleet):
         No machine loads a model to draft for another, or to help."""
         return [self._told(machine, "load", model) for machine, model in PLACES] == [True] * len(PLACES)
 
-    def leave_fetching(self, fetcher: str, reader: str) -> None:
+    def load_again(self, machine: str) -> None:
+        """Have a machine unload the small model, which writes what it has read, and load it: what it has of
+        prompts then is on its disk alone."""
+        self._told(machine, "unload", SMALL)
+        self._told(machine, "load", SMALL)
+
+    def unload(self, machine: str, seen_by: str) -> None:
         """Have a machine unload the small model, which writes what it has read; wait until the other one
         knows that. Raises AssertionError if it never does."""
-        self._told(reader, "unload", SMALL)
+        self._told(machine, "unload", SMALL)
 
         def unloaded() -> bool:
-            models = self.peers(fetcher).get(reader, {}).get("models", ())
+            models = self.peers(seen_by).get(machine, {}).get("models", ())
             return all(model["state"] != "loaded" for model in models if model["name"] == SMALL)
 
         until(unloaded)

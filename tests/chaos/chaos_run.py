@@ -49,7 +49,7 @@ class ChaosRun:
     def __init__(self, fleet: ChaosFleet, tally: Tally, told: Callable[[str], None]) -> None:
         self._fleet, self._tally, self._told = fleet, tally, told
         self._leaks = Leaks(fleet)
-        self._read = dict[Path, int]()
+        self._logs_read = dict[Path, int]()
         self._check_number = 0
         self._phases: list[float] = []
         # Set once a daemon does not start again: then nothing more can be tried.
@@ -103,19 +103,28 @@ class ChaosRun:
         return outcome, "; ".join(why for each, why in found if each is outcome and why)
 
     def _read_before(self, asks: list[Ask]) -> list[tuple[Outcome, str]]:
-        """Let the machine that is to keep prompts read them, undisturbed, and have them on its disk alone."""
+        """Let the machines that are to keep prompts read them, undisturbed, and have them on their disks
+        alone. Each reads alone: what another one has helped with is not sent on."""
         found: list[tuple[Outcome, str]] = []
-        for ask in asks:
-            assert ask.read_by is not None
-            reader = replace(ask, machine=ask.read_by, stream=False)
-            reply = asked(self._fleet[NAMES[ask.read_by]], reader)
-            found.append(judged(reply, self._fleet.expected(ask), killed=False))
-        for fetcher, reader in {(ask.machine, ask.read_by) for ask in asks if ask.read_by is not None}:
+        fetched = [ask for ask in asks if ask.fetches]
+        for fetcher, reader in {(ask.machine, ask.read_by) for ask in fetched if ask.read_by is not None}:
+            here, there = NAMES[fetcher], NAMES[reader]
             try:
-                self._fleet.leave_fetching(NAMES[fetcher], NAMES[reader])
+                self._fleet.unload(here, seen_by=there)
+                found += [self._read(ask, reader) for ask in fetched]
+                self._fleet.unload(there, seen_by=here)
+                self._fleet.load_again(here)
             except AssertionError:
-                found.append((Outcome.HUNG, f"{NAMES[fetcher]} never saw {NAMES[reader]} unload its model"))
+                found.append((Outcome.HUNG, f"{here} and {there} never saw each other unload the model"))
+        restored = [ask for ask in asks if ask.restores]
+        found += [self._read(ask, ask.machine) for ask in restored]
+        for machine in {ask.machine for ask in restored}:
+            self._fleet.load_again(NAMES[machine])
         return found
+
+    def _read(self, ask: Ask, machine: int) -> tuple[Outcome, str]:
+        reply = asked(self._fleet[NAMES[machine]], replace(ask, machine=machine, stream=False))
+        return judged(reply, self._fleet.expected(ask), killed=False)
 
     def _failed_fetches(self) -> list[int]:
         return [failed_fetches(self._fleet[name]) for name in NAMES]
@@ -179,9 +188,9 @@ class ChaosRun:
         for name in NAMES:
             path = self._fleet[name].log
             with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
+                file.seek(self._logs_read.get(path, 0))
                 text = file.read()
-            self._read[path] = self._read.get(path, 0) + len(text)
+            self._logs_read[path] = self._logs_read.get(path, 0) + len(text)
             lines = text.decode("utf-8", "replace").splitlines()
             for number, line in enumerate(lines):
                 if _TRACEBACK.search(line):

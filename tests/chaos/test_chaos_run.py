@@ -39,4 +39,4 @@ def test_no_answer_is_wrong_hangs_or_leaves_anything_behind(
     assert tally.failures == [], "\n".join(lines)
     assert tally.total.tries >= FAULTS, "the time was up"
     # Else the faults have missed what machines do for each other.
-    assert min(tally.parts["all"][part] for part in ("fetched", "shared", "drafted")) > 0
+    assert min(tally.parts["all"][part] for part in ("fetched", "restored", "shared", "drafted")) > 0

@@ -79,8 +79,9 @@ class Ask:
     """One request: whom, what, how; ``after_s`` from the beginning of the try.
 
     ``read_by``: the machine that is asked the same before the try begins and keeps the prompt's keys and
-    values on its disk, but has unloaded the model, so that they are to be fetched. ``drafter``: the model
-    that drafts the answer, "" for none.
+    values on its disk alone. If that is another one, it has unloaded the model, so that they are to be
+    fetched; if it is the same, they are to be restored. ``drafter``: the model that drafts the answer, ""
+    for none.
     """
 
     machine: int
@@ -91,6 +92,14 @@ class Ask:
     after_s: float
     read_by: int | None = None
     drafter: str = ""
+
+    @property
+    def fetches(self) -> bool:
+        return self.read_by not in (None, self.machine)
+
+    @property
+    def restores(self) -> bool:
+        return self.read_by == self.machine
 
     @property
     def question(self) -> tuple[str, str, int]:
@@ -168,10 +177,12 @@ def schedule(seed: int, kinds: Sequence[str], faults: int, machines: int) -> Ite
 
 
 def _ask(draw: random.Random, name: str, machines: int, fetcher: int, reader: int, harmed_s: float) -> Ask:
-    """``name``: no other request has it. ``fetcher`` fetches what ``reader`` has read. ``harmed_s``: when the
-    first fault begins."""
+    """``name``: no other request has it. ``fetcher`` fetches what ``reader`` has read, and restores what it
+    has read itself. ``harmed_s``: when the first fault begins."""
     machine, stream, after_s = draw.randrange(machines), draw.random() < 0.5, draw.uniform(0.0, 1.0)
-    match draw.choices(("chain", "short", "drafted", "fetched", "long"), (4, 4, 3, 7, 4))[0]:
+    kinds = ("chain", "short", "drafted", "fetched", "restored", "long")
+    # More are to be fetched and restored than are: a fault may come first.
+    match kind := draw.choices(kinds, (2, 2, 2, 9, 7, 2))[0]:
         case "chain":
             return Ask(machine, "chain", "<count>", draw.choice((10, 40)), stream, after_s)
         case "short":
@@ -180,10 +191,11 @@ def _ask(draw: random.Random, name: str, machines: int, fetcher: int, reader: in
             # The first machine alone has no drafter of its own. Long enough that one comes before its end.
             tokens = draw.choice((200, 400))
             return Ask(0, "chain", "<count>", tokens, stream, after_s, drafter=DRAFTER)
-        case "fetched":
-            # A fetch takes moments, so it begins shortly before a fault does.
+        case "fetched" | "restored":
+            # Either takes moments, so it begins shortly before a fault does.
             after_s = max(0.0, harmed_s - draw.uniform(0.0, 0.3))
-            return Ask(fetcher, "small", _long(draw, name), 6, stream, after_s, read_by=reader)
+            read_by = reader if kind == "fetched" else fetcher
+            return Ask(fetcher, "small", _long(draw, name), 6, stream, after_s, read_by=read_by)
         case _:
             return Ask(machine, "small", _long(draw, name), 6, stream, after_s)
 
@@ -218,7 +230,8 @@ class Tally:
     plans: Counter[str] = field(default_factory=Counter)
     #: By kind of fault, how many whole answers there were under it ("answers"), how many of them had a part
     #: of PARTS and, if there are any, how many of those were wrong ("fetched wrong"); how many requests were
-    #: to fetch ("to fetch"), and how many fetches failed, after which the prompt is computed ("failed").
+    #: to fetch ("to fetch") or to restore ("to restore"), and how many fetches failed, after which the prompt
+    #: is computed ("failed").
     parts: dict[str, Counter[str]] = field(default_factory=dict)
 
     def add(self, tried: Try, outcome: Outcome, why: str) -> None:
@@ -236,7 +249,7 @@ class Tally:
             self.plans[reply.plan] += 1
         found: Counter[str] = Counter()
         if ask.read_by is not None:
-            found["to fetch"] += 1
+            found["to fetch" if ask.fetches else "to restore"] += 1
         if reply.answer is not None:
             found["answers"] += 1
             found.update(part if right else f"{part} wrong" for part in reply.parts)
@@ -271,7 +284,7 @@ class Tally:
 
     def parts_table(self) -> str:
         """What the answers were made of, by kind of fault."""
-        names = ["answers", "to fetch", "failed", *PARTS]
+        names = ["answers", "to fetch", "to restore", "failed", *PARTS]
         names += sorted({name for found in self.parts.values() for name in found} - set(names))
         lines = [f"{'fault':<30}" + "".join(f"{name:>{len(name) + 3}}" for name in names)]
         for kind in sorted(self.parts, key=lambda kind: (kind == "all", kind)):
