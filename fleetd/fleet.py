@@ -83,7 +83,7 @@ class Fleet:
             group.create_task(keep_running("link prober", self._prober.run), name="link prober")
 
     def pairings(self) -> dict[str, int]:
-        """By member: a number that is another one after it was removed and paired again."""
+        """Members, each with a number that is another one after it was removed and paired again."""
         return {node_id: peer.pairing for node_id, peer in self.node.mesh.peers.items()}
 
     # ---- for requests --------------------------------------------------------------------------------------

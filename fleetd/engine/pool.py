@@ -357,7 +357,7 @@ class EnginePool:
         ]
 
     def _with_earlier(self, status: EngineStatus) -> EngineStatus:
-        """Of what only grows, with that of the model's workers before this one."""
+        """Its figures that only grow include those of the model's workers before this one."""
         if (earlier := self._earlier.get(status.model)) is None:
             return status
         return msgspec.structs.replace(

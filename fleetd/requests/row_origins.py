@@ -24,7 +24,7 @@ Labels = Callable[[str], Awaitable[str]]
 
 
 async def no_label(node_id: str) -> str:
-    """What came under it is kept by no disk, and told to nobody."""
+    """An empty one: what comes under it is kept in memory only, and not sent on."""
     return ""
 
 
@@ -39,7 +39,7 @@ class RowOrigins:
         self._work = BackgroundTasks()
 
     async def label(self, node_id: str) -> str:
-        """Of what a machine sends now; as long as the disk does not know it, that is kept in memory only."""
+        """The label of what a machine sends now. What the disk cannot note is kept in memory only."""
         if (known := self._labels.get(node_id)) is None:
             known = self._labels[node_id] = secrets.token_hex(limits.CACHE_ORIGIN_CHARS // 2)
             await asyncio.to_thread(self._disk.add_origin, known, node_id)

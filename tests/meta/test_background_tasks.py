@@ -21,7 +21,7 @@ FILES = (
 )
 RESTARTED = {
     *("pool", "watchdog", "prune", "keep awake", "card", "pinned models", "list models", "find digests"),
-    *("save roster", "interfaces", "link prober"),
+    *("save roster", "interfaces", "link prober", "origins"),
 }
 OTHERWISE = {
     "fleet": "a group of tasks that are named here",
