@@ -45,7 +45,7 @@ def job(text: str = TEXT, **fields: Any) -> Job:
     return Job("m", Generate("r1", TextPrompt(text), max_tokens=8), "socket", "chat", **fields)
 
 
-async def read(prompts: KeptPrompts, asked: Job, names: list[bytes] = NAMES) -> Generate:
+async def read(prompts: KeptPrompts, asked: Job, names: list[bytes] = NAMES, *, own: bool = True) -> Generate:
     """A request through the step, whose engine tells which blocks it fills; what the engine was asked."""
     told: list[Generate] = []
 
@@ -53,7 +53,7 @@ async def read(prompts: KeptPrompts, asked: Job, names: list[bytes] = NAMES) -> 
         told.append(generate)
         yield Accepted("r1", TOKENS)
         if generate.tells_blocks:
-            yield Kept("r1", names)
+            yield Kept("r1", names, own)
         yield Delta("r1", "ok", 1)
         yield Finished("r1", "stop")
 
@@ -122,6 +122,21 @@ async def test_a_machine_tells_how_much_of_a_text_its_memory_and_its_disk_have(t
         # Of the next turn it is the beginning; of another text nothing.
         assert (await home.places(job(TEXT + "y" * 9000)))[keeper.node_id] == found
         assert (await home.places(job("y" + TEXT)))[keeper.node_id] == KeptBeginning()
+
+
+async def test_attack_what_began_with_another_machine_s_rows_is_told_to_nobody(tmp_path: Path) -> None:
+    async with fleet(tmp_path, True) as (node, [keeper]):
+        told: list[Any] = []
+        keeper.prompts._write_now = told.append
+        home = closing_later(Asking(tmp_path, node, [keeper]))
+        await read(keeper.prompts, job(), own=False)
+        keeper.keep(NAMES, origins=("a label",))
+        assert (await home.places(job()))[keeper.node_id] == KeptBeginning()
+        assert told == [], "nor is it written for anybody"
+        # The machine itself counts on it.
+        asked = links(TEXT)
+        found = keeper.prompts.look(home.card.models[0].digest, asked)
+        assert (found.in_memory, found.on_disk) == (len(asked), len(asked))
 
 
 async def test_a_prompt_that_was_just_read_is_written_at_once_when_another_machine_asks_for_it(
