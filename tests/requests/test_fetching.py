@@ -145,6 +145,25 @@ async def test_blocks_come_from_the_machine_that_has_most_of_them(tmp_path: Path
         assert keepers[0].outcomes == []
 
 
+@pytest.mark.parametrize("code", ["peer_wrong", "peer_late"])
+async def test_what_comes_has_the_label_of_its_machine_which_a_lie_ends(tmp_path: Path, code: str) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        home, lied = FetchingHome(node, keepers), list[str]()
+
+        async def label(node_id: str) -> str:
+            return f"of {node_id}"
+
+        def fetched() -> Fetched:
+            home.receive(NAMES)
+            return Fetched("r1", 0, 0, 0.5, code, "Its keys and values are wrong, or late.")
+
+        home.step.label, home.members.lied = label, lied.append
+        await home.run(lacking(NAMES), fetched)
+        assert [asked.origin for asked in home.engine.fetches] == [f"of {keepers[0].node_id}"]
+        assert lied == ([keepers[0].node_id] if code == "peer_wrong" else [])
+
+
 @pytest.mark.parametrize(("rtt_s", "asked"), [(0.39, 1), (0.41, 0)])
 async def test_a_machine_behind_a_path_that_is_long_beside_the_prefill_is_not_asked(
     tmp_path: Path, rtt_s: float, asked: int

@@ -300,7 +300,11 @@ async def test_a_model_that_cannot_be_shared_costs_nothing(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("helpers", [1, 2])
 async def test_a_shared_prompt_says_so_before_anything_else(tmp_path: Path, helpers: int) -> None:
+    async def label(node_id: str) -> str:
+        return f"of {node_id}"
+
     async with home_with(tmp_path, helpers) as home:
+        home.sharing.label = label
         planned, *events = await home.ask()
         assert planned.kind in ("layers", "tokens", "whole")
         names = {helper.node.name for helper in home.helpers}
@@ -310,6 +314,8 @@ async def test_a_shared_prompt_says_so_before_anything_else(tmp_path: Path, help
         (share,) = home.pool.fake.shares
         assert share.exact
         assert share.predicted_s > 0
+        chain = [helper for name in planned.nodes for helper in home.helpers if helper.node.name == name]
+        assert share.origins == [f"of {helper.node.node_id}" for helper in chain]
         assert home.pool.fake.lonely == []
         assert {f"helper{n}" for n in range(share.split.helpers)} <= set(home.pool.fake.streams)
         assert home.pool.requests[0].shared
