@@ -8,7 +8,7 @@ keeps then must be there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -43,20 +43,27 @@ class FetchedCheck:
         """``theirs``: parts with a row per token, of which rows of tokens [first, last) came."""
         yield from in_turns(self._finite(theirs, first, last))
 
-    def rows(self, cache: list[Any], at: int, theirs: Sequence[Any]) -> Iterator[None]:
+    def rows(
+        self, cache: list[Any], at: int, theirs: Sequence[Any], *, onward: bool = False
+    ) -> Generator[None, None, int]:
         """``theirs``: the parts of ``cache``, of whose rows the first ``at`` count for the moment. All of
         them must have a row per token. What is computed is written over what came, for a while: rows of a
-        long prompt are not copied for a few tokens."""
+        long prompt are not copied for a few tokens.
+
+        ``onward``: the prompt is computed on from there in the same chunk, which costs less than one of its
+        own. Returns how many tokens ``cache`` has then.
+        """
         stop = at + limits.FETCH_SPOT_TOKENS
         arrays = [array for part in theirs for array in kind_of(part).arrays(part)]
         came = [mx.contiguous(array[..., at:stop, :]) for array in arrays]
         mx.eval(came)
-        yield from self._compute(cache, at, stop)
+        done = yield from self._compute(cache, at, stop, onward=onward)
         arrays = [array for part in theirs for array in kind_of(part).arrays(part)]
         for array, sent in zip(arrays, came, strict=True):
             self._compare(array[..., at:stop, :], sent)
             array[..., at:stop, :] = sent
         mx.eval(arrays)
+        return done
 
     def states(self, earlier: list[Any], at: int, theirs: list[Any], first: int, last: int) -> Iterator[None]:
         """``theirs``: as they were after ``last`` tokens."""
@@ -68,11 +75,16 @@ class FetchedCheck:
             for a, b in zip(_lasting(mine), _lasting(sent), strict=True):
                 self._compare(a, b)
 
-    def _compute(self, cache: list[Any], start: int, stop: int) -> Iterator[None]:
-        prefiller = Prefiller(self._model, self._tokens[: stop + 1], cache, start)
-        while prefiller.remaining:
+    def _compute(
+        self, cache: list[Any], start: int, stop: int, *, onward: bool = False
+    ) -> Generator[None, None, int]:
+        """Compute to ``stop``, or past it to the chunk's end; returns how far."""
+        tokens = self._tokens if onward else self._tokens[: stop + 1]
+        prefiller = Prefiller(self._model, tokens, cache, start)
+        while prefiller.done < stop:
             prefiller.step(self._chunk())
             yield
+        return prefiller.done
 
     def _finite(self, parts: Sequence[Any], first: int, last: int) -> Iterator[None]:
         for part in parts:

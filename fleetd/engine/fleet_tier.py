@@ -383,15 +383,15 @@ class Fetching:
         self._thread.join()
         if front is not None:
             front.fill(self._parts, self._tier.layout().in_rows(front.prefiller.cache))
-        cache = yield from self._checked(first, last)
+        right = yield from self._checked(first, last)
         self.tokens = last - first
-        computed = 0 if front is None else max(0, first - front.held)
+        computed = right.front + (0 if front is None else max(0, first - front.held))
         origins = self._before.origins | self._origins
-        self.hit = Hit(last, cache, self._namespace, computed, origins)
+        self.hit = Hit(right.tokens, right.cache, self._namespace, computed, origins)
 
-    def _checked(self, first: int, last: int) -> Generator[None, None, list[Any]]:
-        """The caches after ``last`` tokens, of which those of tokens [first, last) came. Raises PeerWrong,
-        BlockDamaged."""
+    def _checked(self, first: int, last: int) -> Generator[None, None, Hit]:
+        """The caches of the first ``last`` tokens, of which those of tokens [first, last) came, and of what
+        the check has computed behind them. Raises PeerWrong, BlockDamaged."""
         tier, exact = self._tier, self._exact and self._namespace == DENSE
         check = FetchedCheck(tier.model, self._prompt, self._chunk, exact=exact)
 
@@ -402,15 +402,18 @@ class Fetching:
             yield from check.finite(self._parts, first, last)
             whole = ArrivingSnapshot(tier.layout()).cache(tier.empty, self._parts)
             end = last - limits.FETCH_SPOT_TOKENS
-            for start in (end, self._draw.randint(first, end - limits.FETCH_SPOT_TOKENS)):
-                self._let_count(start)
-                yield from check.rows(whole, start, self._parts)
-            self._let_count(last)
-            return whole
+            drawn = self._draw.randint(first, end - limits.FETCH_SPOT_TOKENS)
+            self._let_count(drawn)
+            yield from check.rows(whole, drawn, self._parts)
+            self._let_count(end)
+            # What is left of most prompts is less than a block. Of more, others may compute a part.
+            onward = len(self._prompt) - last <= _BLOCK
+            done = yield from check.rows(whole, end, self._parts, onward=onward)
+            return Hit(done, whole, front=done - last)
         earlier, later = self._snapshots
         theirs = after(last, later)
         yield from check.states(after(earlier.tokens, earlier), earlier.tokens, theirs, first, last)
-        return theirs
+        return Hit(last, theirs)
 
     def _let_count(self, tokens: int) -> None:
         for part in self._parts:
