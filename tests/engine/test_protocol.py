@@ -124,7 +124,7 @@ REPORTS: list[Any] = [
     Lacking("a", [b"n" * 32], [0.5], 4096),
     Fetched("a", 1, 4096, 0.5, "peer_lost", "gone"),
     Kept("a", [b"n" * 32]),
-    Heartbeat(3, 1, 2, 3, 4, True, 5, 6, 7, 8, 9),
+    Heartbeat(3, 1, 2, 3, 4, True, 5, 6, 7, 8),
     Heartbeat(3, scoring=ScoringState("unmeasured", 5000)),
 ]
 
