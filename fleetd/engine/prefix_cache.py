@@ -117,12 +117,15 @@ class PrefixCache:
 
     def _find(self, prompt: list[int], namespaces: tuple[str, ...]) -> tuple[int | None, int]:
         head = np.array(prompt[:-1], dtype=np.int64)
-        best, length = None, 0
+        best, length, most = None, 0, 0
         for namespace in namespaces or (DENSE,):
             for key, entry in self._entries.items():
                 served = entry.serves(_shared(entry.tokens, head)) if entry.namespace == namespace else 0
-                if served > length:
-                    best, length = key, served
+                # What another machine sent serves where it saves a block: else every prompt would rest on it,
+                # because all begin with the same few tokens of the template.
+                worth = served - limits.CACHE_BLOCK_TOKENS * bool(entry.origins)
+                if worth > most:
+                    best, length, most = key, served, worth
         return best, length
 
     def store(

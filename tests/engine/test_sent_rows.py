@@ -140,6 +140,14 @@ def test_what_was_fetched_is_not_sent_on(machines: TwoMachines) -> None:
         assert found.origins == (ORIGIN,)
 
 
+def test_a_prompt_that_begins_with_the_same_template_does_not_rest_on_what_came(
+    machines: TwoMachines,
+) -> None:
+    fetched(machines)
+    machines.here.ask("another", [*PROMPT[:24], *PROMPT[::-1]])
+    assert origins(machines.here) == [FROM_THERE, NO_ORIGINS]
+
+
 def test_of_two_that_serve_alike_the_one_that_was_computed_here_stays() -> None:
     prefix, tokens = PrefixCache(1 << 20), [1, 2, 3, 4]
     for came in (FROM_THERE, NO_ORIGINS, FROM_THERE):
