@@ -5,8 +5,8 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 unknown tags are a bug and raise.
 
     daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), FetchBlocks (after
-                      a Lacking), AssistPrefill, Score, DraftFor, Cancel, IdleTime, FreeMemory, TakenElsewhere,
-                      ForgetOrigins, WriteNow, Shutdown
+                      a Lacking), AssistPrefill, Score, DraftFor, Cancel, IdleTime, FreeMemory,
+                      TakenElsewhere, ForgetOrigins, WriteNow, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, MeasuredAgain*, then for each Generate:
                       Tokenized, Accepted (Lacking and Fetched before it or after it), Prefill*, Shared?,
                       Kept?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
@@ -753,7 +753,17 @@ Command = (
     | Shutdown
 )
 # Commands that nothing answers.
-Order = PrefillShared | PrefillAlone | FetchBlocks | IdleTime | FreeMemory | ForgetOrigins | WriteNow | Cancel
+Order = (
+    PrefillShared
+    | PrefillAlone
+    | FetchBlocks
+    | IdleTime
+    | FreeMemory
+    | TakenElsewhere
+    | ForgetOrigins
+    | WriteNow
+    | Cancel
+)
 # What the daemon and the worker settle between them; no client sees it.
 Aside = Shared | Lacking | Fetched | Kept | Assisted | Scored | Followed
 Event = Tokenized | Accepted | Prefill | Delta | ToolCallPiece | ToolCall | Finished | Failed | Aside
