@@ -24,7 +24,9 @@ class Logprobs(msgspec.Struct, frozen=True):
 
     def of(self, token: int, logprobs: mx.array, text_offset: int) -> TokenLogprob:
         """One sampled token; ``logprobs`` is (V,)."""
-        row = np.array(logprobs.astype(mx.float32), copy=False)
+        # Those of a bf16 model are up to 0.1 off together: their sum was rounded before it was subtracted.
+        exact = logprobs.astype(mx.float32)
+        row = np.array(exact - mx.logsumexp(exact), copy=False)
         raw = token_bytes(self.tokenizer, token)
         return TokenLogprob(_text(raw), _finite(row[token]), raw, self.best(row), text_offset)
 

@@ -62,7 +62,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
             value = generation_config.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
                 found[name] = value
-        return cls(**found)
+        top_k = found.pop("top_k", 0)
+        return cls(**found, top_k=int(top_k) if top_k == int(top_k) else 0)
 
     def asked(self, sampling: Sampling) -> SamplingDefaults:
         """These values, except where the request says otherwise."""

@@ -7,13 +7,22 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm import sample_utils
 from msgspec.structs import replace
 
 from fleetd.engine import sampling
 from fleetd.engine.protocol import Sampling
-from fleetd.engine.sampling import BatchSampler, SeededSampler, make_processors, make_sampler
+from fleetd.engine.sampling import (
+    BatchSampler,
+    SamplingDefaults,
+    SeededSampler,
+    make_processors,
+    make_sampler,
+    without_ends,
+)
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0], dtype=np.float32)
@@ -216,3 +225,163 @@ def test_a_call_for_other_rows_than_expected_draws_nothing() -> None:
     batch.expect(samplers(WARM, HOT), [], samplers(WARM))
     with pytest.raises(RuntimeError, match="1 rows are to be drawn where 2 were expected"):
         batch(rows(1, 8))
+
+
+# ---- beside mlx-lm's own, and a slow model of both -------------------------------------------------------
+
+ROWS = st.lists(st.floats(-12, 12, width=16), min_size=2, max_size=12)
+TEMPERATURES = st.floats(0.05, 5)
+
+
+def shown_of(logits: list[float], dtype: mx.Dtype = mx.float32) -> mx.array:
+    """Log-probabilities (1, V) as mlx-lm makes them of a model's logits."""
+    row = mx.array([logits]).astype(dtype)
+    return row - mx.logsumexp(row, axis=-1, keepdims=True)
+
+
+def drawable(sampler: Any, logprobs: mx.array) -> list[int]:
+    """The tokens that a sampler of ours can draw."""
+    kept = sampler.filters(logprobs * mx.array([[sampler.scale]]))
+    return np.flatnonzero(np.isfinite(np.array(kept[0]))).tolist()  # type: ignore[no-any-return]
+
+
+def drawable_by_mlx_lm(logprobs: mx.array, **fields: Any) -> list[int]:
+    """The tokens that mlx-lm's sampler can draw, which looks at them before it divides by the temperature."""
+    seen: list[mx.array] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            sample_utils, "categorical_sampling", lambda row, temp: seen.append(row) or mx.argmax(row, -1)
+        )
+        sample_utils.make_sampler(temp=1.0, **fields)(logprobs)
+    return np.flatnonzero(np.isfinite(np.array(seen[0][0]))).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+@given(
+    ROWS,
+    TEMPERATURES,
+    st.one_of(
+        st.fixed_dictionaries({"top_k": st.integers(2, 20)}),
+        st.fixed_dictionaries({"top_p": st.floats(0.01, 0.999)}),
+        st.fixed_dictionaries({"min_p": st.floats(0.001, 1)}),
+    ),
+)
+def test_each_filter_leaves_what_mlx_lm_s_leaves(
+    dtype: mx.Dtype, logits: list[float], temperature: float, asked: dict[str, Any]
+) -> None:
+    logprobs = shown_of(logits, dtype)
+    sampler = make_sampler(Sampling(temperature=temperature, seed=1, **asked))
+    scaled = logprobs.astype(mx.float32) * mx.array(1.0 / temperature)
+    if "top_p" in asked:
+        scaled = scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
+    theirs = {name: value for name, value in asked.items() if name != "top_k" or value < len(logits)}
+    assert drawable(sampler, logprobs) == drawable_by_mlx_lm(scaled, **theirs)
+
+
+def allowed(p: Any, top_k: int, top_p: float, min_p: float) -> tuple[set[int], set[int]]:
+    """The definition: the tokens that certainly may be drawn, and those that may be, by rounding and ties."""
+    order = sorted(range(len(p)), key=lambda i: -p[i])
+    some = order[:top_k] if top_k else order
+    reach = [i for i in some if p[i] > 0.999 * p[some[-1]]]
+    maybe = {i for i in order if p[i] >= 0.999 * p[some[-1]]}
+    sure = set(some) - set(reach) if len(some) < len(order) else set(some)
+    whole = sum(p[i] for i in some)
+    for i in order:
+        above = sum(p[j] for j in some if p[j] > 1.001 * p[i]) / whole
+        below = sum(p[j] for j in some if p[j] > 0.999 * p[i] and j != i) / whole
+        if top_p < 1 and below > top_p - 1e-4:
+            sure.discard(i)
+        if top_p < 1 and above > top_p + 1e-4:
+            maybe.discard(i)
+        if p[i] < 1.001 * min_p * p[order[0]] and i != order[0]:
+            sure.discard(i)
+        if p[i] < 0.999 * min_p * p[order[0]]:
+            maybe.discard(i)
+    return sure, maybe
+
+
+@examples(90)
+@given(ROWS, TEMPERATURES, st.integers(2, 20), st.floats(0.01, 1), st.floats(0, 1))
+def test_all_filters_together_leave_what_their_definition_leaves(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    sampler = make_sampler(Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=1))
+    weights = np.array(logits, dtype=np.float64) / temperature
+    p = np.exp(weights - weights.max())
+    sure, maybe = allowed(p / p.sum(), top_k, top_p, min_p)
+    found = set(drawable(sampler, shown_of(logits)))
+    assert sure <= found <= maybe
+    assert found
+
+
+@given(
+    ROWS,
+    st.lists(st.integers(0, 11), max_size=14),
+    st.integers(0, 14),
+    st.sampled_from([1.0, 0.5, 1.3, 2.0]),
+    st.sampled_from([0.0, 0.5, -1.5]),
+    st.sampled_from([0.0, 0.25, -2.0]),
+    st.dictionaries(st.integers(0, 11), st.floats(-100, 100, width=16), max_size=4),
+)
+def test_the_processors_do_what_mlx_lm_s_do_and_leave_the_model_s_logits_alone(
+    logits: list[float],
+    context: list[int],
+    prompt: int,
+    repetition: float,
+    presence: float,
+    frequency: float,
+    bias: dict[int, float],
+) -> None:
+    width = len(logits)
+    tokens = [token % width for token in context]
+    prompt = min(prompt, len(tokens))
+    bias = {token % width: value for token, value in bias.items()}
+    asked = Sampling(
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=bias,
+    )
+    theirs = mx.array([logits])
+    for fields, seen in (
+        ({"logit_bias": bias}, tokens),
+        ({"repetition_penalty": repetition}, tokens),
+        ({"presence_penalty": presence}, tokens[prompt:]),
+        ({"frequency_penalty": frequency}, tokens[prompt:]),
+    ):
+        for name in [name for name in fields if name.endswith("penalty")]:
+            fields[name.replace("penalty", "context_size")] = len(tokens) + 1
+        for processor in sample_utils.make_logits_processors(**fields):
+            theirs = processor(mx.array(seen, dtype=mx.int32), theirs)
+    slow = np.array(logits, dtype=np.float64)
+    for token, value in bias.items():
+        slow[token] += value
+    for token in set(tokens):
+        slow[token] = slow[token] * repetition if slow[token] < 0 else slow[token] / repetition
+    for token in set(tokens[prompt:]):
+        slow[token] -= presence + frequency * tokens[prompt:].count(token)
+    given_logits = mx.array([logits, logits])
+    ours = given_logits[:1]
+    for processor in make_processors(asked, prompt_tokens=prompt):
+        ours = processor(mx.array(tokens, dtype=mx.int32), ours)
+    assert ours.tolist() == theirs.tolist()
+    assert np.allclose(np.array(ours[0]), slow, rtol=1e-5, atol=1e-4)
+    assert given_logits.tolist() == [logits, logits]
+
+
+@given(ROWS, st.sets(st.integers(0, 11), min_size=1), st.integers(0, 5), st.integers(0, 5), st.integers(0, 8))
+def test_no_end_is_chosen_before_the_answer_has_its_least_tokens(
+    logits: list[float], ends: set[int], prompt: int, least: int, generated: int
+) -> None:
+    ends = {end for end in ends if end < len(logits)} or {0}
+    tokens = mx.zeros((prompt + generated,), dtype=mx.int32)
+    after = without_ends(ends, least, prompt)(tokens, mx.array([logits]))[0].tolist()
+    barred = ends if generated < least else set()
+    assert after == [-np.inf if i in barred else value for i, value in enumerate(logits)]
+
+
+def test_a_recommended_top_k_is_a_whole_number_or_left_out() -> None:
+    assert SamplingDefaults.of_model({"top_k": 40.0}).top_k == 40
+    assert SamplingDefaults.of_model({"top_k": 40.5}) == SamplingDefaults()
+    sampler = make_sampler(Sampling(temperature=1.0, seed=1), SamplingDefaults.of_model({"top_k": 3.0}))
+    assert {int(sampler(logprobs()).item()) for _ in range(100)} <= {0, 1, 2}
