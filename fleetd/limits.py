@@ -305,6 +305,9 @@ ANSWERS_ON_TRIAL = 2
 # Seconds of an answer that are not computing, and tokens with which a speed can be told from them.
 ANSWER_OVERHEAD_S = 1.0
 ANSWER_SPEED_TOKENS = 256
+# The same of a part of an answer if more than this share of its time went by while its client read what had
+# come: a slow client would make the machine look slow. Up to it a figure is a third too slow at most.
+ANSWER_CLIENT_SHARE = 0.25
 # A machine that asked for an answer and reads none of it keeps a slot and its KV cache from others.
 JOB_READ_STALL_S = 60.0
 # What an answer from another machine may come to. Tokens: beyond the longest context there is. The longest

@@ -61,6 +61,8 @@ class RemoteJob:
         )
         self._planned = planned
         self._stream: PeerStream | None = None
+        # Seconds in which its events lay with the client: they say nothing of that machine.
+        self.client_s = 0.0
 
     async def events(self) -> AsyncGenerator[Planned | Loading | Event, None]:
         """Run it there and yield its events; closing the generator before the last one cancels it there.
@@ -72,23 +74,32 @@ class RemoteJob:
             ProtocolError: what it sends cannot be the answer to this job.
             FleetError: what the job failed with there.
         """
+        clock = asyncio.get_running_loop().time
+        async with aclosing(self._events(clock)) as events:
+            async for event in events:
+                given_s = clock()
+                yield event
+                self.client_s += clock() - given_s
+
+    async def _events(self, clock: Callable[[], float]) -> AsyncGenerator[Planned | Loading | Event, None]:
         planned = self._planned
         stream = self._request(self._method, messages.encode(self._asked))
         check = AnswerCheck(self._asked.request, self._context_tokens)
-        ended, clock = False, asyncio.get_running_loop().time
+        ended = False
         deadline = AnswerDeadline(
             clock(), busy=self.busy, prefill_s=self.prefill_s, load_within_s=self._load_within_s
         )
         try:
             stream.end()
             while True:
-                body = await next_message(stream, "the job", lambda: deadline.due_s)
+                # Its time stands still while the client reads what has come.
+                body = await next_message(stream, "the job", lambda: deadline.due_s + self.client_s)
                 if body is None:
                     ended = True
                     raise ProtocolError("A peer ended an answer without finishing it.")
                 event = messages.decode_event(body)
                 check(event)
-                deadline.on_event(event, clock())
+                deadline.on_event(event, clock() - self.client_s)
                 if isinstance(event, messages.RanAt):
                     nodes = (planned.nodes[0], *event.helpers)
                     exactness = planned.exactness if event.exact else "plan"

@@ -95,6 +95,8 @@ class Request:
         self.running = False
         self.finished: Finished | None = None
         self.first_token_s: float | None = None
+        # Of the time before it, what passed while the client read (``RemoteJob.client_s``).
+        self.first_client_s = 0.0
         # How it runs, as it was announced last; and whether other machines ever had a part in its prefill.
         self.planned: Planned | None = None
         # The last plan that was told is what was expected, and not yet decided.
@@ -367,6 +369,7 @@ class Request:
     def _token(self, count: int, now_s: float) -> None:
         if self.first_token_s is None:
             self.first_token_s = now_s
+            self.first_client_s = self.remote.client_s if self.remote is not None else 0.0
             self._metrics.first_token(self.model.name, now_s - self.arrived_s)
             self.progress = ("answering", 0, 0)
         elif count:

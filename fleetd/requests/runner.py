@@ -357,11 +357,13 @@ class Runner:
             return
         if placement.asleep:
             return  # the time until it was awake says nothing of its speed
-        usage = finished.usage
-        # With helpers, or with a queue there, the time says little about that machine.
-        read = usage.prompt_tokens - usage.cached_tokens if alone and not remote_job.busy else 0
-        tokens = AnswerTokens(usage.cached_tokens, read, usage.completion_tokens - 1)
         first_s, decode_s = first_at_s - request.began_s, self._monotonic() - first_at_s
+        usage, client_s = finished.usage, request.first_client_s
+        # With helpers, or with a queue there, the time says little about that machine.
+        tells = alone and not remote_job.busy and not _client_was_slow(client_s, first_s)
+        read = usage.prompt_tokens - usage.cached_tokens if tells else 0
+        slow = _client_was_slow(remote_job.client_s - client_s, decode_s)
+        tokens = AnswerTokens(usage.cached_tokens, read, 0 if slow else usage.completion_tokens - 1)
         self._placing.answered(placement, request.model.wanted, tokens, first_s, decode_s)
 
     def _served_after_refusal(self, request: Request) -> None:
@@ -579,6 +581,11 @@ def _had_less(request: Request, finished: Finished) -> bool:
     place = request.places.get(request.placement.node_id)
     said = max(place.memory_tokens, place.disk_tokens) if place is not None else 0
     return said >= limits.FETCH_LEAST_TOKENS and finished.usage.cached_tokens < said * limits.FETCH_BELIEVED
+
+
+def _client_was_slow(client_s: float, took_s: float) -> bool:
+    """True if so much of the time passed while the client read that the rest says little of a machine."""
+    return client_s > limits.ANSWER_CLIENT_SHARE * took_s
 
 
 def _with_machine(error: FleetError, placement: Placement) -> FleetError:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from peer_streams import OnlyAlive
+from peer_streams import FakeStream, OnlyAlive
+from virtual_loop import VirtualLoop
 
 from fleetd import limits
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
+    Finished,
     Generate,
     Loading,
     Prefill,
     TextPrompt,
+    Timings,
     ToolCall,
     ToolCallPiece,
+    Usage,
 )
 from fleetd.errors import PeerLost
 from fleetd.requests import messages, remote
@@ -155,3 +160,22 @@ async def test_attack_signs_of_life_without_progress(
         async for _ in asked.events():
             pass
     assert stream.cancelled
+
+
+def test_a_client_that_reads_slowly_costs_its_machine_nothing() -> None:
+    """Longer than a machine without progress has, though no step of it."""
+    events = [Accepted("r", 1), *[Delta("r", "a")] * 5, Finished("r", "stop", Usage(1, 0, 5, 0), Timings())]
+    stream = FakeStream([messages.encode(event) for event in events])
+    job = Job("m", Generate("r", TextPrompt("x"), max_tokens=5), "client", "chat")
+    asked = remote.RemoteJob(lambda method, body: stream, job, "m", "", LOCAL, busy=False)
+
+    async def read() -> list[Any]:
+        seen = []
+        async for event in asked.events():
+            seen.append(event)
+            await asyncio.sleep(limits.JOB_QUEUE_S)
+        return seen
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as loop:
+        assert loop.run(read()) == events
+    assert not stream.cancelled

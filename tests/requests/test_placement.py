@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -13,11 +14,21 @@ from fakes import FakeModels, FakePool, answer
 from member_cards import MODEL, OWN, collect, machine, spoken
 from msgspec.structs import replace
 from peer_streams import FakeOthers, FakeStream
+from virtual_loop import VirtualLoop
 
 from fleetd import limits
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
-from fleetd.engine.protocol import Delta, Finished, Generate, Loading, TextPrompt
+from fleetd.engine.protocol import (
+    Accepted,
+    Delta,
+    Finished,
+    Generate,
+    Loading,
+    TextPrompt,
+    Timings,
+    Usage,
+)
 from fleetd.errors import (
     InvalidValue,
     ModelNotFound,
@@ -34,6 +45,7 @@ from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
 from fleetd.p2p.membership.cards import Card
 from fleetd.plan.beginnings import KeptBeginning
+from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests import messages, remote
 from fleetd.requests.job import LOCAL, Job, Planned
@@ -66,9 +78,10 @@ def make(store: Store) -> Make:
         pool: Any = None,
         own: Card = OWN,
         record: Callable[[Trace], None] = lambda trace: None,
+        monotonic: Callable[[], float] = time.monotonic,
         **more: Any,
     ) -> Runner:
-        members = Members(others.machines, lambda: own, **more)
+        members = Members(others.machines, lambda: own, monotonic=monotonic, **more)
         return Runner(
             pool=pool or FakePool(answer()),
             models=models or FakeModels(names=[]),
@@ -79,6 +92,7 @@ def make(store: Store) -> Make:
             placing=Placer(members, others.request, wake=others.wake),
             members=members,
             record=record,
+            monotonic=monotonic,
         )
 
     return build
@@ -342,6 +356,56 @@ async def test_leaving_cancels_the_work_there(make: Make) -> None:
             if isinstance(event, Delta):
                 break
     assert others.streams[0].cancelled
+
+
+class PacedStream(FakeStream):
+    """Each of its bodies is there ``every_s`` after the one before, whether it is read or not."""
+
+    def __init__(self, script: list[bytes], every_s: float) -> None:
+        super().__init__(script)
+        self._every_s = every_s
+        self._due_s = asyncio.get_running_loop().time()
+
+    async def receive(self) -> bytes | None:
+        self._due_s += self._every_s
+        await asyncio.sleep(self._due_s - asyncio.get_running_loop().time())
+        return await super().receive()
+
+
+class PacedOthers(FakeOthers):
+    every_s = 0.1
+
+    def request(self, node_id: str, method: str, body: bytes) -> FakeStream:
+        asked = super().request(node_id, method, body)
+        return PacedStream(asked.script, self.every_s)
+
+
+@pytest.mark.parametrize(
+    ("token_s", "read_s", "factor"),
+    [(0.1, 0.0, 1.0), (0.1, 0.01, 1.0), (0.1, 0.4, 1.0), (0.4, 0.0, 2.4), (0.4, 1.6, 1.0)],
+    ids=["as it says", "a usual client", "a slow client", "a slow machine", "a slow machine and client"],
+)
+def test_a_client_that_reads_slowly_makes_no_machine_look_slow(
+    make: Make, token_s: float, read_s: float, factor: float
+) -> None:
+    """The card says ten tokens a second."""
+    tokens = 100
+    told = [Accepted("r1", 10), *(Delta("r1", "a") for _ in range(tokens))]
+    told.append(Finished("r1", "stop", Usage(10, 0, tokens, 0), Timings()))
+    others = PacedOthers(machine("studio"), studio=[spoken(*told)])
+    others.every_s = token_s
+
+    async def ask() -> float:
+        clock = asyncio.get_running_loop().time
+        runner = make(others, monotonic=clock)
+        asked = Job("big", Generate("r1", TextPrompt("x" * 40), max_tokens=tokens), "http", "chat")
+        async with aclosing(runner.run(asked)) as events:
+            async for _ in events:
+                await asyncio.sleep(read_s)
+        return runner._members.correction("studio", "d", PrefillSpeed(0.1), "decode")
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as loop:
+        assert loop.run(ask()) == pytest.approx(factor, rel=0.05)
 
 
 # ---- the serving end -----------------------------------------------------------------------------------
