@@ -195,7 +195,7 @@ class AnswerText:
         if not self.tool_calls:
             out += self._delta("content", self._take_blank())
         if self._pending_logprobs or self._pending_tokens:
-            out += self._delta("content", "", force=bool(self._pending_logprobs))
+            out += self._delta("reasoning" if self._state == _REASONING else "content", "", force=True)
         return out
 
     @property

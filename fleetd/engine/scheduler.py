@@ -545,6 +545,8 @@ class Scheduler(ComputeLoop):
                 return
             for piece in pieces:
                 self.emit(piece)
+            if sequence.text.stopped_by is not None:
+                reason = "stop"  # its last tokens' text came only now
             if sequence.text.tool_calls and reason == "stop":
                 reason = "tool_calls"
             if sequence.text.cut_call and sequence.text.stopped_by is None:

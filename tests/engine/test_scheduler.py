@@ -480,3 +480,31 @@ def test_kept_prompts_are_given_back_only_where_memory_is_critically_short(
     bench.scheduler.tell(FreeMemory(prompts))
     bench.turn()
     assert len(bench.scheduler.prefix) == kept
+
+
+def test_a_stop_string_that_only_the_end_completes_ends_the_answer_by_it(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A detokenizer may hold back the last token's text, as that of a single space."""
+    kind = type(parts[1].detokenizer)
+    add, finalize, held = kind.add_token, kind.finalize, list[int]()
+
+    def add_later(self: Any, token: int) -> None:
+        for before in held:
+            add(self, before)
+        held[:] = [token]
+
+    def finalize_all(self: Any) -> None:
+        for token in held:
+            add(self, token)
+        held.clear()
+        finalize(self)
+
+    monkeypatch.setattr(kind, "add_token", add_later)
+    monkeypatch.setattr(kind, "finalize", finalize_all)
+    bench = SchedulerBench(parts)
+    bench.submit("r", "<hello>", max_tokens=2, stop=["lo"])
+    bench.finish()
+    (last,) = bench.of("r", Finished)
+    assert (bench.text("r"), last.reason, last.stop) == ("Hel", "stop", "lo")
+    assert sum(delta.tokens for delta in bench.of("r", Delta)) == last.usage.completion_tokens == 2

@@ -237,6 +237,40 @@ def test_every_token_is_counted_and_its_logprob_reported_once(tokenizer: Any) ->
     assert answer.reasoning_tokens == 2
 
 
+@pytest.mark.parametrize("name", ANSWERS)
+@given(st.lists(st.integers(0, 999), max_size=30), st.sampled_from(["", "42", "\n\nT", "<th"]), st.booleans())
+def test_every_token_is_in_some_event_however_the_answer_ends(
+    tokenizer: Any, name: str, cuts: list[int], stop: str, cut: bool
+) -> None:
+    text, fields = ANSWERS[name]
+    words = pieces(text, cuts)
+    for pushed in range(len(words) + 1):
+        answer = AnswerText("r", Letters(tokenizer, words), [stop], call_pieces=cut, **fields)
+        events: list[Any] = []
+        for token, word in enumerate(words[:pushed]):
+            events += answer.push(token, TokenLogprob(word, -1.0, word.encode()))
+        events += answer.finish(cut=cut)
+        told = sum(e.tokens for e in events if not isinstance(e, ToolCall))
+        assert told == pushed
+        assert all(e.text or e.tokens or e.logprobs for e in events if isinstance(e, Delta))
+        # Those of an answer without reasoning and calls are there, too, once each.
+        if name in ("plain", "blank", "almost a marker"):
+            entries = [entry.token for e in events if isinstance(e, Delta) for entry in e.logprobs or []]
+            assert entries == words[:pushed]
+
+
+def test_every_text_of_five_letters_in_all_cuts_into_tokens_stops_where_it_should() -> None:
+    letters = ["".join(each) for each in itertools.product("ab", repeat=5)]
+    words = ["".join(each) for size in (1, 2, 3) for each in itertools.product("ab", repeat=size)]
+    for stops in itertools.combinations(words, 2):
+        expected = {text: cut_letter_by_letter(text, list(stops)) for text in letters}
+        for text, cut in itertools.product(letters, range(1 << 4)):
+            keep = StopFilter(list(stops))
+            at = [0, *(n + 1 for n in range(4) if cut >> n & 1), 5]
+            shown = "".join([keep.feed(text[a:b]) for a, b in itertools.pairwise(at)]) + keep.flush()
+            assert (shown, keep.hit) == expected[text], (text, at, stops)
+
+
 def test_code_points_are_whole(tokenizer: Any) -> None:
     tokens = tokenizer.encode("aé€😀", add_special_tokens=False)
     assert len(tokens) > 4  # a byte each
