@@ -314,6 +314,23 @@ def test_states_at_earlier_tokens_are_sent_behind_the_rows(kind: str, cuts: tupl
     assert found[1] - found[0] == pytest.approx(2 * 0.15 / (1 if kind == "layers" else 32), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("kind", "cuts", "times"),
+    # Where layers are divided each helper sends those of its own: after the prompt, at two places, and before
+    # the last chunk. Where tokens are, each helper sends those of all layers.
+    [("layers", (0, 16, 32, 32), 4), ("tokens", (0, 2048, 4096, 8192), 2 + 3)],
+)
+def test_all_states_that_helpers_send_pass_one_port(kind: str, cuts: tuple[int, ...], times: int) -> None:
+    link, speed = LinkSpeed(1e9, 0.0), PrefillSpeed(1e-9)
+    rows = replace(PROMPT, kv_bytes_per_token=1000, hidden_bytes=1)
+    states = replace(rows, state_bytes=10**9, places=(3000, 7000), states=2)
+    found = [
+        seconds(prompt, split(prompt, kind, cuts, 1024), [machine(speed, link)] * 2, speed)
+        for prompt in (rows, states)
+    ]
+    assert found[1] - found[0] == pytest.approx(times, rel=0.01)
+
+
 def test_windows_are_no_endless_rows() -> None:
     endless = replace(PROMPT, kv_bytes_per_token=40_000)
     windows = replace(endless, kv_bytes_per_token=10_000, window_bytes=30_000, window=1024)

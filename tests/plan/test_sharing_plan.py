@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.limits import GIB
-from fleetd.plan.prefill import schedule
+from fleetd.plan.prefill import choice, schedule
 from fleetd.plan.prefill.choice import (
     BUSY_FROM,
     HYSTERESIS,
@@ -492,6 +492,43 @@ def test_a_slow_link_says_what_would_do_and_that_does() -> None:
     assert found is not None, sentence
     assert float(found[1]) == 5
     assert chosen(helper(link=LinkSpeed(1.02e6 * float(found[2]), 1e-3))).best.kind != "local"
+
+
+@given(st.floats(1e3, 2e7), st.floats(1e-3, 1e-2))
+def test_the_rate_that_would_do_is_within_a_hundredth_and_found_in_few_steps(
+    bytes_per_s: float, token_s: float
+) -> None:
+    slow = helper(link=LinkSpeed(bytes_per_s, 1e-3))
+    home = replace(HOME, speed=PrefillSpeed(token_s))
+    target_s = ADVANTAGE * home.speed.total(1.0, PROMPT.new, PROMPT.chunk)
+    wide = of(options(PROMPT, home, [replace(slow, link=LinkSpeed(1e15, 1e-3))]), "tokens", "a")
+    assert wide.split is not None
+    split, priced = wide.split, list[float]()
+
+    def total_s(rate: float) -> float:
+        link = LinkSpeed(rate, 1e-3)
+        return schedule.timeline(PROMPT, split, [replace(slow, link=link)], home.speed).total_s
+
+    if not total_s(1e15) <= target_s < total_s(bytes_per_s):
+        return
+
+    def counted(*asked: Any) -> Any:
+        priced.append(asked[2][0].link.bytes_per_s)
+        return schedule.timeline(*asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "timeline", counted)
+        found = choice._least_rate(PROMPT, split, slow, home.speed, target_s)
+    assert total_s(found) <= target_s < total_s(found / 1.011)
+    assert len(priced) <= 16
+
+
+def test_no_more_machines_take_part_than_a_split_may_have() -> None:
+    """All are as fast, and each further one would make it faster."""
+    several = [helper(name) for name in "abcdef"]
+    best = chosen(*several).best
+    assert len(best.helpers) + 1 == limits.SHARE_MACHINES
+    assert max(len(option.helpers) for option in options(PROMPT, HOME, several)) + 1 == limits.SHARE_MACHINES
 
 
 def test_a_far_link_says_how_far() -> None:

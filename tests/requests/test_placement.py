@@ -299,6 +299,64 @@ async def test_what_every_machine_would_refuse_is_confirmed_once(make: Make) -> 
     assert others.order == ["first", "second"]
 
 
+@pytest.mark.parametrize(
+    ("state", "asked"), [("installed", ["first", "first"]), ("loaded", ["first", "first", "second"])]
+)
+async def test_no_machine_loads_a_model_to_confirm_what_one_refuses_that_has_served(
+    make: Make, state: str, asked: list[str]
+) -> None:
+    others = FakeOthers(
+        machine("first", faster=3.0),
+        machine("second", state=state),
+        first=[WHOLE, [InvalidValue("bad")]],
+        second=[[InvalidValue("bad")]],
+    )
+    runner = make(others)
+    await collect(runner.run(job()))
+    with pytest.raises(InvalidValue):
+        await collect(runner.run(job()))
+    assert others.order == asked
+
+
+async def test_another_machine_gives_no_longer_answer_than_its_model_s_context(make: Make) -> None:
+    """The client asks for no length."""
+    told = [Accepted("r1", 10), *(Delta("r1", "a") for _ in range(21))]
+    others = FakeOthers(machine("studio", context_tokens=20), studio=[spoken(*told)])
+    asked = Job("big", Generate("r1", TextPrompt("x" * 40)), "http", "chat")
+    with pytest.raises(ProtocolError, match="sends more than 20 tokens"):
+        await collect(make(others).run(asked))
+
+
+@pytest.mark.parametrize(
+    ("said", "had", "left_out"),
+    [
+        (KeptBeginning(memory_tokens=1000), 299, True),
+        (KeptBeginning(disk_tokens=1000), 299, True),
+        (KeptBeginning(memory_tokens=1000), 300, False),
+        (KeptBeginning(memory_tokens=limits.FETCH_LEAST_TOKENS - 1), 0, False),
+        (None, 0, False),
+    ],
+    ids=["less in memory", "less on its disk", "about as much", "hardly anything", "it said nothing"],
+)
+async def test_a_machine_that_had_less_of_a_prompt_than_it_said_is_not_asked_for_others(
+    make: Make, said: KeptBeginning | None, had: int, left_out: bool
+) -> None:
+    told = [Accepted("r1", 1200), Delta("r1", "a")]
+    told.append(Finished("r1", "stop", Usage(1200, had, 1, 0), Timings()))
+    others = FakeOthers(machine("studio"), studio=[spoken(*told)])
+    runner = make(others)
+
+    class Survey:
+        async def of_job(self, asked: Job, model: str) -> dict[str, KeptBeginning]:
+            return {} if said is None else {"studio": said}
+
+    runner._survey = Survey()  # type: ignore[assignment]
+    await collect(runner.run(reading(1200)))
+    assert bool(runner._members.left_out("studio", "fetch")) is left_out
+    # What it answers is another matter.
+    assert not runner._members.left_out("studio", "answer")
+
+
 async def test_what_the_only_machine_refuses_is_refused(make: Make) -> None:
     others = FakeOthers(machine("first"), first=[[InvalidValue("bad")]])
     with pytest.raises(InvalidValue, match=r"\Abad\Z"):
