@@ -22,7 +22,7 @@ from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import ADVANTAGE, SHARING
 
-Code = Literal["", "no_scorer", "slower", "margin"]
+Code = Literal["", "no_scorer", "slower", "margin", "deadline"]
 
 # The prompt's head and the question around each segment, in tokens. They are a part of the whole text.
 AROUND_TOKENS = 384
@@ -105,6 +105,10 @@ class Segments(msgspec.Struct, frozen=True):
         around = 0 if whole else AROUND_TOKENS
         return self.scorer.seconds(math.ceil(tokens * (self.last - self.first)), self.count, around)
 
+    def timed_s(self, tokens: int) -> float:
+        """Those of them for which ``limits.SMART_SCORE_S`` counts: a load on this machine comes before."""
+        return self.seconds(tokens) - (self.scorer.load_s if self.scorer.here else 0.0)
+
 
 class SmartPlan(msgspec.Struct, frozen=True):
     """``predicted_s`` = ``score_s`` + ``prefill_s``, to compare with ``dense_s``, which is 0 if unknown.
@@ -146,7 +150,8 @@ def plan(asked: SmartPrefillQuestion, scorers: Iterable[Scorer]) -> SmartPlan:
     if small and len(small) < len(able):
         small_s, small_parts = _best(asked.tokens, small)
         prefill_s = _prefill_s(asked)
-        if small_s + prefill_s <= _SMALL_FIRST * (score_s + prefill_s):
+        in_time = _in_time(asked.tokens, small_parts) or not _in_time(asked.tokens, parts)
+        if in_time and small_s + prefill_s <= _SMALL_FIRST * (score_s + prefill_s):
             score_s, parts = small_s, small_parts
     return _judged(asked, parts, score_s)
 
@@ -155,8 +160,16 @@ def _judged(asked: SmartPrefillQuestion, parts: tuple[Segments, ...], score_s: f
     prefill_s = _prefill_s(asked)
     code: Code = ""
     reason = ""
-    measured = all(part.scorer.measured for part in parts) and asked.target is not None
-    if measured and asked.dense_s > 0 and score_s + prefill_s > ADVANTAGE * asked.dense_s:
+    measured = all(part.scorer.measured for part in parts)
+    if measured and not _in_time(asked.tokens, parts):
+        code = "deadline"
+        reason = f"Scoring would take {score_s:.0f} s; after {limits.SMART_SCORE_S:.0f} s it is given up."
+    elif (
+        measured
+        and asked.target is not None
+        and asked.dense_s > 0
+        and score_s + prefill_s > ADVANTAGE * asked.dense_s
+    ):
         code = "margin" if score_s + prefill_s <= asked.dense_s else "slower"
         reason = (
             f"Scoring would take {score_s:.2f} s and prefilling {asked.ratio:.0%} of it {prefill_s:.2f} s; "
@@ -180,9 +193,15 @@ def _best(tokens: int, able: Sequence[Scorer]) -> tuple[float, tuple[Segments, .
     for count in range(1, min(len(able), limits.SMART_SCORERS) + 1):
         parts = _divided(tokens, able[:count])
         seconds = max(part.seconds(tokens) for part in parts)
-        if seconds < ADVANTAGE * best_s:
+        late = bool(best) and not _in_time(tokens, best)
+        if seconds < ADVANTAGE * best_s or (late and _in_time(tokens, parts)):
             best_s, best = seconds, parts
     return best_s, best
+
+
+def _in_time(tokens: int, parts: Iterable[Segments]) -> bool:
+    """True if all parts are scored before scoring is given up."""
+    return max(part.timed_s(tokens) for part in parts) <= limits.SMART_SCORE_S
 
 
 def _divided(tokens: int, scorers: Sequence[Scorer]) -> tuple[Segments, ...]:

@@ -94,7 +94,47 @@ def test_what_would_not_pay_is_declined_with_the_figures(share: float, code: str
 
 def test_what_nobody_measured_is_not_declined() -> None:
     assert plan(asked(), [scorer(speed=PrefillSpeed(1.0), measured=False)]).worth_it
-    assert plan(SmartPrefillQuestion(N, 0.2, None), [scorer(speed=PrefillSpeed(1.0))]).worth_it
+    assert plan(SmartPrefillQuestion(N, 0.2, None), [scorer(speed=PrefillSpeed(0.02))]).worth_it
+
+
+@pytest.mark.parametrize("target", [TARGET, None], ids=["a target", "a target that nobody measured"])
+@pytest.mark.parametrize(
+    "dense_s", [0.0, 1e6], ids=["longer than the context", "whatever all of it would take"]
+)
+def test_what_would_be_given_up_is_not_begun(target: PrefillSpeed | None, dense_s: float) -> None:
+    speed = PrefillSpeed(limits.SMART_SCORE_S / N)
+    question = SmartPrefillQuestion(N, 0.2, target, dense_s=dense_s)
+    just = plan(question, [scorer(speed=speed, share=0.99)])
+    late = plan(question, [scorer(speed=speed, share=1.01)])
+    assert (just.code, late.code) == ("", "deadline")
+    assert late.reason == "Scoring would take 121 s; after 120 s it is given up."
+    # By its makers' figures alone it may well be faster.
+    assert plan(question, [scorer(speed=speed, share=1.01, measured=False)]).worth_it
+
+
+def test_a_load_before_the_scoring_takes_none_of_its_time_here_and_elsewhere_does() -> None:
+    half = PrefillSpeed(limits.SMART_SCORE_S / N / 2)
+    question = SmartPrefillQuestion(N, 0.2, None)
+    for node_id, code in (("", ""), ("a", "deadline")):
+        found = plan(question, [scorer(node_id, half, share=1.0, load_s=0.6 * limits.SMART_SCORE_S)])
+        assert found.code == code
+
+
+def test_machines_are_added_until_it_is_in_time() -> None:
+    tokens, link = 40 * N, LinkSpeed(1e12, 0.0)
+    speed, question = (
+        PrefillSpeed(1.02 * limits.SMART_SCORE_S / tokens),
+        SmartPrefillQuestion(tokens, 0.2, None),
+    )
+    one, slower = (scorer(name, speed, share=1.0, link=link) for name in "ab")
+    slower = replace(slower, speed=speed.times(14))
+    found = plan(question, [one, slower])
+    assert (found.code, len(found.parts)) == ("", 2)
+    assert found.score_s > 0.9 * plan(question, [one]).score_s
+    # And small machines alone are not taken, where a large one is in time.
+    large = replace(one, node_id="l", tier="large", speed=speed.times(0.95))
+    found = plan(question, [replace(one, node_id="s", tier="small"), large])
+    assert (found.code, found.parts[0].scorer.node_id) == ("", "l")
 
 
 def test_nobody_to_score_is_said() -> None:

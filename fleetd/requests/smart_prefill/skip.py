@@ -15,6 +15,7 @@ Code = Literal[
     "measuring",
     "slower",
     "margin",
+    "deadline",
     "declined",
     "empty",
     "no_form",
