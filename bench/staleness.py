@@ -1,4 +1,4 @@
-"""How old a family's figures are: the commits since then that touched what it measures."""
+"""How old figures are: the commits since then that touched what it measures."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bench.figures import Result
 _COMMIT = re.compile(r"\bcommit ([0-9a-f]{7,40})\b")
 
 
-def measured_at(result: Result) -> str:
-    """The commit that a result belongs to; "" if it was not kept."""
-    found = next(filter(None, map(_COMMIT.search, result.machine)), None)
+def measured_at(machine: Sequence[str]) -> str:
+    """The commit that is named beside the machine of a measurement; "" if none was kept."""
+    found = next(filter(None, map(_COMMIT.search, machine)), None)
     return found.group(1) if found else ""
 
 
@@ -41,7 +41,7 @@ def ages(
 ) -> dict[str, int | None]:
     """``since`` of every family that has a result."""
     return {
-        name: since(root, measured_at(results[name]), measures)
+        name: since(root, measured_at(results[name].machine), measures)
         for name, measures in paths.items()
         if name in results
     }

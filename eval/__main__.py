@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench import staleness
 from bench.harness import host
 from bench.harness.child import ROOT
 from bench.harness.daemon import MODEL, fetch_model
@@ -33,6 +34,14 @@ from fleetd.hardware.probe import cores
 PAGE = ROOT / "docs" / "quality.md"
 PICTURES = ROOT / "docs" / "quality"
 KEPT = ROOT / "docs" / "quality.json"
+
+# What the figures depend on.
+CODE = (
+    "fleetd/compression",
+    "fleetd/engine/scoring",
+    "fleetd/engine/sparse_prefill",
+    "eval",
+)
 
 # Nothing was fitted to these seeds; those below 10,000 are for tuning.
 FIRST_SEED = 10_000
@@ -224,7 +233,8 @@ def _write(results: Results, folder: Path) -> None:
             old.unlink()
     for name, svg in drawn.items():
         (folder / PICTURES.name / name).write_text(svg, encoding="utf-8")
-    (folder / PAGE.name).write_text(page(results), encoding="utf-8")
+    age = staleness.since(ROOT, staleness.measured_at(results.machine), CODE)
+    (folder / PAGE.name).write_text(page(results, age), encoding="utf-8")
 
 
 if __name__ == "__main__":

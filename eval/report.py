@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from bench import staleness
 from eval import plots
 from eval.requests import BEHIND, GATE, IN_FRONT, Declined, table
 from eval.runs import Outcome, compared, dense, form_names, kept, recall, unbroken
@@ -123,8 +124,14 @@ def bars(results: Results) -> list[Bar]:
     return found
 
 
-def page(results: Results) -> str:
-    parts = [_HEAD, "\n".join(_summary(results)), "## By task\n\n" + "\n".join(_table(results))]
+def page(results: Results, age: int | None) -> str:
+    """``age``: how many commits after the last one that was measured touched what is measured."""
+    parts = [
+        _HEAD,
+        _age(results, age),
+        "\n".join(_summary(results)),
+        "## By task\n\n" + "\n".join(_table(results)),
+    ]
     parts.append("## The gate\n\n" + "\n".join(_gate(results)))
     if results.segments or results.layers:
         parts.append("## The scorer\n\n" + "\n".join(_scorer(results)))
@@ -132,6 +139,11 @@ def page(results: Results) -> str:
     parts.append(_ALWAYS)
     parts.append("## How\n\n" + "\n".join(_how(results)))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _age(results: Results, age: int | None) -> str:
+    earlier = " What an earlier one of several commands found is older still." if results.commands[1:] else ""
+    return f"Measured on {results.date}. {staleness.said(age)}{earlier}"
 
 
 def pictures(results: Results) -> dict[str, str]:

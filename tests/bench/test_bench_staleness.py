@@ -44,7 +44,7 @@ def test_a_result_belongs_to_the_commit_beside_its_machine(repository: Repositor
     begun = repository.commit("engine/a.py", "1")
     repository.commit("engine/a.py", "2")
     results = {"decode": result(f"commit {begun}"), "prefill": result("commit unknown")}
-    assert [staleness.measured_at(one) for one in results.values()] == [begun, ""]
+    assert [staleness.measured_at(one.machine) for one in results.values()] == [begun, ""]
     code = {"decode": ["engine"], "prefill": ["engine"], "turns": ["engine"]}
     known = staleness.ages(repository.root, code, results)
     assert known == {"decode": 1, "prefill": None}

@@ -7,7 +7,9 @@ import math
 
 import pytest
 
+from bench.harness.child import ROOT
 from eval import forms, plots, report
+from eval.__main__ import CODE
 from eval.requests import BEHIND, GATE, IN_FRONT, Declined
 from eval.runs import Outcome, dense, gate, kept, lost, recall
 from eval.statistics import Share
@@ -97,6 +99,27 @@ def test_only_what_the_whole_prompt_answers_is_counted() -> None:
     assert kept(found[:2]) == Share(1, 2)
 
 
+def test_every_path_that_the_figures_depend_on_is_there() -> None:
+    assert all((ROOT / path).is_dir() for path in CODE)
+
+
+@pytest.mark.parametrize(
+    ("age", "said"),
+    [
+        (0, "Measured on 2026-01-01. No later commit touched what it measures."),
+        (28, "Measured on 2026-01-01. **28 later commits touched what it measures.**"),
+        (None, "its commit is not in this history."),
+    ],
+)
+def test_the_page_says_how_old_its_figures_are(age: int | None, said: str) -> None:
+    results = report.Results(["python -m eval"], "2026-01-01", ["a machine"], "m", False)
+    head = report.page(results, age).partition("## By task")[0]
+    assert said in head
+    assert "older still" not in head
+    results.commands = ["python -m eval", "python -m eval gate"]
+    assert "older still" in report.page(results, age)
+
+
 def test_the_page_says_what_falls_short() -> None:
     found = [outcome(0.25, 1) for _ in range(20)] + [outcome(0.1, i % 2) for i in range(20)]
     results = report.Results(
@@ -111,7 +134,7 @@ def test_the_page_says_what_falls_short() -> None:
         outcomes=found,
         declined={"aggregate": (39, 40)},
     )
-    page = report.page(results)
+    page = report.page(results, 0)
     assert "| One needle, 1000 tokens, ratio 0.25, text | ≥ 97 % | 100.0 % (84 to 100, n=20) | pass |" in page
     assert (
         "| One needle, 1000 tokens, ratio 0.1, text | ≥ 90 % | 50.0 % (30 to 70, n=20) | **falls short** |"
@@ -120,7 +143,7 @@ def test_the_page_says_what_falls_short() -> None:
     assert "Declined: about the whole text | ≥ 95 % | 97.5 %" in page
     assert "`python -m eval`" in page
     results.quick = True
-    assert "falls short" not in report.page(results)
+    assert "falls short" not in report.page(results, 0)
 
 
 def test_several_needles_are_judged_by_the_whole_prompt_s_own_answers_too() -> None:
@@ -134,7 +157,7 @@ def test_several_needles_are_judged_by_the_whole_prompt_s_own_answers_too() -> N
     )
     assert strict.share.value == 0.5
     assert (loose.share.value, loose.least) == (1.0, 0.95)
-    assert "own answers | ≥ 95 % | 50.0 %" in report.page(results)
+    assert "own answers | ≥ 95 % | 50.0 %" in report.page(results, 0)
 
 
 def test_the_gate_is_judged_wherever_the_request_stands() -> None:
@@ -150,7 +173,7 @@ def test_the_gate_is_judged_wherever_the_request_stands() -> None:
     )
     found = [(bar.share.value, bar.share.value >= bar.least) for bar in report.bars(results)]
     assert found == [(0.975, True), (0.975, True), (0.975, True), (0.85, False), (0.75, False), (0.975, True)]
-    page = report.page(results)
+    page = report.page(results, 0)
     assert "in one message behind the text, a part: not declined | ≥ 95 % | 85.0 %" in page
     assert "in one message in front of the text, the whole text: declined | ≥ 95 % | 75.0 %" in page
 
