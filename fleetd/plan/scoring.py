@@ -161,10 +161,7 @@ def _judged(asked: SmartPrefillQuestion, parts: tuple[Segments, ...], score_s: f
     code: Code = ""
     reason = ""
     measured = all(part.scorer.measured for part in parts)
-    if measured and not _in_time(asked.tokens, parts):
-        code = "deadline"
-        reason = f"Scoring would take {score_s:.0f} s; after {limits.SMART_SCORE_S:.0f} s it is given up."
-    elif (
+    if (
         measured
         and asked.target is not None
         and asked.dense_s > 0
@@ -175,6 +172,9 @@ def _judged(asked: SmartPrefillQuestion, parts: tuple[Segments, ...], score_s: f
             f"Scoring would take {score_s:.2f} s and prefilling {asked.ratio:.0%} of it {prefill_s:.2f} s; "
             f"all of it takes {asked.dense_s:.2f} s."
         )
+    elif measured and not _in_time(asked.tokens, parts):
+        code = "deadline"
+        reason = f"Scoring would take {score_s:.0f} s; after {limits.SMART_SCORE_S:.0f} s it is given up."
     return SmartPlan(parts, score_s, prefill_s, asked.dense_s, code, reason)
 
 

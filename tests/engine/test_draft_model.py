@@ -12,10 +12,17 @@ import pytest
 import tiny_architectures
 import tiny_models
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, make_prompt_cache
+from pipes import Events, MemoryPipe
 from tiny_architectures import VOCAB
 
+from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
-from fleetd.engine.speculation.drafter import DraftModel
+from fleetd.engine.protocol import DraftFor, Failed, Followed
+from fleetd.engine.speculation.draft_guests import DraftGuests
+from fleetd.engine.speculation.drafter import DraftModel, DraftWriter
+from fleetd.engine.speculation.lookahead import Lookahead
+from fleetd.engine.speculation.remote_source import RemoteSource
+from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import ModelUnsupported
 
 
@@ -131,6 +138,55 @@ def test_a_text_goes_on_from_what_was_kept_of_an_earlier_one(model: Any) -> None
     assert second.guess([]).first == fresh(model, more)
     assert second.guess([9]).first == fresh(model, [*more, 9])
     assert second.guess([8]).first == fresh(model, [*more, 8])
+
+
+class BreakingModel(CountingModel):
+    """Fails in its third pass, when some layers have taken the tokens and others have not."""
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> Any:
+        logits = super().__call__(tokens, cache=cache)
+        if len(self.passes) == 3:
+            raise RuntimeError("no memory on the device")
+        return logits
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_of_a_step_that_broke_off_nothing_is_kept_and_the_worker_goes_on(model: Any, breaks: bool) -> None:
+    """What the cache holds then is not what its tokens say; and to compute it fails again."""
+    reports: list[Any] = []
+    prefix = PrefixCache(1 << 30)
+    guests = DraftGuests(
+        budget=KvBudget.of(1 << 30, 1024),
+        emit=reports.append,
+        streams=HandedOverStreams(lambda: None),
+        model=BreakingModel(model) if breaks else CountingModel(model),
+        ends=frozenset(),
+        context_tokens=4096,
+        vocab_size=VOCAB,
+        prefix=prefix,
+    )
+    guests.begin(DraftFor("r"))
+    (task,) = guests._tasks
+    ends: list[MemoryPipe] = []
+
+    def opened(place: Any) -> MemoryPipe:
+        ends.append(MemoryPipe(place, Events()))
+        return ends[-1]
+
+    drafting = guests._models["r"]
+    task.work = DraftWriter(drafting, opened, Lookahead(), context_tokens=4096, vocab_size=VOCAB)
+    source = RemoteSource(opened, words(50), VOCAB)
+    ends[0].join(ends[1])
+    for _ in range(4):
+        guests.turn(16)
+    source.close()
+    for _ in range(2):
+        guests.turn(16)
+    assert not len(guests)
+    assert isinstance(reports[-1], Failed if breaks else Followed)
+    assert guests.budget.used_bytes == 0
+    kept = [(entry.namespace, len(entry.tokens)) for entry in prefix._entries.values()]
+    assert kept == ([] if breaks else [("guessed", 50)])
 
 
 def test_a_cache_of_an_unknown_kind_cannot_be_taken_back() -> None:

@@ -200,6 +200,19 @@ def test_a_commit_that_fits_nothing_ends_the_drafter(tamper: Any) -> None:
     assert isinstance(pair.failed, ProtocolError)
 
 
+def test_attack_commits_that_wait_to_be_read_are_one_text_at_most() -> None:
+    """They come while the worker computes for others, as fast as the network carries them."""
+    pair = DraftPair(OracleGuesser(scrambled))
+    place, base = pair.drafter._place, wire.TextHash()
+    place(wire.commit(base, PROMPT)[0])
+    base.extend(PROMPT)
+    following, _ = wire.commit(base, [1, 2, 3])
+    assert sum(buffer.nbytes for buffer in place(following)) == 12
+    again, _ = wire.commit(base, list(range(200)))
+    with pytest.raises(ProtocolError, match=f"a text of {len(PROMPT)} tokens; {len(PROMPT) + 3} came"):
+        place(again)
+
+
 def test_what_is_far_behind_is_prefilled_in_chunks() -> None:
     model = OracleGuesser(scrambled)
     pair = DraftPair(model)

@@ -110,6 +110,12 @@ def spoiled(honest: Scored, how: str) -> Scored:
             packed = PackedScores(
                 1, 1, packed.starts[:4], packed.ends[:4], packed.pairs[:2], packed.logits[:4], packed.log_sums
             )
+        case "endless":
+            return replace(honest, tokens=10**9)
+        case "free":
+            return replace(honest, tokens=0)
+        case "slow":
+            return replace(honest, seconds=1e9)
         case "heads":
             return replace(honest, profile=Profile(heads=[(0, 0), (0, 1)], exit_layer=1))
     return replace(honest, scores=packed)

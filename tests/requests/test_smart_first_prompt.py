@@ -148,6 +148,29 @@ async def test_the_first_prompt_of_a_scorer_takes_what_was_planned(
     assert trace.ttft_s == pytest.approx(pool.load_s + trace.prefill_s)
 
 
+class LateLoadingPool(ScoringPool):
+    """Loads the model that answers in 30 s, of which it tells at the beginning only."""
+
+    clock: float = 100.0
+
+    async def loading(self, folder: Any, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
+        loads = folder.name not in self.loaded
+        async with aclosing(super().loading(folder, evict=evict)) as steps:
+            async for step in steps:
+                yield step
+        if loads and folder.name == "m":
+            self.clock += 30.0
+
+
+async def test_a_load_takes_until_it_is_over_in_the_trace_too(home: Any) -> None:
+    pool = LateLoadingPool(loaded=[SCORER])
+    this = home(None, pool, lambda: pool.clock)
+    await this.told(chat())
+    (trace,) = this.traces
+    (load,) = [step for step in trace.steps if step.name == "loaded" and step.machine == "this"]
+    assert load.seconds == pytest.approx(30.0)
+
+
 async def test_a_prompt_that_seemed_long_and_is_short_is_not_scored(home: Any) -> None:
     this = home(tokens_per_estimated=0.1)
     told = await this.told(chat())

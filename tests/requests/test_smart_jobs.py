@@ -356,8 +356,13 @@ async def test_a_prompt_that_no_machine_reads_whole_is_shortened_at_any_price(ho
     this = home()
     this.models.found = [FakeFolder("m", 1000), *folders("smollm2-135m")]
     this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
-    this.speeds.seed("smollm2-135m", 20.0, 20.0, now_s=0.0)
+    this.speeds.seed("smollm2-135m", 60.0, 20.0, now_s=0.0)
     assert (await this.told(chat())).used
+    # But not where it would be given up before there are scores.
+    this.speeds.seed("smollm2-135m", 10.0, 20.0, now_s=0.0)
+    told = await this.told(chat(haystack(210)))
+    assert (told.code, told.used) == ("deadline", False)
+    assert "after 120 s it is given up" in told.reason
 
 
 @pytest.mark.parametrize("form", ["sparse", "text"])
@@ -422,8 +427,14 @@ async def test_a_scorer_in_trouble_costs_nobody_an_answer(
     assert this.shown(f'fleetd_smart_total{{mode="full",outcome="{code}"}} 1.0')
 
 
+def patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """How long scoring is waited for, whatever was planned."""
+    monkeypatch.setattr(limits, "SMART_LATE", 0.0)
+    monkeypatch.setattr(limits, "SMART_GRACE_S", seconds)
+
+
 async def test_scoring_that_takes_too_long_is_given_up(home: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SMART_SCORE_S", 0.1)
+    patience(monkeypatch, 0.1)
     this = home(trouble=[asyncio.Event()])
     assert (await this.told(chat())).code == "timeout"
     assert this.pool.cancelled_scores == 1
@@ -433,7 +444,7 @@ async def test_scoring_that_takes_too_long_is_given_up(home: Any, monkeypatch: p
 async def test_choices_wait_once_for_scoring_that_takes_too_long(
     home: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "SMART_SCORE_S", 2.0)
+    patience(monkeypatch, 2.0)
     this = home(trouble=[asyncio.Event()])
     told = await asyncio.gather(*(this.told(chat(request_id=f"r{n}")) for n in range(4)))
     assert [each.code for each in told] == ["timeout"] * 4
@@ -444,7 +455,7 @@ async def test_choices_wait_once_for_scoring_that_takes_too_long(
 async def test_the_next_request_does_not_lose_the_time_again(
     home: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "SMART_SCORE_S", 0.1)
+    patience(monkeypatch, 0.1)
     this = home(trouble=[asyncio.Event()])
     assert (await this.told(chat())).code == "timeout"
     assert (await this.told(chat())).code == "no_compressor"
@@ -453,7 +464,7 @@ async def test_the_next_request_does_not_lose_the_time_again(
     monkeypatch.setattr(limits, "BACKOFF_S", 0.0)
     this = home(trouble=[asyncio.Event()])
     assert (await this.told(chat())).code == "timeout"
-    monkeypatch.setattr(limits, "SMART_SCORE_S", WITHIN_S)
+    patience(monkeypatch, WITHIN_S)
     assert (await this.told(chat())).used
 
 

@@ -318,7 +318,7 @@ async def test_a_silent_machine_is_given_up_and_the_prompt_read_whole(
     assert this.pool.asked == [chat()]
 
 
-SPOILED = ["garbage", "elsewhere", "one", "heads"]
+SPOILED = ["garbage", "elsewhere", "one", "heads", "endless", "free"]
 
 
 @pytest.mark.parametrize("how", SPOILED)
@@ -367,6 +367,7 @@ async def test_a_machine_that_refuses_is_named_and_not_held_against_it(home: Any
 
 
 async def test_a_model_that_cannot_score_is_tried_once(home: Any) -> None:
+    """Once by each machine: what another one says concerns that one alone."""
     this = home("mini", "air", compressor_here=True)
     for pool in (this.pool, *(mini.pool for mini in this.minis)):
         pool.trouble = [ModelUnsupported("Its attention finds 3% of what is asked for.")]
@@ -375,7 +376,17 @@ async def test_a_model_that_cannot_score_is_tried_once(home: Any) -> None:
     assert told.code == "no_compressor"
     named = await this.told(replace(ASKED, compressor_model=SMOL))
     assert SMOL in named.reason
-    assert len(this.pool.scores) + sum(len(mini.pool.scores) for mini in this.minis) == 1
+    assert max(len(pool.scores) for pool in (this.pool, *(mini.pool for mini in this.minis))) == 1
+
+
+async def test_attack_a_machine_that_says_that_a_model_cannot_score_speaks_for_itself(home: Any) -> None:
+    this = home("mini", "air")
+    this.minis[0].pool.trouble = [ModelUnsupported("It cannot score.")] * 9
+    for count in (240, 260):
+        told = await this.told(text=f"Log {count}.\n\n{haystack(count)}")
+        assert told.used, told
+        assert told.nodes == ("air",)
+    assert len(this.minis[0].pipes) == 1
 
 
 async def test_a_machine_whose_card_says_that_it_is_measured_scores(home: Any) -> None:
@@ -432,12 +443,13 @@ async def test_who_is_not_done_in_time_is_left_out_for_a_while(
     this = home("mini", "air")
     for mini in this.minis:
         mini.pool.trouble = [asyncio.Event()]
-    monkeypatch.setattr(limits, "SMART_SCORE_S", 0.1)
+    monkeypatch.setattr(limits, "SMART_LATE", 0.0)
+    monkeypatch.setattr(limits, "SMART_GRACE_S", 0.1)
     assert (await this.told()).code == "timeout"
     (slow,) = [mini for mini in this.minis if mini.pipes]
     (other,) = [mini for mini in this.minis if not mini.pipes]
     other.pool.trouble = []
-    monkeypatch.setattr(limits, "SMART_SCORE_S", WITHIN_S)
+    monkeypatch.setattr(limits, "SMART_GRACE_S", WITHIN_S)
     told = await this.told()
     assert told.nodes == (other.name,)
     assert len(slow.pipes) == 1
@@ -568,6 +580,36 @@ async def ask(mini: Mini, asked: Score, digest: str = DIGEST, model: str = SMOL)
             if body != ALIVE:
                 found.append(messages.decode_event(body))
     return found
+
+
+async def test_a_machine_did_not_compute_for_longer_than_it_was_waited_for(home: Any) -> None:
+    this = home("mini")
+    this.minis[0].pool.trouble = ["slow"]
+    assert (await this.told()).used
+    (trace,) = this.traces
+    steps = {step.name: step.seconds for step in trace.steps if step.machine == "mini"}
+    assert 0 < steps["computed"] <= steps["scored"] < WITHIN_S
+
+
+async def test_who_leaves_while_the_ledger_writes_has_no_row_left_open(
+    ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini, written = Mini("mini", ledger), asyncio.Event()
+    reserve = ledger.reserve
+
+    async def reserve_for_long(row: Any) -> None:
+        await reserve(row)
+        written.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ledger, "reserve", reserve_for_long)
+    pipe = mini.open(messages.encode(messages.ScoreQuestion(SMOL, DIGEST, score())))
+    await written.wait()
+    pipe.cancel()
+    await asyncio.wait({pipe._task})
+    assert store.call(lambda db: db.execute("SELECT state, reason FROM usage").fetchall()) == [
+        ("refunded", "cancelled")
+    ]
 
 
 async def test_an_honest_question_is_answered_and_billed_here_too(ledger: Ledger, store: Store) -> None:

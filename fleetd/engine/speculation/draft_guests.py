@@ -77,6 +77,10 @@ class DraftGuests(Guests[DraftFor, DraftWriter]):
         except PeerLost:
             # The ordinary end: the worker that writes the text has ended it, or is gone.
             return Followed(task.id, work.drafted, work.judged, work.right)
+        except Exception:
+            # After a step that broke off the cache may hold other rows than its tokens', or lack some.
+            del self._models[task.id]
+            raise
         return None
 
     def _grow(self, task_id: str, tokens: int) -> None:
@@ -92,7 +96,9 @@ class DraftGuests(Guests[DraftFor, DraftWriter]):
         return sizes.of(tokens) + SAVED_STATES * sizes.whole(tokens)
 
     def on_end(self, task: _Task) -> None:
-        tokens, cache = self._models.pop(task.id).kept
+        if (model := self._models.pop(task.id, None)) is None:
+            return
+        tokens, cache = model.kept
         if tokens:
             mx.eval([layer.state for layer in cache])
             self.prefix.store(tokens, cache, GUESSED)

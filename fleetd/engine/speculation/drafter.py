@@ -165,6 +165,8 @@ class DraftWriter:
         self._text_hash = wire.TextHash()
         self._error: FleetError | None = None
         self._heard_s = clock()
+        # Tokens of the commits that have begun to come; the pipe's thread counts them.
+        self._placed = 0
         # Tokens that were drafted on the way, and of those that were judged, how many were right.
         self.drafted = self.judged = self.right = 0
         self._pipe = connect(self._place)
@@ -220,6 +222,10 @@ class DraftWriter:
         self._pipe.send(*wire.draft(self._text_hash.length, self._text_hash.hash, [branch]))
 
     def _place(self, head: FrameHeader) -> list[memoryview]:
+        # Commits follow each other, so those that wait to be read are one text at most.
+        if head.start != self._placed:
+            raise ProtocolError(f"A commit goes on from a text of {head.start} tokens; {self._placed} came.")
+        self._placed = head.end
         return wire.place_commit(head, context_tokens=self._context_tokens)
 
     def _receive(self) -> None:

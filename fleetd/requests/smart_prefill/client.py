@@ -159,7 +159,7 @@ class SmartPrefill(PipelineStep):
             raise _short(tokens, policy)
         compression = CompressionJob(request.id, found, tokens, policy, bill, not job.shareable)
         compression.aged = self._history.find(smart_prompt.said(job.request), policy)
-        began_s, loaded = self._monotonic(), list[StepView]()
+        loaded = list[StepView]()
         try:
             # What needs no scores comes first: nothing is loaded for a prompt that stays whole.
             await asyncio.to_thread(decide_unscored, compression)
@@ -168,11 +168,13 @@ class SmartPrefill(PipelineStep):
             if target.choice.node_id == THIS_NODE and target.folder is not None:
                 # It has to be loaded anyway, and only then says which forms it takes; and loaded in this
                 # order, it is the compressor for which there may be no room.
+                began_s, loads = self._monotonic(), False
                 async with aclosing(self._pool.loading(target.folder)) as steps:
                     async for progress in steps:
+                        loads = True
                         yield progress
-                        took_s = self._monotonic() - began_s
-                        loaded = [StepView(step_names.LOADED, took_s, machine=THIS_NAME)]
+                if loads:
+                    loaded = [StepView(step_names.LOADED, self._monotonic() - began_s, machine=THIS_NAME)]
                 if compression.selection is None:
                     await self._count(target.folder, compression)
                     tokens = compression.tokens

@@ -84,8 +84,9 @@ class Scorers:
         self._models = models
         self._speeds = speeds
         self._members = members
-        # Compressors whose attention finds too little.
-        self._unable: set[str] = set()
+        # Compressors whose attention finds too little, by the machine that says so: what another one says
+        # concerns that one, what this one found concerns all.
+        self._unable: set[tuple[str, str]] = set()
         # By compressor: which heads score, and after which layer it may stop.
         self._profiles: dict[str, Profile] = {}
 
@@ -182,8 +183,9 @@ class Scorers:
         """
         key = work.compressor.key
         errors = [ran.error for ran in work.ran.values()]
-        if any(isinstance(error, ModelUnsupported) for error in errors):
-            self._unable.add(key)
+        self._unable |= {
+            (ran.scorer.node_id, key) for ran in work.ran.values() if isinstance(ran.error, ModelUnsupported)
+        }
         if any(isinstance(error, InvalidValue) for error in errors):
             # The profile came from another machine, and may be made up: every engine would refuse it.
             self._profiles.pop(key, None)
@@ -227,7 +229,8 @@ class Scorers:
         return [
             holder
             for holder in found
-            if holder.key not in self._unable and not holder.member.why_left_out(holder.key)
+            if self._unable.isdisjoint({(THIS_NODE, holder.key), (holder.member.node_id, holder.key)})
+            and not holder.member.why_left_out(holder.key)
         ]
 
     def _own(self, here: Member, folder: ModelFolder) -> ModelHolder:

@@ -39,6 +39,9 @@ log = get_logger("fleetd.compression")
 
 # Every tokenizer makes at least one token of so many characters that are not blank.
 _TOKEN_CHARS = 64
+# Passes repeat the text's head and the question: one pass by at most so many tokens, and several, which a
+# short context takes, together by fewer than are scored, times this.
+_AROUND_TOKENS, _AROUND = 1024, 3
 
 Steps = AsyncGenerator[Loading | Prefill | Scored, None]
 
@@ -191,7 +194,7 @@ class SegmentScoring:
                 log.warning(
                     "smart.scorer_failed", request=work.question.id, node=scorer.name, code=error.code
                 )
-                if isinstance(error, ModelUnsupported):
+                if isinstance(error, ModelUnsupported) and scorer.here:
                     # The others have the same files.
                     break
             else:
@@ -229,7 +232,8 @@ class SegmentScoring:
         ran.unanswered -= 1
         ran.tokens += scored.tokens
         ran.seconds += took_s
-        ran.computed_s += scored.seconds
+        # It began after this one had asked, whatever it tells.
+        ran.computed_s += min(scored.seconds, took_s)
         work.profile = work.profile or scored.profile
         return found
 
@@ -281,7 +285,10 @@ def _unpacked(scored: Scored, question: ScoringQuestion, asked: Score) -> Segmen
     chars = sum(len(word) for a, b in question.own(first, last) for word in question.text[a:b].split())
     # Without a marked question the last tokens are the question.
     asking = 0 if question.questions else limits.SCORE_QUERIES
-    if not found.within(first, last) or (len(found.starts) + asking) * _TOKEN_CHARS < chars:
+    count = len(found.starts)
+    if not count <= scored.tokens <= (1 + _AROUND) * count + _AROUND_TOKENS:
+        raise ProtocolError(f"Scores of {count} tokens came, for which {scored.tokens} were computed.")
+    if not found.within(first, last) or (count + asking) * _TOKEN_CHARS < chars:
         raise ProtocolError("The scores are not those of the segment that was asked for.")
     return found
 

@@ -57,9 +57,9 @@ class ScoreServer:
         folder = await self._context.model_by_digest(ask.model, ask.digest)
         score = msgspec.structs.replace(ask.score, id=own_id(ask.score.id))
         row = Reservation(score.id, folder.name, THIS_NAME, SCORE_ROUTE, self._now())
-        await self._ledger.reserve(row)
         scored: Scored | None = None
         try:
+            await self._ledger.reserve(row)
             async with (
                 aclosing(self._pool.score(folder, score, evict=False)) as steps,
                 aclosing(with_heartbeats(steps, limits.JOB_ALIVE_S)) as beats,
