@@ -333,7 +333,8 @@ def _other_files(ask: RouteQuestion, c: Candidate, lead: Candidate | None = None
         return Refusal("absent", f"{c.name} does not have {ask.model}.")
     for each in (c, lead):
         if each is not None and not each.absent and not each.digest:
-            sentence = f"{each.name} does not know yet which files its {ask.model} is made of."
+            sentence = f"{each.name} does not know yet which files its {ask.model} is made of"
+            sentence += "." if each is c else f", so {c.name}'s may be others."
             return Refusal("files_unknown", sentence)
     return Refusal("other_files", f"{c.name} has other files under the name {ask.model}.")
 

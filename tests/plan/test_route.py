@@ -223,7 +223,7 @@ def test_files_here_that_are_not_hashed_yet_may_be_any() -> None:
     assert order(ranked) == [""]
     assert why(ranked, "a") == (
         "files_unknown",
-        "this does not know yet which files its qwen3-8b is made of.",
+        "this does not know yet which files its qwen3-8b is made of, so a's may be others.",
     )
 
 
