@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pipes import Events, MemoryPipe
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 import tiny_architectures
 import tiny_models
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, make_prompt_cache
-from pipes import Events, MemoryPipe
 from tiny_architectures import VOCAB
 
 from fleetd.engine.memory import KvBudget
