@@ -163,6 +163,15 @@ def test_an_address_that_somebody_answered_at_finds_room_among_hints() -> None:
     assert len(paths) == limits.ADDRESSES_PER_PEER
 
 
+def test_an_announcement_never_puts_a_dial_off() -> None:
+    """A session has just ended, and the machine is to be dialled at once."""
+    paths = all_paths(LAN)
+    paths.failed(LAN, "It is off.", 10.0, 0.0)
+    paths.retry(LAN, 10.0)
+    paths.add(LAN, "mdns", 10.0)
+    assert paths.order(10.0) == [LAN]
+
+
 def test_the_stronger_source_of_an_address_is_kept() -> None:
     paths = all_paths()
     paths.add(LAN, "told", 0.0)
