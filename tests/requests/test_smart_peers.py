@@ -21,7 +21,7 @@ from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.prefill_trace import Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
-from fleetd.engine.protocol import ChatPrompt, Finished, Loading, Prefill, Score
+from fleetd.engine.protocol import ChatPrompt, Finished, Loading, Prefill, Profile, Score
 from fleetd.errors import (
     Draining,
     EngineDied,
@@ -356,6 +356,15 @@ async def test_attack_heads_that_somebody_made_up_are_forgotten(home: Any) -> No
     profiles = [score.profile for mini in this.minis for score in mini.pool.scores]
     # Found by the first one, refused by both, found once more.
     assert profiles.count(None) == 2
+
+
+async def test_heads_that_this_machine_found_go_before_those_that_another_told(home: Any) -> None:
+    found = dict[str, Profile]()
+    this = home("mini", profiles=Profiles(found))
+    await this.told()
+    found[DIGEST] = Profile(heads=[(0, 1)], exit_layer=1)
+    await this.told(text=f"Another log.\n\n{haystack(240)}")
+    assert [score.profile for score in this.minis[0].pool.scores] == [None, found[DIGEST]]
 
 
 async def test_a_machine_that_refuses_is_named_and_not_held_against_it(home: Any) -> None:

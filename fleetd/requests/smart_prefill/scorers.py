@@ -122,7 +122,8 @@ class Scorers:
             if holder.folder is not None and not holder.model.digest:
                 digest = self._models.known_digest(holder.folder)
                 holder = replace(holder, model=structs.replace(holder.model, digest=digest))
-            profile = self._profiles.get(holder.key) or self._known.find(holder.model.digest)
+            # What this machine found, or was shipped, goes before what another machine told.
+            profile = self._known.find(holder.model.digest) or self._profiles.get(holder.key)
             if profile is not None and profile.heads:
                 self._profiles[holder.key] = profile
                 found.append(holder if not holder.search_tokens else replace(holder, search_tokens=0))
