@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.plan.affinity import BLOCK_CHARS, Affinity, chain
+from fleetd.plan.affinity import BLOCK_CHARS, Affinity, SessionPlaces, chain
 
 KEY = bytes(16)
 TURN = "x" * (3 * BLOCK_CHARS)
@@ -103,3 +104,35 @@ def test_what_was_lost_with_an_engine_takes_no_room() -> None:
 
 def test_hashes_of_two_processes_say_nothing_about_each_other() -> None:
     assert chain(TURN, KEY)[0] != chain(TURN, b"k" * 16)[0]
+
+
+def test_of_machines_the_one_that_computed_last_is_forgotten_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "AFFINITY_BLOCKS", 8)
+    seen = Affinity(KEY)
+    seen.computed("a", "m", text("p", 3))
+    seen.computed("b", "m", text("q", 3))
+    seen.computed("a", "m", text("r", 1))
+    seen.computed("c", "m", text("s", 3))
+    assert seen.cached_chars("a", "m", text("p", 3)) == 3 * BLOCK_CHARS
+    assert seen.cached_chars("b", "m", text("q", 3)) == 0
+
+
+def test_a_turn_pushes_nothing_out_where_there_is_room_without_the_one_before() -> None:
+    seen = Affinity(KEY)
+    room, turn = 9 * BLOCK_CHARS, "p" * (4 * BLOCK_CHARS)
+    seen.computed("a", "m", text("x", 1), room)
+    seen.computed("a", "m", chain(turn, KEY), room)
+    seen.computed("a", "m", chain(turn + "q" * (4 * BLOCK_CHARS), KEY), room)
+    assert seen.cached_chars("a", "m", text("x", 1)) == BLOCK_CHARS
+
+
+def test_the_session_that_ran_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SESSIONS", 2)
+    places = SessionPlaces(KEY)
+    for session in ("one", "two", "one", "three"):
+        places.ran(session, "m", f"the machine of {session}")
+    assert [places.last(session, "m") for session in ("one", "two", "three")] == [
+        "the machine of one",
+        "",
+        "the machine of three",
+    ]

@@ -483,3 +483,50 @@ def test_a_load_that_would_leave_no_room_for_the_prompt_is_the_last_resort() -> 
     assert order(route(ASK, [cramped, here()])) == ["", "a"]
     # How much the prompt needs is an estimate, so it is no reason to refuse.
     assert order(route(ASK, [cramped])) == ["a"]
+
+
+# ---- Rules that only a few fleets show -------------------------------------------------------------------
+
+
+def test_only_a_request_that_waits_here_is_one_of_those_that_wait_here() -> None:
+    admitted = replace(ASK, admitted=True)
+    for machine, counted in ((here(waiting=1), 0), (peer("a", waiting=1), 1)):
+        one = price(ASK, machine).queue_s
+        assert one > 0
+        assert price(admitted, machine).queue_s == counted * one
+
+
+def test_what_a_machine_has_measured_of_its_prefill_is_not_mixed_with_its_twin_s() -> None:
+    """It has not decoded yet."""
+    half = peer("a", decode_tok_s=0.0, prefill_context_s=0.0, prefill_fixed_s=0.0)
+    twin = peer("b", **speed(2), prefill_context_s=1e-6, prefill_fixed_s=0.5)
+    found = {p.node_id: p.price for p in route(ASK, [half, twin]).placements}
+    assert found["a"].prefill_s == price(ASK, half).prefill_s
+    assert found["a"].decode_s == found["b"].decode_s
+
+
+def test_a_doubtful_speed_here_makes_other_machines_dearer_and_not_this_one() -> None:
+    """Its session is elsewhere, where it cannot run now."""
+    machines = [here(doubtful=True), peer("a", **speed(1.1)), peer("b", session=True, **speed(0.5))]
+    assert order(route(ASK, machines))[0] == ""
+    assert order(route(ASK, [replace(machines[0], doubtful=False), *machines[1:]]))[0] == "a"
+
+
+def test_a_prompt_that_just_fits_the_context_is_not_refused() -> None:
+    counted = replace(ASK, counted=True)
+    assert order(route(counted, [peer("a", context_tokens=ASK.prompt_tokens)])) == ["a"]
+    assert order(route(counted, [peer("a", context_tokens=ASK.prompt_tokens - 1)])) == []
+
+
+def test_a_machine_that_would_fetch_a_name_is_not_asked_where_files_of_it_are_here() -> None:
+    absent = peer("a", state="absent", can_pull=True)
+    found = route(ASK, [here(), absent])
+    assert order(found) == [""]
+    assert why(found, "a")[0] == "absent"
+    assert order(route(ASK, [peer("b"), absent])) == ["b", "a"]
+
+
+def test_a_session_on_a_machine_that_cannot_be_asked_draws_nothing_there() -> None:
+    """So the next best reason to stay is that the prompt is here."""
+    away = peer("b", session=True, refusal=Refusal("silent", "b is silent."))
+    assert order(route(ASK, [here(), peer("a", **speed(1.05)), away])) == ["", "a"]

@@ -47,11 +47,12 @@ from fleetd.p2p.membership.cards import Card
 from fleetd.plan.beginnings import KeptBeginning
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE
+from fleetd.plan.route import RouteQuestion
 from fleetd.requests import messages, remote
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.members import Member, Members
 from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.placement import Placer, WantedModel, alike, candidate
+from fleetd.requests.placement import KnownTokens, Placer, WantedModel, alike, candidate
 from fleetd.requests.runner import Runner
 from fleetd.store import Store
 
@@ -732,3 +733,17 @@ def test_a_machine_with_nothing_to_do_is_priced_with_what_it_can_fetch_from_a_bu
     )
     assert chosen.node_id == "idle"
     assert chosen.kept_where.startswith("idle fetches about 9984 tokens of the prompt from reader")
+
+
+@pytest.mark.parametrize(("known", "where"), [(51, "reader"), (50, "quicker")])
+def test_a_prompt_goes_on_where_more_than_half_of_it_was_read(known: int, where: str) -> None:
+    """The other machine answers a little sooner all the same."""
+    found = [machine("reader"), machine("quicker", faster=1.08)]
+    members = Members(lambda: found, lambda: OWN)
+    placer = Placer(members, lambda *_: pytest.fail("nothing is sent"))
+    ways = placer.ways(
+        RouteQuestion("big", prompt_tokens=100, max_tokens=100_000),
+        WantedModel("big", here=False),
+        lambda member: KnownTokens(known if member.node_id == "reader" else 0),
+    )
+    assert ways.placements[0].node_id == where
