@@ -520,9 +520,10 @@ def test_a_prompt_that_just_fits_the_context_is_not_refused() -> None:
 
 def test_a_machine_that_would_fetch_a_name_is_not_asked_where_files_of_it_are_here() -> None:
     absent = peer("a", state="absent", can_pull=True)
-    found = route(ASK, [here(), absent])
-    assert order(found) == [""]
-    assert why(found, "a")[0] == "absent"
+    for hashed in ("d1", ""):
+        found = route(ASK, [here(digest=hashed), absent])
+        assert order(found) == [""]
+        assert why(found, "a")[0] == "absent"
     assert order(route(ASK, [peer("b"), absent])) == ["b", "a"]
 
 

@@ -747,3 +747,26 @@ def test_a_prompt_goes_on_where_more_than_half_of_it_was_read(known: int, where:
         lambda member: KnownTokens(known if member.node_id == "reader" else 0),
     )
     assert ways.placements[0].node_id == where
+
+
+def test_what_is_awaited_is_what_is_read_now_beyond_what_was_read() -> None:
+    assert (KnownTokens(30, 50).tokens, KnownTokens(30, 50).awaited) == (50, 20)
+    assert (KnownTokens(50, 30).tokens, KnownTokens(50, 30).awaited) == (50, 0)
+
+
+@pytest.mark.parametrize("unaided", [False, True])
+def test_a_machine_with_rules_of_its_own_is_still_helped_itself(unaided: bool) -> None:
+    model = replace(MODEL, **DIVISIBLE)
+    helper = msgspec.structs.replace(machine("helper", **DIVISIBLE), bytes_per_s=1e9)
+    members = Members(lambda: [helper], lambda: replace(OWN, models=[model]), unaided=lambda: unaided)
+    placer, asked = Placer(members, lambda *_: None), RouteQuestion("big", 10_000, 10)  # type: ignore[arg-type,return-value]
+
+    def helped(member: Member) -> bool:
+        here = members.here()
+        home = placer._home(
+            asked, WantedModel("big", here=True), member, [here, helper], [], KnownTokens(), 0, {}
+        )
+        return bool(home.helpers)
+
+    assert helped(members.here())
+    assert helped(helper) is not unaided
