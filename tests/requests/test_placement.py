@@ -770,3 +770,16 @@ def test_a_machine_with_rules_of_its_own_is_still_helped_itself(unaided: bool) -
 
     assert helped(members.here())
     assert helped(helper) is not unaided
+
+
+@pytest.mark.parametrize("state", ["loaded", "installed"])
+def test_what_a_machine_says_that_its_memory_has_counts_while_its_model_is_loaded(state: str) -> None:
+    found = [machine("told", state=state), machine("silent", state=state)]
+    placer = Placer(Members(lambda: found, lambda: OWN), lambda *_: pytest.fail("nothing is sent"))
+    ways = placer.ways(
+        RouteQuestion("big", prompt_tokens=1000, max_tokens=10),
+        WantedModel("big", here=False),
+        places={"told": KeptBeginning(memory_tokens=900)},
+    )
+    prefills = {way.node_id: way.price.prefill_s for way in ways.placements}
+    assert (prefills["told"] < 0.2 * prefills["silent"]) is (state == "loaded")
