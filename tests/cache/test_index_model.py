@@ -24,7 +24,7 @@ SIZES = st.sampled_from([1, 5, 10, 12, 30])
 WORTH = st.sampled_from([0.0, 1.0, 2.0, 8.0])
 
 
-class _Row:
+class _HeldBlock:
     def __init__(self, depth: int, nbytes: int, priority: float, begun_s: float) -> None:
         self.depth, self.nbytes, self.priority, self.begun_s = depth, nbytes, priority, begun_s
         self.ready = False
@@ -44,7 +44,7 @@ class IndexBesideADictionary(RuleBasedStateMachine):
             clock=lambda: self.now_s,
         )
         self.index.take_key("one")
-        self.rows: dict[str, _Row] = {}
+        self.rows: dict[str, _HeldBlock] = {}
         self.links: dict[str, str] = {}
         self.key, self.aged = "one", 0.0
         self.deleted: list[str] = []
@@ -113,7 +113,7 @@ class IndexBesideADictionary(RuleBasedStateMachine):
             assert self.index.reserve(key, block, prompt, deleted.append)
             assert sorted(deleted) == sorted(gone)
             self._evict(gone)
-            self.rows[name] = _Row(int(name[1]), nbytes, priority, self.now_s)
+            self.rows[name] = _HeldBlock(int(name[1]), nbytes, priority, self.now_s)
             return
         assert deleted == []
 
