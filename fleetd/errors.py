@@ -29,6 +29,7 @@
     ├─ Draining                     the daemon is stopping
     ├─ EngineError                  the worker failed
     │  ├─ EngineDied                the worker process ended
+    │  │  └─ ModelUnloaded          somebody unloaded the model while it worked
     │  └─ EngineStalled             the worker made no progress
     └─ PeerError                    another machine is at fault, or the way to it
        ├─ PeerUnreachable           no address of it answers
@@ -200,6 +201,10 @@ class EngineError(FleetError):
 
 class EngineDied(EngineError):
     code, status = "engine_died", 502
+
+
+class ModelUnloaded(EngineDied):
+    code, status = "model_unloaded", 503
 
 
 class EngineStalled(EngineError):

@@ -1,7 +1,7 @@
 """Authentication, from the connection and the headers alone: no byte of the body is read before it.
 
     Unix socket   the peer has to run as our own user (or root)
-    TCP           exact Host → no foreign Origin → not cross-site → token, or session of the page → JSON
+    TCP           own Host → no foreign Origin → not cross-site → token, or session of the page → JSON
     TCP, as Ollama's clients expect it (setting http.ollama_listen)
                   the same without the token; what changes the disk still needs it
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
@@ -27,7 +26,10 @@ from fleetd.errors import Forbidden, NotFound, UnsupportedMediaType
 from fleetd.peercred import peer_uid
 
 CONTROL_PREFIX = "/fleet/"
-_HTTP_PORT = 80
+_NO_TYPE = "application/octet-stream"
+# Names that no name server can point at another machine. The port may be any: that of a tunnel, of a container
+# or of a proxy is not the one listened on.
+_LOOPBACK = re.compile(r"(?:127\.0\.0\.1|localhost\.?|\[::1\])(?::[1-9][0-9]{0,4})?", re.ASCII | re.IGNORECASE)
 _HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?: *, *[\w!#$%&'*+.^`|~-]+)*", re.ASCII)
 
 
@@ -64,37 +66,21 @@ def _check_user(request: web.Request, services: Services) -> None:
         raise Forbidden("This socket serves its own user only.", hint=f"It belongs to uid {os.geteuid()}.")
 
 
-def allowed_hosts(port: int, extra: frozenset[str]) -> frozenset[str]:
-    """Every Host value that names this server; at port 80 clients leave the port out."""
-    names = ("127.0.0.1", "localhost", "[::1]")
-    hosts = {f"{name}:{port}" for name in names}
-    if port == _HTTP_PORT:
-        hosts.update(names)
-    return frozenset(hosts) | extra
-
-
-def _hosts(request: web.Request, services: Services) -> frozenset[str]:
-    sock = request.transport.get_extra_info("socket") if request.transport is not None else None
-    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
-        return services.hosts
-    return allowed_hosts(sock.getsockname()[1], services.hosts)
-
-
 def _check_host(request: web.Request, services: Services) -> None:
     values = request.headers.getall(hdrs.HOST, [])
-    if len(values) != 1 or values[0].lower() not in _hosts(request, services):
+    if len(values) != 1 or not (_LOOPBACK.fullmatch(values[0]) or values[0].lower() in services.hosts):
         services.metrics.auth_failure("host")
         raise Forbidden(
             "The Host header does not name this server.",
-            hint="Use 127.0.0.1 or localhost with the port, or list the name under http.allowed_hosts.",
+            hint="Use 127.0.0.1 or localhost, or list the name, with its port, under http.allowed_hosts.",
         )
 
 
 def _check_site(request: web.Request, services: Services) -> None:
     origin = request.headers.get(hdrs.ORIGIN)
     if origin is not None:
-        own = {f"http://{host}" for host in _hosts(request, services)}
-        if origin not in own and origin not in services.origins:
+        # A page of another port of this machine is another origin, so the Host counts with its port.
+        if origin != f"http://{request.headers[hdrs.HOST].lower()}" and origin not in services.origins:
             services.metrics.auth_failure("origin")
             raise Forbidden(
                 "Web pages of this origin may not call.", hint="List it under http.allowed_origins."
@@ -109,12 +95,13 @@ def _check_site(request: web.Request, services: Services) -> None:
 def _check_content_type(request: web.Request) -> None:
     """A page can post a form or text/plain anywhere without a preflight, but not JSON.
 
-    Programs may leave the type out, as litellm does towards Ollama: a browser says for whom it posts.
+    Programs may leave the type out, or send the one that stands for none, as litellm does towards Ollama: a
+    browser says for whom it posts.
     """
     if request.method != hdrs.METH_POST:
         return
     by_page = hdrs.ORIGIN in request.headers or "Sec-Fetch-Site" in request.headers
-    if hdrs.CONTENT_TYPE not in request.headers and not by_page:
+    if request.headers.get(hdrs.CONTENT_TYPE, _NO_TYPE) == _NO_TYPE and not by_page:
         return
     if request.content_type != "application/json":
         given = request.headers.get(hdrs.CONTENT_TYPE, "nothing")[:64]

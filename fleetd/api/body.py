@@ -97,15 +97,35 @@ def json_answer(body: object, *, status: int = 200, headers: Mapping[str, str] |
 
 
 def parse(data: bytes, kind: type[T]) -> T:
-    """JSON bytes → a value of ``kind``, with errors that name the field or the position."""
+    """JSON bytes → a value of ``kind``, with errors that name the field or the position.
+
+    Half a character, which agents cut out of what a tool printed, is U+FFFD, as other servers read it: it stays
+    in the conversation, and a refusal would end that for good.
+    """
     try:
-        return msgspec.json.decode(data, type=kind)
+        return _decoded(data, kind)
     except msgspec.ValidationError as exc:
         raise _invalid(str(exc), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise BadRequest(f"The body is not valid JSON: {_position(exc, data)}.") from None
     except RecursionError:
         raise BadRequest("The body is nested too deeply.") from None
+
+
+def _decoded(data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        whole = _ESCAPES.sub(_without_half, data)
+        if whole == data:
+            raise
+        return msgspec.json.decode(whole, type=kind)
+
+
+def _without_half(escape: re.Match[bytes]) -> bytes:
+    return rb"\ufffd" if escape["half"] else escape[0]
 
 
 def _position(exc: Exception, data: bytes) -> str:
@@ -128,6 +148,11 @@ def _broken_at(data: bytes) -> int:
     return len(data)
 
 
+# Each escape of JSON's; a "half" is a surrogate without the other one. A backslash occurs in texts alone.
+_ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$?\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`$")
 

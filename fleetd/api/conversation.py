@@ -8,9 +8,10 @@ renders to the same tokens in every dialect, and finds the same prefix in the ca
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.body import parse
@@ -24,6 +25,9 @@ Plain = dict[str, Any]
 CacheMark = tuple[int, int]
 
 
+# What clients send to stop at. Forms send an empty text for none, also in a list.
+StopText = Annotated[str, Meta(max_length=limits.STOP_STRING_CHARS)]
+StopTexts = Annotated[list[StopText], Meta(max_length=limits.STOP_STRINGS)]
 _SEED_MASK = 2**63 - 1
 
 
@@ -174,6 +178,12 @@ def sampling(
         seed=None if seed is None else (seed + choice) & _SEED_MASK,
         logit_bias={int(token): bias for token, bias in (logit_bias or {}).items()},
     )
+
+
+def stops(given: str | Sequence[str] | None) -> list[str]:
+    """The texts at which an answer ends; an empty one is none."""
+    texts = [given] if isinstance(given, str) else given or ()
+    return [text for text in texts if text]
 
 
 def checked(value: Plain, where: str) -> Plain:

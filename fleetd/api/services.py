@@ -40,7 +40,7 @@ class Services(msgspec.Struct, frozen=True):
         verify: ``fleetd.models.verify.verify(path, full=bool)``.
         names: the models of requests that name none, or name one by an alias.
         token: what TCP clients must show; "" turns the check off.
-        hosts: Host values accepted besides 127.0.0.1, localhost and [::1] at the port of the connection.
+        hosts: Host values accepted besides 127.0.0.1, localhost and [::1], which are at any port.
         origins: web origins that may call from a browser. Without any there are no CORS headers.
         plan: how a prompt would be answered now; raises FleetError where no machine can.
         traces: the newest so many, or those of one request.

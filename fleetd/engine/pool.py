@@ -328,7 +328,7 @@ class EnginePool:
             raise
 
     async def unload(self, name: str) -> bool:
-        """End a model's workers; their running requests fail with EngineDied. False if none runs."""
+        """End a model's workers; their running requests fail with ModelUnloaded. False if none runs."""
         self._stays_s.pop(name, None)
         parts = [other for other, engine in self._engines.items() if engine.settings.part_of == name]
         engines = [engine for n in (name, *parts) if (engine := self._engines.pop(n, None)) is not None]

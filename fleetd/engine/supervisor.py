@@ -56,7 +56,15 @@ from fleetd.engine.protocol import (
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.stage_times import StageTimes
 from fleetd.engine.streams.channel import SocketSender
-from fleetd.errors import EngineDied, EngineError, EngineStalled, FleetError, Overloaded, from_code
+from fleetd.errors import (
+    EngineDied,
+    EngineError,
+    EngineStalled,
+    FleetError,
+    ModelUnloaded,
+    Overloaded,
+    from_code,
+)
 from fleetd.hardware.memory import resident_bytes
 from fleetd.hardware.process_work import work_of
 
@@ -122,7 +130,7 @@ class EngineProcess:
     async def start(self) -> None:
         """Spawn the worker; returns before the model is loaded (see ``loaded``).
 
-        Raises EngineDied if it cannot be started, or was told to stop meanwhile.
+        Raises EngineDied if it cannot be started, ModelUnloaded if it was told to stop meanwhile.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -160,7 +168,7 @@ class EngineProcess:
         log.info("engine.started", model=self.settings.name, pid=self.pid)
         if self.state == "stopping":
             await self.stop()
-            raise EngineDied(f"The engine for {self.settings.name} was stopped while it started.")
+            raise self._not_running()
 
     async def _spawn(self, theirs: socket.socket, their_channel: socket.socket) -> asyncio.subprocess.Process:
         """Start the program with its ends of the two sockets."""
@@ -191,16 +199,21 @@ class EngineProcess:
             if self.state == "ready":
                 return
             if self.state != "loading":
-                raise self.error or EngineDied(f"The engine for {self.settings.name} is stopping.")
+                raise self._not_running()
             yield seen
 
     async def stop(self) -> None:
-        """End the worker: ask, wait ``limits.ENGINE_STOP_S``, kill. Idempotent.
+        """End the worker: ask, wait ``limits.ENGINE_STOP_S``, kill; requests end with ModelUnloaded. Idempotent.
 
         One that even the kernel cannot end, as it waits for a dead disk, is left to itself.
         """
         if self.state in ("loading", "ready"):
             self.state = "stopping"
+            self.error = self.error or ModelUnloaded(
+                f"{self.settings.part_of or self.settings.name} was unloaded.",
+                hint="Send the request again, and it is loaded again.",
+                retry_after_s=1,
+            )
         process, writer = self._process, self._writer
         if process is None or writer is None:
             return

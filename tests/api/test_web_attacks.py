@@ -57,21 +57,26 @@ async def test_no_host_two_hosts_and_an_empty_host_are_refused(
     await writer.wait_closed()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST", "[::1]"])
-async def test_own_names_are_accepted(site: Site, host: str) -> None:
-    status, _ = await ask(site, {**JSON, **site.auth, "Host": f"{host}:{site.port}"})
+@pytest.mark.parametrize("port", [":{port}", ":9000", ""])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST", "localhost.", "[::1]"])
+async def test_own_names_are_accepted_at_any_port(site: Site, host: str, port: str) -> None:
+    """A tunnel, a container's port map and a proxy of this machine listen at ports of their own, or at 80."""
+    status, _ = await ask(site, {**JSON, **site.auth, "Host": host + port.format(port=site.port)})
     assert status == 200
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "localhost", "127.0.0.1:9000"])
+async def test_a_page_has_to_be_of_the_very_host_and_port_that_it_asks(site: Site, host: str) -> None:
+    asked = {**JSON, **site.auth, "Host": host}
+    assert (await ask(site, {**asked, "Origin": f"http://{host}"}))[0] == 200
+    for other in (site.url, "http://localhost:9001", f"https://{host}", "http://evil.example", "null"):
+        assert await ask(site, {**asked, "Origin": other}) == (403, "forbidden")
 
 
 async def test_a_listed_host_is_accepted(runner: FakeRunner) -> None:
     async with serve(services(runner, hosts=frozenset({"mac.tail.net:8114"}))) as site:
         assert (await ask(site, {**JSON, **site.auth, "Host": "mac.tail.net:8114"}))[0] == 200
         assert (await ask(site, {**JSON, **site.auth, "Host": "mac.tail.net"}))[0] == 403
-
-
-def test_at_port_80_the_port_may_be_left_out() -> None:
-    assert "localhost" in auth.allowed_hosts(80, frozenset())
-    assert "localhost" not in auth.allowed_hosts(8114, frozenset())
 
 
 # ---- Pages of other origins ------------------------------------------------------------------------------
@@ -118,6 +123,23 @@ async def test_form_post_without_a_token_check_is_refused(runner: FakeRunner) ->
         assert (await ask(site, {**JSON, "Origin": "https://evil.example"}))[0] == 403
         assert runner.jobs == []
         assert (await ask(site, JSON))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("page", "status"),
+    [({}, 200), ({"Origin": "https://evil.example"}, 403), ({"Sec-Fetch-Site": "same-origin"}, 415)],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages", "/api/chat"])
+async def test_a_program_may_send_the_type_that_says_nothing_and_a_page_may_not(
+    site: Site, path: str, page: dict[str, str], status: int
+) -> None:
+    body = {"model": "smollm2-135m", "stream": False, "messages": [{"role": "user", "content": "x"}]}
+    if path == "/v1/responses":
+        body = {"input": "x"}
+    headers = {**site.auth, "Content-Type": "application/octet-stream", **page}
+    async with aiohttp.ClientSession(site.url) as session:
+        async with session.post(path, data=json.dumps(body), headers=headers) as answer:
+            assert answer.status == status
 
 
 async def test_image_and_script_tags_get_nothing(site: Site) -> None:

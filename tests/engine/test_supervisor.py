@@ -22,6 +22,7 @@ from fleetd import limits
 from fleetd.engine import openmp_file
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import (
+    Accepted,
     AssistPrefill,
     Event,
     Finished,
@@ -32,7 +33,7 @@ from fleetd.engine.protocol import (
     Tokenized,
 )
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.errors import EngineDied, EngineError, EngineStalled, OutOfMemory, Overloaded
+from fleetd.errors import EngineDied, EngineError, EngineStalled, ModelUnloaded, OutOfMemory, Overloaded
 from fleetd.plan.prefill.split import Split
 
 FOLDER = folder_of(Path("/nowhere"), "fake")
@@ -376,8 +377,22 @@ async def test_unloading_during_a_load_ends_the_waiting_request(
         while not (watched.status() and watched.status()[0].stage == "reading"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert await watched.unload("fake")
-    with pytest.raises(EngineDied):
+    with pytest.raises(ModelUnloaded, match="^fake was unloaded\\. "):
         await request
+
+
+@pytest.mark.one_loop
+async def test_a_request_whose_model_is_unloaded_hears_of_that_and_not_of_a_death(
+    watched: EnginePool, behave: Misbehave
+) -> None:
+    behave("accepts one")
+    events = watched.stream(FOLDER, ask("<hello>", "r"))
+    async for event in events:
+        if isinstance(event, Accepted):
+            break
+    assert await watched.unload("fake")
+    with pytest.raises(ModelUnloaded):
+        await anext(events)
 
 
 async def test_a_worker_that_cannot_be_started(

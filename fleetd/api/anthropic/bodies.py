@@ -12,10 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.api.conversation import StopTexts
 from fleetd.api.openai.bodies import Positive
 from fleetd.api.reasoning import ReasoningFields
 from fleetd.compression.policy import SmartPrefillBody
-from fleetd.engine.protocol import Seed, StopList, Temperature, TopP
+from fleetd.engine.protocol import Seed, Temperature, TopP
 
 _BLOCKS = (
     "text", "thinking", "tool_use", "tool_result", "document", "search_result", "tool_reference",
@@ -99,7 +100,7 @@ class MessagesBody(Conversation, frozen=True, kw_only=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    stop_sequences: StopList | None = None
+    stop_sequences: StopTexts | None = None
     metadata: Any = None
     seed: Annotated[Seed | None, Meta(description="The same seed gives the same answer.")] = None
     smart_prefill: Annotated[

@@ -40,7 +40,7 @@ def generate(body: MessagesBody, request_id: str) -> Generate:
             body.seed, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k
         ),
         max_tokens=body.max_tokens,
-        stop=list(body.stop_sequences or ()),
+        stop=conversation.stops(body.stop_sequences),
         call_pieces=bool(body.tools and body.stream),
     )
 

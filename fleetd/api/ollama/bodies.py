@@ -12,8 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.api.conversation import StopText, StopTexts
 from fleetd.api.reasoning import ReasoningFields
-from fleetd.engine.protocol import Fraction, Penalty, Repetition, Seed, StopList, Temperature, TopP
+from fleetd.engine.protocol import Fraction, Penalty, Repetition, Seed, Temperature, TopP
 
 OllamaName = Annotated[str, Meta(min_length=1, max_length=256)]
 ModelName = Annotated[str, Meta(max_length=4096)]
@@ -66,7 +67,7 @@ class OllamaOptions(msgspec.Struct, frozen=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Fraction | None = None
     seed: Seed | None = None
-    stop: StopList | str | None = None
+    stop: StopText | StopTexts | None = None
     repeat_penalty: Repetition | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None

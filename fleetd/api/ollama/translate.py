@@ -135,14 +135,8 @@ def _generate(body: OllamaBody, request_id: str, prompt: Prompt) -> Generate:
         ),
         # 0 and less is "no bound".
         max_tokens=limit if limit is not None and limit > 0 else None,
-        stop=_stop(options.stop),
+        stop=conversation.stops(options.stop),
     )
-
-
-def _stop(stop: Sequence[str] | str | None) -> list[str]:
-    if isinstance(stop, str):
-        return [stop] if stop else []
-    return list(stop or ())
 
 
 def _tool(tool: OllamaTool, where: str) -> Plain:

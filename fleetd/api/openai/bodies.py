@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.body import parse
+from fleetd.api.conversation import StopText, StopTexts
 from fleetd.api.reasoning import ReasoningFields
 from fleetd.bounded import Natural
 from fleetd.compression.policy import SmartPrefillBody
@@ -28,8 +29,6 @@ from fleetd.engine.protocol import (
     Penalty,
     Repetition,
     Seed,
-    StopList,
-    StopString,
     Temperature,
     TopP,
 )
@@ -197,7 +196,7 @@ class Common(FleetFields, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Fraction | None = None
     seed: Seed | None = None
-    stop: StopString | StopList | None = None
+    stop: StopText | StopTexts | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None

@@ -65,7 +65,7 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
             prompt=prompt,
             sampling=_sampling(body, i),
             max_tokens=limit,
-            stop=_stop(body),
+            stop=conversation.stops(body.stop),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             speculate=speculate(body.speculate),
             call_pieces=bool(tools and body.stream),
@@ -102,7 +102,7 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
             prompt=prompt,
             sampling=_sampling(body, i),
             max_tokens=limit,
-            stop=_stop(body),
+            stop=conversation.stops(body.stop),
             top_logprobs=body.logprobs,
             echo=bool(body.echo),
             speculate=speculate(body.speculate),
@@ -153,12 +153,6 @@ def speculate(asked: bool | SpeculateBody | None) -> Speculate | None:
         case _:
             sources = None if asked.sources is None else list[str](asked.sources)
             return Speculate(asked.enabled, sources, asked.width, asked.key, asked.draft_model or "")
-
-
-def _stop(body: Common) -> list[str]:
-    if body.stop is None:
-        return []
-    return [body.stop] if isinstance(body.stop, str) else list(body.stop)
 
 
 def _prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:
