@@ -15,7 +15,8 @@
     │  └─ RequestTimeout            the body arrived too slowly, or stopped arriving
     ├─ Unauthorized / Forbidden     no or wrong token / a foreign Host, Origin or user
     ├─ NotFound                     no such thing here
-    │  └─ ModelNotFound             unknown model: the nearest names are offered
+    │  ├─ ModelNotFound             unknown model: the nearest names are offered
+    │  └─ ResponseNotFound          an answer, or an item of one, that is not kept or no longer
     ├─ NotOffered                   what other servers do at this address, and this one does not
     ├─ ModelError                   the model's files are at fault
     │  ├─ ModelCorrupt              truncated, bit-flipped or malformed; names the file
@@ -149,6 +150,10 @@ class NotFound(FleetError):
 
 class ModelNotFound(NotFound):
     code, status = "model_not_found", 404
+
+
+class ResponseNotFound(NotFound):
+    code, status = "response_not_found", 404
 
 
 class NotOffered(FleetError):

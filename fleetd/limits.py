@@ -64,6 +64,17 @@ HEADERS_GRACE_S = 1.0
 # The same for the plan, which a slow disk may hold up: it is known after LEDGER_WAIT_S at the latest.
 HEADERS_PLAN_S = 0.5
 
+# ---- Answers that are kept -------------------------------------------------------------------------------
+# Since its last use. A tool loop comes back within minutes; somebody who reads an answer, within the hour.
+RESPONSE_KEPT_S = 3600.0
+# A day of an agent that works all the time has some thousand; with it the table is some MB.
+RESPONSES_KEPT = 4096
+# As JSON; Python's objects have two to three times as much, and those of a conversation are shared. Some
+# hundred answers of an agent with its long prompts, which sends them whole.
+RESPONSES_KEPT_BYTES = 64 * MIB
+# Of a list of items, as OpenAI has it: at most, and where the client does not say.
+ITEMS_LISTED, ITEMS_LISTED_BY_DEFAULT = 100, 20
+
 # ---- The page --------------------------------------------------------------------------------------------
 # From `fleetctl open` to a browser that has started.
 PAGE_TICKET_S = 30.0

@@ -27,9 +27,11 @@ from fleetd.peercred import peer_uid
 
 CONTROL_PREFIX = "/fleet/"
 _NO_TYPE = "application/octet-stream"
-# Names that no name server can point at another machine. The port may be any: that of a tunnel, of a container
-# or of a proxy is not the one listened on.
-_LOOPBACK = re.compile(r"(?:127\.0\.0\.1|localhost\.?|\[::1\])(?::[1-9][0-9]{0,4})?", re.ASCII | re.IGNORECASE)
+# Names that no name server can point at another machine. The port may be any: that of a tunnel, of a
+# container or of a proxy is not the one listened on.
+_LOOPBACK = re.compile(
+    r"(?:127\.0\.0\.1|localhost\.?|\[::1\])(?::[1-9][0-9]{0,4})?", re.ASCII | re.IGNORECASE
+)
 _HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?: *, *[\w!#$%&'*+.^`|~-]+)*", re.ASCII)
 
 
@@ -90,6 +92,12 @@ def _check_site(request: web.Request, services: Services) -> None:
     if site not in ("same-origin", "none") and not access.is_visit(request):
         services.metrics.auth_failure("fetch_site")
         raise Forbidden("Web pages of other sites may not call.")
+
+
+def client_of(request: web.Request) -> str:
+    """Whose request it is, as far as that can be told: "" for who has the token or this user's socket, and
+    another word for all those who need none."""
+    return "" if is_trusted(request) or needs_token(request) else "open"
 
 
 def _check_content_type(request: web.Request) -> None:

@@ -99,8 +99,8 @@ def json_answer(body: object, *, status: int = 200, headers: Mapping[str, str] |
 def parse(data: bytes, kind: type[T]) -> T:
     """JSON bytes → a value of ``kind``, with errors that name the field or the position.
 
-    Half a character, which agents cut out of what a tool printed, is U+FFFD, as other servers read it: it stays
-    in the conversation, and a refusal would end that for good.
+    Half a character, which agents cut out of what a tool printed, is U+FFFD, as other servers read it: it
+    stays in the conversation, and a refusal would end that for good.
     """
     try:
         return _decoded(data, kind)

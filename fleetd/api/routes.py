@@ -25,9 +25,16 @@ from fleetd.api.openai import bodies, handlers, objects
 from fleetd.api.openai.dialect import CONTROL, OPENAI
 from fleetd.api.page import access, files
 from fleetd.api.responses import handlers as responses
+from fleetd.api.responses import kept_handlers as kept_responses
 from fleetd.api.responses.bodies import ResponsesBody
 from fleetd.api.responses.dialect import RESPONSES
-from fleetd.api.responses.objects import InputTokenCount, Response, ResponseEvent
+from fleetd.api.responses.objects import (
+    DeletedResponse,
+    InputItemList,
+    InputTokenCount,
+    Response,
+    ResponseEvent,
+)
 from fleetd.api.route_entry import Route, RouteStatus
 from fleetd.control.compression_reply import Compression
 
@@ -37,6 +44,7 @@ _BODY = {
     415: RouteStatus("The body is not JSON."),
 }
 _MODEL = {404: RouteStatus("No such model; the nearest names are offered.")}
+_KEPT = {404: RouteStatus("No such answer is kept.")}
 _ENGINE = {
     429: RouteStatus("The queue is full; see Retry-After."),
     502: RouteStatus("The engine died, or a download failed."),
@@ -166,7 +174,7 @@ PUBLIC: tuple[Route, ...] = (
         responses.responses,
         RESPONSES,
         name="response",
-        summary="Generate, as Codex asks; `stream` asks for events. No answer is kept.",
+        summary="Generate, as Codex asks; `stream` asks for events. The answer is kept for a while.",
         body=ResponsesBody,
         reply=Response,
         item=ResponseEvent,
@@ -181,6 +189,34 @@ PUBLIC: tuple[Route, ...] = (
         body=ResponsesBody,
         reply=InputTokenCount,
         statuses={**_BODY, **_MODEL, **_ENGINE_OF_RESPONSES},
+    ),
+    _get(
+        "/v1/responses/{id}",
+        kept_responses.show,
+        RESPONSES,
+        name="showResponse",
+        summary="An answer that is kept.",
+        reply=Response,
+        statuses=_KEPT,
+    ),
+    Route(
+        hdrs.METH_DELETE,
+        "/v1/responses/{id}",
+        kept_responses.delete,
+        RESPONSES,
+        name="deleteResponse",
+        summary="Forget an answer.",
+        reply=DeletedResponse,
+        statuses=_KEPT,
+    ),
+    _get(
+        "/v1/responses/{id}/input_items",
+        kept_responses.input_items,
+        RESPONSES,
+        name="listInputItems",
+        summary="What an answer was asked.",
+        reply=InputItemList,
+        statuses=_KEPT,
     ),
     _post(
         "/v1/messages",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from fleetd.api.disabled_fleet import DisabledFleet
+from fleetd.api.kept_answers import KeptAnswers
 from fleetd.api.page_sessions import PageSessions
 from fleetd.cache.service import DiskCache
 from fleetd.compression.policy import SmartPrefillPolicy
@@ -55,6 +57,7 @@ class Services(msgspec.Struct, frozen=True):
         answer_tokens: most tokens of an answer whose request does not say; None is what the context holds.
         settings: as the daemon runs with them.
         page: who has opened the page.
+        kept_responses: answers that clients come back to (``responses.kept``).
         listeners: one object for each listener to events.
     """
 
@@ -86,4 +89,5 @@ class Services(msgspec.Struct, frozen=True):
     answer_tokens: int | None = None
     settings: Sequence[SettingView] = ()
     page: PageSessions = msgspec.field(default_factory=PageSessions)
+    kept_responses: KeptAnswers[Any, Any] = msgspec.field(default_factory=KeptAnswers)
     listeners: set[object] = msgspec.field(default_factory=set)

@@ -20,8 +20,8 @@ WEATHER = {"type": "function", "name": "weather", "description": "The weather.",
 
 
 def translated(**fields: Any) -> Translated:
-    body = json.dumps({"input": [USER], **fields}).encode()
-    return translate(openai_bodies.decode(body, ResponsesBody), "resp_1")
+    body = openai_bodies.decode(json.dumps({"input": [USER], **fields}).encode(), ResponsesBody)
+    return translate(body, "resp_1", body.items)
 
 
 def prompt(**fields: Any) -> ChatPrompt:
@@ -206,8 +206,7 @@ def test_what_only_chats_know_is_refused_and_not_dropped(name: str, value: Any) 
 def test_refusals_name_the_field() -> None:
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
     assert refused(input=[image]).startswith("input[0].content[0]: content of type 'input_image'")
-    assert "item_reference" in refused(input=[{"type": "item_reference", "id": "m"}])
-    assert "whole conversation" in refused(previous_response_id="resp_0")
+    assert "whole conversation" in refused(conversation="conv_0")
     assert "web_search" in refused(tool_choice={"type": "web_search"})
     assert "json_object" in refused(text={"format": {"type": "json_object"}})
     assert "/v1/chat/completions" in refused(include=["message.output_text.logprobs"])

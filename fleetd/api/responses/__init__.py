@@ -1,1 +1,1 @@
-"""OpenAI's Responses dialect, as Codex and OpenAI's libraries speak it. Stateless: no answer is kept."""
+"""OpenAI's Responses dialect, as Codex and OpenAI's libraries speak it."""

@@ -1,7 +1,7 @@
 """The request body of /v1/responses.
 
-What a server that keeps nothing and runs no tools cannot do is here too, so that ``translate.py`` refuses it
-by name or leaves it out with a warning.
+What a server that runs no tools cannot do is here too, so that ``translate.py`` refuses it by name or leaves
+it out with a warning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEFT_OUT_ITEMS = frozenset(
 )  # fmt: skip
 _ITEMS = (
     "message", "reasoning", "function_call", "function_call_output", "custom_tool_call",
-    "custom_tool_call_output", *sorted(LEFT_OUT_ITEMS),
+    "custom_tool_call_output", "item_reference", *sorted(LEFT_OUT_ITEMS),
 )  # fmt: skip
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -51,7 +51,9 @@ class InputPart(msgspec.Struct, frozen=True, rename={"kind": "type"}):
 class InputItem(msgspec.Struct, frozen=True, rename={"kind": "type"}):
     """A part of the conversation, of any type: which fields it has depends on that."""
 
-    kind: Annotated[str, Meta(extra_json_schema={"enum": list(_ITEMS)})] = "message"
+    kind: Annotated[str | None, Meta(extra_json_schema={"enum": [*_ITEMS, None]})] = "message"
+    # Of an item that a client got from here, and of one that it names instead of sending it.
+    id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None
     call_id: str | None = None
@@ -63,6 +65,12 @@ class InputItem(msgspec.Struct, frozen=True, rename={"kind": "type"}):
     output: Any = None
     summary: list[InputPart] | None = None
     encrypted_content: str | None = None
+
+    @property
+    def is_reference(self) -> bool:
+        """True if it stands for the item of that id; its type may be left out."""
+        bare = self.kind in ("message", None) and self.role is None and self.content is None
+        return self.kind == "item_reference" or (bare and self.id is not None)
 
 
 class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kind": "type"}):
@@ -108,13 +116,23 @@ class ResponsesBody(FleetFields, frozen=True, kw_only=True):
     seed: Annotated[Seed | None, Meta(description="The same seed gives the same answer.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    store: Annotated[bool | None, Meta(description="Nothing is stored, whatever this says.")] = None
+    store: Annotated[
+        bool | None,
+        Meta(description="False: the answer is not kept, and no later request can go on from it by its id."),
+    ] = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: Logprobs | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Annotated[
+        str | None, Meta(description="The answer that input goes on from. It was kept if it is not too old.")
+    ] = None
     conversation: Any = None
     background: bool | None = None
     prompt: Any = None
+
+    @property
+    def items(self) -> list[InputItem]:
+        """``input`` as items."""
+        return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 
 from aiohttp import web
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from fleetd.api import generate
+from fleetd.api.auth import client_of
 from fleetd.api.body import json_answer, read
 from fleetd.api.client_sessions import session_of
 from fleetd.api.context import SERVICES
 from fleetd.api.openai import bodies
 from fleetd.api.reasoning import ReasoningOptions
-from fleetd.api.responses.bodies import ResponsesBody
+from fleetd.api.responses import kept
+from fleetd.api.responses.bodies import InputItem, ResponsesBody
 from fleetd.api.responses.objects import InputTokenCount, ReasoningConfig, Response
 from fleetd.api.responses.render import ResponseOptions, ResponseStream, ResponseWhole
 from fleetd.api.responses.translate import Translated, translate
@@ -23,16 +27,26 @@ from fleetd.compression.policy import resolve
 
 async def responses(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
-    body = bodies.decode(await read(request), ResponsesBody)
+    data = await read(request)
+    body = bodies.decode(data, ResponsesBody)
     services = request.app[SERVICES]
     name = f"resp_{uuid.uuid4().hex}"
-    asked = translate(body, name)
+    items, previous = _conversation(request, body)
+    asked = translate(body, name, items, previous.conversation if previous is not None else ())
     options = ResponseOptions(
         response=_begun(body, asked, name, services.names.named(body.model)),
         tools=asked.tools,
         carry=asked.carry,
         smart=resolve(body.smart_prefill, services.smart_defaults),
     )
+    if options.response.store:
+        client = client_of(request)
+        options = replace(
+            options,
+            keep=lambda answer: kept.keep(
+                services.kept_responses, client, answer, items, len(data), previous
+            ),
+        )
     work = generate.GenerationRequest(
         name,
         body.model or "",
@@ -50,9 +64,28 @@ async def responses(request: web.Request) -> web.StreamResponse:
 async def input_tokens(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
     body = bodies.decode(await read(request), ResponsesBody)
-    prompt = translate(body, "").generate.prompt
+    items, previous = _conversation(request, body)
+    prompt = translate(body, "", items, previous.conversation if previous is not None else ()).generate.prompt
     counted = await generate.count(request, prompt, body.model, local_only=bool(body.local_only))
     return json_answer(InputTokenCount(counted))
+
+
+def _conversation(
+    request: web.Request, body: ResponsesBody
+) -> tuple[Sequence[InputItem], kept.KeptResponse | None]:
+    """What is asked, with the items that it names in their place, and the answer that it goes on from.
+
+    Raises ResponseNotFound for what is not kept.
+    """
+    found, client = request.app[SERVICES].kept_responses, client_of(request)
+    previous = None
+    if body.previous_response_id is not None:
+        previous = kept.answer(found, client, body.previous_response_id, "previous_response_id")
+    items = [
+        kept.item(found, client, item.id or "", f"input[{i}]") if item.is_reference else item
+        for i, item in enumerate(body.items)
+    ]
+    return items, previous
 
 
 def _begun(body: ResponsesBody, asked: Translated, name: str, model: str) -> Response:
@@ -65,7 +98,9 @@ def _begun(body: ResponsesBody, asked: Translated, name: str, model: str) -> Res
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
         reasoning=_reasoning(body),
+        store=body.store is not False,
         temperature=body.temperature,
         tool_choice=body.tool_choice or "auto",
         tools=asked.tools.served,

@@ -124,9 +124,9 @@ class Response(Struct, frozen=True, kw_only=True):
     model: str
     output: list[Item] = field(default_factory=list)
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: ReasoningConfig = ReasoningConfig()
-    store: Literal[False] = False
+    store: bool = True
     temperature: float | None = None
     text: ResponseText = ResponseText()
     tool_choice: str | ResponseToolChoice = "auto"
@@ -141,6 +141,22 @@ class Response(Struct, frozen=True, kw_only=True):
 class InputTokenCount(Struct, frozen=True):
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+class DeletedResponse(Struct, frozen=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class InputItemList(Struct, frozen=True):
+    """A page of what an answer was asked."""
+
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
+    object: Literal["list"] = "list"
 
 
 # ---- Stream events ---------------------------------------------------------------------------------------

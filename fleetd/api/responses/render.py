@@ -7,7 +7,7 @@ come anywhere between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 import msgspec
@@ -39,12 +39,14 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Args:
     response: the answer before anything of it is known.
     carry: give the reasoning a second time, as ``encrypted_content``.
+    keep: is told the whole answer before it is sent.
     smart: how the prompt is shortened; None reads it whole.
     """
 
     response: o.Response
     tools: ToolTable
     carry: bool = False
+    keep: Callable[[o.Response], None] = lambda response: None
     smart: SmartPrefillPolicy | None = None
 
 
@@ -105,6 +107,11 @@ class _ResponseSoFar:
         ]
         return replace(self._response, output=items)
 
+    def _ended(self) -> o.Response:
+        found = self._with_output()
+        self._options.keep(found)
+        return found
+
     def _id(self, block: AnswerBlock) -> str:
         prefix = {"text": "msg", "reasoning": "rs", "tool": "fc"}[block.kind]
         return f"{prefix}_{self._response.id.removeprefix('resp_')}_{block.index}"
@@ -143,7 +150,7 @@ class ResponseWhole(_ResponseSoFar, Collector):
         self._take(event)
 
     def whole(self) -> o.Response:
-        return self._with_output()
+        return self._ended()
 
 
 class ResponseStream(_ResponseSoFar, Streamer):
@@ -164,9 +171,9 @@ class ResponseStream(_ResponseSoFar, Streamer):
     def closing(self) -> Sequence[msgspec.Struct]:
         match self._response.status:
             case "completed":
-                return (o.ResponseCompleted(response=self._with_output()),)
+                return (o.ResponseCompleted(response=self._ended()),)
             case "incomplete":
-                return (o.ResponseIncomplete(response=self._with_output()),)
+                return (o.ResponseIncomplete(response=self._ended()),)
             case _:
                 return ()
 

@@ -46,15 +46,24 @@ class Translated(msgspec.Struct, frozen=True):
     carry: bool
 
 
-def translate(body: ResponsesBody, request_id: str) -> Translated:
-    """Raises InvalidValue, UnsupportedParameter."""
+def translate(
+    body: ResponsesBody, request_id: str, items: Sequence[InputItem], before: Sequence[InputItem] = ()
+) -> Translated:
+    """Args:
+    items: what the body asks, without references.
+    before: the conversation that it goes on from.
+
+    Raises InvalidValue, UnsupportedParameter.
+    """
     _refuse(body)
     tools = ToolTable()
     tools.add(body.tools or ())
     talk = _Items()
     if body.instructions:
         talk.system.append(body.instructions)
-    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    for item in before:
+        if item.kind not in LEFT_OUT_ITEMS:  # which was said when it came
+            talk.add(item, "previous_response_id")
     for i, item in enumerate(items):
         talk.add(item, f"input[{i}]")
     prompt = conversation.prompt(
@@ -103,21 +112,14 @@ def _uncarried(content: str | None) -> str:
 
 
 def _refuse(body: ResponsesBody) -> None:
-    if body.previous_response_id is not None or body.conversation is not None:
-        name = "conversation" if body.previous_response_id is None else "previous_response_id"
-        raise UnsupportedParameter(
-            f"{name}: this server keeps no answers.",
-            hint="Send the whole conversation in input; reading it again is cheap, as its prefix is cached.",
-            param=name,
-        )
-    if body.background:
-        raise UnsupportedParameter(
-            "background: this server keeps no answers.", hint="Use stream.", param="background"
-        )
-    if body.prompt is not None:
-        raise UnsupportedParameter(
-            "prompt: this server keeps no prompts.", hint="Use instructions.", param="prompt"
-        )
+    """Raises UnsupportedParameter."""
+    for name, hint in {
+        "conversation": "Send previous_response_id, or the whole conversation in input.",
+        "background": "Use stream.",
+        "prompt": "Use instructions.",
+    }.items():
+        if getattr(body, name) not in (None, False):
+            raise UnsupportedParameter(f"{name} is not supported by this server.", hint=hint, param=name)
     if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
         raise UnsupportedParameter(
             "Logprobs are not supported here.", hint="Use /v1/chat/completions.", param="top_logprobs"
@@ -172,7 +174,7 @@ class _Items:
     def add(self, item: InputItem, where: str) -> None:
         """Raises InvalidValue, UnsupportedParameter."""
         match item.kind:
-            case "message":
+            case "message" | None:
                 self._message(item, where)
             case "reasoning":
                 texts = _texts(item.content, f"{where}.content") or [_uncarried(item.encrypted_content)]
