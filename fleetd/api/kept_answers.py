@@ -18,7 +18,7 @@ AnswerPart = TypeVar("AnswerPart")
 
 
 @dataclass(slots=True)
-class _Kept(Generic[Answer, AnswerPart]):
+class _KeptAnswer(Generic[Answer, AnswerPart]):
     answer: Answer
     parts: Mapping[str, AnswerPart]
     n_bytes: int
@@ -31,7 +31,7 @@ class KeptAnswers(Generic[Answer, AnswerPart]):
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         # By client and id, the one that was used last at the end.
-        self._kept: dict[tuple[str, str], _Kept[Answer, AnswerPart]] = {}
+        self._kept: dict[tuple[str, str], _KeptAnswer[Answer, AnswerPart]] = {}
         # By client and id of a part: the id of its answer.
         self._whole: dict[tuple[str, str], str] = {}
         self._bytes = 0
@@ -51,7 +51,7 @@ class KeptAnswers(Generic[Answer, AnswerPart]):
         Args:
             parts: by ids that no other answer's parts have.
         """
-        self._kept[client, name] = _Kept(answer, parts, n_bytes, self._monotonic())
+        self._kept[client, name] = _KeptAnswer(answer, parts, n_bytes, self._monotonic())
         self._whole |= {(client, part): name for part in parts}
         self._bytes += n_bytes
         self._forget()
@@ -74,7 +74,7 @@ class KeptAnswers(Generic[Answer, AnswerPart]):
             self._drop((client, name))
         return known
 
-    def _use(self, key: tuple[str, str]) -> _Kept[Answer, AnswerPart] | None:
+    def _use(self, key: tuple[str, str]) -> _KeptAnswer[Answer, AnswerPart] | None:
         self._forget()
         if (found := self._kept.pop(key, None)) is not None:
             self._kept[key] = found

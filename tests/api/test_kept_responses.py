@@ -48,7 +48,7 @@ def think_call_and_answer(job: Job) -> Iterable[Step]:
 
 
 @dataclass
-class Clock:
+class HandClock:
     now_s: float = 1000.0
 
     def __call__(self) -> float:
@@ -56,12 +56,12 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> HandClock:
+    return HandClock()
 
 
 @pytest.fixture
-def kept(clock: Clock) -> Kept:
+def kept(clock: HandClock) -> Kept:
     return KeptAnswers(monotonic=clock)
 
 
@@ -191,7 +191,7 @@ async def test_an_item_that_was_asked_can_be_named_by_the_id_in_its_list(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_what_is_not_kept_is_a_404_that_names_it(site: Site, clock: Clock, streamed: bool) -> None:
+async def test_what_is_not_kept_is_a_404_that_names_it(site: Site, clock: HandClock, streamed: bool) -> None:
     hidden = await answered(site, streamed=streamed, input="Oslo?", store=False)
     assert hidden["store"] is False
     old = await answered(site, streamed=streamed, input="Oslo?")
@@ -317,7 +317,7 @@ def has(kept: Kept, *names: str) -> list[bool]:
     return found
 
 
-def test_an_answer_lasts_an_hour_after_its_last_use(kept: Kept, clock: Clock) -> None:
+def test_an_answer_lasts_an_hour_after_its_last_use(kept: Kept, clock: HandClock) -> None:
     keep(kept, "resp_a")
     keep(kept, "resp_b")
     for _ in range(3):

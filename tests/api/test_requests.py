@@ -13,7 +13,7 @@ from fleetd import limits
 from fleetd.api.anthropic.bodies import MessagesBody
 from fleetd.api.body import parse
 from fleetd.api.ollama.bodies import OllamaChatBody
-from fleetd.api.openai import bodies
+from fleetd.api.openai import bodies, other_fields
 from fleetd.errors import BadRequest, FleetError, InvalidValue, UnsupportedParameter
 
 RANGES = [
@@ -128,18 +128,18 @@ def test_foreign_fields_are_ignored(name: str) -> None:
     assert chat(**{name: {"anything": [1]}}).messages[0].content == "hello"
 
 
-@pytest.mark.parametrize("name", sorted(bodies.UNSUPPORTED))
+@pytest.mark.parametrize("name", sorted(other_fields.REFUSED))
 def test_a_known_but_unsupported_field_is_refused_unless_it_asks_for_nothing(name: str) -> None:
-    def take(value: Any) -> None:
+    def take(value: Any, **beside: Any) -> None:
         kinds = (bodies.ChatBody, MessagesBody, bodies.CompletionBody)
         kind = next(kind for kind in kinds if name not in kind.__struct_fields__)
-        body = {"model": "m", "messages": HELLO, "max_tokens": 5, "prompt": "hello", name: value}
+        body = {"model": "m", "messages": HELLO, "max_tokens": 5, "prompt": "hello", name: value, **beside}
         bodies.decode(msgspec.json.encode(body), kind, spelling=False)
 
-    for nothing in bodies.UNSUPPORTED[name]:
+    for nothing in other_fields.REFUSED[name]:
         take(nothing)
     with pytest.raises(UnsupportedParameter) as caught:
-        take("something")
+        take("something", **dict.fromkeys(other_fields.BESIDE.get(name, ()), 1.5))
     assert caught.value.param == name
 
 

@@ -239,7 +239,7 @@ def test_every_error_has_a_code_of_its_own() -> None:
 # ---- Pages -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["catalog", "errors", "gguf", "models", "protocol", "settings"])
+@pytest.mark.parametrize("name", ["catalog", "errors", "gguf", "http", "models", "protocol", "settings"])
 def test_the_generated_page_is_up_to_date(name: str) -> None:
     script = f"docs/generate_{name}.py"
     page = runpy.run_path(str(REPO / script))["page"]()

@@ -75,6 +75,8 @@ class OllamaOptions(msgspec.Struct, frozen=True):
     mirostat: int | None = None
     tfs_z: float | None = None
     typical_p: float | None = None
+    # Refused beside a penalty: penalties look at all tokens.
+    repeat_last_n: int | None = None
 
 
 class OllamaBody(ReasoningFields, frozen=True, kw_only=True):

@@ -119,6 +119,13 @@ def _generate(body: OllamaBody, request_id: str, prompt: Prompt) -> Generate:
             raise UnsupportedParameter(
                 f"options.{name} is not supported.", hint="Leave it out.", param=f"options.{name}"
             )
+    penalty = options.presence_penalty or options.frequency_penalty or options.repeat_penalty not in (None, 1)
+    if options.repeat_last_n not in (None, -1) and penalty:
+        raise UnsupportedParameter(
+            "options.repeat_last_n is not supported beside a penalty: penalties look at all tokens here.",
+            hint="Leave it out.",
+            param="options.repeat_last_n",
+        )
     limit = options.num_predict
     return Generate(
         id=request_id,

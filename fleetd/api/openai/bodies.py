@@ -1,9 +1,10 @@
 """Request bodies of /v1/*: their fields, types and ranges.
 
-Every field a client may send is in one of four classes:
+Every field a client may send is in one of five classes, ``other_fields.py`` has the second and the fourth:
     known        a field of a Struct below: typed and ranged here, turned into work by translate.py
     unsupported  would change the answer, not implemented: refused by name, unless its value asks for nothing
     misspelt     so close to a known field that ignoring it would change the answer: refused with the nearest
+    harmless     changes no answer: ignored
     foreign      anything else: ignored, because client libraries add fields every month
 """
 
@@ -19,6 +20,7 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.api.body import parse
 from fleetd.api.conversation import StopText, StopTexts
+from fleetd.api.openai import other_fields
 from fleetd.api.reasoning import ReasoningFields
 from fleetd.bounded import Natural
 from fleetd.compression.policy import SmartPrefillBody
@@ -243,54 +245,12 @@ class CompletionBody(Common, frozen=True, kw_only=True):
 
     prompt: str | Annotated[list[str | Natural | list[Natural]], Meta(min_length=1)]
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     logprobs: Logprobs | None = None
     best_of: Natural | None = None
 
 
-# Field → the values that ask for nothing. Any other value is refused by name.
-_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            "functions", "audio", "web_search_options", "guided_json", "guided_regex", "guided_choice",
-            "guided_grammar", "structured_outputs", "grammar", "json_schema", "stop_token_ids",
-            "bad_words", "continue_final_message", "logits_processors", "use_beam_search",
-            "prompt_logprobs", "mirostat", "xtc_probability", "dry_multiplier", "suffix", "specprefill",
-        ),
-        _NOTHING,
-    ),
-    # Known to some bodies and not to others.
-    **dict.fromkeys(
-        (
-            "stop", "logit_bias", "presence_penalty", "frequency_penalty", "min_p", "logprobs", "min_tokens",
-            "ignore_eos", "tools",
-        ),
-        _NOTHING,
-    ),
-    "n": (None, 1),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, [], ["text"]),
-    "typical_p": (None, 1),
-}  # fmt: skip
-
-# Fields of other servers: harmless, and too close to a known field for the spelling check.
-_FOREIGN = frozenset({"models", "user_id", "top_a", "usage"})
 _TYPO_CUTOFF = 0.86
-# Other servers' names for a known field.
-_ELSEWHERE: Mapping[str, str] = {
-    "max_new_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "streaming": "stream",
-    # Those of the two APIs of OpenAI's for each other's.
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "messages": "input",
-}
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -305,30 +265,35 @@ def decode(data: bytes, kind: type[Body], *, spelling: bool = True) -> Body:
     """
     fields = parse(data, dict[str, msgspec.Raw])
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    for name, raw in fields.items():
+    for name in fields:
         if name in known:
             continue
-        if name in UNSUPPORTED:
-            _refuse_unsupported(name, raw)
-        elif spelling and name not in _FOREIGN:
+        if name in other_fields.REFUSED:
+            _refuse_unsupported(name, fields)
+        elif spelling and name not in other_fields.HARMLESS:
             _refuse_misspelling(name, known)
     return parse(data, kind)
 
 
-def _refuse_unsupported(name: str, raw: msgspec.Raw) -> None:
-    value: Any = parse(bytes(raw), Any)
-    if value not in UNSUPPORTED[name]:
-        raise UnsupportedParameter(
-            f"The parameter {name!r} is not supported, and ignoring it would change the answer.",
-            hint=f"Leave {name!r} out.",
-            param=name,
-        )
+def _refuse_unsupported(name: str, fields: Mapping[str, msgspec.Raw]) -> None:
+    if _asks(name, fields, other_fields.REFUSED[name]):
+        beside = other_fields.BESIDE.get(name)
+        if beside is None or any(_asks(other, fields, nothing) for other, nothing in beside.items()):
+            raise UnsupportedParameter(
+                f"The parameter {name!r} is not supported, and ignoring it would change the answer.",
+                hint=f"Leave {name!r} out.",
+                param=name,
+            )
+
+
+def _asks(name: str, fields: Mapping[str, msgspec.Raw], nothing: tuple[Any, ...]) -> bool:
+    return name in fields and parse(bytes(fields[name]), Any) not in nothing
 
 
 def _refuse_misspelling(name: str, known: set[str]) -> None:
     nearest = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=_TYPO_CUTOFF)
-    if _ELSEWHERE.get(name) in known:
-        nearest = [_ELSEWHERE[name]]
+    if other_fields.ELSEWHERE.get(name) in known:
+        nearest = [other_fields.ELSEWHERE[name]]
     if nearest:
         raise InvalidValue(
             f"Unknown parameter {name[:64]!r}.", hint=f"Did you mean {nearest[0]!r}?", param=name[:64]

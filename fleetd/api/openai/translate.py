@@ -87,6 +87,12 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
         raise UnsupportedParameter(
             f"best_of {body.best_of} is not supported with n {n}.", hint="Leave it out.", param="best_of"
         )
+    if body.add_special_tokens is False:
+        raise UnsupportedParameter(
+            "add_special_tokens false is not supported: a text begins as the model's tokenizer has it.",
+            hint="Leave it out, or send token ids.",
+            param="add_special_tokens",
+        )
     prompts = _prompts(body.prompt)
     # The endpoint's default in OpenAI's API.
     limit = max(16, body.min_tokens or 0) if body.max_tokens is None else body.max_tokens

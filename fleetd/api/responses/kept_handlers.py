@@ -82,7 +82,7 @@ def _listed(item: InputItem) -> dict[str, Any]:
 
 
 def _part(part: InputPart) -> dict[str, Any]:
-    more = {"annotations": []} if part.kind == "output_text" else {}
+    more: dict[str, Any] = {"annotations": []} if part.kind == "output_text" else {}
     return {**_said(part), **more}
 
 
