@@ -48,20 +48,20 @@ class Agent:
     Args:
         context_tokens: what its own instructions and tools need to leave room for work.
         start: by the daemon's settings and the base URL of OpenAI's clients.
+        elsewhere: variables by which it would use another server.
     """
 
     program: str
     install: str
     context_tokens: int
     start: Callable[[ClientSettings, str, AgentModels], Start]
+    elsewhere: Sequence[str] = ()
 
 
 def _claude(settings: ClientSettings, base_url: str, models: AgentModels) -> Start:
     return Start(
         {
             **client_settings.anthropic(settings, base_url),
-            # A key of the user's own would be sent to the daemon in the token's place.
-            "ANTHROPIC_API_KEY": "",
             "ANTHROPIC_MODEL": models.large,
             "ANTHROPIC_DEFAULT_OPUS_MODEL": models.large,
             "ANTHROPIC_DEFAULT_SONNET_MODEL": models.large,
@@ -126,7 +126,13 @@ def _token(settings: ClientSettings) -> str:
 
 
 AGENTS: Mapping[str, Agent] = {
-    "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", 32_768, _claude),
+    "claude": Agent(
+        "claude",
+        "npm install -g @anthropic-ai/claude-code",
+        32_768,
+        _claude,
+        client_settings.ANTHROPIC_ELSEWHERE,
+    ),
     "codex": Agent("codex", "npm install -g @openai/codex", 32_768, _codex),
     "opencode": Agent("opencode", "npm install -g opencode-ai", 32_768, _opencode),
 }

@@ -45,12 +45,25 @@ def command(session: CliSession, model: str, agent: str, arguments: tuple[str, .
     settings, base_url = client_settings.fetch(client)
     start = found.start(settings, base_url, _models(client, settings, model, found))
     given = [*start.arguments, *arguments]
+    changes = {**start.environment, **_not_elsewhere(found, base_url)}
     if session.json:
-        session.emit({"command": [path, *given], "environment": start.environment}, "")
+        session.emit({"command": [path, *given], "environment": changes}, "")
         return
-    environment = {name: value for name, value in {**os.environ, **start.environment}.items() if value}
+    environment = {name: value for name, value in {**os.environ, **changes}.items() if value}
     # The terminal, its signals and the exit code are the agent's from here on.
     os.execve(path, [found.program, *given], environment)  # noqa: S606
+
+
+def _not_elsewhere(agent: Agent, base_url: str) -> Mapping[str, str]:
+    """What else of the environment changes, so that prompts and the token go to this machine alone; "" removes a
+    variable."""
+    removed = client_settings.set_elsewhere(agent.elsewhere)
+    if removed:
+        note(f"{agent.program} gets no {', '.join(removed)}: it is to use the models of this machine")
+    proxies = client_settings.past_proxies(base_url)
+    if proxies:
+        note(f"{agent.program} asks this machine past the proxy: {' and '.join(proxies)} name it")
+    return {**dict.fromkeys(removed, ""), **proxies}
 
 
 def _models(client: Client, settings: ClientSettings, model: str, agent: Agent) -> AgentModels:

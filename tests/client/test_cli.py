@@ -512,6 +512,34 @@ def test_env_for_ollamas_clients(daemon: FakeDaemon, run: Run, address: str, sho
     assert run("env", "--ollama", "--anthropic", home=daemon.home).returncode == 2
 
 
+@pytest.mark.parametrize("kind", [[], ["--anthropic"], ["--ollama"]])
+def test_env_keeps_prompts_and_the_key_from_a_proxy(
+    daemon: FakeDaemon, run: Run, env: dict[str, str], kind: list[str]
+) -> None:
+    daemon.on("GET", "/fleet/v1/env", Reply({"base_url": "http://127.0.0.1:8114/v1", "api_key": "k"}))
+    assert "proxy" not in run("env", *kind, home=daemon.home).stdout.lower()
+    env |= {"http_proxy": "http://10.9.9.9:3128", "NO_PROXY": "corp.example"}
+    script = f'{run("env", *kind, home=daemon.home).stdout}\nprintf "%s|%s" "$NO_PROXY" "$no_proxy"'
+    evaluated = subprocess.run(
+        ["/bin/sh", "-c", script], env=env, capture_output=True, text=True, check=True
+    ).stdout
+    assert evaluated == "corp.example,127.0.0.1,localhost|corp.example,127.0.0.1,localhost"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [([], "OPENAI_CUSTOM_HEADERS"), (["--anthropic"], "CLAUDE_CODE_USE_BEDROCK")]
+)
+def test_env_unsets_what_would_send_requests_elsewhere(
+    daemon: FakeDaemon, run: Run, env: dict[str, str], kind: list[str], name: str
+) -> None:
+    daemon.on("GET", "/fleet/v1/env", Reply({"base_url": "http://127.0.0.1:8114/v1", "api_key": "k"}))
+    env[name] = "of-the-users"
+    done = run("env", *kind, home=daemon.home)
+    assert done.stdout.splitlines()[-1] == f"unset {name}"
+    assert name in done.stderr
+    assert "of-the-users" not in done.stdout + done.stderr
+
+
 def test_env_without_http(daemon: FakeDaemon, run: Run) -> None:
     daemon.on("GET", "/fleet/v1/env", Reply({"base_url": None, "api_key": "k"}))
     done = run("env", home=daemon.home)

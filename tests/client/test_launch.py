@@ -15,7 +15,7 @@ from fleetctl.exits import Exit
 
 AGENT = """#!/bin/sh
 printf '%s\\n' "$*"
-env | grep -E '^(ANTHROPIC|CLAUDE|API_TIMEOUT|FLEETD_API|OPENCODE)' | sort
+env | grep -Ei '^(ANTHROPIC|CLAUDE|API_TIMEOUT|FLEETD_API|OPENCODE|[a-z]*_proxy)' | sort
 exit 5
 """
 
@@ -110,6 +110,60 @@ def test_opencode_gets_its_models_in_its_environment(path: Path, served: FakeDae
     assert provider["options"]["apiKey"] == "{env:FLEETD_API_KEY}"
     assert provider["models"]["org/big"]["limit"] == {"context": 65536, "output": 16384}
     assert '"k"' not in given["OPENCODE_CONFIG_CONTENT"]
+
+
+PROXY = {"HTTP_PROXY": "http://10.9.9.9:3128", "https_proxy": "http://10.9.9.9:3128"}
+
+
+@pytest.mark.parametrize("agent", sorted(AGENTS))
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, "127.0.0.1,localhost"),
+        ({"NO_PROXY": "corp.example, localhost"}, "corp.example,localhost,127.0.0.1"),
+        ({"no_proxy": "corp.example"}, "corp.example,127.0.0.1,localhost"),
+        ({"NO_PROXY": "*", "no_proxy": "*"}, "*"),
+    ],
+)
+def test_no_agent_asks_this_machine_by_a_proxy(
+    path: Path,
+    served: FakeDaemon,
+    run: Run,
+    env: dict[str, str],
+    agent: str,
+    before: dict[str, str],
+    after: str,
+) -> None:
+    env |= {**PROXY, **before}
+    done = run("launch", agent, home=served.home)
+    given = dict(line.split("=", 1) for line in done.stdout.splitlines()[1:])
+    assert (given["NO_PROXY"], given["no_proxy"]) == (after, after)
+    assert given["HTTP_PROXY"] == PROXY["HTTP_PROXY"], "other servers are asked as before"
+    assert ("past the proxy" in done.stderr) == (before.get("NO_PROXY") != "*")
+
+
+def test_where_there_is_no_proxy_nothing_is_said_of_it(path: Path, served: FakeDaemon, run: Run) -> None:
+    done = run("launch", "claude", home=served.home)
+    assert "proxy" not in (done.stdout + done.stderr).lower()
+
+
+def test_claude_uses_no_other_provider_and_is_told_so(
+    path: Path, served: FakeDaemon, run: Run, env: dict[str, str]
+) -> None:
+    others = {
+        "CLAUDE_CODE_USE_BEDROCK": "1",
+        "CLAUDE_CODE_USE_VERTEX": "1",
+        "ANTHROPIC_CUSTOM_HEADERS": "Authorization: Bearer of-the-users",
+        "CLAUDE_CODE_OAUTH_TOKEN": "of-the-users",
+    }
+    env |= others
+    done = run("launch", "claude", home=served.home)
+    assert not [line for line in done.stdout.splitlines() if line.split("=")[0] in others]
+    assert "of-the-users" not in done.stdout + done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if "claude gets no" in line]
+    assert all(name in said for name in (*others, "ANTHROPIC_API_KEY"))
+    shown = json.loads(run("launch", "--json", "claude", home=served.home).stdout)["environment"]
+    assert [shown[name] for name in others] == [""] * len(others)
 
 
 def refusal(daemon: FakeDaemon, run: Run, *arguments: str) -> str:
