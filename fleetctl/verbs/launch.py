@@ -55,8 +55,8 @@ def command(session: CliSession, model: str, agent: str, arguments: tuple[str, .
 
 
 def _not_elsewhere(agent: Agent, base_url: str) -> Mapping[str, str]:
-    """What else of the environment changes, so that prompts and the token go to this machine alone; "" removes a
-    variable."""
+    """What else of the environment changes, so that prompts and the token go to this machine alone; ""
+    removes a variable."""
     removed = client_settings.set_elsewhere(agent.elsewhere)
     if removed:
         note(f"{agent.program} gets no {', '.join(removed)}: it is to use the models of this machine")
