@@ -13,8 +13,8 @@ from fleetd.control.daemon_status import ClientSettings
 
 # Variables by which clients of a dialect would send prompts, or this machine's token, to another server; and
 # keys and headers for another server that they would send here.
-OPENAI_ELSEWHERE = ("OPENAI_API_BASE", "OPENAI_API_TYPE", "OPENAI_CUSTOM_HEADERS")
-ANTHROPIC_ELSEWHERE = (
+OPENAI_ELSEWHERE: Sequence[str] = ("OPENAI_API_BASE", "OPENAI_API_TYPE", "OPENAI_CUSTOM_HEADERS")
+ANTHROPIC_ELSEWHERE: Sequence[str] = (
     "ANTHROPIC_API_KEY", "ANTHROPIC_CUSTOM_HEADERS", "ANTHROPIC_UNIX_SOCKET", "CLAUDE_CODE_API_BASE_URL",
     "CLAUDE_CODE_OAUTH_TOKEN", "CLAUDE_CODE_USE_ANTHROPIC_AWS", "CLAUDE_CODE_USE_BEDROCK",
     "CLAUDE_CODE_USE_FOUNDRY", "CLAUDE_CODE_USE_MANTLE", "CLAUDE_CODE_USE_VERTEX",

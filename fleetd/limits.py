@@ -177,6 +177,8 @@ LEDGER_WAIT_S = 0.25
 REPEAT_LOG_S = 60.0
 # Kinds of refused requests that are logged within it: a client that tries addresses would fill the log.
 REFUSALS_LOGGED = 32
+# Failed requests that are logged within it: each has its code and its request in the traces as well.
+FAILURES_LOGGED = 32
 # After a second signal, or when streams do not end after the drain.
 STOP_S = 2.0
 # A background task that failed is started again after so long, and after each further failure later.

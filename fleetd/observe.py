@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, MutableMapping
+import time
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -17,6 +18,7 @@ import structlog
 from structlog.stdlib import BoundLogger
 from structlog.typing import Processor
 
+from fleetd import limits
 from fleetd.log_file import RotatingOutput
 from fleetd.terminal_text import printable
 
@@ -30,6 +32,29 @@ _FIELD_CHARS = 2 * 1024
 def get_logger(name: str) -> BoundLogger:
     logger: BoundLogger = structlog.stdlib.get_logger(name)
     return logger
+
+
+class LineBudget:
+    """At most ``lines`` log lines of a kind within ``limits.REPEAT_LOG_S``: anybody who reaches a port may
+    cause as many as they like."""
+
+    def __init__(self, lines: int, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._lines = lines
+        self._monotonic = monotonic
+        self._began_s = float("-inf")
+        self._spent = self._left_out = 0
+
+    def spend(self) -> int | None:
+        """None if the line is to be left out, or else how many were left out before it."""
+        now_s = self._monotonic()
+        if now_s - self._began_s >= limits.REPEAT_LOG_S:
+            self._began_s, self._spent = now_s, 0
+        if self._spent >= self._lines:
+            self._left_out += 1
+            return None
+        self._spent += 1
+        left_out, self._left_out = self._left_out, 0
+        return left_out
 
 
 def configure(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from aiohttp import hdrs, web
 
 from fleetd import limits
+from fleetd.api.auth import check_token
 from fleetd.api.body import json_answer
 from fleetd.api.context import SERVICES
+from fleetd.api.deadlines import is_trusted, needs_token
 from fleetd.api.openai.objects import EngineHealth, Health
 from fleetd.control.daemon_status import DaemonStatus
 
@@ -37,6 +39,8 @@ def judge(status: DaemonStatus) -> Health:
 async def ready(request: web.Request) -> web.StreamResponse:
     """200 when a request would be served, 503 with the reason when it would not."""
     health = judge(request.app[SERVICES].status())
+    if not is_trusted(request) and not needs_token(request):
+        health = Health(health.status)  # a model's name may be the path of its folder
     if health.status == "ok":
         return json_answer(health)
     return json_answer(health, status=503, headers={hdrs.RETRY_AFTER: _RETRY_AFTER_S})
@@ -48,5 +52,8 @@ async def live(_request: web.Request) -> web.StreamResponse:
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:
+    """They tell who asks for what how often, and call models by the paths of their folders: not without the
+    token, at whatever address. Raises Unauthorized."""
+    check_token(request)
     body, content_type = request.app[SERVICES].metrics.render(request.headers.get(hdrs.ACCEPT, ""))
     return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})

@@ -50,7 +50,7 @@ from fleetd.models import file_threads
 from fleetd.models.catalog import check_served
 from fleetd.models.model_names import ModelNames, untagged
 from fleetd.models.model_store import ModelStore
-from fleetd.observe import get_logger
+from fleetd.observe import LineBudget, get_logger
 from fleetd.plan import load_times
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.refusals import THIS_NODE
@@ -149,6 +149,7 @@ class Runner:
         self._pipeline = Pipeline(steps, record, monotonic=monotonic)
         self._speeds = speeds or ModelSpeeds()
         self._monotonic = monotonic
+        self._failure_lines = LineBudget(limits.FAILURES_LOGGED, monotonic)
         self._now = now
         self._open = 0
         self._requests: set[Request] = set()
@@ -558,7 +559,9 @@ class Runner:
         self._metrics.failed(code)
         if reservation is not None:
             self._ledger.refund(reservation, code)
-        log.info("request.failed", request=job.request.id, code=code, route=job.route)
+        if (left_out := self._failure_lines.spend()) is not None:
+            more = {"left_out": left_out} if left_out else {}
+            log.info("request.failed", request=job.request.id, code=code, route=job.route, **more)
 
     def _explain(self, error: Exception) -> FleetError:
         """The error as the client shall see it."""

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import aiohttp
 import pytest
-from api_fakes import TOKEN, FakeRunner, Site, installed_models, serve, services
+from api_fakes import TOKEN, FakeRunner, Site, engine, installed_models, serve, services, status
 from fakes import FakePool
 from msgspec.structs import replace
 from odd_hosts import ODD_HOSTS
@@ -85,6 +85,21 @@ async def test_a_program_may_leave_the_content_type_out_and_a_page_may_not(
     async with aiohttp.ClientSession(tokenless.url, skip_auto_headers=["Content-Type"]) as session:
         async with session.post("/api/chat", data=CHAT.encode(), headers=page) as answer:
             assert answer.status == status
+
+
+async def test_who_asks_for_what_is_told_to_none_without_the_token(tokenless: Site) -> None:
+    """Metrics have a series per model, and call one by the path of its folder."""
+    for method in ("GET", "HEAD"):
+        assert (await ask(tokenless, {}, "/metrics", "", method))[0] == 401
+    assert (await ask(tokenless, tokenless.auth, "/metrics", "", "GET"))[0] == 200
+
+
+async def test_health_names_no_model_without_the_token(runner: FakeRunner) -> None:
+    loading = [engine(model="/home/one/secret", state="loading")]
+    given = services(runner, status=lambda: status(engines=loading))
+    async with serve(given, needs_token=False) as tokenless, serve(given) as site:
+        assert "secret" not in (await ask(tokenless, {}, "/health", "", "GET"))[1]
+        assert "secret" in (await ask(site, site.auth, "/health", "", "GET"))[1]
 
 
 async def test_control_is_not_served(tokenless: Site) -> None:

@@ -382,6 +382,26 @@ async def test_unloading_during_a_load_ends_the_waiting_request(
 
 
 @pytest.mark.one_loop
+async def test_attack_a_client_that_wants_no_model_kept_ends_nobodys_answer(
+    watched: EnginePool, behave: Misbehave
+) -> None:
+    """``keep_alive`` 0 of another client is for the time after the last request."""
+    behave("accepts one")
+    events = watched.stream(FOLDER, ask("<hello>", "r"))
+    async for event in events:
+        if isinstance(event, Accepted):
+            break
+    watched.keep("fake", 0)
+    engine = watched.engine(FOLDER)
+    assert engine is not None
+    assert (engine.idle_s, watched.stays_s("fake")) == (0, 0)
+    assert not engine.idle_s > watched.stays_s("fake"), "only what is idle for longer is unloaded"
+    watched.pinned = lambda: {"fake"}
+    assert watched.stays_s("fake") == math.inf, "what is pinned stays"
+    await events.aclose()
+
+
+@pytest.mark.one_loop
 async def test_a_request_whose_model_is_unloaded_hears_of_that_and_not_of_a_death(
     watched: EnginePool, behave: Misbehave
 ) -> None:

@@ -241,6 +241,24 @@ async def test_an_unknown_model_is_refused_without_a_row(make_runner: Make, stor
     assert runner.counts == RequestCounts(failed=1)
 
 
+async def test_attack_a_client_cannot_fill_the_log_with_failures(make_runner: Make) -> None:
+    seconds = 0.0
+    runner = make_runner(FakePool(answer()), FakeModels(), monotonic=lambda: seconds)
+
+    async def fail(times: int) -> list[Any]:
+        with capture_logs() as logs:
+            for _ in range(times):
+                with pytest.raises(ModelNotFound):
+                    await collect(runner, job("nope"))
+        return [each for each in logs if each["event"] == "request.failed"]
+
+    assert len(await fail(limits.FAILURES_LOGGED + 7)) == limits.FAILURES_LOGGED
+    assert await fail(3) == []
+    seconds += limits.REPEAT_LOG_S
+    (told,) = await fail(1)
+    assert told["left_out"] == 10
+
+
 async def test_a_model_of_the_hub_is_not_fetched_unasked(make_runner: Make) -> None:
     models = FakeModels(known={"qwen"})
     with pytest.raises(ModelNotFound) as caught:
