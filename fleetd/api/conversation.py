@@ -99,6 +99,13 @@ def refuse_format(kind: str, where: str) -> None:
         )
 
 
+def needed(call_id: str | None, name: str, where: str) -> str:
+    """The id that ties a call to its result. Raises InvalidValue where a client left it out."""
+    if not call_id:
+        raise InvalidValue(f"The field '{where}.{name}' is missing.", param=f"{where}.{name}")
+    return call_id
+
+
 def tool_call(call_id: str, name: str, arguments: str | Plain) -> Plain:
     """A call that the model made, for an assistant's ``tool_calls``.
 

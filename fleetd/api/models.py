@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from fleetd.api import token
 from fleetd.api.anthropic.dialect import ANTHROPIC
@@ -22,10 +23,11 @@ async def index(request: web.Request) -> web.StreamResponse:
 
 
 async def show(request: web.Request) -> web.StreamResponse:
-    """Raises ModelNotFound with the nearest names."""
+    """The model that a request for this name would get, called by it. Raises ModelNotFound with the nearest
+    names."""
     name = request.match_info["id"].rstrip("/")
     token.check_model(request, name)
     found = await one_model(request.app[SERVICES], name)
     if dialect_of(request) is ANTHROPIC:
         return json_answer(info(found, name))
-    return json_answer(found)
+    return json_answer(replace(found, id=name))

@@ -3,6 +3,7 @@ same of the likeliest alternatives."""
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,10 @@ class PromptLogprobs:
     tokens: list[int]
     entries: list[TokenLogprob] = field(default_factory=list)
     _offset: int = 0
+    # A character of several tokens is counted with the last of them, so all of them are where it begins.
+    _text_so_far: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
 
     def __post_init__(self) -> None:
         self._append(None)  # nothing comes before the first token, so it gets 0
@@ -67,7 +72,7 @@ class PromptLogprobs:
         raw = token_bytes(self.logprobs.tokenizer, token)
         value, best = (0.0, []) if row is None else (_finite(row[token]), self.logprobs.best(row))
         self.entries.append(TokenLogprob(_text(raw), value, raw, best, self._offset))
-        self._offset += len(_text(raw))
+        self._offset += len(self._text_so_far.decode(raw))
 
 
 def _finite(logprob: np.float32) -> float:

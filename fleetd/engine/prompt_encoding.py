@@ -61,7 +61,14 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     borders: Sequence[int] = ()
 
 
-def prepare(request: Generate, tokenizer: Any, vocab_size: int, *, borders: bool = False) -> PreparedPrompt:
+def prepare(
+    request: Generate,
+    tokenizer: Any,
+    vocab_size: int,
+    *,
+    borders: bool = False,
+    model: str = "This model",
+) -> PreparedPrompt:
     """Render and tokenize. Runs outside the compute thread.
 
     Args:
@@ -91,7 +98,8 @@ def prepare(request: Generate, tokenizer: Any, vocab_size: int, *, borders: bool
                     prepared, lambda: _offsets(tokenizer, text, tokens, special=True), lambda: gaps
                 )
         case ChatPrompt():
-            prepared = _chat(request, request.prompt, tokenizer, borders=borders)
+            tools = _offered_tools(request.prompt, tokenizer, model)
+            prepared = _chat(request, request.prompt, tokenizer, tools, borders=borders)
     outside = next((t for t in request.sampling.logit_bias if not 0 <= t < vocab_size), None)
     if outside is not None:
         raise InvalidValue(
@@ -131,9 +139,15 @@ def check_length(prepared: PreparedPrompt, context_tokens: int) -> None:
         )
 
 
-def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: bool) -> PreparedPrompt:
+def _chat(
+    request: Generate,
+    prompt: ChatPrompt,
+    tokenizer: Any,
+    tools: list[dict[str, Any]] | None,
+    *,
+    borders: bool,
+) -> PreparedPrompt:
     """Messages as the model's template renders them, with the beginning of a tool call that must be made."""
-    tools = _offered_tools(prompt, tokenizer)
     controls = control_tokens(tokenizer)
     needs = template_needs(tokenizer, with_tools=bool(tools))
     # A hash of an id must not be one of a stand-in, which is another one with each rendering.
@@ -179,11 +193,11 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any, *, borders: boo
     return prepared
 
 
-def _offered_tools(prompt: ChatPrompt, tokenizer: Any) -> list[dict[str, Any]] | None:
+def _offered_tools(prompt: ChatPrompt, tokenizer: Any, model: str) -> list[dict[str, Any]] | None:
     """The tools that the model may call. Raises BadRequest if it does not chat, or cannot call any."""
     if not tokenizer.has_chat_template:
         raise BadRequest(
-            "This model has no chat template.",
+            f"{model} has no chat template.",
             hint="Use /v1/completions, or a model tuned for chat.",
             param="model",
         )
@@ -197,7 +211,7 @@ def _offered_tools(prompt: ChatPrompt, tokenizer: Any) -> list[dict[str, Any]] |
         )
     if tools and not tokenizer.has_tool_calling:
         raise UnsupportedParameter(
-            "This model has no format for tool calls.",
+            f"{model} has no format for tool calls.",
             hint="Leave out tools, or choose a model that was trained with them (fleetctl models).",
             param="tools",
         )

@@ -175,8 +175,15 @@ class DaemonSocket:
 class Front:
     """The reader thread: hands commands to the compute thread. Without ``loaded`` only guest work is done."""
 
-    def __init__(self, link: DaemonSocket, compute: Scheduler | HelperLoop, loaded: Loaded | None) -> None:
+    def __init__(
+        self,
+        link: DaemonSocket,
+        compute: Scheduler | HelperLoop,
+        loaded: Loaded | None,
+        model: str = "This model",
+    ) -> None:
         self._link = link
+        self._model = model
         self._compute = compute
         self._loaded = loaded
         self._prompts = ThreadPoolExecutor(1, thread_name_prefix="prompt")
@@ -262,6 +269,7 @@ class Front:
                 self._loaded.tokenizer,
                 facts.vocab_size,
                 borders=self._loaded.keeps_states and not request.count_only,
+                model=self._model,
             )
         # Files that fleetd did not pull are hashed while their model is in use already.
         self._loaded.basis.look()
@@ -289,7 +297,7 @@ def main() -> int:
         link.send(LoadFailed(known.code, known.message, known.hint))
         link.flush()
         return EXIT_LOAD_FAILED
-    front = Front(link, compute, loaded)
+    front = Front(link, compute, loaded, settings.name)
     threading.Thread(target=front.read, args=(protocol.commands(),), name="reader", daemon=True).start()
     link.send(facts)
     try:

@@ -60,6 +60,10 @@ class ModelNames(msgspec.Struct, frozen=True):
         """The name that a request means: the default model's if it names none."""
         return self.default if asked in (None, "", DEFAULT) else asked
 
+    def answered(self, asked: str | None) -> str:
+        """The name that an answer carries: the one that was asked for, or the default model's."""
+        return asked or self.default
+
     def here(self, asked: str | None) -> str:
         """The same as a name that models are found by, and what an alias stands for."""
         name = untagged(self.named(asked))

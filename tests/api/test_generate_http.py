@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterable
 from itertools import pairwise
@@ -149,8 +150,27 @@ async def test_no_model_means_the_default_which_is_named(
     client: aiohttp.ClientSession, runner: FakeRunner, named: dict[str, str]
 ) -> None:
     async with client.post(CHAT, json={"messages": [{"role": "user", "content": "x"}], **named}) as response:
-        assert (await response.json())["model"] == MODEL
+        assert (await response.json())["model"] == (named.get("model") or MODEL)
     assert runner.jobs[0].model == named.get("model", "")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", ["default", MODEL, f"{MODEL}:latest", "claude-opus-4-5"])
+@pytest.mark.parametrize(
+    "path",
+    [CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"],
+)
+async def test_an_answer_carries_the_name_that_was_asked_for(
+    client: aiohttp.ClientSession, path: str, name: str, streamed: bool
+) -> None:
+    body = {"model": name, "stream": streamed, "max_tokens": 2}
+    if path == "/v1/responses":
+        body = {"model": name, "stream": streamed, "input": "x"}
+    more = {"messages": [{"role": "user", "content": "x"}], "prompt": "x"}
+    async with client.post(path, json={**body, **({} if "input" in body else more)}) as response:
+        assert response.status == 200, await response.text()
+        text = await response.text()
+    assert set(re.findall(r'"model": ?"([^"]*)"', text)) == {name}
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------

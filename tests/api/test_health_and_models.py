@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from api_fakes import MODEL, FakeFleet, engine, serve, services, status
+from api_fakes import MODEL, FakeFleet, Site, engine, serve, services, status
 from fakes import FACTS, FakeModels, FakePool
 
 from fleetd import limits
@@ -153,3 +153,22 @@ async def test_a_model_of_the_fleet_is_listed_once_with_where_it_is() -> None:
     assert one["context_length"] == one["max_model_len"] == found["qwen3-8b"]["context_tokens"] == 40_960
     assert [place["node"] for place in found[MODEL]["nodes"]] == ["this", "studio"]
     assert one["fleet"] == found["qwen3-8b"]
+
+
+@pytest.mark.parametrize(
+    "name", ["default", MODEL, f"{MODEL}:latest", "claude-opus-4-5", f"claude-fleet-{MODEL}"]
+)
+async def test_each_name_that_answers_is_shown_under_that_name(site: Site, name: str) -> None:
+    async with site.client() as session:
+        async with session.get(f"/v1/models/{name}") as response:
+            assert response.status == 200
+            shown = await response.json()
+            assert (shown["id"], shown["fleet"]["installed"]) == (name, True)
+        async with session.head(f"/v1/models/{name}") as response:
+            assert response.status == 200
+        async with session.get(f"/v1/models/{name}", headers={"anthropic-version": "2023-06-01"}) as response:
+            info = await response.json()
+            assert (info["id"], info["display_name"]) == (name, MODEL)
+        async with session.post("/api/show", json={"model": name}) as response:
+            assert response.status == 200
+            assert (await response.json())["details"]["parameter_size"] == "135M"

@@ -340,3 +340,13 @@ def test_documents_of_text_are_text() -> None:
     block = {"type": "document", "source": source, "title": "Notes", "citations": {"enabled": False}}
     (message,) = prompt(messages=[{"role": "user", "content": [block, text("Sum up.")]}]).messages
     assert message["content"] == "Notes\nThe sea.\nSum up."
+
+
+@pytest.mark.parametrize("lost", [{}, {"id": None}, {"id": ""}])
+def test_a_call_and_its_result_need_the_id_that_ties_them(lost: dict[str, Any]) -> None:
+    call = {"type": "tool_use", "name": "weather", "input": {}, **lost}
+    said = [USER, {"role": "assistant", "content": [call]}, USER]
+    assert "'messages.1.content.0.id' is missing" in refused(InvalidValue, messages=said)
+    result = {"type": "tool_result", "content": "x", "tool_use_id": lost.get("id")}
+    asked = [{"role": "user", "content": [result]}]
+    assert "'messages.0.content.0.tool_use_id' is missing" in refused(InvalidValue, messages=asked)

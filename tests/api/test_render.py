@@ -162,7 +162,7 @@ def test_reasoning_is_kept_out_of_content() -> None:
     for event in events:
         whole.feed(0, event)
     message = plain(whole.whole())["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    assert message == {"role": "assistant", "content": "yes", "reasoning_content": "hm", "refusal": None}
 
 
 def test_chat_logprobs() -> None:
@@ -171,6 +171,7 @@ def test_chat_logprobs() -> None:
     )
     (_, chunk) = plain(chat_stream().feed(0, event))
     assert chunk["choices"][0]["logprobs"] == {
+        "refusal": None,
         "content": [
             {
                 "token": "é",
@@ -178,7 +179,7 @@ def test_chat_logprobs() -> None:
                 "bytes": [0xC3, 0xA9],
                 "top_logprobs": [{"token": "e", "logprob": -9999.0, "bytes": [101]}],
             }
-        ]
+        ],
     }
 
 

@@ -20,8 +20,8 @@ WEATHER = {"type": "function", "name": "weather", "description": "The weather.",
 
 
 def translated(**fields: Any) -> Translated:
-    body = openai_bodies.decode(json.dumps({"input": [USER], **fields}).encode(), ResponsesBody)
-    return translate(body, "resp_1", body.items)
+    body = json.dumps({"input": [USER], **fields}).encode()
+    return translate(openai_bodies.decode(body, ResponsesBody), "resp_1")
 
 
 def prompt(**fields: Any) -> ChatPrompt:
@@ -216,5 +216,19 @@ def test_refusals_name_the_field() -> None:
     assert "'input'" in refused(InvalidValue, messages=[USER])
     assert "needs role and content" in refused(InvalidValue, input=[{"type": "message"}])
     assert "needs a name" in refused(InvalidValue, input=[{"type": "function_call"}])
-    bad = {"type": "function_call_output", "output": {"a": 1}}
+    bad = {"type": "function_call_output", "call_id": "a", "output": {"a": 1}}
     assert "input[0].output" in refused(InvalidValue, input=[bad])
+
+
+@pytest.mark.parametrize("lost", [{}, {"call_id": None}, {"call_id": ""}])
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "function_call", "name": "weather", "arguments": "{}"},
+        {"type": "custom_tool_call", "name": "patch", "input": "x"},
+        {"type": "function_call_output", "output": "x"},
+        {"type": "custom_tool_call_output", "output": "x"},
+    ],
+)
+def test_a_call_and_its_output_need_the_id_that_ties_them(item: dict[str, Any], lost: dict[str, Any]) -> None:
+    assert "'input[1].call_id' is missing" in refused(InvalidValue, input=[USER, {**item, **lost}])

@@ -101,7 +101,7 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
     cancelled = threading.Event()
     asked = threading.Event()
 
-    def prepare(request: Generate, *_: Any, borders: bool) -> prompt_encoding.PreparedPrompt:
+    def prepare(request: Generate, *_: Any, borders: bool, **__: Any) -> prompt_encoding.PreparedPrompt:
         asked.set()
         assert cancelled.wait(60)
         if fails:
@@ -129,7 +129,7 @@ def test_borders_are_looked_for_only_where_states_are_kept(
 ) -> None:
     looked: list[bool] = []
 
-    def prepare(request: Generate, *_: Any, borders: bool) -> prompt_encoding.PreparedPrompt:
+    def prepare(request: Generate, *_: Any, borders: bool, **__: Any) -> prompt_encoding.PreparedPrompt:
         looked.append(borders)
         return prompt_encoding.PreparedPrompt(request, [1])
 
@@ -148,7 +148,7 @@ def test_borders_are_looked_for_only_where_states_are_kept(
 def test_a_prompts_length_is_told_and_judged_while_the_compute_thread_is_busy(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, tokens: int, code: str
 ) -> None:
-    def prepare(request: Generate, *_: Any, borders: bool) -> prompt_encoding.PreparedPrompt:
+    def prepare(request: Generate, *_: Any, borders: bool, **__: Any) -> prompt_encoding.PreparedPrompt:
         return prompt_encoding.PreparedPrompt(request, [1] * tokens)
 
     monkeypatch.setattr("fleetd.engine.prompt_encoding.prepare", prepare)

@@ -24,7 +24,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     options = MessageOptions(
         id=f"msg_{uuid.uuid4().hex}",
-        model=services.names.named(body.model),
+        model=services.names.answered(body.model),
         max_tokens=services.answer_tokens if body.max_tokens is None else body.max_tokens,
         parallel_tools=translate.parallel_tools(body),
         marked=translate.marks_cache(body),

@@ -193,7 +193,8 @@ def _tool_result(block: ContentBlock, where: str) -> Plain:
     text = conversation.joined(list(_texts(block.content or "", f"{where}.content", returned=True)))
     if block.is_error and "error" not in text[:64].lower():
         text = f"Error: {text}"
-    return conversation.message("tool", text, where, tool_call_id=block.tool_use_id)
+    call_id = conversation.needed(block.tool_use_id, "tool_use_id", where)
+    return conversation.message("tool", text, where, tool_call_id=call_id)
 
 
 def _assistant(message: InputMessage, where: str) -> tuple[list[Plain], list[CacheMark]]:
@@ -208,7 +209,8 @@ def _assistant(message: InputMessage, where: str) -> tuple[list[Plain], list[Cac
             case "tool_use":
                 if block.name is None:
                     raise InvalidValue(f"{place}: a tool_use block needs a name.", param=place)
-                calls.append(conversation.tool_call(block.id or "", block.name, block.input or {}))
+                call_id = conversation.needed(block.id, "id", place)
+                calls.append(conversation.tool_call(call_id, block.name, block.input or {}))
             case kind if kind not in _SKIPPED:
                 texts.append(_text(block, place, returned=kind.endswith(_RESULT)))
     said = conversation.assistant(texts, reasoning, calls, where)

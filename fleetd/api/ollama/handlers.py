@@ -85,7 +85,7 @@ async def _load(request: web.Request, body: OllamaBody, *, chat: bool) -> web.St
 def _options(request: web.Request, body: OllamaBody, *, chat: bool) -> OllamaReplyOptions:
     began_s = time.monotonic()
     return OllamaReplyOptions(
-        model=request.app[SERVICES].names.named(body.model),
+        model=request.app[SERVICES].names.answered(body.model),
         chat=chat,
         began=datetime.now(UTC),
         elapsed_s=lambda: time.monotonic() - began_s,

@@ -56,12 +56,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 def _options(request: web.Request, prefix: str, body: bodies.Common) -> ReplyOptions:
-    """What every reply has. The model keeps the name the client used; "default" gets the real one."""
+    """What every reply has. The model keeps the name that the client used."""
     services = request.app[SERVICES]
     return ReplyOptions(
         id=f"{prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),
-        model=services.names.named(body.model),
+        model=services.names.answered(body.model),
         fingerprint=f"fleetd-{services.version}",
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         smart=resolve(body.smart_prefill, services.smart_defaults),

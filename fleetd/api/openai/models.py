@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-import msgspec
 from msgspec import UNSET
 
 from fleetd.api.model_abilities import abilities
@@ -22,8 +21,8 @@ from fleetd.requests.job import THIS_NAME
 
 
 async def one_model(services: Services, name: str) -> ModelObject:
-    """Raises ModelNotFound."""
-    asked = untagged(name)
+    """The model that a request for ``name`` would get. Raises ModelNotFound."""
+    asked = untagged(services.names.named(name))
     try:
         folder = await file_threads.look(services.models.resolve, asked)
         able = await file_threads.look(
@@ -35,7 +34,7 @@ async def one_model(services: Services, name: str) -> ModelObject:
         found = [model for model in await all_models(services) if model.id in (asked, canonical)]
         if not found:
             raise
-        return msgspec.structs.replace(found[0], id=name)
+        return found[0]
     return _describe(folder, able, loaded_models(services), elsewhere(services))
 
 

@@ -99,6 +99,7 @@ class LogprobItem(Struct, frozen=True):
 
 class ChatLogprobs(Struct, frozen=True):
     content: list[LogprobItem]
+    refusal: None = None
 
 
 class FunctionCall(Struct, frozen=True):
@@ -117,6 +118,7 @@ class ReplyMessage(Struct, frozen=True):
     content: str | None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
+    refusal: None = None
 
 
 class ChatChoice(Struct, frozen=True):

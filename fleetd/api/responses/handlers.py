@@ -34,7 +34,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     items, previous = _conversation(request, body)
     asked = translate(body, name, items, previous.conversation if previous is not None else ())
     options = ResponseOptions(
-        response=_begun(body, asked, name, services.names.named(body.model)),
+        response=_begun(body, asked, name, services.names.answered(body.model)),
         tools=asked.tools,
         carry=asked.carry,
         smart=resolve(body.smart_prefill, services.smart_defaults),
@@ -105,7 +105,7 @@ def _begun(body: ResponsesBody, asked: Translated, name: str, model: str) -> Res
         tool_choice=body.tool_choice or "auto",
         tools=asked.tools.served,
         top_p=body.top_p,
-        user=body.user,
+        user=UNSET if body.user is None else body.user,
         warnings=asked.warnings or UNSET,
     )
 

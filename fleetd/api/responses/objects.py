@@ -109,7 +109,8 @@ class ReasoningConfig(Struct, frozen=True):
 
 
 class Response(Struct, frozen=True, kw_only=True):
-    """``warnings`` says what of the request was left out; ``tools`` are those that were not."""
+    """``warnings`` says what of the request was left out; ``tools`` are those that were not. ``usage`` comes
+    with the end: OpenAI's document knows no null there, nor for ``user``."""
 
     id: str
     object: Literal["response"] = "response"
@@ -133,8 +134,8 @@ class Response(Struct, frozen=True, kw_only=True):
     tools: list[ResponseTool] = field(default_factory=list)
     top_p: float | None = None
     truncation: Literal["disabled"] = "disabled"
-    usage: ResponseUsage | None = None
-    user: str | None = None
+    usage: ResponseUsage | UnsetType = UNSET
+    user: str | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 
 

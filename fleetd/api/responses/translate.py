@@ -47,10 +47,13 @@ class Translated(msgspec.Struct, frozen=True):
 
 
 def translate(
-    body: ResponsesBody, request_id: str, items: Sequence[InputItem], before: Sequence[InputItem] = ()
+    body: ResponsesBody,
+    request_id: str,
+    items: Sequence[InputItem] | None = None,
+    before: Sequence[InputItem] = (),
 ) -> Translated:
     """Args:
-    items: what the body asks, without references.
+    items: those of the body, without references; None if it has none.
     before: the conversation that it goes on from.
 
     Raises InvalidValue, UnsupportedParameter.
@@ -64,7 +67,7 @@ def translate(
     for item in before:
         if item.kind not in LEFT_OUT_ITEMS:  # which was said when it came
             talk.add(item, "previous_response_id")
-    for i, item in enumerate(items):
+    for i, item in enumerate(body.items if items is None else items):
         talk.add(item, f"input[{i}]")
     prompt = conversation.prompt(
         talk.messages(),
@@ -187,8 +190,9 @@ class _Items:
                 self._call(item, as_arguments(item.input or ""), where)
             case "function_call_output" | "custom_tool_call_output":
                 self._end_turn(where)
+                call_id = conversation.needed(item.call_id, "call_id", where)
                 self._found.append(
-                    conversation.message("tool", _output(item, where), where, tool_call_id=item.call_id)
+                    conversation.message("tool", _output(item, where), where, tool_call_id=call_id)
                 )
             case kind if kind in LEFT_OUT_ITEMS:
                 self.warnings.append(
@@ -219,8 +223,11 @@ class _Items:
     def _call(self, item: InputItem, arguments: str | Plain, where: str) -> None:
         if item.name is None:
             raise InvalidValue(f"{where}: a call needs a name.", param=where)
-        name = full_name(item.name, item.namespace)
-        self._open_turn().calls.append(conversation.tool_call(item.call_id or "", name, arguments))
+        name, call_id = (
+            full_name(item.name, item.namespace),
+            conversation.needed(item.call_id, "call_id", where),
+        )
+        self._open_turn().calls.append(conversation.tool_call(call_id, name, arguments))
 
     def _open_turn(self) -> _Turn:
         if self._turn is None:
