@@ -26,8 +26,8 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def past_proxies(url: str, environment: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """What keeps requests to this machine from a proxy that the environment names, which would read prompts and
-    the token. Nothing if it names none: some libraries then ask the system, unless one of these is set.
+    """What keeps requests to this machine from a proxy that the environment names, which would read prompts
+    and the token. Nothing if it names none: some libraries then ask the system, unless one of these is set.
     """
     if not any(environment.get(form) for name in _PROXIES for form in (name, name.upper())):
         return {}

@@ -35,8 +35,8 @@ def get_logger(name: str) -> BoundLogger:
 
 
 class LineBudget:
-    """At most ``lines`` log lines of a kind within ``limits.REPEAT_LOG_S``: what clients cause has no other
-    bound."""
+    """Lets ``lines`` log lines of a kind through within ``limits.REPEAT_LOG_S``: how many would be written
+    otherwise is up to clients."""
 
     def __init__(self, lines: int, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._lines = lines

@@ -26,9 +26,9 @@ from fleetctl.cli import CliSession, json_option, note, pass_session
 def command(session: CliSession, anthropic: bool, ollama: bool) -> None:
     """Print OPENAI_BASE_URL and OPENAI_API_KEY; use it as: eval "$(fleetctl env)".
 
-    The key is a secret of this machine: every program that has it may use the models. If the environment names
-    a proxy, NO_PROXY is printed too, for the proxy would read prompts and the key. Variables that would send
-    requests to another server are unset, with a word.
+    The key is a secret of this machine: every program that has it may use the models. If the environment
+    names a proxy, NO_PROXY is printed too, for the proxy would read prompts and the key. Variables that would
+    send requests to another server are unset, with a word.
     """
     settings, base_url = client_settings.fetch(session.client())
     if anthropic and ollama:

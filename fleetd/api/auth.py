@@ -17,7 +17,7 @@ import re
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
-from fleetd.api.context import SERVICES, is_open
+from fleetd.api.context import SERVICES, is_open, needs_token_always
 from fleetd.api.deadlines import connection, is_trusted, needs_token
 from fleetd.api.page import access
 from fleetd.api.services import Services
@@ -50,7 +50,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         by_page = access.asked_by_page(request)
         if by_page:
             access.check(request)
-        elif needs_token(request):
+        elif needs_token(request) or needs_token_always(request):
             check_token(request)
         if (made := connection(request)) is not None:
             made.authenticated()

@@ -31,6 +31,12 @@ def is_open(request: web.Request) -> bool:
     return any(route.open and route.path == request.path for route in request.app[ROUTES].values())
 
 
+def needs_token_always(request: web.Request) -> bool:
+    """True if clients need the token here also where they need none elsewhere."""
+    route = request.app[ROUTES].get(request.match_info.route)
+    return route is not None and route.secret
+
+
 def is_gone(request: web.BaseRequest) -> bool:
     """True when the client has left: a ConnectionError then is its leaving, and otherwise a bug."""
     return request.transport is None or request.transport.is_closing()

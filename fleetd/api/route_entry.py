@@ -38,6 +38,7 @@ class Route(msgspec.Struct, frozen=True, eq=False):
         item: the type of each object in a stream, or their union; None if the route never streams.
         statuses: those besides 200 and the ones of every route (openapi.py).
         open: needs no token.
+        secret: needs it also at the address where others need none.
         shared: clients of other dialects call here too, and are answered in theirs.
         page: the page may ask for it over TCP (page/access.py).
     """
@@ -53,6 +54,7 @@ class Route(msgspec.Struct, frozen=True, eq=False):
     item: Any = None
     statuses: Mapping[int, RouteStatus] = msgspec.field(default_factory=dict)
     open: bool = False
+    secret: bool = False
     shared: bool = False
     page: bool = False
 

@@ -297,6 +297,8 @@ PUBLIC: tuple[Route, ...] = (
         name="metrics",
         summary="Prometheus metrics; OpenMetrics if accepted.",
         reply=_METRICS,
+        # They tell who asks for what how often, and call models by the paths of their folders.
+        secret=True,
     ),
     _get(
         "/openapi.json",
