@@ -75,6 +75,24 @@ def test_input_tokens_are_counted_as_a_response_counts_them(client: openai.OpenA
         client.responses.input_tokens.count(**fields, previous_response_id="resp_1")
 
 
+def test_a_request_goes_on_from_an_answer_by_its_id(client: openai.OpenAI, target: Target) -> None:
+    fields: Any = {"model": target.model, "max_output_tokens": 4, "temperature": 0}
+    first = client.responses.create(**fields, input=ASK)
+    more: Any = [{"role": "user", "content": "And then?"}]
+    by_id = client.responses.create(**fields, input=more, previous_response_id=first.id)
+    said: Any = [each.to_dict() for each in first.output]
+    whole = client.responses.create(**fields, input=[*ASK, *said, *more], store=False)
+    assert by_id.usage is not None
+    assert whole.usage is not None
+    assert by_id.usage.input_tokens == whole.usage.input_tokens
+    assert client.responses.retrieve(by_id.id).output_text == by_id.output_text
+    client.responses.delete(first.id)
+    for gone in (first.id, whole.id):
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.responses.create(**fields, input=more, previous_response_id=gone)
+        assert missing.value.code == "response_not_found"
+
+
 def test_the_same_request_as_a_chat_gives_the_same_tokens(client: openai.OpenAI, target: Target) -> None:
     chat = client.chat.completions.create(
         model=target.model,

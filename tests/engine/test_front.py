@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -26,7 +27,7 @@ from fleetd.engine.protocol import (
     TextPrompt,
     Tokenized,
 )
-from fleetd.errors import BadRequest
+from fleetd.errors import BadRequest, UnsupportedParameter
 from fleetd.plan.prefill.split import Split
 
 
@@ -225,6 +226,16 @@ def test_attack_a_template_that_recurses_without_end_is_the_requests_fault() -> 
         deep = [deep]
     with pytest.raises(BadRequest, match="RecursionError"):
         prompt_encoding.prepare(Generate("r", ChatPrompt([{"content": deep}])), DeepTemplate(), 8)
+
+
+def test_a_refusal_of_tools_or_of_a_chat_names_the_model() -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    asked = Generate("r", ChatPrompt([{"role": "user", "content": "x"}], tools))
+    with pytest.raises(UnsupportedParameter, match="org/tiny has no format for tool calls"):
+        prompt_encoding.prepare(asked, DeepTemplate(), 8, model="org/tiny")
+    silent: Any = SimpleNamespace(has_chat_template=False)
+    with pytest.raises(BadRequest, match="org/tiny has no chat template"):
+        prompt_encoding.prepare(asked, silent, 8, model="org/tiny")
 
 
 class BrokenTemplate(DeepTemplate):
