@@ -203,9 +203,9 @@ class EngineProcess:
             yield seen
 
     async def stop(self) -> None:
-        """End the worker: ask, wait ``limits.ENGINE_STOP_S``, kill; requests end with ModelUnloaded. Idempotent.
+        """End the worker: ask, wait ``limits.ENGINE_STOP_S``, kill; requests end with ModelUnloaded.
 
-        One that even the kernel cannot end, as it waits for a dead disk, is left to itself.
+        One that even the kernel cannot end, as it waits for a dead disk, is left to itself. Idempotent.
         """
         if self.state in ("loading", "ready"):
             self.state = "stopping"
