@@ -337,6 +337,19 @@ PROMPT_TOKENS_PER_BYTE, TEMPLATE_TOKENS = 16, 65_536
 JOB_EVENT_BYTES = 4 * TOOL_ARGUMENT_CHARS + MIB
 # Tokens whose text is held back, as a tool call's is, before they are told without it.
 UNTOLD_TOKENS = 32
+# What the text of an answer may cost: characters that are looked at per character that came. A grammar holds
+# back a marker, some thirty characters, and looks at it again with each token; ten times that is no grammar's.
+LOOKS_PER_CHAR = 512
+# Longest text before a call's arguments, or before the text of a channel: a name, an id and what is around.
+ANSWER_HEAD_CHARS = 1024
+# Of a tool's name as a model writes it, with a namespace or a number around it.
+TOOL_NAME_CHARS = 512
+# How deep a call's arguments nest as JSON; what is deeper comes as text. With what is around them in a
+# conversation, a model can be given them back.
+ARGUMENTS_DEPTH = JSON_DEPTH - 16
+# Parts of a schema that are looked at to choose between readings of one value: clients write schemas, and a
+# few lines of one that refers to itself can mean millions of parts.
+SCHEMA_STEPS = 10_000
 # A load or a download tells its progress so often at most.
 LOADING_EVENTS = 100_000
 # Of a job's id, as the machine that asked for it has it, to be found again here.

@@ -13,7 +13,6 @@ The bars are full-width ones. Pure.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,30 +21,9 @@ DSML = "\uff5cDSML\uff5c"
 DSML_START, DSML_END = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
 
 _MODULE = "mlx_lm.chat_templates.deepseek_v32"
-_INVOKE = re.compile(rf'<{DSML}invoke name="([^"]+)">(.*?)</{DSML}invoke>', re.DOTALL)
-_PARAMETER = re.compile(
-    rf'<{DSML}parameter name="([^"]*)" string="(true|false)">(.*?)</{DSML}parameter>', re.DOTALL
-)
 
 Message = dict[str, Any]
 Template = Callable[..., str]
-
-
-def parse_dsml(text: str, tools: Any = None) -> list[dict[str, Any]]:
-    """The calls of one section. Raises ValueError for a text that has none, or a value that is no JSON."""
-    calls = [
-        {
-            "name": name,
-            "arguments": {
-                key: value if is_text == "true" else json.loads(value, strict=False)
-                for key, is_text, value in _PARAMETER.findall(body)
-            },
-        }
-        for name, body in _INVOKE.findall(text)
-    ]
-    if not calls:
-        raise ValueError("no call")
-    return calls
 
 
 def is_dsml_template(template: Any) -> bool:

@@ -2,31 +2,30 @@
 
 Three filters in a row, each holding back as little as it must:
 
-    token → detokenizer (whole code points) → stop strings → markers (reasoning, tools) → Delta | ToolCall
+    token → detokenizer (whole code points) → stop strings → grammar (reasoning, calls) → Delta | ToolCall
 
-mlx-lm supplies the detokenizer, the marker machine and the tool-call parsers; the stop filter works on text,
-because a stop string need not fall on token boundaries.
+mlx-lm supplies the detokenizer. All others work on text, because neither a stop string nor a marker need fall
+on token boundaries.
 """
 
 from __future__ import annotations
 
-import json
 import uuid
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
+import msgspec
 
 from fleetd import limits
+from fleetd.engine.answer_parts import CallBegun, CallEnded, CallText, Channel, Part, Said
+from fleetd.engine.answer_reader import AnswerReader, Markers
 from fleetd.engine.protocol import Delta, TokenLogprob, ToolCall, ToolCallPiece
-from fleetd.engine.tool_call_text import ToolCallText, WrittenCall, may_be_bare_call, tool_name
-from fleetd.engine.tool_formats import HEAD_STATES
+from fleetd.engine.token_bytes import shown_length
+from fleetd.engine.tool_formats import markers
 
 AnswerPiece = Delta | ToolCall | ToolCallPiece
-
-# Marker states of mlx-lm's machine and the channel each one's text goes to; "tool" text is collected instead.
-_REASONING = "reasoning"
-_TOOL = "tool"
 
 
 class StopFilter:
@@ -70,12 +69,31 @@ class StopFilter:
         return 0
 
 
+class _Scored(msgspec.Struct, frozen=True):
+    """A token's log-probability, and where its text is in all that was written: [at, end)."""
+
+    entry: TokenLogprob
+    at: int
+    end: int
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that is being written. ``fresh``: of its arguments what no piece has told yet."""
+
+    name: str
+    call_id: str
+    pieces: list[str] = field(default_factory=list)
+    fresh: str = ""
+
+
 @dataclass(slots=True)
 class AnswerText:
     """The text side of one answer.
 
-    ``initial`` is the marker state the prompt ended in (a template may open the reasoning or, for a required
-    tool call, the call itself); ``primed`` is the part of a tool call that was put into the prompt.
+    ``plain``: all of it is text, to the letter. ``tools``: those that were
+    offered. ``initial``: "reasoning" where the prompt has opened a thought. ``primed``: the part of a tool call
+    that the prompt has.
     ``follows`` is the token before a plain continuation: detokenizers drop the first space of a text, which
     there belongs to the answer. ``offset`` counts characters shown before the answer (an echoed prompt).
     ``call_pieces``: arguments are reported while they are written. ``min_tokens``: stop strings are looked
@@ -86,12 +104,13 @@ class AnswerText:
     tokenizer: Any
     stops: list[str]
     tools: list[dict[str, Any]] | None = None
-    initial: str = "normal"
+    initial: Channel = "content"
     primed: str = ""
     follows: int | None = None
     offset: int = 0
     call_pieces: bool = False
     min_tokens: int = 0
+    plain: bool = False
     reasoning_tokens: int = 0
     tool_calls: int = 0
     cut_call: bool = False
@@ -100,32 +119,25 @@ class AnswerText:
     _before: int = field(init=False, default=0)
     _detokenizer: Any = field(init=False)
     _stop: StopFilter = field(init=False)
-    _machine: Any = field(init=False)
-    # The section of tool calls that is being written.
-    _tool_text: str = field(init=False)
-    # Tokens and log-probabilities that no Delta has reported yet.
+    _reader: AnswerReader = field(init=False)
+    # Tokens that no Delta has reported yet, and their log-probabilities.
     _pending_tokens: int = field(init=False, default=0)
-    _pending_logprobs: list[TokenLogprob] = field(init=False, default_factory=list)
+    _scored: deque[_Scored] = field(init=False, default_factory=deque)
+    # Characters that came through the detokenizer.
+    _written: int = field(init=False, default=0)
     # Blank text at the end of what was shown: it is dropped if a tool call follows.
-    _blank: str = field(init=False, default="")
-    # The section before was closed by a marker, and nothing but blank text has followed.
-    _after_marker: bool = field(init=False, default=False)
-    _names: list[str] = field(init=False)
-    _written: ToolCallText = field(init=False)
-    # The text of an answer that may be a call without markers; None once that is decided.
-    _opening: str | None = field(init=False, default=None)
-    _bare_call: bool = field(init=False, default=False)
+    _blank: list[Said] = field(init=False, default_factory=list)
+    _call: _Call | None = field(init=False, default=None)
+    # Where the last content ended, in all that was written.
+    _shown_up_to: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self._detokenizer = self.tokenizer.detokenizer
         self._stop = StopFilter(self.stops)
-        self._machine = make_text_state_machine(self.tokenizer).make_state(self.initial)
-        self._names = [str(each.get("function", {}).get("name", "")) for each in self.tools or ()]
-        if self.tools and self._format == "llama3" and not self.primed:
-            self._opening = ""
-        self._tool_text = ""
-        self._begin_calls()
-        self._call_text(self.primed)
+        known = Markers() if self.plain else markers(self.tokenizer)
+        self._reader = AnswerReader(known, self.tools or (), self.initial)
+        self._reader.feed(self.primed)
+        self._written = len(self.primed)
         if self.follows is not None:
             self._decode(self.follows)
             if hasattr(self._detokenizer, "_unflushed"):
@@ -140,34 +152,35 @@ class AnswerText:
     @property
     def length(self) -> int:
         """Where the next token's text begins, in characters, before any filter."""
-        return self.offset + len(self._detokenizer.text) - self._before
+        return self.offset + shown_length(self._detokenizer) - self._before
 
     def push(
         self, token: int, logprob: TokenLogprob | None = None, *, silent: bool = False
     ) -> list[AnswerPiece]:
-        """One sampled token. Returns what has become certain.
+        """One sampled token. Returns what has become certain. Raises EngineError if reading it takes too long.
 
         ``silent``: it has no text, as an end token that does not end the answer.
         """
         self._tokens += 1
         self._pending_tokens += 1
-        if logprob is not None:
-            self._pending_logprobs.append(logprob)
-        if self._state == _REASONING:
+        if self._reader.channel == "reasoning":
             self.reasoning_tokens += 1
+        text = ""
+        if not silent:
+            self._decode(token)
+            text = self._detokenizer.last_segment
         if silent:
             # Reported at once: text may not come for the rest of the answer.
-            return self._delta("reasoning" if self._state == _REASONING else "content", "", force=True)
-        self._decode(token)
-        text = self._detokenizer.last_segment
+            return [self._delta(self._reader.channel, "", [] if logprob is None else [logprob])]
+        if logprob is not None:
+            self._scored.append(_Scored(logprob, self._written, self._written + len(text)))
+        self._written += len(text)
         out = self._release(text if self._tokens <= self.min_tokens else self._stop.feed(text))
         return out if self._pending_tokens < limits.UNTOLD_TOKENS else [*out, self._tokens_without_text()]
 
     def _tokens_without_text(self) -> Delta:
         """Report tokens whose text is held back: a long tool call is progress."""
-        tokens, self._pending_tokens = self._pending_tokens, 0
-        channel: Literal["content", "reasoning"] = "reasoning" if self._state == _REASONING else "content"
-        return Delta(self.request_id, "", channel, tokens)
+        return self._delta(self._reader.channel, "")
 
     def _decode(self, token: int) -> None:
         try:
@@ -184,195 +197,94 @@ class AnswerText:
         # An unfinished code point at the very end is not text.
         text = self._stop.feed(self._detokenizer.last_segment.rstrip("\ufffd"))
         out = self._release(text + self._stop.flush())
-        state, rest, name = TextStateMachine.flush(self._machine)
-        self._machine = state
-        if rest and name is not None:
-            out += self._segments([(name, rest)])
-        if self._opening:
-            out += self._undecided(cut)
-        if self._tool_text:
-            out += self._parse_calls(ended=True, cut=cut)
-        if not self.tool_calls:
-            out += self._delta("content", self._take_blank())
-        if self._pending_logprobs or self._pending_tokens:
-            out += self._delta("reasoning" if self._state == _REASONING else "content", "", force=True)
+        out += self._told(self._reader.end(cut=cut or self.stopped_by is not None))
+        self.cut_call |= self._reader.half_call
+        if self._blank and not self.tool_calls and not self.cut_call:
+            out.append(self._shown(self._blank))
+        # Of a character that is not whole: it has no text.
+        left = [each.entry for each in self._scored if each.at == each.end >= self._shown_up_to]
+        if left or self._pending_tokens:
+            channel = self._reader.channel
+            out.append(self._delta(channel, "", left if channel == "content" else []))
         return out
-
-    @property
-    def _state(self) -> str | None:
-        state: str | None = self._machine[0]
-        return state
 
     def _release(self, text: str) -> list[AnswerPiece]:
-        if not text:
+        return self._told(self._reader.feed(text)) if text else []
+
+    def _told(self, parts: list[Part]) -> list[AnswerPiece]:
+        out = [piece for part in parts for piece in self._part(part)]
+        return [*out, *self._piece()]
+
+    def _part(self, part: Part) -> list[AnswerPiece]:
+        match part:
+            case Said():
+                return self._said(part)
+            case CallBegun(name, call_id):
+                # Blank text before a call is no part of the answer.
+                self._blank = []
+                self._call = _Call(name, call_id or f"call_{uuid.uuid4().hex[:24]}")
+            case CallText(text):
+                assert self._call is not None  # noqa: S101  it has begun
+                self._call.pieces.append(text)
+                self._call.fresh += text
+            case CallEnded(whole):
+                return [*self._piece(), *self._end_call(whole)]
+        return []
+
+    def _piece(self) -> list[AnswerPiece]:
+        """What of a call's arguments was not told yet."""
+        call = self._call
+        if call is None or not call.fresh or not self.call_pieces:
             return []
-        self._machine, segments = TextStateMachine.split(self._machine, text)
-        return self._segments(segments)
-
-    def _segments(self, segments: list[tuple[str, str]]) -> list[AnswerPiece]:
-        out: list[AnswerPiece] = []
-        for i, (state, text) in enumerate(segments):
-            left = i + 1 < len(segments)
-            if state == _TOOL or (self._bare_call and state != _REASONING):
-                out += self._call_text(text)
-                if left:
-                    out += self._parse_calls()
-            elif state == _REASONING:
-                out += self._delta("reasoning", text)
-            elif state in HEAD_STATES:
-                pass  # which channel follows, for whom: no part of the answer
-            else:
-                out += self._content(text)
-            if left and state in (_TOOL, _REASONING):
-                self._after_marker = True
-        return out
-
-    @property
-    def _format(self) -> str:
-        return str(getattr(self.tokenizer, "init_kwargs", {}).get("tool_parser_type") or "")
-
-    def _begin_calls(self) -> None:
-        parser, tools = self.tokenizer.tool_parser, self.tools
-        self._written = ToolCallText(
-            self._format if tools else "", self._names, lambda text: parser(text, tools)
-        )
-
-    def _call_text(self, text: str) -> list[AnswerPiece]:
-        """More of a section of tool calls."""
-        self._tool_text += text
-        self._written.feed(text)
-        return self._written_calls(self._written)
-
-    def _written_calls(self, written: ToolCallText) -> list[AnswerPiece]:
-        out: list[AnswerPiece] = []
-        for call in written.calls:
-            if call.reported:
-                continue
-            if self.call_pieces and call.fresh:
-                out.append(self._piece(call))
-            if call.whole:
-                out += self._written_call(call)
-        return out
-
-    def _piece(self, call: WrittenCall) -> ToolCallPiece:
-        call.call_id = call.call_id or _call_id()
         tokens, self._pending_tokens = self._pending_tokens, 0
         fresh, call.fresh = call.fresh, ""
-        return ToolCallPiece(self.request_id, self.tool_calls, call.call_id, call.name, fresh, tokens)
+        return [ToolCallPiece(self.request_id, self.tool_calls, call.call_id, call.name, fresh, tokens)]
 
-    def _written_call(self, call: WrittenCall) -> list[AnswerPiece]:
-        call.reported = True
-        found = {"id": call.call_id, "name": call.name, "arguments": call.arguments}
-        return self._reported([self._call(0, found)])
-
-    def _undecided(self, cut: bool) -> list[AnswerPiece]:
-        """The answer ends before it is known whether it is a call."""
-        text, self._opening = self._opening or "", None
-        if cut and text.strip():
+    def _end_call(self, whole: bool) -> list[AnswerPiece]:
+        call, self._call = self._call, None
+        if call is None or not whole:
             self.cut_call = True
             return []
-        return self._content(text)
+        index, self.tool_calls = self.tool_calls, self.tool_calls + 1
+        return [ToolCall(self.request_id, index, call.call_id, call.name, "".join(call.pieces))]
 
-    def _content(self, text: str) -> list[AnswerPiece]:
-        """Blank lines around tool calls and after the reasoning are the template's, not the answer's."""
-        if self._opening is not None:
-            self._opening += text
-            is_call = may_be_bare_call(self._opening, self._names)
-            if is_call is None:
-                return []
-            text, self._opening = self._opening, None
-            if is_call:
-                self._bare_call = True
-                return self._call_text(text)
-        text = self._take_blank() + text
-        if self._after_marker:
-            text = text.lstrip("\n")
-            if not text.strip():
-                self._blank = text
-                return []
-            self._after_marker = False
-        if self.tools:
-            shown = text.rstrip()
-            self._blank, text = text[len(shown) :], shown
-        return self._delta("content", text)
-
-    def _take_blank(self) -> str:
-        blank, self._blank = self._blank, ""
-        return blank
-
-    def _delta(self, channel: str, text: str, *, force: bool = False) -> list[AnswerPiece]:
-        if not text and not force:
+    def _said(self, said: Said) -> list[AnswerPiece]:
+        said = _behind(said, len(self.primed))
+        if not said.text:
             return []
-        logprobs, self._pending_logprobs = self._pending_logprobs or None, []
+        if said.channel == "reasoning":
+            return [self._delta("reasoning", said.text)]
+        if not self.tools:
+            return [self._shown([said])]
+        body = said.text.rstrip()
+        if not body:
+            self._blank.append(said)
+            return []
+        shown = [*self._blank, Said(said.channel, body, said.at)]
+        tail = _behind(said, said.at + len(body))
+        self._blank = [tail] if tail.text else []
+        return [self._shown(shown)]
+
+    def _shown(self, texts: list[Said]) -> Delta:
+        """Content, with the log-probabilities of its tokens: markers have none that are told."""
+        entries = [entry for said in texts for entry in self._entries(said)]
+        return self._delta("content", "".join(said.text for said in texts), entries)
+
+    def _entries(self, said: Said) -> Iterator[TokenLogprob]:
+        self._shown_up_to = said.at + len(said.text)
+        while self._scored and self._scored[0].at < self._shown_up_to:
+            one = self._scored.popleft()
+            if one.end > said.at or one.at == one.end == said.at:
+                yield one.entry
+
+    def _delta(self, channel: Channel, text: str, logprobs: list[TokenLogprob] | None = None) -> Delta:
         tokens, self._pending_tokens = self._pending_tokens, 0
-        return [
-            Delta(
-                id=self.request_id,
-                text=text,
-                channel="reasoning" if channel == "reasoning" else "content",
-                tokens=tokens,
-                logprobs=logprobs if channel == "content" else None,
-            )
-        ]
-
-    def _parse_calls(self, *, ended: bool = False, cut: bool = False) -> list[AnswerPiece]:
-        """The collected text of one tool-call section → calls; text that is no call is shown, not lost: what
-        the model wrote of it.
-
-        ``ended``: with the answer, so that what is not whole stays so.
-        """
-        text, self._tool_text = self._tool_text, ""
-        primed, self.primed = self.primed, ""
-        written = self._written
-        self._begin_calls()
-        if written.calls:
-            if not cut and self.stopped_by is None:
-                written.close()
-            if not written.begun:
-                return self._written_calls(written)
-            if not ended:  # its arguments are not whole, and the model has closed the section
-                return self._written_call(written.calls[-1])
-            self.cut_call = True
-            return self._reported([])
-        if cut and self.tokenizer.tool_call_end:
-            # Parsers make a call of less than the model meant to write.
-            self.cut_call = True
-            return self._reported([])
-        try:
-            parsed = self.tokenizer.tool_parser(text, self.tools)
-            found = parsed if isinstance(parsed, list) else [parsed]
-            calls = [self._call(i, call) for i, call in enumerate(found)]
-        # Parsers raise whatever their text makes them raise, and what they return need not be a call.
-        except Exception:
-            calls = []
-        if calls:
-            return self._reported(calls)
-        if cut:
-            self.cut_call = True
-            return self._reported([])
-        return self._delta("content", self._take_blank() + text.removeprefix(primed))
-
-    def _reported(self, calls: list[ToolCall]) -> list[AnswerPiece]:
-        """Count calls; blank text and log-probabilities before them are no part of the answer."""
-        self._blank = ""
-        self.tool_calls += len(calls)
-        self._pending_logprobs = []
-        return list(calls)
-
-    def _call(self, at: int, call: dict[str, Any]) -> ToolCall:
-        name, arguments = call["name"], call.get("arguments", {})
-        if not isinstance(name, str):
-            raise TypeError("the name of a tool call is not text")
-        return ToolCall(
-            id=self.request_id,
-            index=self.tool_calls + at,
-            call_id=str(call.get("id") or _call_id()),
-            name=tool_name(name, self._names),
-            arguments=arguments
-            if isinstance(arguments, str)
-            else json.dumps(arguments, ensure_ascii=False, allow_nan=False),
-        )
+        told = logprobs if channel == "content" and logprobs else None
+        return Delta(id=self.request_id, text=text, channel=channel, tokens=tokens, logprobs=told)
 
 
-def _call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+def _behind(said: Said, at: int) -> Said:
+    """What of a text begins at a place or behind it."""
+    if said.at >= at:
+        return said
+    return Said(said.channel, said.text[at - said.at :], at)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fleetd.engine import chat_template, message_borders
+from fleetd.engine.answer_parts import Channel
 from fleetd.engine.control_tokens import ControlTokens, Rendered, control_tokens
 from fleetd.engine.null_content import with_content
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
@@ -25,6 +25,7 @@ from fleetd.engine.sparse_prefill.kept_tokens import (
     kept_tokens,
 )
 from fleetd.engine.template_turns import template_needs
+from fleetd.engine.tool_formats import primed
 from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, UnsupportedParameter
 from fleetd.models.chat_templates import DEFAULT, TOOL_USE
 
@@ -44,8 +45,8 @@ _TEMPLATE_ERRORS = (
 class PreparedPrompt(msgspec.Struct, frozen=True):
     """A request whose prompt is token ids.
 
-    ``initial`` is the marker state the prompt ends in (see ``output_text.AnswerText``), ``primed`` the part
-    of a required tool call that the prompt already contains. ``kept``: indices of the tokens that the
+    ``initial`` is the channel in which the answer begins, ``primed`` the part of a required tool call that the
+    prompt already contains. ``kept``: indices of the tokens that the
     request's Keep leaves, ascending; None if there is none or where ``dense_reason`` says why it is not
     followed.
     ``borders``: of a chat, as ``message_borders`` has them; empty if they were not asked for or not found.
@@ -53,7 +54,7 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
 
     request: Generate
     tokens: list[int]
-    initial: str = "normal"
+    initial: Channel = "content"
     primed: str = ""
     tools: list[dict[str, Any]] | None = None
     kept: list[int] | None = None
@@ -161,20 +162,16 @@ def _chat(
         return controls.render(template, messages, tools, prompt.template_kwargs)
 
     rendered = _rendered(partial(render, messages))
-    primed = _prime(prompt, tokenizer) if tools else ""
+    begun = _prime(prompt, tokenizer) if tools else ""
     if isinstance(prompt.tool_choice, dict) and controls.every.search(prompt.tool_choice["name"]):
         raise InvalidValue("This name spells a control token of the model.", param="tool_choice")
     # The template has written the special tokens; a BOS added here would be a second one.
-    text = rendered.text + primed
+    text = rendered.text + begun
     tokens, offsets = _encoded(tokenizer, text, with_offsets=borders)
     if rendered.spelled:
         tokens, offsets = _without_spelled(controls, tokenizer, rendered, text, tokens, offsets)
-    if primed:
-        prepared = PreparedPrompt(
-            request, tokens, "tool", primed.removeprefix(tokenizer.tool_call_start), tools
-        )
-    else:
-        prepared = PreparedPrompt(request, tokens, _initial_state(tokenizer, tokens), "", tools)
+    begins: Channel = "content" if begun else _begins(tokenizer, tokens)
+    prepared = PreparedPrompt(request, tokens, begins, begun, _callable_tools(prompt, tools))
 
     def again(messages: list[dict[str, Any]]) -> str:
         return render(messages).text
@@ -216,6 +213,15 @@ def _offered_tools(prompt: ChatPrompt, tokenizer: Any, model: str) -> list[dict[
             param="tools",
         )
     return tools
+
+
+def _callable_tools(
+    prompt: ChatPrompt, tools: list[dict[str, Any]] | None
+) -> list[dict[str, Any]] | None:
+    """Of the tools that the prompt shows, those that an answer may call."""
+    if tools is None or not isinstance(prompt.tool_choice, dict):
+        return tools
+    return [each for each in tools if each["function"]["name"] == prompt.tool_choice["name"]]
 
 
 def _rendered(render: Callable[[], Rendered]) -> Rendered:
@@ -315,25 +321,12 @@ def _prime(prompt: ChatPrompt, tokenizer: Any) -> str:
     """The beginning of a tool call that must be made, as text to append to the prompt; "" if none must."""
     if prompt.tool_choice in ("auto", "none"):
         return ""
-    start = str(tokenizer.tool_call_start)
-    if not isinstance(prompt.tool_choice, dict):
-        return start
-    name = prompt.tool_choice["name"]
-    match tokenizer.init_kwargs.get("tool_parser_type"):
-        case "json_tools":
-            return f'{start}\n{{"name": {json.dumps(name)}, "arguments": '
-        case "llama3":
-            return f'{start}{{"name": {json.dumps(name)}, "parameters": '
-        case "harmony":
-            return f"{start}{name} <|constrain|>json<|message|>"
-        case _:
-            return start
+    return primed(tokenizer, prompt.tool_choice["name"] if isinstance(prompt.tool_choice, dict) else None)
 
 
-def _initial_state(tokenizer: Any, tokens: list[int]) -> str:
-    """The marker state in which the answer begins: some templates open the reasoning themselves."""
-    if tokenizer.response_initial_state:
-        return str(tokenizer.response_initial_state)
-    if tokenizer.has_thinking and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens):
+def _begins(tokenizer: Any, tokens: list[int]) -> Channel:
+    """The channel in which the answer begins: some templates open the reasoning themselves."""
+    thinks = tokenizer.has_thinking and not tokenizer.response_initial_state
+    if thinks and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens):
         return "reasoning"
-    return "normal"
+    return "content"

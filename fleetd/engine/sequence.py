@@ -273,6 +273,7 @@ def new_sequence(
             None if isinstance(request.prompt, ChatPrompt) else prepared.tokens[-1],
             call_pieces=request.call_pieces,
             min_tokens=request.min_tokens,
+            plain=not isinstance(request.prompt, ChatPrompt),
         ),
         max_tokens=max_tokens,
         promised=slots + min(max_tokens, GROWTH_TOKENS),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Any
+
+_SPM_SPACE = "\u2581".encode()
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
@@ -14,10 +17,27 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     decode = getattr(detokenizer, "_decode_bytes", None)
     if decode is not None:  # byte-level BPE: every character of the token stands for one byte
         return _byte_level(text)
+    known = getattr(detokenizer, "tokenmap", None)
+    if isinstance(known, list) and int(token) < len(known) and isinstance(known[int(token)], bytes):
+        return bytes(known[int(token)]).replace(_SPM_SPACE, b" ")
     if text.startswith("<0x") and text.endswith(">") and len(text) == 6:
         return bytes([int(text[3:5], 16)])
     decoded: str = tokenizer.decode([int(token)])
     return decoded.encode()
+
+
+def shown_length(detokenizer: Any) -> int:
+    """Characters that the tokens of a detokenizer make up, those that it holds back for the next one included;
+    one that is not whole is none."""
+    held = getattr(detokenizer, "_unflushed", b"")
+    if isinstance(held, str):
+        held = _byte_level(held)
+    return len(detokenizer.text) + len(begun_text(held.replace(_SPM_SPACE, b" ")))
+
+
+def begun_text(raw: bytes) -> str:
+    """The characters of a text's bytes, but for one at the end that is not whole."""
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(raw)
 
 
 def _byte_level(text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Formats of tool calls and of reasoning that mlx-lm has no parser for.
+"""What a model writes around the parts of its answers, by its tokenizer; formats that mlx-lm does not know.
 
     Llama 3   {"name": …, "parameters": {…}}    the whole answer; <|python_tag|> may stand before it
     gpt-oss   <|channel|>analysis<|message|>…<|end|>    reasoning
@@ -6,87 +6,63 @@
               <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}
 
     DeepSeek  between tags: dsml.py
-
-A tokenizer that mlx-lm knows a format for stays as it is.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import re
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from fleetd.engine.dsml import DSML_END, DSML_START, forgiving, is_dsml_template, parse_dsml
+from fleetd.engine.answer_reader import Heads, Markers
+from fleetd.engine.call_formats import CALL_FORMATS, HARMONY_START, LLAMA3_START
+from fleetd.engine.dsml import DSML_END, DSML_START, forgiving, is_dsml_template
 from fleetd.models.abilities import of_template
 from fleetd.models.chat_templates import for_tools, named
 
-LLAMA3_START = "<|python_tag|>"
-HARMONY_START = "<|channel|>commentary to=functions."
-
-# The end of one message and the head of the next, inside of any channel.
-_NEXT = [("<|end|>", "head"), ("<|start|>assistant", "head"), ("<|channel|>", "head"), ("<|return|>", "head")]
-# A head names the channel and, before or after it, whom the message is for. Its text is shown to nobody.
-_TO_TOOL = ("to=functions.", "tool")
-HARMONY_FORMAT: dict[str, Any] = {
-    "initial_state": "head",
-    "transitions": {
-        "head": [
-            ("analysis", "analysis head"),
-            ("commentary", "answer head"),
-            ("final", "answer head"),
-            ("<|message|>", "normal"),
-            _TO_TOOL,
-        ],
-        "analysis head": [("<|message|>", "reasoning"), _TO_TOOL],
-        "answer head": [("<|message|>", "normal"), _TO_TOOL],
-        "reasoning": _NEXT,
-        "normal": _NEXT,
-        "tool": [("<|end|>", "head"), ("<|start|>assistant", "head")],
-    },
+_CHANNELS = ("analysis", "commentary", "final")
+_HEADS = {
+    "head": Heads(
+        begins=("<|start|>assistant", "<|channel|>", "<|constrain|>", "<|message|>", " to=", "to=", *_CHANNELS),
+        inside=("<|start|>assistant", "<|channel|>", "<|constrain|>"),
+        after={
+            "<|end|>": ("<|start|>", "<|channel|>"),
+            "<|start|>assistant": ("<|channel|>", "<|message|>", " to="),
+            "<|channel|>": _CHANNELS,
+            "<|return|>": ("<|start|>",),
+        },
+        thought=("analysis",),
+    ),
+    "header": Heads(
+        begins=("<|message|>", " to=", "to="),
+        inside=(),
+        after={"<|eom|>": (" to=", "to=", "<|"), "<|eot|>": (" to=", "to=", "<|")},
+        thought=("to=self",),
+    ),
 }
-HEAD_STATES = frozenset({"head", "analysis head", "answer head"})
-_HARMONY_CALL = re.compile(r"\s*([\w.-]+).*?<\|message\|>(.*)", re.DOTALL)
-
-
-def parse_llama3(text: str, tools: Any = None) -> list[dict[str, Any]]:
-    """Calls of one answer. Raises ValueError, KeyError or TypeError for a text that is none."""
-    decoder, calls, at = json.JSONDecoder(strict=False), [], 0
-    while at < len(text.rstrip()):
-        start = re.compile(r"[\s;,]*").match(text, at)
-        call, at = decoder.raw_decode(text, start.end() if start else at)
-        arguments = call["parameters"] if "parameters" in call else call["arguments"]
-        calls.append({"name": call["name"], "arguments": arguments})
-    return calls
-
-
-def parse_harmony(text: str, tools: Any = None) -> dict[str, Any]:
-    """A call, from its name on. Raises ValueError for a text that is none."""
-    found = _HARMONY_CALL.fullmatch(text)
-    if found is None:
-        raise ValueError("no call")
-    return {"name": found[1], "arguments": json.loads(found[2].strip() or "{}", strict=False)}
+# As mlx-lm knows a format by which channels are told apart.
+_HARMONY: dict[str, Any] = {"initial_state": "head", "transitions": {"head": [("<|message|>", "reasoning")]}}
 
 
 def with_format(tokenizer: Any) -> Any:
-    """The tokenizer of a model, with its format for tool calls if this module knows it."""
+    """The tokenizer of a model, with its format for tool calls if one is known here."""
     template = for_tools(named(tokenizer.chat_template))
     vocabulary = tokenizer.get_vocab()
     if tokenizer.has_tool_calling:
+        if _format(tokenizer) not in CALL_FORMATS:
+            tokenizer._tool_call_start = None
         return tokenizer
     if {"<|channel|>", "<|message|>", "<|start|>", "<|call|>"} <= vocabulary.keys():
-        return _wrapped(tokenizer, "harmony", HARMONY_START, "<|call|>", parse_harmony, HARMONY_FORMAT)
+        return _wrapped(tokenizer, "harmony", HARMONY_START, "<|call|>", _HARMONY)
     if LLAMA3_START in vocabulary and "tool_call" in template and '"parameters": ' in template:
-        return _wrapped(tokenizer, "llama3", LLAMA3_START, "", parse_llama3, None)
+        return _wrapped(tokenizer, "llama3", LLAMA3_START, "", None)
     if DSML_START in template or is_dsml_template(tokenizer._chat_template):
-        return _wrapped(tokenizer, "deepseek_v32", DSML_START, DSML_END, parse_dsml, None)
+        return _wrapped(tokenizer, "deepseek_v32", DSML_START, DSML_END, None)
     if isinstance(tokenizer.chat_template, dict) and (name := of_template(template).tools):
         # mlx-lm looks for formats in a lone template.
-        module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-        start, end = module.tool_call_start, module.tool_call_end
-        return _wrapped(tokenizer, name, start, end, module.parse_tool_call, None)
+        form = CALL_FORMATS[name]
+        return _wrapped(tokenizer, name, form.start or form.begins[0], form.end, None)
     return tokenizer
 
 
@@ -96,8 +72,30 @@ def has_reasoning(tokenizer: Any) -> bool:
     return bool(tokenizer.has_thinking) or any(to == "reasoning" for edges in states for _, to in edges)
 
 
+def markers(tokenizer: Any) -> Markers:
+    """What stands around the parts of this model's answers."""
+    return Markers(
+        (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None,
+        tuple(tokenizer.structural_markers),
+        CALL_FORMATS.get(_format(tokenizer)) if tokenizer.has_tool_calling else None,
+        _HEADS.get(str(tokenizer.response_initial_state or "")),
+    )
+
+
+def primed(tokenizer: Any, name: str | None) -> str:
+    """The beginning of a call that must be made, of the named tool or of any."""
+    form = CALL_FORMATS[_format(tokenizer)]
+    if name is None:
+        return form.start or form.begins[0]
+    return form.start + form.primes.replace("{json}", json.dumps(name)).replace("{name}", name)
+
+
+def _format(tokenizer: Any) -> str:
+    return str(tokenizer.init_kwargs.get("tool_parser_type") or "")
+
+
 def _wrapped(
-    tokenizer: Any, name: str, start: str, end: str, parser: Any, response_format: dict[str, Any] | None
+    tokenizer: Any, name: str, start: str, end: str, response_format: dict[str, Any] | None
 ) -> TokenizerWrapper:
     inner, chat_template = tokenizer._tokenizer, tokenizer._chat_template
     inner.init_kwargs["tool_parser_type"] = name
@@ -108,6 +106,5 @@ def _wrapped(
         chat_template=forgiving(chat_template) if is_dsml_template(chat_template) else chat_template,
         tool_call_start=start,
         tool_call_end=end,
-        tool_parser=parser,
         response_format=response_format,
     )

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.engine import tool_formats
+from fleetd.engine.call_reader import tool_name
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
-from fleetd.engine.tool_call_text import tool_name
 
 ARGUMENTS = {
     "path": "a.py",
@@ -79,10 +79,21 @@ def test_arguments_come_as_they_are_written_and_make_up_those_of_the_whole_call(
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "reasoning"), ANSWERS)
-def test_each_letter_of_the_arguments_is_told_at_once(
+def test_each_letter_of_a_string_is_told_at_once(
     parser: str, text: str, content: str, reasoning: str
 ) -> None:
-    assert len(SpelledAnswer(parser, list(text), TOOLS).pieces) == len(TEXT)
+    """Escapes, numbers, and signs between values wait for their end: what follows may say what they are."""
+    seen = SpelledAnswer(parser, list(text), TOOLS)
+    begin = text.index(TEXT)
+    told = list(
+        itertools.accumulate(
+            sum(len(e.text) for e in events if isinstance(e, ToolCallPiece)) for events in seen.by_word
+        )
+    )
+    for at in range(len(TEXT)):
+        assert told[begin + at] >= at - len(", -2500.0")
+    inside = TEXT.index("return")
+    assert told[begin + inside + 3] == inside + 4
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "reasoning"), ANSWERS)
@@ -136,8 +147,8 @@ def test_a_call_is_whole_before_the_next_begins(parser: str, text: str, together
 
 @pytest.mark.parametrize(("words", "said"), [([], ""), (["I", " will not."], "I will not.")])
 def test_the_part_of_a_forced_call_that_stood_in_the_prompt_is_no_text(words: list[str], said: str) -> None:
-    primed = '\n{"name": "look", "arguments": '
-    state = AnswerText("r", spelling("json_tools", words), [], TOOLS, "tool", primed=primed)
+    primed = '<tool_call>\n{"name": "look", "arguments": '
+    state = AnswerText("r", spelling("json_tools", words), [], TOOLS, primed=primed)
     events = [e for token in range(len(words)) for e in state.push(token)] + state.finish()
     assert "".join(e.text for e in events if isinstance(e, Delta)) == said
     assert not state.tool_calls
@@ -157,11 +168,11 @@ def test_line_ends_in_strings_are_escaped_so_that_arguments_are_json() -> None:
 
 @pytest.mark.parametrize(
     ("written", "name"),
-    [("look", "look"), ("functions.look", "look"), ("Look", "look"), ("delete", "delete"), ("x", "x")],
+    [("look", "look"), ("functions.look", "look"), ("Look", "look"), ("delete", None), ("x", None)],
 )
-def test_a_name_is_that_of_a_tool_if_one_can_be_meant(written: str, name: str) -> None:
+def test_a_name_is_that_of_a_tool_if_one_can_be_meant(written: str, name: str | None) -> None:
     assert tool_name(written, ["write_file", "look"]) == name
-    assert tool_name("LOOK", ["look", "Look"]) == "LOOK"
+    assert tool_name("LOOK", ["look", "Look"]) is None
 
 
 def test_gpt_oss_gets_its_channels_and_its_text_as_mlx_lm_reads_it() -> None:
@@ -175,7 +186,7 @@ def test_gpt_oss_gets_its_channels_and_its_text_as_mlx_lm_reads_it() -> None:
     tokens = plain.encode(
         "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>42."
     )
-    answer = AnswerText("r", made, [], TOOLS, "head")
+    answer = AnswerText("r", made, [], TOOLS)
     events = [e for token in tokens for e in answer.push(token)] + answer.finish()
     said = [(e.channel, e.text) for e in events if isinstance(e, Delta) and e.text]
     assert "".join(text for channel, text in said if channel == "reasoning") == "So."

@@ -9,24 +9,25 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from fleetd.engine import dsml, tool_formats
+from fleetd.engine import dsml
+from fleetd.engine.call_formats import HARMONY_START, LLAMA3_START
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
 
 
 @dataclass(frozen=True)
 class CallFamily:
-    """Where a family's calls begin and end, and what reads them."""
+    """Where a family's calls begin and end, and mlx-lm's parser of them, if it has one."""
 
     start: str
     end: str
-    parse: Callable[..., Any]
+    parse: Callable[..., Any] | None = None
 
 
 _OURS = {
-    "llama3": CallFamily(tool_formats.LLAMA3_START, "", tool_formats.parse_llama3),
-    "harmony": CallFamily(tool_formats.HARMONY_START, "<|call|>", tool_formats.parse_harmony),
-    "deepseek_v32": CallFamily(dsml.DSML_START, dsml.DSML_END, dsml.parse_dsml),
+    "llama3": CallFamily(LLAMA3_START, ""),
+    "harmony": CallFamily(HARMONY_START, "<|call|>"),
+    "deepseek_v32": CallFamily(dsml.DSML_START, dsml.DSML_END),
 }
 
 
@@ -61,8 +62,6 @@ class WordDetokenizer:
 def spelling(parser: str, words: list[str]) -> Any:
     """A tokenizer whose tokens are given pieces of text, with the format of a family."""
     made = family(parser)
-    response = tool_formats.HARMONY_FORMAT if parser == "harmony" else {}
-
     return SimpleNamespace(
         detokenizer=WordDetokenizer(words),
         init_kwargs={"tool_parser_type": parser},
@@ -70,10 +69,8 @@ def spelling(parser: str, words: list[str]) -> Any:
         has_tool_calling=True,
         tool_call_start=made.start,
         tool_call_end=made.end,
-        tool_parser=made.parse,
         structural_markers=[],
-        response_transitions=response.get("transitions", {}),
-        response_initial_state=response.get("initial_state"),
+        response_initial_state="head" if parser == "harmony" else None,
     )
 
 
@@ -92,8 +89,7 @@ class SpelledAnswer:
     ) -> None:
         words = [word for word in words if word]
         made = spelling(parser, words)
-        initial = made.response_initial_state or "normal"
-        self.state = AnswerText("r", made, list(stops), tools, initial, call_pieces=pieces)
+        self.state = AnswerText("r", made, list(stops), tools, call_pieces=pieces)
         self.by_word = [self.state.push(token) for token in range(len(words))]
         self.events = events = [*itertools.chain(*self.by_word), *self.state.finish(cut=cut)]
         deltas = [e for e in events if isinstance(e, Delta)]

@@ -1,0 +1,162 @@
+"""Text that comes in pieces of any size, for grammars that read it once and never ask where a piece ended. Pure.
+
+A grammar is a generator: it takes what it is sure of, and yields if it needs more text. What it may look at
+without taking it is as short as the longest word it looks for, so that the work of a text grows as the text
+does; ``looked`` counts it, and a text that takes more than it may fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from fleetd import limits
+from fleetd.errors import EngineError
+
+T = TypeVar("T")
+#: Yields wherever more text is needed, and returns what was read.
+Reading: TypeAlias = Generator[None, None, T]
+
+BLANKS = re.compile(r"\s*")
+
+
+class Words(msgspec.Struct, frozen=True):
+    """Texts to look for. ``longest`` is in characters; ``begun``: what begins one of them and is not whole."""
+
+    pattern: re.Pattern[str]
+    longest: int
+    begun: frozenset[str]
+
+
+@functools.lru_cache(maxsize=1024)
+def words(*texts: str) -> Words:
+    found = sorted({text for text in texts if text}, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, found)) or r"(?!)")
+    begun = frozenset(text[:size] for text in found for size in range(len(text)))
+    return Words(pattern, max(map(len, found), default=0), begun)
+
+
+class TextFeed:
+    """``read``: characters that were taken. ``cut``: the text ended before the model ended it. ``lacking``: the
+    text has ended where a grammar looked for more."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.lacking = False
+        self.looked = 0
+        self.cut = False
+        self._text = ""
+        self._at = 0
+        self._given = 0
+        self._ended = False
+        self._marks: list[list[str]] = []
+
+    def add(self, text: str) -> None:
+        self._text = self._text[self._at :] + text
+        self._at = 0
+        self._given += len(text)
+
+    def end(self, *, cut: bool = False) -> None:
+        self._ended, self.cut = True, cut
+
+    def take(self, count: int) -> str:
+        """The next ``count`` characters of what was looked at."""
+        text = self._text[self._at : self._at + count]
+        self._at += len(text)
+        self.read += len(text)
+        if self._marks:
+            self._marks[-1].append(text)
+        return text
+
+    def drain(self) -> str:
+        """Take all that came."""
+        return self.take(len(self._text) - self._at)
+
+    def mark(self) -> None:
+        """Remember what is taken from here on, until ``taken``."""
+        self._marks.append([])
+
+    def taken(self) -> str:
+        """What was taken since the last mark, which is gone with it."""
+        text = "".join(self._marks.pop())
+        if self._marks:
+            self._marks[-1].append(text)
+        return text
+
+    def peek(self) -> Reading[str]:
+        """The next character; "" at the end."""
+        while self._at >= len(self._text):
+            if not (yield from self._more()):
+                return ""
+        self._look(1)
+        return self._text[self._at]
+
+    def starts(self, wanted: Words) -> Reading[str]:
+        """The one of some words that comes next, which is not taken; "" if none does."""
+        while True:
+            rest = self._text[self._at : self._at + wanted.longest]
+            self._look(len(rest))
+            if found := wanted.pattern.match(rest):
+                return found[0]
+            if rest not in wanted.begun or not (yield from self._more()):
+                return ""
+
+    def skip(self, wanted: Words) -> Reading[str]:
+        """As ``starts``; the word is taken."""
+        return self.take(len((yield from self.starts(wanted))))
+
+    def span(self, chars: re.Pattern[str], most: int | None = None) -> Reading[str]:
+        """Take the characters that come next and belong to a class, written as ``[…]*``; at most so many."""
+        parts: list[str] = []
+        size = 0
+        while True:
+            end = len(self._text) if most is None else min(len(self._text), self._at + most - size)
+            found = chars.match(self._text, self._at, end)
+            text = self.take(found.end() - self._at if found else 0)
+            self._look(len(text))
+            parts.append(text)
+            size += len(text)
+            if size == most or self._at < len(self._text) or not (yield from self._more()):
+                return "".join(parts)
+
+    def until(self, wanted: Words, tell: Callable[[str], None]) -> Reading[str]:
+        """Take the text before the first of some words, telling it as soon as it is certain. Returns the word,
+        which is not taken; "" if there is none up to the end."""
+        while True:
+            size = len(self._text)
+            self._look(size - self._at)
+            found = wanted.pattern.search(self._text, self._at)
+            begun = size if self._ended else self._begun(wanted)
+            certain = min(begun, found.start() if found else size)
+            if certain > self._at:
+                tell(self.take(certain - self._at))
+            if found and certain == found.start():
+                return found[0]
+            if not self._ended and not (yield from self._more()):
+                continue  # what was held back is certain now
+            if self._ended and self._at >= len(self._text):
+                return ""
+
+    def _begun(self, wanted: Words) -> int:
+        """Where the end of the text begins one of some words that is not whole."""
+        size = len(self._text)
+        first = max(self._at, size - wanted.longest + 1)
+        return next((at for at in range(first, size) if self._text[at:] in wanted.begun), size)
+
+    def _more(self) -> Reading[bool]:
+        """Wait for more text. False if none will come."""
+        if not self._ended:
+            yield
+        self.lacking = self._ended
+        return not self._ended
+
+    def _look(self, chars: int) -> None:
+        self.looked += chars
+        if self.looked > limits.LOOKS_PER_CHAR * (self._given + limits.ANSWER_HEAD_CHARS):
+            raise EngineError(
+                "The text of this answer takes too long to read.", hint="Please report this with the answer."
+            )
