@@ -23,7 +23,7 @@ from fleetd.engine.text_feed import BLANKS, Reading, TextFeed, Words, words
 _LINE_ENDS = re.compile(r"\n*")
 _INDENT = re.compile(r"[ \t]*")
 _BETWEEN = re.compile(r"[\s,;\]})]*")
-_HEAD = re.compile(r"[^<\n]*")
+_HEAD = re.compile(r"[\w.=:/ -]*")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 _LANGUAGE = re.compile(r"[\w-]*")
 _FENCES = words("```", "~~~")
@@ -211,7 +211,7 @@ class AnswerReader:
         whole = yield from self._whole_head(heads)
         head = feed.taken()
         if not whole:
-            if not feed.lacking:
+            if not feed.lacking or (head and not feed.cut):
                 self._say("content", before + head)
             else:  # what comes before a text that does not come any more
                 feed.drain()
@@ -286,7 +286,8 @@ class AnswerReader:
                 self._say(channel, text)
                 return False
             parts.release()
-        yield from feed.span(_LINE_ENDS)
+        if made:
+            yield from feed.span(_LINE_ENDS)
         return made > 0
 
     def _call(self, opener: str, channel: Channel, one: CallGrammar, before: str = "") -> Reading[bool]:
@@ -312,12 +313,18 @@ class AnswerReader:
             return True
         parts.drop()
         text = feed.taken()
-        if feed.cut and feed.lacking and (before + text.removeprefix(opener)).strip():
+        if feed.cut and feed.lacking and self._may_be_half(before + text, opener):
             feed.drain()
             self.half_call = True
         else:
             self._say(channel, before + text)
         return False
+
+    def _may_be_half(self, text: str, opener: str) -> bool:
+        """Whether a text that was cut may have become a call: it has more than the opener, or a tool's name."""
+        if not opener or opener == self._start:
+            return bool(text.replace(opener, "").strip())
+        return any(name in text for name in self._calls.names)
 
 
 def _strict_json(calls: CallReader) -> Reading[Outcome]:

@@ -104,8 +104,14 @@ class CallReader:
         """An object that comes next, as the arguments of the call that has begun."""
         reader = ObjectReader(self.feed, self.tell, self.style)
         whole = yield from reader.read()
-        self.rest = reader.rest
+        self.left(reader.rest, self.style.closers)
         return self.end(whole=whole)
+
+    def left(self, rest: str, closers: Sequence[str]) -> None:
+        """Keep what is left of a text that went on behind the call: without the markers that close it."""
+        for each in closers:  # in the order in which they close
+            rest = rest.lstrip().removeprefix(each) if rest.lstrip().startswith(each) else rest
+        self.rest = rest
 
     def value(self) -> Reading[str | None]:
         """A value that belongs to no call yet, as JSON; None if the text ends inside of it."""

@@ -279,7 +279,7 @@ class ObjectReader:
         raw = quote == self._style.quote
         signs = words(quote, *self._style.closers, *(() if raw else ("\\",)))
         while True:
-            found = yield from self._feed.until(signs, self._tell_escaped)
+            found = yield from self._feed.until(signs, self._tell_escaped, whole=True)
             if found == quote:
                 self._feed.take(len(quote))
                 gap = yield from self._feed.span(BLANKS)
@@ -328,7 +328,8 @@ class ObjectReader:
         sign = yield from self._feed.peek()
         if key or not sign or sign in ",}])":
             return True
-        return bool((yield from self._feed.starts(self._closers)))
+        self._feed.lacking = False
+        return bool((yield from self._feed.starts(self._closers))) or self._feed.lacking
 
     def _tell_escaped(self, text: str) -> None:
         self._tell(escaped(text))

@@ -176,13 +176,14 @@ class _Arguments:
 
         signs, state = words(closes, *ends), None
         while True:
-            sign = yield from feed.until(signs, value.add)
+            sign = yield from feed.until(signs, value.add, whole=True)
             if not sign:
                 break
             feed.take(len(sign))
             if sign == closes:
                 gap = yield from feed.span(BLANKS)
-                if (yield from feed.starts(words(*follows))) or not (yield from feed.peek()):
+                feed.lacking = False
+                if (yield from feed.starts(words(*follows))) or feed.lacking:
                     if state is not None:
                         feed.taken()
                         calls.parts.release()
@@ -214,21 +215,20 @@ class _Arguments:
             return False
         value.back(state)
         value.close(read)
-        for end in ends:  # in the order in which they close
-            rest = rest.lstrip().removeprefix(end)
-        calls.rest = rest
+        calls.left(rest, ends)
         return True
 
 
-def _attributes(calls: CallReader, sep: str) -> Reading[dict[str, str]]:
-    """The attributes of a tag whose name was taken, and its end with them."""
+def _attributes(calls: CallReader, sep: str) -> Reading[dict[str, str] | None]:
+    """The attributes of a tag whose name was taken, and its end with them; None if the text ends before."""
     text = yield from calls.feed.span(_IN_TAG, limits.TOOL_NAME_CHARS)
-    yield from calls.feed.skip(words(sep))
+    if not (yield from calls.feed.skip(words(sep))) and not (yield from calls.feed.peek()):
+        return None
     return {name: next(filter(None, found), "") for name, *found in _ATTRIBUTE.findall(text)}
 
 
-def _named(attributes: dict[str, str]) -> str:
-    return next((attributes[name] for name in ("", "name", "tool", "key") if name in attributes), "")
+def _named(attributes: dict[str, str] | None) -> str:
+    return next((attributes[name] for name in ("", "name", "tool", "key") if attributes and name in attributes), "")
 
 
 def tagged_call(calls: CallReader, form: TaggedFormat) -> Reading[Outcome]:
@@ -256,6 +256,8 @@ def tagged_call(calls: CallReader, form: TaggedFormat) -> Reading[Outcome]:
             return made.close()
         feed.take(len(sign))
         attributes = yield from _attributes(calls, form.sep)
+        if attributes is None:
+            break
         said = attributes.get(form.says[0])
         says = None if said is None or not form.says[0] else said == form.says[1]
         ends = tuple(filter(None, (form.end, form.section_end)))

@@ -123,14 +123,18 @@ class TextFeed:
             if size == most or self._at < len(self._text) or not (yield from self._more()):
                 return "".join(parts)
 
-    def until(self, wanted: Words, tell: Callable[[str], None]) -> Reading[str]:
+    def until(self, wanted: Words, tell: Callable[[str], None], *, whole: bool = False) -> Reading[str]:
         """Take the text before the first of some words, telling it as soon as it is certain. Returns the word,
-        which is not taken; "" if there is none up to the end."""
+        which is not taken; "" if there is none up to the end.
+
+        Args:
+            whole: where the text is cut, what may have become one of the words is not told.
+        """
         while True:
             size = len(self._text)
             self._look(size - self._at)
             found = wanted.pattern.search(self._text, self._at)
-            begun = size if self._ended else self._begun(wanted)
+            begun = size if self._ended and not (whole and self.cut) else self._begun(wanted)
             certain = min(begun, found.start() if found else size)
             if certain > self._at:
                 tell(self.take(certain - self._at))
@@ -138,7 +142,8 @@ class TextFeed:
                 return found[0]
             if not self._ended and not (yield from self._more()):
                 continue  # what was held back is certain now
-            if self._ended and self._at >= len(self._text):
+            if self._ended and certain == self._at:
+                self.drain()
                 return ""
 
     def _begun(self, wanted: Words) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import chain_model
+import jsonschema_rs
 import pytest
 from call_formats import SpelledAnswer, family
 from examples import examples
@@ -20,10 +23,20 @@ from speculating import GREEDY, Run
 
 from fleetd.engine.dsml import DSML
 from fleetd.engine.prompt_encoding import PreparedPrompt
-from fleetd.engine.protocol import Delta, Generate, TokenPrompt, ToolCall, ToolCallPiece
-from fleetd.engine.tagged_arguments import TAGGED_FORMATS, escaped
+from fleetd.engine.protocol import ChatPrompt, Delta, Generate, ToolCall, ToolCallPiece
+from fleetd.engine.object_text import escaped
+from fleetd.engine.schema_values import ParameterSchemas
 
-PARSERS = [*TAGGED_FORMATS, "gemma4"]
+# What ends a value, and what ends its call.
+ENDS = {
+    "qwen3_coder": ("</parameter>", "</function>"),
+    "minimax_m2": ("</parameter>", "</invoke>"),
+    "deepseek_v32": (f"</{DSML}parameter>", f"</{DSML}invoke>"),
+    "glm47": ("</arg_value>", ""),
+    "laguna": ("</arg_value>", ""),
+    "longcat": ("</longcat_arg_value>", ""),
+}
+PARSERS = [*ENDS, "gemma4"]
 LONG = "def f():\n\n    return \"</p\" < b'\\\\n' # é😀\n" * 3
 
 
@@ -57,15 +70,6 @@ def _is_string(value: str) -> str:
         return "true"
 
 
-def closing(parser: str) -> tuple[str, ...]:
-    """Texts that end a value, and so stand in none."""
-    made = family(parser)
-    if parser == "gemma4":
-        return ('<|"|>', made.end, "\0")
-    tagged = TAGGED_FORMATS[parser]
-    return (tagged.closes, made.start, made.end, tagged.end or tagged.closes)
-
-
 def tools_of(properties: dict[str, Any]) -> list[dict[str, Any]]:
     parameters = {"type": "object", "properties": properties}
     return [{"type": "function", "function": {"name": "write_file", "parameters": parameters}}]
@@ -76,38 +80,36 @@ def answer(parser: str, *calls: str) -> str:
     return "\n".join(f"{made.start}{call}{made.end}" for call in calls)
 
 
-def reference(parser: str, call: str, tools: list[dict[str, Any]]) -> str | None:
-    """What the format's parser makes of a whole call; None where it makes none."""
-    try:
-        found = family(parser).parse(call, tools)
-        found = found[0] if isinstance(found, list) else found
-        return json.dumps(found["arguments"], ensure_ascii=False, allow_nan=False)
-    except Exception:
-        return None
-
-
 def string(parser: str, text: str) -> str:
     return f'<|"|>{text}<|"|>' if parser == "gemma4" else text
 
 
-# ---- The same arguments ----------------------------------------------------------------------------------
+# ---- What they mean --------------------------------------------------------------------------------------
 
-SCHEMAS = st.sampled_from(
-    [
-        {"type": "string"},
-        {"type": ["string", "null"]},
-        {"type": "string", "enum": ["a", "b"]},
-        {"type": "integer"},
-        {"type": "number"},
-        {"type": "boolean"},
-        {"type": "array"},
-        {"type": "object"},
-        {"anyOf": [{"type": "string"}, {"type": "integer"}]},
-        {"description": "of no type"},
-        {},
-        None,
-    ]
-)
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "string"},
+    {"type": ["string", "null"]},
+    {"type": "string", "enum": ["1", "b"]},
+    {"type": "integer"},
+    {"type": "number"},
+    {"type": "boolean"},
+    {"type": "array", "items": {"type": "integer"}},
+    {"type": "object"},
+    {"enum": [1, "b", None]},
+    {"const": 1},
+    {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+    {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    {"oneOf": [{"type": "array"}, {"type": "boolean"}]},
+    {"allOf": [{"type": "number"}, {"minimum": 1}]},
+    {"allOf": [{"$ref": "#/$defs/Size"}]},
+    {"$ref": "#/$defs/Size"},
+    {"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]},
+    {"$ref": "#/$defs/Itself"},
+    {"description": "of no type"},
+    {},
+]
+DEFINITIONS = {"Size": {"type": "integer", "minimum": 1}, "Itself": {"anyOf": [{"$ref": "#/$defs/Itself"}]}}
 FRAGMENTS = st.sampled_from(
     [
         *("<", "</", "</par", "</parameter", "</arg_val", "<parameter=x>", "</function", '<|"', "<|", ">"),
@@ -121,61 +123,76 @@ TEXTS = st.one_of(
     st.sampled_from(
         ['{"a": [1, {"b": "c"}]}', "[1, 2]", "null", " null ", "null\n", "Null!", "1e999", "NaN", LONG]
     ),
-)
-GEMMA = st.recursive(
-    st.one_of(
-        TEXTS.map(lambda text: f'<|"|>{text}<|"|>'),
-        st.sampled_from(["1", "-2.50", "true", "null", "1e3", '"plain"']),
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3).map(lambda found: f"[{','.join(found)}]"),
-        st.dictionaries(st.sampled_from(["x", "y_1", "é"]), inner, max_size=3).map(
-            lambda found: "{" + ",".join(f"{key}:{value}" for key, value in found.items()) + "}"
-        ),
-    ),
-    max_leaves=5,
+    st.sampled_from(["3", "3.0", "true", "True", "false", "None", "b", '"b"', "['x']", "{'a': None}"]),
 )
 
 
-@st.composite
-def calls(draw: st.DrawFn) -> tuple[str, str, list[dict[str, Any]]]:
-    """A parser, the text of a call in its format, and tools."""
-    parser = draw(st.sampled_from(PARSERS))
-    keys = draw(st.lists(st.sampled_from(["path", "content", "n", "a-b"]), unique=True, max_size=4))
-    if parser == "gemma4":
-        keys = [key.replace("-", "_") for key in keys]
-    values = GEMMA if parser == "gemma4" else TEXTS
-    properties = {key: schema for key in keys if (schema := draw(SCHEMAS)) is not None}
-    texts = {key: draw(values) for key in keys}
-    wrong = [end for end in closing(parser) if end not in ('<|"|>',)]
-    texts = {key: text for key, text in texts.items() if not any(end in text for end in wrong)}
-    if parser == "longcat" and not texts:  # its parser reads no call without parameters
-        texts = {"path": "a.py"}
-    return parser, tagged(parser, texts), tools_of(properties)
+def readings(parser: str, text: str) -> list[Any]:
+    """What a value that is written so may mean."""
+    found: list[Any] = [reading(parser, text).removeprefix("\n" if parser == "qwen3_coder" else "")]
+    for read in (json.loads, ast.literal_eval):
+        with suppress(Exception):
+            found.append(read(text.strip()))
+    return found
 
 
-@examples(200)
-@given(call=calls(), data=st.data())
-def test_the_fragments_make_up_what_the_parser_reads_of_the_whole_call(
-    call: tuple[str, str, list[dict[str, Any]]], data: st.DataObject
+def allows(schema: dict[str, Any], value: Any) -> bool:
+    with suppress(ValueError):
+        return bool(jsonschema_rs.is_valid(schema | {"$defs": DEFINITIONS}, value))
+    return True  # a schema that means nothing
+
+
+@examples(300)
+@given(
+    parser=st.sampled_from(list(ENDS)), text=TEXTS, schema=st.sampled_from(SCHEMAS), cuts=st.sets(st.integers(1, 300))
+)
+def test_a_value_is_valid_whenever_a_reading_of_its_text_is(
+    parser: str, text: str, schema: dict[str, Any], cuts: set[int]
 ) -> None:
-    parser, text, tools = call
-    expected = reference(parser, text, tools)
-    whole = answer(parser, text)
-    cuts = data.draw(
-        st.one_of(st.just(range(1, len(whole))), st.sets(st.integers(1, len(whole)), max_size=9))
-    )
-    at = [0, *sorted(cuts), len(whole)]
-    words = [whole[a:b] for a, b in itertools.pairwise(at)]
-    seen = SpelledAnswer(parser, words, tools)
-    assert len(seen.calls) == 1
-    index, name, arguments = seen.calls[0]
+    tools = tools_of({"n": schema})
+    tools[0]["function"]["parameters"]["$defs"] = DEFINITIONS
+    whole = answer(parser, tagged(parser, {"n": text}))
+    at = [0, *sorted(cut for cut in cuts if cut < len(whole)), len(whole)]
+    seen = SpelledAnswer(parser, [whole[a:b] for a, b in itertools.pairwise(at)], tools)
+    ((index, name, arguments),) = seen.calls
     assert (index, name, seen.text) == (0, "write_file", "")
-    assert isinstance(json.loads(arguments), dict)
-    if expected is not None:
-        assert arguments == expected
-    assert not seen.pieces or seen.streamed == arguments
-    assert SpelledAnswer(parser, words, tools, pieces=False).calls == seen.calls
+    value = json.loads(arguments)["n"]
+    assert allows(schema, value) or not any(allows(schema, each) for each in readings(parser, text))
+    if schema == {"type": "string"}:
+        assert value == readings(parser, text)[0]
+    assert seen.streamed == arguments
+    assert SpelledAnswer(parser, [whole], tools, pieces=False).calls == seen.calls
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "true", True),
+        ({"type": ["integer", "string"]}, "3", 3),
+        ({"allOf": [{"$ref": "#/$defs/Size"}]}, "3", 3),
+        ({"$ref": "#/$defs/Size"}, "3", 3),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"type": "string"}, "3", "3"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "integer"}, "seven", "seven"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("parser", ENDS)
+def test_types_as_pydantic_writes_them(parser: str, schema: dict[str, Any], text: str, value: Any) -> None:
+    tools = tools_of({"n": schema})
+    tools[0]["function"]["parameters"]["$defs"] = DEFINITIONS
+    seen = SpelledAnswer(parser, list(answer(parser, tagged(parser, {"n": text}))), tools)
+    assert json.loads(seen.calls[0][2]) == {"n": value}
+
+
+def test_a_schema_that_means_millions_of_parts_costs_a_few() -> None:
+    wide = {"anyOf": [{"$ref": "#/$defs/Wide"} for _ in range(50)]}
+    schemas = ParameterSchemas({"properties": {"n": wide}, "$defs": {"Wide": wide}})
+    assert schemas.read("3", "n") == "3"
 
 
 # ---- As they are written ---------------------------------------------------------------------------------
@@ -224,8 +241,7 @@ def test_the_name_is_told_before_the_first_value(parser: str) -> None:
 @pytest.mark.parametrize("parser", PARSERS)
 def test_half_a_call_is_never_text(parser: str) -> None:
     whole = answer(parser, file_call(parser))
-    arguments = reference(parser, file_call(parser), STRINGS)
-    assert arguments is not None
+    arguments = SpelledAnswer(parser, [whole], STRINGS).calls[0][2]
     for end in range(whole.index("write_file") + 12, whole.rindex(LONG.strip()) + len(LONG.strip()), 3):
         seen = SpelledAnswer(parser, list(whole[:end]), STRINGS, cut=True)
         assert (seen.text, seen.calls) == ("", [])
@@ -247,15 +263,16 @@ def test_an_answer_that_ends_inside_of_a_value_has_half_a_call(parser: str) -> N
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-def test_a_section_that_ends_inside_of_a_value_gives_the_arguments_as_far_as_they_came(parser: str) -> None:
-    """As for models that write JSON: whoever runs the tool tells the model that this is none."""
+def test_a_section_that_ends_inside_of_a_value_ends_the_value(parser: str) -> None:
+    """The model has closed the call, so that it is one; what it wrote behind it is no part of it."""
     whole = answer(parser, file_call(parser))
     end = family(parser).end
     seen = SpelledAnswer(parser, list(whole[: whole.index("return")] + end + "Done."), STRINGS)
     ((_, name, arguments),) = seen.calls
     assert (name, arguments, seen.text) == ("write_file", seen.streamed, "Done.")
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(arguments)
+    found = json.loads(arguments)
+    assert found["path"] == "a.py"
+    assert found["content"].rstrip() == "def f():"
 
 
 @pytest.mark.parametrize("parser", PARSERS)
@@ -267,7 +284,8 @@ def test_each_of_several_calls_is_whole_before_the_next_begins(parser: str, toge
         sections.append(answer(parser, "".join(texts)))  # both in one section
     for whole in sections:
         seen = SpelledAnswer(parser, [whole] if together else list(whole), STRINGS)
-        assert seen.calls == [(i, "write_file", f'{{"path": "{path}"}}') for i, path in enumerate("ab")]
+        found = [(i, name, json.loads(arguments)) for i, name, arguments in seen.calls]
+        assert found == [(i, "write_file", {"path": path}) for i, path in enumerate("ab")]
         assert seen.streamed == "".join(arguments for _, _, arguments in seen.calls)
         assert (seen.text, [piece.index for piece in seen.pieces]) == (
             "",
@@ -283,9 +301,8 @@ def test_a_call_whose_end_tag_is_left_out_ends_with_its_section() -> None:
 
 
 def test_the_tag_that_ends_a_call_may_stand_in_a_value() -> None:
-    """mlx-lm's parser of MiniMax loses such a value, which is out by then."""
     for parser in ("minimax_m2", "qwen3_coder"):
-        value = f"a {TAGGED_FORMATS[parser].end} b"
+        value = f"a {ENDS[parser][1]} b"
         seen = SpelledAnswer(parser, list(answer(parser, tagged(parser, {"content": value}))), STRINGS)
         assert seen.calls == [(0, "write_file", json.dumps({"content": value}))]
 
@@ -294,15 +311,18 @@ def test_the_tag_that_ends_a_call_may_stand_in_a_value() -> None:
 def test_a_value_that_its_type_does_not_have_is_given_as_the_string_that_was_written(parser: str) -> None:
     text = tagged(parser, {"n": "seven", "path": string(parser, "a")})
     seen = SpelledAnswer(parser, list(answer(parser, text)), STRINGS)
-    assert seen.calls == [(0, "write_file", '{"n": "seven", "path": "a"}')]
+    ((_, _, arguments),) = seen.calls
+    assert json.loads(arguments) == {"n": "seven", "path": "a"}
 
 
-def test_what_is_no_call_is_left_to_the_parser() -> None:
+def test_a_call_as_json_is_read_in_every_section() -> None:
     json_call = '{"name": "write_file", "arguments": {"path": "a"}}'
     assert SpelledAnswer("glm47", list(answer("glm47", json_call)), STRINGS).calls == [
         (0, "write_file", '{"path": "a"}')
     ]
-    assert SpelledAnswer("qwen3_coder", list(answer("qwen3_coder", "Hm.")), STRINGS).text == "Hm."
+    assert SpelledAnswer("qwen3_coder", list(answer("qwen3_coder", "Hm.")), STRINGS).text == answer(
+        "qwen3_coder", "Hm."
+    )
 
 
 # ---- In a worker -----------------------------------------------------------------------------------------
@@ -323,7 +343,7 @@ def test_a_model_writes_a_file(most: int | None, tmp_path: Path, monkeypatch: py
     tokenizer = load_tokenizer(folder)
     tokens = list(tokenizer.encode("<write>"))
     run = Run(load_model(folder)[0], tokenizer)
-    request = Generate("r", TokenPrompt(tokens), GREEDY, max_tokens=most, call_pieces=True)
+    request = Generate("r", ChatPrompt([]), GREEDY, max_tokens=most, call_pieces=True)
     run.scheduler.inbox.put(PreparedPrompt(request, tokens, tools=STRINGS))
     run.finish()
     written = "".join(e.text for e in run.events if isinstance(e, ToolCallPiece))

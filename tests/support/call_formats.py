@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fleetd.engine import dsml
-from fleetd.engine.call_formats import HARMONY_START, LLAMA3_START
+from fleetd.engine.call_formats import CALL_FORMATS, HARMONY_START, LLAMA3_START
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
 
@@ -101,3 +102,48 @@ class SpelledAnswer:
         self.streamed = "".join(e.text for e in self.pieces)
         self.ids = {e.call_id for e in events if isinstance(e, ToolCall | ToolCallPiece)}
         self.said = (self.content, self.reasoning, self.calls)
+
+
+def sample_call(parser: str, arguments: dict[str, Any], name: str = "look") -> str:
+    """A section with one call, as a family writes it; strings come without quotes where tags stand around."""
+    written = json.dumps(arguments, ensure_ascii=False)
+    start, end = CALL_FORMATS[parser].start, CALL_FORMATS[parser].end
+    plain = {key: v if isinstance(v, str) else json.dumps(v) for key, v in arguments.items()}
+
+    def tags(opens: str, closes: str) -> str:
+        return "".join(opens.replace("KEY", key) + text + closes for key, text in plain.items())
+
+    quote = CALL_FORMATS[parser].quote
+    braces = ",".join(
+        f"{key}:{quote}{v}{quote}" if isinstance(v, str) else f"{key}:{json.dumps(v)}" for key, v in arguments.items()
+    )
+    dsml_tags = "".join(
+        f'<{dsml.DSML}parameter name="{key}" string="{str(isinstance(arguments[key], str)).lower()}">{text}'
+        f"</{dsml.DSML}parameter>\n"
+        for key, text in plain.items()
+    )
+    k3 = "".join(
+        f'<|open|>argument key="{key}" type="{"string" if isinstance(arguments[key], str) else "number"}"<|sep|>'
+        f"{text}<|close|>argument<|sep|>"
+        for key, text in plain.items()
+    )
+    bodies = {
+        "json_tools": f'\n{{"name": "{name}", "arguments": {written}}}\n',
+        "llama3": f'{{"name": "{name}", "parameters": {written}}}',
+        "mistral": f"{name}[ARGS]{written}",
+        "kimi_k2": f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{written}<|tool_call_end|>",
+        "kimi_k3": f'<|open|>call tool="{name}" index="1"<|sep|>{k3}<|close|>call<|sep|>',
+        "harmony": f"{name} <|constrain|>json<|message|>{written}",
+        "gemma4": f"call:{name}{{{braces}}}",
+        "function_gemma": f"call:{name}{{{braces}}}",
+        "qwen3_coder": "\n<function=%s>\n%s</function>\n" % (name, tags("<parameter=KEY>\n", "\n</parameter>\n")),
+        "minimax_m2": '\n<invoke name="%s">\n%s</invoke>\n' % (name, tags('<parameter name="KEY">', "</parameter>\n")),
+        "minicpm5": '<function name="%s">%s</function>' % (name, tags('<param name="KEY">', "</param>")),
+        "muse_spark": '\n<atem:invoke name="%s">\n%s</atem:invoke>\n'
+        % (name, tags('<atem:parameter name="KEY">', "</atem:parameter>\n")),
+        "deepseek_v32": f'\n<{dsml.DSML}invoke name="{name}">\n{dsml_tags}</{dsml.DSML}invoke>\n',
+        "pythonic": f"[{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]",
+    }
+    tag = "longcat_arg" if parser == "longcat" else "arg"
+    args = f"{name}\n" + tags(f"<{tag}_key>KEY</{tag}_key>\n<{tag}_value>", f"</{tag}_value>\n")
+    return f"{start}{bodies.get(parser, args)}{end}"
