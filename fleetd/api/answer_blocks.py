@@ -7,10 +7,11 @@ Dialects whose streams open and close each part of an answer are made from these
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from fleetd.engine.object_text import strict_object
 from fleetd.engine.protocol import Delta, Event, Finished, ToolCall, ToolCallPiece
 from fleetd.errors import EngineError
 
@@ -20,17 +21,25 @@ EndReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(slots=True)
 class AnswerBlock:
-    """A part of an answer. ``call_id`` and ``name`` are a tool call's, whose text is a JSON object."""
+    """A part of an answer. ``call_id`` and ``name`` are a tool call's, whose text is a JSON object once it is
+    ``whole``."""
 
     index: int
     kind: BlockKind
     call_id: str = ""
     name: str = ""
+    whole: bool = False
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """A tool call's, as an object."""
+        found: dict[str, Any] = msgspec.json.decode(strict_object(self.text))
+        return found
 
 
 class BlockOpened(msgspec.Struct, frozen=True):
@@ -74,7 +83,8 @@ class AnswerBlocks:
                 steps = self._call(event)
                 assert self._open is not None  # noqa: S101  _call has opened it
                 streamed = self._open.text
-                left = event.arguments[len(streamed) :] if streamed else _object(event.arguments)
+                self._open.whole = True
+                left = event.arguments[len(streamed) :] if streamed else strict_object(event.arguments)
                 return [*steps, *(self._add(left) if left else ()), *self.close()]
             case _:
                 return []
@@ -102,15 +112,6 @@ class AnswerBlocks:
         assert self._open is not None  # noqa: S101  both callers have opened one
         self._open.pieces.append(text)
         return [BlockText(self._open, text)]
-
-
-def _object(arguments: str) -> str:
-    """Arguments as the text of a JSON object: clients decode it, and models write other things too."""
-    try:
-        msgspec.json.decode(arguments or "{}", type=dict[str, msgspec.Raw])
-    except msgspec.MsgspecError:
-        return msgspec.json.encode({"arguments": arguments}).decode()
-    return arguments or "{}"
 
 
 def end_reason(event: Finished) -> EndReason:

@@ -7,6 +7,7 @@ renders to the same tokens in every dialect, and finds the same prefix in the ca
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -14,10 +15,10 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.api.body import parse
+from fleetd.engine.object_text import strict_object
 from fleetd.engine.protocol import ChatPrompt, Sampling
 from fleetd.engine.template_turns import merged, reminder
-from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
+from fleetd.errors import InvalidValue, UnsupportedParameter
 from fleetd.nesting import is_deeper
 
 Plain = dict[str, Any]
@@ -109,8 +110,8 @@ def needed(call_id: str | None, name: str, where: str) -> str:
 def tool_call(call_id: str, name: str, arguments: str | Plain) -> Plain:
     """A call that the model made, for an assistant's ``tool_calls``.
 
-    Templates iterate over the arguments, and some clients send them as JSON text; text that is no JSON object
-    stays as it is.
+    Templates iterate over the arguments, and some clients send them as JSON text. What a model wrote is taken
+    back, whatever it is: text that is no object becomes one.
     """
     return {
         "id": call_id,
@@ -119,13 +120,28 @@ def tool_call(call_id: str, name: str, arguments: str | Plain) -> Plain:
     }
 
 
-def _decoded(arguments: str | Plain) -> Any:
+def _decoded(arguments: str | Plain) -> Plain:
     if not isinstance(arguments, str):
-        return arguments
+        return _carried(arguments)
+    text = arguments.strip()
+    found: Plain = {} if text in ("", "null") else msgspec.json.decode(strict_object(text))
+    return _carried(found)
+
+
+def _carried(arguments: Plain) -> Plain:
+    """Arguments with numbers over 64 bits as text: MessagePack has none, and models write some."""
+    if is_deeper(arguments, limits.JSON_DEPTH):
+        return arguments  # which is refused with the message
     try:
-        return parse(arguments.encode(), dict[str, Any]) if arguments.strip() else {}
-    except BadRequest:
-        return arguments
+        msgspec.msgpack.encode(arguments)
+    except OverflowError:
+        found: Plain = json.loads(json.dumps(arguments), parse_int=_whole_number)
+        return found
+    return arguments
+
+
+def _whole_number(text: str) -> int | str:
+    return int(text) if len(text) < 20 and abs(int(text)) < 2**63 else text
 
 
 def tool(name: str, description: str | None, parameters: Plain | None, where: str) -> Plain:
@@ -152,6 +168,16 @@ def forced_tool(name: str | None, tools: Sequence[Plain] | None, where: str) -> 
             param=where,
         )
     return {"name": name}
+
+
+def allowed_tools(
+    names: Sequence[str], mode: str, tools: Sequence[Plain], where: str
+) -> tuple[list[Plain], Any]:
+    """Of the tools the named ones, which alone are offered, and ``ChatPrompt.tool_choice``."""
+    for name in names:
+        forced_tool(name, tools, where)
+    found = [each for each in tools if each["function"]["name"] in names]
+    return found, "required" if mode == "required" else "auto"
 
 
 def prompt(

@@ -17,6 +17,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.engine.text_feed import BLANKS, Reading, TextFeed, words
+from fleetd.nesting import is_deeper
 
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
@@ -76,6 +77,17 @@ def object_of(text: str) -> str | None:
     reading = ObjectReader(feed, out.append, ObjectStyle()).read()
     whole, rest = _finished(reading), _finished(feed.peek())
     return "".join(out) if whole and not rest else None
+
+
+def strict_object(text: str) -> str:
+    """A JSON object that every parser takes: the text itself, what it was meant to be, or one that has it."""
+    try:
+        value = msgspec.json.decode(text, type=dict[str, Any])
+        if not is_deeper(value, limits.ARGUMENTS_DEPTH):
+            return text
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        pass
+    return object_of(text) or _JSON.encode({"arguments": text})
 
 
 def _finished(reading: Reading[Any]) -> Any:

@@ -162,9 +162,9 @@ def _chat(
         return controls.render(template, messages, tools, prompt.template_kwargs)
 
     rendered = _rendered(partial(render, messages))
-    begun = _prime(prompt, tokenizer) if tools else ""
     if isinstance(prompt.tool_choice, dict) and controls.every.search(prompt.tool_choice["name"]):
         raise InvalidValue("This name spells a control token of the model.", param="tool_choice")
+    begun = _prime(prompt, tokenizer) if tools else ""
     # The template has written the special tokens; a BOS added here would be a second one.
     text = rendered.text + begun
     tokens, offsets = _encoded(tokenizer, text, with_offsets=borders)

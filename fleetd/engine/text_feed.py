@@ -132,10 +132,9 @@ class TextFeed:
         """
         while True:
             size = len(self._text)
-            self._look(size - self._at)
             found = wanted.pattern.search(self._text, self._at)
-            begun = size if self._ended and not (whole and self.cut) else self._begun(wanted)
-            certain = min(begun, found.start() if found else size)
+            self._look((found.end() if found else size) - self._at)
+            certain = self._certain(wanted, found.start() if found else size, whole)
             if certain > self._at:
                 tell(self.take(certain - self._at))
             if found and certain == found.start():
@@ -146,11 +145,13 @@ class TextFeed:
                 self.drain()
                 return ""
 
-    def _begun(self, wanted: Words) -> int:
-        """Where the end of the text begins one of some words that is not whole."""
+    def _certain(self, wanted: Words, end: int, whole: bool) -> int:
+        """How far the text up to ``end`` cannot be the beginning of one of some words that is not whole yet."""
         size = len(self._text)
         first = max(self._at, size - wanted.longest + 1)
-        return next((at for at in range(first, size) if self._text[at:] in wanted.begun), size)
+        if end < first or (self._ended and not (whole and self.cut)):
+            return end
+        return next((at for at in range(first, end) if self._text[at:] in wanted.begun), end)
 
     def _more(self) -> Reading[bool]:
         """Wait for more text. False if none will come."""

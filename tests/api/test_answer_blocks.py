@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from fleetd.api.answer_blocks import AnswerBlocks, BlockClosed, BlockOpened, BlockText
@@ -22,3 +24,29 @@ def test_a_call_in_pieces_is_one_block_with_the_arguments_of_the_whole_call(piec
     told = [step.text for step in steps if isinstance(step, BlockText) and step.block.index == 1]
     assert all(told)
     assert told[: len(pieces)] == pieces
+
+
+@pytest.mark.parametrize("arguments", ["", "null", "[1]", '{"a": 1,}', '{"a"', '{"a": ' + "[" * 2000 + "]" * 2000 + "}"])
+def test_arguments_of_another_machine_are_an_object_whatever_they_are(arguments: str) -> None:
+    """One of another version may send what this one does not: no dialect fails for it."""
+    blocks = AnswerBlocks()
+    blocks.feed(ToolCall("r", 0, "c0", "f", arguments))
+    (block,) = blocks.blocks
+    assert block.whole
+    assert block.arguments == json.loads(block.text)
+
+
+@pytest.mark.parametrize("pieces", ["no JSON", '{"a": ', "[" * 2000])
+def test_pieces_that_are_no_object_are_told_and_their_block_still_has_one(pieces: str) -> None:
+    blocks = AnswerBlocks()
+    blocks.feed(ToolCallPiece("r", 0, "c0", "f", pieces))
+    blocks.feed(ToolCall("r", 0, "c0", "f", pieces))
+    (block,) = blocks.blocks
+    assert (block.text, block.arguments) == (pieces, {"arguments": pieces})
+
+
+def test_a_call_that_is_not_whole_is_none() -> None:
+    blocks = AnswerBlocks()
+    blocks.feed(ToolCallPiece("r", 0, "c0", "f", '{"a": 1'))
+    blocks.close()
+    assert not blocks.blocks[0].whole

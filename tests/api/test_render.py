@@ -242,6 +242,15 @@ def test_legacy_logprobs(streamed: bool) -> None:
     }
 
 
+def test_tokens_inside_of_a_character_are_named_by_their_bytes() -> None:
+    """Not one is U+FFFD, so that no two likely ones are the same."""
+    top = [p.TopLogprob("\ufffd", -float(i), bytes([0xF0, 0x9F, i])) for i in range(0x80, 0x85)]
+    entry = p.TokenLogprob("\ufffd", -128.0, b"\xf0\x9f\x80", top, 3)
+    found = plain([render.text_logprobs([entry])])[0]
+    assert found["tokens"] == ["bytes:\\xf0\\x9f\\x80"]
+    assert list(found["top_logprobs"][0]) == [f"bytes:\\xf0\\x9f\\x{i:02x}" for i in range(0x80, 0x85)]
+
+
 def test_progress_sums_choices_and_never_shrinks() -> None:
     progress = ProgressComments()
     assert progress.comment() == "keepalive 0/0"

@@ -7,8 +7,6 @@ A stream is ``message_start``, per block ``content_block_start``, deltas and ``c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
 import msgspec
 
 from fleetd.api.answer_blocks import (
@@ -114,7 +112,8 @@ class MessageWhole(_Reply, Collector):
         self._take(event)
 
     def whole(self) -> o.MessageReply:
-        return self._message([_content(block) for block in self._answer.blocks])
+        blocks = [block for block in self._answer.blocks if block.kind != "tool" or block.whole]
+        return self._message([_content(block) for block in blocks])
 
 
 class MessageStream(_Reply, Streamer):
@@ -174,5 +173,4 @@ def _content(block: AnswerBlock) -> o.AnswerContent:
         case "reasoning":
             return o.ThinkingContent(block.text, SIGNATURE)
         case "tool":
-            fields: dict[str, Any] = msgspec.json.decode(block.text)
-            return o.ToolUseContent(block.call_id, block.name, fields)
+            return o.ToolUseContent(block.call_id, block.name, block.arguments)

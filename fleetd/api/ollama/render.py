@@ -112,7 +112,7 @@ class _OllamaAnswering:
         )
 
     def _calls(self) -> list[o.OllamaCalled]:
-        tools = [block for block in self._blocks.blocks if block.kind == "tool"]
+        tools = [block for block in self._blocks.blocks if block.whole]
         return [_called(i, block) for i, block in enumerate(tools)]
 
 
@@ -144,7 +144,7 @@ class OllamaStream(_OllamaAnswering, Streamer):
                 return [reply(self._options, text)]
             case BlockText(block=block, text=text) if block.kind == "reasoning":
                 return [reply(self._options, thinking=text)]
-            case BlockClosed(block=block) if block.kind == "tool":
+            case BlockClosed(block=block) if block.whole:
                 # Arguments are an object, so a call comes once it is whole.
                 return [reply(self._options, calls=self._calls()[-1:])]
             case _:
@@ -152,5 +152,4 @@ class OllamaStream(_OllamaAnswering, Streamer):
 
 
 def _called(index: int, block: AnswerBlock) -> o.OllamaCalled:
-    arguments: dict[str, Any] = msgspec.json.decode(block.text)
-    return o.OllamaCalled(block.call_id, o.OllamaCalledFunction(index, block.name, arguments))
+    return o.OllamaCalled(block.call_id, o.OllamaCalledFunction(index, block.name, block.arguments))

@@ -74,9 +74,24 @@ class FunctionName(msgspec.Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class ToolChoice(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+class NamedTool(msgspec.Struct, frozen=True, rename={"kind": "type"}):
     function: FunctionName
     kind: Literal["function"] = "function"
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """Of the tools, those that this answer may call."""
+
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=limits.TOOLS)]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class ToolChoice(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    """The one tool that has to be called, or those of which one may be."""
+
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+    kind: Literal["function", "allowed_tools"] = "function"
 
 
 class ContentPart(msgspec.Struct, frozen=True, rename={"kind": "type"}):

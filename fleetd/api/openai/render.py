@@ -21,7 +21,8 @@ from fleetd.api.openai.reports import smart_report, timing_report, usage_object
 from fleetd.api.streamer import Collector, Streamer
 from fleetd.api.usage_tally import EngineWork, UsageTally
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.engine.protocol import Delta, Event, Finished, TokenLogprob, ToolCall, ToolCallPiece
+from fleetd.engine.object_text import strict_object
+from fleetd.engine.protocol import Delta, Event, Finished, TokenLogprob, ToolCall, ToolCallPiece, TopLogprob
 from fleetd.requests.job import Planned
 
 # JSON has no minus infinity; this is what OpenAI sends for "practically impossible".
@@ -72,14 +73,22 @@ def chat_logprobs(items: list[TokenLogprob]) -> o.ChatLogprobs:
     )
 
 
+def _shown(token: TokenLogprob | TopLogprob) -> str:
+    """A token's text. One that is part of a character has none: it is shown by its bytes, as in OpenAI's API."""
+    try:
+        return token.raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw)
+
+
 def text_logprobs(items: list[TokenLogprob], *, opens_prompt: bool = False) -> o.TextLogprobs:
     """The chosen token is always among the top. A prompt's first token has no logprob."""
     known = [not (opens_prompt and i == 0) for i in range(len(items))]
     return o.TextLogprobs(
-        tokens=[item.token for item in items],
+        tokens=[_shown(item) for item in items],
         token_logprobs=[_finite(item.logprob) if ok else None for item, ok in zip(items, known, strict=True)],
         top_logprobs=[
-            {item.token: _finite(item.logprob)} | {top.token: _finite(top.logprob) for top in item.top}
+            {_shown(item): _finite(item.logprob)} | {_shown(top): _finite(top.logprob) for top in item.top}
             if ok
             else None
             for item, ok in zip(items, known, strict=True)
@@ -182,7 +191,7 @@ class _WholeReply(Collector):
             case Delta():
                 self._add_text(answer, event)
             case ToolCall() if event.index == 0 or self._reply.parallel_tools:
-                function = o.FunctionCall(event.name, event.arguments)
+                function = o.FunctionCall(event.name, strict_object(event.arguments))
                 answer.tool_calls.append(o.MessageToolCall(event.call_id, "function", function))
             case Finished():
                 answer.reason = end_reason(event)
@@ -229,7 +238,10 @@ class ChatStream(_ReplyStream[o.ChunkChoice]):
         if streamed is None:
             function = o.FunctionDelta("", event.name)
             pieces.append(o.ToolCallDelta(event.index, function, event.call_id, "function"))
-        text = event.text if isinstance(event, ToolCallPiece) else event.arguments[streamed or 0 :]
+        if isinstance(event, ToolCallPiece):
+            text = event.text
+        else:
+            text = event.arguments[streamed:] if streamed else strict_object(event.arguments)
         self._streamed_chars[index, event.index] = (streamed or 0) + len(text)
         if text:
             pieces.append(o.ToolCallDelta(event.index, o.FunctionDelta(text)))

@@ -11,6 +11,7 @@ from typing import Any
 
 from fleetd import limits
 from fleetd.api import conversation
+from fleetd.api.conversation import Plain
 from fleetd.api.openai.bodies import (
     AssistantMessage,
     ChatBody,
@@ -52,10 +53,11 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
         )
         for i, each in enumerate(body.tools or ())
     ]
+    tools, choice = _tool_choice(body, tools)
     prompt = conversation.prompt(
         [message(item, i) for i, item in enumerate(body.messages)],
         tools,
-        _tool_choice(body, tools),
+        choice,
         template_kwargs(body),
     )
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -236,9 +238,18 @@ def _text(content: str | list[ContentPart] | None, where: str, *, returned: bool
     return conversation.joined(texts)
 
 
-def _tool_choice(body: ChatBody, tools: Sequence[dict[str, Any]]) -> Any:
+def _tool_choice(body: ChatBody, tools: list[Plain]) -> tuple[list[Plain], Any]:
+    """The tools that the answer may call, and whether it has to."""
     choice = body.tool_choice
     if choice is None or choice in ("auto", "none"):
-        return choice or "auto"
-    name = choice.function.name if isinstance(choice, ToolChoice) else None
-    return conversation.forced_tool(name, tools, "tool_choice")
+        return tools, choice or "auto"
+    if not isinstance(choice, ToolChoice):
+        return tools, conversation.forced_tool(None, tools, "tool_choice")
+    if choice.kind == "allowed_tools":
+        if choice.allowed_tools is None:
+            raise InvalidValue("tool_choice of type 'allowed_tools' needs allowed_tools.", param="tool_choice")
+        names = [each.function.name for each in choice.allowed_tools.tools]
+        return conversation.allowed_tools(names, choice.allowed_tools.mode, tools, "tool_choice")
+    if choice.function is None:
+        raise InvalidValue("tool_choice of type 'function' needs a function.", param="tool_choice")
+    return tools, conversation.forced_tool(choice.function.name, tools, "tool_choice")

@@ -86,9 +86,13 @@ class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kin
 
 
 class ResponseToolChoice(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kind": "type"}):
-    kind: Annotated[str, Meta(extra_json_schema={"enum": ["function", "custom"]})]
+    """One tool that has to be called; or of type ``allowed_tools``, and then ``tools`` are those that may be."""
+
+    kind: Annotated[str, Meta(extra_json_schema={"enum": ["function", "custom", "allowed_tools"]})]
     name: Name | None = None
     namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ResponseToolChoice], Meta(max_length=limits.TOOLS)] | None = None
 
 
 class TextConfig(msgspec.Struct, frozen=True):

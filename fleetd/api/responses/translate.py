@@ -69,12 +69,8 @@ def translate(
             talk.add(item, "previous_response_id")
     for i, item in enumerate(body.items if items is None else items):
         talk.add(item, f"input[{i}]")
-    prompt = conversation.prompt(
-        talk.messages(),
-        tools.definitions,
-        _tool_choice(body, tools),
-        template_kwargs(body),
-    )
+    offered, choice = _tool_choice(body, tools)
+    prompt = conversation.prompt(talk.messages(), offered, choice, template_kwargs(body))
     return Translated(
         _generate(body, request_id, prompt),
         tools,
@@ -131,12 +127,23 @@ def _refuse(body: ResponsesBody) -> None:
         conversation.refuse_format(body.text.format.kind, "text.format")
 
 
-def _tool_choice(body: ResponsesBody, tools: ToolTable) -> Any:
-    choice = body.tool_choice
+def _tool_choice(body: ResponsesBody, tools: ToolTable) -> tuple[list[Plain], Any]:
+    """The tools that the answer may call, and whether it has to."""
+    choice, offered = body.tool_choice, tools.definitions
     if choice is None or choice in ("auto", "none"):
-        return choice or "auto"
+        return offered, choice or "auto"
     if not isinstance(choice, ResponseToolChoice):
-        return conversation.forced_tool(None, tools.definitions, "tool_choice")
+        return offered, conversation.forced_tool(None, offered, "tool_choice")
+    if choice.kind == "allowed_tools":
+        names = [_chosen(each) for each in choice.tools or ()]
+        if not names:
+            raise InvalidValue("tool_choice of type 'allowed_tools' needs tools.", param="tool_choice")
+        return conversation.allowed_tools(names, choice.mode or "auto", offered, "tool_choice")
+    return offered, conversation.forced_tool(_chosen(choice), offered, "tool_choice")
+
+
+def _chosen(choice: ResponseToolChoice) -> str:
+    """The name by which the model knows a tool that is chosen."""
     if choice.kind not in ("function", "custom"):
         raise UnsupportedParameter(
             f"tool_choice of type {choice.kind[:64]!r} is not supported.",
@@ -145,8 +152,7 @@ def _tool_choice(body: ResponsesBody, tools: ToolTable) -> Any:
         )
     if choice.name is None:
         raise InvalidValue(f"tool_choice of type {choice.kind!r} needs a name.", param="tool_choice")
-    name = full_name(choice.name, choice.namespace)
-    return conversation.forced_tool(name, tools.definitions, "tool_choice")
+    return full_name(choice.name, choice.namespace)
 
 
 # ---- Items -----------------------------------------------------------------------------------------------
