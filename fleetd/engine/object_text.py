@@ -83,7 +83,7 @@ def strict_object(text: str) -> str:
     """A JSON object that every parser takes: the text itself, what it was meant to be, or one that has it."""
     try:
         value = msgspec.json.decode(text, type=dict[str, Any])
-        if not is_deeper(value, limits.ARGUMENTS_DEPTH):
+        if not is_deeper(value, limits.ARGUMENTS_DEPTH + 1):
             return text
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         pass

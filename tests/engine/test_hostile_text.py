@@ -184,8 +184,8 @@ def test_what_is_no_call_comes_back_with_its_markers(format: str) -> None:
         f"I would write {other} if I could.",
     ):
         for cut in (False, True):
-            if format == "harmony" and "<|start|>" in text:
-                continue
+            if cut and format == "harmony" and text.endswith(opener):
+                continue  # where a call's head may have been cut
             seen = told(format, list(text), cut=cut)
             assert (seen["content"], seen["calls"]) == (text, [])
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from call_formats import WordDetokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load
 
+from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.output_text import AnswerText, StopFilter
 from fleetd.engine.protocol import Delta, TokenLogprob, ToolCall
 from fleetd.engine.token_bytes import token_bytes
@@ -245,3 +246,80 @@ def test_token_bytes_join_to_the_text(tokenizer: Any) -> None:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert b"".join(token_bytes(tokenizer, t) for t in tokens) == text.encode()
     assert token_bytes(tokenizer, 10**6) == b""
+
+
+@pytest.mark.parametrize("text", ["aé€😀b", "日本", "a  b \n c", "<think>x</think> <tool_call>"])
+def test_offsets_are_where_each_token_begins_in_the_text(tokenizer: Any, text: str) -> None:
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    answer = AnswerText("r", tokenizer, [], plain=True, follows=tokenizer.encode("x")[-1])
+    entries: list[TokenLogprob] = []
+    shown = ""
+    for token in tokens:
+        raw = token_bytes(tokenizer, token)
+        entry = TokenLogprob("", 0.0, raw, text_offset=answer.length)
+        for piece in answer.push(token, entry):
+            assert isinstance(piece, Delta)
+            shown += piece.text
+            entries += piece.logprobs or []
+    assert (shown, answer.finish()) == (text, [])
+    assert b"".join(entry.raw for entry in entries) == text.encode()
+    read = 0
+    for entry in entries:
+        before = text.encode()[:read].decode("utf-8", "ignore")
+        assert entry.text_offset == len(before)
+        read += len(entry.raw)
+
+
+def test_a_prompts_offsets_are_those_of_its_text(tokenizer: Any) -> None:
+    text = "日本 é"
+    scored = PromptLogprobs(Logprobs(tokenizer, 0), tokenizer.encode(text, add_special_tokens=False))
+    scored.add(mx.zeros((len(scored.tokens) - 1, 600)))
+    offsets = [entry.text_offset for entry in scored.entries]
+    whole = [entry.raw for entry in scored.entries]
+    assert offsets == [len(b"".join(whole[:i]).decode("utf-8", "ignore")) for i in range(len(whole))]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@given(cuts=st.lists(st.integers(0, 999), max_size=30))
+def test_logprobs_are_those_of_the_content_and_of_no_marker(
+    tokenizer: Any, name: str, cuts: list[int]
+) -> None:
+    text, fields = ANSWERS[name]
+    for words in (list(text), pieces(text, cuts)):
+        answer = AnswerText("r", Letters(tokenizer, words), [], **fields)
+        events: list[Any] = []
+        for token, word in enumerate(words):
+            events += answer.push(token, TokenLogprob(word, 0.0, word.encode()))
+        deltas = [e for e in [*events, *answer.finish()] if isinstance(e, Delta)]
+        content = "".join(e.text for e in deltas if e.channel == "content")
+        told = [entry.token for e in deltas for entry in e.logprobs or []]
+        if words == list(text):
+            assert "".join(told) == content
+        assert all(any(letter in content for letter in word) for word in told)
+
+
+def test_a_completion_is_text_to_the_letter_whatever_it_spells(tokenizer: Any) -> None:
+    for text in (f"<think>why</think>\n\n{CALL}\n", "<tool_call>", "</think> \n"):
+        assert read(tokenizer, list(text), plain=True).visible == (text, "", [], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "content", "reasoning"),
+    [
+        ("Write <think> first.", {}, "Write <think> first.", ""),
+        (" \n<think>a</think>b", {}, "b", "a"),
+        ("<think>a</think><think>b</think>c", {}, "c", "ab"),
+        ("<think>again</think>c", {"initial": "reasoning"}, "c", "again"),
+        ("</think>Use </think> so.", {"initial": "reasoning"}, "Use </think> so.", ""),
+        ("a</think>b", {}, "a</think>b", ""),
+        ("<think>I write <tool_call> and <tool_call>{}.</think>b", {"tools": TOOLS}, "b", "I write <tool_call> and <tool_call>{}."),
+        (f"<think>hm{CALL} Done.</think>b", {"tools": TOOLS}, " Done.b", "hm"),
+    ],
+)
+@given(cuts=st.lists(st.integers(0, 99), max_size=9))
+def test_thoughts_begin_where_an_answer_begins(
+    tokenizer: Any, text: str, fields: dict[str, Any], content: str, reasoning: str, cuts: list[int]
+) -> None:
+    for words in ([text], list(text), pieces(text, cuts)):
+        seen = read(tokenizer, words, **fields)
+        assert (seen.content, seen.reasoning) == (content, reasoning)

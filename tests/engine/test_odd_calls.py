@@ -1,0 +1,189 @@
+"""Calls as models get them wrong: each is read as it was meant, or is openly none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from call_formats import SpelledAnswer, sample_call
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetd import limits
+from fleetd.api import conversation
+from fleetd.engine.call_formats import CALL_FORMATS
+from fleetd.engine.object_text import object_of, strict_object
+from fleetd.nesting import is_deeper
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("look", "get_weather")
+]
+PARIS = {"city": "Paris"}
+every_format = pytest.mark.parametrize("format", CALL_FORMATS)
+
+
+def read(format: str, text: str, **fields: Any) -> tuple[str, list[tuple[str, Any]]]:
+    """The content and the calls of an answer, which are the same however it is cut."""
+    found = []
+    for words in ([text], list(text), [text[at : at + 3] for at in range(0, len(text), 3)]):
+        for pieces in (True, False):
+            seen = SpelledAnswer(format, words, fields.get("tools", TOOLS), pieces=pieces)
+            assert not seen.reasoning
+            assert seen.streamed in ("", "".join(arguments for _, _, arguments in seen.calls))
+            found.append((seen.content, [(name, json.loads(text)) for _, name, text in seen.calls]))
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+# ---- Openers that were forgotten -------------------------------------------------------------------------
+
+FORGOTTEN = [each for each in CALL_FORMATS if each != "harmony"]
+
+
+def without_opener(format: str, name: str = "look") -> str:
+    made = CALL_FORMATS[format]
+    return sample_call(format, PARIS, name).removeprefix(made.start).lstrip("\n")
+
+
+@pytest.mark.parametrize("format", FORGOTTEN)
+def test_a_call_whose_opener_is_missing_is_a_call(format: str) -> None:
+    assert read(format, f"Let me look.\n{without_opener(format)}") == ("Let me look.", [("look", PARIS)])
+
+
+def test_qwen_forgets_the_opener_behind_a_sentence() -> None:
+    text = "Let me look.\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+    assert read("qwen3_coder", text) == ("Let me look.", [("get_weather", PARIS)])
+
+
+@pytest.mark.parametrize("format", FORGOTTEN)
+def test_it_is_text_in_a_block_of_code_and_for_a_name_that_was_not_offered(format: str) -> None:
+    for text in (
+        f"So:\n```xml\n{without_opener(format)}\n```",
+        f"So:\n{without_opener(format, 'delete_all')}\nDone.",
+    ):
+        assert read(format, text) == (text, [])
+
+
+@pytest.mark.parametrize("format", [each for each in FORGOTTEN if CALL_FORMATS[each].closed])
+def test_what_may_be_an_answer_is_one_unless_its_section_is_closed(format: str) -> None:
+    text = f"So:\n{without_opener(format).removesuffix(CALL_FORMATS[format].end)} is how."
+    assert read(format, text) == (text, [])
+
+
+# ---- Tools that were not offered -------------------------------------------------------------------------
+
+
+@every_format
+def test_without_tools_a_call_is_text(format: str) -> None:
+    text = f"So: {sample_call(format, PARIS)}"
+    assert read(format, text, tools=[]) == (text, [])
+
+
+@every_format
+def test_a_call_of_a_tool_that_was_not_offered_is_text(format: str) -> None:
+    text = f"So: {sample_call(format, PARIS, 'delete_all')}"
+    assert read(format, text) == (text, [])
+
+
+@pytest.mark.parametrize("format", FORGOTTEN)
+def test_a_call_behind_one_that_was_not_offered_is_found(format: str) -> None:
+    text = f"{sample_call(format, PARIS, 'delete_all')}\n{sample_call(format, PARIS)}"
+    assert read(format, text)[1] == [("look", PARIS)]
+
+
+# ---- Arguments -------------------------------------------------------------------------------------------
+
+JSON_FORMATS = ["json_tools", "llama3", "mistral", "kimi_k2", "harmony"]
+WRITTEN = [
+    ('{"city": "Paris",}', PARIS),
+    ('{"city": "Paris"', PARIS),
+    ("{'city': 'Paris'}", PARIS),
+    ("{city: Paris}", PARIS),
+    ('{"city": "Paris"]}', PARIS),
+    ('{"city": "say "hi" now"}', {"city": 'say "hi" now'}),
+    ('{"city": "a\nb\tc\x01"}', {"city": "a\nb\tc\x01"}),
+    (r'{"city": "\d+\.\ud83d\u00e9\ud83d\ude00"}', {"city": "\\d+\\.\ufffdé😀"}),
+    ('{"n": NaN, "m": 1e999, "k": 007, "l": .5, "o": True}', {"n": "NaN", "m": "1e999", "k": 7, "l": 0.5, "o": True}),
+    ('{"a": [1, 2,], "b": {"c": null,},}', {"a": [1, 2], "b": {"c": None}}),
+    ("null", {}),
+    (json.dumps(json.dumps(PARIS)), PARIS),
+]
+
+
+def call_with(format: str, written: str) -> str:
+    return sample_call(format, {"x": 1}).replace('{"x": 1}', written)
+
+
+@pytest.mark.parametrize(("written", "meant"), WRITTEN, ids=str)
+@pytest.mark.parametrize("format", JSON_FORMATS)
+def test_arguments_that_are_not_quite_json_are_an_object(format: str, written: str, meant: Any) -> None:
+    assert read(format, call_with(format, written)) == ("", [("look", meant)])
+
+
+@pytest.mark.parametrize("written", ["[1]", '"x"', "3", "true"])
+@pytest.mark.parametrize("format", JSON_FORMATS)
+def test_arguments_that_are_no_object_are_no_call(format: str, written: str) -> None:
+    text = call_with(format, written)
+    content, calls = read(format, f"So: {text}" if format != "harmony" else text)
+    assert calls == []
+    assert written in content
+    assert CALL_FORMATS[format].start in content
+
+
+@pytest.mark.parametrize("fence", ["```json\n{}\n```", "```\n{}\n```", "\n{}\n"])
+def test_a_call_in_a_block_of_code_inside_of_its_section_is_a_call(fence: str) -> None:
+    written = json.dumps({"name": "look", "arguments": PARIS})
+    text = f"<tool_call>\n{fence.replace('{}', written)}\n</tool_call> Done."
+    assert read("json_tools", text) == (" Done.", [("look", PARIS)])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"arguments": {"city": "Paris"}, "name": "look"}',
+        '{"name": "look", "arguments": {"city": "Paris"}, "id": "c1"}',
+        '{"type": "function", "function": {"name": "look", "arguments": {"city": "Paris"}}}',
+        '{"function": "look", "parameters": {"city": "Paris"}}',
+        '[{"name": "functions.look", "arguments": {"city": "Paris"}}]',
+        '{"name": "look", "arguments": {"city": "Paris"}}}',
+        '{"name": "look", "arguments": {"city": "Paris"}',
+    ],
+)
+def test_a_call_as_json_has_many_forms(written: str) -> None:
+    assert read("json_tools", f"<tool_call>\n{written}\n</tool_call>") == ("", [("look", PARIS)])
+
+
+def test_what_is_nested_too_deep_comes_as_text_and_can_be_given_back() -> None:
+    deep = "[" * 2000 + "]" * 2000
+    content, ((name, arguments),) = read("json_tools", call_with("json_tools", f'{{"city": {deep}}}'))
+    assert (content, name) == ("", "look")
+    assert not is_deeper(arguments, limits.ARGUMENTS_DEPTH + 1)
+    conversation.assistant([], [], [conversation.tool_call("c", "look", arguments)], "messages[1]")
+
+
+@given(st.text() | st.lists(st.sampled_from(['{"a": ', "}", '"', ",", "\\ud83d", "1" * 30, "[", "NaN", "'"])).map("".join))
+def test_whatever_was_written_is_taken_back_as_an_object(text: str) -> None:
+    """As a client has it of an answer that was cut, or of another server."""
+    call = conversation.tool_call("c", "look", text)
+    assert isinstance(call["function"]["arguments"], dict)
+    conversation.assistant([], [], [call], "messages[1]")
+    assert isinstance(json.loads(strict_object(text)), dict)
+    assert object_of(text) is None or isinstance(json.loads(object_of(text) or ""), dict)
+
+
+@pytest.mark.parametrize("format", [each for each in CALL_FORMATS if CALL_FORMATS[each].end])
+def test_a_string_that_is_never_closed_ends_where_its_call_does(format: str) -> None:
+    call = sample_call(format, {"city": "Par"})
+    cut = call[: call.index("Par") + 3] + CALL_FORMATS[format].end
+    content, calls = read(format, f"{cut} Done.")
+    assert calls == [("look", {"city": "Par"})]
+    assert content.strip() in ("Done.", "")
+
+
+def test_each_of_two_calls_is_whole_whatever_stands_between() -> None:
+    for format, between in itertools.product(("json_tools", "qwen3_coder", "glm47", "gemma4"), ("", "\n", " and\n")):
+        text = between.join([sample_call(format, PARIS), sample_call(format, {"city": "Rome"})])
+        assert read(format, text)[1] == [("look", PARIS), ("look", {"city": "Rome"})]
