@@ -338,7 +338,7 @@ JOB_EVENT_BYTES = 4 * TOOL_ARGUMENT_CHARS + MIB
 # Tokens whose text is held back, as a tool call's is, before they are told without it.
 UNTOLD_TOKENS = 32
 # What the text of an answer may cost: characters that are looked at per character that came. A grammar holds
-# back a marker, some thirty characters, and looks at it again with each token; ten times that is no grammar's.
+# back a marker, some thirty characters, and looks at it again with each token; ten times that is a fault.
 LOOKS_PER_CHAR = 512
 # Longest text before a call's arguments, or before the text of a channel: a name, an id and what is around.
 ANSWER_HEAD_CHARS = 1024

@@ -1,7 +1,7 @@
-"""The text of an answer → its parts: what it says, what it thinks, and its calls of the tools that were offered.
+"""The text of an answer → its parts: what it says, what it thinks, and its calls of tools that were offered.
 
-A thought's opener counts at the answer's start only. Without tools no text is a call. What looks like one and is
-none comes back to the letter, with its markers. Pure.
+A thought's opener counts at the answer's start only. Without tools no text is a call. What looks like one and
+is none comes back to the letter, with its markers. Pure.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Heads(msgspec.Struct, frozen=True):
 
 
 class Markers(msgspec.Struct, frozen=True):
-    """What a model writes around the parts of its answers. ``dropped`` stands around answers, and says nothing."""
+    """What a model writes around the parts of its answers. ``dropped`` markers say nothing."""
 
     think: tuple[str, str] | None = None
     dropped: tuple[str, ...] = ()
@@ -177,7 +177,7 @@ class AnswerReader:
         return words(*found)
 
     def _line(self) -> Reading[bool]:
-        """The beginning of a line: of a block of code, or of a call without its opener. False if it is none."""
+        """The beginning of a line: of a block of code, or of a call without its opener."""
         indent = yield from self._feed.span(_INDENT)
         self._say("content", indent)
         fence = yield from self._feed.starts(_FENCES)
@@ -291,8 +291,8 @@ class AnswerReader:
         return made > 0
 
     def _call(self, opener: str, channel: Channel, one: CallGrammar, before: str = "") -> Reading[bool]:
-        """One call, whose parts are told from where it is known to be one. False if it is none: what was taken
-        is text, behind ``before``."""
+        """One call, whose parts are told from where it is known to be one. False if it is none: what was
+        taken is text, behind ``before``."""
         feed, parts, calls = self._feed, self._parts, self._calls
         feed.mark()
         parts.hold()
@@ -321,7 +321,7 @@ class AnswerReader:
         return False
 
     def _may_be_half(self, text: str, opener: str) -> bool:
-        """Whether a text that was cut may have become a call: it has more than the opener, or a tool's name."""
+        """Whether a text that was cut may have become a call: it has more than an opener."""
         if not opener or opener == self._start:
             return bool(text.replace(opener, "").strip())
         return any(name in text for name in self._calls.names)

@@ -163,9 +163,7 @@ _MINIMAX = TaggedFormat(
     closes="</parameter>",
     section_end="</minimax:tool_call>",
 )
-_MINICPM = TaggedFormat(
-    call="<function", end="</function>", param="<param", closes="</param>", cdata=True
-)
+_MINICPM = TaggedFormat(call="<function", end="</function>", param="<param", closes="</param>", cdata=True)
 _MUSE = TaggedFormat(
     call="<atem:invoke",
     end="</atem:invoke>",
@@ -263,7 +261,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         end="</minimax:tool_call>",
         one=_tagged(_MINIMAX),
         begins=("<invoke name=",),
-        primes='\n<invoke name={json}>\n',
+        primes="\n<invoke name={json}>\n",
     ),
     "minicpm5": CallFormat(
         start="",

@@ -1,8 +1,8 @@
 """Objects as models write them → JSON, while they are written. Pure.
 
 Right JSON stays as it is, to the letter. Whatever else is written becomes JSON as well: trailing and missing
-commas, single quotes, keys and words without quotes, quotes and line ends inside of strings, half a surrogate,
-brackets that are not closed. Python's literals and Gemma's objects are the same with other signs.
+commas, single quotes, keys and words without quotes, quotes and line ends inside of strings, half a
+surrogate, brackets that are not closed. Python's literals and Gemma's objects are the same with other signs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LOOSE_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _WORDS = {
     **{name: name for name in ("true", "false", "null")},
-    **{"True": "true", "False": "false", "None": "null"},
+    "True": "true",
+    "False": "false",
+    "None": "null",
 }
 _NUMBER_CHARS = 64
 _NO_BLANKS = re.compile(r"[^ \t\r\n]")
@@ -114,7 +116,7 @@ class ObjectReader:
         self._held: list[str] | None = None
         # The brackets that are open, and what JSON closes each with.
         self._open: list[tuple[str, str]] = []
-        # What comes next: a key, a value, or what is after one. Blanks and a comma are told with what follows.
+        # What comes next: a key, a value, or what is after one. Blanks and a comma wait for what follows.
         self._next = "key"
         self._gap = ""
         self._closers = words(*style.closers)
@@ -143,7 +145,7 @@ class ObjectReader:
 
     def _end_early(self, *, ended: bool) -> bool:
         """The call, or the text, ends before its brackets are closed."""
-        if ended and (self._feed.cut or self._next == "value" and self._open[-1][1] == "}"):
+        if ended and (self._feed.cut or (self._next == "value" and self._open[-1][1] == "}")):
             return False
         self._gap = ""
         if self._next == "value" and self._open[-1][1] == "}":
@@ -183,7 +185,7 @@ class ObjectReader:
         self._next = "key" if opens == "{" else "value"
 
     def _close(self, sign: str) -> None:
-        """Close what the bracket closes, and what is open inside of it. One that closes nothing is left out."""
+        """Close what the bracket closes, and all that is open inside. One that closes nothing is left out."""
         if not any(opened == sign for opened, _ in self._open):
             return
         if self._next == "value" and self._open[-1][1] == "}":
@@ -319,7 +321,7 @@ class ObjectReader:
             self._tell(text)
 
     def _ends_at_marker(self) -> bool:
-        """The text ends inside of a string: it went as far as the marker in it, if the model ended the text."""
+        """The text ends inside of a string, which went as far as the marker in it if the model ended it."""
         if self._held is None:
             return False
         rest, self._held = self._feed.taken(), None

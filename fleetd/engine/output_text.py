@@ -91,9 +91,8 @@ class _Call:
 class AnswerText:
     """The text side of one answer.
 
-    ``plain``: all of it is text, to the letter. ``tools``: those that were
-    offered. ``initial``: "reasoning" where the prompt has opened a thought. ``primed``: the part of a tool call
-    that the prompt has.
+    ``plain``: all of it is text, to the letter. ``tools``: those that were offered. ``initial``: "reasoning"
+    where the prompt has opened a thought. ``primed``: the part of a tool call that the prompt has.
     ``follows`` is the token before a plain continuation: detokenizers drop the first space of a text, which
     there belongs to the answer. ``offset`` counts characters shown before the answer (an echoed prompt).
     ``call_pieces``: arguments are reported while they are written. ``min_tokens``: stop strings are looked
@@ -157,7 +156,7 @@ class AnswerText:
     def push(
         self, token: int, logprob: TokenLogprob | None = None, *, silent: bool = False
     ) -> list[AnswerPiece]:
-        """One sampled token. Returns what has become certain. Raises EngineError if reading it takes too long.
+        """One sampled token. Returns what has become certain. Raises EngineError if that takes too long.
 
         ``silent``: it has no text, as an end token that does not end the answer.
         """

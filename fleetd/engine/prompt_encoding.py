@@ -45,8 +45,8 @@ _TEMPLATE_ERRORS = (
 class PreparedPrompt(msgspec.Struct, frozen=True):
     """A request whose prompt is token ids.
 
-    ``initial`` is the channel in which the answer begins, ``primed`` the part of a required tool call that the
-    prompt already contains. ``kept``: indices of the tokens that the
+    ``initial`` is the channel in which the answer begins, ``primed`` the part of a required tool call that
+    the prompt already contains. ``kept``: indices of the tokens that the
     request's Keep leaves, ascending; None if there is none or where ``dense_reason`` says why it is not
     followed.
     ``borders``: of a chat, as ``message_borders`` has them; empty if they were not asked for or not found.
@@ -215,9 +215,7 @@ def _offered_tools(prompt: ChatPrompt, tokenizer: Any, model: str) -> list[dict[
     return tools
 
 
-def _callable_tools(
-    prompt: ChatPrompt, tools: list[dict[str, Any]] | None
-) -> list[dict[str, Any]] | None:
+def _callable_tools(prompt: ChatPrompt, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """Of the tools that the prompt shows, those that an answer may call."""
     if tools is None or not isinstance(prompt.tool_choice, dict):
         return tools

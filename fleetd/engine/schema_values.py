@@ -1,14 +1,15 @@
 """What a value means whose text does not say so: the reading of it that its schema allows. Pure.
 
-`3` may be a number or a string, `null` nothing or a word. The readings of a text are tried in order: what it is
-as JSON or as one of Python's literals, the text itself, and the string that it quotes. The first that is valid
-counts. Schemas are as Pydantic and zod write them, with ``anyOf``, ``allOf``, ``enum`` and ``$ref``.
+`3` may be a number or a string, `null` nothing or a word. The readings of a text are tried in order: what it
+is as JSON or as one of Python's literals, the text itself, and the string that it quotes. The first that is
+valid counts. Schemas are as Pydantic and zod write them, with ``anyOf``, ``allOf``, ``enum`` and ``$ref``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fleetd import limits
@@ -24,13 +25,14 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "array": list,
     "object": dict,
 }
-_BOUNDS = {
-    "minimum": lambda value, bound: value >= bound,
-    "maximum": lambda value, bound: value <= bound,
-    "exclusiveMinimum": lambda value, bound: value > bound,
-    "exclusiveMaximum": lambda value, bound: value < bound,
+_ALL = frozenset(_KINDS) - {"integer"}
+_BOUNDS: Mapping[str, Callable[[float, float], bool]] = {
+    "minimum": operator.ge,
+    "maximum": operator.le,
+    "exclusiveMinimum": operator.gt,
+    "exclusiveMaximum": operator.lt,
 }
-_SIZES = {
+_SIZES: Mapping[type, tuple[str, str]] = {
     str: ("minLength", "maxLength"),
     list: ("minItems", "maxItems"),
     dict: ("minProperties", "maxProperties"),
@@ -56,22 +58,31 @@ class ParameterSchemas:
                 return properties[key]
         return {}
 
-    def only_text(self, schema: Any) -> bool:
-        """True if each text but null is the string that it says, so that it need not be whole to be read."""
-        return not any(self.allows(schema, value) for value in (1, 1.5, True, [], {})) and (
-            self.allows(schema, "x") or self._has_words(schema)
-        )
+    def kinds(self, schema: Any) -> frozenset[str]:
+        """What a value may be, as far as that is easily told: "null", "boolean", "number", …"""
+        self._left = limits.SCHEMA_STEPS
+        return self._kinds(schema, limits.JSON_DEPTH)
 
-    def _has_words(self, schema: Any) -> bool:
-        found = [each.get("enum") or [each.get("const")] for each in self._with_references(schema)]
-        return any(isinstance(word, str) for values in found if isinstance(values, list) for word in values)
+    def _kinds(self, schema: Any, depth: int) -> frozenset[str]:
+        self._left -= 1
+        if not isinstance(schema, dict) or self._left < 0 or depth < 0:
+            return _ALL
+        found = _declared(schema)
+        if "$ref" in schema:
+            found &= self._kinds(self._referred(schema["$ref"]), depth - 1)
+        for each in _list(schema.get("allOf")):
+            found &= self._kinds(each, depth - 1)
+        for name in ("anyOf", "oneOf"):
+            if choices := _list(schema.get(name)):
+                found &= frozenset[str]().union(*(self._kinds(each, depth - 1) for each in choices))
+        return found
 
     def read(self, text: str, key: str, *, told: str | None = None) -> str:
         """The JSON of a parameter's value. ``told``: its JSON as the model means it, tried first."""
         schema = self.of(key)
         found = [*([told] if told is not None else ()), *_readings(text)]
         for each in found:
-            value = json.loads(each)
+            value: Any = json.loads(each)
             if self.allows(schema, value):
                 return self._as_integer(each, value, schema)
         if told is not None:
@@ -155,6 +166,19 @@ def _inner(text: str) -> list[str]:
     return [_JSON.encode(found["x"])] if found.keys() == {"x"} else []
 
 
+def _declared(schema: dict[str, Any]) -> frozenset[str]:
+    """What a schema itself says a value may be."""
+    found = _ALL
+    if (wanted := schema.get("type")) is not None:
+        names = {str(each).lower() for each in (wanted if isinstance(wanted, list) else [wanted])}
+        names |= {"null"} if schema.get("nullable") is True else set()
+        found &= frozenset("number" if name == "integer" else name for name in names)
+    for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
+        if isinstance(values, list):
+            found &= frozenset(kind for value in values for kind in _ALL if _is(kind, value))
+    return found
+
+
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
@@ -173,7 +197,7 @@ def _is(name: str, value: Any) -> bool:
         return True  # of a dialect that is not known
     if isinstance(value, bool) and name != "boolean":
         return False
-    return isinstance(value, kinds) and (name != "integer" or value == int(value))
+    return isinstance(value, kinds) and (name != "integer" or float(value).is_integer())
 
 
 def _is_among(schema: dict[str, Any], value: Any) -> bool:
@@ -194,10 +218,8 @@ def _fits(schema: dict[str, Any], value: Any) -> bool:
             for name, test in _BOUNDS.items()
             if isinstance(schema.get(name), int | float) and not isinstance(schema.get(name), bool)
         )
-    for kind, (least, most) in _SIZES.items():
-        if isinstance(value, kind):
-            return _number(schema.get(least), 0) <= len(value) <= _number(schema.get(most), len(value))
-    return True
+    least, most = _SIZES.get(type(value), ("", ""))
+    return not least or _number(schema.get(least), 0) <= len(value) <= _number(schema.get(most), len(value))
 
 
 def _number(value: Any, default: float) -> float:

@@ -6,9 +6,9 @@
     DeepSeek  as MiniMax, and each parameter says whether it is a string: dsml.py
     GLM       NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>
 
-What a value means is up to the tool's schema. One that can only be a string is told letter by letter, any other
-once it is whole. A value may have any tag in it, its own closing one too: that one ends it where a parameter
-or the end of the call follows. One that is never closed ends where the call does.
+What a value means is up to the tool's schema. One that can only be a string is told letter by letter, any
+other once it is whole. A value may have any tag in it, its own closing one too: that one ends it where a
+parameter or the end of the call follows. One that is never closed ends where the call does.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ Trims = Literal["blanks", "line ends", "nothing"]
 class TaggedFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a family writes calls.
 
-    ``call`` and ``end``: around a call; ``param`` and ``closes``: around a parameter; ``sep``: what ends a tag.
-    ``section_end``: of the calls together. ``trims``: what is no part of a value: all blanks around it, one line
-    end on either side, or nothing. ``says``: the attribute that tells a value's type, and its word for strings.
-    ``cdata``: a value may stand in a section of its own. ``whole``: a tag around all arguments as one object.
+    ``call`` and ``end``: around a call; ``param`` and ``closes``: around a parameter; ``sep`` ends a tag.
+    ``section_end``: of the calls together. ``trims``: what is no part of a value: all blanks around it, one
+    line end on either side, or nothing. ``says``: the attribute that tells a value's type, and its word for
+    strings. ``cdata``: a value may stand in a section of its own. ``whole``: a tag around all arguments, as one
+    object.
     """
 
     call: str
@@ -139,7 +140,9 @@ class TagValue:
 class _Arguments:
     """The parameters of one call that has begun."""
 
-    def __init__(self, calls: CallReader, schemas: ParameterSchemas, trims: Trims, *, cdata: bool = False) -> None:
+    def __init__(
+        self, calls: CallReader, schemas: ParameterSchemas, trims: Trims, *, cdata: bool = False
+    ) -> None:
         self.calls = calls
         self._schemas = schemas
         self._trims: Trims = trims
@@ -165,9 +168,9 @@ class _Arguments:
         schema = schemas.of(key)
         calls.tell(f"{', ' if self._count else ''}{_JSON.encode(key)}: ")
         self._count += 1
-        text = schemas.only_text(schema) or (says is True and schemas.allows(schema, "x"))
-        nullable = says is None and schemas.allows(schema, None)
-        value = TagValue(calls.tell, self._trims, streams=text and not self._cdata, nullable=nullable)
+        kinds = schemas.kinds(schema)
+        text = not self._cdata and "string" in kinds and (says is True or kinds <= {"string", "null"})
+        value = TagValue(calls.tell, self._trims, streams=text, nullable=says is None and "null" in kinds)
 
         def read(whole: str) -> str:
             found = _CDATA.fullmatch(whole) if self._cdata else None
@@ -228,7 +231,9 @@ def _attributes(calls: CallReader, sep: str) -> Reading[dict[str, str] | None]:
 
 
 def _named(attributes: dict[str, str] | None) -> str:
-    return next((attributes[name] for name in ("", "name", "tool", "key") if attributes and name in attributes), "")
+    return next(
+        (attributes[name] for name in ("", "name", "tool", "key") if attributes and name in attributes), ""
+    )
 
 
 def tagged_call(calls: CallReader, form: TaggedFormat) -> Reading[Outcome]:

@@ -1,4 +1,4 @@
-"""Text that comes in pieces of any size, for grammars that read it once and never ask where a piece ended. Pure.
+"""Text that comes in pieces of any size, for grammars that read it once wherever the pieces end. Pure.
 
 A grammar is a generator: it takes what it is sure of, and yields if it needs more text. What it may look at
 without taking it is as short as the longest word it looks for, so that the work of a text grows as the text
@@ -25,7 +25,7 @@ BLANKS = re.compile(r"\s*")
 
 
 class Words(msgspec.Struct, frozen=True):
-    """Texts to look for. ``longest`` is in characters; ``begun``: what begins one of them and is not whole."""
+    """Texts to look for. ``longest``: in characters; ``begun``: what begins one of them and is not whole."""
 
     pattern: re.Pattern[str]
     longest: int
@@ -41,8 +41,8 @@ def words(*texts: str) -> Words:
 
 
 class TextFeed:
-    """``read``: characters that were taken. ``cut``: the text ended before the model ended it. ``lacking``: the
-    text has ended where a grammar looked for more."""
+    """``read``: characters that were taken. ``cut``: the text ended before the model ended it. ``lacking``:
+    the text has ended where a grammar looked for more."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -124,8 +124,8 @@ class TextFeed:
                 return "".join(parts)
 
     def until(self, wanted: Words, tell: Callable[[str], None], *, whole: bool = False) -> Reading[str]:
-        """Take the text before the first of some words, telling it as soon as it is certain. Returns the word,
-        which is not taken; "" if there is none up to the end.
+        """Take the text before the first of some words, telling it as soon as it is certain. Returns the
+        word, which is not taken; "" if there is none up to the end.
 
         Args:
             whole: where the text is cut, what may have become one of the words is not told.
@@ -146,7 +146,7 @@ class TextFeed:
                 return ""
 
     def _certain(self, wanted: Words, end: int, whole: bool) -> int:
-        """How far the text up to ``end`` cannot be the beginning of one of some words that is not whole yet."""
+        """How far the text up to ``end`` cannot be the beginning of a word that is not whole yet."""
         size = len(self._text)
         first = max(self._at, size - wanted.longest + 1)
         if end < first or (self._ended and not (whole and self.cut)):

@@ -27,8 +27,8 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 
 def shown_length(detokenizer: Any) -> int:
-    """Characters that the tokens of a detokenizer make up, those that it holds back for the next one included;
-    one that is not whole is none."""
+    """Characters that the tokens of a detokenizer make up, those that it holds back included; one that is not
+    whole is none."""
     held = getattr(detokenizer, "_unflushed", b"")
     if isinstance(held, str):
         held = _byte_level(held)

@@ -1,11 +1,11 @@
 """What a model writes around the parts of its answers, by its tokenizer; formats that mlx-lm does not know.
 
-    Llama 3   {"name": …, "parameters": {…}}    the whole answer; <|python_tag|> may stand before it
-    gpt-oss   <|channel|>analysis<|message|>…<|end|>    reasoning
-              <|start|>assistant<|channel|>final<|message|>…
-              <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}
+Llama 3   {"name": …, "parameters": {…}}    the whole answer; <|python_tag|> may stand before it
+gpt-oss   <|channel|>analysis<|message|>…<|end|>    reasoning
+          <|start|>assistant<|channel|>final<|message|>…
+          <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}
 
-    DeepSeek  between tags: dsml.py
+DeepSeek  between tags: dsml.py
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from fleetd.models.chat_templates import for_tools, named
 _CHANNELS = ("analysis", "commentary", "final")
 _HEADS = {
     "head": Heads(
-        begins=("<|start|>assistant", "<|channel|>", "<|constrain|>", "<|message|>", " to=", "to=", *_CHANNELS),
+        begins=(
+            "<|start|>assistant",
+            "<|channel|>",
+            "<|constrain|>",
+            "<|message|>",
+            " to=",
+            "to=",
+            *_CHANNELS,
+        ),
         inside=("<|start|>assistant", "<|channel|>", "<|constrain|>"),
         after={
             "<|end|>": ("<|start|>", "<|channel|>"),

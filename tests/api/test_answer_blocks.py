@@ -26,7 +26,9 @@ def test_a_call_in_pieces_is_one_block_with_the_arguments_of_the_whole_call(piec
     assert told[: len(pieces)] == pieces
 
 
-@pytest.mark.parametrize("arguments", ["", "null", "[1]", '{"a": 1,}', '{"a"', '{"a": ' + "[" * 2000 + "]" * 2000 + "}"])
+@pytest.mark.parametrize(
+    "arguments", ["", "null", "[1]", '{"a": 1,}', '{"a"', '{"a": ' + "[" * 2000 + "]" * 2000 + "}"]
+)
 def test_arguments_of_another_machine_are_an_object_whatever_they_are(arguments: str) -> None:
     """One of another version may send what this one does not: no dialect fails for it."""
     blocks = AnswerBlocks()

@@ -197,7 +197,11 @@ def test_messages_are_what_templates_read() -> None:
     ("given", "expected"),
     [
         *(('{"a": 1}', {"a": 1}), ("", {}), ("null", {}), ({"a": 1}, {"a": 1})),
-        *(("not json", {"arguments": "not json"}), ("[1]", {"arguments": "[1]"}), ('"x"', {"arguments": '"x"'})),
+        *(
+            ("not json", {"arguments": "not json"}),
+            ("[1]", {"arguments": "[1]"}),
+            ('"x"', {"arguments": '"x"'}),
+        ),
         *(('{"a": "b",}', {"a": "b"}), ('{"a": "\\ud83d"}', {"a": "\ufffd"}), ('{"a": NaN}', {"a": "NaN"})),
         *(('{"a": "b', {"arguments": '{"a": "b'}), ({"a": 2**70}, {"a": str(2**70)})),
         *((f'{{"a": {2**70}}}', {"a": str(2**70)}), ('{"a": "b\n\x01"}', {"a": "b\n\x01"})),

@@ -1,4 +1,4 @@
-"""Text that a model may write, of every format: it costs what its length says, and loses nothing."""
+"""Text that a model may write, of every form: it costs what its length says, and loses nothing."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SCHEMA = {
 }
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
 FORMATS = list(CALL_FORMATS)
-every_format = pytest.mark.parametrize("format", FORMATS)
+every_format = pytest.mark.parametrize("form", FORMATS)
 
 
-def signs(format: str) -> list[str]:
-    """What the markers, tags and quotes of a format are made of."""
-    made, call = CALL_FORMATS[format], sample_call(format, {"city": "Paris", "n": 3})
+def signs(form: str) -> list[str]:
+    """What the markers, tags and quotes of a form are made of."""
+    made, call = CALL_FORMATS[form], sample_call(form, {"city": "Paris", "n": 3})
     cuts = [0, len(call) // 3, len(call) // 2, 2 * len(call) // 3, len(call)]
     return [
         *(call[a:b] for a, b in itertools.combinations(cuts, 2)),
@@ -69,8 +69,8 @@ HOSTILE = {
 }
 
 
-def work(format: str, text: str, step: int) -> int:
-    reader = AnswerReader(markers(spelling(format, [])), TOOLS)
+def work(form: str, text: str, step: int) -> int:
+    reader = AnswerReader(markers(spelling(form, [])), TOOLS)
     for at in range(0, len(text), step):
         reader.feed(text[at : at + step])
     reader.end(cut=False)
@@ -79,12 +79,12 @@ def work(format: str, text: str, step: int) -> int:
 
 @every_format
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_four_times_the_text_is_four_times_the_work(format: str, kind: str) -> None:
-    made, call = CALL_FORMATS[format], sample_call(format, {"city": "Paris"})
+def test_four_times_the_text_is_four_times_the_work(form: str, kind: str) -> None:
+    made, call = CALL_FORMATS[form], sample_call(form, {"city": "Paris"})
     unit = HOSTILE[kind](made, call)
     middle = call[: call.index("Paris")]
     for head in ("", made.start, middle):
-        works = [work(format, head + unit * (size // len(unit)), 5) for size in (300, 1_200)]
+        works = [work(form, head + unit * (size // len(unit)), 5) for size in (300, 1_200)]
         assert works[1] <= 5 * works[0] + 10 * limits.ANSWER_HEAD_CHARS
         assert works[1] <= 60 * 1_200
 
@@ -105,11 +105,11 @@ def test_a_text_that_takes_too_long_fails_and_no_other_does() -> None:
 # ---- What it loses ---------------------------------------------------------------------------------------
 
 
-def told(format: str, pieces: list[str], *, tools: Any = TOOLS, **fields: Any) -> dict[str, Any]:
+def told(form: str, pieces: list[str], *, tools: Any = TOOLS, **fields: Any) -> dict[str, Any]:
     """All that clients are told of an answer, and what its streamed arguments make up."""
     cut = fields.pop("cut", False)
     pieces = [piece for piece in pieces if piece]
-    state = AnswerText("r", spelling(format, pieces), [], tools, call_pieces=True, **fields)
+    state = AnswerText("r", spelling(form, pieces), [], tools, call_pieces=True, **fields)
     events = [e for token in range(len(pieces)) for e in state.push(token)] + state.finish(cut=cut)
     calls = [e for e in events if isinstance(e, ToolCall)]
     streamed: dict[int, str] = {}
@@ -135,10 +135,29 @@ def strict(text: str) -> Any:
 
 @st.composite
 def texts(draw: st.DrawFn) -> tuple[str, str]:
-    format = draw(st.sampled_from(FORMATS))
-    odd = ["<", ">", "{", "}", '"', "'", "\\", "\n", ", ", ":", "[", "]", "look", "é😀", "null", "1e999", "```", "\x01"]
-    parts = st.one_of(st.sampled_from([*signs(format), *odd]), st.text(max_size=4))
-    return format, "".join(draw(st.lists(parts, max_size=12)))
+    form = draw(st.sampled_from(FORMATS))
+    odd = [
+        "<",
+        ">",
+        "{",
+        "}",
+        '"',
+        "'",
+        "\\",
+        "\n",
+        ", ",
+        ":",
+        "[",
+        "]",
+        "look",
+        "é😀",
+        "null",
+        "1e999",
+        "```",
+        "\x01",
+    ]
+    parts = st.one_of(st.sampled_from([*signs(form), *odd]), st.text(max_size=4))
+    return form, "".join(draw(st.lists(parts, max_size=12)))
 
 
 @examples(300)
@@ -146,11 +165,11 @@ def texts(draw: st.DrawFn) -> tuple[str, str]:
 def test_any_text_is_the_same_however_it_is_cut_and_its_calls_are_objects(
     made: tuple[str, str], data: st.DataObject, cut: bool
 ) -> None:
-    format, text = made
-    whole = told(format, [text], cut=cut)
+    form, text = made
+    whole = told(form, [text], cut=cut)
     at = [0, *sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=9))), len(text)]
-    assert told(format, [text[a:b] for a, b in itertools.pairwise(at)], cut=cut) == whole
-    assert told(format, list(text), cut=cut) == whole
+    assert told(form, [text[a:b] for a, b in itertools.pairwise(at)], cut=cut) == whole
+    assert told(form, list(text), cut=cut) == whole
     for name, arguments in whole["calls"]:
         assert name == "look"
         found = strict(arguments)
@@ -161,19 +180,19 @@ def test_any_text_is_the_same_however_it_is_cut_and_its_calls_are_objects(
 @examples(150)
 @given(made=texts(), data=st.data())
 def test_without_tools_the_content_is_what_was_written(made: tuple[str, str], data: st.DataObject) -> None:
-    format, text = made
-    if format == "harmony":  # whose heads are no text
+    form, text = made
+    if form == "harmony":  # whose heads are no text
         text = "So: " + text.replace("<", "")
     plain = {"content": text, "reasoning": "", "calls": [], "half": False}
-    assert told(format, list(text), tools=None) == plain
-    assert told(format, list(text), tools=None, cut=True) == plain
-    assert told(format, list(text), tools=TOOLS, plain=True) == plain
+    assert told(form, list(text), tools=None) == plain
+    assert told(form, list(text), tools=None, cut=True) == plain
+    assert told(form, list(text), tools=TOOLS, plain=True) == plain
 
 
 @every_format
-def test_what_is_no_call_comes_back_with_its_markers(format: str) -> None:
-    made = CALL_FORMATS[format]
-    call = sample_call(format, {"city": "Paris"})
+def test_what_is_no_call_comes_back_with_its_markers(form: str) -> None:
+    made = CALL_FORMATS[form]
+    call = sample_call(form, {"city": "Paris"})
     other = call.replace("look", "delete_all")
     opener, closer = made.start or made.begins[0], made.end
     for text in (
@@ -184,31 +203,42 @@ def test_what_is_no_call_comes_back_with_its_markers(format: str) -> None:
         f"I would write {other} if I could.",
     ):
         for cut in (False, True):
-            if cut and format == "harmony" and text.endswith(opener):
+            if cut and form == "harmony" and text.endswith(opener):
                 continue  # where a call's head may have been cut
-            seen = told(format, list(text), cut=cut)
+            seen = told(form, list(text), cut=cut)
             assert (seen["content"], seen["calls"]) == (text, [])
 
 
 @every_format
-def test_a_call_is_found_behind_a_text_that_names_its_marker(format: str) -> None:
-    made = CALL_FORMATS[format]
-    call = sample_call(format, {"city": "Paris"})
+def test_a_call_is_found_behind_a_text_that_names_its_marker(form: str) -> None:
+    made = CALL_FORMATS[form]
+    call = sample_call(form, {"city": "Paris"})
     text = f"I write {made.start or made.begins[0]} now.\n{call}"
     for pieces in ([text], list(text)):
-        seen = told(format, pieces)
-        assert [(name, strict(arguments)) for name, arguments in seen["calls"]] == [("look", {"city": "Paris"})]
+        seen = told(form, pieces)
+        assert [(name, strict(arguments)) for name, arguments in seen["calls"]] == [
+            ("look", {"city": "Paris"})
+        ]
 
 
 @every_format
-def test_markers_inside_of_strings_are_the_strings(format: str) -> None:
-    every = {sign for each in CALL_FORMATS.values() for sign in (each.start, each.end, *each.inside, *each.begins)}
-    for sign in (*sorted(filter(None, every)), "<think>", "</think>", "```json", "</parameter>", "</function>"):
+def test_markers_inside_of_strings_are_the_strings(form: str) -> None:
+    every = {
+        sign for each in CALL_FORMATS.values() for sign in (each.start, each.end, *each.inside, *each.begins)
+    }
+    for sign in (
+        *sorted(filter(None, every)),
+        "<think>",
+        "</think>",
+        "```json",
+        "</parameter>",
+        "</function>",
+    ):
         value = f"the {sign} tag"
-        if CALL_FORMATS[format].quote and CALL_FORMATS[format].quote in value:
+        if CALL_FORMATS[form].quote and CALL_FORMATS[form].quote in value:
             continue
-        text = sample_call(format, {"city": value})
+        text = sample_call(form, {"city": value})
         for pieces in ([text], list(text)):
-            seen = told(format, pieces)
+            seen = told(form, pieces)
             assert [(n, strict(a)) for n, a in seen["calls"]] == [("look", {"city": value})], sign
             assert seen["content"] == ""

@@ -22,15 +22,15 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("look", "get_weather")
 ]
 PARIS = {"city": "Paris"}
-every_format = pytest.mark.parametrize("format", CALL_FORMATS)
+every_format = pytest.mark.parametrize("form", CALL_FORMATS)
 
 
-def read(format: str, text: str, **fields: Any) -> tuple[str, list[tuple[str, Any]]]:
+def read(form: str, text: str, **fields: Any) -> tuple[str, list[tuple[str, Any]]]:
     """The content and the calls of an answer, which are the same however it is cut."""
     found = []
     for words in ([text], list(text), [text[at : at + 3] for at in range(0, len(text), 3)]):
         for pieces in (True, False):
-            seen = SpelledAnswer(format, words, fields.get("tools", TOOLS), pieces=pieces)
+            seen = SpelledAnswer(form, words, fields.get("tools", TOOLS), pieces=pieces)
             assert not seen.reasoning
             assert seen.streamed in ("", "".join(arguments for _, _, arguments in seen.calls))
             found.append((seen.content, [(name, json.loads(text)) for _, name, text in seen.calls]))
@@ -43,55 +43,56 @@ def read(format: str, text: str, **fields: Any) -> tuple[str, list[tuple[str, An
 FORGOTTEN = [each for each in CALL_FORMATS if each != "harmony"]
 
 
-def without_opener(format: str, name: str = "look") -> str:
-    made = CALL_FORMATS[format]
-    return sample_call(format, PARIS, name).removeprefix(made.start).lstrip("\n")
+def without_opener(form: str, name: str = "look") -> str:
+    made = CALL_FORMATS[form]
+    return sample_call(form, PARIS, name).removeprefix(made.start).lstrip("\n")
 
 
-@pytest.mark.parametrize("format", FORGOTTEN)
-def test_a_call_whose_opener_is_missing_is_a_call(format: str) -> None:
-    assert read(format, f"Let me look.\n{without_opener(format)}") == ("Let me look.", [("look", PARIS)])
+@pytest.mark.parametrize("form", FORGOTTEN)
+def test_a_call_whose_opener_is_missing_is_a_call(form: str) -> None:
+    assert read(form, f"Let me look.\n{without_opener(form)}") == ("Let me look.", [("look", PARIS)])
 
 
 def test_qwen_forgets_the_opener_behind_a_sentence() -> None:
-    text = "Let me look.\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+    call = "<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>"
+    text = f"Let me look.\n{call}\n</tool_call>"
     assert read("qwen3_coder", text) == ("Let me look.", [("get_weather", PARIS)])
 
 
-@pytest.mark.parametrize("format", FORGOTTEN)
-def test_it_is_text_in_a_block_of_code_and_for_a_name_that_was_not_offered(format: str) -> None:
+@pytest.mark.parametrize("form", FORGOTTEN)
+def test_it_is_text_in_a_block_of_code_and_for_a_name_that_was_not_offered(form: str) -> None:
     for text in (
-        f"So:\n```xml\n{without_opener(format)}\n```",
-        f"So:\n{without_opener(format, 'delete_all')}\nDone.",
+        f"So:\n```xml\n{without_opener(form)}\n```",
+        f"So:\n{without_opener(form, 'delete_all')}\nDone.",
     ):
-        assert read(format, text) == (text, [])
+        assert read(form, text) == (text, [])
 
 
-@pytest.mark.parametrize("format", [each for each in FORGOTTEN if CALL_FORMATS[each].closed])
-def test_what_may_be_an_answer_is_one_unless_its_section_is_closed(format: str) -> None:
-    text = f"So:\n{without_opener(format).removesuffix(CALL_FORMATS[format].end)} is how."
-    assert read(format, text) == (text, [])
+@pytest.mark.parametrize("form", [each for each in FORGOTTEN if CALL_FORMATS[each].closed])
+def test_what_may_be_an_answer_is_one_unless_its_section_is_closed(form: str) -> None:
+    text = f"So:\n{without_opener(form).removesuffix(CALL_FORMATS[form].end)} is how."
+    assert read(form, text) == (text, [])
 
 
 # ---- Tools that were not offered -------------------------------------------------------------------------
 
 
 @every_format
-def test_without_tools_a_call_is_text(format: str) -> None:
-    text = f"So: {sample_call(format, PARIS)}"
-    assert read(format, text, tools=[]) == (text, [])
+def test_without_tools_a_call_is_text(form: str) -> None:
+    text = f"So: {sample_call(form, PARIS)}"
+    assert read(form, text, tools=[]) == (text, [])
 
 
 @every_format
-def test_a_call_of_a_tool_that_was_not_offered_is_text(format: str) -> None:
-    text = f"So: {sample_call(format, PARIS, 'delete_all')}"
-    assert read(format, text) == (text, [])
+def test_a_call_of_a_tool_that_was_not_offered_is_text(form: str) -> None:
+    text = f"So: {sample_call(form, PARIS, 'delete_all')}"
+    assert read(form, text) == (text, [])
 
 
-@pytest.mark.parametrize("format", FORGOTTEN)
-def test_a_call_behind_one_that_was_not_offered_is_found(format: str) -> None:
-    text = f"{sample_call(format, PARIS, 'delete_all')}\n{sample_call(format, PARIS)}"
-    assert read(format, text)[1] == [("look", PARIS)]
+@pytest.mark.parametrize("form", FORGOTTEN)
+def test_a_call_behind_one_that_was_not_offered_is_found(form: str) -> None:
+    text = f"{sample_call(form, PARIS, 'delete_all')}\n{sample_call(form, PARIS)}"
+    assert read(form, text)[1] == [("look", PARIS)]
 
 
 # ---- Arguments -------------------------------------------------------------------------------------------
@@ -106,31 +107,34 @@ WRITTEN = [
     ('{"city": "say "hi" now"}', {"city": 'say "hi" now'}),
     ('{"city": "a\nb\tc\x01"}', {"city": "a\nb\tc\x01"}),
     (r'{"city": "\d+\.\ud83d\u00e9\ud83d\ude00"}', {"city": "\\d+\\.\ufffdé😀"}),
-    ('{"n": NaN, "m": 1e999, "k": 007, "l": .5, "o": True}', {"n": "NaN", "m": "1e999", "k": 7, "l": 0.5, "o": True}),
+    (
+        '{"n": NaN, "m": 1e999, "k": 007, "l": .5, "o": True}',
+        {"n": "NaN", "m": "1e999", "k": 7, "l": 0.5, "o": True},
+    ),
     ('{"a": [1, 2,], "b": {"c": null,},}', {"a": [1, 2], "b": {"c": None}}),
     ("null", {}),
     (json.dumps(json.dumps(PARIS)), PARIS),
 ]
 
 
-def call_with(format: str, written: str) -> str:
-    return sample_call(format, {"x": 1}).replace('{"x": 1}', written)
+def call_with(form: str, written: str) -> str:
+    return sample_call(form, {"x": 1}).replace('{"x": 1}', written)
 
 
 @pytest.mark.parametrize(("written", "meant"), WRITTEN, ids=str)
-@pytest.mark.parametrize("format", JSON_FORMATS)
-def test_arguments_that_are_not_quite_json_are_an_object(format: str, written: str, meant: Any) -> None:
-    assert read(format, call_with(format, written)) == ("", [("look", meant)])
+@pytest.mark.parametrize("form", JSON_FORMATS)
+def test_arguments_that_are_not_quite_json_are_an_object(form: str, written: str, meant: Any) -> None:
+    assert read(form, call_with(form, written)) == ("", [("look", meant)])
 
 
 @pytest.mark.parametrize("written", ["[1]", '"x"', "3", "true"])
-@pytest.mark.parametrize("format", JSON_FORMATS)
-def test_arguments_that_are_no_object_are_no_call(format: str, written: str) -> None:
-    text = call_with(format, written)
-    content, calls = read(format, f"So: {text}" if format != "harmony" else text)
+@pytest.mark.parametrize("form", JSON_FORMATS)
+def test_arguments_that_are_no_object_are_no_call(form: str, written: str) -> None:
+    text = call_with(form, written)
+    content, calls = read(form, f"So: {text}" if form != "harmony" else text)
     assert calls == []
     assert written in content
-    assert CALL_FORMATS[format].start in content
+    assert CALL_FORMATS[form].start in content
 
 
 @pytest.mark.parametrize("fence", ["```json\n{}\n```", "```\n{}\n```", "\n{}\n"])
@@ -164,7 +168,10 @@ def test_what_is_nested_too_deep_comes_as_text_and_can_be_given_back() -> None:
     conversation.assistant([], [], [conversation.tool_call("c", "look", arguments)], "messages[1]")
 
 
-@given(st.text() | st.lists(st.sampled_from(['{"a": ', "}", '"', ",", "\\ud83d", "1" * 30, "[", "NaN", "'"])).map("".join))
+@given(
+    st.text()
+    | st.lists(st.sampled_from(['{"a": ', "}", '"', ",", "\\ud83d", "1" * 30, "[", "NaN", "'"])).map("".join)
+)
 def test_whatever_was_written_is_taken_back_as_an_object(text: str) -> None:
     """As a client has it of an answer that was cut, or of another server."""
     call = conversation.tool_call("c", "look", text)
@@ -174,16 +181,18 @@ def test_whatever_was_written_is_taken_back_as_an_object(text: str) -> None:
     assert object_of(text) is None or isinstance(json.loads(object_of(text) or ""), dict)
 
 
-@pytest.mark.parametrize("format", [each for each in CALL_FORMATS if CALL_FORMATS[each].end])
-def test_a_string_that_is_never_closed_ends_where_its_call_does(format: str) -> None:
-    call = sample_call(format, {"city": "Par"})
-    cut = call[: call.index("Par") + 3] + CALL_FORMATS[format].end
-    content, calls = read(format, f"{cut} Done.")
+@pytest.mark.parametrize("form", [each for each in CALL_FORMATS if CALL_FORMATS[each].end])
+def test_a_string_that_is_never_closed_ends_where_its_call_does(form: str) -> None:
+    call = sample_call(form, {"city": "Par"})
+    cut = call[: call.index("Par") + 3] + CALL_FORMATS[form].end
+    content, calls = read(form, f"{cut} Done.")
     assert calls == [("look", {"city": "Par"})]
     assert content.strip() in ("Done.", "")
 
 
 def test_each_of_two_calls_is_whole_whatever_stands_between() -> None:
-    for format, between in itertools.product(("json_tools", "qwen3_coder", "glm47", "gemma4"), ("", "\n", " and\n")):
-        text = between.join([sample_call(format, PARIS), sample_call(format, {"city": "Rome"})])
-        assert read(format, text)[1] == [("look", PARIS), ("look", {"city": "Rome"})]
+    for form, between in itertools.product(
+        ("json_tools", "qwen3_coder", "glm47", "gemma4"), ("", "\n", " and\n")
+    ):
+        text = between.join([sample_call(form, PARIS), sample_call(form, {"city": "Rome"})])
+        assert read(form, text)[1] == [("look", PARIS), ("look", {"city": "Rome"})]

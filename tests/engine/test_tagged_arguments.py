@@ -22,9 +22,9 @@ from mlx_lm.utils import load_model
 from speculating import GREEDY, Run
 
 from fleetd.engine.dsml import DSML
+from fleetd.engine.object_text import escaped
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import ChatPrompt, Delta, Generate, ToolCall, ToolCallPiece
-from fleetd.engine.object_text import escaped
 from fleetd.engine.schema_values import ParameterSchemas
 
 # What ends a value, and what ends its call.
@@ -144,7 +144,10 @@ def allows(schema: dict[str, Any], value: Any) -> bool:
 
 @examples(300)
 @given(
-    parser=st.sampled_from(list(ENDS)), text=TEXTS, schema=st.sampled_from(SCHEMAS), cuts=st.sets(st.integers(1, 300))
+    parser=st.sampled_from(list(ENDS)),
+    text=TEXTS,
+    schema=st.sampled_from(SCHEMAS),
+    cuts=st.sets(st.integers(1, 300)),
 )
 def test_a_value_is_valid_whenever_a_reading_of_its_text_is(
     parser: str, text: str, schema: dict[str, Any], cuts: set[int]

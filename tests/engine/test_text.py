@@ -312,7 +312,12 @@ def test_a_completion_is_text_to_the_letter_whatever_it_spells(tokenizer: Any) -
         ("<think>again</think>c", {"initial": "reasoning"}, "c", "again"),
         ("</think>Use </think> so.", {"initial": "reasoning"}, "Use </think> so.", ""),
         ("a</think>b", {}, "a</think>b", ""),
-        ("<think>I write <tool_call> and <tool_call>{}.</think>b", {"tools": TOOLS}, "b", "I write <tool_call> and <tool_call>{}."),
+        (
+            "<think>I write <tool_call> and <tool_call>{}.</think>b",
+            {"tools": TOOLS},
+            "b",
+            "I write <tool_call> and <tool_call>{}.",
+        ),
         (f"<think>hm{CALL} Done.</think>b", {"tools": TOOLS}, " Done.b", "hm"),
     ],
 )

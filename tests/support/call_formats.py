@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -115,32 +115,37 @@ def sample_call(parser: str, arguments: dict[str, Any], name: str = "look") -> s
 
     quote = CALL_FORMATS[parser].quote
     braces = ",".join(
-        f"{key}:{quote}{v}{quote}" if isinstance(v, str) else f"{key}:{json.dumps(v)}" for key, v in arguments.items()
+        f"{key}:{quote}{v}{quote}" if isinstance(v, str) else f"{key}:{json.dumps(v)}"
+        for key, v in arguments.items()
     )
     dsml_tags = "".join(
         f'<{dsml.DSML}parameter name="{key}" string="{str(isinstance(arguments[key], str)).lower()}">{text}'
         f"</{dsml.DSML}parameter>\n"
         for key, text in plain.items()
     )
+    types = {key: "string" if isinstance(value, str) else "number" for key, value in arguments.items()}
     k3 = "".join(
-        f'<|open|>argument key="{key}" type="{"string" if isinstance(arguments[key], str) else "number"}"<|sep|>'
-        f"{text}<|close|>argument<|sep|>"
+        f'<|open|>argument key="{key}" type="{types[key]}"<|sep|>{text}<|close|>argument<|sep|>'
         for key, text in plain.items()
     )
+    qwen = tags("<parameter=KEY>\n", "\n</parameter>\n")
+    minimax = tags('<parameter name="KEY">', "</parameter>\n")
+    minicpm = tags('<param name="KEY">', "</param>")
+    muse = tags('<atem:parameter name="KEY">', "</atem:parameter>\n")
     bodies = {
         "json_tools": f'\n{{"name": "{name}", "arguments": {written}}}\n',
         "llama3": f'{{"name": "{name}", "parameters": {written}}}',
         "mistral": f"{name}[ARGS]{written}",
-        "kimi_k2": f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{written}<|tool_call_end|>",
+        "kimi_k2": f"<|tool_call_begin|>functions.{name}:0"
+        f"<|tool_call_argument_begin|>{written}<|tool_call_end|>",
         "kimi_k3": f'<|open|>call tool="{name}" index="1"<|sep|>{k3}<|close|>call<|sep|>',
         "harmony": f"{name} <|constrain|>json<|message|>{written}",
         "gemma4": f"call:{name}{{{braces}}}",
         "function_gemma": f"call:{name}{{{braces}}}",
-        "qwen3_coder": "\n<function=%s>\n%s</function>\n" % (name, tags("<parameter=KEY>\n", "\n</parameter>\n")),
-        "minimax_m2": '\n<invoke name="%s">\n%s</invoke>\n' % (name, tags('<parameter name="KEY">', "</parameter>\n")),
-        "minicpm5": '<function name="%s">%s</function>' % (name, tags('<param name="KEY">', "</param>")),
-        "muse_spark": '\n<atem:invoke name="%s">\n%s</atem:invoke>\n'
-        % (name, tags('<atem:parameter name="KEY">', "</atem:parameter>\n")),
+        "qwen3_coder": f"\n<function={name}>\n{qwen}</function>\n",
+        "minimax_m2": f'\n<invoke name="{name}">\n{minimax}</invoke>\n',
+        "minicpm5": f'<function name="{name}">{minicpm}</function>',
+        "muse_spark": f'\n<atem:invoke name="{name}">\n{muse}</atem:invoke>\n',
         "deepseek_v32": f'\n<{dsml.DSML}invoke name="{name}">\n{dsml_tags}</{dsml.DSML}invoke>\n',
         "pythonic": f"[{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]",
     }

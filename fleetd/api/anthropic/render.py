@@ -7,6 +7,7 @@ A stream is ``message_start``, per block ``content_block_start``, deltas and ``c
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import msgspec
 
 from fleetd.api.answer_blocks import (

@@ -74,7 +74,7 @@ def chat_logprobs(items: list[TokenLogprob]) -> o.ChatLogprobs:
 
 
 def _shown(token: TokenLogprob | TopLogprob) -> str:
-    """A token's text. One that is part of a character has none: it is shown by its bytes, as in OpenAI's API."""
+    """A token's text. Part of a character is shown by its bytes, as in OpenAI's API."""
     try:
         return token.raw.decode()
     except UnicodeDecodeError:

@@ -247,7 +247,9 @@ def _tool_choice(body: ChatBody, tools: list[Plain]) -> tuple[list[Plain], Any]:
         return tools, conversation.forced_tool(None, tools, "tool_choice")
     if choice.kind == "allowed_tools":
         if choice.allowed_tools is None:
-            raise InvalidValue("tool_choice of type 'allowed_tools' needs allowed_tools.", param="tool_choice")
+            raise InvalidValue(
+                "tool_choice of type 'allowed_tools' needs allowed_tools.", param="tool_choice"
+            )
         names = [each.function.name for each in choice.allowed_tools.tools]
         return conversation.allowed_tools(names, choice.allowed_tools.mode, tools, "tool_choice")
     if choice.function is None:

@@ -86,7 +86,7 @@ class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kin
 
 
 class ResponseToolChoice(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kind": "type"}):
-    """One tool that has to be called; or of type ``allowed_tools``, and then ``tools`` are those that may be."""
+    """One tool that has to be called; of type ``allowed_tools``, those that may be."""
 
     kind: Annotated[str, Meta(extra_json_schema={"enum": ["function", "custom", "allowed_tools"]})]
     name: Name | None = None
