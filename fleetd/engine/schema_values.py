@@ -197,7 +197,11 @@ def _is(name: str, value: Any) -> bool:
         return True  # of a dialect that is not known
     if isinstance(value, bool) and name != "boolean":
         return False
-    return isinstance(value, kinds) and (name != "integer" or float(value).is_integer())
+    return isinstance(value, kinds) and (name != "integer" or _whole(value))
+
+
+def _whole(number: Any) -> bool:
+    return bool(number == int(number))
 
 
 def _is_among(schema: dict[str, Any], value: Any) -> bool:

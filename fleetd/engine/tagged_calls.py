@@ -41,8 +41,7 @@ class TaggedFormat(msgspec.Struct, frozen=True, kw_only=True):
     ``call`` and ``end``: around a call; ``param`` and ``closes``: around a parameter; ``sep`` ends a tag.
     ``section_end``: of the calls together. ``trims``: what is no part of a value: all blanks around it, one
     line end on either side, or nothing. ``says``: the attribute that tells a value's type, and its word for
-    strings. ``cdata``: a value may stand in a section of its own. ``whole``: a tag around all arguments, as one
-    object.
+    strings. ``cdata``: a value may stand in a section of its own. ``whole``: a tag around one object.
     """
 
     call: str

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import pkgutil
 from typing import Any
 
 import pytest
-from call_formats import SpelledAnswer, sample_call
+from call_formats import SpelledAnswer, family, sample_call
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm import tool_parsers
 
 from fleetd import limits
 from fleetd.api import conversation
@@ -36,6 +38,15 @@ def read(form: str, text: str, **fields: Any) -> tuple[str, list[tuple[str, Any]
             found.append((seen.content, [(name, json.loads(text)) for _, name, text in seen.calls]))
     assert all(each == found[0] for each in found)
     return found[0]
+
+
+def test_each_format_of_mlx_lm_has_its_row() -> None:
+    """Its parsers are not called: a format without a row would have no tools."""
+    parsers = {module.name for module in pkgutil.iter_modules(tool_parsers.__path__)}
+    assert parsers <= CALL_FORMATS.keys()
+    for name in parsers - {"minicpm5"}:  # whose section is the call itself
+        made = family(name)
+        assert (made.start, made.end) == (CALL_FORMATS[name].start, CALL_FORMATS[name].end)
 
 
 # ---- Openers that were forgotten -------------------------------------------------------------------------

@@ -6,10 +6,11 @@ import ast
 from pathlib import Path
 
 from fleetd.engine.architectures import CUT, REFUSED
+from fleetd.engine.call_formats import CALL_FORMATS
 
 REPO = Path(__file__).parents[2]
-# Formats of tool calls have names of their own.
-FORMATS = {"gemma4", "deepseek_v32"}
+# Formats of tool calls have names of their own, which are mlx-lm's: some are a family's.
+FORMATS = CALL_FORMATS.keys()
 
 
 def strings(path: Path) -> set[str]:
