@@ -173,7 +173,7 @@ def forced_tool(name: str | None, tools: Sequence[Plain] | None, where: str) -> 
 def allowed_tools(
     names: Sequence[str], mode: str, tools: Sequence[Plain], where: str
 ) -> tuple[list[Plain], Any]:
-    """Of the tools the named ones, which alone are offered, and ``ChatPrompt.tool_choice``."""
+    """The named ones of the tools, which alone are offered, and ``ChatPrompt.tool_choice``."""
     for name in names:
         forced_tool(name, tools, where)
     found = [each for each in tools if each["function"]["name"] in names]

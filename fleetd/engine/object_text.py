@@ -127,7 +127,7 @@ class ObjectReader:
         return (yield from self._inside())
 
     def value(self) -> Reading[bool]:
-        """As ``read``, of any value."""
+        """Read any value; False if the text ends before it does."""
         sign = yield from self._feed.peek()
         if not sign or not (yield from self._value(sign)):
             return False

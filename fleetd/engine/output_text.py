@@ -69,7 +69,7 @@ class StopFilter:
         return 0
 
 
-class _Scored(msgspec.Struct, frozen=True):
+class _TokenScore(msgspec.Struct, frozen=True):
     """A token's log-probability, and where its text is in all that was written: [at, end)."""
 
     entry: TokenLogprob
@@ -121,7 +121,7 @@ class AnswerText:
     _reader: AnswerReader = field(init=False)
     # Tokens that no Delta has reported yet, and their log-probabilities.
     _pending_tokens: int = field(init=False, default=0)
-    _scored: deque[_Scored] = field(init=False, default_factory=deque)
+    _scored: deque[_TokenScore] = field(init=False, default_factory=deque)
     # Characters that came through the detokenizer.
     _written: int = field(init=False, default=0)
     # Blank text at the end of what was shown: it is dropped if a tool call follows.
@@ -172,7 +172,7 @@ class AnswerText:
             # Reported at once: text may not come for the rest of the answer.
             return [self._delta(self._reader.channel, "", [] if logprob is None else [logprob])]
         if logprob is not None:
-            self._scored.append(_Scored(logprob, self._written, self._written + len(text)))
+            self._scored.append(_TokenScore(logprob, self._written, self._written + len(text)))
         self._written += len(text)
         out = self._release(text if self._tokens <= self.min_tokens else self._stop.feed(text))
         return out if self._pending_tokens < limits.UNTOLD_TOKENS else [*out, self._tokens_without_text()]

@@ -216,7 +216,7 @@ def _offered_tools(prompt: ChatPrompt, tokenizer: Any, model: str) -> list[dict[
 
 
 def _callable_tools(prompt: ChatPrompt, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Of the tools that the prompt shows, those that an answer may call."""
+    """The tools that an answer may call, of those that the prompt shows."""
     if tools is None or not isinstance(prompt.tool_choice, dict):
         return tools
     return [each for each in tools if each["function"]["name"] == prompt.tool_choice["name"]]

@@ -106,7 +106,7 @@ class TextFeed:
                 return ""
 
     def skip(self, wanted: Words) -> Reading[str]:
-        """As ``starts``; the word is taken."""
+        """The word that ``starts`` finds, which is taken."""
         return self.take(len((yield from self.starts(wanted))))
 
     def span(self, chars: re.Pattern[str], most: int | None = None) -> Reading[str]:

@@ -80,7 +80,7 @@ class NamedTool(msgspec.Struct, frozen=True, rename={"kind": "type"}):
 
 
 class AllowedTools(msgspec.Struct, frozen=True):
-    """Of the tools, those that this answer may call."""
+    """The tools that this answer may call."""
 
     tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=limits.TOOLS)]
     mode: Literal["auto", "required"] = "auto"
