@@ -127,6 +127,8 @@ class AnswerText:
     # Blank text at the end of what was shown: it is dropped if a tool call follows.
     _blank: list[Said] = field(init=False, default_factory=list)
     _call: _Call | None = field(init=False, default=None)
+    # The parts that the prompt's beginning of a call has.
+    _begun: list[Part] = field(init=False, default_factory=list)
     # Where the last content ended, in all that was written.
     _shown_up_to: int = field(init=False, default=0)
 
@@ -135,7 +137,7 @@ class AnswerText:
         self._stop = StopFilter(self.stops)
         known = Markers() if self.plain else markers(self.tokenizer)
         self._reader = AnswerReader(known, self.tools or (), self.initial)
-        self._reader.feed(self.primed)
+        self._begun = self._reader.feed(self.primed)
         self._written = len(self.primed)
         if self.follows is not None:
             self._decode(self.follows)
@@ -211,7 +213,8 @@ class AnswerText:
         return self._told(self._reader.feed(text)) if text else []
 
     def _told(self, parts: list[Part]) -> list[AnswerPiece]:
-        out = [piece for part in parts for piece in self._part(part)]
+        begun, self._begun = self._begun, []
+        out = [piece for part in [*begun, *parts] for piece in self._part(part)]
         return [*out, *self._piece()]
 
     def _part(self, part: Part) -> list[AnswerPiece]:

@@ -158,6 +158,22 @@ def test_custom_tools_and_namespaces_are_functions_to_a_model() -> None:
     assert "image was left out" in found.messages[-1]["content"]
 
 
+def test_only_the_tools_that_are_allowed_are_offered() -> None:
+    other = {**WEATHER, "name": "other"}
+
+    def chosen(*names: str, **fields: Any) -> Any:
+        allowed = {"type": "allowed_tools", "tools": [{"type": "function", "name": name} for name in names]}
+        return prompt(tools=[WEATHER, other], tool_choice=allowed | fields)
+
+    found = chosen("weather", mode="required")
+    assert [tool["function"]["name"] for tool in found.tools] == ["weather"]
+    assert (found.tool_choice, chosen("weather", "other").tool_choice) == ("required", "auto")
+    with pytest.raises(InvalidValue, match="not among the tools"):
+        chosen("wether")
+    with pytest.raises(InvalidValue, match="needs tools"):
+        chosen()
+
+
 def test_what_no_machine_here_can_serve_is_left_out_with_a_word() -> None:
     found = translated(
         tools=[{"type": "local_shell"}, WEATHER, {"type": "web_search", "external_web_access": False}],

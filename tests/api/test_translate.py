@@ -389,3 +389,21 @@ def test_free_form_json_may_nest_so_deep_and_no_deeper() -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": deep}}
     with pytest.raises(InvalidValue, match=r"tools\[0\] is nested"):
         one(tools=[tool])
+
+
+def test_only_the_tools_that_are_allowed_are_offered() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+
+    def chosen(*names: str, **fields: Any) -> Any:
+        picked = [{"type": "function", "function": {"name": name}} for name in names]
+        allowed = {"type": "allowed_tools", "allowed_tools": {"tools": picked} | fields}
+        return one(tools=tools, tool_choice=allowed).prompt
+
+    found = chosen("g", mode="required")
+    assert [tool["function"]["name"] for tool in found.tools] == ["g"]
+    assert (found.tool_choice, chosen("f", "g").tool_choice) == ("required", "auto")
+    with pytest.raises(InvalidValue, match="not among the tools"):
+        chosen("h")
+    for incomplete in ("allowed_tools", "function"):
+        with pytest.raises(InvalidValue, match="needs"):
+            one(tools=tools, tool_choice={"type": incomplete})

@@ -8,7 +8,7 @@ import pkgutil
 from typing import Any
 
 import pytest
-from call_formats import SpelledAnswer, family, sample_call
+from call_formats import SpelledAnswer, family, sample_call, spelling
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm import tool_parsers
@@ -17,6 +17,9 @@ from fleetd import limits
 from fleetd.api import conversation
 from fleetd.engine.call_formats import CALL_FORMATS
 from fleetd.engine.object_text import object_of, strict_object
+from fleetd.engine.output_text import AnswerText
+from fleetd.engine.protocol import Delta, ToolCall
+from fleetd.engine.tool_formats import primed
 from fleetd.nesting import is_deeper
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -207,3 +210,29 @@ def test_each_of_two_calls_is_whole_whatever_stands_between() -> None:
     ):
         text = between.join([sample_call(form, PARIS), sample_call(form, {"city": "Rome"})])
         assert read(form, text)[1] == [("look", PARIS), ("look", {"city": "Rome"})]
+
+
+@every_format
+def test_a_call_that_must_be_made_begins_in_the_prompt(form: str) -> None:
+    whole = sample_call(form, PARIS)
+    begun = primed(spelling(form, []), "look")
+    assert whole.startswith(begun)
+    for words in ([whole[len(begun) :]], list(whole[len(begun) :])):
+        state = AnswerText("r", spelling(form, words), [], TOOLS[:1], primed=begun)
+        events = [e for token in range(len(words)) for e in state.push(token)] + state.finish()
+        ((name, arguments),) = [(e.name, e.arguments) for e in events if isinstance(e, ToolCall)]
+        assert (name, json.loads(arguments)) == ("look", PARIS)
+        assert not any(e.text for e in events if isinstance(e, Delta))
+
+
+@every_format
+def test_words_that_begin_no_marker_are_shown_at_once(form: str) -> None:
+    text = "Hello. I see (a thing):\n\n- One, two\n  Three \"four\" it's * 5%\n```\nx = y\n```\nDone"
+    words = [("<|channel|>final<|message|>" if form == "harmony" else "") + text[0], *text[1:]]
+    state = AnswerText("r", spelling(form, words), [], TOOLS)
+    shown = ""
+    for at in range(len(words)):
+        shown += "".join(e.text for e in state.push(at) if isinstance(e, Delta))
+        # Blanks may stand before a call, and three signs begin a block of code.
+        written = text[: at + 1]
+        assert shown.rstrip() == (written if written.endswith("```") else written.rstrip("`")).rstrip()
