@@ -227,7 +227,7 @@ def test_a_call_that_must_be_made_begins_in_the_prompt(form: str) -> None:
 
 @every_format
 def test_words_that_begin_no_marker_are_shown_at_once(form: str) -> None:
-    text = "Hello. I see (a thing):\n\n- One, two\n  Three \"four\" it's * 5%\n```\nx = y\n```\nDone"
+    text = 'Hello. I see (a thing):\n\n- One, two\n  Three "four" it\'s * 5%\n```\nx = y\n```\nDone'
     words = [("<|channel|>final<|message|>" if form == "harmony" else "") + text[0], *text[1:]]
     state = AnswerText("r", spelling(form, words), [], TOOLS)
     shown = ""
