@@ -21,6 +21,7 @@ from fleetd.engine.text_feed import BLANKS, Reading, TextFeed, words
 Outcome = Literal["none", "half", "whole"]
 
 _NAME = re.compile(r"[^\s<>{}()\[\]\"',;=]*")
+_CALL_ID = re.compile(r"[\w.:-]{1,128}")
 _ARGUMENTS = ("arguments", "parameters")
 _NAMES = ("name", "function", "tool", "tool_name")
 
@@ -52,11 +53,15 @@ class CallReader:
         self.on_call: Callable[[], None] = lambda: None
         functions = [each.get("function") or {} for each in tools]
         self._schemas = {str(each.get("name", "")): each.get("parameters") for each in functions}
+        self._ids: set[str] = set()
         self.names = [name for name in self._schemas if name]
 
     def begin(self, name: str, call_id: str = "") -> ParameterSchemas:
+        """Tell of a call. What the model gave it for an id is left out if it is none, or another call's."""
         self.on_call()
-        self.parts.add(CallBegun(name, call_id))
+        known = bool(_CALL_ID.fullmatch(call_id)) and call_id not in self._ids
+        self._ids.add(call_id)
+        self.parts.add(CallBegun(name, call_id if known else ""))
         return ParameterSchemas(self._schemas[name])
 
     def tell(self, text: str) -> None:

@@ -236,3 +236,15 @@ def test_words_that_begin_no_marker_are_shown_at_once(form: str) -> None:
         # Blanks may stand before a call, and three signs begin a block of code.
         written = text[: at + 1]
         assert shown.rstrip() == (written if written.endswith("```") else written.rstrip("`")).rstrip()
+
+
+def test_an_id_that_is_none_or_another_calls_is_made_anew() -> None:
+    calls = "".join(
+        f'<tool_call>{{"id": {json.dumps(name)}, "name": "look", "arguments": {{}}}}</tool_call>'
+        for name in ("c-1.a:0", "c-1.a:0", "x" * 5000, "a b", "")
+    )
+    seen = SpelledAnswer("json_tools", list(calls), TOOLS)
+    ids = [e.call_id for e in seen.events if isinstance(e, ToolCall)]
+    assert len(set(ids)) == 5
+    assert ids[0] == "c-1.a:0"
+    assert all(each.startswith("call_") for each in ids[1:])
