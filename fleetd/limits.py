@@ -342,6 +342,8 @@ UNTOLD_TOKENS = 32
 LOOKS_PER_CHAR = 512
 # Longest text before a call's arguments, or before the text of a channel: a name, an id and what is around.
 ANSWER_HEAD_CHARS = 1024
+# Of a thought behind the marker that ends an empty one, which an answer waits for: more would be noticed.
+LATE_THOUGHT_CHARS = 256
 # Of a tool's name as a model writes it, with a namespace or a number around it.
 TOOL_NAME_CHARS = 512
 # How deep a call's arguments nest as JSON; what is deeper comes as text. With what is around them in a

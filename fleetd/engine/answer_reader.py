@@ -21,6 +21,7 @@ from fleetd.engine.object_text import ObjectStyle
 from fleetd.engine.text_feed import BLANKS, Reading, TextFeed, Words, words
 
 _LINE_ENDS = re.compile(r"\n*")
+_LATE_THOUGHT = re.compile(r"[^<\n]*")
 _INDENT = re.compile(r"[ \t]*")
 _BETWEEN = re.compile(r"[\s,;\]})]*")
 _HEAD = re.compile(r"[\w.=:/ -]*")
@@ -105,8 +106,10 @@ class AnswerReader:
 
     def _read(self, begins: Channel) -> Reading[None]:
         think = self._markers.think
-        if begins == "reasoning":
+        if begins == "reasoning" and think is not None:
             yield from self._thought()
+            if self._feed.read == len(think[1]):
+                yield from self._late_thought(think[1])
         elif self._markers.heads is not None:
             while (yield from self._text((yield from self._head(self._markers.heads)))):
                 pass
@@ -131,6 +134,20 @@ class AnswerReader:
         if think is not None:
             yield from self._feed.skip(words(think[0]))
         yield from self._text("reasoning")
+        yield from self._feed.span(_LINE_ENDS)
+
+    def _late_thought(self, closer: str) -> Reading[None]:
+        """A thought on one line behind the marker that ends it: some models for whom it was opened begin with
+        that marker and write it again where they mean it."""
+        self._feed.mark()
+        text = yield from self._feed.span(_LATE_THOUGHT, limits.LATE_THOUGHT_CHARS)
+        found = yield from self._feed.starts(words(closer))
+        self._feed.taken()
+        if not text or not found:
+            self._say("content", text)
+            return
+        self._say("reasoning", text)
+        self._feed.take(len(found))
         yield from self._feed.span(_LINE_ENDS)
 
     def _text(self, channel: Channel) -> Reading[bool]:

@@ -310,7 +310,11 @@ def test_a_completion_is_text_to_the_letter_whatever_it_spells(tokenizer: Any) -
         (" \n<think>a</think>b", {}, "b", "a"),
         ("<think>a</think><think>b</think>c", {}, "c", "ab"),
         ("<think>again</think>c", {"initial": "reasoning"}, "c", "again"),
-        ("</think>Use </think> so.", {"initial": "reasoning"}, "Use </think> so.", ""),
+        ("</think>private</think>answer", {"initial": "reasoning"}, "answer", "private"),
+        ("</think>Use\n</think> so.", {"initial": "reasoning"}, "Use\n</think> so.", ""),
+        (f"</think>{'x' * 300}</think>", {"initial": "reasoning"}, f"{'x' * 300}</think>", ""),
+        ("</think>\n\nYes </think>.", {"initial": "reasoning"}, "Yes </think>.", ""),
+        ("So.</think>Yes </think>.", {"initial": "reasoning"}, "Yes </think>.", "So."),
         ("a</think>b", {}, "a</think>b", ""),
         (
             "<think>I write <tool_call> and <tool_call>{}.</think>b",
