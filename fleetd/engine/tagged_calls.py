@@ -168,7 +168,10 @@ class _Arguments:
         calls.tell(f"{', ' if self._count else ''}{_JSON.encode(key)}: ")
         self._count += 1
         kinds = schemas.kinds(schema)
-        text = not self._cdata and "string" in kinds and (says is True or kinds <= {"string", "null"})
+        # One of a few words is told once it is known which.
+        text = (
+            not self._cdata and schemas.allows(schema, "x") and (says is True or kinds <= {"string", "null"})
+        )
         value = TagValue(calls.tell, self._trims, streams=text, nullable=says is None and "null" in kinds)
 
         def read(whole: str) -> str:

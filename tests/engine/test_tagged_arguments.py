@@ -178,6 +178,7 @@ def test_a_value_is_valid_whenever_a_reading_of_its_text_is(
         ({"$ref": "#/$defs/Size"}, "3", 3),
         ({"enum": [1, 2]}, "2", 2),
         ({"enum": ["1", "2"]}, "2", "2"),
+        ({"type": "string", "enum": ["1", "2"]}, '"2"', "2"),
         ({"type": "string"}, "3", "3"),
         ({"type": "string"}, "null", "null"),
         ({"type": "integer"}, "seven", "seven"),
