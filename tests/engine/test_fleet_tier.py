@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 from disk_worker import BLOCK, SLOW, Worker, settings_in
-from two_disks import PROMPT, WHOLE, TwoMachines
+from two_disks import PROMPT, WHOLE, TwoMachines, forget_exact, keep_as_plan
 
 from fleetd import limits
 from fleetd.cache import block_names
 from fleetd.cache.block_store import BlockStore
-from fleetd.cache.machine_key import MachineKey
-from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.fetched_check import FetchedCheck
 from fleetd.engine.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import (
@@ -248,15 +246,6 @@ def test_a_stream_that_is_not_wanted_any_more_is_closed(machines: TwoMachines) -
         assert near.fileno() == -1
 
 
-def keep_as_plan(worker: Worker, tokens: list[int]) -> None:
-    """As if a helper of another kind had computed some of it."""
-    worker.ask("kept", tokens)
-    found = worker.scheduler.prefix.fetch([*tokens, 0])
-    assert found.cache
-    worker.tier.store(tokens[: found.tokens], found.cache, PLAN, local_only=False)
-    worker.stop()
-
-
 @pytest.mark.parametrize("where", ["there", "here"])
 def test_an_answer_that_begins_with_other_numbers_is_labelled_wherever_these_lie(
     where: str, machines: TwoMachines
@@ -286,16 +275,6 @@ def test_an_answer_that_begins_with_other_numbers_is_labelled_wherever_these_lie
     # An exact answer never begins with it.
     assert machines.here.scheduler.prefix.longest(PROMPT, DENSE) == 0
     assert machines.here.scheduler.prefix.longest(PROMPT, PLAN) == len(PROMPT) - 1
-
-
-def forget_exact(settings: DiskCacheSettings, machines: TwoMachines, tokens: list[int]) -> None:
-    """Leave only the blocks of other numbers on the disk."""
-    key = MachineKey.load_or_create(Path(settings.key_file))
-    store = BlockStore(settings)
-    for name in machines.here.tier._names(tokens, DENSE, local_only=False):
-        (Path(settings.folder) / "blocks" / key.file_name(name)).unlink()
-        assert store.read(name, lambda header: []) is None
-    store.close()
 
 
 def test_a_prompt_whose_answer_must_be_exact_asks_for_no_other_numbers(machines: TwoMachines) -> None:

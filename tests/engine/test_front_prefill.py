@@ -6,16 +6,29 @@ import socket
 import threading
 
 import pytest
-from disk_worker import BLOCK
-from two_disks import PROMPT, WHOLE, TwoMachines, damaged, every_byte, first_then, gone
+from disk_worker import BLOCK, Worker, settings_in
+from two_disks import (
+    PROMPT,
+    WHOLE,
+    TwoMachines,
+    damaged,
+    every_byte,
+    first_then,
+    forget_exact,
+    gone,
+    keep_as_plan,
+)
 
+from fleetd.cache.block_store import BlockStore
 from fleetd.cache.pricing import PrefillCost
 from fleetd.engine.front_prefill import FrontPrefill
-from fleetd.engine.prefix_cache import DENSE
+from fleetd.engine.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import (
     Cancel,
     Failed,
 )
+from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.stage import Stage
 from fleetd.sealed.stream import SealedSender
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient", "short_prompts")
@@ -124,6 +137,34 @@ def test_a_request_that_is_cancelled_half_way_leaves_what_it_computed(machines: 
     over.set()
     scheduler.validate()
     assert scheduler.prefix.longest(PROMPT, DENSE) >= BLOCK
+
+
+def test_what_goes_on_from_another_accelerators_numbers_is_never_kept_as_exact(
+    machines: TwoMachines,
+) -> None:
+    model, own, over = machines.model, settings_in(machines.root / "own"), threading.Event()
+    keep_as_plan(Worker(model, machines.tokenizer, own), PROMPT[: BLOCK + 10])
+    forget_exact(own, machines, PROMPT[: BLOCK + 10])
+    machines.here.stop()
+    sharable = Sharable.of(Stage.of(model), "cpu", {"mlx-lm": "1"})
+    machines.here = Worker(model, machines.tokenizer, own, sharable=sharable)
+    prefix = machines.here.scheduler.prefix
+    machines.ask(shared=True)
+    machines.send(first_then(1, lambda: over.wait(60) and None, machines), WHOLE - 1, last_first=True)
+    front = once_the_last_came(machines)
+    while front.computed < BLOCK // 2:
+        machines.here.turn()
+    machines.here.scheduler.tell(Cancel("second"))
+    assert machines.here.finish("second").reason == "cancelled"
+    over.set()
+    computed = prefix.longest(PROMPT, PLAN)
+    assert computed > BLOCK, "it is kept, as what it is"
+    assert prefix.longest(PROMPT, DENSE) == 0
+    machines.here.stop()
+    store = BlockStore(own)
+    assert store.find(machines.here.tier._names(PROMPT, DENSE, local_only=False)).blocks == 0
+    store.close()
+    machines.here = Worker(model, machines.tokenizer, own)
 
 
 def test_a_prompt_that_cannot_be_computed_meanwhile_ends_the_fetch(

@@ -18,7 +18,10 @@ from wire_changes import chunks_of
 from fleetd.cache import block_stream
 from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore
+from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.service import DiskCache
+from fleetd.cache.settings import DiskCacheSettings
+from fleetd.engine.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import BLOCKS, FetchBlocks, Fetched, Finished, Lacking, StreamTag
 from fleetd.errors import FleetError
 from fleetd.requests.kv_fetching import messages
@@ -134,6 +137,25 @@ class TwoMachines:
         assert self.here.text("second") == self.expected
         told = [e for e in self.here.events if isinstance(e, Fetched)]
         return done, told[0] if told else None
+
+
+def keep_as_plan(worker: Worker, tokens: list[int]) -> None:
+    """As if a helper of another kind had computed some of it."""
+    worker.ask("kept", tokens)
+    found = worker.scheduler.prefix.fetch([*tokens, 0])
+    assert found.cache
+    worker.tier.store(tokens[: found.tokens], found.cache, PLAN, local_only=False)
+    worker.stop()
+
+
+def forget_exact(settings: DiskCacheSettings, machines: TwoMachines, tokens: list[int]) -> None:
+    """Leave only the blocks of other numbers on the disk."""
+    key = MachineKey.load_or_create(Path(settings.key_file))
+    store = BlockStore(settings)
+    for name in machines.here.tier._names(tokens, DENSE, local_only=False):
+        (Path(settings.folder) / "blocks" / key.file_name(name)).unlink()
+        assert store.read(name, lambda header: []) is None
+    store.close()
 
 
 # ---- What the machine that is asked may do with its end of the stream -----------------------------------
