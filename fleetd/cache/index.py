@@ -340,18 +340,18 @@ class Index:
             if not self._origins.believed(block.origins):
                 raise Distrusted
             here = self._db.execute(
-                "SELECT ready, begun_s FROM blocks WHERE name = ?", (block.name,)
+                "SELECT ready, begun_s, bytes FROM blocks WHERE name = ?", (block.name,)
             ).fetchone()
             if here is not None and (here[0] or here[1] >= self._clock() - limits.CACHE_WRITING_S):
                 return False
-            if here is not None:
-                # Its writer may still have the file open, so it goes, and the new one is another.
-                self._evict([(block.name, 0.0)], delete_file)
-                bytes_held, blocks = self._db.execute("SELECT bytes, blocks FROM totals").fetchone()
+            # Its writer may still have the file open, so that one goes, and the new one is another.
+            late, late_bytes = ([(block.name, 0.0)], here[2]) if here is not None else ([], 0)
             victims = self._victims(
-                bytes_held + block.nbytes - self.quota_bytes, blocks + 1 - self._most_blocks, prompt
+                bytes_held - late_bytes + block.nbytes - self.quota_bytes,
+                blocks - len(late) + 1 - self._most_blocks,
+                {*prompt, block.name},
             )
-            self._evict(victims, delete_file)
+            self._evict([*late, *victims], delete_file)
             self._db.execute(
                 "INSERT INTO blocks (name, model, depth, tokens, bytes, priority, begun_s, writer, origins)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",

@@ -8,6 +8,7 @@ lies in fleetd's own models folder and is a cache.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -121,9 +122,10 @@ def record_files(
 
 
 def save(manifest: Manifest, file: Path) -> None:
-    """Write beside, flush, rename: a reader sees the old one or the new one."""
+    """Write beside, flush, rename: a reader sees the old one or the new one. Of two that save at once, on
+    threads or in processes, one is last."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    beside = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_native_id()}")
     try:
         with beside.open("wb") as out:
             out.write(msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1))

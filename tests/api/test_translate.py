@@ -405,5 +405,5 @@ def test_only_the_tools_that_are_allowed_are_offered() -> None:
     with pytest.raises(InvalidValue, match="not among the tools"):
         chosen("h")
     for incomplete in ("allowed_tools", "function"):
-        with pytest.raises(InvalidValue, match="needs"):
+        with pytest.raises(InvalidValue, match="is missing"):
             one(tools=tools, tool_choice={"type": incomplete})

@@ -160,7 +160,7 @@ def test_labels_of_which_nothing_is_kept_are_forgotten_at_the_next_start(kept: B
 # ---- Blocks whose writer is gone -------------------------------------------------------------------------
 
 
-class Killed(BaseException):
+class KilledWriter(BaseException):
     """The process ends here."""
 
 
@@ -169,11 +169,11 @@ def begun(settings: DiskCacheSettings, *, clock: float) -> None:
 
     def at(place: str) -> None:
         if place == "writing":
-            raise Killed
+            raise KilledWriter
 
     store = BlockStore(settings, clock=lambda: clock, at=at)
     store._drop = lambda *_: None  # type: ignore[method-assign]
-    with pytest.raises(Killed):
+    with pytest.raises(KilledWriter):
         write(store, OWN)
     store.close()
 

@@ -62,14 +62,19 @@ class IndexBesideADictionary(RuleBasedStateMachine):
     def _ready(self, name: str) -> bool:
         return name in self.rows and self.rows[name].ready
 
-    def _victims(self, nbytes: int, more: int, besides: list[str], quota: int = QUOTA) -> list[str] | None:
-        """What must go for so much more: what no process writes any more, then the least worth."""
+    def _given_up(self, name: str) -> bool:
+        """True for a block that was being written for so long that no process writes it any more."""
+        row = self.rows[name]
+        return not row.ready and row.begun_s < self.now_s - limits.CACHE_WRITING_S
+
+    def _victims(
+        self, nbytes: int, more: int, besides: list[str], quota: int = QUOTA, anew: str = ""
+    ) -> list[str] | None:
+        """What must go for so much more: what no process writes any more, then the least worth. ``anew``: a
+        block that is written anew, which goes first if it is there."""
         left = dict(self.rows)
-        late = [
-            name
-            for name in sorted(left)
-            if not left[name].ready and left[name].begun_s < self.now_s - limits.CACHE_WRITING_S
-        ]
+        replaced = [anew] if left.pop(anew, None) is not None else []
+        late = [name for name in sorted(left) if self._given_up(name)]
         late.sort(key=lambda name: left[name].begun_s)
         by_worth = sorted(
             (name for name in left if left[name].ready),
@@ -79,7 +84,7 @@ class IndexBesideADictionary(RuleBasedStateMachine):
         for name in [*late, *by_worth, None]:
             held = sum(row.nbytes for row in left.values())
             if held + nbytes <= quota and len(left) + more <= MOST_BLOCKS:
-                return gone
+                return [*replaced, *gone]
             if name is not None and name not in besides:
                 gone.append(name)
                 del left[name]
@@ -104,9 +109,9 @@ class IndexBesideADictionary(RuleBasedStateMachine):
         if not right:
             with pytest.raises(KeyReplaced):
                 self.index.reserve(key, block, prompt, deleted.append)
-        elif name in self.rows:
+        elif name in self.rows and not self._given_up(name):
             assert not self.index.reserve(key, block, prompt, deleted.append)
-        elif (gone := self._victims(nbytes, 1, prompt)) is None:
+        elif (gone := self._victims(nbytes, 1, prompt, anew=name)) is None:
             with pytest.raises(NoRoom):
                 self.index.reserve(key, block, prompt, deleted.append)
         else:

@@ -183,11 +183,11 @@ def asks(machines: TwoMachines, over: threading.Event) -> None:
 
 
 def receives(machines: TwoMachines, over: threading.Event) -> None:
-    machines.send(first_then(1, lambda: over.wait(60) and None, machines))
+    machines.send(first_then(2, lambda: over.wait(60) and None, machines))
 
     def receiving() -> bool:
         fetching = sequence(machines).fetching
-        return fetching is not None and fetching._state is FetchState.RECEIVING and fetching._blocks > 0
+        return fetching is not None and fetching._state is FetchState.RECEIVING and fetching._blocks > 1
 
     turned(machines, receiving)
 
@@ -234,10 +234,10 @@ def has_computed_its_part(machines: TwoMachines, over: threading.Event) -> None:
     ("phase", "least", "most"),
     [
         (asks, 0, 0),
-        (receives, BLOCK, BLOCK),
+        (receives, 2 * BLOCK, 2 * BLOCK),
         (computes_towards_it, BLOCK // 2, 2 * BLOCK),
-        (has_all, WHOLE * BLOCK, WHOLE * BLOCK),
-        (has_computed_its_part, WHOLE * BLOCK, WHOLE * BLOCK),
+        (has_all, WHOLE * BLOCK, len(PROMPT) - 1),
+        (has_computed_its_part, WHOLE * BLOCK, len(PROMPT) - 1),
     ],
 )
 def test_cancelled_while_it_fetches(

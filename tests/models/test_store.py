@@ -6,6 +6,8 @@ import json
 import os
 import pkgutil
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -325,3 +327,24 @@ def test_a_digest_is_remembered_only_while_no_file_has_changed(
     assert digest.remembered(folder.path, record) == ""
     record.write_text("{")
     assert digest.remembered(folder.path, record) == ""
+
+
+def test_two_threads_may_save_the_same_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a model is verified while its files are hashed in the background."""
+    record, both = tmp_path / "records" / "one.json", threading.Barrier(2, timeout=30)
+    flush = os.fsync
+
+    def together(fd: int) -> None:
+        both.wait()
+        flush(fd)
+
+    monkeypatch.setattr(manifest.os, "fsync", together)
+    with ThreadPoolExecutor(2) as threads:
+        saved = [
+            threads.submit(manifest.save, manifest.Manifest(name, "hub", {}), record) for name in ("a", "b")
+        ]
+        assert [each.result() for each in saved] == [None, None]
+    found = manifest.load(record)
+    assert found is not None
+    assert found.name in ("a", "b")
+    assert list(record.parent.iterdir()) == [record]

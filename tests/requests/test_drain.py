@@ -43,6 +43,9 @@ class Engines(FakePool):
     def status(self) -> list[Any]:
         return []
 
+    def forget_origins(self, labels: list[str]) -> None:
+        pass
+
     def engine(self, folder: Any) -> None:
         """Nobody can look into it: what it streams is made up."""
 

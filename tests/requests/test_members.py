@@ -147,7 +147,9 @@ def test_machines_of_one_name_are_told_apart_by_their_short_ids() -> None:
         "cccccccccccc": "air",
         "dddddddddddd": "this",
     }
-    roster = {node_id: RosterMember(node_id, name, b"", True, "", 1) for node_id, name in named.items()}
+    roster = {
+        node_id: RosterMember(node_id, name, b"", True, "", node_id, 1) for node_id, name in named.items()
+    }
     assert distinct_names(roster) == {
         "aaaaaaaaaaaa": "Studio (aaaaaaa)",
         "bbbbbbbbbbbb": "studio (bbbbbbb)",

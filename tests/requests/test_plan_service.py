@@ -473,7 +473,12 @@ async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path, fa
     paths.prepare(home)
     config = Config(http=HttpSettings(listen="127.0.0.1:0"), fleet=FleetSettings(enabled=False))
     pool = SimpleNamespace(
-        run=asyncio.Event().wait, status=list, facts=lambda name: facts, close=_nothing, held_bytes=0
+        run=asyncio.Event().wait,
+        status=list,
+        facts=lambda name: facts,
+        close=_nothing,
+        held_bytes=0,
+        forget_origins=lambda labels: None,
     )
     pool.engine = lambda folder: None
     models = FakeModels(found=[])

@@ -86,12 +86,19 @@ class AllowedTools(msgspec.Struct, frozen=True):
     mode: Literal["auto", "required"] = "auto"
 
 
-class ToolChoice(msgspec.Struct, frozen=True, rename={"kind": "type"}):
-    """The one tool that has to be called, or those of which one may be."""
+class ForcedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    """The one tool that has to be called."""
 
-    function: FunctionName | None = None
-    allowed_tools: AllowedTools | None = None
-    kind: Literal["function", "allowed_tools"] = "function"
+    function: FunctionName
+
+
+class AllowedChoice(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
+    """The tools of which one may be called."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = ForcedTool | AllowedChoice
 
 
 class ContentPart(msgspec.Struct, frozen=True, rename={"kind": "type"}):

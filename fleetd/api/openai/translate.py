@@ -13,6 +13,7 @@ from fleetd import limits
 from fleetd.api import conversation
 from fleetd.api.conversation import Plain
 from fleetd.api.openai.bodies import (
+    AllowedChoice,
     AssistantMessage,
     ChatBody,
     Common,
@@ -21,7 +22,6 @@ from fleetd.api.openai.bodies import (
     Message,
     SpeculateBody,
     SystemMessage,
-    ToolChoice,
     ToolMessage,
     UserMessage,
 )
@@ -243,15 +243,9 @@ def _tool_choice(body: ChatBody, tools: list[Plain]) -> tuple[list[Plain], Any]:
     choice = body.tool_choice
     if choice is None or choice in ("auto", "none"):
         return tools, choice or "auto"
-    if not isinstance(choice, ToolChoice):
+    if isinstance(choice, str):
         return tools, conversation.forced_tool(None, tools, "tool_choice")
-    if choice.kind == "allowed_tools":
-        if choice.allowed_tools is None:
-            raise InvalidValue(
-                "tool_choice of type 'allowed_tools' needs allowed_tools.", param="tool_choice"
-            )
+    if isinstance(choice, AllowedChoice):
         names = [each.function.name for each in choice.allowed_tools.tools]
         return conversation.allowed_tools(names, choice.allowed_tools.mode, tools, "tool_choice")
-    if choice.function is None:
-        raise InvalidValue("tool_choice of type 'function' needs a function.", param="tool_choice")
     return tools, conversation.forced_tool(choice.function.name, tools, "tool_choice")
