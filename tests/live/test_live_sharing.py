@@ -160,14 +160,14 @@ def test_what_has_to_stay_is_not_shared(ready: LiveFleet) -> None:
 
 
 @contextlib.contextmanager
-def shared(daemon: LiveDaemon) -> Iterator[tuple[StreamedAnswer, str, str]]:
+def shared(daemon: LiveDaemon, words: int = 1000) -> Iterator[tuple[StreamedAnswer, str, str]]:
     """An answer, the machine that helps with its prompt, and that.
 
     Before both have agreed a helper may be lost without anybody counting on it; and they may not, on a busy
     machine, in the time that sharing would save.
     """
     for _ in range(TRIES):
-        text = prompt(next(SEEDS), 1000)
+        text = prompt(next(SEEDS), words)
         with heard(daemon, SMOL, text, max_tokens=8) as stream:
             if helper := stream.shared_with():
                 yield stream, helper, text
@@ -178,7 +178,7 @@ def shared(daemon: LiveDaemon) -> Iterator[tuple[StreamedAnswer, str, str]]:
 def test_a_client_whose_time_out_is_too_short_loses_nothing(ready: LiveFleet) -> None:
     """It leaves while another machine helps with its prompt, and asks again."""
     for _ in range(TRIES):
-        with shared(ready["alpha"]) as (_, helper, text):
+        with shared(ready["alpha"], 500) as (_, helper, text):
             pass
         _, got = ask(ready["alpha"], text)
         _, there = ask(ready[helper], text, local_only=True)
