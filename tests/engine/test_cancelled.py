@@ -258,6 +258,7 @@ def test_cancelled_while_it_fetches(
 
 @pytest.mark.usefixtures("patient", "short_prompts")
 def test_attack_what_came_wrong_is_not_kept_by_a_request_that_is_cancelled(machines: TwoMachines) -> None:
+    machines.here.scheduler._prefill_turn = _without_prefill(machines)  # type: ignore[method-assign]
     machines.ask()
     machines.send(damaged(machines, every_byte))
     turned(machines, lambda: (fetching := sequence(machines).fetching) is None or fetching._blocks > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from mlx_lm.models.cache import KVCache
 from two_disks import ORIGIN, PROMPT, THERE, WHOLE, TwoMachines
 
 from fleetd.cache import block_names
+from fleetd.cache.pricing import PrefillCost
 from fleetd.engine.prefix_cache import NO_ORIGINS, PrefixCache
 from fleetd.engine.protocol import Cancel, ForgetOrigins, Kept
 
@@ -63,14 +65,16 @@ def test_the_beginning_of_a_cancelled_prompt_has_its_origins(machines: TwoMachin
     machines.here.scheduler.prefix.store(
         [int(token) for token in own.tokens], own.cache, origins=frozenset(["another"])
     )
+    machines.here.tier.cost, over = PrefillCost(token_s=1e-9), threading.Event()
     machines.ask()
-    machines.send(lambda sock, sender, names: None, WHOLE - 1, last_first=True)
+    machines.send(lambda sock, sender, names: over.wait(60) and None, WHOLE - 1, last_first=True)
     while (fetching := machines.here.scheduler._prefilling[0].fetching) is None or fetching.front is None:
         machines.here.turn()
-    while fetching.front.computed < BLOCK and machines.here.scheduler._prefilling:
+    while fetching.front.computed < BLOCK // 2:
         machines.here.turn()
     machines.here.scheduler.tell(Cancel("second"))
-    machines.here.finish("second")
+    assert machines.here.finish("second").reason == "cancelled"
+    over.set()
     assert set(origins(machines.here)) == {frozenset(["another"])}
 
 
