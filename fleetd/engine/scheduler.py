@@ -520,12 +520,14 @@ class Scheduler(ComputeLoop):
         self._stored.end(sequence)
         self._awaited.ended(sequence, intact=True)
         self._shared.end(sequence)
+        tokens = sequence.slot_tokens if read.namespace == SPARSE else sequence.prepared.tokens
         if read.cache is not None and read.tokens > sequence.cached:
-            tokens = sequence.slot_tokens if read.namespace == SPARSE else sequence.prepared.tokens
             # Without the room for what is not read any more.
             cache = rollback.compact(read.cache)
             self.decoding.keep(sequence, tokens[: read.tokens], cache, read.namespace, states, read.origins)
-        elif isinstance(sequence.prefiller, SharedPrefill):
+        # A few tokens of another machine's are kept, and serve no prompt.
+        served = self.prefix.longest(tokens, read.namespace)
+        if isinstance(sequence.prefiller, SharedPrefill) and served <= sequence.cached:
             self._shared.lost(sequence)
 
     def _read_so_far(self, sequence: ScheduledSequence) -> Hit:

@@ -37,6 +37,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyFamily:
 def pair(llama: TinyFamily, monkeypatch: pytest.MonkeyPatch) -> Iterator[TurnedPair]:
     for name, value in (("SHARE_STEP_S", 0.0), ("ENGINE_BEAT_S", 0.02), ("SHARE_LEFT_S", -1.0)):
         monkeypatch.setattr(limits, name, value)
+    for wait in ("SHARE_SETUP_S", "SHARE_GRACE_S", "TICKET_S"):
+        monkeypatch.setattr(limits, wait, 600.0)  # however busy the machine is
     made = TurnedPair(llama, max_streams=3)
     yield made
     made.close()

@@ -32,6 +32,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyFamily:
 def pair(llama: TinyFamily, monkeypatch: pytest.MonkeyPatch) -> Iterator[TurnedPair]:
     monkeypatch.setattr(limits, "SHARE_STEP_S", 0.0)  # a step is one chunk
     monkeypatch.setattr(limits, "ENGINE_BEAT_S", 0.02)
+    for wait in ("SHARE_SETUP_S", "SHARE_GRACE_S", "TICKET_S"):
+        monkeypatch.setattr(limits, wait, 600.0)  # however busy the machine is
     made = TurnedPair(llama)
     yield made
     made.close()

@@ -175,6 +175,7 @@ def shared(daemon: LiveDaemon, words: int = 1000) -> Iterator[tuple[StreamedAnsw
     pytest.fail("no prompt was shared")
 
 
+@pytest.mark.long
 def test_a_client_whose_time_out_is_too_short_loses_nothing(ready: LiveFleet) -> None:
     """It leaves while another machine helps with its prompt, and asks again."""
     for _ in range(TRIES):
