@@ -263,10 +263,10 @@ FAMILIES = {
         1,
         prompt_states.measure,
         (
-            "fleetd/engine/message_borders.py",
-            "fleetd/engine/prefill.py",
-            "fleetd/engine/prefix_cache.py",
-            "fleetd/engine/prompt_encoding.py",
+            "fleetd/engine/prompt/message_borders.py",
+            "fleetd/engine/layers/prefill.py",
+            "fleetd/engine/prefixes/prefix_cache.py",
+            "fleetd/engine/prompt/prompt_encoding.py",
             "fleetd/engine/sequence_state",
             *_scenario("prompt_states"),
             "bench/children/hybrid_model.py",
@@ -293,7 +293,7 @@ FAMILIES = {
         5,
         1,
         padding.measure,
-        ("fleetd/engine/cpu.py", *_scenario("padding")),
+        ("fleetd/engine/cpu/arithmetic.py", *_scenario("padding")),
     ),
     "card": Family(
         "One machine and its accelerator",

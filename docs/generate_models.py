@@ -1,4 +1,4 @@
-"""Write docs/models.md from fleetd/engine/architectures.py: `python docs/generate_models.py`."""
+"""Write docs/models.md from fleetd/engine/layers/architectures.py: `python docs/generate_models.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx_lm
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
-from fleetd.engine.architectures import ANY_TEXT, CUT, REFUSED, Architecture
+from fleetd.engine.layers.architectures import ANY_TEXT, CUT, REFUSED, Architecture
 
 PAGE = Path(__file__).with_name("models.md")
 
@@ -74,7 +74,7 @@ These are refused by name, and run whole on one machine:"""
 
 _OTHERS = """\
 Other types are refused too until a small model of theirs passes the test: they need a line in
-`fleetd/engine/architectures.py` and a config in `tests/support/tiny_architectures.py`."""
+`fleetd/engine/layers/architectures.py` and a config in `tests/support/tiny_architectures.py`."""
 
 _WITHIN = {"no": "yes", "where set": "yes; in windows where layers have such", "yes": "in windows"}
 _ANY = {"any": "yes", "unless windows": "yes; no where layers have sliding windows", "same": "no"}

@@ -19,7 +19,7 @@ import msgspec
 from bench.harness import prompts
 from bench.harness.daemon import MODEL, fetch_model
 from fleetd import limits
-from fleetd.engine import cpu
+from fleetd.engine.cpu import arithmetic
 from fleetd.engine.protocol import Score
 from fleetd.engine.scoring import known_profiles
 from fleetd.engine.scoring.known_profiles import ALGORITHM, ShippedProfile, ShippedProfiles, StoredProfile
@@ -28,7 +28,7 @@ from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.scoring import Scorer, exit_share
 
 if TYPE_CHECKING:  # needs MLX, which is set up first
-    from fleetd.engine.loading import Loaded
+    from fleetd.engine.load.loading import Loaded
 
 FILE = Path(known_profiles.__file__).with_name(known_profiles.SHIPPED)
 _CHUNK_TOKENS = 256
@@ -83,8 +83,8 @@ def _find(folder: Path) -> ShippedProfile:
 def _price(folder: Path) -> None:
     """Score texts of some lengths, and say which share of their price they cost."""
     loaded = _loaded(folder)
-    from fleetd.engine.calibrate import Calibration
-    from fleetd.engine.memory import KvBudget
+    from fleetd.engine.measure.calibrate import Calibration
+    from fleetd.engine.measure.memory import KvBudget
     from fleetd.engine.scoring.score_guests import ScoreGuests
     from fleetd.engine.scoring.scoring_layout import lay_out
 
@@ -112,14 +112,15 @@ def _price(folder: Path) -> None:
 
 
 def _loaded(folder: Path) -> Loaded:
-    cpu.preload_blas()
-    from fleetd.engine import loading, model_reading, worker
+    arithmetic.preload_blas()
+    from fleetd.engine import worker
+    from fleetd.engine.load import loading, model_reading
     from fleetd.engine.settings import WorkerSettings
 
     worker.quiet_libraries()
     device = model_reading.pick_device("auto")
     if device == "cpu":
-        cpu.install()
+        arithmetic.install()
     if not digests.remembered(folder, None):
         raise SystemExit(f"{folder} has no manifest: install it with `fleetctl models pull`.")
     settings = WorkerSettings(name=folder.name, path=str(folder), speculation="off")

@@ -34,7 +34,7 @@ from fleetd.api.services import Services
 from fleetd.config import DEFAULT_PORT, Config, setting_views
 from fleetd.control.daemon_status import DaemonStatus, HttpAddress
 from fleetd.descriptors import UNSCALED, connection_caps, open_limit, raise_limit
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import ConfigError, FleetError, PortInUse
 from fleetd.home import paths
 from fleetd.home.durable import PRIVATE_FILE

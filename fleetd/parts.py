@@ -20,7 +20,7 @@ from fleetd.cache.settings import DiskCacheSettings
 from fleetd.config import Config
 from fleetd.control.daemon_status import HardwareReading, MemoryBudget
 from fleetd.control.fleet_view import PeerView
-from fleetd.engine.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import Draining
 from fleetd.fleet import Fleet, default_name

@@ -4,7 +4,7 @@ stream_generate    mlx-lm's own loop, one answer after the other
 BatchGenerator     mlx-lm's own loop for several answers
 fleetd             the engine's scheduler, whose reports go through a socket to another process, as a worker's
 
-On a CPU the model runs as MLX is installed, without ``fleetd/engine/cpu.py``: then MLX's own thread computes
+On a CPU the model runs as MLX is installed, without ``fleetd/engine/cpu/arithmetic.py``: then MLX's own thread computes
 while Python goes on, as a GPU does. ``cured`` measures the CPU path that fleetd ships, which computes within
 the graph's construction.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.child import serve
-from fleetd.engine import cpu
+from fleetd.engine.cpu import arithmetic
 
 LAYERS, WIDTH, HEADS = 2, 64, 2
 STREAMS = 4
@@ -39,9 +39,9 @@ class Step:
 
 
 def main(mode: str, model_path: Path, vocabulary: int) -> None:
-    cpu.preload_blas()
+    arithmetic.preload_blas()
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
-    from fleetd.engine import model_reading
+    from fleetd.engine.load import model_reading
     from fleetd.engine.worker import quiet_libraries
 
     quiet_libraries()
@@ -50,7 +50,7 @@ def main(mode: str, model_path: Path, vocabulary: int) -> None:
 
     device = model_reading.pick_device("auto")
     if device == "cpu":
-        cpu.install() if mode == "cured" else mx.disable_compile()
+        arithmetic.install() if mode == "cured" else mx.disable_compile()
     sides = _Sides(_model(vocabulary), load_tokenizer(model_path), vocabulary, ahead=mode != "cured")
     serve(sides.answer)
 
@@ -147,12 +147,12 @@ class _Sides:
     def _fleetd(
         self, prompts: list[list[int]], tokens: int, temperature: float, *, drafts: bool
     ) -> list[Step]:
-        from fleetd.engine.chunk_size import FixedChunks
-        from fleetd.engine.memory import KvBudget
-        from fleetd.engine.prefix_cache import PrefixCache
-        from fleetd.engine.prompt_encoding import PreparedPrompt
+        from fleetd.engine.loop.scheduler import Scheduler
+        from fleetd.engine.measure.chunk_size import FixedChunks
+        from fleetd.engine.measure.memory import KvBudget
+        from fleetd.engine.prefixes.prefix_cache import PrefixCache
+        from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
         from fleetd.engine.protocol import Finished, Generate, Report, Sampling, TokenPrompt
-        from fleetd.engine.scheduler import Scheduler
         from fleetd.engine.sequence_state.kinds import ANY
         from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
         from fleetd.engine.speculation.speculation import WorkerSpeculation

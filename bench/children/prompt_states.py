@@ -10,23 +10,24 @@ from typing import Any
 from unittest.mock import patch
 
 from bench.harness.child import serve
-from fleetd.engine import cpu
+from fleetd.engine.cpu import arithmetic
 
 CHUNK_TOKENS = 256
 CACHE_BYTES = 2 << 30
 
 
 def main(model_path: Path) -> None:
-    if not cpu.preload_blas() and sys.platform == "linux":
+    if not arithmetic.preload_blas() and sys.platform == "linux":
         raise SystemExit("no BLAS to preload: install mkl")
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
-    from fleetd.engine import loading, model_reading, worker
+    from fleetd.engine import worker
+    from fleetd.engine.load import loading, model_reading
     from fleetd.engine.settings import WorkerSettings
 
     worker.quiet_libraries()
     device = model_reading.pick_device("auto")
     if device == "cpu":
-        cpu.install()
+        arithmetic.install()
     loaded = loading.load(WorkerSettings("bench", str(model_path)), device, lambda report: None)
     serve(lambda question: answer(loaded.model, loaded.tokenizer, loaded.facts.vocab_size, **question))
 
@@ -43,9 +44,9 @@ def answer(
     many tokens would be computed for ``edited`` after it."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    from fleetd.engine.prefill import Prefiller
-    from fleetd.engine.prefix_cache import PrefixCache
-    from fleetd.engine.prompt_encoding import prepare
+    from fleetd.engine.layers.prefill import Prefiller
+    from fleetd.engine.prefixes.prefix_cache import PrefixCache
+    from fleetd.engine.prompt.prompt_encoding import prepare
     from fleetd.engine.protocol import ChatPrompt, Generate
     from fleetd.engine.sequence_state import checkpoints
 

@@ -22,23 +22,24 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.child import serve
-from fleetd.engine import cpu
+from fleetd.engine.cpu import arithmetic
 
 # Of the published settings.
 BLOCK, PADDING, LONGEST_GRAM = 4, 0, 4
 
 
 def main(model_path: Path) -> None:
-    if not cpu.preload_blas() and sys.platform == "linux":
+    if not arithmetic.preload_blas() and sys.platform == "linux":
         raise SystemExit("no BLAS to preload: install mkl")
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
-    from fleetd.engine import loading, model_reading, worker
+    from fleetd.engine import worker
+    from fleetd.engine.load import loading, model_reading
     from fleetd.engine.settings import WorkerSettings
 
     worker.quiet_libraries()
     device = model_reading.pick_device("auto")
     if device == "cpu":
-        cpu.install()
+        arithmetic.install()
     loaded = loading.load(WorkerSettings("bench", str(model_path)), device, lambda report: None)
     runs = _Runs(loaded, device)
     serve(runs.answer)
@@ -87,12 +88,12 @@ class _Runs:
 
     def _decode(self, question: dict[str, Any], speculation: Any) -> dict[str, Any]:
         """All prompts at the same time; the rate is that of all their tokens, from the first of any."""
-        from fleetd.engine.chunk_size import FixedChunks
-        from fleetd.engine.memory import KvBudget
-        from fleetd.engine.prefix_cache import PrefixCache
-        from fleetd.engine.prompt_encoding import PreparedPrompt
+        from fleetd.engine.loop.scheduler import Scheduler
+        from fleetd.engine.measure.chunk_size import FixedChunks
+        from fleetd.engine.measure.memory import KvBudget
+        from fleetd.engine.prefixes.prefix_cache import PrefixCache
+        from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
         from fleetd.engine.protocol import Generate, Sampling, TokenPrompt
-        from fleetd.engine.scheduler import Scheduler
 
         events: list[Any] = []
         self._passes.widths.clear()

@@ -21,8 +21,8 @@ import psutil
 
 from bench.harness.daemon import MODEL
 from bench.harness.samples import Closing, wait_for
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.supervisor import EngineProcess
 
 _ROOTS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))
 # Short against a step of prefill, so that a slow machine is slow and does not stand still.

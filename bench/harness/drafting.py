@@ -18,6 +18,7 @@ from bench.harness.child import ROOT
 from bench.harness.cores import loopback, starting_on
 from bench.harness.delayed_sockets import Delayed
 from bench.harness.samples import Closing
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
@@ -29,7 +30,6 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.speculation.draft_messages import DRAFTS
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.sealed import handoff
 
 KEY_BYTES = 32

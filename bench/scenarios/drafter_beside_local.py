@@ -24,9 +24,9 @@ from bench.harness.daemon import MODEL
 from bench.harness.drafting import Drafted, GiveDrafter, PlayedDrafter, answer
 from bench.harness.samples import Samples
 from fleetd import observe
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Accepted, DraftFor, StreamTag
 from fleetd.engine.speculation.draft_messages import DRAFTS
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
 
 QUICK_RUNS = 1

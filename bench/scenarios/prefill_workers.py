@@ -20,6 +20,7 @@ from bench.harness.machines import CHUNK_TOKENS
 from bench.harness.samples import Samples
 from bench.scenarios.prefill_ceiling import pipeline
 from fleetd import observe
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
     Accepted,
     AssistPrefill,
@@ -33,7 +34,6 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.shared_prefill.frame_schedule import HOME, IN, OUT, helper_name, home_streams
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.prefill.choice import HelperSpec, LinkSpeed, PrefillOption, PrefillSize, options
 from fleetd.plan.prefill.schedule import LAST_LAYER

@@ -19,8 +19,8 @@ from bench.harness.daemon import MODEL
 from bench.harness.samples import Samples
 from fleetd import observe
 from fleetd.compression.token_scores import SegmentScores, merge
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Generate, Prefill, Profile, Sampling, Score, Scored, TokenPrompt
-from fleetd.engine.supervisor import EngineProcess
 
 QUICK_RUNS = 1
 TOKENS, NEEDLE_TOKENS = 8000, 1000

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fleetd.engine.object_text import strict_object
+from fleetd.engine.answer.object_text import strict_object
 from fleetd.engine.protocol import Delta, Event, Finished, ToolCall, ToolCallPiece
 from fleetd.errors import EngineError
 

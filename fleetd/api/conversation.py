@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.engine.object_text import strict_object
+from fleetd.engine.answer.object_text import strict_object
+from fleetd.engine.prompt.template_turns import merged, reminder
 from fleetd.engine.protocol import ChatPrompt, Sampling
-from fleetd.engine.template_turns import merged, reminder
 from fleetd.errors import InvalidValue, UnsupportedParameter
 from fleetd.nesting import is_deeper
 

@@ -18,7 +18,7 @@ from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.control.setting_view import SettingView
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.fleet import Fleet
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics

@@ -17,7 +17,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from fleetd import limits
 from fleetd.engine.failures import failed
-from fleetd.engine.memory import KvBudget
+from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.protocol import Accepted, Finished, Report
 from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import PeerLost

@@ -29,9 +29,11 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from fleetd import collector, limits
-from fleetd.engine import address_space, cpu, import_index, openmp_file, protocol
-from fleetd.engine.chunk_size import Chunks, FixedChunks, MeasuredChunks, PacedChunks
+from fleetd.engine import protocol
+from fleetd.engine.cpu import address_space, arithmetic, openmp_file
 from fleetd.engine.failures import failed, typed
+from fleetd.engine.load import import_index
+from fleetd.engine.measure.chunk_size import Chunks, FixedChunks, MeasuredChunks, PacedChunks
 from fleetd.engine.protocol import (
     AssistPrefill,
     Cancel,
@@ -58,15 +60,15 @@ from fleetd.errors import EngineError
 from fleetd.models.memory_need import WORKING_BYTES
 
 if TYPE_CHECKING:
-    from fleetd.engine.disk_tier import DiskTier
-    from fleetd.engine.helper_loop import HelperLoop
-    from fleetd.engine.loading import Loaded
-    from fleetd.engine.model_reading import Device
-    from fleetd.engine.prompt_encoding import PreparedPrompt
-    from fleetd.engine.scheduler import Scheduler
+    from fleetd.engine.load.loading import Loaded
+    from fleetd.engine.load.model_reading import Device
+    from fleetd.engine.load.stage_loading import LoadedPart
+    from fleetd.engine.loop.helper_loop import HelperLoop
+    from fleetd.engine.loop.scheduler import Scheduler
+    from fleetd.engine.prefixes.disk_tier import DiskTier
+    from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
     from fleetd.engine.scoring.scoring_layout import ScoringLayout
     from fleetd.engine.speculation.speculation import WorkerSpeculation
-    from fleetd.engine.stage_loading import LoadedPart
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
 # A writable socket takes so much at once everywhere; macOS does not promise to heed MSG_DONTWAIT.
@@ -247,9 +249,9 @@ class Front:
             self._link.send(protocol.Finished(request.id, "stop"))
 
     def _prepared(self, request: Generate | Score) -> PreparedPrompt | ScoringLayout:
-        from fleetd.engine.prompt_encoding import check_ids, prepare
+        from fleetd.engine.loop.sequence import check_fits
+        from fleetd.engine.prompt.prompt_encoding import check_ids, prepare
         from fleetd.engine.scoring.scoring_layout import lay_out
-        from fleetd.engine.sequence import check_fits
 
         if self._loaded is None:
             raise EngineError(
@@ -319,7 +321,7 @@ def start(
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
         os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)
     emit(protocol.Loading("starting"))
-    cpu.preload_blas()
+    arithmetic.preload_blas()
 
     quiet_libraries()
     index = import_index.stored(Path(settings.cache)) if settings.cache else nullcontext()
@@ -328,17 +330,12 @@ def start(
         from cryptography.hazmat.primitives.ciphers import aead  # noqa: F401
         from cryptography.hazmat.primitives.kdf import hkdf  # noqa: F401
 
-        from fleetd.engine import (  # noqa: F401
-            helper_loop,
-            loading,
-            model_reading,
-            scheduler,
-            stage_loading,
-        )
+        from fleetd.engine.load import loading, model_reading, stage_loading
+        from fleetd.engine.loop import helper_loop, scheduler
 
     device = model_reading.pick_device(settings.device)
     if device == "cpu":
-        cpu.install()
+        arithmetic.install()
     compute: Scheduler | HelperLoop
     loaded: Loaded | None = None
     if settings.last_layer:
@@ -355,9 +352,9 @@ def start(
 
 def _helper_loop(part: LoadedPart, emit: Callable[[Report], None]) -> HelperLoop:
     """The loop of a worker that has some layers of a model, and helps with prompts."""
-    from fleetd.engine.helper_loop import HelperLoop
-    from fleetd.engine.idle_calibration import IdleCalibration
-    from fleetd.engine.memory import KvBudget
+    from fleetd.engine.loop.helper_loop import HelperLoop
+    from fleetd.engine.measure.idle_calibration import IdleCalibration
+    from fleetd.engine.measure.memory import KvBudget
     from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 
     facts, sharable = part.facts, part.sharable
@@ -378,11 +375,11 @@ def _scheduler(
     settings: WorkerSettings, loaded: Loaded, device: Device, emit: Callable[[Report], None]
 ) -> Scheduler:
     """The loop of a worker that answers requests with a whole model."""
-    from fleetd.engine.calibrate import calibration
-    from fleetd.engine.idle_calibration import IdleCalibration
-    from fleetd.engine.memory import KvBudget
-    from fleetd.engine.prefix_cache import PrefixCache
-    from fleetd.engine.scheduler import Scheduler
+    from fleetd.engine.loop.scheduler import Scheduler
+    from fleetd.engine.measure.calibrate import calibration
+    from fleetd.engine.measure.idle_calibration import IdleCalibration
+    from fleetd.engine.measure.memory import KvBudget
+    from fleetd.engine.prefixes.prefix_cache import PrefixCache
 
     facts = loaded.facts
     again = partial(calibration, loaded.model, device, facts.vocab_size, facts.context_tokens)
@@ -436,7 +433,7 @@ def _disk(settings: WorkerSettings, loaded: Loaded) -> DiskTier | None:
     from mlx_lm.models.cache import make_prompt_cache
 
     from fleetd.cache.pricing import PrefillCost
-    from fleetd.engine.disk_tier import DiskTier
+    from fleetd.engine.prefixes.disk_tier import DiskTier
     from fleetd.engine.sequence_state.blocks import can_be_blocks
 
     if settings.blocks is None or not can_be_blocks(make_prompt_cache(loaded.model)):

@@ -106,7 +106,7 @@ class LocalWorker:
         return split
 
     def _submit(self, tokens: Sequence[int], **fields: Any) -> str:
-        from fleetd.engine.prompt_encoding import prepare
+        from fleetd.engine.prompt.prompt_encoding import prepare
 
         self._count += 1
         self._reports.clear()

@@ -1,6 +1,6 @@
 """What is measured with a model that is loaded in this process, each within a share of the time.
 
-mlx-lm decodes and prefills on the same weights and, on a CPU, with the same arithmetic (``engine/cpu.py``).
+mlx-lm decodes and prefills on the same weights and, on a CPU, with the same arithmetic (``engine/cpu/arithmetic.py``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from fleetd import limits
 from fleetd.control.hardware_proof import ChunkProof, SharedProof, SpeedProof, WidthProof
-from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import DENSE, PLAN
+from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import Accepted
 from fleetd.engine.speculation.exactness_probe import KERNEL_CONTEXTS, KERNEL_STEPS, ProbePlan, probe
 from fleetd.errors import EngineError

@@ -16,6 +16,7 @@ import msgspec
 from fleetd.control.prefill_plan import StepView
 from fleetd.control.prefill_trace import DrafterView, Outcome, Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
+from fleetd.engine.measure.stage_times import StageTimes
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
@@ -31,7 +32,6 @@ from fleetd.engine.protocol import (
     ToolCallPiece,
     Usage,
 )
-from fleetd.engine.stage_times import StageTimes
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
 from fleetd.plan.prefill.choice import PlanChoice

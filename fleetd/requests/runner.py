@@ -28,7 +28,7 @@ from fleetd import limits
 from fleetd.control.daemon_status import RequestCounts
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_trace import Trace
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Event, Finished, Generate, Loading
 from fleetd.errors import (
     BadRequest,

@@ -21,7 +21,7 @@ from live_daemon import WAIT_S
 from netns import Lab
 from tries import Ask, Fault, Outcome, Tally, Try, TryReply, judged, schedule, worst
 
-from fleetd.engine import openmp_file
+from fleetd.engine.cpu import openmp_file
 
 #: After the last fault: until every machine answers rightly again, and until nothing is left behind.
 RECOVER_S, CLEAN_S = 120.0, 40.0

@@ -21,8 +21,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from two_disks import PROMPT, TwoMachines
 
 from fleetd import limits
-from fleetd.engine import cpu
-from fleetd.engine.pool import EnginePool, PoolOptions
+from fleetd.engine.cpu import arithmetic
+from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.models.folder import ModelFolder
 
 
@@ -118,8 +118,10 @@ def on_cpu() -> Iterator[None]:
 @pytest.fixture
 def cpu_installed(on_cpu: None) -> Iterator[None]:
     """What a worker on a CPU computes with; undone afterwards."""
-    if cpu._blas is None:
-        pytest.skip("MKL could not be loaded: nothing of fleetd.engine.cpu's exactness can be checked here")
+    if arithmetic._blas is None:
+        pytest.skip(
+            "MKL could not be loaded: nothing of fleetd.engine.cpu.arithmetic's exactness can be checked here"
+        )
     modules = {
         m: m.swiglu
         for name, m in list(sys.modules.items())
@@ -130,7 +132,7 @@ def cpu_installed(on_cpu: None) -> Iterator[None]:
         nn.Linear.__call__,
         nn.Embedding.as_linear,
     )
-    cpu.install()
+    arithmetic.install()
     yield
     mx.enable_compile()
     mx.fast.scaled_dot_product_attention, nn.Linear.__call__, nn.Embedding.as_linear = attention, linear, head

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from speculating import GREEDY, Run, guessing, perfect, right_for
 
-from fleetd.engine.output_text import AnswerText
+from fleetd.engine.answer.output_text import AnswerText
 from fleetd.engine.protocol import Delta, Sampling
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")

@@ -10,8 +10,8 @@ import pytest
 from turned_scheduler import CHUNK, TinyFamily, Turned, alone, drawn, family
 
 from fleetd import limits
-from fleetd.engine import scheduler, sequence
-from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.loop import scheduler, sequence
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.protocol import Accepted, Cancel, Failed, Finished, Prefill
 from fleetd.engine.sparse_prefill.sparse import Sparse
 

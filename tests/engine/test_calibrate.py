@@ -18,7 +18,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_architectures import tiny
 
 from fleetd import limits
-from fleetd.engine.calibrate import (
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.measure.calibrate import (
     CHUNKS,
     CONTEXT_BYTES,
     CONTEXTS,
@@ -32,13 +34,11 @@ from fleetd.engine.calibrate import (
     Calibration,
     Speeds,
 )
-from fleetd.engine.pool import EnginePool
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.made_up import made_up
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.part_speeds import PartCalibration
-from fleetd.engine.stage import Stage
 from fleetd.hardware.other_load import CpuReading
 from fleetd.models.folder import ModelFolder
 

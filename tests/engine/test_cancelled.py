@@ -16,13 +16,13 @@ from two_disks import PROMPT, WHOLE, TwoMachines, damaged, every_byte, first_the
 
 from fleetd import limits
 from fleetd.cache.pricing import PrefillCost
-from fleetd.engine.chunk_size import FixedChunks
-from fleetd.engine.fleet_tier import FetchState
-from fleetd.engine.front_prefill import FrontPrefill
-from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import DENSE
+from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.loop.sequence import ScheduledSequence
+from fleetd.engine.measure.chunk_size import FixedChunks
+from fleetd.engine.prefixes.front_prefill import FrontPrefill
+from fleetd.engine.prefixes.peer_fetch import FetchState
+from fleetd.engine.prefixes.prefix_cache import DENSE
 from fleetd.engine.protocol import Accepted, Cancel, Delta, Failed, Finished, PrefillShared
-from fleetd.engine.sequence import ScheduledSequence
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 QUICK = PrefillCost(token_s=1e-9)

@@ -10,7 +10,7 @@ from mlx_lm.models import glm4_moe, solar_open
 from mlx_lm.utils import MODEL_REMAPPING
 from tiny_architectures import FAMILIES, tiny
 
-from fleetd.engine.architectures import ANY_TEXT, CUT, REFUSED
+from fleetd.engine.layers.architectures import ANY_TEXT, CUT, REFUSED
 from fleetd.engine.scoring.attention_pass import AttentionTap
 from fleetd.engine.speculation.drafter import DraftModel
 from fleetd.models.catalog import CATALOG

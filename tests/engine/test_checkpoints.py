@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from fleetd import limits
-from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.sequence_state import checkpoints
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")

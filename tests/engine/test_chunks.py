@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetd.engine.chunk_size import (
+from fleetd.engine.measure.chunk_size import (
     ALONE_GPU_S,
     ALONE_S,
     CPU_LARGEST,

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken
 
-from fleetd.engine.control_tokens import control_tokens
-from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
+from fleetd.engine.answer.tool_formats import with_format
+from fleetd.engine.prompt.control_tokens import control_tokens
+from fleetd.engine.prompt.prompt_encoding import PreparedPrompt, prepare
 from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt
-from fleetd.engine.tool_formats import with_format
 from fleetd.errors import InvalidValue
 from fleetd.models.folder import ModelFolder
 

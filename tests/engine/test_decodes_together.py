@@ -16,8 +16,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from speculating import Run
 from tiny_architectures import FAMILIES, tiny
 
-from fleetd.engine.loading import decodes_together
-from fleetd.engine.model_reading import warm_up
+from fleetd.engine.load.loading import decodes_together
+from fleetd.engine.load.model_reading import warm_up
 from fleetd.errors import ModelUnsupported
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")

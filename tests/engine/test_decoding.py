@@ -16,10 +16,10 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
 
-from fleetd.engine import decoding, sequence
-from fleetd.engine import sampling as sampling_module
-from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.answer import sampling as sampling_module
+from fleetd.engine.loop import decoding, sequence
+from fleetd.engine.measure.memory import KvBudget
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.protocol import Cancel, Failed, Sampling, Speculate
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.rounds import Promise, Rounds
@@ -535,11 +535,11 @@ def test_a_source_may_come_while_the_answer_runs(
 def test_two_hundred_real_prompts(part: int, embedded_model: ModelFolder) -> None:
     """The embedded model, texts of this repository cut anywhere, 128 tokens each: plain in one batch, each
     alone with drafts, and, of one part in five, several at once with drafts."""
-    from fleetd.engine import cpu
+    from fleetd.engine.cpu import arithmetic
 
     path = embedded_model.path
     model, tokenizer = load_model(path)[0], load_tokenizer(path)
-    cpu.to_float32(model)
+    arithmetic.to_float32(model)
     mx.eval(model.parameters())
     dice = random.Random(part)
     root = Path(__file__).parents[2]

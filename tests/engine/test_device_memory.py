@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from tiny_architectures import write
 
-from fleetd.engine import model_reading, stage_loading
+from fleetd.engine.load import model_reading, stage_loading
 from fleetd.engine.settings import WorkerSettings
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts

@@ -22,9 +22,9 @@ from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.block_names import state_name
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.disk_tier import DiskTier
-from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import DENSE, PrefixCache
+from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.prefixes.disk_tier import DiskTier
+from fleetd.engine.prefixes.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, BlockLayout

@@ -17,8 +17,9 @@ from fleetd.cache.block_store import BlockStore
 from fleetd.cache.index import FoundBlocks
 from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.disk_tier import DiskTier
-from fleetd.engine.prefix_cache import DENSE
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.prefixes.disk_tier import DiskTier
+from fleetd.engine.prefixes.prefix_cache import DENSE
 from fleetd.engine.protocol import (
     Accepted,
     Cancel,
@@ -27,7 +28,6 @@ from fleetd.engine.protocol import (
 )
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, can_be_blocks
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 # Two blocks and more.

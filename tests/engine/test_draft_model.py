@@ -15,8 +15,8 @@ import tiny_models
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, make_prompt_cache
 from tiny_architectures import VOCAB
 
-from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.measure.memory import KvBudget
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.protocol import DraftFor, Failed, Followed
 from fleetd.engine.speculation.draft_guests import DraftGuests
 from fleetd.engine.speculation.drafter import DraftModel, DraftWriter

@@ -18,8 +18,8 @@ from request_events import RequestEvents
 from sharing import prompt, resources, settle, workers, write
 
 from fleetd import limits
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Cancel, DraftFor, Followed, Generate, Speculate
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import InvalidValue, Overloaded
 
 pytestmark = pytest.mark.one_loop

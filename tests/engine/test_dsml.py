@@ -9,10 +9,10 @@ import miniature_tokenizers as miniature
 import pytest
 from call_formats import SpelledAnswer
 
-from fleetd.engine.dsml import DSML, DSML_START
-from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.answer.dsml import DSML, DSML_START
+from fleetd.engine.answer.tool_formats import with_format
+from fleetd.engine.prompt.prompt_encoding import prepare
 from fleetd.engine.protocol import ChatPrompt, Generate
-from fleetd.engine.tool_formats import with_format
 from fleetd.errors import BadRequest
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]

@@ -16,8 +16,8 @@ from shared_runs import as_bytes, staged
 from speculating import Run, Scripted, lying, perfect, right_for
 from tiny_architectures import FAMILIES, VOCAB, WITHOUT_EXPERTS, tiny
 
-from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.protocol import Speculate
 from fleetd.engine.shared_prefill.fingerprint import any_chunks
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe

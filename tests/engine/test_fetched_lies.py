@@ -16,7 +16,7 @@ from two_disks import WHOLE, TwoMachines, damaged, every_byte, first_then, gone
 from wire_changes import changes
 
 from fleetd import limits
-from fleetd.engine import stored_beginnings
+from fleetd.engine.loop import stored_beginnings
 from fleetd.sealed.stream import SealedSender
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient", "short_prompts")

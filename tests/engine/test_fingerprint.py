@@ -9,10 +9,10 @@ import pytest
 from family_params import each
 from tiny_architectures import FAMILIES, tiny
 
-from fleetd.engine import cpu
+from fleetd.engine.cpu import arithmetic
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.shared_prefill.fingerprint import TOKENS, any_chunks, arithmetic, layer_hashes, probe
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
-from fleetd.engine.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 
@@ -95,6 +95,6 @@ def test_where_chunks_may_be_cut_elsewhere(name: str, device: str, dtype: mx.Dty
 
 def test_without_mkl_chunks_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage.of(tiny("qwen2"))
-    monkeypatch.setattr(cpu, "_blas", None)
-    assert not cpu.exact()
+    monkeypatch.setattr(arithmetic, "_blas", None)
+    assert not arithmetic.exact()
     assert not any_chunks(stage, KvLayout.of(stage), "cpu")

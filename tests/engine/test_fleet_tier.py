@@ -16,8 +16,9 @@ from two_disks import PROMPT, WHOLE, TwoMachines, forget_exact, keep_as_plan
 from fleetd import limits
 from fleetd.cache import block_names
 from fleetd.cache.block_store import BlockStore
-from fleetd.engine.fetched_check import FetchedCheck
-from fleetd.engine.prefix_cache import DENSE, PLAN
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.prefixes.fetched_check import FetchedCheck
+from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import (
     BLOCKS,
     Accepted,
@@ -29,7 +30,6 @@ from fleetd.engine.protocol import (
 )
 from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.stage import Stage
 from fleetd.sealed.stream import SealedSender
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient", "short_prompts")

@@ -12,8 +12,9 @@ import jinja2
 import pytest
 
 from fleetd.cache.block_names import LateBasis
-from fleetd.engine import prompt_encoding, protocol, worker
-from fleetd.engine.memory import KvBudget
+from fleetd.engine import protocol, worker
+from fleetd.engine.measure.memory import KvBudget
+from fleetd.engine.prompt import prompt_encoding
 from fleetd.engine.protocol import (
     AssistPrefill,
     Cancel,
@@ -109,7 +110,7 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
             raise BadRequest("no")
         return prompt_encoding.PreparedPrompt(request, [1])
 
-    monkeypatch.setattr("fleetd.engine.prompt_encoding.prepare", prepare)
+    monkeypatch.setattr("fleetd.engine.prompt.prompt_encoding.prepare", prepare)
     ends.daemon.sendall(protocol.encode(Generate("r", TextPrompt("x"))))
     decoder = protocol.commands()
     for command in decoder.feed(ends.link.receive()):
@@ -134,7 +135,7 @@ def test_borders_are_looked_for_only_where_states_are_kept(
         looked.append(borders)
         return prompt_encoding.PreparedPrompt(request, [1])
 
-    monkeypatch.setattr("fleetd.engine.prompt_encoding.prepare", prepare)
+    monkeypatch.setattr("fleetd.engine.prompt.prompt_encoding.prepare", prepare)
     ends.keeps_states = keeps_states
     counted = Generate("c", TextPrompt("x"), count_only=True)
     read(ends, protocol.encode(Generate("r", TextPrompt("x"))), protocol.encode(counted))
@@ -152,7 +153,7 @@ def test_a_prompts_length_is_told_and_judged_while_the_compute_thread_is_busy(
     def prepare(request: Generate, *_: Any, borders: bool, **__: Any) -> prompt_encoding.PreparedPrompt:
         return prompt_encoding.PreparedPrompt(request, [1] * tokens)
 
-    monkeypatch.setattr("fleetd.engine.prompt_encoding.prepare", prepare)
+    monkeypatch.setattr("fleetd.engine.prompt.prompt_encoding.prepare", prepare)
     # What it is told, it never takes.
     read(ends, protocol.encode(Generate("r", TextPrompt("x"))))
     (report,) = ends.sent

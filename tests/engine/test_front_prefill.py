@@ -21,14 +21,14 @@ from two_disks import (
 
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.pricing import PrefillCost
-from fleetd.engine.front_prefill import FrontPrefill
-from fleetd.engine.prefix_cache import DENSE, PLAN
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.prefixes.front_prefill import FrontPrefill
+from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import (
     Cancel,
     Failed,
 )
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.stage import Stage
 from fleetd.sealed.stream import SealedSender
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient", "short_prompts")

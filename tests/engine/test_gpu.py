@@ -11,7 +11,7 @@ from asking import ask, run
 from shared_runs import LAYERS, SharedRun
 from tiny_architectures import tiny
 
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Generate, TokenPrompt
 from fleetd.models.folder import ModelFolder
 from fleetd.plan.prefill.split import Split

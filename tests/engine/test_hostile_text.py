@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.engine.answer_reader import AnswerReader
-from fleetd.engine.call_formats import CALL_FORMATS
-from fleetd.engine.output_text import AnswerText
+from fleetd.engine.answer.answer_reader import AnswerReader
+from fleetd.engine.answer.call_formats import CALL_FORMATS
+from fleetd.engine.answer.output_text import AnswerText
+from fleetd.engine.answer.text_feed import TextFeed, words
+from fleetd.engine.answer.tool_formats import markers
 from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
-from fleetd.engine.text_feed import TextFeed, words
-from fleetd.engine.tool_formats import markers
 from fleetd.errors import EngineError
 
 SCHEMA = {

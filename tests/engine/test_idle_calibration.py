@@ -10,8 +10,8 @@ from fakes import FACTS
 from msgspec.structs import replace
 
 from fleetd import limits
-from fleetd.engine.calibrate import ONE_SIZE, Speeds
-from fleetd.engine.idle_calibration import IdleCalibration
+from fleetd.engine.measure.calibrate import ONE_SIZE, Speeds
+from fleetd.engine.measure.idle_calibration import IdleCalibration
 from fleetd.engine.protocol import MeasuredAgain, Report
 
 DOUBT = "other programs had 60 % of the processor"

@@ -12,7 +12,7 @@ from fakes import FACTS
 from msgspec.structs import replace
 
 from fleetd import limits
-from fleetd.engine.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Ready, ScoringState
 from fleetd.errors import OutOfMemory
 

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from shared_runs import as_bytes, prefilled, prompt
 from tiny_architectures import FAMILIES, WINDOW, tiny
 
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state import array_bytes, rings, row_memory, whole_states
 from fleetd.engine.sequence_state.array_bytes import all_finite
 from fleetd.engine.sequence_state.parts import parts
@@ -23,7 +24,6 @@ from fleetd.engine.sequence_state.whole_states import state_buffers
 from fleetd.engine.shared_prefill import frame_payloads
 from fleetd.engine.shared_prefill.frame_payloads import States
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
-from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
 from fleetd.plan.prefill.split import Split

@@ -13,7 +13,7 @@ from turned_pair import TurnedPair
 from turned_scheduler import TinyFamily, family
 
 from fleetd import limits
-from fleetd.engine.prefix_cache import DENSE, PLAN
+from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import Accepted, Cancel, Delta, Failed, Finished, Prefill, Shared, TokenPrompt
 from fleetd.engine.sequence_state import row_memory
 from fleetd.engine.shared_prefill import helper_work

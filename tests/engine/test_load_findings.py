@@ -15,10 +15,10 @@ import pytest
 from asking import folder_of
 
 from fleetd import limits
-from fleetd.engine import loading
-from fleetd.engine.calibrate import Speeds, calibration
-from fleetd.engine.idle_calibration import IdleCalibration
-from fleetd.engine.load_findings import FindingsKey, LoadFindings, block_basis
+from fleetd.engine.load import loading
+from fleetd.engine.load.load_findings import FindingsKey, LoadFindings, block_basis
+from fleetd.engine.measure.calibrate import Speeds, calibration
+from fleetd.engine.measure.idle_calibration import IdleCalibration
 from fleetd.engine.protocol import Arithmetic, Loading
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill import sharable

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from fleetd import limits
-from fleetd.engine.load_watch import LoadWatch
+from fleetd.engine.daemon_side.load_watch import LoadWatch
 from fleetd.engine.protocol import Loading
 from fleetd.errors import EngineStalled
 from fleetd.hardware.process_work import ProcessWork, work_of

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetd.engine import logprobs
-from fleetd.engine.logprobs import IMPOSSIBLE, Logprobs, PromptLogprobs
+from fleetd.engine.answer import logprobs
+from fleetd.engine.answer.logprobs import IMPOSSIBLE, Logprobs, PromptLogprobs
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 

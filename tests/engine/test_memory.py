@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.engine.loading import MemoryShares
-from fleetd.engine.memory import KvBudget, admit_weights, human
+from fleetd.engine.load.loading import MemoryShares
+from fleetd.engine.measure.memory import KvBudget, admit_weights, human
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import OutOfMemory
 from fleetd.limits import GIB, MIB

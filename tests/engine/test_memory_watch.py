@@ -16,12 +16,13 @@ import unbounded_worker
 from asking import ask, folder_of, run
 
 from fleetd import limits
-from fleetd.engine import address_space, memory_watch
-from fleetd.engine.memory_watch import MemoryWatch
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.cpu import address_space
+from fleetd.engine.daemon_side import memory_watch
+from fleetd.engine.daemon_side.memory_watch import MemoryWatch
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Accepted
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineDied, ModelUnsupported
 from fleetd.hardware.memory import resident_bytes
 from fleetd.limits import GIB, MIB
@@ -133,7 +134,7 @@ async def test_who_only_shares_a_worker_with_such_a_template_may_ask_again(
             looked.set()
         return resident
 
-    monkeypatch.setattr("fleetd.engine.supervisor.resident_bytes", reading)
+    monkeypatch.setattr("fleetd.engine.daemon_side.supervisor.resident_bytes", reading)
     monkeypatch.setattr(EngineProcess, "command", (sys.executable, str(fake_worker.__file__), "accepts one"))
     engine = EngineProcess(WorkerSettings(name="fake", path="/nowhere"), is_bounded=False)
     await engine.start()

@@ -15,12 +15,12 @@ from fleetd import limits
 from fleetd.api.anthropic import translate
 from fleetd.api.anthropic.bodies import MessagesBody
 from fleetd.api.body import parse
-from fleetd.engine.control_tokens import ControlTokens
-from fleetd.engine.message_borders import borders
-from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
+from fleetd.engine.prompt.control_tokens import ControlTokens
+from fleetd.engine.prompt.message_borders import borders
+from fleetd.engine.prompt.prompt_encoding import PreparedPrompt, prepare
+from fleetd.engine.prompt.shown_contents import NotShown
 from fleetd.engine.protocol import ChatPrompt, Generate
 from fleetd.engine.sequence_state import checkpoints
-from fleetd.engine.shown_contents import NotShown
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 BLOCK = limits.CHECKPOINT_BLOCK_TOKENS

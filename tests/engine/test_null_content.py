@@ -8,8 +8,8 @@ import miniature_tokenizers as miniature
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from fleetd.engine.null_content import needs_content
-from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.prompt.null_content import needs_content
+from fleetd.engine.prompt.prompt_encoding import prepare
 from fleetd.engine.protocol import ChatPrompt, Generate
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"city": "Paris"}}}

@@ -15,11 +15,11 @@ from mlx_lm import tool_parsers
 
 from fleetd import limits
 from fleetd.api import conversation
-from fleetd.engine.call_formats import CALL_FORMATS
-from fleetd.engine.object_text import object_of, strict_object
-from fleetd.engine.output_text import AnswerText
+from fleetd.engine.answer.call_formats import CALL_FORMATS
+from fleetd.engine.answer.object_text import object_of, strict_object
+from fleetd.engine.answer.output_text import AnswerText
+from fleetd.engine.answer.tool_formats import primed
 from fleetd.engine.protocol import Delta, ToolCall
-from fleetd.engine.tool_formats import primed
 from fleetd.nesting import is_deeper
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

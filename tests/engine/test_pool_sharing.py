@@ -10,7 +10,7 @@ import pytest
 from asking import folder_of, run
 from sharing import LAYERS, prompt, write
 
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import EngineError, OutOfMemory
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WORKING_BYTES

@@ -11,8 +11,8 @@ import pytest
 import tiny_models
 from mlx_lm.models.cache import make_prompt_cache
 
-from fleetd.engine.prefill import SCORED_TOKENS, Prefiller
-from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.layers.prefill import SCORED_TOKENS, Prefiller
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.sequence_state import growth, rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
 

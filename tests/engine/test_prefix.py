@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 FEW = st.lists(st.integers(0, 2), min_size=1, max_size=8)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from fleetd.engine.logprobs import Logprobs, PromptLogprobs
-from fleetd.engine.token_bytes import _byte_table
+from fleetd.engine.answer.logprobs import Logprobs, PromptLogprobs
+from fleetd.engine.answer.token_bytes import _byte_table
 
 LETTERS = {byte: letter for letter, byte in _byte_table().items()}
 

@@ -11,8 +11,8 @@ from typing import Any
 import chain_model
 import pytest
 
-from fleetd.engine import loading
 from fleetd.engine.failures import over_files
+from fleetd.engine.load import loading
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import FleetError, ModelCorrupt, ModelUnsupported, OutOfMemory
 

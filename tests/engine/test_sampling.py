@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from mlx_lm import sample_utils
 from msgspec.structs import replace
 
-from fleetd.engine import sampling
-from fleetd.engine.protocol import Sampling
-from fleetd.engine.sampling import (
+from fleetd.engine.answer import sampling
+from fleetd.engine.answer.sampling import (
     BatchSampler,
     SamplingDefaults,
     SeededSampler,
@@ -23,6 +22,7 @@ from fleetd.engine.sampling import (
     make_sampler,
     without_ends,
 )
+from fleetd.engine.protocol import Sampling
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0], dtype=np.float32)

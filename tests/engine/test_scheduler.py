@@ -16,14 +16,15 @@ from msgspec.structs import replace
 from turned_scheduler import TurnedScheduler
 
 from fleetd import limits
-from fleetd.engine import decoding, sequence
-from fleetd.engine.calibrate import Calibration
-from fleetd.engine.chunk_size import FixedChunks
-from fleetd.engine.idle_calibration import IdleCalibration
-from fleetd.engine.logprobs import Logprobs
-from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix_cache import PrefixCache
-from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
+from fleetd.engine.answer.logprobs import Logprobs
+from fleetd.engine.loop import decoding, sequence
+from fleetd.engine.loop.scheduler import PATIENCE_TURNS
+from fleetd.engine.measure.calibrate import Calibration
+from fleetd.engine.measure.chunk_size import FixedChunks
+from fleetd.engine.measure.idle_calibration import IdleCalibration
+from fleetd.engine.measure.memory import KvBudget
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
+from fleetd.engine.prompt.prompt_encoding import PreparedPrompt, prepare
 from fleetd.engine.protocol import (
     Accepted,
     Cancel,
@@ -43,7 +44,6 @@ from fleetd.engine.protocol import (
     TextPrompt,
     TokenPrompt,
 )
-from fleetd.engine.scheduler import PATIENCE_TURNS
 from fleetd.engine.scoring import head_profile
 from fleetd.errors import InvalidValue
 

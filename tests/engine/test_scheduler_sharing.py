@@ -13,9 +13,10 @@ from mlx_lm.utils import load_model
 from turned_scheduler import TurnedScheduler
 
 from fleetd import limits
-from fleetd.engine.chunk_size import FixedChunks
-from fleetd.engine.prefix_cache import PLAN
-from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.measure.chunk_size import FixedChunks
+from fleetd.engine.prefixes.prefix_cache import PLAN
+from fleetd.engine.prompt.prompt_encoding import prepare
 from fleetd.engine.protocol import (
     Accepted,
     AssistPrefill,
@@ -29,7 +30,6 @@ from fleetd.engine.protocol import (
     Shared,
 )
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.stage import Stage
 from fleetd.plan.prefill.split import Split
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

@@ -12,7 +12,7 @@ from fleetd.compression.document import Document
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.select import select
 from fleetd.compression.token_scores import SegmentScores, merge
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,

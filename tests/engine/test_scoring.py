@@ -18,7 +18,7 @@ from tiny_architectures import OWN, VOCAB, tiny
 
 from fleetd import limits
 from fleetd.compression.token_scores import SegmentScores, log_sum_exp, merge
-from fleetd.engine.memory import KvBudget
+from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.protocol import (
     Accepted,
     Failed,

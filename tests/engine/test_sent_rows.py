@@ -14,7 +14,7 @@ from two_disks import ORIGIN, PROMPT, THERE, WHOLE, TwoMachines
 
 from fleetd.cache import block_names
 from fleetd.cache.pricing import PrefillCost
-from fleetd.engine.prefix_cache import NO_ORIGINS, PrefixCache
+from fleetd.engine.prefixes.prefix_cache import NO_ORIGINS, PrefixCache
 from fleetd.engine.protocol import Cancel, ForgetOrigins, Kept
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient", "short_prompts")

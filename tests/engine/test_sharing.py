@@ -16,12 +16,12 @@ from mlx_lm.models.cache import ArraysCache
 from shared_runs import LAYERS, SharedRun, as_bytes, prompt
 from tiny_architectures import FAMILIES, LONG, WITHOUT_EXPERTS, config_of, tiny
 
-from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.protocol import PrefillShared
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
-from fleetd.engine.stage import Stage
 from fleetd.errors import InvalidValue
 from fleetd.plan.prefill.split import Split, checked
 

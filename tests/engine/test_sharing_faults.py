@@ -14,10 +14,10 @@ from shared_runs import LAYERS, SharedRun, prompt
 from tiny_architectures import VOCAB, tiny
 
 from fleetd import limits
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import AssistPrefill
 from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
-from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import FrameHeader, Kind
 from fleetd.errors import FleetError, InvalidValue, PeerLate, PeerLost, PeerWrong, ProtocolError
 from fleetd.plan.prefill.split import Split

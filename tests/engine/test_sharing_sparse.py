@@ -10,6 +10,7 @@ import pytest
 from shared_runs import LAYERS, SharedRun, kept_of, prompt, staged
 from tiny_architectures import tiny
 
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import PrefillShared
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.shared_prefill import frame_schedule
@@ -17,7 +18,6 @@ from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.sparse_prefill.sparse import Sparse
-from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import FrameHeader, Kind
 from fleetd.errors import FleetError, InvalidValue, ProtocolError
 from fleetd.plan.prefill.split import Split, checked

@@ -17,8 +17,8 @@ from tiny_architectures import VOCAB, tiny
 
 from fleetd import limits
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.architectures import CUT
-from fleetd.engine.prefix_cache import DENSE, PrefixCache
+from fleetd.engine.layers.architectures import CUT
+from fleetd.engine.prefixes.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.rings import RingState

@@ -12,10 +12,10 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tiny_architectures import tiny
 from turned_scheduler import TurnedScheduler
 
-from fleetd.engine.chunk_size import FixedChunks
-from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix_cache import DENSE
-from fleetd.engine.prompt_encoding import PreparedPrompt
+from fleetd.engine.measure.chunk_size import FixedChunks
+from fleetd.engine.measure.memory import KvBudget
+from fleetd.engine.prefixes.prefix_cache import DENSE
+from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import (
     Accepted,
     Cancel,

@@ -14,7 +14,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_architectures import FAMILIES, VOCAB, WINDOW, tiny
 
-from fleetd.engine.prefill import Prefiller
+from fleetd.engine.layers.prefill import Prefiller
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading, leading_cache
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, SparseWindow, rows, sparse_cache
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from asking import GREEDY, run
 
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Accepted, ChatPrompt, Generate, Keep
 from fleetd.engine.sparse_prefill.sparse import TAIL_TOKENS
 from fleetd.models.folder import ModelFolder

@@ -17,8 +17,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cac
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
 
+from fleetd.engine.answer.sampling import make_processors, make_sampler
+from fleetd.engine.layers.stage import code_of
 from fleetd.engine.protocol import Cancel, Sampling
-from fleetd.engine.sampling import make_processors, make_sampler
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.sequence_state.parts import all_parts
@@ -26,7 +27,6 @@ from fleetd.engine.speculation.controller import RISK, RISK_PER_TOKEN, Controlle
 from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
-from fleetd.engine.stage import code_of
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 REPO = Path(__file__).parents[2]

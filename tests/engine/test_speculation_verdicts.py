@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from asking import folder_of
 
-from fleetd.engine import loading
+from fleetd.engine.load import loading
 from fleetd.engine.protocol import Loading
 from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.settings import WorkerSettings

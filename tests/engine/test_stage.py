@@ -27,11 +27,11 @@ from mlx_lm.models.cache import (
 from mlx_lm.utils import MODEL_REMAPPING
 from tiny_architectures import FAMILIES, LONG, VOCAB, WINDOW, WITHOUT_EXPERTS, config_of, tiny
 
-from fleetd.engine.architectures import ANY_TEXT, CUT, REFUSED, architecture_of
-from fleetd.engine.between_layers import BETWEEN
-from fleetd.engine.layer_calls import PER_LAYER_MODULES
+from fleetd.engine.layers.architectures import ANY_TEXT, CUT, REFUSED, architecture_of
+from fleetd.engine.layers.between_layers import BETWEEN
+from fleetd.engine.layers.layer_calls import PER_LAYER_MODULES
+from fleetd.engine.layers.stage import Stage, architecture_for
 from fleetd.engine.sequence_state.parts import parts
-from fleetd.engine.stage import Stage, architecture_for
 from fleetd.errors import InvalidValue, ModelUnsupported
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")

@@ -22,16 +22,17 @@ from msgspec.structs import replace
 from tiny_architectures import VOCAB, tiny, write
 
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.engine import cpu, loading
-from fleetd.engine.architectures import CUT
-from fleetd.engine.memory import admit_weights
-from fleetd.engine.model_reading import Device, lazy_model, memory_bytes
+from fleetd.engine.cpu import arithmetic
+from fleetd.engine.layers.architectures import CUT
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.load import loading
+from fleetd.engine.load.model_reading import Device, lazy_model, memory_bytes
+from fleetd.engine.load.stage_loading import LoadedStage, load_stage
+from fleetd.engine.measure.memory import admit_weights
 from fleetd.engine.protocol import Loading
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import sizes
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.stage import Stage
-from fleetd.engine.stage_loading import LoadedStage, load_stage
 from fleetd.errors import InvalidValue, OutOfMemory
 from fleetd.models.folder import read_config
 from fleetd.models.memory_need import WORKING_BYTES
@@ -63,7 +64,7 @@ def assert_equals_the_whole(path: Path, device: Device, cuts: tuple[int, ...] = 
     """Stages read one by one, against the model as a worker would have it."""
     model = lazy_model(path, read_config(path))
     if device == "cpu":
-        cpu.to_float32(model)
+        arithmetic.to_float32(model)
     cache = make_prompt_cache(model)
     expected = [model(prompt(40), cache=cache), model(prompt(1), cache=cache)]
 
@@ -146,8 +147,8 @@ import mlx.core as mx
 import psutil
 from fleetd.engine.sequence_state.parts import sizes
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.stage import Stage
-from fleetd.engine.stage_loading import load_stage
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.load.stage_loading import load_stage
 mx.set_default_device(mx.cpu)
 cpu.install()
 process, before = psutil.Process(), {}
@@ -297,7 +298,7 @@ def read(path: Path, first: int, last: int, device: Device) -> tuple[int, Stage]
     part = Stage.of(lazy_model(path, read_config(path))).part(first, last)
     needed = memory_bytes(part.weights, device)
     if device == "cpu":
-        cpu.to_float32(part.weights)
+        arithmetic.to_float32(part.weights)
     mx.eval(part.weights.parameters())
     return needed, part
 

@@ -19,8 +19,9 @@ import pytest
 from asking import ask, folder_of, run
 
 from fleetd import limits
-from fleetd.engine import openmp_file
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.cpu import openmp_file
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
     Accepted,
     AssistPrefill,
@@ -32,7 +33,6 @@ from fleetd.engine.protocol import (
     StreamTag,
     Tokenized,
 )
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineDied, EngineError, EngineStalled, ModelUnloaded, OutOfMemory, Overloaded
 from fleetd.plan.prefill.split import Split
 
@@ -43,7 +43,7 @@ Misbehave = Callable[[str], None]
 @pytest.fixture
 def behave(monkeypatch: pytest.MonkeyPatch) -> Misbehave:
     monkeypatch.setattr(limits, "ENGINE_STOP_S", 0.2)
-    monkeypatch.setattr("fleetd.engine.pool._CHECK_S", 0.05)
+    monkeypatch.setattr("fleetd.engine.daemon_side.pool._CHECK_S", 0.05)
 
     def behave(behaviour: str) -> None:
         monkeypatch.setattr(EngineProcess, "command", (sys.executable, fake_worker.__file__, behaviour))

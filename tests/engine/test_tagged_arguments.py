@@ -21,11 +21,11 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from speculating import GREEDY, Run
 
-from fleetd.engine.dsml import DSML
-from fleetd.engine.object_text import escaped
-from fleetd.engine.prompt_encoding import PreparedPrompt
+from fleetd.engine.answer.dsml import DSML
+from fleetd.engine.answer.object_text import escaped
+from fleetd.engine.answer.schema_values import ParameterSchemas
+from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import ChatPrompt, Delta, Generate, ToolCall, ToolCallPiece
-from fleetd.engine.schema_values import ParameterSchemas
 
 # What ends a value, and what ends its call.
 ENDS = {

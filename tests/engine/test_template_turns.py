@@ -14,10 +14,10 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
+from fleetd.engine.answer.tool_formats import with_format
+from fleetd.engine.prompt.prompt_encoding import PreparedPrompt, prepare
+from fleetd.engine.prompt.template_turns import TemplateNeeds, template_needs
 from fleetd.engine.protocol import ChatPrompt, Generate, Keep
-from fleetd.engine.template_turns import TemplateNeeds, template_needs
-from fleetd.engine.tool_formats import with_format
 from fleetd.errors import BadRequest
 
 Message = dict[str, Any]

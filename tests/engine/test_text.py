@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load
 
-from fleetd.engine.logprobs import Logprobs, PromptLogprobs
-from fleetd.engine.output_text import AnswerText, StopFilter
+from fleetd.engine.answer.logprobs import Logprobs, PromptLogprobs
+from fleetd.engine.answer.output_text import AnswerText, StopFilter
+from fleetd.engine.answer.token_bytes import token_bytes
 from fleetd.engine.protocol import Delta, TokenLogprob, ToolCall
-from fleetd.engine.token_bytes import token_bytes
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.engine import tool_formats
-from fleetd.engine.call_reader import tool_name
-from fleetd.engine.output_text import AnswerText
+from fleetd.engine.answer import tool_formats
+from fleetd.engine.answer.call_reader import tool_name
+from fleetd.engine.answer.output_text import AnswerText
 from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
 
 ARGUMENTS = {

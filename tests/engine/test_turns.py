@@ -18,8 +18,8 @@ from fleetd.api.openai import bodies as openai_bodies
 from fleetd.api.openai import translate as openai
 from fleetd.api.responses import translate as responses
 from fleetd.api.responses.bodies import ResponsesBody
-from fleetd.engine.chunk_size import FixedChunks
-from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.measure.chunk_size import FixedChunks
+from fleetd.engine.prompt.prompt_encoding import prepare
 from fleetd.engine.protocol import Cancel, Generate, Prefill
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")

@@ -22,7 +22,7 @@ from asking import GREEDY, ask, folder_of, run
 
 from fleetd import limits
 from fleetd.engine import protocol
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
@@ -245,7 +245,7 @@ async def test_config_that_does_not_fit_the_weights(pool: EnginePool, tmp_path: 
 async def test_idle_model_is_unloaded(
     make_pool: Callable[..., EnginePool], chain: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleetd.engine.pool._CHECK_S", 0.05)
+    monkeypatch.setattr("fleetd.engine.daemon_side.pool._CHECK_S", 0.05)
     pool = make_pool(idle_unload_s=0.2)
     unload, unloaded = pool.unload, asyncio.Event()
 
@@ -269,7 +269,7 @@ async def test_idle_model_is_unloaded(
 async def test_a_client_says_how_long_a_model_stays(
     make_pool: Callable[..., EnginePool], chain: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleetd.engine.pool._CHECK_S", 0.05)
+    monkeypatch.setattr("fleetd.engine.daemon_side.pool._CHECK_S", 0.05)
     pool = make_pool(idle_unload_s=0.0)
     pool.keep("chain", 5.0)
     assert pool.stays_s("chain") == math.inf  # it is not loaded

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from asking import GREEDY, ask, run
 
-from fleetd.engine.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,

@@ -25,6 +25,7 @@ from sharing import (
 )
 
 from fleetd import limits
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
     Assisted,
     AssistPrefill,
@@ -35,7 +36,6 @@ from fleetd.engine.protocol import (
     PrefillShared,
     TextPrompt,
 )
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, InvalidValue, OutOfMemory, Overloaded, PeerError
 from fleetd.plan.prefill.split import Split
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from fleetd.engine.architectures import CUT, REFUSED
-from fleetd.engine.call_formats import CALL_FORMATS
+from fleetd.engine.answer.call_formats import CALL_FORMATS
+from fleetd.engine.layers.architectures import CUT, REFUSED
 
 REPO = Path(__file__).parents[2]
 # Formats of tool calls have names of their own, which are mlx-lm's: some are a family's.

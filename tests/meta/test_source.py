@@ -68,7 +68,9 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_the_daemon_loads_no_model_library() -> None:
-    loaded = loaded_by("import fleetd.app, fleetd.cli, fleetd.engine.pool, fleetd.models.model_store")
+    loaded = loaded_by(
+        "import fleetd.app, fleetd.cli, fleetd.engine.daemon_side.pool, fleetd.models.model_store"
+    )
     assert "aiohttp" in loaded
     assert not loaded & {"mlx", "mlx_lm", "torch", "transformers", "huggingface_hub", "numpy", "tokenizers"}
 

@@ -11,7 +11,7 @@ import miniature_tokenizers as miniature
 import pytest
 from mlx_lm.tokenizer_utils import _infer_tool_parser
 
-from fleetd.engine.tool_formats import with_format
+from fleetd.engine.answer.tool_formats import with_format
 from fleetd.models import abilities, chat_templates
 from fleetd.models.abilities import ModelAbilities, of_files, of_template
 from fleetd.models.catalog import CATALOG, find

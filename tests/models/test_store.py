@@ -40,7 +40,7 @@ def test_catalog_serves_every_tier_and_names_nothing_twice() -> None:
 
 def test_every_way_to_write_tool_calls_in_the_catalog_is_known() -> None:
     parsers = {module.name for module in pkgutil.iter_modules(tool_parsers.__path__)}
-    # Those of fleetd/engine/tool_formats.py.
+    # Those of fleetd/engine/answer/tool_formats.py.
     parsers |= {"llama3", "harmony", "deepseek_v32"}
     assert {entry.tools for entry in catalog.CATALOG if entry.tools} <= parsers
 

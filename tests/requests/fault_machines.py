@@ -48,9 +48,9 @@ from wire import Effect, Link, WatchedWire, Way
 
 from fleetd import limits, observe
 from fleetd.control.prefill_trace import Trace
-from fleetd.engine.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Generate, PrefillShared, StreamTag
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames

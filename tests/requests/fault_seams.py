@@ -18,9 +18,9 @@ from request_events import RequestEvents
 from sharing import resources
 from wire import Effect
 
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Generate, TokenPrompt
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
 from fleetd.requests.message_codec import ALIVE

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from fleetd import limits
 from fleetd.control.daemon_status import RequestCounts
 from fleetd.control.prefill_trace import Trace
+from fleetd.engine.measure.stage_times import StageTimes
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
@@ -27,7 +28,6 @@ from fleetd.engine.protocol import (
     Timings,
     Usage,
 )
-from fleetd.engine.stage_times import StageTimes
 from fleetd.errors import (
     ContextLengthExceeded,
     DownloadFailed,

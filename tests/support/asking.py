@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import ChatPrompt, Delta, Event, Finished, Generate, Loading, Sampling, ToolCall
 from fleetd.models.folder import ModelFolder
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 
-from fleetd.engine import cpu
+from fleetd.engine.cpu import arithmetic
 
 
 def use(threads: int) -> None:
     """From now on, in every thread that has no number of its own. Where there is no MKL, nothing changes."""
-    if cpu._blas is not None:
-        cpu._blas.MKL_Set_Num_Threads(ctypes.c_int(threads))
+    if arithmetic._blas is not None:
+        arithmetic._blas.MKL_Set_Num_Threads(ctypes.c_int(threads))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from fleetd.engine import dsml
-from fleetd.engine.call_formats import CALL_FORMATS, HARMONY_START, LLAMA3_START
-from fleetd.engine.output_text import AnswerText
+from fleetd.engine.answer import dsml
+from fleetd.engine.answer.call_formats import CALL_FORMATS, HARMONY_START, LLAMA3_START
+from fleetd.engine.answer.output_text import AnswerText
 from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
 
 

@@ -12,13 +12,13 @@ from fleetd import limits
 from fleetd.cache.block_names import LateBasis
 from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.chunk_size import FixedChunks
-from fleetd.engine.disk_tier import DiskTier
-from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix_cache import DENSE, Hit, PrefixCache
-from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.loop.scheduler import Scheduler
+from fleetd.engine.measure.chunk_size import FixedChunks
+from fleetd.engine.measure.memory import KvBudget
+from fleetd.engine.prefixes.disk_tier import DiskTier
+from fleetd.engine.prefixes.prefix_cache import DENSE, Hit, PrefixCache
+from fleetd.engine.prompt.prompt_encoding import prepare
 from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Sampling, TokenPrompt
-from fleetd.engine.scheduler import Scheduler
 from fleetd.engine.sequence_state.array_bytes import as_bytes
 
 SLOW = PrefillCost(token_s=1.0)

@@ -11,9 +11,9 @@ from request_events import RequestEvents
 from sharing import settle
 
 from bench.harness.delayed_sockets import Delayed
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Accepted, Delta, DraftFor, Generate, StreamTag
 from fleetd.engine.speculation.draft_messages import DRAFTS
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
 
 # A dozen frames of drafts.

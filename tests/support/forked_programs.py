@@ -409,11 +409,12 @@ def _fork_server() -> None:
 
 
 def _import_for_workers() -> None:
-    from fleetd.engine import cpu
+    from fleetd.engine.cpu import arithmetic
 
-    cpu.preload_blas()
-    cpu.preload_blas = lambda: cpu.exact()  # it insists on being first, and has been
-    from fleetd.engine import loading, worker  # noqa: F401  (what a load imports)
+    arithmetic.preload_blas()
+    arithmetic.preload_blas = lambda: arithmetic.exact()  # it insists on being first, and has been
+    from fleetd.engine import worker  # noqa: F401  (what a load imports)
+    from fleetd.engine.load import loading
 
     worker.quiet_libraries()
 

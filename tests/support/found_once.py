@@ -22,8 +22,8 @@ VARIABLE = "FOUND_ONCE"
 
 def install() -> None:
     """Called in the process that all programs are forked from."""
-    from fleetd.engine.cached_results import CachedResult
-    from fleetd.engine.load_findings import FindingsKey
+    from fleetd.engine.load.load_findings import FindingsKey
+    from fleetd.engine.measure.cached_results import CachedResult
     from fleetd.engine.speculation.verdicts import VerdictKey
 
     class FoundOnce(CachedResult[Any]):

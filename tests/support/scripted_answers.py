@@ -47,7 +47,7 @@ class ScriptedTurns(msgspec.Struct):
 
 def install() -> None:
     """Called in the process that all programs are forked from."""
-    from fleetd.engine.decoding import Decoding
+    from fleetd.engine.loop.decoding import Decoding
 
     usual = Decoding._processors
 

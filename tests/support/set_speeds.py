@@ -36,7 +36,7 @@ LIMITS = {
 
 def install() -> None:
     """Called in the process that all programs are forked from."""
-    from fleetd.engine import loading
+    from fleetd.engine.load import loading
     from fleetd.fleet import Fleet
     from fleetd.plan.model_speeds import ModelSpeeds
     from fleetd.plan.speed_corrections import SpeedCorrections
@@ -59,7 +59,7 @@ def _speeds(model: Any, *_: Any) -> Any:
     """In the place of ``calibrate``."""
     from mlx.utils import tree_flatten
 
-    from fleetd.engine.calibrate import CHUNKS, Speeds
+    from fleetd.engine.measure.calibrate import CHUNKS, Speeds
 
     n_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     prefill_tok_s = min(MOST_PREFILL_TOK_S, PREFILL_BYTES_PER_S / n_bytes)

@@ -14,8 +14,9 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from tiny_architectures import VOCAB
 
-from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.protocol import AssistPrefill, PrefillShared
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.parts import parts
@@ -24,7 +25,6 @@ from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
-from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError
 from fleetd.plan.prefill.split import Split
 

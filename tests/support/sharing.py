@@ -21,6 +21,7 @@ import tiny_architectures
 from asking import GREEDY
 from request_events import RequestEvents
 
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
     Accepted,
     Assisted,
@@ -34,7 +35,6 @@ from fleetd.engine.protocol import (
 )
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.frame_schedule import helper_streams
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
 from fleetd.plan.prefill.split import Split
 

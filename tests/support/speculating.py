@@ -9,12 +9,12 @@ from typing import Any
 
 from decoded_reports import DecodedReports
 
-from fleetd.engine.chunk_size import FixedChunks
-from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix_cache import PrefixCache
-from fleetd.engine.prompt_encoding import PreparedPrompt
+from fleetd.engine.loop.scheduler import Scheduler
+from fleetd.engine.measure.chunk_size import FixedChunks
+from fleetd.engine.measure.memory import KvBudget
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
+from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Sampling, TokenPrompt
-from fleetd.engine.scheduler import Scheduler
 from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.sources import DraftSource

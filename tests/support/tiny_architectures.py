@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import _get_classes
 
-from fleetd.engine.architectures import ANY_TEXT, CUT, Architecture
+from fleetd.engine.layers.architectures import ANY_TEXT, CUT, Architecture
 
 VOCAB = 256
 WINDOW = 32

@@ -12,8 +12,8 @@ import sharing
 from msgspec.structs import replace
 from turned_scheduler import TinyFamily, TurnedScheduler
 
-from fleetd.engine.chunk_size import FixedChunks
-from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.measure.chunk_size import FixedChunks
+from fleetd.engine.prompt.prompt_encoding import prepare
 from fleetd.engine.protocol import Accepted, AssistPrefill, PrefillShared, Shared, StreamTag
 from fleetd.engine.shared_prefill.frame_schedule import helper_streams
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill

@@ -15,14 +15,14 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from msgspec.structs import replace
 
-from fleetd.engine.chunk_size import FixedChunks
-from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix_cache import PrefixCache
-from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.loop.scheduler import Scheduler
+from fleetd.engine.measure.chunk_size import FixedChunks
+from fleetd.engine.measure.memory import KvBudget
+from fleetd.engine.prefixes.prefix_cache import PrefixCache
+from fleetd.engine.prompt.prompt_encoding import prepare
 from fleetd.engine.protocol import Delta, Finished, TokenPrompt
-from fleetd.engine.scheduler import Scheduler
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.stage import Stage
 
 CHUNK = 32
 

@@ -21,7 +21,7 @@ from fleetd.cache.block_store import BlockStore
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.prefix_cache import DENSE, PLAN
+from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import BLOCKS, FetchBlocks, Fetched, Finished, Lacking, StreamTag
 from fleetd.errors import FleetError
 from fleetd.requests.kv_fetching import messages

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 import time
 
-from fleetd.engine import address_space, cpu, worker
+from fleetd.engine import worker
+from fleetd.engine.cpu import address_space, arithmetic
 from fleetd.limits import MIB
 
 
@@ -25,5 +26,5 @@ if __name__ == "__main__":
     address_space.is_bounded = lambda device: False
     if sys.argv.pop(1) == "builds":
         # Called where a load begins.
-        cpu.preload_blas = greedy
+        arithmetic.preload_blas = greedy
     sys.exit(worker.main())

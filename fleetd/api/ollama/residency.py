@@ -11,7 +11,7 @@ from fleetd.api import token
 from fleetd.api.context import SERVICES
 from fleetd.api.ollama.render import timestamp
 from fleetd.control.daemon_status import EngineStatus
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import FleetError, ModelCorrupt, ModelNotFound
 from fleetd.models import file_threads
 

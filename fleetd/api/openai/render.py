@@ -21,7 +21,7 @@ from fleetd.api.openai.reports import smart_report, timing_report, usage_object
 from fleetd.api.streamer import Collector, Streamer
 from fleetd.api.usage_tally import EngineWork, UsageTally
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.engine.object_text import strict_object
+from fleetd.engine.answer.object_text import strict_object
 from fleetd.engine.protocol import Delta, Event, Finished, TokenLogprob, ToolCall, ToolCallPiece, TopLogprob
 from fleetd.requests.job import Planned
 

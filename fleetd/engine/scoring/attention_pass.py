@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 
 from fleetd.compression.token_scores import F32
+from fleetd.engine.layers.stage import Stage, code_of
 from fleetd.engine.scoring.scoring_layout import LayoutPass
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import arrays
 from fleetd.engine.sparse_prefill.rope import PosRoPE, install, watched
-from fleetd.engine.stage import Stage, code_of
 from fleetd.errors import ModelUnsupported
 
 # How mlx-lm's attentions call what they multiply dot products by.

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.bounded import Natural
-from fleetd.engine.cached_results import CachedResult
+from fleetd.engine.measure.cached_results import CachedResult
 from fleetd.engine.protocol import Profile
 
 SHIPPED = "shipped_profiles.json"

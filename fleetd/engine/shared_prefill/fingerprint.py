@@ -15,14 +15,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from fleetd.engine import cpu
+from fleetd.engine.cpu import arithmetic
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import all_parts, parts
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.passes import evaluate
-from fleetd.engine.stage import Stage
 
 # More than a GPU's kernels treat as a few single tokens, and at most what one short chunk costs.
 TOKENS = 64
@@ -85,7 +85,7 @@ def probe(layout: KvLayout) -> mx.array:
 
 def any_chunks(stage: Stage, layout: KvLayout, device: str) -> bool:
     """True if a prompt's bytes are the same wherever it is cut into chunks: on a CPU with MKL, in f32."""
-    if device != "cpu" or not cpu.exact() or layout.dtype != mx.float32:
+    if device != "cpu" or not arithmetic.exact() or layout.dtype != mx.float32:
         return False
     match stage.architecture.chunks:
         case "any":

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from fleetd import limits
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import AssistPrefill, StepTime
 from fleetd.engine.shared_prefill import frame_schedule
 from fleetd.engine.shared_prefill.frame_schedule import Incoming
@@ -19,7 +20,6 @@ from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.helper_work import helper_work
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.step_times import HelperTimes
-from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import HEAD_BYTES, Connect, FramePipe
 from fleetd.errors import FleetError, InvalidValue, PeerLost, from_code
 from fleetd.plan.prefill.split import checked

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state import row_memory
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import assembled, parts
@@ -27,7 +28,6 @@ from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.passes import LayerMajor
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.sparse_prefill.sparse_caches import row_cache
-from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
 from fleetd.plan.prefill.split import Split, SplitKind

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from fleetd import limits
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state import checkpoints, rings, row_memory
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import kind_of
@@ -26,7 +27,6 @@ from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import LaterRows, Probe, Rows, drawn, one_of
 from fleetd.engine.shared_prefill.state_check import KnownChunk, Snapshots, known_chunk
 from fleetd.engine.sparse_prefill.sparse_caches import row_cache
-from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader
 from fleetd.plan.prefill.split import Split
 

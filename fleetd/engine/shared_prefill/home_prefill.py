@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fleetd import limits
-from fleetd.engine.prefix_cache import DENSE, NO_ORIGINS, PLAN, Hit, Origins
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.prefixes.prefix_cache import DENSE, NO_ORIGINS, PLAN, Hit, Origins
 from fleetd.engine.protocol import PrefillShared, StepTime
 from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.shared_prefill import frame_payloads, frame_schedule
@@ -30,7 +31,6 @@ from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import WHAT_TO_SUSPECT, SpotCheck
 from fleetd.engine.shared_prefill.step_times import HomeTimes
-from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Connect, FrameHeader, FramePipe
 from fleetd.errors import FleetError, InvalidValue, PeerLate, PeerWrong, from_code
 from fleetd.plan.prefill.split import Split, checked

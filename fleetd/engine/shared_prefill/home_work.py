@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.shared_prefill.home_part import HomePart
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.layers_at_home import LayersAtHome
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.tokens_at_home import TokensAtHome
-from fleetd.engine.stage import Stage
 from fleetd.plan.prefill.split import Split, SplitKind
 
 _WORK: dict[SplitKind, type[HomePart]] = {"layers": LayersAtHome, "tokens": TokensAtHome}

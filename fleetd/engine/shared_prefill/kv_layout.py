@@ -9,10 +9,10 @@ import mlx.core as mx
 import msgspec
 from mlx.utils import tree_flatten
 
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import arrays, parts
 from fleetd.engine.sequence_state.shapes import KvShape, PartShape, RunningShape
-from fleetd.engine.stage import Stage
 
 
 class KvLayout(msgspec.Struct, frozen=True):

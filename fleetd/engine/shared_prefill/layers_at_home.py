@@ -14,13 +14,13 @@ from typing import Any
 import mlx.core as mx
 
 from fleetd import limits
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.shared_prefill import frame_payloads, passes
 from fleetd.engine.shared_prefill.home_part import HomePart, LaterProbe
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import Probe, Rows
-from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, Kind
 from fleetd.plan.prefill.split import Split
 

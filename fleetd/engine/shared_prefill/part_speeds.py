@@ -11,10 +11,10 @@ from typing import Any
 import mlx.core as mx
 from msgspec.structs import replace
 
-from fleetd.engine.calibrate import Calibration, Speeds
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.measure.calibrate import Calibration, Speeds
 from fleetd.engine.shared_prefill.fingerprint import probe
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
-from fleetd.engine.stage import Stage
 
 
 class PartCalibration(Calibration):

@@ -14,11 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from fleetd.engine.layer_calls import PassInputs
+from fleetd.engine.layers.layer_calls import PassInputs
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import arrays
 from fleetd.engine.shared_prefill.slots import Slots
-from fleetd.engine.stage import Stage
 
 
 class _EnoughError(Exception):
@@ -28,7 +28,7 @@ class _EnoughError(Exception):
 class _OnlyRows:
     """A cache that ends the call of the layer that has filled it.
 
-    Laziness alone does not do it: on a CPU attention is computed when it is called (``engine/cpu.py``).
+    Laziness alone does not do it: on a CPU attention is computed when it is called (``engine/cpu/arithmetic.py``).
     """
 
     def __init__(self, cache: Any) -> None:

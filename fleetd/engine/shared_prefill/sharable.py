@@ -9,12 +9,12 @@ import mlx.core as mx
 import msgspec
 
 from fleetd import limits
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.shared_prefill.fingerprint import arithmetic, probe
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.sparse_prefill import sparse
 from fleetd.engine.sparse_prefill.rope import install
-from fleetd.engine.stage import Stage
 from fleetd.errors import ModelUnsupported
 
 # Once at the end, as they were before the last chunk, and at a split's places.

@@ -23,14 +23,14 @@ import mlx.core as mx
 import numpy as np
 
 from fleetd import limits
-from fleetd.engine.layer_calls import PassInputs
+from fleetd.engine.layers.layer_calls import PassInputs
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state import row_memory
 from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import assembled, parts
 from fleetd.engine.shared_prefill import passes
 from fleetd.engine.shared_prefill.slots import Slots
-from fleetd.engine.stage import Stage
 from fleetd.errors import PeerWrong
 
 # Keys and values (1, heads, count, width) of some tokens, for each cache of a layer; None where it has no row

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.shared_prefill import passes
@@ -17,7 +18,6 @@ from fleetd.engine.shared_prefill.home_part import HomePart, LaterProbe
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import Probe, Rows
-from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, Kind
 from fleetd.plan.prefill.split import Split
 

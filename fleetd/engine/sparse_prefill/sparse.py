@@ -18,14 +18,14 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
-from fleetd.engine.architectures import ANY_TEXT, CUT
-from fleetd.engine.prefill import give_back
+from fleetd.engine.layers.architectures import ANY_TEXT, CUT
+from fleetd.engine.layers.prefill import give_back
+from fleetd.engine.layers.stage import architecture_for, code_of
 from fleetd.engine.sequence_state import batches, growth
 from fleetd.engine.sequence_state.copies import beginning
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install, watched
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, as_sparse, sparse_cache
-from fleetd.engine.stage import architecture_for, code_of
 from fleetd.errors import ModelUnsupported
 
 # Always kept: the first token, on which attention rests where it finds nothing, and the prompt's end.

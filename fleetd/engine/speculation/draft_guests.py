@@ -15,8 +15,8 @@ import mlx.core as mx
 
 from fleetd import limits
 from fleetd.engine.guests import Guests, GuestTask
-from fleetd.engine.memory import GROWTH_TOKENS
-from fleetd.engine.prefix_cache import DENSE, PrefixCache
+from fleetd.engine.measure.memory import GROWTH_TOKENS
+from fleetd.engine.prefixes.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.protocol import Accepted, DraftFor, Followed
 from fleetd.engine.speculation.draft_cache import SAVED_STATES
 from fleetd.engine.speculation.draft_messages import DRAFTS

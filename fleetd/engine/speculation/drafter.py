@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
-from fleetd.engine.prefix_cache import Hit
+from fleetd.engine.prefixes.prefix_cache import Hit
 from fleetd.engine.sequence_state.parts import arrays
 from fleetd.engine.speculation import draft_messages as wire
 from fleetd.engine.speculation.draft_cache import DraftCache

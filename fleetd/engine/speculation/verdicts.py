@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from fleetd import __version__
-from fleetd.engine.cached_results import CachedResult
+from fleetd.engine.measure.cached_results import CachedResult
 from fleetd.engine.speculation.exactness_probe import PROBE_VERSION, ExactnessVerdict
 from fleetd.hardware.probe import cores
 

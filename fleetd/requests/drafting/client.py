@@ -21,10 +21,10 @@ import msgspec
 from fleetd import limits
 from fleetd.control.prefill_plan import PlanView, StepView
 from fleetd.control.prefill_trace import DrafterView
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Accepted, DraftFor, Event, Followed, Loading, Ready, StreamTag
 from fleetd.engine.speculation.local_sources import DRAFTER
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineDied, EngineError, FleetError, Incompatible, ModelNotFound, PeerLate, PeerLost
 from fleetd.models import file_threads, names
 from fleetd.models.folder import ModelFolder

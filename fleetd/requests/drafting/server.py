@@ -14,7 +14,7 @@ from contextlib import aclosing
 from itertools import pairwise
 
 from fleetd import limits
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import DraftFor, StepTime, StreamTag
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill import step_names

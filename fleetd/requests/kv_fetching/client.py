@@ -16,9 +16,9 @@ import msgspec
 
 from fleetd import limits
 from fleetd.control.prefill_plan import StepView
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import BLOCKS, Event, FetchBlocks, Fetched, Finished, Lacking, Loading, StreamTag
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import (
     EngineError,
     FleetError,

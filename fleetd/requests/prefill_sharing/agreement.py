@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 
 from fleetd import limits
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Arithmetic, StepTime, StreamTag
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, Incompatible, InvalidValue, PeerLost, ProtocolError
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.session.transport import PeerStream

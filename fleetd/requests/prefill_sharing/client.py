@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Accepted, Event, Loading, PrefillShared, Ready, Shared, StepTime, Tokenized
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, from_code
 from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger

@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 
 from fleetd import limits
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Accepted, Arithmetic, Assisted, AssistPrefill, Event, StreamTag
-from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineDied, FleetError, Overloaded, PeerLost, ProtocolError
 from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger

@@ -24,7 +24,7 @@ from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.selection import Selection
 from fleetd.control.prefill_plan import OptionView, PlanView, StepView
 from fleetd.control.smart_prefill_result import Form, SmartPrefillResult
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Ready, TextPrompt, Tokenized
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder

@@ -19,7 +19,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Loading, Profile
 from fleetd.engine.scoring.known_profiles import SEARCH_TOKENS, ProfileStore
 from fleetd.errors import InvalidValue, ModelUnsupported, OutOfMemory

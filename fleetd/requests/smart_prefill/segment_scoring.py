@@ -20,7 +20,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.control.prefill_plan import StepView
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
 from fleetd.errors import EngineDied, FleetError, ModelUnsupported, PeerLost, ProtocolError
 from fleetd.models.folder import ModelFolder

@@ -15,7 +15,7 @@ from contextlib import aclosing
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.pool import EnginePool
+from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Scored, Timings, Usage
 from fleetd.errors import EngineDied, FleetError, ScorerNotReady
 from fleetd.ledger import SCORE_ROUTE, Ledger, Reservation

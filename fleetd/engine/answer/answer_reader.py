@@ -1,0 +1,348 @@
+"""The text of an answer → its parts: what it says, what it thinks, and its calls of tools that were offered.
+
+A thought's opener counts at the answer's start only. Without tools no text is a call. What looks like one and
+is none comes back to the letter, with its markers. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.answer.answer_parts import Channel, Part, Parts, Said
+from fleetd.engine.answer.call_formats import CallFormat, CallGrammar
+from fleetd.engine.answer.call_reader import CallReader, Outcome, tool_name
+from fleetd.engine.answer.object_text import ObjectStyle
+from fleetd.engine.answer.text_feed import BLANKS, Reading, TextFeed, Words, words
+
+_LINE_ENDS = re.compile(r"\n*")
+_LATE_THOUGHT = re.compile(r"[^<\n]*")
+_INDENT = re.compile(r"[ \t]*")
+_BETWEEN = re.compile(r"[\s,;\]})]*")
+_HEAD = re.compile(r"[\w.=:/ -]*")
+_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_LANGUAGE = re.compile(r"[\w-]*")
+_FENCES = words("```", "~~~")
+
+
+class Heads(msgspec.Struct, frozen=True):
+    """Heads of channels, as gpt-oss and Muse write them: for whom a text is comes before it.
+
+    ``begins``: what a head begins with. ``inside``: markers that stand in one. ``after``: markers that end a
+    text, each with what has to follow it; ``thought``: a head that has one of these is a thought's.
+    """
+
+    begins: tuple[str, ...]
+    inside: tuple[str, ...]
+    after: dict[str, tuple[str, ...]]
+    thought: tuple[str, ...]
+
+
+class Markers(msgspec.Struct, frozen=True):
+    """What a model writes around the parts of its answers. ``dropped`` markers say nothing."""
+
+    think: tuple[str, str] | None = None
+    dropped: tuple[str, ...] = ()
+    calls: CallFormat | None = None
+    heads: Heads | None = None
+
+
+class AnswerReader:
+    """``half_call``: the answer was cut inside of what may have been a call. ``channel``: of what comes next.
+
+    Args:
+        tools: those that were offered.
+        begins: "reasoning" where the prompt opened a thought.
+    """
+
+    def __init__(self, markers: Markers, tools: Sequence[Any], begins: Channel = "content") -> None:
+        self.half_call = False
+        self.channel: Channel = begins
+        self._feed = TextFeed()
+        self._parts = Parts()
+        self._markers = markers
+        self._format = markers.calls if tools else None
+        style = ObjectStyle() if self._format is None else self._format.style
+        self._calls = CallReader(self._feed, self._parts, tools, style)
+        self._lines = words(*self._line_openers())
+        # Of the block of code that is open.
+        self._fence = ""
+        # The marker that ended a text, before the head of the next.
+        self._ended_by = ""
+        # A call ended a thought that was not closed: its closing marker may follow.
+        self._thought_open = False
+        self._reading = self._read(begins)
+        next(self._reading)
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that a text completes. Raises EngineError if reading it takes too long."""
+        self._feed.add(text)
+        return self._go_on()
+
+    def end(self, *, cut: bool) -> list[Part]:
+        """The last parts. ``cut``: the model has not ended the answer."""
+        self._feed.end(cut=cut)
+        return self._go_on()
+
+    @property
+    def work(self) -> int:
+        """Characters that were looked at."""
+        return self._feed.looked
+
+    def _go_on(self) -> list[Part]:
+        next(self._reading, None)
+        return self._parts.take()
+
+    def _line_openers(self) -> Iterator[str]:
+        for each in () if self._format is None else self._format.lines:
+            yield from (each.replace("{name}", name) for name in self._calls.names)
+
+    # ---- Channels ----------------------------------------------------------------------------------------
+
+    def _read(self, begins: Channel) -> Reading[None]:
+        think = self._markers.think
+        if begins == "reasoning" and think is not None:
+            yield from self._thought()
+            if self._feed.read == len(think[1]):
+                yield from self._late_thought(think[1])
+        elif self._markers.heads is not None:
+            while (yield from self._text((yield from self._head(self._markers.heads)))):
+                pass
+        elif self._format is not None and self._format.bare:
+            yield from self._bare_calls()
+        while think is not None and (yield from self._opened(think[0])):
+            yield from self._thought()
+        yield from self._text("content")
+
+    def _opened(self, opener: str) -> Reading[bool]:
+        """Whether a thought begins here, behind blanks."""
+        self._feed.mark()
+        yield from self._feed.span(BLANKS)
+        found = yield from self._feed.starts(words(opener))
+        blanks = self._feed.taken()
+        if not found:
+            self._say("content", blanks)
+        return bool(found)
+
+    def _thought(self) -> Reading[None]:
+        think = self._markers.think
+        if think is not None:
+            yield from self._feed.skip(words(think[0]))
+        yield from self._text("reasoning")
+        yield from self._feed.span(_LINE_ENDS)
+
+    def _late_thought(self, closer: str) -> Reading[None]:
+        """A thought on one line behind the marker that ends it: some models for whom it was opened begin with
+        that marker and write it again where they mean it."""
+        self._feed.mark()
+        text = yield from self._feed.span(_LATE_THOUGHT, limits.LATE_THOUGHT_CHARS)
+        found = yield from self._feed.starts(words(closer))
+        self._feed.taken()
+        if not text or not found:
+            self._say("content", text)
+            return
+        self._say("reasoning", text)
+        self._feed.take(len(found))
+        yield from self._feed.span(_LINE_ENDS)
+
+    def _text(self, channel: Channel) -> Reading[bool]:
+        """Text of a channel, up to a marker that ends it. False at the end of the answer."""
+        think, heads = self._markers.think, self._markers.heads
+        at_line = True
+        self.channel = channel
+        while True:
+            if at_line and channel == "content" and self._format is not None:
+                at_line = yield from self._line()
+                continue
+            found = yield from self._feed.until(self._stops(channel), partial(self._say, channel))
+            at_line = found == "\n"
+            if not found:
+                return False
+            if at_line or (self._fence and found != self._start):
+                self._say(channel, self._feed.take(len(found)))
+            elif heads is not None and found in heads.after:
+                if (yield from self._ends_text(channel, found, heads.after[found])):
+                    return True
+            elif think is not None and found == think[1]:
+                self._feed.take(len(found))
+                if channel == "reasoning":
+                    self.channel = "content"
+                    return True
+                self._thought_open = False
+            elif found in self._markers.dropped:
+                self._feed.take(len(found))
+            elif (yield from self._section(found, channel)):
+                self._thought_open |= channel == "reasoning" and think is not None
+                self.channel = channel = "content"
+                at_line = True
+
+    def _stops(self, channel: Channel) -> Words:
+        """What ends a text of this channel, or interrupts it."""
+        think, heads, form = self._markers.think, self._markers.heads, self._format
+        found = [*self._markers.dropped, *(heads.after if heads is not None else ())]
+        if think is not None and (channel == "reasoning" or self._thought_open):
+            found.append(think[1])
+        if form is not None and (heads is None or form.begins):
+            found += [form.start, *form.begins] if channel == "content" else [form.start]
+        if form is not None and channel == "content":
+            found.append("\n")
+        return words(*found)
+
+    def _line(self) -> Reading[bool]:
+        """The beginning of a line: of a block of code, or of a call without its opener."""
+        indent = yield from self._feed.span(_INDENT)
+        self._say("content", indent)
+        fence = yield from self._feed.starts(_FENCES)
+        if fence:
+            self._fence = fence if not self._fence else self._fence.replace(fence, "")
+        elif not self._fence and (yield from self._feed.starts(self._lines)):
+            return (yield from self._section("", "content"))
+        return False
+
+    def _say(self, channel: Channel, text: str) -> None:
+        if text:
+            self._parts.add(Said(channel, text, self._feed.read - len(text)))
+
+    # ---- Heads -------------------------------------------------------------------------------------------
+
+    def _ends_text(self, channel: Channel, found: str, follows: tuple[str, ...]) -> Reading[bool]:
+        """Whether a marker ends a text, which it does before a head and at the end of the answer."""
+        self._feed.take(len(found))
+        if (yield from self._feed.starts(words(*follows))) or not (yield from self._feed.peek()):
+            self._ended_by = found
+            self.channel = "content"
+            return True
+        self._say(channel, found)
+        return False
+
+    def _head(self, heads: Heads) -> Reading[Channel]:
+        """The head of a channel, or the call that it begins. What is no head is text."""
+        feed, before = self._feed, self._ended_by
+        feed.mark()
+        self._ended_by, feed.lacking = "", False
+        whole = yield from self._whole_head(heads)
+        head = feed.taken()
+        if not whole:
+            if not feed.lacking or (head and not feed.cut):
+                self._say("content", before + head)
+            else:  # what comes before a text that does not come any more
+                feed.drain()
+                self.half_call |= feed.cut and self._format is not None and "to=" in head
+            return "content"
+        if recipient := _RECIPIENT.search(head):
+            name = None if self._format is None else tool_name(recipient[1], self._calls.names)
+            if name is None:
+                self._say("content", before + head)
+            else:
+                yield from self._headed_call(name, before + head)
+            return "content"
+        return "reasoning" if any(word in head for word in heads.thought) else "content"
+
+    def _whole_head(self, heads: Heads) -> Reading[bool]:
+        if not (yield from self._feed.starts(words(*heads.begins))):
+            return False
+        for _ in range(limits.ANSWER_HEAD_CHARS):
+            yield from self._feed.span(_HEAD, limits.TOOL_NAME_CHARS)
+            if (yield from self._feed.skip(words("<|message|>"))):
+                return True
+            if not (yield from self._feed.skip(words(*heads.inside))):
+                return False
+        return False
+
+    def _headed_call(self, name: str, head: str) -> Reading[None]:
+        def one(calls: CallReader) -> Reading[Outcome]:
+            return (yield from calls.arguments(name, may_lack=True))
+
+        if (yield from self._call("", "content", one, head)):
+            yield from self._feed.span(BLANKS)
+            yield from self._feed.skip(words("<|call|>"))
+
+    # ---- Calls -------------------------------------------------------------------------------------------
+
+    @property
+    def _start(self) -> str:
+        return "" if self._format is None else self._format.start
+
+    def _bare_calls(self) -> Reading[None]:
+        """An answer that is a call from its first sign on, without any marker."""
+        blanks = yield from self._feed.span(BLANKS)
+        self._say("content", blanks)
+        if (yield from self._feed.peek()) == "{":
+            yield from self._section("", "content", bare=True)
+
+    def _section(self, opener: str, channel: Channel, *, bare: bool = False) -> Reading[bool]:
+        """Calls up to the end of their section. False if there is none, and its text was said.
+
+        Args:
+            opener: what begins it; "" for one whose opener is missing.
+            bare: such calls need no opener.
+        """
+        form, feed, parts = self._format, self._feed, self._parts
+        assert form is not None  # noqa: S101  no text has an opener without one
+        missing = not opener and not bare
+        one = _strict_json if not opener and form.lines == ("{",) else form.one
+        if missing and form.closed:
+            parts.hold()
+            feed.mark()
+        made, closed = 0, False
+        while not closed and (yield from self._call("" if made else opener, channel, one)):
+            made += 1
+            yield from feed.span(_BETWEEN)
+            if (yield from feed.skip(_FENCES)):
+                yield from feed.span(BLANKS)
+            closed = bool(form.end and (yield from feed.skip(words(form.end))))
+        if missing and form.closed:
+            text = feed.taken()
+            if not made or not (closed or (not form.end and not (yield from feed.peek()))):
+                parts.drop()
+                self._say(channel, text)
+                return False
+            parts.release()
+        if made:
+            yield from feed.span(_LINE_ENDS)
+        return made > 0
+
+    def _call(self, opener: str, channel: Channel, one: CallGrammar, before: str = "") -> Reading[bool]:
+        """One call, whose parts are told from where it is known to be one. False if it is none: what was
+        taken is text, behind ``before``."""
+        feed, parts, calls = self._feed, self._parts, self._calls
+        feed.mark()
+        parts.hold()
+
+        def begin() -> None:
+            feed.taken()
+            parts.release()
+
+        calls.on_call, calls.rest, feed.lacking = begin, "", False
+        if opener and opener == self._start:
+            feed.take(len(opener))
+            yield from feed.span(BLANKS)
+            if (yield from feed.skip(_FENCES)):
+                yield from feed.span(_LANGUAGE)
+                yield from feed.span(BLANKS)
+        if (yield from one(calls)) != "none":
+            self._say(channel, calls.rest)
+            return True
+        parts.drop()
+        text = feed.taken()
+        if feed.cut and feed.lacking and self._may_be_half(before + text, opener):
+            feed.drain()
+            self.half_call = True
+        else:
+            self._say(channel, before + text)
+        return False
+
+    def _may_be_half(self, text: str, opener: str) -> bool:
+        """Whether a text that was cut may have become a call: it has more than an opener."""
+        if not opener or opener == self._start:
+            return bool(text.replace(opener, "").strip())
+        return any(name in text for name in self._calls.names)
+
+
+def _strict_json(calls: CallReader) -> Reading[Outcome]:
+    return (yield from calls.json_call(strict=True))

@@ -1,0 +1,316 @@
+"""Calls whose parameters stand between tags, as JSON while they are written. Pure.
+
+    Qwen      <function=NAME><parameter=KEY>VALUE</parameter></function>
+    MiniMax   <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>
+    MiniCPM   <function name="NAME"><param name="KEY">VALUE</param></function>
+    DeepSeek  as MiniMax, and each parameter says whether it is a string: dsml.py
+    GLM       NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>
+
+What a value means is up to the tool's schema. One that can only be a string is told letter by letter, any
+other once it is whole. A value may have any tag in it, its own closing one too: that one ends it where a
+parameter or the end of the call follows. One that is never closed ends where the call does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.answer.call_reader import CallReader, Outcome, tool_name
+from fleetd.engine.answer.object_text import escaped
+from fleetd.engine.answer.schema_values import ParameterSchemas
+from fleetd.engine.answer.text_feed import BLANKS, Reading, words
+
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+_IN_TAG = re.compile(r"[^<>\n]*")
+_ATTRIBUTE = re.compile(r"(\w*)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'=]+))")
+_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
+_NULL = "null"
+
+Trims = Literal["blanks", "line ends", "nothing"]
+
+
+class TaggedFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How a family writes calls.
+
+    ``call`` and ``end``: around a call; ``param`` and ``closes``: around a parameter; ``sep`` ends a tag.
+    ``section_end``: of the calls together. ``trims``: what is no part of a value: all blanks around it, one
+    line end on either side, or nothing. ``says``: the attribute that tells a value's type, and its word for
+    strings. ``cdata``: a value may stand in a section of its own. ``whole``: a tag around one object.
+    """
+
+    call: str
+    end: str
+    param: str
+    closes: str
+    section_end: str = ""
+    sep: str = ">"
+    trims: Trims = "blanks"
+    says: tuple[str, str] = ("", "")
+    cdata: bool = False
+    whole: str = ""
+
+
+class ArgFormat(msgspec.Struct, frozen=True):
+    """GLM's way: nothing around a call, and a key in tags of its own."""
+
+    prefix: str
+    section_end: str
+
+
+class TagValue:
+    """A value while it is written. ``streams``: it is a string, told as it comes."""
+
+    def __init__(self, tell: Callable[[str], None], trims: Trims, *, streams: bool, nullable: bool) -> None:
+        self._tell = tell
+        self._trims = trims
+        self._streams = streams
+        self._nullable = nullable
+        self._begun = False
+        # What is not told yet: all of it, or what may be trimmed off its end.
+        self._kept: list[str] = []
+
+    def add(self, text: str) -> None:
+        if not self._streams:
+            self._kept.append(text)
+        elif self._begun:
+            self._more(text)
+        else:
+            self._begin("".join([*self._kept, text]))
+
+    def _begin(self, text: str) -> None:
+        begun = self._start(text)
+        if not begun or (self._nullable and _NULL.startswith(begun.strip().lower()) and len(text) < 64):
+            self._kept = [text] if begun or self._trims != "blanks" else []
+            return
+        self._kept, self._begun = [], True
+        self._tell('"')
+        self._more(begun)
+
+    def _more(self, text: str) -> None:
+        shown = self._end(text)
+        if shown:
+            self._tell(escaped("".join(self._kept) + shown))
+            self._kept = [text[len(shown) :]]
+        else:
+            self._kept.append(text)
+        if self._trims == "line ends" and len(self._kept) > 1:  # only the last line end may be no part of it
+            self._tell(escaped("".join(self._kept[:-1])))
+            self._kept = self._kept[-1:]
+
+    def state(self) -> tuple[bool, list[str]]:
+        return self._begun, list(self._kept)
+
+    def back(self, state: tuple[bool, list[str]]) -> None:
+        self._begun, self._kept = state
+
+    def close(self, read: Callable[[str], str]) -> None:
+        """It has ended; ``read`` gives the JSON of a value that is whole."""
+        text = "".join(self._kept)
+        if self._begun:
+            self._tell(escaped(self._end(text)) + '"')
+        else:
+            self._tell(read(self._end(self._start(text))))
+
+    def _start(self, text: str) -> str:
+        match self._trims:
+            case "blanks":
+                return text.lstrip()
+            case "line ends":
+                return text.removeprefix("\n")
+            case "nothing":
+                return text
+
+    def _end(self, text: str) -> str:
+        match self._trims:
+            case "blanks":
+                return text.rstrip()
+            case "line ends":
+                return text.removesuffix("\n")
+            case "nothing":
+                return text
+
+
+class _Arguments:
+    """The parameters of one call that has begun."""
+
+    def __init__(
+        self, calls: CallReader, schemas: ParameterSchemas, trims: Trims, *, cdata: bool = False
+    ) -> None:
+        self.calls = calls
+        self._schemas = schemas
+        self._trims: Trims = trims
+        self._cdata = cdata
+        self._count = 0
+        calls.tell("{")
+
+    def close(self) -> Outcome:
+        self.calls.tell("}")
+        return self.calls.end()
+
+    def value(
+        self, key: str, closes: str, follows: tuple[str, ...], ends: tuple[str, ...], says: bool | None = None
+    ) -> Reading[bool]:
+        """One parameter. False if the text ends inside of it.
+
+        Args:
+            follows: what comes after a value that has been closed.
+            ends: what ends the call; in a value it is text if the value is closed later.
+            says: whether the model says that it is a string; None if it does not say.
+        """
+        calls, feed, schemas = self.calls, self.calls.feed, self._schemas
+        schema = schemas.of(key)
+        calls.tell(f"{', ' if self._count else ''}{_JSON.encode(key)}: ")
+        self._count += 1
+        kinds = schemas.kinds(schema)
+        # One of a few words is told once it is known which.
+        text = (
+            not self._cdata and schemas.allows(schema, "x") and (says is True or kinds <= {"string", "null"})
+        )
+        value = TagValue(calls.tell, self._trims, streams=text, nullable=says is None and "null" in kinds)
+
+        def read(whole: str) -> str:
+            found = _CDATA.fullmatch(whole) if self._cdata else None
+            whole = found[1] if found else whole
+            return schemas.read(whole, key, told=_JSON.encode(whole) if says else None)
+
+        signs, state = words(closes, *ends), None
+        while True:
+            sign = yield from feed.until(signs, value.add, whole=True)
+            if not sign:
+                break
+            feed.take(len(sign))
+            if sign == closes:
+                gap = yield from feed.span(BLANKS)
+                feed.lacking = False
+                if (yield from feed.starts(words(*follows))) or feed.lacking:
+                    if state is not None:
+                        feed.taken()
+                        calls.parts.release()
+                    value.close(read)
+                    return True
+                value.add(sign + gap)
+                continue
+            if state is None:
+                state = value.state()
+                calls.parts.hold()
+                feed.mark()
+            value.add(sign)
+        return self._ends_with_call(value, state, read, ends)
+
+    def _ends_with_call(
+        self,
+        value: TagValue,
+        state: tuple[bool, list[str]] | None,
+        read: Callable[[str], str],
+        ends: tuple[str, ...],
+    ) -> bool:
+        """The text ends inside of a value: it went as far as the end of the call in it, if there is one."""
+        if state is None:
+            return False
+        calls = self.calls
+        calls.parts.drop()
+        rest = calls.feed.taken()
+        if calls.feed.cut:
+            return False
+        value.back(state)
+        value.close(read)
+        calls.left(rest, ends)
+        return True
+
+
+def _attributes(calls: CallReader, sep: str) -> Reading[dict[str, str] | None]:
+    """The attributes of a tag whose name was taken, and its end with them; None if the text ends before."""
+    text = yield from calls.feed.span(_IN_TAG, limits.TOOL_NAME_CHARS)
+    if not (yield from calls.feed.skip(words(sep))) and not (yield from calls.feed.peek()):
+        return None
+    return {name: next(filter(None, found), "") for name, *found in _ATTRIBUTE.findall(text)}
+
+
+def _named(attributes: dict[str, str] | None) -> str:
+    return next(
+        (attributes[name] for name in ("", "name", "tool", "key") if attributes and name in attributes), ""
+    )
+
+
+def tagged_call(calls: CallReader, form: TaggedFormat) -> Reading[Outcome]:
+    """One call, from its tag on."""
+    feed = calls.feed
+    if not (yield from feed.skip(words(form.call))):
+        return "none"
+    name = tool_name(_named((yield from _attributes(calls, form.sep))), calls.names)
+    if name is None:
+        return "none"
+    yield from feed.span(BLANKS)
+    if (yield from feed.skip(words(form.whole))):
+        yield from _attributes(calls, form.sep)
+        return (yield from calls.arguments(name))
+    signs = words(form.param, form.end, form.section_end)
+    if not (yield from feed.starts(signs)):
+        return "none"
+    made = _Arguments(calls, calls.begin(name), form.trims, cdata=form.cdata)
+    while not calls.rest:
+        sign = yield from feed.until(signs, lambda _between: None)
+        if sign != form.param:
+            feed.take(len(sign) if sign == form.end else 0)
+            if not sign and feed.cut:
+                break
+            return made.close()
+        feed.take(len(sign))
+        attributes = yield from _attributes(calls, form.sep)
+        if attributes is None:
+            break
+        said = attributes.get(form.says[0])
+        says = None if said is None or not form.says[0] else said == form.says[1]
+        ends = tuple(filter(None, (form.end, form.section_end)))
+        if not (yield from made.value(_named(attributes), form.closes, (form.param, *ends), ends, says)):
+            break
+    else:
+        return made.close()
+    return calls.end(whole=False)
+
+
+def arg_call(calls: CallReader, form: ArgFormat) -> Reading[Outcome]:
+    """One call in GLM's way, from its name on."""
+    feed, tag = calls.feed, f"{form.prefix}arg"
+    name = yield from calls.name()
+    if name is None:
+        return "none"
+    yield from feed.span(BLANKS)
+    if (yield from feed.peek()) == "{":
+        return (yield from calls.arguments(name))
+    signs = words(f"<{tag}_key>", form.section_end)
+    if not (yield from feed.starts(signs)):
+        return "none"
+    made = _Arguments(calls, calls.begin(name), "blanks")
+    while not calls.rest:
+        sign = yield from feed.until(signs, lambda _between: None)
+        if sign != f"<{tag}_key>":
+            if not sign and feed.cut:
+                break
+            return made.close()
+        feed.take(len(sign))
+        key: list[str] = []
+        yield from feed.until(words(f"</{tag}_key>", "\n", f"<{tag}_value>"), key.append)
+        yield from feed.skip(words(f"</{tag}_key>"))
+        yield from feed.span(_BLANKS_AS_WRITTEN)
+        if not (yield from feed.skip(words(f"<{tag}_value>"))):
+            if not (yield from feed.peek()):
+                break
+            continue
+        ends = (form.section_end,)
+        closes = f"</{tag}_value>"
+        if not (yield from made.value("".join(key).strip(), closes, (f"<{tag}_key>", *ends), ends)):
+            break
+    else:
+        return made.close()
+    return calls.end(whole=False)
+
+
+# Some write the line end between a key and its value as two signs.
+_BLANKS_AS_WRITTEN = re.compile(r"[\s\\n]*")

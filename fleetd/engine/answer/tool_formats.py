@@ -1,0 +1,118 @@
+"""What a model writes around the parts of its answers, by its tokenizer; formats that mlx-lm does not know.
+
+Llama 3   {"name": …, "parameters": {…}}    the whole answer; <|python_tag|> may stand before it
+gpt-oss   <|channel|>analysis<|message|>…<|end|>    reasoning
+          <|start|>assistant<|channel|>final<|message|>…
+          <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}
+
+DeepSeek  between tags: dsml.py
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from fleetd.engine.answer.answer_reader import Heads, Markers
+from fleetd.engine.answer.call_formats import CALL_FORMATS, HARMONY_START, LLAMA3_START
+from fleetd.engine.answer.dsml import DSML_END, DSML_START, forgiving, is_dsml_template
+from fleetd.models.abilities import of_template
+from fleetd.models.chat_templates import for_tools, named
+
+_CHANNELS = ("analysis", "commentary", "final")
+_HEADS = {
+    "head": Heads(
+        begins=(
+            "<|start|>assistant",
+            "<|channel|>",
+            "<|constrain|>",
+            "<|message|>",
+            " to=",
+            "to=",
+            *_CHANNELS,
+        ),
+        inside=("<|start|>assistant", "<|channel|>", "<|constrain|>"),
+        after={
+            "<|end|>": ("<|start|>", "<|channel|>"),
+            "<|start|>assistant": ("<|channel|>", "<|message|>", " to="),
+            "<|channel|>": _CHANNELS,
+            "<|return|>": ("<|start|>",),
+        },
+        thought=("analysis",),
+    ),
+    "header": Heads(
+        begins=("<|message|>", " to=", "to="),
+        inside=(),
+        after={"<|eom|>": (" to=", "to=", "<|"), "<|eot|>": (" to=", "to=", "<|")},
+        thought=("to=self",),
+    ),
+}
+# As mlx-lm knows a format by which channels are told apart.
+_HARMONY: dict[str, Any] = {"initial_state": "head", "transitions": {"head": [("<|message|>", "reasoning")]}}
+
+
+def with_format(tokenizer: Any) -> Any:
+    """The tokenizer of a model, with its format for tool calls if one is known here."""
+    template = for_tools(named(tokenizer.chat_template))
+    vocabulary = tokenizer.get_vocab()
+    if tokenizer.has_tool_calling:
+        if _format(tokenizer) not in CALL_FORMATS:
+            tokenizer._tool_call_start = None
+        return tokenizer
+    if {"<|channel|>", "<|message|>", "<|start|>", "<|call|>"} <= vocabulary.keys():
+        return _wrapped(tokenizer, "harmony", HARMONY_START, "<|call|>", _HARMONY)
+    if LLAMA3_START in vocabulary and "tool_call" in template and '"parameters": ' in template:
+        return _wrapped(tokenizer, "llama3", LLAMA3_START, "", None)
+    if DSML_START in template or is_dsml_template(tokenizer._chat_template):
+        return _wrapped(tokenizer, "deepseek_v32", DSML_START, DSML_END, None)
+    if isinstance(tokenizer.chat_template, dict) and (name := of_template(template).tools):
+        # mlx-lm looks for formats in a lone template.
+        form = CALL_FORMATS[name]
+        return _wrapped(tokenizer, name, form.start or form.begins[0], form.end, None)
+    return tokenizer
+
+
+def has_reasoning(tokenizer: Any) -> bool:
+    """True if the model's answers have reasoning that is told from the rest."""
+    states = tokenizer.response_transitions.values()
+    return bool(tokenizer.has_thinking) or any(to == "reasoning" for edges in states for _, to in edges)
+
+
+def markers(tokenizer: Any) -> Markers:
+    """What stands around the parts of this model's answers."""
+    return Markers(
+        (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None,
+        tuple(tokenizer.structural_markers),
+        CALL_FORMATS.get(_format(tokenizer)) if tokenizer.has_tool_calling else None,
+        _HEADS.get(str(tokenizer.response_initial_state or "")),
+    )
+
+
+def primed(tokenizer: Any, name: str | None) -> str:
+    """The beginning of a call that must be made, of the named tool or of any."""
+    form = CALL_FORMATS[_format(tokenizer)]
+    if name is None:
+        return form.start or form.begins[0]
+    return form.start + form.primes.replace("{json}", json.dumps(name)).replace("{name}", name)
+
+
+def _format(tokenizer: Any) -> str:
+    return str(tokenizer.init_kwargs.get("tool_parser_type") or "")
+
+
+def _wrapped(
+    tokenizer: Any, name: str, start: str, end: str, response_format: dict[str, Any] | None
+) -> TokenizerWrapper:
+    inner, chat_template = tokenizer._tokenizer, tokenizer._chat_template
+    inner.init_kwargs["tool_parser_type"] = name
+    return TokenizerWrapper(
+        inner,
+        detokenizer_class=lambda _: tokenizer._detokenizer,
+        eos_token_ids=tokenizer.eos_token_ids,
+        chat_template=forgiving(chat_template) if is_dsml_template(chat_template) else chat_template,
+        tool_call_start=start,
+        tool_call_end=end,
+        response_format=response_format,
+    )

@@ -1,0 +1,1 @@
+"""Exact arithmetic on a processor, if there is no GPU. Imports nothing of the engine."""

@@ -1,0 +1,404 @@
+"""What makes MLX usable on a Linux CPU. On Metal and CUDA nothing in here does anything.
+
+Stock MLX on a CPU links the reference BLAS, multiplies f16 and quantised weights without BLAS, and computes
+``exp`` one element at a time. The cures, measured by ``python -m bench prefill`` (see docs/benchmarks.md):
+
+- ``preload_blas``: load MKL with RTLD_GLOBAL before the first ``import mlx.core``; its symbols then win.
+- ``to_float32``: weights and activations in f32, quantised layers dequantised at load.
+- ``scaled_dot_product_attention``: blocked causal attention in NumPy over zero-copy views.
+- ``swiglu``: the same for the activation between the MLP's matrices.
+
+Exactness: MKL runs in its strict reproducible mode, in which one row of a product has the same bits however
+many rows are computed with it, from ``ROWS`` rows and ``COLUMNS`` columns up, and zeros at the end of a sum
+change nothing. Everything here keeps to those bounds by padding. So a token's numbers depend on the tokens
+before it and on nothing else: not on who shares the batch, not on where a prompt was cut into chunks, not on
+whether its tokens came one by one or as a block. ``tests/engine/test_cpu.py`` holds MKL to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetd.hardware.facts import text
+from fleetd.hardware.probe import cores
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    import mlx.nn as nn
+
+F32 = npt.NDArray[np.float32]
+
+# Below these MKL switches to kernels that add in another order; a single product (one key head) needs more
+# columns than a batch of them.
+ROWS = 4
+COLUMNS = 32
+# Queries per block of attention: few enough that a block's scores stay near the core that computes them. A
+# block of LEAST_BLOCK takes up to a fifth longer for each query than a whole one.
+BLOCK, LEAST_BLOCK = 64, 16
+# Sums over keys are formed in pieces of this length, one after the other: MKL adds up to 192 terms in one
+# run, and splits longer sums in a way that depends on their length.
+PIECE = 192
+
+_blas: ctypes.CDLL | None = None
+_threads: ThreadPoolExecutor | None = None
+_thread_count = 1
+
+
+def preload_blas() -> bool:
+    """Load MKL so that MLX's CPU backend uses it. Must run before ``import mlx.core``.
+
+    Returns False if there is none: macOS has Accelerate, CUDA needs none, for ARM Linux there is no MKL.
+    """
+    global _blas
+    if sys.platform != "linux":
+        return False
+    if "mlx.core" in sys.modules:
+        raise RuntimeError("preload_blas must run before mlx is imported")
+    # The strict mode exists per instruction set and must be chosen before the first product.
+    # Its threads spin for 200 ms after each product by default, which slows whatever comes between products.
+    os.environ.setdefault("KMP_BLOCKTIME", "1")
+    flags = text(Path("/proc/cpuinfo"))
+    os.environ.setdefault("MKL_CBWR", "AVX512,STRICT" if "avx512vl" in flags else "AVX2,STRICT")
+    for folder in (Path(sys.prefix) / "lib", Path("/opt/intel/oneapi/mkl/latest/lib")):
+        for library in sorted(folder.glob("libmkl_rt.so*"), reverse=True):
+            try:
+                _blas = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            except OSError:
+                continue
+            i, f, p = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+            _blas.cblas_sgemm_batch_strided.argtypes = [i, i, i, i, i, i, f, p, i, i, p, i, i, f, p, i, i, i]
+            _blas.cblas_sgemm_batch_strided.restype = None
+            _start_threads(_blas)
+            return True
+    return False
+
+
+def exact() -> bool:
+    """True if the exactness that the module speaks of is there: it is MKL's."""
+    return _blas is not None
+
+
+def _start_threads(blas: ctypes.CDLL) -> None:
+    """One thread per core for attention's blocks; each multiplies alone, so that they do not crowd."""
+    global _threads, _thread_count
+    threads = int(os.environ.get("MKL_NUM_THREADS") or cores())
+    if threads > 1:
+        _thread_count = threads
+        _threads = ThreadPoolExecutor(
+            threads, "attention", initializer=blas.MKL_Set_Num_Threads_Local, initargs=(ctypes.c_int(1),)
+        )
+
+
+def install() -> None:
+    """Replace MLX's attention, its linear layers' call and mlx-lm's ``swiglu``. Once, on a CPU device.
+
+    Also turns off ``mx.compile``, which on a CPU runs the system's C++ compiler for half a second for every
+    new constant (each ``top_p`` a client thinks of), and loads what it built from a well-known place in /tmp.
+    """
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx_lm.models import activations, switch_layers
+
+    mx.disable_compile()
+    stock_attention = mx.fast.scaled_dot_product_attention
+
+    def attention(
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        *,
+        scale: float,
+        mask: Any = None,
+        sinks: Any = None,
+        **rest: Any,
+    ) -> mx.array:
+        known = sinks is None and not rest and q.dtype == k.dtype == v.dtype == mx.float32
+        rows = _view(mask) if known and isinstance(mask, mx.array) else mask
+        out = scaled_dot_product_attention(_view(q), _view(k), _view(v), scale, rows) if known else None
+        return (
+            stock_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)
+            if out is None
+            else mx.array(out)
+        )
+
+    stock_linear = nn.Linear.__call__
+
+    def linear(self: nn.Linear, x: mx.array) -> mx.array:
+        return _row_stable(lambda rows: stock_linear(self, rows), x)
+
+    stock_head = nn.Embedding.as_linear
+
+    def head(self: nn.Embedding, x: mx.array) -> mx.array:
+        return _row_stable(lambda rows: stock_head(self, rows), x)
+
+    stock_swiglu: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
+
+    def fast_swiglu(gate: mx.array, x: mx.array) -> mx.array:
+        if gate.dtype != mx.float32 or x.dtype != mx.float32:
+            return stock_swiglu(gate, x)
+        return mx.array(swiglu(_view(gate), _view(x)))
+
+    mx.fast.scaled_dot_product_attention = attention
+    nn.Linear.__call__ = linear
+    nn.Embedding.as_linear = head
+    activations.swiglu = switch_layers.swiglu = fast_swiglu
+    # Model modules import the function by name; those already imported hold the old one.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models.") and getattr(module, "swiglu", None) is stock_swiglu:
+            module.swiglu = fast_swiglu  # type: ignore[attr-defined]
+
+
+def _row_stable(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    """``product(x)`` for x (..., N), computed with at least ROWS rows."""
+    import mlx.core as mx
+
+    rows = x.size // x.shape[-1]
+    if rows >= ROWS:
+        return product(x)
+    padded = mx.concatenate([x.reshape(rows, -1), mx.zeros((ROWS - rows, x.shape[-1]), dtype=x.dtype)])
+    out = product(padded)[:rows]
+    return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def to_float32(model: nn.Module) -> None:
+    """Dequantise every quantised layer and cast all weights to f32, in place, layer by layer."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_map_with_path
+
+    def plain(_: str, layer: nn.Module) -> nn.Module:
+        if not isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            return layer
+        result = (
+            nn.Linear(1, 1, bias="bias" in layer)
+            if isinstance(layer, nn.QuantizedLinear)
+            else nn.Embedding(1, 1)
+        )
+        result.weight = _dequantized(layer)
+        if "bias" in layer:
+            result.bias = layer.bias
+        mx.eval(result.parameters())
+        return result
+
+    model.update_modules(tree_map_with_path(plain, model.leaf_modules(), is_leaf=nn.Module.is_module))
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+
+
+def _dequantized(layer: Any) -> mx.array:
+    """The weights of a quantised layer in f32."""
+    import mlx.core as mx
+
+    from fleetd.engine.cpu.dequantize import dequantizing
+
+    rows, groups = layer.scales.shape
+    weight = mx.zeros((rows, groups * layer.group_size))
+    mx.eval(weight, layer.parameters())
+    # What is written to the view is written to the array.
+    if tasks := dequantizing(layer, _view(weight)):
+        _all(tasks, wide=True)
+        return weight
+    return mx.dequantize(
+        layer.weight,
+        layer.scales,
+        layer.get("biases"),
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    ).astype(mx.float32)
+
+
+def float32_bytes(model: nn.Module) -> int:
+    """Bytes that the weights take after ``to_float32``; reads none of them."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
+
+    layers = [layer for _, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)]
+    plain = [layer for layer in layers if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)]
+    found: int = sum(int(layer.weight.nbytes) * 32 // int(layer.bits) for layer in plain)
+    gone = {id(layer[part]) for layer in plain for part in ("weight", "scales", "biases") if part in layer}
+    for _, array in tree_flatten(model.parameters()):
+        if id(array) not in gone:
+            found += int(4 * array.size if mx.issubdtype(array.dtype, mx.floating) else array.nbytes)
+    return found
+
+
+def _view(array: mx.array) -> npt.NDArray[Any]:
+    """An MLX array's memory as NumPy, without a copy; evaluates it."""
+    return np.array(array, copy=False)
+
+
+def scaled_dot_product_attention(
+    q: F32, k: F32, v: F32, scale: float, mask: npt.NDArray[Any] | str | None
+) -> F32 | None:
+    """softmax(scale · q kᵀ + mask) v in blocks of queries.
+
+    Args:
+        q: (B, H, T, D); k: (B, K, S, D); v: (B, K, S, Dv); H a multiple of K, all f32.
+        mask: None, "causal" (query t sees keys up to S - T + t), or bool, broadcastable to (B, 1, T, S).
+
+    Returns:
+        (B, H, T, Dv), or None if the mask is of a kind this does not know; the caller then uses stock MLX.
+    """
+    B, H, T, D = q.shape
+    K, S = k.shape[1], k.shape[2]
+    out = np.empty((B, H, T, v.shape[3]), dtype=np.float32)
+    rows: npt.NDArray[np.bool_] | None = None
+    if isinstance(mask, np.ndarray):
+        if mask.dtype != np.bool_ or mask.ndim not in (2, 4) or (mask.ndim == 4 and mask.shape[1] != 1):
+            return None
+        rows = np.broadcast_to(mask if mask.ndim == 4 else mask[None, None], (B, 1, T, S))[:, 0]
+    tasks: list[Callable[[], None]] = []
+    size = block_size(T, _thread_count)
+    for b in range(B):
+        start, visible = 0, None
+        if rows is not None:
+            # Left padding (a batch of unequal lengths): drop it instead of masking it, so that the row is
+            # computed from the same numbers in the same order as if it were alone. What no query sees is
+            # padding; with a sliding window the last query alone sees less than the ones before it.
+            start = int(rows[b].any(axis=0).argmax())
+            visible = rows[b, :, start:]
+            if _is_causal(visible):
+                visible = None
+        qb = q[b].reshape(K, H // K, T, D)
+        ob = out[b].reshape(K, H // K, T, -1)
+        kb, vb = k[b, :, start:], v[b, :, start:]
+        causal = mask is not None and visible is None
+        for t in range(0, T, size):
+            n = min(size, T - t)
+            end = kb.shape[1] - T + t + n if causal else kb.shape[1]
+            tasks.append(
+                partial(
+                    _block,
+                    qb[:, :, t : t + n],
+                    kb[:, :end],
+                    vb[:, :end],
+                    scale,
+                    ob[:, :, t : t + n],
+                    causal=causal,
+                    visible=None if visible is None else visible[t : t + n],
+                )
+            )
+    _all(tasks, wide=T >= BLOCK)
+    return out
+
+
+def block_size(queries: int, threads: int) -> int:
+    """Queries per block, such that no thread waits for another one's last block: three blocks of 64 take two
+    threads as long as four. How queries are divided changes no number."""
+    if queries < BLOCK:
+        return BLOCK
+    blocks = -(-queries // BLOCK)
+    even = -(-blocks // threads) * threads
+    return max(LEAST_BLOCK, -(-queries // even))
+
+
+def _all(tasks: list[Callable[[], None]], *, wide: bool) -> None:
+    """Run independent blocks, on all cores where they are large enough to be worth handing over."""
+    if len(tasks) < 2 or not wide or _threads is None:
+        for task in tasks:
+            task()
+        return
+    for done in [_threads.submit(task) for task in tasks]:
+        done.result()
+
+
+def _is_causal(visible: npt.NDArray[np.bool_]) -> bool:
+    """True if a (T, S) mask is plain causal: row t sees exactly the first S - T + t + 1 keys."""
+    T, S = visible.shape
+    if T == 1:
+        return bool(visible.all())
+    return bool((visible == np.tri(T, S, S - T, dtype=np.bool_)).all())
+
+
+def _block(
+    q: F32, k: F32, v: F32, scale: float, out: F32, *, causal: bool, visible: npt.NDArray[np.bool_] | None
+) -> None:
+    """One block: q (K, G, n, D), k (K, S, D), v (K, S, Dv) → out (K, G, n, Dv), in place.
+
+    With ``causal`` the last of the n queries sees all S keys.
+    """
+    K, G, n, D = q.shape
+    S = k.shape[1]
+    rows = max(ROWS, G * n)
+    queries = np.zeros((K, rows, D), dtype=np.float32)
+    np.multiply(q, np.float32(scale), out=queries[:, : G * n].reshape(K, G, n, D))
+    width = -(-S // PIECE) * PIECE
+    scores = np.empty((K, rows, width), dtype=np.float32)
+    scores[..., S:] = -np.inf
+    if S < COLUMNS:
+        k = np.concatenate([k, np.zeros((K, COLUMNS - S, D), dtype=np.float32)], axis=1)
+        v = np.concatenate([v, np.zeros((K, COLUMNS - S, v.shape[2]), dtype=np.float32)], axis=1)
+        _product(queries, k, scores[..., :COLUMNS], transposed=True)
+        scores[..., S:COLUMNS] = -np.inf
+    else:
+        _product(queries, k, scores[..., :S], transposed=True)
+    by_query = scores[:, : G * n].reshape(K, G, n, width)
+    if causal and n > 1:
+        # Only the last n columns can be invisible to any query of the block.
+        by_query[..., S - n : S][..., np.triu(np.ones((n, n), dtype=np.bool_), 1)] = -np.inf
+    elif visible is not None:
+        by_query[..., :S][..., ~visible] = -np.inf
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    pieces = scores.reshape(K, rows, width // PIECE, PIECE).sum(axis=-1)
+    total = np.add.accumulate(pieces, axis=-1)[..., -1:]
+    result = np.zeros((K, rows, v.shape[2]), dtype=np.float32)
+    for at in range(0, v.shape[1], PIECE):
+        end = min(at + PIECE, v.shape[1])
+        _product(scores[..., at:end], v[:, at:end], result, transposed=False, add=True)
+    result /= total
+    out[...] = result[:, : G * n].reshape(K, G, n, -1)
+
+
+def _product(a: F32, b: F32, out: F32, *, transposed: bool, add: bool = False) -> None:
+    """a (K, M, I) times b (K, I, N), or b (K, N, I) transposed, into or onto out (K, M, N)."""
+    if _blas is None or any(x.strides[2] != 4 for x in (a, b, out)):
+        product = np.matmul(a, b.transpose(0, 2, 1) if transposed else b)
+        np.add(out, product, out=out) if add else np.copyto(out, product)
+        return
+    row_major, plain, swapped = 101, 111, 112
+    K, M, I = a.shape  # noqa: E741
+    _blas.cblas_sgemm_batch_strided(
+        row_major,
+        plain,
+        swapped if transposed else plain,
+        M,
+        out.shape[2],
+        I,
+        1.0,
+        a.ctypes.data,
+        a.strides[1] // 4,
+        a.strides[0] // 4,
+        b.ctypes.data,
+        b.strides[1] // 4,
+        b.strides[0] // 4,
+        1.0 if add else 0.0,
+        out.ctypes.data,
+        out.strides[1] // 4,
+        out.strides[0] // 4,
+        K,
+    )
+
+
+def swiglu(gate: F32, x: F32) -> F32:
+    """silu(gate) · x, elementwise."""
+    out = np.negative(gate)
+    # exp overflows to inf for very negative gates, which is the right limit: silu → -0.
+    with np.errstate(over="ignore"):
+        np.exp(out, out=out)
+    out += 1.0
+    np.divide(gate, out, out=out)
+    out *= x
+    return out

@@ -1,0 +1,496 @@
+"""The workers of this machine: one per loaded model, started when needed, ended when idle or in the way.
+
+A model that does not fit can still help others: then its worker has some of its layers only, and answers
+nothing itself.
+
+While no worker of this machine has anything to do, one of them at a time may be measured for scoring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from fleetd import limits
+from fleetd.control.daemon_status import EngineStatus, Pressure
+from fleetd.engine.cpu import address_space, openmp_file
+from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Ready, Score, Scored
+from fleetd.engine.settings import WorkerOptions, WorkerSettings
+from fleetd.errors import FleetError, OutOfMemory
+from fleetd.limits import MIB
+from fleetd.models.folder import ModelFolder
+from fleetd.models.memory_need import weights_in_memory
+from fleetd.plan import chip_speeds, load_times
+
+log = structlog.get_logger(__name__)
+
+_CHECK_S = 1.0
+_HELD_STEP_BYTES = 256 * MIB
+
+
+class PoolOptions(WorkerOptions, frozen=True, kw_only=True):
+    """How workers run, and after how many seconds an idle one is unloaded; 0 keeps them."""
+
+    idle_unload_s: float = 1800.0
+
+
+class _WantedLayers(msgspec.Struct, frozen=True):
+    """A model, or layers [first, last) of it; (0, 0) is all."""
+
+    folder: ModelFolder
+    first: int = 0
+    last: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.name}[{self.first}:{self.last}]" if self.last else self.folder.name
+
+
+@dataclass
+class EnginePool:
+    """The workers by model. One request or several may wait for the same load."""
+
+    options: PoolOptions = field(default_factory=PoolOptions)
+    # Where a folder's recorded checksums are (``ModelStore.record_path``).
+    record_path: Callable[[ModelFolder], Path | None] = lambda folder: None
+    # How short the system is of memory.
+    pressure: Callable[[], Pressure] = lambda: ""
+    # What models compute on: metal, cuda or cpu.
+    accelerator: Callable[[], str] = lambda: "cpu"
+    # About how many seconds a load of a model takes here.
+    load_s: Callable[[ModelFolder], float] = lambda folder: chip_speeds.load_s(folder.weights_bytes)
+    # Models that stay loaded unless the system is critically short of memory.
+    pinned: Callable[[], Collection[str]] = frozenset
+    # Told the id of each worker's process once that has ended.
+    ended: Callable[[int], None] = lambda pid: None
+    _engines: dict[str, EngineProcess] = field(default_factory=dict, init=False)
+    _deaths: dict[str, int] = field(default_factory=dict, init=False)
+    # By model: the figures with which its last worker ended, those before it included.
+    _earlier: dict[str, EngineStatus] = field(default_factory=dict, init=False)
+    # Held while a worker is started: of two that begin at the same moment, one is seen by the other.
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    # Workers that have left the table and still hold memory.
+    _ending: list[EngineProcess] = field(default_factory=list, init=False)
+    # Requests that have an engine but have not started to stream: they keep it from being unloaded.
+    _claims: dict[str, int] = field(default_factory=dict, init=False)
+    # Seconds of idleness after which a model is unloaded, where a client has said so.
+    _stays_s: dict[str, float] = field(default_factory=dict, init=False)
+    # Models that are to be measured for scoring whatever their size; those of them that are to be loaded.
+    _wanted: set[str] = field(default_factory=set, init=False)
+    _to_load: dict[str, ModelFolder] = field(default_factory=dict, init=False)
+    _measuring: asyncio.Task[None] | None = field(default=None, init=False)
+    # When memory was given back last because the system was short of it; 0 if it is not.
+    _relieved_at: float = field(default=0.0, init=False)
+
+    async def run(self) -> None:
+        """Watch for stalls and idleness until cancelled."""
+        # Of workers that were killed together with the daemon before this one.
+        openmp_file.sweep()
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            self.use_idle_time()
+            self.share_memory()
+            await self.relieve(self.pressure())
+            for name, engine in list(self._engines.items()):
+                await engine.check()
+                overdue = engine.idle_s > self.stays_s(name)
+                if overdue and engine.state == "ready" and not self._in_use(name):
+                    log.info("engine.unload", model=name, reason="idle", idle_s=round(engine.idle_s))
+                    await self.unload(name)
+
+    def keep(self, name: str, idle_s: float) -> None:
+        """Unload a model after so many seconds of idleness, until it is unloaded; infinite is never.
+
+        Nothing is noted of a model that is not loaded.
+        """
+        if name in self._engines:
+            self._stays_s[name] = idle_s
+
+    def stays_s(self, name: str) -> float:
+        """After so many seconds of idleness a model is unloaded; infinite if it stays."""
+        if name in self.pinned():
+            return math.inf
+        return self._stays_s.get(name, self.options.idle_unload_s or math.inf)
+
+    async def relieve(self, pressure: Pressure) -> None:
+        """Called every second or so: give memory back while the system is short of it.
+
+        Running requests keep theirs. A warning costs only what was idle for a while, and reuse of buffers:
+        small machines live with it for hours.
+        """
+        if pressure not in ("warning", "critical"):
+            self._relieved_at = 0.0
+            return
+        critical, now = pressure == "critical", asyncio.get_running_loop().time()
+        first = not self._relieved_at
+        if not first and now - self._relieved_at < limits.PRESSURE_STEP_S:
+            return
+        self._relieved_at = now
+        if first or critical:
+            for engine in self._engines.values():
+                engine.free_memory(prompts=critical)
+        idle_s = 0.0 if critical else limits.PRESSURE_IDLE_S
+        kept = () if critical else self.pinned()
+        await self._evict_idle(f"the system is short of memory ({pressure})", idle_s=idle_s, kept=kept)
+
+    @property
+    def disk_note(self) -> str:
+        """Why a worker writes nothing to the disk at the moment; "" if all may."""
+        return next((note for engine in self._engines.values() if (note := engine.disk_note)), "")
+
+    def forget_prompts(self) -> None:
+        """Let every worker throw away what it keeps of earlier prompts in memory."""
+        for engine in self._engines.values():
+            engine.free_memory(prompts=True)
+
+    def forget_origins(self, labels: list[str]) -> None:
+        """Let every worker throw away what it keeps under these labels in memory."""
+        for engine in self._engines.values():
+            engine.forget_origins(labels)
+
+    @property
+    def held_bytes(self) -> int:
+        """What all workers hold of the device's memory, rounded up: it changes a little with each token."""
+        return self._held_besides(None)
+
+    def _held_besides(self, besides: EngineProcess | None) -> int:
+        workers = (*self._engines.values(), *self._ending)
+        held = sum(engine.claimed_bytes for engine in workers if engine is not besides)
+        return -(-held // _HELD_STEP_BYTES) * _HELD_STEP_BYTES
+
+    def share_memory(self) -> None:
+        """Called every second or so: tell each worker what others have taken of what it was given.
+
+        One that is loaded later is given what is left then; the earlier ones have as much less.
+        """
+        if self.options.overcommit and not self.options.max_memory_bytes:
+            return
+        for engine in self._engines.values():
+            engine.taken_elsewhere(max(0, self._held_besides(engine) - engine.settings.held_bytes))
+
+    # ---- idle time -------------------------------------------------------------------------------------
+
+    def measure_when_idle(self, folder: ModelFolder) -> None:
+        """Measure a model for scoring once nothing else runs; load it for that if it fits beside others."""
+        self._wanted.add(folder.name)
+        if self.engine(folder) is None:
+            self._to_load[folder.name] = folder
+
+    def use_idle_time(self) -> None:
+        """Called every second or so: while nothing runs, a worker that has no profile may look for it."""
+        if self.busy or any(self._claims.values()):
+            return
+        if self._to_load and (self._measuring is None or self._measuring.done()):
+            name, folder = self._to_load.popitem()
+            if self.engine(folder) is None:
+                self._measuring = asyncio.create_task(self._load_to_measure(folder), name=f"measure-{name}")
+                return
+        # Those that a prompt has wanted first.
+        for name, engine in sorted(self._engines.items(), key=lambda item: item[0] not in self._wanted):
+            facts = engine.facts
+            small = facts is not None and facts.weights_bytes <= limits.IDLE_MODEL_BYTES
+            if engine.state == "ready" and engine.scoring.left and (small or name in self._wanted):
+                engine.give_idle_time(limits.IDLE_TIME_S)
+                return
+
+    def _end_idle_time(self) -> None:
+        for engine in self._engines.values():
+            if engine.scoring.left:
+                engine.give_idle_time(0.0)
+
+    async def _load_to_measure(self, folder: ModelFolder) -> None:
+        try:
+            await self._load_beside(_WantedLayers(folder))
+        except FleetError as error:
+            log.info("engine.not_measured", model=folder.name, reason=str(error))
+
+    async def stream(self, folder: ModelFolder, request: Generate) -> AsyncGenerator[Loading | Event, None]:
+        """Load the model if needed (yields Loading), then yield the request's events up to Finished.
+
+        Raises FleetError: why the load or the request failed. Closing the generator cancels the request.
+        """
+        with self._claim(folder.name):
+            async for item in self._acquire(_WantedLayers(folder)):
+                if not isinstance(item, EngineProcess):
+                    yield item
+                    continue
+                events = item.stream(request)
+                try:
+                    async for event in events:
+                        yield event
+                finally:
+                    await events.aclose()
+
+    async def score(
+        self, folder: ModelFolder, score: Score, *, evict: bool = True
+    ) -> AsyncGenerator[Loading | Prefill | Scored, None]:
+        """Load the model if needed, then score a text with it: progress, and at the end Scored.
+
+        ``evict``: idle models make room for it. Raises as ``stream``; ModelUnsupported if this model's
+        attention cannot be tapped.
+        """
+        with self._claim(folder.name):
+            async for item in self._acquire(_WantedLayers(folder), evict=evict):
+                if not isinstance(item, EngineProcess):
+                    yield item
+                    continue
+                async with aclosing(item.score(score)) as events:
+                    async for event in events:
+                        if isinstance(event, Prefill | Scored):
+                            yield event
+
+    async def load(self, folder: ModelFolder) -> None:
+        """Load without a request. Raises as ``stream``."""
+        async for _ in self.loading(folder):
+            pass
+
+    async def loading(self, folder: ModelFolder, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
+        """Load without a request and yield the progress. ``evict`` and what it raises: as ``score``."""
+        async with aclosing(self._acquire(_WantedLayers(folder), evict=evict)) as steps:
+            async for step in steps:
+                if isinstance(step, Loading):
+                    yield step
+
+    def engine(self, folder: ModelFolder) -> EngineProcess | None:
+        """The worker that has the whole model, if it is ready."""
+        engine = self._engines.get(folder.name)
+        return engine if engine is not None and engine.state == "ready" else None
+
+    def facts(self, name: str) -> Ready | None:
+        """What the worker that has the whole model says of it, if it is ready."""
+        engine = self._engines.get(name)
+        return engine.facts if engine is not None and engine.state == "ready" else None
+
+    @asynccontextmanager
+    async def assisting(self, folder: ModelFolder, first: int, last: int) -> AsyncIterator[EngineProcess]:
+        """A ready worker that has layers [first, last), not unloaded for others meanwhile.
+
+        One is loaded if need be, with these layers alone (with the whole model where ``last`` is 0): whoever
+        asks for some has found that its prompts do not fit beside all of them. No model makes room for other
+        machines' prompts. Raises as ``stream``.
+        """
+        name = await self._with_layers(folder, first, last)
+        with self._claim(name):
+            yield self._engines[name]
+
+    def part(self, folder: ModelFolder) -> tuple[int, int] | None:
+        """Layers [first, last) of a model that a worker has, or is loading, which has not all of it."""
+        found = [
+            (engine.settings.first_layer, engine.settings.last_layer)
+            for engine in self._engines.values()
+            if engine.settings.part_of == folder.name and engine.state in ("loading", "ready")
+        ]
+        return max(found, key=lambda part: part[1] - part[0], default=None)
+
+    def holds(self, folder: ModelFolder, first: int, last: int) -> bool:
+        """True if a ready worker has layers [first, last), so that ``assisting`` would load nothing."""
+        return self._holder(folder, first, last) is not None
+
+    def _holder(self, folder: ModelFolder, first: int, last: int) -> str | None:
+        for name, engine in self._engines.items():
+            held = engine.settings
+            if engine.state == "ready" and (
+                name == folder.name
+                or (held.path == str(folder.path) and held.first_layer <= first < last <= held.last_layer)
+            ):
+                return name
+        return None
+
+    async def _with_layers(self, folder: ModelFolder, first: int, last: int) -> str:
+        """The name of a worker that has these layers; loads one if there is none."""
+        if (name := self._holder(folder, first, last)) is not None:
+            return name
+        whole = self._engines.get(folder.name)
+        if whole is not None and whole.state == "loading":
+            first = last = 0
+        wanted = _WantedLayers(folder, first, last)
+        await self._load_beside(wanted)
+        return wanted.name
+
+    async def _load_beside(self, wanted: _WantedLayers) -> None:
+        """Load it if it fits beside what is loaded. Raises as ``stream``."""
+        try:
+            async for _ in self._acquire(wanted, evict=False):
+                pass
+        except OutOfMemory:
+            # No request of this machine asked for it: the failure is not shown here.
+            if (engine := self._engines.get(wanted.name)) is not None and engine.state == "failed":
+                del self._engines[wanted.name]
+                await self._end(engine)
+            raise
+
+    async def unload(self, name: str) -> bool:
+        """End a model's workers; their running requests fail with ModelUnloaded. False if none runs."""
+        self._stays_s.pop(name, None)
+        parts = [other for other, engine in self._engines.items() if engine.settings.part_of == name]
+        engines = [engine for n in (name, *parts) if (engine := self._engines.pop(n, None)) is not None]
+        await self._end(*engines)
+        return bool(engines)
+
+    async def _end(self, *engines: EngineProcess) -> None:
+        """Stop workers that have left the table; until they are gone, their memory is counted."""
+        self._ending += engines
+        try:
+            await asyncio.gather(*(engine.stop() for engine in engines))
+        finally:
+            for engine in engines:
+                self._ending.remove(engine)
+
+    @property
+    def busy(self) -> bool:
+        """True while a worker loads, or computes for anybody."""
+        return any(engine.busy or engine.state == "loading" for engine in self._engines.values())
+
+    def status(self) -> list[EngineStatus]:
+        pinned = self.pinned()
+        return [
+            msgspec.structs.replace(self._with_earlier(engine.status), pinned=name in pinned)
+            for name, engine in self._engines.items()
+        ]
+
+    def _with_earlier(self, status: EngineStatus) -> EngineStatus:
+        """Its figures that only grow include those of the model's workers before this one."""
+        if (earlier := self._earlier.get(status.model)) is None:
+            return status
+        return msgspec.structs.replace(
+            status,
+            disk_written_bytes=earlier.disk_written_bytes + status.disk_written_bytes,
+            disk_dropped=earlier.disk_dropped + status.disk_dropped,
+        )
+
+    async def close(self) -> None:
+        """End all workers."""
+        if self._measuring is not None:
+            self._measuring.cancel()
+            await asyncio.gather(self._measuring, return_exceptions=True)
+        await asyncio.gather(*(self.unload(name) for name in list(self._engines)))
+
+    @contextmanager
+    def _claim(self, name: str) -> Iterator[None]:
+        """Meanwhile the model is not unloaded to make room for others."""
+        self._claims[name] = self._claims.get(name, 0) + 1
+        try:
+            yield
+        finally:
+            self._claims[name] -= 1
+
+    async def _acquire(
+        self, wanted: _WantedLayers, *, evict: bool = True
+    ) -> AsyncGenerator[Loading | EngineProcess, None]:
+        """Yield progress, then the ready engine. Two first requests share one load; idle models make room."""
+        while True:
+            # One load at a time: each looks at the memory that is free, and would count the same bytes.
+            while other := self._loading_besides(wanted.name):
+                yield Loading(f"{WAITING}{other.settings.name} to load")
+                with suppress(FleetError):  # its own requests hear of that
+                    async for _ in other.loaded():
+                        pass
+            if (engine := await self._running(wanted)) is None:
+                continue
+            try:
+                async for progress in engine.loaded():
+                    yield progress
+            except OutOfMemory:
+                if not evict or not await self._evict_idle(
+                    "memory is needed", besides=wanted.name, kept=self.pinned()
+                ):
+                    raise
+                continue
+            yield engine
+            return
+
+    def _loading_besides(self, name: str) -> EngineProcess | None:
+        if name in self._engines and self._engines[name].state in ("loading", "ready"):
+            return None
+        return next((e for e in self._engines.values() if e.state == "loading"), None)
+
+    async def _running(self, wanted: _WantedLayers) -> EngineProcess | None:
+        """The worker, started if need be. None if another has begun to load meanwhile: that one is first."""
+        name = wanted.name
+        if (ready := self._engines.get(name)) is not None and ready.state == "ready":
+            return ready
+        async with self._starting:
+            engine = self._engines.get(name)
+            if engine is not None and engine.state in ("loading", "ready"):
+                return engine
+            if engine is not None:
+                # Only this one: unloading would also end what helps with other layers.
+                del self._engines[name]
+                await self._end(engine)
+            if self._loading_besides(name):
+                return None
+            folder = wanted.folder
+            device = "cpu" if self.options.device == "cpu" else self.accelerator()
+            engine = EngineProcess(
+                self._settings(wanted),
+                weights_bytes=weights_in_memory(folder.path, folder.weights_bytes, folder.config, device),
+                load_within_s=load_times.stall_s(self.load_s(folder)),
+                is_bounded=address_space.is_bounded(device),
+                restarts=self._deaths.get(name, 0),
+                on_exit=self._exited,
+                on_work=self._end_idle_time,
+            )
+            # It measures its speed at the end of its load.
+            self._end_idle_time()
+            self._engines[name] = engine
+            try:
+                await engine.start()
+            except BaseException:
+                # Refused or cancelled: the next request must not wait for what was never started.
+                if self._engines.get(name) is engine:
+                    del self._engines[name]
+                raise
+            return engine
+
+    def _settings(self, wanted: _WantedLayers) -> WorkerSettings:
+        folder = wanted.folder
+        record = self.record_path(folder)
+        return WorkerSettings(
+            name=wanted.name,
+            path=str(folder.path),
+            record=str(record) if record else "",
+            first_layer=wanted.first,
+            last_layer=wanted.last,
+            part_of=folder.name if wanted.last else "",
+            held_bytes=self.held_bytes,
+            **{name: getattr(self.options, name) for name in WorkerOptions.__struct_fields__},
+        )
+
+    async def _evict_idle(
+        self, reason: str, *, besides: str = "", idle_s: float = 0.0, kept: Collection[str] = ()
+    ) -> bool:
+        """Unload the model that has been idle longest, at least for ``idle_s``. False if there is none."""
+        idle = [
+            (e.idle_s, n)
+            for n, e in self._engines.items()
+            if n != besides
+            and n not in kept
+            and e.state == "ready"
+            and not self._in_use(n)
+            and e.idle_s >= idle_s
+        ]
+        if not idle:
+            return False
+        _, name = max(idle)
+        log.info("engine.unload", model=name, reason=reason, for_model=besides)
+        return await self.unload(name)
+
+    def _in_use(self, name: str) -> bool:
+        return self._claims.get(name, 0) > 0
+
+    def _exited(self, engine: EngineProcess) -> None:
+        name = engine.settings.name
+        self._earlier[name] = self._with_earlier(engine.status)
+        if engine.pid is not None:
+            self.ended(engine.pid)
+        # Unwanted deaths only: an unloaded engine has left the table before it was stopped.
+        if self._engines.get(name) is engine and engine.facts is not None:
+            self._deaths[name] = self._deaths.get(name, 0) + 1

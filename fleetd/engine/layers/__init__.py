@@ -1,0 +1,1 @@
+"""A model as a list of layers, and prefill with it."""

@@ -1,0 +1,367 @@
+"""From a verified folder to a model that can run, and the facts the daemon needs about it."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+from mlx_lm.models.cache import make_prompt_cache
+
+from fleetd import limits
+from fleetd.cache.block_names import LateBasis
+from fleetd.control.daemon_status import MemoryBudget
+from fleetd.engine.answer.sampling import SamplingDefaults
+from fleetd.engine.answer.tool_formats import has_reasoning
+from fleetd.engine.cpu import arithmetic
+from fleetd.engine.failures import over_files
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.load.load_findings import FindingsKey, LoadFindings, block_basis, versions
+from fleetd.engine.load.model_reading import (
+    Device,
+    ReadModel,
+    keep_weights,
+    memory_budget,
+    read_model,
+    verified_config,
+)
+from fleetd.engine.measure.cached_results import CachedResult
+from fleetd.engine.measure.calibrate import Speeds, calibrate
+from fleetd.engine.protocol import Loading, Ready
+from fleetd.engine.scoring.known_profiles import ProfileStore
+from fleetd.engine.scoring.profile_search import ProfileSearch
+from fleetd.engine.sequence_state import batches, checkpoints
+from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
+from fleetd.engine.sparse_prefill.sparse import Sparse
+from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
+from fleetd.engine.speculation.verdicts import VerdictKey
+from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.models import digest as digests
+from fleetd.models import manifest
+from fleetd.models.json_files import read_json
+from fleetd.models.memory_need import WORKING_BYTES
+
+# Prompts of unequal length to try a batch with, and how far rounding may move its numbers, as a share of the
+# largest.
+_UNEQUAL, _ROUNDING = ([3, 4, 5, 6, 7], [8]), 0.03
+# A token's id and the length of its text.
+_ENTRY = struct.Struct("<iI")
+
+
+class MemoryShares(msgspec.Struct, frozen=True):
+    """How a worker divides its memory, in bytes: the weights, the prefix cache, and what sequences take."""
+
+    weights: int
+    prefix: int
+    sequences: int
+
+    @classmethod
+    def of(cls, weights: int, room: MemoryBudget, settings: WorkerSettings) -> MemoryShares:
+        left = max(0, room.usable_bytes - weights - WORKING_BYTES)
+        # However much the owner gives to old prompts, new ones get the part that old ones have otherwise.
+        most = left - int(left * limits.PREFIX_SHARE)
+        prefix = min(settings.prefix_cache_bytes, most) or int(left * limits.PREFIX_SHARE)
+        return cls(weights, prefix, left - prefix)
+
+
+class _FoundOut(msgspec.Struct, frozen=True):
+    """What computing with a model showed; ``findings`` are stored for the next load.
+
+    ``sparse``: None if prompts must be prefilled whole, as ``dense_reason`` says. ``sharable``: None if no
+    other machine can help, as ``unshareable`` says.
+    """
+
+    findings: LoadFindings
+    sparse: Sparse | None
+    dense_reason: str
+    sharable: Sharable | None
+    unshareable: str
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    model: Any
+    tokenizer: Any
+    facts: Ready
+    prefix_bytes: int
+    defaults: SamplingDefaults
+    # Whether several answers can be decoded in one batch.
+    together: bool
+    # Whether blocks of tokens give the bytes of single steps.
+    verdict: ExactnessVerdict
+    # None if no other machine can help with it.
+    sharable: Sharable | None
+    # None if prompts must be prefilled whole.
+    sparse: Sparse | None
+    search: ProfileSearch
+    # Stores speeds that were measured after the load, for the next one.
+    keep_speeds: Callable[[Speeds], None]
+    # Seconds of a chunk of prompt, by its tokens.
+    chunk_s: dict[int, float]
+    # What decides the bytes of keys and values besides the tokens.
+    basis: LateBasis
+    # Whether some layers cannot be taken back to an earlier token, so that states are kept at some.
+    keeps_states: bool
+
+
+def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> Loaded:
+    """Verify, read, warm up and measure.
+
+    Raises:
+        ModelCorrupt, ModelRefused: from ``verify``; ModelCorrupt also for files that libraries cannot use.
+        ModelUnsupported: an architecture that mlx-lm does not have, or that needs something else.
+        OutOfMemory: refused before reading.
+    """
+    begun = time.monotonic()
+    config = verified_config(settings, report)
+    room = memory_budget(device, settings)
+    stats = manifest.part_stats(Path(settings.path))
+    read = read_model(settings, config, device, room, report)
+    key = FindingsKey.now(VerdictKey.now(_digest(settings), device, accelerator_name(device), versions()))
+    cached = key.cached(Path(settings.cache))
+    found = _find_out(read, cached, report)
+
+    def keep_speeds(better: Speeds) -> None:
+        cached.keep(msgspec.structs.replace(found.findings, speeds=better))
+
+    verdict = _verdict(read, settings, key.model, found.findings.speeds.decode_tok_s, report)
+    keep_weights(device, settings)
+    shares = MemoryShares.of(read.weights_bytes, room, settings)
+    search = _profile_search(read, settings, key.model.digest)
+    return Loaded(
+        model=read.model,
+        tokenizer=read.tokenizer,
+        facts=_ready(read, found, verdict, shares, search, load_s=time.monotonic() - begun),
+        prefix_bytes=shares.prefix,
+        defaults=_defaults(Path(settings.path)),
+        together=found.findings.together,
+        verdict=verdict,
+        sharable=found.sharable,
+        sparse=found.sparse,
+        search=search,
+        keep_speeds=keep_speeds,
+        chunk_s=found.findings.speeds.chunk_s,
+        basis=_basis(settings, stats, key, found.sharable),
+        keeps_states=checkpoints.needed(make_prompt_cache(read.model)),
+    )
+
+
+def _find_out(
+    read: ReadModel, cached: CachedResult[LoadFindings], report: Callable[[Loading], None]
+) -> _FoundOut:
+    """Compute what is not stored, and store it. Wraps the model's ropes."""
+    known = cached.find()
+    if known is None:
+        report(Loading("measuring"))
+    sparse, dense_reason = _sparse(read.model, known)
+    sharable, unshareable = _sharable(read.model, read.device, known)
+    if known is None:
+        known = LoadFindings(
+            together=decodes_together(read.model),
+            dense_reason=dense_reason,
+            arithmetic=sharable.arithmetic if sharable else None,
+            speeds=calibrate(read.model, read.device, read.vocab_size, read.context_tokens),
+            vocabulary=_vocabulary_hash(read.tokenizer),
+        )
+        cached.keep(known)
+    return _FoundOut(known, sparse, dense_reason, sharable, unshareable)
+
+
+def _ready(
+    read: ReadModel,
+    found: _FoundOut,
+    verdict: ExactnessVerdict,
+    shares: MemoryShares,
+    search: ProfileSearch,
+    *,
+    load_s: float,
+) -> Ready:
+    """What the daemon is told of a whole model."""
+    findings, sharable = found.findings, found.sharable
+    speeds, sizes, tokenizer = findings.speeds, read.sizes, read.tokenizer
+    layers = sharable.stage.prefilled if sharable else len(read.model.layers)
+    facts = Ready(
+        architecture=str(read.config.get("model_type", "unknown")),
+        device=read.device,
+        dtype=read.dtype,
+        layers=layers,
+        vocab_size=read.vocab_size,
+        context_tokens=read.context_tokens,
+        weights_bytes=shares.weights,
+        kv_bytes_per_token=sizes.token_bytes,
+        kv_budget_bytes=shares.sequences,
+        prefix_budget_bytes=shares.prefix,
+        has_chat_template=bool(tokenizer.has_chat_template),
+        tool_calls=bool(tokenizer.has_tool_calling),
+        tool_format=str(tokenizer.init_kwargs.get("tool_parser_type") or ""),
+        reasoning=has_reasoning(tokenizer),
+        load_s=load_s,
+        versions=versions(),
+        prefill_tok_s=speeds.prefill_tok_s,
+        decode_tok_s=speeds.decode_tok_s,
+        prefill_context_s=speeds.prefill_context_s,
+        prefill_fixed_s=speeds.prefill_fixed_s,
+        doubt=speeds.doubt,
+        state_bytes=sizes.state_bytes,
+        window_bytes_per_token=sizes.window_bytes,
+        window_tokens=sizes.window,
+        last_layer=layers,
+        unshareable=found.unshareable,
+        speculation=verdict.text,
+        speculation_width=verdict.width,
+        speculation_context=verdict.context,
+        sparse=found.dense_reason,
+        sparse_tail=found.sparse.tail if found.sparse else 0,
+        scoring=search.state,
+        vocabulary=findings.vocabulary,
+    )
+    return _with_sharing(facts, sharable) if sharable is not None else facts
+
+
+def _with_sharing(facts: Ready, sharable: Sharable) -> Ready:
+    """Add what other machines need to know to help with prompts."""
+    stage = sharable.stage
+    return msgspec.structs.replace(
+        facts,
+        hidden_bytes=sharable.layout.hidden_bytes(1),
+        hidden_width=stage.hidden_width,
+        outside_bytes=stage.outside_bytes,
+        layer_bytes=stage.layer_bytes,
+        arithmetic=sharable.arithmetic,
+    )
+
+
+def _sharable(model: Any, device: Device, known: LoadFindings | None) -> tuple[Sharable | None, str]:
+    """What other machines can help with, or why they cannot."""
+    try:
+        return Sharable.of(Stage.of(model), device, versions(), known.arithmetic if known else None), ""
+    except ModelUnsupported as error:
+        return None, error.message
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        # What a stage takes a model to be is not what this one is: it still runs whole.
+        reason = f"Its layers cannot be run apart ({type(error).__name__}: {error})."
+        return None, reason[: limits.CARD_TEXT_CHARS]
+
+
+def _sparse(model: Any, known: LoadFindings | None) -> tuple[Sparse | None, str]:
+    """How prompts are prefilled in part, or why they cannot be. Wraps the model's ropes."""
+    if known is not None and known.dense_reason:
+        return None, known.dense_reason
+    try:
+        return Sparse.of(model, checked=known is not None), ""
+    except ModelUnsupported as error:
+        return None, error.message
+
+
+def _verdict(
+    read: ReadModel,
+    settings: WorkerSettings,
+    key: VerdictKey,
+    decode_tok_s: float,
+    report: Callable[[Loading], None],
+) -> ExactnessVerdict:
+    """Whether blocks of tokens give the bytes of single steps: stored, or probed now."""
+    if settings.speculation == "off":
+        return ExactnessVerdict(text="off: speculation.mode is off")
+    if read.device == "cpu" and not arithmetic.exact():
+        return ExactnessVerdict(
+            text="declined: without MKL a CPU's numbers depend on how many are computed at once"
+        )
+    step_s = 1 / decode_tok_s
+    cached = key.cached(Path(settings.cache))
+    if (known := cached.find()) is not None:
+        return known.at_pace(step_s)
+    report(Loading("probing for exactness"))
+    plan = ProbePlan.of(read.device, step_s)
+    found = probe(read.model, vocab_size=read.vocab_size, context_tokens=read.context_tokens, plan=plan)
+    cached.keep(found)
+    return found
+
+
+def _profile_search(read: ReadModel, settings: WorkerSettings, digest: str) -> ProfileSearch:
+    """The search for the model's scoring profile. ``digest``: "" if it is not known yet."""
+    return ProfileSearch(
+        model=read.model,
+        tokenizer=read.tokenizer,
+        context_tokens=read.context_tokens,
+        known=ProfileStore.in_home(Path(settings.cache)) if settings.cache else ProfileStore(),
+        # Profiles that travel with fleetd hold without a cache, too.
+        digest=digest or digests.remembered(Path(settings.path), _record(settings)),
+        device=read.device,
+    )
+
+
+def _basis(
+    settings: WorkerSettings,
+    stats: dict[str, tuple[int, int, int]],
+    key: FindingsKey,
+    sharable: Sharable | None,
+) -> LateBasis:
+    """What names the model's blocks, once its digest is known. ``stats``: of the files that were read."""
+
+    def find() -> bytes:
+        digest = key.model.digest
+        # Files that were replaced since are hashed like any, and are not those of this model.
+        if not digest and manifest.part_stats(Path(settings.path)) == stats:
+            digest = _digest(settings)
+        known = msgspec.structs.replace(key, model=msgspec.structs.replace(key.model, digest=digest))
+        return block_basis(known, sharable.arithmetic if sharable else None)
+
+    return LateBasis(find)
+
+
+def _record(settings: WorkerSettings) -> Path | None:
+    return Path(settings.record) if settings.record else None
+
+
+def _digest(settings: WorkerSettings) -> str:
+    """The model's digest, under which results are stored; "" if nothing is stored."""
+    return digests.remembered(Path(settings.path), _record(settings)) if settings.cache else ""
+
+
+@over_files("The model cannot decode two answers", RuntimeError)
+def decodes_together(model: Any) -> bool:
+    """True if two answers of unequal length can be one batch and say in it what each says alone.
+
+    Some of mlx-lm's models cannot: gemma2's own attention takes the mask of a batch for one of its heads, and
+    fails or, where there happen to be as many heads as answers, computes something else. Others keep what
+    cannot be put into a batch. Costs some tokens.
+    """
+    caches = [make_prompt_cache(model) for _ in _UNEQUAL]
+    if not all(hasattr(layer, "merge") for layer in caches[0]):
+        return False
+    one = mx.array([[1]])
+    for tokens, cache in zip(_UNEQUAL, caches, strict=True):
+        mx.eval(model(mx.array([tokens]), cache=cache))
+    try:
+        batch = batches.merged(caches)
+        together = model(mx.concatenate([one, one]), cache=batch).astype(mx.float32)
+        mx.eval(together)
+    except ValueError:
+        return False
+    alone = mx.concatenate([model(one, cache=cache) for cache in caches]).astype(mx.float32)
+    return bool(mx.abs(together - alone).max() <= _ROUNDING * mx.abs(alone).max())
+
+
+def _defaults(path: Path) -> SamplingDefaults:
+    """The sampling that the model's makers recommend, for requests that leave it open."""
+    try:
+        found = read_json(path / "generation_config.json", limits.MODEL_CONFIG_BYTES)
+    except ModelCorrupt:
+        return SamplingDefaults()
+    return SamplingDefaults.of_model(found)
+
+
+def _vocabulary_hash(tokenizer: Any) -> str:
+    """A short hash of every id and its text, special tokens included: equal if two models mean the same by
+    each token id, which is all that a drafter and a verifier must share."""
+    state = hashlib.sha256()
+    for text, number in sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0])):
+        data = text.encode(errors="surrogatepass")
+        state.update(_ENTRY.pack(number, len(data)) + data)
+    return state.hexdigest()[:32]

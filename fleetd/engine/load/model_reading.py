@@ -1,0 +1,257 @@
+"""From a verified folder to a model in memory that has computed its first tokens, and the device for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_config, load_model
+
+from fleetd.control.daemon_status import MemoryBudget
+from fleetd.engine.answer.tool_formats import with_format
+from fleetd.engine.cpu import address_space, arithmetic
+from fleetd.engine.failures import over_files
+from fleetd.engine.load.readable_folder import readable
+from fleetd.engine.measure import device_memory
+from fleetd.engine.measure.memory import admit_weights, human
+from fleetd.engine.protocol import Loading
+from fleetd.engine.sequence_state.kinds import StateKind, kind_of
+from fleetd.engine.sequence_state.parts import all_parts
+from fleetd.engine.sequence_state.parts import sizes as sizes_of
+from fleetd.engine.settings import WorkerSettings
+from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.hardware import memory, mlx_device
+from fleetd.hardware.device_facts import DeviceFacts
+from fleetd.models.memory_need import build_bytes, weights_in_memory
+from fleetd.models.verify import verify
+from fleetd.plan.state_sizes import StateSizes
+
+Device = Literal["cpu", "metal", "cuda"]
+# A context can be huge and memory small; without a stated context this is what llama-family models had.
+FALLBACK_CONTEXT = 4096
+# How mlx-lm's models call the embedding of tokens; those of positions have other names.
+_TOKEN_TABLES = frozenset(
+    {"embed_tokens", "word_embeddings", "embeddings", "embedding", "embed", "wte"}
+    | {"tok_embeddings", "token_embeddings"}
+)
+
+
+class ReadModel(msgspec.Struct, frozen=True):
+    """A model in memory that has computed its first tokens, with its tokenizer. ``sizes``: of a sequence."""
+
+    model: Any
+    tokenizer: Any
+    config: dict[str, Any]
+    device: Device
+    sizes: StateSizes
+    vocab_size: int
+    context_tokens: int
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(int(array.nbytes) for _, array in tree_flatten(self.model.parameters()))
+
+    @property
+    def dtype(self) -> str:
+        """The type of most of the weights, by their bytes."""
+        counts: dict[str, int] = {}
+        for _, array in tree_flatten(self.model.parameters()):
+            name = str(array.dtype).removeprefix("mlx.core.")
+            counts[name] = counts.get(name, 0) + array.nbytes
+        return max(counts, key=lambda name: counts[name])
+
+
+def pick_device(wanted: str) -> Device:
+    """Set MLX's default device and name it. Raises ModelUnsupported if a GPU is demanded in vain."""
+    if wanted != "cpu" and mx.is_available(mx.gpu):
+        mx.set_default_device(mx.gpu)
+        device: Device = "metal" if mx.metal.is_available() else "cuda"
+        device_memory.prepare(device, memory.system_memory(()).total_bytes)
+        return device
+    if wanted == "gpu":
+        raise ModelUnsupported(
+            "engine.device is gpu, but MLX sees no GPU.", hint="Set engine.device to auto."
+        )
+    mx.set_default_device(mx.cpu)
+    return "cpu"
+
+
+def memory_budget(device: Device, settings: WorkerSettings) -> MemoryBudget:
+    """Memory this worker may take, by the daemon's own rule and from what MLX says of the device now."""
+    facts = DeviceFacts("cpu") if device == "cpu" else mlx_device.describe()
+    found = memory.system_memory(memory.cgroup_folders(Path("/")))
+    return memory.budget(
+        memory.of_card(found, facts.card_bytes, facts.card_free_bytes),
+        device_limit_bytes=facts.limit_bytes,
+        held_bytes=settings.held_bytes,
+        fraction=settings.memory_fraction,
+        max_bytes=settings.max_memory_bytes,
+        overcommit=settings.overcommit,
+    )
+
+
+def keep_weights(device: Device, settings: WorkerSettings) -> None:
+    """Keep a model, or the part of it that was loaded, from being paged out, if the settings want that."""
+    if device == "metal" and settings.wire_weights:
+        device_memory.wire_weights(device, mlx_device.describe().limit_bytes)
+
+
+def read_model(
+    settings: WorkerSettings,
+    config: dict[str, Any],
+    device: Device,
+    room: MemoryBudget,
+    report: Callable[[Loading], None],
+) -> ReadModel:
+    """Read a whole model and its tokenizer, and warm up.
+
+    Raises:
+        ModelCorrupt: its files cannot be used.
+        ModelUnsupported: an architecture that mlx-lm does not have, or that needs something else.
+        OutOfMemory: refused before reading.
+    """
+    model, tokenizer = _read(settings, config, device, room, report)
+    report(Loading("warming up"))
+    sizes = warm_up(model)
+    return ReadModel(model, tokenizer, config, device, sizes, _vocab_size(model), context_tokens(config))
+
+
+def _read(
+    settings: WorkerSettings,
+    config: dict[str, Any],
+    device: Device,
+    room: MemoryBudget,
+    report: Callable[[Loading], None],
+) -> tuple[Any, Any]:
+    """The model and its tokenizer. Raises OutOfMemory before reading what does not fit."""
+    path = Path(settings.path)
+    # Hub caches hold links; the size that counts is the target's.
+    files = sorted(path.glob("model*.safetensors"))
+    on_disk = sum(f.stat().st_size for f in files)
+    expected = weights_in_memory(path, on_disk, config, device)
+    admit_weights(settings.name, expected, room)
+    report(Loading("reading", 0, on_disk))
+    with (
+        readable(path) as place,
+        little_besides(path, expected, device),
+        ThreadPoolExecutor(1, "tokenizer") as aside,
+    ):
+        reading = aside.submit(_tokenizer, place, config)
+        model = lazy_model(place, config)
+        admit_weights(settings.name, memory_bytes(model, device), room)
+        if device == "cpu":
+            arithmetic.to_float32(model)
+        mx.eval(model.parameters())
+        report(Loading("reading", on_disk, on_disk))
+        report(Loading("reading the tokenizer"))
+        return model, reading.result()
+
+
+@contextmanager
+def little_besides(path: Path, weights_bytes: int, device: Device) -> Iterator[None]:
+    """Bound what a load takes besides the weights. Raises ModelCorrupt for files that make it more."""
+    more = build_bytes(weights_bytes)
+    try:
+        with address_space.at_most(more, device):
+            yield
+    except MemoryError as error:
+        raise ModelCorrupt(
+            f"Building {path.name} takes {human(more)} and more; its weights take {human(weights_bytes)}.",
+            hint="Its config does not fit its weights; choose another copy of the model.",
+        ) from error
+
+
+def verified_config(settings: WorkerSettings, report: Callable[[Loading], None]) -> dict[str, Any]:
+    """The config of a model whose files are what they should be; raises as ``loading.load``."""
+    path = Path(settings.path)
+    report(Loading("verifying"))
+    record = Path(settings.record) if settings.record else None
+    verify(path, record=record, progress=lambda done, total: report(Loading("verifying", done, total)))
+    with readable(path) as place, over_files(f"The config of {path.name} cannot be read"):
+        config: dict[str, Any] = load_config(place)
+    return config
+
+
+@over_files("The length of the model's context cannot be read from its config")
+def context_tokens(config: dict[str, Any]) -> int:
+    """The longest context the model was trained for, from its config (or its text part)."""
+    for part in (config, config.get("text_config") or {}):
+        for key in ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions"):
+            value = part.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    return FALLBACK_CONTEXT
+
+
+def lazy_model(path: Path, config: dict[str, Any]) -> Any:
+    """The model with none of its weights read yet: each is when something is computed from it."""
+    with over_files(f"The model in {path.name} cannot be built from its config and weights"):
+        try:
+            model, _ = load_model(path, lazy=True)
+        except ValueError as error:
+            if "not supported" not in str(error):
+                raise
+            raise ModelUnsupported(
+                f"The engine has no code for models of type {config.get('model_type')!r}.",
+                hint="Update mlx-lm, or choose another model (fleetctl models).",
+            ) from error
+    return model
+
+
+def memory_bytes(weights: nn.Module, device: Device) -> int:
+    """Bytes of the weights once they are read: as on disk, except on a CPU, where everything becomes f32."""
+    if device == "cpu":
+        return arithmetic.float32_bytes(weights)
+    return sum(int(array.nbytes) for _, array in tree_flatten(weights.parameters()))
+
+
+def _tokenizer(path: Path, config: dict[str, Any]) -> Any:
+    with over_files(f"The tokenizer in {path.name} cannot be read"):
+        return with_format(load_tokenizer(path, eos_token_ids=config.get("eos_token_id")))
+
+
+# A device that has no memory left raises RuntimeError.
+@over_files("The model cannot compute anything", RuntimeError)
+def warm_up(model: Any) -> StateSizes:
+    """A short prefill and one decode step compile the kernels, and show what a sequence takes."""
+    cache = make_prompt_cache(model)
+    odd = {type(part).__name__ for part in all_parts(cache) if not _sized(part)}
+    if odd:
+        raise ModelUnsupported(
+            f"This architecture keeps its context in a {', '.join(sorted(odd))}, whose size cannot be told.",
+            hint="Choose another model (fleetctl models).",
+        )
+    mx.eval(model(mx.array([[1] * 8]), cache=cache))
+    mx.eval(model(mx.array([[1]]), cache=cache))
+    return sizes_of(cache)
+
+
+def _sized(part: Any) -> bool:
+    """True if it can be told how much memory a cache takes for each token: its kind is known, or has rows."""
+    return type(kind_of(part)) is not StateKind or hasattr(part, "keys")
+
+
+@over_files("The size of the vocabulary cannot be found")
+def _vocab_size(model: Any) -> int:
+    """How many token ids the model can take and gives.
+
+    By what was built: a config may say other numbers of its text part, and reading a row behind the table of
+    embeddings ends the process.
+    """
+    tables = [
+        int(module.weight.shape[0])
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding) and name.split(".")[-1] in _TOKEN_TABLES
+    ]
+    # Only its shape is looked at, so that nothing is computed.
+    logits = int(model(mx.array([[0]])).shape[-1])
+    return min(logits, max(tables, default=logits))

@@ -1,0 +1,309 @@
+"""One request in the scheduler, from admission to its end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from fleetd.control.prefill_trace import Speculated
+from fleetd.engine.answer.logprobs import Logprobs, PromptLogprobs
+from fleetd.engine.answer.output_text import AnswerText
+from fleetd.engine.guests import can_step
+from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.measure.memory import GROWTH_TOKENS, KvBudget
+from fleetd.engine.prefixes.disk_restore import Restoring
+from fleetd.engine.prefixes.peer_fetch import Fetching
+from fleetd.engine.prefixes.prefix_cache import DENSE, NO_ORIGINS, SPARSE, Hit, Origins, PrefixCache
+from fleetd.engine.prompt.prompt_encoding import PreparedPrompt, check_length
+from fleetd.engine.protocol import ChatPrompt, Finished, FinishReason, PrefillShared, Timings, Usage
+from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
+from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading
+
+
+@dataclass(slots=True)
+class Undecided:
+    """A prompt that waits for the daemon to decide whether others help, then for the streams to them."""
+
+    sharable: Sharable
+    until_s: float
+    share: PrefillShared | None = None
+
+
+@dataclass(slots=True)
+class AwaitedPrefix:
+    """The first ``tokens`` of a prompt, which another prompt that begins alike computes for both."""
+
+    leader: ScheduledSequence
+    tokens: int
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    prepared: PreparedPrompt
+    text: AnswerText
+    max_tokens: int
+    promised: int  # tokens of KV, prompt included
+    arrived_s: float
+    logprobs: Logprobs | None
+    scored: PromptLogprobs | None = None
+    # Whether it was reported that it is computed here, unless others are asked.
+    accepted: bool = False
+    # What the prefix cache had when the prompt was accepted, if that was reported; or what the disk had.
+    hit: Hit | None = None
+    undecided: Undecided | None = None
+    # While its beginning comes from the disk; then the tokens that came, and the seconds that it took.
+    restoring: Restoring | None = None
+    restored: int = 0
+    restore_s: float = 0.0
+    # While it comes from another machine; then the same. The time in which its beginning was computed here
+    # meanwhile is counted apart.
+    fetching: Fetching | None = None
+    fetched: int = 0
+    fetch_s: float = 0.0
+    front_s: float = 0.0
+    awaited: AwaitedPrefix | None = None
+    prefiller: Prefiller | SharedPrefill | SparsePrefiller | None = None
+    # Indices of the prompt tokens that are prefilled, ascending; None: all of them. Or why not only those.
+    kept: list[int] | None = None
+    dense_reason: str = ""
+    # Under which the prefix cache keeps its KV: what its prefill began from, and who took part, decide.
+    namespace: str = DENSE
+    # Labels of the machines that some of it came from, as in a Hit.
+    origins: Origins = NO_ORIGINS
+    # The drafts' figures; set when it leaves decoding.
+    speculated: Speculated | None = None
+    # Tokens that its prefill began from; ``front`` of them were computed for it itself.
+    cached: int = 0
+    front: int = 0
+    # When its client left, if it is still read together with helpers: for one that asks again.
+    left_s: float = 0.0
+    shown: int = -1  # prefilled tokens as last reported; -1 before the first report
+    generated: int = 0
+    turns: int = 0
+    prefill_s: float = 0.0
+    prefill_interleaved: bool = False
+    decode_interleaved: bool = False
+    started_s: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    @property
+    def id(self) -> str:
+        return self.prepared.request.id
+
+    @property
+    def dense_tokens(self) -> list[int]:
+        """The prompt, or as much of it as is prefilled without a gap and one token more. The KV of a token
+        rests on all tokens before it, so what follows a gap is in no dense cache."""
+        tokens, kept = self.prepared.tokens, self.kept
+        return tokens if kept is None else tokens[: leading(kept) + 1]
+
+    @property
+    def slot_tokens(self) -> list[int]:
+        """A number for each token that is prefilled: the token, and its position too if some are left out.
+        What two prompts' lists begin with alike has the same KV."""
+        tokens, kept = self.prepared.tokens, self.kept
+        return tokens if kept is None else [at << 32 | tokens[at] for at in kept]
+
+    @property
+    def slots(self) -> int:
+        """Tokens of KV that the prompt takes."""
+        return len(self.prepared.tokens) if self.kept is None else len(self.kept)
+
+    @property
+    def held(self) -> int:
+        """Tokens of KV in use."""
+        return self.slots + self.generated
+
+    @property
+    def left(self) -> int:
+        """Tokens to prefill."""
+        return self.prefiller.remaining if self.prefiller else self.slots
+
+    @property
+    def computed(self) -> int:
+        """Leading prompt tokens that its prefill has computed or found, and that others may use: with helpers
+        none before the end, when all that they sent is checked."""
+        if self.prefiller is None or (isinstance(self.prefiller, SharedPrefill) and self.prefiller.remaining):
+            return 0
+        return self.prefiller.done
+
+    @property
+    def progress(self) -> int:
+        """Prompt tokens that the work done so far amounts to, for people."""
+        if self.awaited is not None:
+            return min(self.awaited.leader.progress, self.awaited.tokens)
+        if isinstance(self.prefiller, SharedPrefill):
+            return self.prefiller.progress
+        return self.computed
+
+    @property
+    def ready(self) -> bool:
+        """True if a step of its prefill can be taken now."""
+        if any(wait is not None for wait in (self.undecided, self.awaited, self.restoring)):
+            return False
+        if self.fetching is not None:
+            return self.fetching.computes
+        return can_step(self.prefiller) if isinstance(self.prefiller, SharedPrefill) else True
+
+    @property
+    def arrived(self) -> bool:
+        """True if something of its beginning has come that can be taken in now, or will not come any more."""
+        coming = (self.restoring, self.fetching)
+        return any(each is not None and each.ready for each in coming)
+
+    def begin_from(self, model: Any, hit: Hit, state_bytes: int) -> Prefiller | SparsePrefiller:
+        """Prefill what ``hit`` lacks, which is the prefill's own from now on.
+
+        ``state_bytes``: memory for states at earlier tokens of a dense prompt.
+        """
+        self.cached, self.front = hit.tokens, hit.front
+        return self.go_on_from(model, hit, state_bytes)
+
+    def begin_with(self, shared: SharedPrefill, hit: Hit) -> None:
+        """``begin_from``, together with other machines."""
+        self.cached, self.front = hit.tokens, hit.front
+        self.prefiller, self.hit = shared, None
+        self.namespace, self.origins = shared.namespace, shared.origins
+
+    def go_on_from(self, model: Any, hit: Hit, state_bytes: int) -> Prefiller | SparsePrefiller:
+        """``begin_from``, of a prefill that has begun already: ``hit`` is how far it came."""
+        tokens, borders = self.prepared.tokens, self.prepared.borders
+        # Tokens that are left out say nothing of whose numbers these are.
+        self.hit, self.namespace = None, DENSE if hit.namespace == SPARSE else hit.namespace
+        self.origins = hit.origins
+        begun: Prefiller | SparsePrefiller
+        if self.kept is not None:
+            sparse = hit.namespace == SPARSE or isinstance(self.prefiller, SharedPrefill)
+            begun = SparsePrefiller.begin(model, tokens, self.kept, hit.cache, hit.tokens, sparse=sparse)
+        else:
+            cache = hit.cache or make_prompt_cache(model)
+            begun = Prefiller(model, tokens, cache, hit.tokens, state_bytes=state_bytes, borders=borders)
+        self.prefiller = begun
+        return begun
+
+    def sparse_in(self, prefix: PrefixCache) -> int:
+        """Tokens in memory of a prompt that leaves out the same ones, if those of dense prompts are fewer."""
+        sparse = 0 if self.kept is None else prefix.longest(self.slot_tokens, SPARSE)
+        return sparse if sparse > prefix.longest(self.dense_tokens) else 0
+
+    def longest_in(self, prefix: PrefixCache) -> int:
+        """Tokens that ``found_in`` would give; nothing is copied."""
+        return self.sparse_in(prefix) or prefix.longest(self.dense_tokens)
+
+    def found_in(self, prefix: PrefixCache) -> Hit:
+        """The longest exact beginning that is in memory."""
+        if self.sparse_in(prefix):
+            return prefix.fetch(self.slot_tokens, SPARSE)
+        return prefix.fetch(self.dense_tokens)
+
+    def read_so_far(self) -> Hit:
+        """What has been read of it, as far as it is checked, under the namespace of its numbers; nothing if
+        no other prompt could use it.
+
+        For a prefill that ends half way: what came from other machines is checked now.
+        """
+        if self.fetching is not None:
+            return self.fetching.cut_short() or self.hit or Hit(0, None)
+        if self.prefiller is None:
+            return self.hit or Hit(0, None)
+        if isinstance(self.prefiller, SharedPrefill):
+            read = self.prefiller.read_so_far()
+        else:
+            read = Hit(self.prefiller.done, self.prefiller.cache, self.namespace, origins=self.origins)
+        if self.kept is None:
+            return read
+        return replace(read, namespace=SPARSE) if read.namespace == DENSE else Hit(0, None)
+
+    def finished(self, reason: FinishReason) -> Finished:
+        first, started = self.first_s, self.started_s or time.monotonic()
+        return Finished(
+            self.id,
+            reason,
+            Usage(
+                prompt_tokens=len(self.prepared.tokens),
+                cached_tokens=self.cached - self.front,
+                completion_tokens=self.generated,
+                reasoning_tokens=self.text.reasoning_tokens,
+            ),
+            Timings(
+                queue_s=max(0.0, started - self.arrived_s - self.restore_s - self.fetch_s - self.front_s),
+                # The last prompt token is computed by the first decode step.
+                prefill_s=self.front_s + (first - started if first else self.prefill_s),
+                decode_s=self.last_s - first if first else 0.0,
+                restored_tokens=self.restored,
+                restore_s=self.restore_s,
+                fetched_tokens=self.fetched,
+                fetch_s=self.fetch_s,
+                prefill_interleaved=self.prefill_interleaved,
+                decode_interleaved=self.decode_interleaved,
+            ),
+            self.text.stopped_by,
+            self.speculated,
+        )
+
+
+def new_sequence(
+    prepared: PreparedPrompt, tokenizer: Any, sparse: Sparse | None, budget: KvBudget, context_tokens: int
+) -> ScheduledSequence:
+    """A sequence for a prompt, which may not have been admitted yet.
+
+    Raises:
+        ContextLengthExceeded, OutOfMemory: it would not fit even with nothing else running.
+    """
+    request, n = prepared.request, len(prepared.tokens)
+    check_fits(prepared, sparse, budget, context_tokens)
+    kept, dense_reason = _kept(prepared, sparse)
+    slots = n if kept is None else len(kept)
+    wanted = context_tokens if request.max_tokens is None else request.max_tokens
+    max_tokens = min(wanted, context_tokens - n, budget.capacity_tokens - slots)
+    return ScheduledSequence(
+        prepared=prepared,
+        text=AnswerText(
+            request.id,
+            tokenizer,
+            request.stop,
+            prepared.tools,
+            prepared.initial,
+            prepared.primed,
+            None if isinstance(request.prompt, ChatPrompt) else prepared.tokens[-1],
+            call_pieces=request.call_pieces,
+            min_tokens=request.min_tokens,
+            plain=not isinstance(request.prompt, ChatPrompt),
+        ),
+        max_tokens=max_tokens,
+        promised=slots + min(max_tokens, GROWTH_TOKENS),
+        arrived_s=time.monotonic(),
+        logprobs=None if request.top_logprobs is None else Logprobs(tokenizer, request.top_logprobs),
+        kept=kept,
+        dense_reason=dense_reason,
+    )
+
+
+def check_fits(
+    prepared: PreparedPrompt, sparse: Sparse | None, budget: KvBudget, context_tokens: int
+) -> None:
+    """Raises ContextLengthExceeded, OutOfMemory: the prompt would not fit even with nothing else running.
+
+    It reads nothing that computing changes, so any thread may call it.
+    """
+    check_length(prepared, context_tokens)
+    kept, _ = _kept(prepared, sparse)
+    slots = len(prepared.tokens) if kept is None else len(kept)
+    budget.check_alone(slots + (0 if prepared.request.max_tokens == 0 else 1))
+
+
+def _kept(prepared: PreparedPrompt, sparse: Sparse | None) -> tuple[list[int] | None, str]:
+    """The tokens to prefill, None for all of them; and why a Keep is not followed."""
+    if prepared.kept is None:
+        return None, prepared.dense_reason
+    if sparse is None:
+        return None, "This model's prompts can only be prefilled whole."
+    if prepared.request.echo:
+        return None, "The prompt is to be echoed."
+    kept = sparse.kept(prepared.kept, len(prepared.tokens))
+    return (kept, "") if len(kept) < len(prepared.tokens) else (None, "Nothing of it can be left out.")

@@ -1,0 +1,190 @@
+"""This worker's own prompts that other machines may help with: from the offer to share to its end.
+
+    Accepted(waits) ─ decision ─► PrefillShared ─ streams ─► SharedPrefill ─► Shared, decoding
+           │                         │                          │
+           └ PrefillAlone, or none   └ not in time              └ late, lost, wrong: Shared(code), then
+                                                                  alone from what is verified
+
+However it ends, the prompt goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleetd import limits
+from fleetd.engine.failures import typed
+from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.loop.sequence import ScheduledSequence, Undecided
+from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN, Hit, PrefixCache
+from fleetd.engine.protocol import Accepted, PrefillShared, Report, Shared, StepTime
+from fleetd.engine.sequence_state import checkpoints
+from fleetd.engine.shared_prefill.frame_schedule import home_streams
+from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
+from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
+from fleetd.engine.streams.handed_over import HandedOverStreams
+from fleetd.errors import InvalidValue, PeerUnreachable
+
+
+@dataclass
+class SharedPrompts:
+    """``sharable`` is None if no other machine can help with ``model``."""
+
+    model: Any
+    sharable: Sharable | None
+    prefix: PrefixCache
+    streams: HandedOverStreams
+    emit: Callable[[Report], None]
+    # Prompts that were shared in vain, which are read alone next time.
+    _lost: deque[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lost = deque(maxlen=limits.SHARE_LOST_PROMPTS)
+
+    def accept(self, sequence: ScheduledSequence, chunk: int) -> bool:
+        """Report that an admitted prompt waits for the daemon's decision. False if it cannot be shared."""
+        request, tokens = sequence.prepared.request, sequence.prepared.tokens
+        # The prompt's own probabilities need every hidden state after the last layer, here.
+        scored = request.echo and sequence.logprobs is not None
+        if not request.shared or self.sharable is None or scored or sequence.sparse_in(self.prefix):
+            return False
+        if tokens in self._lost:
+            return False
+        hit = sequence.hit or self.prefix.fetch(sequence.dense_tokens, DENSE, PLAN)
+        short = sequence.slots - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS
+        # A short prompt with another machine's numbers in its prefix is offered too: it is not exact.
+        if short and hit.namespace == DENSE:
+            return False
+        sequence.hit = hit
+        sequence.undecided = Undecided(self.sharable, time.monotonic() + 2 * limits.SHARE_SETUP_S)
+        sequence.started_s = time.monotonic()
+        places, states = self._places(sequence, hit)
+        self.emit(
+            Accepted(
+                sequence.id,
+                len(tokens),
+                hit.tokens,
+                chunk,
+                waits=True,
+                exact=hit.namespace == DENSE,
+                places=places,
+                states=states,
+                kept=len(sequence.kept or ()),
+                dense_reason=sequence.dense_reason,
+            )
+        )
+        return True
+
+    def _places(self, sequence: ScheduledSequence, hit: Hit) -> tuple[list[int], int]:
+        """Where alone states of the prompt would be kept, and of how many, the last ones, there is room."""
+        sharable, prepared, room = self.sharable, sequence.prepared, self.prefix.state_bytes
+        if sharable is None or sequence.kept is not None or not room:
+            return [], 0
+        if not (each := sharable.layout.whole_bytes(len(prepared.tokens))):
+            return [], 0
+        found = checkpoints.places(len(prepared.tokens), prepared.borders, hit.tokens)
+        # At its end the prompt's own caches are kept.
+        found = [at for at in found if at < len(prepared.tokens) - 1]
+        return found, min(len(found), room // each)
+
+    def share(self, sequence: ScheduledSequence, share: PrefillShared) -> None:
+        """Prefill it with helpers, once their streams are connected. Ignored if it has gone on already."""
+        undecided = sequence.undecided
+        if undecided is not None and undecided.share is None:
+            undecided.share, undecided.until_s = share, time.monotonic() + limits.SHARE_SETUP_S
+
+    def alone(self, sequence: ScheduledSequence, reason: str) -> None:
+        """Prefill it without help, or without more help from here on."""
+        if sequence.undecided is not None and sequence.undecided.share is None:
+            self._begin_alone(sequence)
+            self.streams.drop(sequence.id)
+        elif sequence.undecided is not None or isinstance(sequence.prefiller, SharedPrefill):
+            self.give_up(sequence, PeerUnreachable(reason or "The daemon gave the helpers up."))
+
+    def poll(self, sequence: ScheduledSequence) -> None:
+        """Begin a prompt whose streams are connected; prefill one alone whose time is up."""
+        undecided = sequence.undecided
+        if undecided is None:
+            return
+        share = undecided.share
+        if share is not None and self.streams.complete(sequence.id, home_streams(share.split)):
+            self._begin(sequence, share, undecided.sharable)
+        elif time.monotonic() >= undecided.until_s:
+            why = (
+                "The daemon did not decide in time whether others help."
+                if share is None
+                else f"The helpers did not connect within {limits.SHARE_SETUP_S:.0f} s."
+            )
+            self.give_up(sequence, PeerUnreachable(why))
+
+    def due_s(self, sequence: ScheduledSequence) -> float | None:
+        """When its wait ends even if nothing arrives; None while it does not wait."""
+        if sequence.undecided is not None:
+            return sequence.undecided.until_s
+        return sequence.prefiller.due_s if isinstance(sequence.prefiller, SharedPrefill) else None
+
+    def give_up(self, sequence: ScheduledSequence, error: Exception) -> Prefiller | SparsePrefiller:
+        """Go on alone, from what is verified."""
+        known = typed(error, "Sharing the prompt failed")
+        shared = sequence.prefiller
+        steps: list[StepTime] = []
+        if isinstance(shared, SharedPrefill):
+            verified = shared.read_so_far()
+            steps = shared.steps
+            shared.close()
+            alone = sequence.go_on_from(self.model, verified, self.prefix.state_bytes)
+        else:
+            alone = self._begin_alone(sequence)
+        self.streams.drop(sequence.id)
+        self.emit(Shared(sequence.id, steps, known.code, known.message, alone.done))
+        return alone
+
+    def finish(self, sequence: ScheduledSequence, shared: SharedPrefill) -> None:
+        """Report how sharing went, and close the streams."""
+        steps = shared.steps
+        self.end(sequence)
+        self.emit(Shared(sequence.id, steps))
+
+    def lost(self, sequence: ScheduledSequence) -> None:
+        """It ended half way, and nothing that was read of it with helpers could be kept."""
+        self._lost.append(sequence.prepared.tokens)
+
+    def end(self, sequence: ScheduledSequence) -> None:
+        """Close the streams of a prompt that is done with sharing, or has ended."""
+        sequence.undecided = None
+        if isinstance(sequence.prefiller, SharedPrefill):
+            sequence.prefiller.close()
+        if sequence.prepared.request.shared:
+            self.streams.drop(sequence.id)
+
+    def _begin_alone(self, sequence: ScheduledSequence) -> Prefiller | SparsePrefiller:
+        sequence.undecided = None
+        return sequence.begin_from(self.model, sequence.hit or Hit(0, None), self.prefix.state_bytes)
+
+    def _begin(self, sequence: ScheduledSequence, share: PrefillShared, sharable: Sharable) -> None:
+        hit = sequence.hit or Hit(0, None)
+        try:
+            if share.split.cached != hit.tokens:
+                raise InvalidValue(f"{share.split} is not a split after {hit.tokens} cached tokens.")
+            shared = SharedPrefill(
+                sharable.stage,
+                sharable.layout,
+                sequence.prepared.tokens,
+                hit.cache,
+                share,
+                self.streams.connect(sequence.id),
+                kept=sequence.kept,
+                prefix_namespace=hit.namespace,
+                prefix_origins=hit.origins,
+                any_chunks=sharable.any_chunks,
+            )
+        except Exception as error:
+            self.give_up(sequence, error)
+            return
+        sequence.undecided = None
+        sequence.begin_with(shared, hit)

@@ -1,0 +1,1 @@
+"""What this machine measures of itself and of a model: seconds and bytes."""

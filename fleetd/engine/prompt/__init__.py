@@ -1,0 +1,1 @@
+"""From messages to tokens: chat templates, control tokens, and where messages begin."""

@@ -1,0 +1,330 @@
+"""From messages to token ids: the model's chat template, sandboxed, and the state the answer starts in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import jinja2
+import msgspec
+from msgspec.structs import replace
+
+from fleetd.engine.answer.answer_parts import Channel
+from fleetd.engine.answer.tool_formats import primed
+from fleetd.engine.prompt import chat_template, message_borders
+from fleetd.engine.prompt.control_tokens import ControlTokens, Rendered, control_tokens
+from fleetd.engine.prompt.kept_tokens import (
+    NotSparse,
+    Range,
+    dropped_of_messages,
+    gaps_of,
+    kept_tokens,
+)
+from fleetd.engine.prompt.null_content import with_content
+from fleetd.engine.prompt.shown_contents import NotShown
+from fleetd.engine.prompt.template_turns import template_needs
+from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
+from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, UnsupportedParameter
+from fleetd.models.chat_templates import DEFAULT, TOOL_USE
+
+# What a publisher's template raises where it meets what its author did not think of.
+_TEMPLATE_ERRORS = (
+    TypeError,
+    KeyError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+)
+
+
+class PreparedPrompt(msgspec.Struct, frozen=True):
+    """A request whose prompt is token ids.
+
+    ``initial`` is the channel in which the answer begins, ``primed`` the part of a required tool call that
+    the prompt already contains. ``kept``: indices of the tokens that the
+    request's Keep leaves, ascending; None if there is none or where ``dense_reason`` says why it is not
+    followed.
+    ``borders``: of a chat, as ``message_borders`` has them; empty if they were not asked for or not found.
+    """
+
+    request: Generate
+    tokens: list[int]
+    initial: Channel = "content"
+    primed: str = ""
+    tools: list[dict[str, Any]] | None = None
+    kept: list[int] | None = None
+    dense_reason: str = ""
+    borders: Sequence[int] = ()
+
+
+def prepare(
+    request: Generate,
+    tokenizer: Any,
+    vocab_size: int,
+    *,
+    borders: bool = False,
+    model: str = "This model",
+) -> PreparedPrompt:
+    """Render and tokenize. Runs outside the compute thread.
+
+    Args:
+        borders: find where a chat's messages end.
+
+    Raises:
+        BadRequest: no template, a template that rejects the messages, an empty prompt.
+        InvalidValue: a token id outside the vocabulary, in the prompt or in ``logit_bias``.
+        UnsupportedParameter: tools for a model that has no format for them.
+    """
+    match request.prompt:
+        case TokenPrompt(tokens):
+            wrong = next((t for t in tokens if not 0 <= t < vocab_size), None)
+            if wrong is not None:
+                raise InvalidValue(
+                    f"Token id {wrong} is outside the vocabulary of {vocab_size}.", param="prompt"
+                )
+            prepared = PreparedPrompt(request, list(tokens))
+            if request.keep is not None:
+                prepared = replace(prepared, dense_reason="Token ids have no text to keep parts of.")
+        case TextPrompt(text):
+            prepared = PreparedPrompt(request, list(tokenizer.encode(text)))
+            if request.keep is not None:
+                gaps = gaps_of(request.keep.parts.get(0, [(0, len(text))]), len(text))
+                tokens = prepared.tokens
+                prepared = _follow(
+                    prepared, lambda: _offsets(tokenizer, text, tokens, special=True), lambda: gaps
+                )
+        case ChatPrompt():
+            tools = _offered_tools(request.prompt, tokenizer, model)
+            prepared = _chat(request, request.prompt, tokenizer, tools, borders=borders)
+    outside = next((t for t in request.sampling.logit_bias if not 0 <= t < vocab_size), None)
+    if outside is not None:
+        raise InvalidValue(
+            f"Token id {outside} is outside the vocabulary of {vocab_size}.", param="logit_bias"
+        )
+    check_ids(prepared.tokens, vocab_size)
+    if not prepared.tokens:
+        raise BadRequest("The prompt is empty.", hint="Send at least one token.", param="prompt")
+    return prepared
+
+
+def check_ids(tokens: Iterable[int], vocab_size: int) -> None:
+    """Raises BadRequest if a tokenizer made an id that the model has no embedding for.
+
+    Fine-tuned models have such: a tokenizer that got more tokens, and weights that did not.
+    """
+    if (highest := max(tokens, default=0)) >= vocab_size:
+        raise BadRequest(
+            f"The model's tokenizer makes the token id {highest} of this text, and its weights have "
+            f"{vocab_size} tokens: these files do not belong together.",
+            hint="Leave out the control token that it stands for, or choose another copy of the model.",
+            param="model",
+        )
+
+
+def check_length(prepared: PreparedPrompt, context_tokens: int) -> None:
+    """Raises ContextLengthExceeded for a prompt that leaves no room for an answer."""
+    request, n = prepared.request, len(prepared.tokens)
+    scoring = request.echo and request.max_tokens == 0
+    if n + (0 if scoring else 1) > context_tokens:
+        raise ContextLengthExceeded(
+            # Claude Code compacts a conversation at the first sentence; litellm knows the second.
+            f"The prompt is too long: {n} tokens > {context_tokens} maximum. "
+            f"This model's maximum context length is {context_tokens} tokens.",
+            hint="Shorten the prompt or choose a model with a longer context.",
+            param="messages",
+        )
+
+
+def _chat(
+    request: Generate,
+    prompt: ChatPrompt,
+    tokenizer: Any,
+    tools: list[dict[str, Any]] | None,
+    *,
+    borders: bool,
+) -> PreparedPrompt:
+    """Messages as the model's template renders them, with the beginning of a tool call that must be made."""
+    controls = control_tokens(tokenizer)
+    needs = template_needs(tokenizer, with_tools=bool(tools))
+    # A hash of an id must not be one of a stand-in, which is another one with each rendering.
+    messages = needs.with_ids(with_content(prompt.messages, tokenizer))
+
+    def template(messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
+        # Here, so that indices of messages stay those of the request all around.
+        return chat_template.rendered(tokenizer, needs.arranged(messages), tools, **options)
+
+    def render(messages: Sequence[dict[str, Any]]) -> Rendered:
+        return controls.render(template, messages, tools, prompt.template_kwargs)
+
+    rendered = _rendered(partial(render, messages))
+    if isinstance(prompt.tool_choice, dict) and controls.every.search(prompt.tool_choice["name"]):
+        raise InvalidValue("This name spells a control token of the model.", param="tool_choice")
+    begun = _prime(prompt, tokenizer) if tools else ""
+    # The template has written the special tokens; a BOS added here would be a second one.
+    text = rendered.text + begun
+    tokens, offsets = _encoded(tokenizer, text, with_offsets=borders)
+    if rendered.spelled:
+        tokens, offsets = _without_spelled(controls, tokenizer, rendered, text, tokens, offsets)
+    begins: Channel = "content" if begun else _begins(tokenizer, tokens)
+    prepared = PreparedPrompt(request, tokens, begins, begun, _callable_tools(prompt, tools))
+
+    def again(messages: list[dict[str, Any]]) -> str:
+        return render(messages).text
+
+    if (keep := request.keep) is not None:
+        return _follow(
+            prepared,
+            lambda: offsets or _offsets(tokenizer, text, tokens, special=False),
+            lambda: dropped_of_messages(rendered.text, messages, keep.parts, again),
+        )
+    if borders and offsets is not None:
+        # A template may refuse what is put in place of contents: then there are no borders.
+        with suppress(Exception):
+            found = message_borders.borders(rendered.text, messages, prompt.cache_marks, offsets, again)
+            return replace(prepared, borders=found)
+    return prepared
+
+
+def _offered_tools(prompt: ChatPrompt, tokenizer: Any, model: str) -> list[dict[str, Any]] | None:
+    """The tools that the model may call. Raises BadRequest if it does not chat, or cannot call any."""
+    if not tokenizer.has_chat_template:
+        raise BadRequest(
+            f"{model} has no chat template.",
+            hint="Use /v1/completions, or a model tuned for chat.",
+            param="model",
+        )
+    tools = prompt.tools if prompt.tools and prompt.tool_choice != "none" else None
+    templates: Any = tokenizer.chat_template
+    if isinstance(templates, dict) and DEFAULT not in templates and not (tools and TOOL_USE in templates):
+        raise BadRequest(
+            f"This model's chat templates are for {', '.join(sorted(templates))[:80]}; none is the default.",
+            hint="Offer tools if it has a template for them (tool_use), or use /v1/completions.",
+            param="messages",
+        )
+    if tools and not tokenizer.has_tool_calling:
+        raise UnsupportedParameter(
+            f"{model} has no format for tool calls.",
+            hint="Leave out tools, or choose a model that was trained with them (fleetctl models).",
+            param="tools",
+        )
+    return tools
+
+
+def _callable_tools(prompt: ChatPrompt, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The tools that an answer may call, of those that the prompt shows."""
+    if tools is None or not isinstance(prompt.tool_choice, dict):
+        return tools
+    return [each for each in tools if each["function"]["name"] == prompt.tool_choice["name"]]
+
+
+def _rendered(render: Callable[[], Rendered]) -> Rendered:
+    """What a chat template makes of messages. Raises BadRequest where it fails."""
+    try:
+        return render()
+    except jinja2.TemplateSyntaxError as error:
+        raise BadRequest(
+            f"The model's chat template has an error in line {error.lineno}: {error.message}.",
+            hint="The messages are not at fault. Get the model's files again, or choose another model.",
+            param="model",
+        ) from error
+    except jinja2.TemplateError as error:
+        raise BadRequest(
+            f"The model's chat template rejects these messages: {str(error).rstrip('.!')}.",
+            hint=_advice(error),
+            param="messages",
+        ) from error
+    except _TEMPLATE_ERRORS as error:
+        raise BadRequest(
+            f"The model's chat template cannot render these messages ({type(error).__name__}).",
+            hint="Check the content of each message.",
+            param="messages",
+        ) from error
+
+
+def _without_spelled(
+    controls: ControlTokens,
+    tokenizer: Any,
+    rendered: Rendered,
+    text: str,
+    tokens: list[int],
+    offsets: list[Range] | None,
+) -> tuple[list[int], list[Range]]:
+    """Tokens of a prompt, and where they are in it, with control tokens that messages spell as plain text.
+
+    Raises InvalidValue where the tokenizer does not tell where a token is.
+    """
+    try:
+        offsets = offsets or _offsets(tokenizer, text, tokens, special=False)
+    except NotSparse as reason:
+        raise InvalidValue(
+            "This spells a control token of the model, which would be read as one.",
+            hint=f"Leave it out. {reason}",
+            param=rendered.where,
+        ) from reason
+    return controls.as_text(tokenizer, rendered, tokens, offsets)
+
+
+def _advice(error: jinja2.TemplateError) -> str:
+    """What to do where a template raises. What its author wrote for this case says it by itself."""
+    if "role" in str(error).lower():
+        return "Check the order of the roles."
+    # Others are Jinja's own, as of a field that is missing.
+    return "" if type(error) is jinja2.TemplateError else "Check the content of each message."
+
+
+def _follow(
+    prepared: PreparedPrompt, offsets: Callable[[], list[Range]], gaps: Callable[[], list[Range]]
+) -> PreparedPrompt:
+    """Which tokens are kept when the ranges ``gaps()`` of the text are dropped, or why all are."""
+    try:
+        kept = kept_tokens(offsets(), gaps())
+    except (NotSparse, NotShown) as reason:
+        return replace(prepared, dense_reason=str(reason))
+    except Exception as error:
+        # Templates and tokenizers are others' code; the prompt itself has gone through both.
+        return replace(prepared, dense_reason=f"Its parts could not be found ({type(error).__name__}).")
+    return replace(prepared, kept=kept)
+
+
+def _encoded(tokenizer: Any, text: str, *, with_offsets: bool) -> tuple[list[int], list[Range] | None]:
+    """A rendered prompt's tokens; with each token's characters if these are wanted and cost nothing more."""
+    whole: Any = getattr(tokenizer, "_tokenizer", None)
+    if with_offsets and getattr(whole, "is_fast", False):
+        from transformers import PreTrainedTokenizerBase
+
+        # A class that encodes in its own way may not call what tells the characters.
+        if type(whole).encode is PreTrainedTokenizerBase.encode:
+            found = whole(text, add_special_tokens=False, return_offsets_mapping=True)
+            return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
+    return list(tokenizer.encode(text, add_special_tokens=False)), None
+
+
+def _offsets(tokenizer: Any, text: str, tokens: list[int], *, special: bool) -> list[Range]:
+    """Each token's characters. Raises NotSparse if the tokenizer cannot tell."""
+    whole = tokenizer._tokenizer
+    if not getattr(whole, "is_fast", False):
+        raise NotSparse("The model's tokenizer does not tell where a token's text is.")
+    found = whole(text, add_special_tokens=special, return_offsets_mapping=True)
+    if list(found["input_ids"]) != tokens:
+        raise NotSparse("The model's tokenizer does not give the same tokens with their places.")
+    return [(int(start), int(end)) for start, end in found["offset_mapping"]]
+
+
+def _prime(prompt: ChatPrompt, tokenizer: Any) -> str:
+    """The beginning of a tool call that must be made, as text to append to the prompt; "" if none must."""
+    if prompt.tool_choice in ("auto", "none"):
+        return ""
+    return primed(tokenizer, prompt.tool_choice["name"] if isinstance(prompt.tool_choice, dict) else None)
+
+
+def _begins(tokenizer: Any, tokens: list[int]) -> Channel:
+    """The channel in which the answer begins: some templates open the reasoning themselves."""
+    thinks = tokenizer.has_thinking and not tokenizer.response_initial_state
+    if thinks and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens):
+        return "reasoning"
+    return "content"
