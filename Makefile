@@ -41,7 +41,7 @@ help:
 
 .venv/bin/python:
 	@[ -n "$(PYTHON)" ] || { echo "fleetd needs Python 3.11 or later: install it, or say make PYTHON=/path/to/python3" >&2; exit 1; }
-	@$(PYTHON) fleetd/supported.py
+	@$(PYTHON) fleetd/process/supported.py
 	@echo "creating .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
 		echo "this Python cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }

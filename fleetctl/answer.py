@@ -23,7 +23,7 @@ from fleetctl.render.progress_line import Progress
 from fleetctl.render.text import count, duration, listed, one_line, size
 from fleetd import limits
 from fleetd.errors import InvalidValue
-from fleetd.terminal_text import printable
+from fleetd.text.terminal_text import printable
 
 _KEEPALIVE = re.compile(r"keepalive (\d+)/(\d+)")
 _LOADING = re.compile(r"loading (.+?)(?: (\d+)/(\d+))?")

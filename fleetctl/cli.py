@@ -16,7 +16,7 @@ from fleetctl.exits import Exit, exit_code_help, exit_for
 from fleetctl.home import Address, locate
 from fleetd import __version__
 from fleetd.errors import FleetError
-from fleetd.terminal_text import json_text, printable
+from fleetd.text.terminal_text import json_text, printable
 
 # Each verb lives in fleetctl/verbs/VERB.py as `command`; a verb costs its import only when it runs.
 VERBS = (

@@ -13,7 +13,7 @@ from fleetctl.exits import ConnectionBroken
 from fleetctl.render.text import one_line
 from fleetctl.replies import read
 from fleetd.control.pairing_events import Paired, PairingEvent
-from fleetd.terminal_text import json_text
+from fleetd.text.terminal_text import json_text
 
 
 def events(session: CliSession, path: str, body: dict[str, Any]) -> Generator[PairingEvent, None, None]:

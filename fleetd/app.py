@@ -31,26 +31,26 @@ from fleetd.api.app import build_app
 from fleetd.api.deadlines import BoundedRunner
 from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.api.services import Services
+from fleetd.composition import DaemonParts
 from fleetd.config import DEFAULT_PORT, Config, setting_views
 from fleetd.control.daemon_status import DaemonStatus, HttpAddress
-from fleetd.descriptors import UNSCALED, connection_caps, open_limit, raise_limit
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import ConfigError, FleetError, PortInUse
-from fleetd.home import paths
-from fleetd.home.durable import PRIVATE_FILE
-from fleetd.home.paths import HomeFolder
-from fleetd.host_port import host_port
 from fleetd.models import file_threads
 from fleetd.models.catalog import CATALOG
 from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
-from fleetd.notify import Notifier
-from fleetd.observe import get_logger
 from fleetd.p2p.membership.new_identity import finish
-from fleetd.parts import DaemonParts
-from fleetd.periodic import keep_running
 from fleetd.power.keep_awake import KeepAwake
-from fleetd.store import StoreUnavailable
+from fleetd.process.descriptors import UNSCALED, connection_caps, open_limit, raise_limit
+from fleetd.process.notify import Notifier
+from fleetd.process.observe import get_logger
+from fleetd.process.periodic import keep_running
+from fleetd.storage import paths
+from fleetd.storage.durable import PRIVATE_FILE
+from fleetd.storage.paths import HomeFolder
+from fleetd.storage.store import StoreUnavailable
+from fleetd.text.host_port import host_port
 
 log = get_logger("fleetd")
 

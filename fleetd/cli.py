@@ -15,10 +15,11 @@ from typing import Any
 import click
 import msgspec
 
-from fleetd import __version__, collector, config, lean_imports, supported
+from fleetd import __version__, config
 from fleetd.errors import AlreadyRunning, ConfigError, FleetError, PortInUse, SocketPathTooLong
-from fleetd.home import paths
-from fleetd.terminal_text import json_text, printable
+from fleetd.process import collector, lean_imports, supported
+from fleetd.storage import paths
+from fleetd.text.terminal_text import json_text, printable
 
 EXIT_CODES: tuple[tuple[type[FleetError], int], ...] = (
     (ConfigError, 2),
@@ -103,7 +104,8 @@ def run(home: Path | None, config_file: Path | None, **flags: Any) -> None:
     # Imported late: `fleetd version`, `config show` and refusals need none of the server.
     with collector.paused_for_imports():
         lean_imports.load()
-        from fleetd import app, observe
+        from fleetd import app
+        from fleetd.process import observe
 
     observe.configure(settings.log.level, settings.log.format, file=place.log)
     app.run(settings, place, identity)

@@ -29,12 +29,12 @@ arithmetic.preload_blas()
 # (support/forked_programs.py); those of the real command and tests/engine/test_cpu.py have all.
 blas_threads.use(1)
 
-from fleetd.ledger import Ledger  # noqa: E402
-from fleetd.metrics import Metrics  # noqa: E402
 from fleetd.models.folder import ModelFolder  # noqa: E402
 from fleetd.models.model_store import ModelStore  # noqa: E402
 from fleetd.models.pull import process  # noqa: E402
-from fleetd.store import Store  # noqa: E402
+from fleetd.requests.ledger import Ledger  # noqa: E402
+from fleetd.requests.metrics import Metrics  # noqa: E402
+from fleetd.storage.store import Store  # noqa: E402
 
 # A shell starts background jobs with SIGINT ignored, and that is inherited by every program the tests start;
 # those that get Ctrl-C must not depend on how the tests were started.

@@ -23,11 +23,11 @@ from bench.harness.cores import why_no_cores, worker_on
 from bench.harness.daemon import MODEL
 from bench.harness.drafting import Drafted, GiveDrafter, PlayedDrafter, answer
 from bench.harness.samples import Samples
-from fleetd import observe
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Accepted, DraftFor, StreamTag
 from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.errors import FleetError
+from fleetd.process import observe
 
 QUICK_RUNS = 1
 TOKENS = 64

@@ -18,10 +18,10 @@ from bench.harness.cores import loopback, starting_on, why_no_cores, worker_on
 from bench.harness.daemon import MODEL
 from bench.harness.drafting import KEY_BYTES, Drafted, PlayedDrafter, answer
 from bench.harness.samples import Samples
-from fleetd import observe
 from fleetd.engine.speculation.remote_source import RemoteSource
 from fleetd.engine.streams.frames import Place
 from fleetd.engine.streams.pipe import SocketPipe
+from fleetd.process import observe
 
 TOKENS = 128
 EXCHANGES, WARM_UP = 500, 50

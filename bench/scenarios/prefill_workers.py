@@ -19,7 +19,6 @@ from bench.harness.daemon import MODEL
 from bench.harness.machines import CHUNK_TOKENS
 from bench.harness.samples import Samples
 from bench.scenarios.prefill_ceiling import pipeline
-from fleetd import observe
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
     Accepted,
@@ -38,6 +37,7 @@ from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.prefill.choice import HelperSpec, LinkSpeed, PrefillOption, PrefillSize, options
 from fleetd.plan.prefill.schedule import LAST_LAYER
 from fleetd.plan.prefill.split import Split
+from fleetd.process import observe
 
 _LENGTHS = (2000, 4000)
 _KINDS = ("tokens", "layers")

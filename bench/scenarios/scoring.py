@@ -17,10 +17,10 @@ from bench.harness import prompts
 from bench.harness.cores import worker_on
 from bench.harness.daemon import MODEL
 from bench.harness.samples import Samples
-from fleetd import observe
 from fleetd.compression.token_scores import SegmentScores, merge
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Generate, Prefill, Profile, Sampling, Score, Scored, TokenPrompt
+from fleetd.process import observe
 
 QUICK_RUNS = 1
 TOKENS, NEEDLE_TOKENS = 8000, 1000

@@ -17,7 +17,7 @@ from fleetctl.home import model_folders
 from fleetctl.installation import started_by, troubles
 from fleetctl.managers import Scope, State, manager_for, run_command
 from fleetctl.render.text import one_line
-from fleetd import supported
+from fleetd.process import supported
 
 # A cold import of MLX from a slow disk takes 20 s; a wedged GPU driver never answers.
 MLX_S = 60.0

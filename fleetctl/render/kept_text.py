@@ -8,7 +8,7 @@ import click
 
 from fleetctl.render.text import count, duration, listed, one_line
 from fleetd.control.compression_reply import Compression
-from fleetd.terminal_text import printable
+from fleetd.text.terminal_text import printable
 
 
 def pieces(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[bool, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from fleetd.terminal_text import printable
+from fleetd.text.terminal_text import printable
 
 # Narrower lines are unreadable, so the text is not broken further.
 _NARROWEST = 20

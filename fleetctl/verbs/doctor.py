@@ -22,7 +22,7 @@ from fleetctl.render.progress_line import Progress
 from fleetctl.replies import read
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading
 from fleetd.errors import FleetError
-from fleetd.terminal_text import printable
+from fleetd.text.terminal_text import printable
 
 Check = Callable[[], Finding | list[Finding]]
 _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}

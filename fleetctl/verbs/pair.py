@@ -14,7 +14,7 @@ from fleetctl.render.fleet_words import label_of
 from fleetctl.render.progress_line import Progress
 from fleetctl.render.text import duration, one_line
 from fleetd.control.pairing_events import CodeShown, Crowded, Meeting, Paired, WrongCode
-from fleetd.host_port import host_port
+from fleetd.text.host_port import host_port
 
 DEFAULT_PEER_PORT = 8115
 # The daemon names the most useful addresses first; a list of all would hide the code.

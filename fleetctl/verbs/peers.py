@@ -20,7 +20,7 @@ from fleetctl.render.text import one_line, wrapped
 from fleetctl.replies import fetch_fleet, read
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.errors import FleetError
-from fleetd.terminal_text import json_text
+from fleetd.text.terminal_text import json_text
 
 _EVERY_S = 0.5
 # Figures that differ in every answer.

@@ -23,7 +23,7 @@ from fleetd.api.page import access
 from fleetd.api.services import Services
 from fleetd.api.token import check_token
 from fleetd.errors import Forbidden, NotFound, UnsupportedMediaType
-from fleetd.peercred import peer_uid
+from fleetd.process.peercred import peer_uid
 
 CONTROL_PREFIX = "/fleet/"
 _NO_TYPE = "application/octet-stream"

@@ -25,8 +25,8 @@ from fleetd.api import failures
 from fleetd.api.body import unknown_coding
 from fleetd.api.context import DIALECTS
 from fleetd.api.dialect import Dialect
-from fleetd.descriptors import UNSCALED, ConnectionCaps
 from fleetd.errors import BadRequest, FleetError, HeadersTooLarge
+from fleetd.process.descriptors import UNSCALED, ConnectionCaps
 
 log = logging.getLogger(__name__)
 

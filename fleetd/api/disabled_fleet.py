@@ -11,7 +11,7 @@ from fleetd.p2p.session.transport import PeerStream
 
 
 class DisabledFleet:
-    """What handlers call of ``fleetd.fleet.Fleet``."""
+    """What handlers call of ``fleetd.fleet.service.Fleet``."""
 
     def view(self) -> FleetView:
         return FleetView(enabled=False)

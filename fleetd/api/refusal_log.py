@@ -12,7 +12,7 @@ from aiohttp import hdrs, web
 
 from fleetd import limits
 from fleetd.errors import FleetError
-from fleetd.observe import get_logger
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.api")
 

@@ -19,14 +19,14 @@ from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.control.setting_view import SettingView
 from fleetd.engine.daemon_side.pool import EnginePool
-from fleetd.fleet import Fleet
-from fleetd.ledger import Ledger
-from fleetd.metrics import Metrics
+from fleetd.fleet.service import Fleet
 from fleetd.models.catalog import CatalogEntry
 from fleetd.models.model_names import ModelNames
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
 from fleetd.models.pull_lines import PullProgress
+from fleetd.requests.ledger import Ledger
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill.compression_job import CompressionService
 

@@ -39,9 +39,9 @@ from fleetd.cache.index import (
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.settings import DiskCacheSettings, default_quota
 from fleetd.control.cache_report import CacheReport
-from fleetd.database_damage import is_damage
 from fleetd.errors import FleetError
-from fleetd.home import durable
+from fleetd.storage import durable
+from fleetd.storage.database_damage import is_damage
 
 _INDEX = "index.db"
 _SIDE_FILES = ("", "-wal", "-shm", "-journal")

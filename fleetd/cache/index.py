@@ -31,7 +31,7 @@ from fleetd.cache import block_origins
 from fleetd.cache.block_origins import BlockOrigins
 from fleetd.cache.disk_speed import DiskSpeeds, is_cached
 from fleetd.control.cache_report import ModelBlocks
-from fleetd.database_damage import MALFORMED
+from fleetd.storage.database_damage import MALFORMED
 
 SCHEMA_VERSION = 4
 _SCHEMA = """

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fleetd.errors import ConfigError
-from fleetd.home import durable
+from fleetd.storage import durable
 
 KEY_BYTES = 32
 

@@ -18,7 +18,7 @@ from fleetd.cache.index import FoundBlocks, FoundText
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.control.cache_report import CacheReport
 from fleetd.errors import ConfigError
-from fleetd.observe import get_logger
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.cache")
 

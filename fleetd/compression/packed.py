@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fleetd.bounded import Natural
+from fleetd.text.bounded import Natural
 
 
 class PackedScores(msgspec.Struct, frozen=True):

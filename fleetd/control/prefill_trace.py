@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from fleetd.bounded import Natural, SignedSeconds, Text
 from fleetd.control.prefill_plan import OptionView, StepView
+from fleetd.text.bounded import Natural, SignedSeconds, Text
 
 # shared: as planned. fallback: begun together, ended here. local: computed here from the start, by plan or
 # because no agreement was reached (then with a code). smart: a part of the prompt was left out. remote:

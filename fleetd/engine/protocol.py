@@ -30,11 +30,11 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.bounded import Count, Logprob, Natural, Seconds, Text
 from fleetd.compression.packed import PackedScores
 from fleetd.control.prefill_trace import Speculated
 from fleetd.plan.prefill.split import Split
 from fleetd.plan.state_sizes import StateSizes
+from fleetd.text.bounded import Count, Logprob, Natural, Seconds, Text
 
 # ---- What to generate ------------------------------------------------------------------------------------
 

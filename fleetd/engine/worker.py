@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from fleetd import collector, limits
+from fleetd import limits
 from fleetd.engine import protocol
 from fleetd.engine.cpu import address_space, arithmetic, openmp_file
 from fleetd.engine.failures import failed, typed
@@ -58,6 +58,7 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.streams.channel import receive_sockets
 from fleetd.errors import EngineError
 from fleetd.models.memory_need import WORKING_BYTES
+from fleetd.process import collector
 
 if TYPE_CHECKING:
     from fleetd.engine.load.loading import Loaded

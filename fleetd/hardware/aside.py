@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from fleetd import limits
-from fleetd.observe import get_logger
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.hardware")
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from fleetd.hardware import darwin
 from fleetd.hardware.facts import text
 from fleetd.hardware.pressure import DARWIN_LEVEL, of_level, of_stalls
 from fleetd.limits import GIB
-from fleetd.observe import get_logger
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.hardware")
 

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from fleetd import limits
 from fleetd.errors import DiskFull, ModelCorrupt, ModelError
-from fleetd.home.durable import sync_file, sync_folder
 from fleetd.models import manifest, names
 from fleetd.models.folder import Source
 from fleetd.models.opening import read_regular
 from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.verify import verify
+from fleetd.storage.durable import sync_file, sync_folder
 
 _MARK, OLD = "~", "old"
 # How earlier versions called what they moved aside.

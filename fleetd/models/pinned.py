@@ -9,8 +9,8 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import InvalidValue
-from fleetd.home import durable
-from fleetd.observe import get_logger
+from fleetd.process.observe import get_logger
+from fleetd.storage import durable
 
 log = get_logger("fleetd.models")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from fleetd.bounded import Count
+from fleetd.text.bounded import Count
 
 
 class PullProgress(msgspec.Struct, frozen=True):

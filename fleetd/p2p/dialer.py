@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fleetd.errors import FleetError, PeerUnreachable
-from fleetd.observe import get_logger
 from fleetd.p2p.actions import Dial
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.p2p")
 

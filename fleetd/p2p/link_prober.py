@@ -22,13 +22,13 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.errors import FleetError, Overloaded, ProtocolError
 from fleetd.limits import KIB, MIB
-from fleetd.observe import get_logger
 from fleetd.p2p import bulk_connections
 from fleetd.p2p.link_speeds import Burst, ProbeSchedule, again
 from fleetd.p2p.links import Address, PeerPath
 from fleetd.p2p.message_reader import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.process.observe import get_logger
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 
 log = get_logger("fleetd.p2p")

@@ -21,7 +21,6 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import Draining, FleetError, Overloaded, PeerUnreachable
-from fleetd.observe import get_logger
 from fleetd.p2p.actions import Action, Dial, Drop, Retire, Save, SendNotify
 from fleetd.p2p.bulk_connections import Bulk
 from fleetd.p2p.dialer import Dialer
@@ -42,7 +41,8 @@ from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 from fleetd.p2p.session.tls import TlsContexts
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
 from fleetd.p2p.token_bucket import TokenBucket
-from fleetd.periodic import keep_running
+from fleetd.process.observe import get_logger
+from fleetd.process.periodic import keep_running
 
 log = get_logger("fleetd.p2p")
 

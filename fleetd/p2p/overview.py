@@ -12,13 +12,13 @@ from fleetd.control.fleet_view import (
     UnansweredAddress,
 )
 from fleetd.errors import NotPaired, ProtocolError, VersionMismatch
-from fleetd.host_port import host_port
 from fleetd.p2p.links import PeerPath
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.membership.roster import RosterMember
 from fleetd.p2p.node import Node
 from fleetd.p2p.peers import Peer
+from fleetd.text.host_port import host_port
 
 
 def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> FleetView:

@@ -24,10 +24,10 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import ConfigError, PortInUse
-from fleetd.host_port import host_port
-from fleetd.observe import get_logger
 from fleetd.p2p import tickets
 from fleetd.p2p.giving_way import gives_way
+from fleetd.process.observe import get_logger
+from fleetd.text.host_port import host_port
 
 log = get_logger("fleetd.p2p")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from fleetd import limits
 from fleetd.errors import Draining, FleetError, NotFound, Overloaded
-from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.p2p")
 

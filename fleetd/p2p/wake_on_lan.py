@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 
 from fleetd import limits
-from fleetd.observe import get_logger
 from fleetd.p2p.discovery import interfaces
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.p2p")
 

@@ -23,9 +23,9 @@ import psutil
 
 from fleetd import limits
 from fleetd.control.daemon_status import PowerView
-from fleetd.observe import get_logger
 from fleetd.power.slept import SleepClock
-from fleetd.terminal_text import printable
+from fleetd.process.observe import get_logger
+from fleetd.text.terminal_text import printable
 
 log = get_logger("fleetd.power")
 

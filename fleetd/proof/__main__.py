@@ -25,11 +25,11 @@ from fleetd.control.hardware_proof import MachineProof, MemoryProof, ModelProof,
 from fleetd.engine.settings import WorkerSettings
 from fleetd.hardware.other_load import CpuReading
 from fleetd.hardware.probe import HardwareProbe
-from fleetd.home import paths
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.models.model_store import ModelStore
 from fleetd.proof import sleep_assertion
 from fleetd.proof.local_worker import LocalWorker
+from fleetd.storage import paths
 
 # Seconds for each step that can be cut short; together with the load they stay within ten minutes.
 BUDGETS_S = {"widths": 180.0, "chunks": 90.0, "prefill": 90.0, "decode": 90.0, "shared": 60.0}

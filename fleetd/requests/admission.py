@@ -14,8 +14,8 @@ from fleetd.errors import Draining, FleetError, ModelNotFound, Overloaded
 from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
-from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import Card
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.serving")
 

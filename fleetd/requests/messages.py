@@ -33,9 +33,9 @@ from fleetd.engine.protocol import (
     ToolCallPiece,
 )
 from fleetd.errors import ProtocolError
-from fleetd.nesting import is_deeper
 from fleetd.p2p.message_reader import reader
 from fleetd.requests import message_codec
+from fleetd.text.nesting import is_deeper
 
 RUN = "job.run"
 # The same for a prompt that no third machine may see. Versions that do not know it refuse it.

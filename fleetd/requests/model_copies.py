@@ -35,12 +35,12 @@ from fleetd.models.copy.messages import CopyNeed, CopyOffer, offer_of
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pull_lines import PullProgress
-from fleetd.observe import get_logger
 from fleetd.p2p import link_prober
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.message_reader import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.process.observe import get_logger
 from fleetd.requests.admission import model_by_digest
 from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.message_codec import Digest, encode

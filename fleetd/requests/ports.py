@@ -14,7 +14,7 @@ from fleetd.p2p.session.transport import PeerStream
 
 
 class FleetPort(Protocol):
-    """``fleetd.fleet.Fleet``: the other machines."""
+    """``fleetd.fleet.service.Fleet``: the other machines."""
 
     @property
     def node_id(self) -> str: ...
@@ -26,7 +26,7 @@ class FleetPort(Protocol):
 
 
 class MetricsPort(Protocol):
-    """``fleetd.metrics.Metrics``."""
+    """``fleetd.requests.metrics.Metrics``."""
 
     def waiting(self, model: str, change: int) -> None: ...
     def running(self, model: str, change: int) -> None: ...

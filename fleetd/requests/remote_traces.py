@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from fleetd.errors import FleetError
-from fleetd.observe import get_logger
+from fleetd.process.observe import get_logger
 from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.remote import RemoteJob

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from fleetd import limits
 from fleetd.cache.block_store import CacheUnavailable
 from fleetd.cache.service import DiskCache
-from fleetd.observe import get_logger
+from fleetd.process.observe import get_logger
 from fleetd.requests.concurrency import BackgroundTasks
 
 log = get_logger("fleetd.origins")

@@ -45,20 +45,20 @@ from fleetd.errors import (
     PeerError,
     PeerWrong,
 )
-from fleetd.ledger import Ledger, Reservation
 from fleetd.models import file_threads
 from fleetd.models.catalog import check_served
 from fleetd.models.model_names import ModelNames, untagged
 from fleetd.models.model_store import ModelStore
-from fleetd.observe import LineBudget, get_logger
 from fleetd.plan import load_times
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.refusals import THIS_NODE
+from fleetd.process.observe import LineBudget, get_logger
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
 from fleetd.requests.kv_fetching.client import BlockFetching
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
+from fleetd.requests.ledger import Ledger, Reservation
 from fleetd.requests.members import Members, SentRequests, expected_load_s
 from fleetd.requests.peer_stream import said_by
 from fleetd.requests.pipeline import Pipeline

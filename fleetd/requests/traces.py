@@ -16,8 +16,8 @@ import msgspec
 
 from fleetd import limits
 from fleetd.control.prefill_trace import Trace, TracesView
-from fleetd.observe import get_logger
-from fleetd.store import Store, StoreUnavailable
+from fleetd.process.observe import get_logger
+from fleetd.storage.store import Store, StoreUnavailable
 
 log = get_logger("fleetd.traces")
 

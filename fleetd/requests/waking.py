@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from fleetd import limits
 from fleetd.errors import PeerUnreachable
-from fleetd.observe import get_logger
 from fleetd.p2p import wake_on_lan
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.requests")
 

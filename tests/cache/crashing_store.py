@@ -17,7 +17,7 @@ import kv_blocks
 from fleetd.cache.block_file import sealed_bytes
 from fleetd.cache.block_names import state_name
 from fleetd.cache.block_store import BlockStore
-from fleetd.home import durable
+from fleetd.storage import durable
 
 # Room for three blocks and a half.
 QUOTA_BYTES = sealed_bytes(kv_blocks.header(0)) * 7 // 2

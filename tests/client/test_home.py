@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fleetctl.home import locate
-from fleetd.home import paths
+from fleetd.storage import paths
 
 ENVIRONMENTS = [
     {},

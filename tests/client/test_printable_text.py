@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetctl.render.text import duration, one_line, rough, size, table
-from fleetd.terminal_text import json_text, printable
+from fleetd.text.terminal_text import json_text, printable
 
 
 @pytest.mark.parametrize("category", ["Cc", "Cf", "Zl", "Zp"])

@@ -17,9 +17,9 @@ from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Profile
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import ModelCorrupt
+from fleetd.fleet.own_card import CardMaker, _key
 from fleetd.hardware.memory import MemoryReading, budget
 from fleetd.models.folder import ModelFolder
-from fleetd.own_card import CardMaker, _key
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.model_speeds import ModelSpeeds

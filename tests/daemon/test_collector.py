@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleetd import collector
+from fleetd.process import collector
 
 
 class Cycle:

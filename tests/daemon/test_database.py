@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from fleetd import limits, store
+from fleetd import limits
 from fleetd.errors import ConfigError
-from fleetd.store import Store, StoreUnavailable
+from fleetd.storage import store
+from fleetd.storage.store import Store, StoreUnavailable
 
 
 def tables(opened: Store) -> set[str]:

@@ -15,9 +15,9 @@ from failing_database import FAULTS, FailingDatabase
 from fleetd.control.prefill_plan import OptionView
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import Timings, Usage
-from fleetd.ledger import Ledger, Reservation
+from fleetd.requests.ledger import Ledger, Reservation
 from fleetd.requests.traces import Traces
-from fleetd.store import Store, StoreUnavailable
+from fleetd.storage.store import Store, StoreUnavailable
 
 WHOLE = {"settled": "settled", "refunded": "refunded", "open": "reserved"}
 AT_S = 1_790_000_000.0

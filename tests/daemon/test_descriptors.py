@@ -19,8 +19,8 @@ from live_daemon import LiveDaemon, until
 from structlog.testing import capture_logs
 
 from fleetd import limits
-from fleetd.descriptors import connection_caps, open_limit, raise_limit
-from fleetd.periodic import keep_running
+from fleetd.process.descriptors import connection_caps, open_limit, raise_limit
+from fleetd.process.periodic import keep_running
 
 
 @pytest.mark.parametrize("descriptors", [64, 128, 256, 1024, limits.DESCRIPTORS])
@@ -53,7 +53,7 @@ import resource, sys
 from pathlib import Path
 from fleetd import app, observe
 from fleetd.config import Config
-from fleetd.home.paths import HomeFolder
+from fleetd.storage.paths import HomeFolder
 hard = int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 observe.configure("info", "json")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetd.home import durable, paths
+from fleetd.storage import durable, paths
 
 # The value of <sys/fcntl.h> on macOS; Python has the name only there.
 F_FULLFSYNC = 51

@@ -19,8 +19,8 @@ from structlog.testing import capture_logs
 from fleetd import limits
 from fleetd.control.usage_report import UsageTotals
 from fleetd.engine.protocol import Timings, Usage
-from fleetd.ledger import SCORE_ROUTE, Ledger, Reservation
-from fleetd.store import Store, StoreUnavailable
+from fleetd.requests.ledger import SCORE_ROUTE, Ledger, Reservation
+from fleetd.storage.store import Store, StoreUnavailable
 
 NOON_S = 1_790_000_000.0
 DAY_S = 86_400.0

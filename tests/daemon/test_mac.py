@@ -28,12 +28,13 @@ from darwin import (
     with_mac,
 )
 
-from fleetd import limits, peercred
+from fleetd import limits
 from fleetd.hardware import darwin, facts, memory
 from fleetd.hardware.darwin import DarwinKernel
 from fleetd.hardware.device_facts import DeviceFacts
 from fleetd.hardware.memory import MemoryReading, budget, metal_limit, system_memory
 from fleetd.hardware.probe import HardwareProbe
+from fleetd.process import peercred
 
 STUDIO = MACS["studio"]
 METAL = DeviceFacts("metal", STUDIO.chip, limit_bytes=80 * GIB)

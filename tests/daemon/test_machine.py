@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from fleetctl.verbs.status import _machine
+from fleetd.fleet.own_card import facts
 from fleetd.hardware import facts as hardware_facts
 from fleetd.hardware import mlx_device
 from fleetd.hardware.device_facts import DeviceFacts, ask_card, ask_mlx
 from fleetd.hardware.probe import HardwareProbe
 from fleetd.limits import GIB
-from fleetd.own_card import facts
 
 
 @pytest.fixture

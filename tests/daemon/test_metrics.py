@@ -13,7 +13,7 @@ from fleetd.control.daemon_status import EngineStatus
 from fleetd.control.fleet_view import PeerView
 from fleetd.control.prefill_trace import SourceCounts, Speculated
 from fleetd.engine.protocol import Timings, Usage
-from fleetd.metrics import Metrics
+from fleetd.requests.metrics import Metrics
 
 ENGINE = EngineStatus("m", kv_bytes=25, kv_budget_bytes=100, memory_bytes=7)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fleetd.notify import Notifier
-from fleetd.peercred import peer_uid
+from fleetd.process.notify import Notifier
+from fleetd.process.peercred import peer_uid
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import structlog
 from terminals import FakeTerminal
 
-from fleetd import observe
+from fleetd.process import observe
 
 
 def test_json_lines_carry_event_level_and_context() -> None:

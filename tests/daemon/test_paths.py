@@ -11,8 +11,8 @@ import pytest
 
 from fleetd import limits
 from fleetd.errors import AlreadyRunning, ConfigError, Forbidden, SocketPathTooLong
-from fleetd.home import paths
-from fleetd.home.paths import HomeFolder, HomeLock
+from fleetd.storage import paths
+from fleetd.storage.paths import HomeFolder, HomeLock
 
 
 @pytest.fixture

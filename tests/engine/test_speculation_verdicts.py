@@ -18,8 +18,8 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.errors import DiskFull
-from fleetd.home import durable
 from fleetd.models import digest as digests
+from fleetd.storage import durable
 
 KEY = VerdictKey("ab" * 32, "cpu", "x86_64 AVX2", "Linux-6", {"mlx": "0.32"}, {"MKL_CBWR": "AVX2,STRICT"}, 2)
 FOUND = ExactnessVerdict(8, ANY, "exact: blocks of up to 8 tokens", {1: 0.01, 4: 0.012, 8: 0.02})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetd.supported import unsupported
+from fleetd.process.supported import unsupported
 
 MAKE = shutil.which("make") or "make"
 REPO = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ exec {python} "$@"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    for name in ("Makefile", "pyproject.toml", "fleetd/supported.py"):
+    for name in ("Makefile", "pyproject.toml", "fleetd/process/supported.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPO / name, tmp_path / name)
     return tmp_path

@@ -30,11 +30,11 @@ from structlog.testing import capture_logs
 
 from fleetd import limits
 from fleetd.errors import ConfigError, DiskFull, Forbidden, IdentityRefused
-from fleetd.home import durable
 from fleetd.p2p.membership import key_files, keys, new_identity
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.membership.keys import ALPHABET, display_id, node_id, parse_node_id, short_id
 from fleetd.p2p.pairing import proquint
+from fleetd.storage import durable
 
 public_keys = st.binary(min_size=32, max_size=32)
 

@@ -19,7 +19,7 @@ from fleetd.cache.block_file import BlockHeader
 from fleetd.engine import protocol
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.errors import ProtocolError
-from fleetd.fleet import ClockReading
+from fleetd.fleet.service import ClockReading
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.gossip import AddressHint

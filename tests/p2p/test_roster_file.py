@@ -17,10 +17,10 @@ from machines import machine
 
 from fleetd import limits
 from fleetd.errors import ConfigError, DiskFull, Forbidden, RosterRefused
-from fleetd.home import durable
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_file import RosterFile
 from fleetd.p2p.membership.roster_record import RosterRecord
+from fleetd.storage import durable
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from fleet_nodes import card, introduce, settings, until
 
 from fleetd import limits
 from fleetd.errors import PeerUnreachable
-from fleetd.fleet import Fleet
+from fleetd.fleet.service import Fleet
 from fleetd.p2p import links
 from fleetd.p2p.node import Node
 from fleetd.requests.members import eligible

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from fakes import FakeModels, FakePool
 
-from fleetd.ledger import Ledger
-from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
+from fleetd.requests.ledger import Ledger
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.runner import Runner
 
 

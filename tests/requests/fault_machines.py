@@ -46,22 +46,23 @@ from request_events import RequestEvents
 from sharing import write
 from wire import Effect, Link, WatchedWire, Way
 
-from fleetd import limits, observe
+from fleetd import limits
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Generate, PrefillShared, StreamTag
-from fleetd.ledger import Ledger
-from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
 from fleetd.p2p import node as node_module
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerConnection
 from fleetd.plan.prefill.choice import PlanChoice, PrefillOption
+from fleetd.process import observe
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.job import Job
+from fleetd.requests.ledger import Ledger
 from fleetd.requests.members import Member, Members
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.prefill_sharing import client as sharing_module
 from fleetd.requests.prefill_sharing import messages as share_wire
 from fleetd.requests.prefill_sharing.client import PrefillSharing

@@ -24,7 +24,7 @@ from fleetd.engine.protocol import Generate, TokenPrompt
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
 from fleetd.requests.message_codec import ALIVE
-from fleetd.store import Store
+from fleetd.storage.store import Store
 
 WITHIN_S = 30.0
 DIGEST = "d" * 64

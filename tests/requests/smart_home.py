@@ -26,12 +26,12 @@ from fleetd.engine.protocol import (
     TextPrompt,
     TokenPrompt,
 )
-from fleetd.ledger import Ledger
-from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.ledger import Ledger
 from fleetd.requests.members import Members
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.placement import Placement
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
@@ -40,7 +40,7 @@ from fleetd.requests.smart_prefill.compression_job import (
 )
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
-from fleetd.store import Store
+from fleetd.storage.store import Store
 
 WITHIN_S = 60.0
 ASKED = SmartPrefillPolicy(enabled=True, target_ratio=0.2, min_prompt_tokens=500)

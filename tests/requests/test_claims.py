@@ -31,8 +31,6 @@ from fleetd.errors import (
     OutOfMemory,
     Overloaded,
 )
-from fleetd.ledger import Ledger
-from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
 from fleetd.p2p.membership.cards import Card, MachineFacts
 from fleetd.plan import chip_speeds
@@ -42,11 +40,13 @@ from fleetd.requests import claims, messages, planner_facts
 from fleetd.requests.answer_deadline import AnswerDeadline
 from fleetd.requests.drafting import drafters
 from fleetd.requests.job import Job
+from fleetd.requests.ledger import Ledger
 from fleetd.requests.members import Member, Members
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.placement import AnswerTokens, Placement, Placer, WantedModel
 from fleetd.requests.planner_facts import speed_of
 from fleetd.requests.runner import Runner
-from fleetd.store import Store
+from fleetd.storage.store import Store
 
 INFINITE = 1e12  # the most that a card may say
 KINDS = [

@@ -24,9 +24,9 @@ from fleetd.app import Daemon
 from fleetd.config import Config, FleetSettings, HttpSettings
 from fleetd.engine.protocol import Accepted, Delta, Prefill
 from fleetd.errors import EngineDied
-from fleetd.home import paths
-from fleetd.home.paths import HomeFolder
-from fleetd.notify import Notifier
+from fleetd.process.notify import Notifier
+from fleetd.storage import paths
+from fleetd.storage.paths import HomeFolder
 
 
 @dataclass

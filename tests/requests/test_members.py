@@ -33,7 +33,7 @@ from fleetd.errors import (
     ProtocolError,
     ScorerNotReady,
 )
-from fleetd.fleet import distinct_names
+from fleetd.fleet.service import distinct_names
 from fleetd.p2p.membership.roster import RosterMember
 from fleetd.plan.affinity import BLOCK_CHARS
 from fleetd.plan.costs import PrefillSpeed

@@ -39,9 +39,7 @@ from fleetd.errors import (
     PeerUnreachable,
     ProtocolError,
 )
-from fleetd.ledger import Ledger
 from fleetd.limits import GIB
-from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
 from fleetd.p2p.membership.cards import Card
 from fleetd.plan.beginnings import KeptBeginning
@@ -50,11 +48,13 @@ from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import RouteQuestion
 from fleetd.requests import messages, remote
 from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.ledger import Ledger
 from fleetd.requests.members import Member, Members
 from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.placement import KnownTokens, Placer, WantedModel, alike, candidate
 from fleetd.requests.runner import Runner
-from fleetd.store import Store
+from fleetd.storage.store import Store
 
 WHOLE = spoken(*answer())
 

@@ -23,10 +23,7 @@ from fleetd.config import Config, FleetSettings, HttpSettings
 from fleetd.control.prefill_plan import OptionView, PlanQuestion, PlanView
 from fleetd.engine.protocol import Generate, Ready, TextPrompt
 from fleetd.errors import ContextLengthExceeded, FleetError, ModelNotFound, NoMachine
-from fleetd.home import paths
-from fleetd.home.paths import HomeFolder
 from fleetd.limits import GIB
-from fleetd.notify import Notifier
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
@@ -34,6 +31,7 @@ from fleetd.plan.prefill.choice import HYSTERESIS
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import CAUTION
 from fleetd.plan.scoring import Scorer, Segments, SmartPlan
+from fleetd.process.notify import Notifier
 from fleetd.requests.job import Job
 from fleetd.requests.members import Member, Members
 from fleetd.requests.placement import Placer
@@ -41,6 +39,8 @@ from fleetd.requests.plan_service import PlanService
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.request import LocatedModel
 from fleetd.requests.smart_prefill.client import SmartPrefill
+from fleetd.storage import paths
+from fleetd.storage.paths import HomeFolder
 
 LAYERS = 16
 # What is the same of one model on all machines.

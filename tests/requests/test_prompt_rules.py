@@ -22,7 +22,7 @@ from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.fleet_view import PeerView
 from fleetd.engine.protocol import Generate, TextPrompt
 from fleetd.errors import ConfigError, Forbidden, InvalidValue
-from fleetd.fleet import Fleet
+from fleetd.fleet.service import Fleet
 from fleetd.p2p.membership.prompt_rules import PromptRules
 from fleetd.p2p.node import Node
 from fleetd.plan.model_speeds import ModelSpeeds

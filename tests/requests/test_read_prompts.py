@@ -17,16 +17,16 @@ from fleetd import limits
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import Accepted, Delta, Finished, Generate, Prefill, TextPrompt, Usage
 from fleetd.errors import EngineDied, FleetError, PeerLost
-from fleetd.ledger import Ledger
-from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
 from fleetd.plan.affinity import BLOCK_CHARS
 from fleetd.plan.beginnings import KeptBeginning
 from fleetd.requests.job import CHARS_PER_TOKEN, Job
+from fleetd.requests.ledger import Ledger
 from fleetd.requests.members import Members
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.placement import Placer
 from fleetd.requests.runner import Runner
-from fleetd.store import Store
+from fleetd.storage.store import Store
 
 TEXT = "".join(chr(65 + i % 26) * BLOCK_CHARS for i in range(80))
 WHOLE = spoken(*answer())

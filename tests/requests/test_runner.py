@@ -38,14 +38,14 @@ from fleetd.errors import (
     ModelUnsupported,
     Overloaded,
 )
-from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.request import Request
 from fleetd.requests.runner import Runner
-from fleetd.store import Store
+from fleetd.storage.store import Store
 
 Make = Callable[..., Runner]
 

@@ -35,7 +35,6 @@ from fleetd.engine.protocol import (
     Tokenized,
 )
 from fleetd.errors import EngineDied, PeerLost
-from fleetd.metrics import Metrics
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.p2p.node import Node
 from fleetd.plan.costs import PrefillSpeed
@@ -44,6 +43,7 @@ from fleetd.plan.route import RouteQuestion
 from fleetd.plan.scoring import Scorer, Segments, SmartPlan
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.members import Members
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import Pipeline, PipelineStep
 from fleetd.requests.placement import Placement, Placer, WantedModel
 from fleetd.requests.prefill_sharing import messages

@@ -31,10 +31,10 @@ from fleetd.engine.protocol import (
     Scored,
     ScoringState,
 )
-from fleetd.ledger import Ledger
-from fleetd.metrics import Metrics
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
-from fleetd.store import Store
+from fleetd.requests.ledger import Ledger
+from fleetd.requests.metrics import Metrics
+from fleetd.storage.store import Store
 
 
 @pytest.fixture

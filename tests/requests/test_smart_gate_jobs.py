@@ -24,13 +24,13 @@ from fleetd.engine.protocol import (
     Loading,
 )
 from fleetd.errors import EngineDied, OutOfMemory
-from fleetd.ledger import Ledger
-from fleetd.metrics import Metrics
 from fleetd.requests.job import Job, Planned
+from fleetd.requests.ledger import Ledger
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.smart_prefill.compression_job import (
     CompressionJob,
 )
-from fleetd.store import Store
+from fleetd.storage.store import Store
 
 
 @pytest.fixture

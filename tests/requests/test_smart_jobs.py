@@ -38,15 +38,15 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
-from fleetd.ledger import Ledger
-from fleetd.metrics import Metrics
 from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.ledger import Ledger
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.smart_prefill import compression_job
 from fleetd.requests.smart_prefill.compression_job import (
     USUAL_RATIO,
     kept_share,
 )
-from fleetd.store import Store
+from fleetd.storage.store import Store
 
 
 @pytest.fixture

@@ -34,8 +34,6 @@ from fleetd.errors import (
     ProtocolError,
     ScorerNotReady,
 )
-from fleetd.ledger import Ledger
-from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.costs import PrefillSpeed
@@ -43,8 +41,10 @@ from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.scoring import Scorer, Segments
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.job import Job, Planned
+from fleetd.requests.ledger import Ledger
 from fleetd.requests.members import Member, Members
 from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import messages
 from fleetd.requests.smart_prefill.client import SmartPrefill
@@ -59,7 +59,7 @@ from fleetd.requests.smart_prefill.segment_scoring import (
     cut,
 )
 from fleetd.requests.smart_prefill.server import ScoreServer
-from fleetd.store import Store
+from fleetd.storage.store import Store
 
 WITHIN_S = 60.0
 DIGEST = "d" * 64

@@ -12,7 +12,7 @@ from fleetd import limits
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
 from fleetd.requests.traces import Traces
-from fleetd.store import Store
+from fleetd.storage.store import Store
 
 CHOSEN = OptionView("layers", ["mini", "this"], 1.5, [StepView("prefill", 1.0)], chosen=True, cuts=[0, 3, 4])
 LOSER = OptionView("local", ["this"], 3.0, code="slower", reason="3.0 s here alone.")

@@ -7,8 +7,8 @@ from contextlib import aclosing
 from typing import Any
 
 from fleetd.engine.protocol import Generate
-from fleetd.metrics import Metrics
 from fleetd.requests.job import LOCAL, Job
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import Pipeline
 from fleetd.requests.placement import THIS_NODE, Placement
 from fleetd.requests.request import LocatedModel, Request

@@ -37,7 +37,7 @@ LIMITS = {
 def install() -> None:
     """Called in the process that all programs are forked from."""
     from fleetd.engine.load import loading
-    from fleetd.fleet import Fleet
+    from fleetd.fleet.service import Fleet
     from fleetd.plan.model_speeds import ModelSpeeds
     from fleetd.plan.speed_corrections import SpeedCorrections
     from fleetd.requests.members import Member

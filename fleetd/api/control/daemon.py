@@ -29,11 +29,11 @@ from fleetd.control.model_listing import (
 from fleetd.control.setting_view import SettingsView
 from fleetd.engine.protocol import Ready
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
-from fleetd.host_port import host_port
 from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import estimated_bytes
 from fleetd.models.weights import unused_files
+from fleetd.text.host_port import host_port
 
 _DAYS = (1, 3650)
 

@@ -22,7 +22,6 @@ from fleetd.api.body import parse
 from fleetd.api.conversation import StopText, StopTexts
 from fleetd.api.openai import other_fields
 from fleetd.api.reasoning import ReasoningFields
-from fleetd.bounded import Natural
 from fleetd.compression.policy import SmartPrefillBody
 from fleetd.engine.protocol import (
     Bias,
@@ -36,6 +35,7 @@ from fleetd.engine.protocol import (
 )
 from fleetd.engine.speculation.local_sources import SOURCE_NAMES, SourceName
 from fleetd.errors import InvalidValue, UnsupportedParameter
+from fleetd.text.bounded import Natural
 
 # ---- Pieces ----------------------------------------------------------------------------------------------
 

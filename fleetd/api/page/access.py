@@ -13,7 +13,7 @@ from fleetd.api.body import json_answer
 from fleetd.api.context import ROUTES, SERVICES
 from fleetd.control.page_login import PageKey, PageTicket
 from fleetd.errors import Forbidden, NotFound, Unauthorized
-from fleetd.host_port import host_port
+from fleetd.text.host_port import host_port
 
 KEY_HEADER = "X-Fleet-Page"
 TICKET_HEADER = "X-Fleet-Ticket"

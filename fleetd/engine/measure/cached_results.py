@@ -16,7 +16,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import FleetError
-from fleetd.home import durable
+from fleetd.storage import durable
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.bounded import Natural
 from fleetd.engine.measure.cached_results import CachedResult
 from fleetd.engine.protocol import Profile
+from fleetd.text.bounded import Natural
 
 SHIPPED = "shipped_profiles.json"
 # Goes up with whatever makes another profile of the same model.

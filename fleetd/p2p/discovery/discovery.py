@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fleetd import limits
-from fleetd.observe import get_logger
 from fleetd.p2p.discovery import interfaces
 from fleetd.p2p.discovery.discovered import DiscoveredPeer, DiscoveryTable, read_claim, write_text
 from fleetd.p2p.discovery.interfaces import Interface
 from fleetd.p2p.discovery.unreachable import explain_multicast
+from fleetd.process.observe import get_logger
 
 if TYPE_CHECKING:
     from fleetd.p2p.discovery.mdns import Claim, Responder

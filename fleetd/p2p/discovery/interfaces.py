@@ -22,8 +22,8 @@ import msgspec
 import psutil
 
 from fleetd import limits
-from fleetd.observe import get_logger
 from fleetd.p2p.links import Kind, guess_kind
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.discovery")
 

@@ -20,10 +20,10 @@ from zeroconf import RecordUpdate, RecordUpdateListener, ServiceInfo, Zeroconf
 from zeroconf.asyncio import AsyncZeroconf
 
 from fleetd import limits
-from fleetd.observe import get_logger
 from fleetd.p2p.discovery import zeroconf_adapter as adapter
 from fleetd.p2p.discovery.zeroconf_adapter import DNSAddress, DNSPointer, DNSService, DNSText
 from fleetd.p2p.token_bucket import TokenBucket
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.discovery")
 

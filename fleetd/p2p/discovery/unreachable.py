@@ -6,8 +6,8 @@ import errno
 import ipaddress
 import socket
 
-from fleetd.host_port import host_port
 from fleetd.p2p.links import REFUSED
+from fleetd.text.host_port import host_port
 
 # The numbers differ between systems. Both sets are explained on either system, so that tests cover all.
 _DARWIN = {

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetd.errors import FleetError, IdentityRefused
-from fleetd.home import durable
-from fleetd.observe import get_logger
 from fleetd.p2p.membership import key_files
 from fleetd.p2p.membership.keys import (
     display_id,
@@ -31,6 +29,8 @@ from fleetd.p2p.membership.keys import (
     short_id,
     verify,
 )
+from fleetd.process.observe import get_logger
+from fleetd.storage import durable
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

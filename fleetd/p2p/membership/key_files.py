@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fleetd import limits
 from fleetd.errors import IdentityRefused
-from fleetd.home import durable
 from fleetd.p2p.membership.keys import certificate_for, key_within
+from fleetd.storage import durable
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

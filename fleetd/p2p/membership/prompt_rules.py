@@ -19,8 +19,8 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.errors import ConfigError
-from fleetd.home import durable
 from fleetd.p2p.membership import keys
+from fleetd.storage import durable
 
 _NodeId = Annotated[str, Meta(min_length=keys.ID_CHARS, max_length=keys.ID_CHARS)]
 _decode = msgspec.json.Decoder(list[_NodeId]).decode

@@ -20,8 +20,8 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.errors import FleetError, RosterRefused
-from fleetd.home import durable
 from fleetd.p2p.membership.roster_record import RosterRecord
+from fleetd.storage import durable
 
 _MAGIC = b"fleetd roster 1\n"
 _HASH_BYTES = 32

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fleetd.errors import FleetError
-from fleetd.observe import get_logger
 from fleetd.p2p.links import Address
 from fleetd.p2p.membership.identity import Identity, short_id
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_file import AddressFile, RosterFile
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.p2p")
 

@@ -28,7 +28,6 @@ from fleetd.control.pairing_events import (
     WrongCode,
 )
 from fleetd.errors import FleetError, PairingClosed, PairingFailed
-from fleetd.observe import get_logger
 from fleetd.p2p.discovery import interfaces
 from fleetd.p2p.giving_way import gives_way
 from fleetd.p2p.links import Address
@@ -41,6 +40,7 @@ from fleetd.p2p.pairing.code import PairingCode, PairingWindow
 from fleetd.p2p.pairing.roles import Inviter, Joiner
 from fleetd.p2p.port import PAIRING
 from fleetd.p2p.session import transport
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.pairing")
 

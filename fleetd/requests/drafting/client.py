@@ -29,9 +29,9 @@ from fleetd.errors import EngineDied, EngineError, FleetError, Incompatible, Mod
 from fleetd.models import file_threads, names
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
-from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan import load_times
+from fleetd.process.observe import get_logger
 from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.drafting import drafters, messages
 from fleetd.requests.drafting.drafters import DrafterCandidate, Where

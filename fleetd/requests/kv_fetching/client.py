@@ -28,9 +28,9 @@ from fleetd.errors import (
     ProtocolError,
     from_code,
 )
-from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill import step_names
+from fleetd.process.observe import get_logger
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.choice import FetchChoice, FetchSource, choose_fetch, within_s

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 from fleetd import limits
 from fleetd.errors import FleetError, PeerUnreachable
-from fleetd.observe import get_logger
 from fleetd.plan.beginnings import KeptBeginning
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE
+from fleetd.process.observe import get_logger
 from fleetd.requests.job import CHARS_PER_TOKEN, Job
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts, beginning_of, links

@@ -25,13 +25,13 @@ from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Accepted, Event, Loading, PrefillShared, Ready, Shared, StepTime, Tokenized
 from fleetd.errors import FleetError, from_code
 from fleetd.models.folder import ModelFolder
-from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.choice import plan_prefill
 from fleetd.plan.prefill.options import HelperSpec, Load, PlanChoice, PrefillOption
 from fleetd.plan.refusals import THIS_NODE
+from fleetd.process.observe import get_logger
 from fleetd.requests import planner_facts
 from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned

@@ -18,10 +18,10 @@ from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Accepted, Arithmetic, Assisted, AssistPrefill, Event, StreamTag
 from fleetd.errors import EngineDied, FleetError, Overloaded, PeerLost, ProtocolError
 from fleetd.models.folder import ModelFolder
-from fleetd.observe import get_logger
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.process.observe import get_logger
 from fleetd.requests.admission import ConcurrencyLimit, ServedRequest, ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.concurrency import cancel_all, gather_or_cancel, with_heartbeats

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fleetd.engine.protocol import Timings, Usage
-from fleetd.ledger import SCORE_ROUTE, Ledger, Reservation
 from fleetd.plan.scoring import Scorer
 from fleetd.requests.job import THIS_NAME
+from fleetd.requests.ledger import SCORE_ROUTE, Ledger, Reservation
 from fleetd.requests.smart_prefill.segment_scoring import ScorerRun
 
 

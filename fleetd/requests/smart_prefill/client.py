@@ -28,13 +28,13 @@ from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Ready, TextPrompt, Tokenized
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
-from fleetd.observe import get_logger
 from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.prefill import step_names
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import RouteQuestion
 from fleetd.plan.scoring import SmartPrefillQuestion
 from fleetd.plan.ways import Ways
+from fleetd.process.observe import get_logger
 from fleetd.requests.job import THIS_NAME, Job, prompt_text
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import PipelineStep

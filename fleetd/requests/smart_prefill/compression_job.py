@@ -29,10 +29,10 @@ from fleetd.compression.selection import Selection, everything
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
-from fleetd.ledger import Ledger
 from fleetd.plan import scoring as planner
 from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
 from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.ledger import Ledger
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
 from fleetd.requests.smart_prefill.bill import ScoringBill
 from fleetd.requests.smart_prefill.scorers import Scorers

@@ -24,10 +24,10 @@ from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
 from fleetd.errors import EngineDied, FleetError, ModelUnsupported, PeerLost, ProtocolError
 from fleetd.models.folder import ModelFolder
-from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import Scorer, Segments
+from fleetd.process.observe import get_logger
 from fleetd.requests.concurrency import gather_or_cancel
 from fleetd.requests.peer_stream import next_message, said_by
 from fleetd.requests.smart_prefill import messages

@@ -18,11 +18,11 @@ from fleetd import limits
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Scored, Timings, Usage
 from fleetd.errors import EngineDied, FleetError, ScorerNotReady
-from fleetd.ledger import SCORE_ROUTE, Ledger, Reservation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.job import THIS_NAME
+from fleetd.requests.ledger import SCORE_ROUTE, Ledger, Reservation
 from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.peer_stream import drained, own_id
 from fleetd.requests.smart_prefill import messages

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from fleetd import limits
-from fleetd.observe import get_logger
+from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd")
 

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from fleetd import limits
-from fleetd.database_damage import MALFORMED, is_damage
 from fleetd.errors import ConfigError
-from fleetd.observe import get_logger
+from fleetd.process.observe import get_logger
+from fleetd.storage.database_damage import MALFORMED, is_damage
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
-log = get_logger("fleetd.store")
+log = get_logger("fleetd.storage.store")
 
 # Numbered by position, never edited once released: PRAGMA user_version says how many a file has seen.
 MIGRATIONS: Sequence[str] = (

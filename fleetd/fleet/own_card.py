@@ -23,13 +23,13 @@ from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import needed_bytes
 from fleetd.models.model_store import ModelStore
-from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
-from fleetd.periodic import keep_running
 from fleetd.plan.load_times import LoadTimes
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.process.observe import get_logger
+from fleetd.process.periodic import keep_running
 
-log = get_logger("fleetd.own_card")
+log = get_logger("fleetd.fleet.own_card")
 
 # How often the models folder is read, and how often the card is compared with the last one sent.
 _LISTING_S, _LOOK_S = 15.0, 0.25

@@ -33,7 +33,7 @@ from fleetd.p2p.node import Node
 from fleetd.p2p.overview import fleet_view, peer_view, reach
 from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.periodic import keep_running
+from fleetd.process.periodic import keep_running
 from fleetd.requests import claims
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.job import THIS_NAME

@@ -19,8 +19,8 @@ from structlog.stdlib import BoundLogger
 from structlog.typing import Processor
 
 from fleetd import limits
-from fleetd.log_file import RotatingOutput
-from fleetd.terminal_text import printable
+from fleetd.process.log_file import RotatingOutput
+from fleetd.text.terminal_text import printable
 
 LogFormat = Literal["auto", "json", "console"]
 

@@ -23,18 +23,15 @@ from fleetd.control.fleet_view import PeerView
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import Draining
-from fleetd.fleet import Fleet, default_name
+from fleetd.fleet.own_card import CardMaker
+from fleetd.fleet.service import Fleet, default_name
 from fleetd.hardware.memory import machine_budget
 from fleetd.hardware.probe import HardwareProbe
-from fleetd.home.paths import HomeFolder
-from fleetd.ledger import Ledger
-from fleetd.metrics import Metrics
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
 from fleetd.models.pull_lines import PullProgress
-from fleetd.own_card import CardMaker
 from fleetd.p2p import wake_on_lan
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
@@ -54,7 +51,9 @@ from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
 from fleetd.requests.kv_fetching.server import BlockServer
+from fleetd.requests.ledger import Ledger
 from fleetd.requests.members import Members
+from fleetd.requests.metrics import Metrics
 from fleetd.requests.model_copies import ModelCopies
 from fleetd.requests.placement import Placer
 from fleetd.requests.plan_service import PlanService
@@ -70,7 +69,8 @@ from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
 from fleetd.requests.smart_prefill.server import ScoreServer
 from fleetd.requests.traces import Traces
-from fleetd.store import Store
+from fleetd.storage.paths import HomeFolder
+from fleetd.storage.store import Store
 
 
 class MachineParts:

@@ -21,8 +21,8 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import AlreadyRunning, ConfigError, DiskFull, Forbidden, SocketPathTooLong
-from fleetd.home import durable
-from fleetd.home.durable import PRIVATE_DIR, PRIVATE_FILE
+from fleetd.storage import durable
+from fleetd.storage.durable import PRIVATE_DIR, PRIVATE_FILE
 
 # A token is a guess-proof secret, not a password: 32 random bytes are out of reach of any search.
 TOKEN_BYTES = 32

@@ -21,10 +21,10 @@ import msgspec
 from fleetd import limits
 from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 from fleetd.engine.protocol import Timings, Usage
-from fleetd.observe import get_logger
-from fleetd.store import Store, StoreUnavailable
+from fleetd.process.observe import get_logger
+from fleetd.storage.store import Store, StoreUnavailable
 
-log = get_logger("fleetd.ledger")
+log = get_logger("fleetd.requests.ledger")
 
 _DAY_S = 86_400.0
 

@@ -1,0 +1,1 @@
+"""This Unix process: its log, its descriptors, its service manager, its periodic tasks."""

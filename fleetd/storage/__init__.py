@@ -1,0 +1,1 @@
+"""What survives a restart: the home folder, files that survive a crash, the database."""

@@ -1,0 +1,1 @@
+"""Texts from outside, made harmless: bounded, printable, not too deep."""
