@@ -37,9 +37,7 @@ from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
 from fleetd.plan.load_times import LoadTimes
 from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.requests import messages, remote
 from fleetd.requests.admission import ServingContext
-from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.drafting import messages as drafting_messages
 from fleetd.requests.drafting.client import DrafterService
@@ -52,14 +50,16 @@ from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
 from fleetd.requests.kv_fetching.server import BlockServer
 from fleetd.requests.ledger import Ledger
-from fleetd.requests.members import Members
+from fleetd.requests.members.members import Members
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.model_copies import ModelCopies
-from fleetd.requests.placement import Placer
+from fleetd.requests.placement.placement import Placer
 from fleetd.requests.plan_service import PlanService
 from fleetd.requests.prefill_sharing import messages as sharing_messages
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
+from fleetd.requests.remote import messages, remote
+from fleetd.requests.remote.bulk_dialer import BulkDialer
 from fleetd.requests.row_origins import RowOrigins
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import messages as smart_messages

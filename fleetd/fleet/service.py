@@ -34,10 +34,10 @@ from fleetd.p2p.overview import fleet_view, peer_view, reach
 from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.process.periodic import keep_running
-from fleetd.requests import claims
-from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.job import THIS_NAME
-from fleetd.requests.members import Member
+from fleetd.requests.members import claims
+from fleetd.requests.members.members import Member
+from fleetd.requests.remote.bulk_dialer import BulkDialer
 from fleetd.requests.waking import Waker
 
 CLOCK = "node.clock"

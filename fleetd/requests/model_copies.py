@@ -42,9 +42,9 @@ from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.process.observe import get_logger
 from fleetd.requests.admission import model_by_digest
-from fleetd.requests.bulk_dialer import BulkDialer, invitation
-from fleetd.requests.message_codec import Digest, encode
-from fleetd.requests.placement import canonical
+from fleetd.requests.placement.placement import canonical
+from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
+from fleetd.requests.remote.message_codec import Digest, encode
 
 log = get_logger("fleetd.copies")
 

@@ -19,8 +19,8 @@ from fleetd.plan.ways import Ways
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, prompt_text
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
-from fleetd.requests.members import Member
-from fleetd.requests.placement import (
+from fleetd.requests.members.members import Member
+from fleetd.requests.placement.placement import (
     ANSWER_TOKENS,
     KnownTokens,
     Placement,
@@ -28,9 +28,9 @@ from fleetd.requests.placement import (
     PromptPlaces,
     no_machine,
 )
+from fleetd.requests.placement.way_views import way_views
 from fleetd.requests.request import LocatedModel
 from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
-from fleetd.requests.way_views import way_views
 
 
 class PlanService:

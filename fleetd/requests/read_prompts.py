@@ -12,7 +12,7 @@ import asyncio
 
 from fleetd.engine.protocol import Delta, Event, Loading, ToolCall
 from fleetd.errors import EngineDied
-from fleetd.requests.members import Members
+from fleetd.requests.members.members import Members
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.request import Request
 

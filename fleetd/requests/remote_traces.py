@@ -8,7 +8,7 @@ from fleetd.errors import FleetError
 from fleetd.process.observe import get_logger
 from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.pipeline import PipelineStep
-from fleetd.requests.remote import RemoteJob
+from fleetd.requests.remote.remote import RemoteJob
 from fleetd.requests.request import Request
 
 log = get_logger("fleetd.requests")

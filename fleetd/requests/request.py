@@ -38,9 +38,9 @@ from fleetd.plan.prefill.choice import PlanChoice
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import CHARS_PER_TOKEN, Exactness, Job, Planned
-from fleetd.requests.placement import Placement, PromptPlaces, WantedModel
+from fleetd.requests.placement.placement import Placement, PromptPlaces, WantedModel
 from fleetd.requests.ports import MetricsPort
-from fleetd.requests.remote import RemoteJob
+from fleetd.requests.remote.remote import RemoteJob
 
 _NOWHERE: PromptPlaces = {}
 # A helper's name, and what it did by its own account.

@@ -11,8 +11,8 @@ from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Speculated, Trace
 from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import SmartPlan
-from fleetd.requests import planner_facts
 from fleetd.requests.job import THIS_NAME
+from fleetd.requests.placement import planner_facts
 from fleetd.requests.request import Request
 
 

@@ -59,15 +59,15 @@ from fleetd.requests.kv_fetching.client import BlockFetching
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
 from fleetd.requests.ledger import Ledger, Reservation
-from fleetd.requests.members import Members, SentRequests, expected_load_s
-from fleetd.requests.peer_stream import said_by
+from fleetd.requests.members.members import Members, SentRequests, expected_load_s
 from fleetd.requests.pipeline import Pipeline
-from fleetd.requests.placement import AnswerTokens, Placement, Placer, PromptPlaces, canonical
+from fleetd.requests.placement.placement import AnswerTokens, Placement, Placer, PromptPlaces, canonical
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.pulls import ModelSource, Pulls
 from fleetd.requests.read_prompts import ReadPrompts
-from fleetd.requests.remote import RemoteJob
+from fleetd.requests.remote.peer_stream import said_by
+from fleetd.requests.remote.remote import RemoteJob
 from fleetd.requests.remote_traces import RemoteTraces
 from fleetd.requests.request import LocatedModel, Request
 from fleetd.requests.request_trace import trace_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_plan import OptionView
-from fleetd.requests import planner_facts
+from fleetd.requests.placement import planner_facts
 from fleetd.requests.request import Request
 
 

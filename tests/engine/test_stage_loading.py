@@ -40,7 +40,7 @@ from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.choice import options
 from fleetd.plan.prefill.options import HelperSpec
 from fleetd.plan.state_sizes import StateSizes
-from fleetd.requests import planner_facts
+from fleetd.requests.placement import planner_facts
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 

@@ -26,7 +26,7 @@ from fleetd.p2p.membership.gossip import AddressHint
 from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.message_reader import reader
 from fleetd.p2p.session import frames
-from fleetd.requests.messages import JobEvent, RunJob
+from fleetd.requests.remote.messages import JobEvent, RunJob
 
 EXTREMES = (-1, -(2**63), 2**63 - 1, 2**64 - 1, float("nan"), float("inf"), float("-inf"), -1e308, 1e308)
 
@@ -34,7 +34,7 @@ EXTREMES = (-1, -(2**63), 2**63 - 1, 2**64 - 1, float("nan"), float("inf"), floa
 # Modules that decode only what this machine's own processes and files say, or name no kind.
 OWN = {
     "fleetd.p2p.message_reader": "the reader itself",
-    "fleetd.requests.message_codec": "the readers of the kinds that it is given",
+    "fleetd.requests.remote.message_codec": "the readers of the kinds that it is given",
     "fleetd.engine.protocol": "daemon and worker",
     "fleetd.engine.streams.channel": "daemon and worker",
     "fleetd.models.copy.receive": "daemon and its copying process",

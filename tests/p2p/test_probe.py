@@ -23,8 +23,8 @@ from fleetd.p2p.link_prober import LinkProber
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.model_copies import MODEL_OFFER, ModelCopies
+from fleetd.requests.remote.bulk_dialer import BulkDialer
 
 
 async def test_a_way_is_measured_by_echoes_and_bursts(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fleetd.errors import PeerUnreachable
 from fleetd.fleet.service import Fleet
 from fleetd.p2p import links
 from fleetd.p2p.node import Node
-from fleetd.requests.members import eligible
+from fleetd.requests.members.members import eligible
 
 MAC = "3c:22:fb:01:02:03"
 

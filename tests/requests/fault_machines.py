@@ -58,15 +58,15 @@ from fleetd.p2p.session.transport import PeerConnection
 from fleetd.plan.prefill.choice import PlanChoice, PrefillOption
 from fleetd.process import observe
 from fleetd.requests.admission import ServingContext
-from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.job import Job
 from fleetd.requests.ledger import Ledger
-from fleetd.requests.members import Member, Members
+from fleetd.requests.members.members import Member, Members
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.prefill_sharing import client as sharing_module
 from fleetd.requests.prefill_sharing import messages as share_wire
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
+from fleetd.requests.remote.bulk_dialer import BulkDialer
 from fleetd.requests.runner import Runner
 from fleetd.requests.traces import Traces
 

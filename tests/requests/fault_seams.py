@@ -23,7 +23,7 @@ from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Generate, TokenPrompt
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
-from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.storage.store import Store
 
 WITHIN_S = 30.0

@@ -20,11 +20,11 @@ from fleetd.cache.block_store import BlockStore
 from fleetd.cache.service import DiskCache
 from fleetd.p2p.node import Node
 from fleetd.requests.admission import ServingContext
-from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.kv_fetching.server import BlockServer
+from fleetd.requests.remote.bulk_dialer import BulkDialer
 
 SIZE = 500
 

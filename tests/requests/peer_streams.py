@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from fleetd.errors import FleetError
-from fleetd.requests import messages
-from fleetd.requests.members import Member
-from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.members.members import Member
+from fleetd.requests.remote import messages
+from fleetd.requests.remote.message_codec import ALIVE
 
 
 class FakeStream:

@@ -34,10 +34,10 @@ from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill.split import Split
 from fleetd.requests.admission import ServingContext
-from fleetd.requests.bulk_dialer import BulkDialer
-from fleetd.requests.members import Member
+from fleetd.requests.members.members import Member
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.server import AssistServer
+from fleetd.requests.remote.bulk_dialer import BulkDialer
 
 DIGEST = "d" * 64
 

@@ -30,9 +30,9 @@ from fleetd.models.model_names import ModelNames
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.ledger import Ledger
-from fleetd.requests.members import Members
+from fleetd.requests.members.members import Members
 from fleetd.requests.metrics import Metrics
-from fleetd.requests.placement import Placement
+from fleetd.requests.placement.placement import Placement
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
 from fleetd.requests.smart_prefill.compression_job import (

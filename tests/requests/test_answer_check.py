@@ -29,10 +29,10 @@ from fleetd.engine.protocol import (
     Usage,
 )
 from fleetd.errors import ProtocolError
-from fleetd.requests import messages, remote
-from fleetd.requests.answer_check import AnswerCheck
 from fleetd.requests.job import LOCAL, Job
-from fleetd.requests.messages import RanAt
+from fleetd.requests.remote import messages, remote
+from fleetd.requests.remote.answer_check import AnswerCheck
+from fleetd.requests.remote.messages import RanAt
 
 TOKEN = Delta("r", "word ")
 

@@ -26,10 +26,10 @@ from fleetd.engine.protocol import (
     Usage,
 )
 from fleetd.errors import PeerLost
-from fleetd.requests import messages, remote
-from fleetd.requests.answer_deadline import AnswerDeadline
 from fleetd.requests.job import LOCAL, Job
-from fleetd.requests.messages import RanAt
+from fleetd.requests.remote import messages, remote
+from fleetd.requests.remote.answer_deadline import AnswerDeadline
+from fleetd.requests.remote.messages import RanAt
 
 STALL_S, TOK_S = limits.JOB_STALL_S, limits.JOB_LEAST_TOK_S
 

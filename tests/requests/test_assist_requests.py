@@ -29,9 +29,9 @@ from fleetd.errors import (
 )
 from fleetd.p2p.node import Node
 from fleetd.plan.prefill.split import Split
-from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
+from fleetd.requests.remote.message_codec import ALIVE
 
 TERMS = SharingTerms("r1", "m", DIGEST, split(), ARITHMETIC, own_chunks=True)
 ASK = messages.AssistQuestion("m", DIGEST, split(), 0, "r1", ARITHMETIC)

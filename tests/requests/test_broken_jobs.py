@@ -16,9 +16,9 @@ from kept_objects import KeptObjects, without_collector
 from fleetd.engine.protocol import Accepted, Delta, Event, Generate, Loading, TextPrompt
 from fleetd.errors import FleetError
 from fleetd.p2p.node import Node
-from fleetd.requests import messages
 from fleetd.requests.job import Job, Planned
-from fleetd.requests.remote import JobServer, RemoteJob
+from fleetd.requests.remote import messages
+from fleetd.requests.remote.remote import JobServer, RemoteJob
 
 JOBS = 10
 PROMPT = "x" * 100_000

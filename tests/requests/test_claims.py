@@ -36,15 +36,17 @@ from fleetd.p2p.membership.cards import Card, MachineFacts
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.speed_corrections import CHANGED, MOST, MOST_SEEN
-from fleetd.requests import claims, messages, planner_facts
-from fleetd.requests.answer_deadline import AnswerDeadline
 from fleetd.requests.drafting import drafters
 from fleetd.requests.job import Job
 from fleetd.requests.ledger import Ledger
-from fleetd.requests.members import Member, Members
+from fleetd.requests.members import claims
+from fleetd.requests.members.members import Member, Members
 from fleetd.requests.metrics import Metrics
-from fleetd.requests.placement import AnswerTokens, Placement, Placer, WantedModel
-from fleetd.requests.planner_facts import speed_of
+from fleetd.requests.placement import planner_facts
+from fleetd.requests.placement.placement import AnswerTokens, Placement, Placer, WantedModel
+from fleetd.requests.placement.planner_facts import speed_of
+from fleetd.requests.remote import messages
+from fleetd.requests.remote.answer_deadline import AnswerDeadline
 from fleetd.requests.runner import Runner
 from fleetd.storage.store import Store
 

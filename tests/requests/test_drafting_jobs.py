@@ -49,15 +49,15 @@ from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ServingContext
-from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.drafting import messages
 from fleetd.requests.drafting.client import DrafterService, check_vocabulary
 from fleetd.requests.drafting.drafters import DrafterCandidate
 from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.job import Job, Planned
-from fleetd.requests.members import Member, Members
-from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.members.members import Member, Members
 from fleetd.requests.pipeline import Pipeline
+from fleetd.requests.remote.bulk_dialer import BulkDialer
+from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.requests.request import Request
 
 WORDS = "ab" * 16

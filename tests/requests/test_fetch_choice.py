@@ -12,7 +12,7 @@ from fleetd.plan.beginnings import KeptBeginning, from_peer, meeting_s
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.fetch_speeds import FetchSpeed
 from fleetd.requests.kv_fetching.choice import FetchChoice, FetchSource, choose_fetch, within_s
-from fleetd.requests.members import Members
+from fleetd.requests.members.members import Members
 
 BLOCK = 10 * MIB
 # Ten blocks of which each takes a second.

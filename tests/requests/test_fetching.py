@@ -36,14 +36,14 @@ from fleetd.engine.protocol import (
 from fleetd.errors import Forbidden, Overloaded, PeerLost
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.job import Job
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.client import BlockFetching
 from fleetd.requests.kv_fetching.messages import FetchOffer
 from fleetd.requests.kv_fetching.server import BlockServer
-from fleetd.requests.members import Members
+from fleetd.requests.members.members import Members
 from fleetd.requests.pipeline import Pipeline
+from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
 from fleetd.sealed.stream import SealedReceiver
 
 TARGET = FakeFolder("m")

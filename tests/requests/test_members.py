@@ -39,12 +39,12 @@ from fleetd.plan.affinity import BLOCK_CHARS
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.refusals import THIS_NODE
-from fleetd.requests import planner_facts
 from fleetd.requests.drafting import drafters
 from fleetd.requests.job import CHARS_PER_TOKEN, Job
-from fleetd.requests.members import Member, Members, SentRequests, eligible
-from fleetd.requests.peer_backoff import PeerBackoff, Work
-from fleetd.requests.placement import Placer, WantedModel
+from fleetd.requests.members.members import Member, Members, SentRequests, eligible
+from fleetd.requests.members.peer_backoff import PeerBackoff, Work
+from fleetd.requests.placement import planner_facts
+from fleetd.requests.placement.placement import Placer, WantedModel
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.skip import SkipCompression
 

@@ -46,13 +46,13 @@ from fleetd.plan.beginnings import KeptBeginning
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import RouteQuestion
-from fleetd.requests import messages, remote
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.ledger import Ledger
-from fleetd.requests.members import Member, Members
-from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.members.members import Member, Members
 from fleetd.requests.metrics import Metrics
-from fleetd.requests.placement import KnownTokens, Placer, WantedModel, alike, candidate
+from fleetd.requests.placement.placement import KnownTokens, Placer, WantedModel, alike, candidate
+from fleetd.requests.remote import messages, remote
+from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.requests.runner import Runner
 from fleetd.storage.store import Store
 

@@ -33,8 +33,8 @@ from fleetd.plan.route import CAUTION
 from fleetd.plan.scoring import Scorer, Segments, SmartPlan
 from fleetd.process.notify import Notifier
 from fleetd.requests.job import Job
-from fleetd.requests.members import Member, Members
-from fleetd.requests.placement import Placer
+from fleetd.requests.members.members import Member, Members
+from fleetd.requests.placement.placement import Placer
 from fleetd.requests.plan_service import PlanService
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.request import LocatedModel

@@ -16,8 +16,8 @@ from fleetd.p2p.membership.cards import Card, MachineFacts
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.prefill import choice
-from fleetd.requests import planner_facts
-from fleetd.requests.members import Member
+from fleetd.requests.members.members import Member
+from fleetd.requests.placement import planner_facts
 
 M4 = MachineFacts(chip="Apple M4", accelerator="metal")
 M4_MAX = MachineFacts(chip="Apple M4 Max", accelerator="metal")

@@ -26,11 +26,11 @@ from fleetd.fleet.service import Fleet
 from fleetd.p2p.membership.prompt_rules import PromptRules
 from fleetd.p2p.node import Node
 from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.requests import planner_facts
 from fleetd.requests.drafting import drafters
 from fleetd.requests.job import Job
-from fleetd.requests.members import Members
-from fleetd.requests.placement import Placer, WantedModel
+from fleetd.requests.members.members import Members
+from fleetd.requests.placement import planner_facts
+from fleetd.requests.placement.placement import Placer, WantedModel
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.skip import SkipCompression
 

@@ -28,9 +28,9 @@ from fleetd.requests.job import CHARS_PER_TOKEN, Job
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.kept_prompts import LINK_TOKENS, KeptPrompts, links
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
-from fleetd.requests.members import Members
+from fleetd.requests.members.members import Members
 from fleetd.requests.pipeline import Pipeline
-from fleetd.requests.placement import Placer, WantedModel
+from fleetd.requests.placement.placement import Placer, WantedModel
 from fleetd.requests.plan_service import PlanService
 from fleetd.requests.request import LocatedModel
 

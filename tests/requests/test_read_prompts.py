@@ -22,9 +22,9 @@ from fleetd.plan.affinity import BLOCK_CHARS
 from fleetd.plan.beginnings import KeptBeginning
 from fleetd.requests.job import CHARS_PER_TOKEN, Job
 from fleetd.requests.ledger import Ledger
-from fleetd.requests.members import Members
+from fleetd.requests.members.members import Members
 from fleetd.requests.metrics import Metrics
-from fleetd.requests.placement import Placer
+from fleetd.requests.placement.placement import Placer
 from fleetd.requests.runner import Runner
 from fleetd.storage.store import Store
 

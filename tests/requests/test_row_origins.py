@@ -15,7 +15,7 @@ from fleetd.cache.service import DiskCache
 from fleetd.errors import PeerLate, PeerLost, PeerWrong
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.kept_prompts import links
-from fleetd.requests.members import Members
+from fleetd.requests.members.members import Members
 from fleetd.requests.row_origins import RowOrigins
 
 NAMES = kv_blocks.prompt(1, 4)

@@ -13,8 +13,8 @@ from fakes import answer
 from fleetd import limits
 from fleetd.engine.protocol import ChatPrompt, Event, Generate, Loading, Sampling, TextPrompt, Tokenized
 from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError
-from fleetd.requests import messages, remote
 from fleetd.requests.job import Job, Planned
+from fleetd.requests.remote import messages, remote
 
 PROMPT = TextPrompt("hi")
 

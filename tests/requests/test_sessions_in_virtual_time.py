@@ -26,8 +26,8 @@ from fleetd.limits import GIB
 from fleetd.p2p.membership.cards import Card
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.job import CHARS_PER_TOKEN, Job
-from fleetd.requests.members import Member, Members, SentRequests
-from fleetd.requests.placement import Placer, WantedModel
+from fleetd.requests.members.members import Member, Members, SentRequests
+from fleetd.requests.placement.placement import Placer, WantedModel
 
 # What all agents of one user begin with: instructions and tools.
 SYSTEM_TOKENS = 6_000

@@ -42,16 +42,16 @@ from fleetd.plan.prefill import step_names
 from fleetd.plan.route import RouteQuestion
 from fleetd.plan.scoring import Scorer, Segments, SmartPlan
 from fleetd.requests.job import LOCAL, Job, Planned
-from fleetd.requests.members import Members
+from fleetd.requests.members.members import Members
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import Pipeline, PipelineStep
-from fleetd.requests.placement import Placement, Placer, WantedModel
+from fleetd.requests.placement.placement import Placement, Placer, WantedModel
+from fleetd.requests.placement.way_views import way_views
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.request import Request
 from fleetd.requests.request_trace import trace_of
-from fleetd.requests.way_views import way_views
 
 LONG = "word " * 4096
 OK = Shared("r1", [StepTime("computed", 1.0, 500)])

@@ -42,9 +42,9 @@ from fleetd.plan.scoring import Scorer, Segments
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.ledger import Ledger
-from fleetd.requests.members import Member, Members
-from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.members.members import Member, Members
 from fleetd.requests.metrics import Metrics
+from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import messages
 from fleetd.requests.smart_prefill.client import SmartPrefill

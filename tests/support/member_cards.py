@@ -8,8 +8,8 @@ from typing import Any
 
 from fleetd.limits import GIB
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
-from fleetd.requests import messages
-from fleetd.requests.members import Member
+from fleetd.requests.members.members import Member
+from fleetd.requests.remote import messages
 
 FACTS = MachineFacts(tier="standard", chip="cpu", cores=8, memory_bytes=64 * GIB, accelerator="cpu")
 MODEL = ModelCard(

@@ -10,7 +10,7 @@ from fleetd.engine.protocol import Generate
 from fleetd.requests.job import LOCAL, Job
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import Pipeline
-from fleetd.requests.placement import THIS_NODE, Placement
+from fleetd.requests.placement.placement import THIS_NODE, Placement
 from fleetd.requests.request import LocatedModel, Request
 
 

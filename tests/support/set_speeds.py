@@ -40,7 +40,7 @@ def install() -> None:
     from fleetd.fleet.service import Fleet
     from fleetd.plan.model_speeds import ModelSpeeds
     from fleetd.plan.speed_corrections import SpeedCorrections
-    from fleetd.requests.members import Member
+    from fleetd.requests.members.members import Member
 
     loading.calibrate = _speeds
     found = Fleet.machines

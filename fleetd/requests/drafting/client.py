@@ -36,11 +36,11 @@ from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.drafting import drafters, messages
 from fleetd.requests.drafting.drafters import DrafterCandidate, Where
 from fleetd.requests.job import Job
-from fleetd.requests.members import Members
-from fleetd.requests.peer_stream import own_id, require_message, said_by
+from fleetd.requests.members.members import Members
 from fleetd.requests.pipeline import PipelineStep
-from fleetd.requests.placement import canonical
+from fleetd.requests.placement.placement import canonical
 from fleetd.requests.ports import FleetPort, MetricsPort
+from fleetd.requests.remote.peer_stream import own_id, require_message, said_by
 from fleetd.requests.request import Request
 
 log = get_logger("fleetd.drafting")

@@ -12,7 +12,7 @@ from fleetd.engine.protocol import Ready
 from fleetd.engine.speculation.local_sources import DRAFTER, LOCAL_NAMES
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.job import THIS_NAME
-from fleetd.requests.members import Member, eligible, expected_load_s
+from fleetd.requests.members.members import Member, eligible, expected_load_s
 
 Where = Literal["auto", "here", "peers"]
 # With a longer round trip, most drafts come too late for the text that they continue.

@@ -21,8 +21,8 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.engine.protocol import StepTime
 from fleetd.p2p.link_prober import Invitation
-from fleetd.requests import message_codec
-from fleetd.requests.message_codec import Digest, ModelName, RequestId
+from fleetd.requests.remote import message_codec
+from fleetd.requests.remote.message_codec import Digest, ModelName, RequestId
 
 FOLLOW = "draft.follow"
 

@@ -19,12 +19,12 @@ from fleetd.engine.protocol import DraftFor, StepTime, StreamTag
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill import step_names
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
-from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.drafting import messages
 from fleetd.requests.drafting.client import DRAFTS, accepted, check_vocabulary, ended
-from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.peer_stream import own_id
+from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
+from fleetd.requests.remote.message_codec import ALIVE
+from fleetd.requests.remote.peer_stream import own_id
 
 # From the question to an engine, to the stream, to the end of the text.
 _STEPS = (step_names.LOADED, step_names.AGREED, step_names.DRAFTED)

@@ -35,10 +35,10 @@ from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.choice import FetchChoice, FetchSource, choose_fetch, within_s
 from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
-from fleetd.requests.members import Member, Members, eligible
-from fleetd.requests.peer_stream import require_message
+from fleetd.requests.members.members import Member, Members, eligible
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.ports import FleetPort
+from fleetd.requests.remote.peer_stream import require_message
 from fleetd.requests.request import Request
 from fleetd.requests.row_origins import Labels, no_label
 

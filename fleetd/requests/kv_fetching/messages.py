@@ -23,8 +23,8 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.p2p.link_prober import Invitation
-from fleetd.requests import message_codec
-from fleetd.requests.message_codec import Digest, RequestId
+from fleetd.requests.remote import message_codec
+from fleetd.requests.remote.message_codec import Digest, RequestId
 
 FIND, LOOK, FETCH = "blocks.find", "blocks.look", "blocks.fetch"
 

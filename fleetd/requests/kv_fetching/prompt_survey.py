@@ -20,9 +20,9 @@ from fleetd.process.observe import get_logger
 from fleetd.requests.job import CHARS_PER_TOKEN, Job
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts, beginning_of, links
-from fleetd.requests.members import Member, Members, eligible
-from fleetd.requests.placement import PromptPlaces
-from fleetd.requests.planner_facts import speed_of
+from fleetd.requests.members.members import Member, Members, eligible
+from fleetd.requests.placement.placement import PromptPlaces
+from fleetd.requests.placement.planner_facts import speed_of
 from fleetd.requests.ports import FleetPort
 
 log = get_logger("fleetd.survey")

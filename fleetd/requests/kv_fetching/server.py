@@ -22,12 +22,12 @@ from fleetd.cache.service import DiskCache
 from fleetd.errors import Forbidden
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
-from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.choice import checked_by
 from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
-from fleetd.requests.peer_stream import own_id
+from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
+from fleetd.requests.remote.peer_stream import own_id
 from fleetd.sealed.stream import SealedSender
 
 

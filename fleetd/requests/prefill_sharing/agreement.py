@@ -30,11 +30,11 @@ from fleetd.errors import FleetError, Incompatible, InvalidValue, PeerLost, Prot
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill.split import Split, checked
-from fleetd.requests.bulk_dialer import invitation
 from fleetd.requests.concurrency import gather_or_cancel
-from fleetd.requests.peer_stream import require_message, said_by
 from fleetd.requests.ports import FleetPort
 from fleetd.requests.prefill_sharing import messages
+from fleetd.requests.remote.bulk_dialer import invitation
+from fleetd.requests.remote.peer_stream import require_message, said_by
 
 
 class SharingTerms(msgspec.Struct, frozen=True):

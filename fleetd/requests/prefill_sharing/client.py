@@ -32,12 +32,12 @@ from fleetd.plan.prefill.choice import plan_prefill
 from fleetd.plan.prefill.options import HelperSpec, Load, PlanChoice, PrefillOption
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.process.observe import get_logger
-from fleetd.requests import planner_facts
 from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
-from fleetd.requests.members import Members, eligible
+from fleetd.requests.members.members import Members, eligible
 from fleetd.requests.pipeline import PipelineStep
-from fleetd.requests.planner_facts import PartOfSplit
+from fleetd.requests.placement import planner_facts
+from fleetd.requests.placement.planner_facts import PartOfSplit
 from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms

@@ -23,8 +23,8 @@ from fleetd.engine.protocol import Arithmetic, StepTime
 from fleetd.errors import ProtocolError
 from fleetd.p2p.link_prober import Invitation
 from fleetd.plan.prefill.split import Split
-from fleetd.requests import message_codec
-from fleetd.requests.message_codec import Digest, ModelName, RequestId
+from fleetd.requests.remote import message_codec
+from fleetd.requests.remote.message_codec import Digest, ModelName, RequestId
 
 ASSIST, WARM = "shard.assist", "shard.warm"
 

@@ -23,12 +23,12 @@ from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.process.observe import get_logger
 from fleetd.requests.admission import ConcurrencyLimit, ServedRequest, ServingContext
-from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.concurrency import cancel_all, gather_or_cancel, with_heartbeats
-from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.peer_stream import own_id
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import checked_split, compare
+from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
+from fleetd.requests.remote.message_codec import ALIVE
+from fleetd.requests.remote.peer_stream import own_id
 
 log = get_logger("fleetd.assisting")
 

@@ -36,9 +36,10 @@ from fleetd.plan.scoring import SmartPrefillQuestion
 from fleetd.plan.ways import Ways
 from fleetd.process.observe import get_logger
 from fleetd.requests.job import THIS_NAME, Job, prompt_text
-from fleetd.requests.members import Members
+from fleetd.requests.members.members import Members
 from fleetd.requests.pipeline import PipelineStep
-from fleetd.requests.placement import ANSWER_TOKENS, KnownTokens, Placement, Placer, WantedModel
+from fleetd.requests.placement.placement import ANSWER_TOKENS, KnownTokens, Placement, Placer, WantedModel
+from fleetd.requests.placement.way_views import way_views
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.request import Request
 from fleetd.requests.request_trace import ways_in_front
@@ -52,7 +53,6 @@ from fleetd.requests.smart_prefill.compression_job import (
     kept_share,
 )
 from fleetd.requests.smart_prefill.skip import SkipCompression
-from fleetd.requests.way_views import way_views
 
 log = get_logger("fleetd.compression")
 

@@ -17,8 +17,8 @@ from fleetd import limits
 from fleetd.engine.protocol import Loading, Prefill, Score, Scored
 from fleetd.errors import ProtocolError
 from fleetd.p2p.message_reader import reader
-from fleetd.requests import message_codec
-from fleetd.requests.message_codec import Digest, ModelName
+from fleetd.requests.remote import message_codec
+from fleetd.requests.remote.message_codec import Digest, ModelName
 
 SCORE = "smart.score"
 

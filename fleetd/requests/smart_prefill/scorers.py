@@ -35,9 +35,9 @@ from fleetd.plan.model_speeds import MeasuredSpeed, ModelSpeeds
 from fleetd.plan.prefill.options import Load
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import Scorer
-from fleetd.requests.members import Member, Members, eligible
-from fleetd.requests.placement import canonical
-from fleetd.requests.planner_facts import speed_of
+from fleetd.requests.members.members import Member, Members, eligible
+from fleetd.requests.placement.placement import canonical
+from fleetd.requests.placement.planner_facts import speed_of
 from fleetd.requests.smart_prefill.segment_scoring import CompressorModel, ScoringJob
 from fleetd.requests.smart_prefill.skip import SkipCompression
 

@@ -29,7 +29,7 @@ from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import Scorer, Segments
 from fleetd.process.observe import get_logger
 from fleetd.requests.concurrency import gather_or_cancel
-from fleetd.requests.peer_stream import next_message, said_by
+from fleetd.requests.remote.peer_stream import next_message, said_by
 from fleetd.requests.smart_prefill import messages
 
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores

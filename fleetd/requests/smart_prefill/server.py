@@ -23,8 +23,8 @@ from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.ledger import SCORE_ROUTE, Ledger, Reservation
-from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.peer_stream import drained, own_id
+from fleetd.requests.remote.message_codec import ALIVE
+from fleetd.requests.remote.peer_stream import drained, own_id
 from fleetd.requests.smart_prefill import messages
 
 

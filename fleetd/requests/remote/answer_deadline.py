@@ -12,7 +12,7 @@ import math
 
 from fleetd import limits
 from fleetd.engine.protocol import WAITING, Accepted, Delta, Loading, Prefill, ToolCall, ToolCallPiece
-from fleetd.requests.messages import JobEvent
+from fleetd.requests.remote.messages import JobEvent
 
 
 class AnswerDeadline:

@@ -34,7 +34,7 @@ from fleetd.engine.protocol import (
 )
 from fleetd.errors import ProtocolError
 from fleetd.p2p.message_reader import reader
-from fleetd.requests import message_codec
+from fleetd.requests.remote import message_codec
 from fleetd.text.nesting import is_deeper
 
 RUN = "job.run"

@@ -13,13 +13,13 @@ from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import Aside, Event, Failed, Finished, Loading, Tokenized
 from fleetd.errors import ModelNotFound, ProtocolError
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.requests import messages
-from fleetd.requests.answer_check import AnswerCheck
-from fleetd.requests.answer_deadline import AnswerDeadline
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.job import Job, Planned
-from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.peer_stream import drained, next_message, own_id
+from fleetd.requests.remote import messages
+from fleetd.requests.remote.answer_check import AnswerCheck
+from fleetd.requests.remote.answer_deadline import AnswerDeadline
+from fleetd.requests.remote.message_codec import ALIVE
+from fleetd.requests.remote.peer_stream import drained, next_message, own_id
 
 
 class RemoteJob:

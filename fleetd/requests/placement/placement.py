@@ -25,9 +25,9 @@ from fleetd.plan.fetch_speeds import FetchSpeed
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import Candidate, RouteQuestion
 from fleetd.plan.ways import Home, Ways, plan
-from fleetd.requests import planner_facts
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, Exactness, Job, Planned
-from fleetd.requests.members import Member, Members, eligible
+from fleetd.requests.members.members import Member, Members, eligible
+from fleetd.requests.placement import planner_facts
 
 #: By node id, what machines keep of a prompt.
 PromptPlaces = Mapping[str, KeptBeginning]

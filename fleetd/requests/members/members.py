@@ -41,9 +41,9 @@ from fleetd.plan.fetch_speeds import FetchSpeed, FetchSpeeds
 from fleetd.plan.prefill.options import PrefillOption
 from fleetd.plan.refusals import THIS_NODE, Refusal
 from fleetd.plan.speed_corrections import CorrectedWork, PromptWork, SpeedCorrections
-from fleetd.requests import claims
 from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Job
-from fleetd.requests.peer_backoff import PeerBackoff, Work
+from fleetd.requests.members import claims
+from fleetd.requests.members.peer_backoff import PeerBackoff, Work
 
 # Refusals that end by themselves, and soon: a machine is not left out for long after one.
 _PASSING = (Overloaded, Draining, OutOfMemory, ScorerNotReady)

@@ -24,8 +24,8 @@ from fleetd.engine.protocol import (
     ToolCallPiece,
 )
 from fleetd.errors import ProtocolError
-from fleetd.requests import message_codec
-from fleetd.requests.messages import JobEvent, RanAt
+from fleetd.requests.remote import message_codec
+from fleetd.requests.remote.messages import JobEvent, RanAt
 
 # Events without progress, before every token has one: a flush at a tool call, at a stop string, at the end.
 # And tokens besides those of a prompt or an answer.

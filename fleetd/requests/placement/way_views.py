@@ -10,8 +10,8 @@ from fleetd.plan.prefill import step_names
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import Rejection
 from fleetd.plan.ways import Way, Ways
-from fleetd.requests import planner_facts
 from fleetd.requests.job import THIS_NAME
+from fleetd.requests.placement import planner_facts
 
 
 def way_views(ways: Ways) -> list[OptionView]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fleetd import limits
 from fleetd.errors import FleetError, PeerLost, ProtocolError, from_code
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.remote.message_codec import ALIVE
 
 
 async def next_message(

@@ -22,7 +22,7 @@ from fleetd.plan.prefill.schedule import LAST_LAYER, PrefillSize, share_of
 from fleetd.plan.refusals import Refusal
 from fleetd.plan.route import LOAD_MOST_S
 from fleetd.requests.job import THIS_NAME
-from fleetd.requests.members import Member, Members, eligible
+from fleetd.requests.members.members import Member, Members, eligible
 
 # No model has more bytes of weights, or per token, whatever a card says.
 _BYTES_MOST = 1 << 50

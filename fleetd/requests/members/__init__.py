@@ -1,0 +1,1 @@
+"""The members of the fleet as requests see them: which to ask, and which claims to believe."""

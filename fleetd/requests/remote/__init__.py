@@ -1,0 +1,1 @@
+"""An attempt on another machine: its messages, its stream, and the check of its answer."""
