@@ -28,9 +28,9 @@ from aiohttp import web
 
 from fleetd import __version__, limits
 from fleetd.api.app import build_app
-from fleetd.api.deadlines import BoundedRunner
-from fleetd.api.disabled_fleet import DisabledFleet
-from fleetd.api.services import Services
+from fleetd.api.http.deadlines import BoundedRunner
+from fleetd.api.http.disabled_fleet import DisabledFleet
+from fleetd.api.http.services import Services
 from fleetd.composition import DaemonParts
 from fleetd.config import DEFAULT_PORT, Config, setting_views
 from fleetd.control.daemon_status import DaemonStatus, HttpAddress

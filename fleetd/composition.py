@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from fleetd import __version__
-from fleetd.api.disabled_fleet import DisabledFleet
+from fleetd.api.http.disabled_fleet import DisabledFleet
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.config import Config

@@ -20,7 +20,8 @@ from bench.harness.daemon import MODEL, Daemon
 from bench.harness.samples import Samples, wait_for
 from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.anthropic.render import MessageOptions, MessageStream
-from fleetd.api.dialect import Dialect
+from fleetd.api.generation.streamer import Streamer
+from fleetd.api.http.dialect import Dialect
 from fleetd.api.ollama.dialect import OLLAMA
 from fleetd.api.ollama.render import OllamaReplyOptions, OllamaStream
 from fleetd.api.openai.dialect import OPENAI
@@ -29,7 +30,6 @@ from fleetd.api.responses.dialect import RESPONSES
 from fleetd.api.responses.objects import Response
 from fleetd.api.responses.render import ResponseOptions, ResponseStream
 from fleetd.api.responses.tools import ToolTable
-from fleetd.api.streamer import Streamer
 from fleetd.control.prefill_trace import TracesView
 from fleetd.engine.protocol import Accepted, Delta, Event
 from fleetd.models.catalog import DEFAULT_MODEL

@@ -17,15 +17,16 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from fleetd import limits
-from fleetd.api import auth, body, failures
-from fleetd.api.context import DIALECTS, REQUEST_ID, ROUTES, SERVICES, dialect_of, is_gone
-from fleetd.api.deadlines import is_trusted
+from fleetd.api import auth
+from fleetd.api.http import body, failures
+from fleetd.api.http.context import DIALECTS, REQUEST_ID, ROUTES, SERVICES, dialect_of, is_gone
+from fleetd.api.http.deadlines import is_trusted
+from fleetd.api.http.refusal_log import RefusalLog
+from fleetd.api.http.route_entry import Route
+from fleetd.api.http.served_paths import advice
+from fleetd.api.http.services import Services
 from fleetd.api.openai.dialect import OPENAI
-from fleetd.api.refusal_log import RefusalLog
-from fleetd.api.route_entry import Route
 from fleetd.api.routes import ALL_ROUTES
-from fleetd.api.served_paths import advice
-from fleetd.api.services import Services
 from fleetd.errors import FleetError, PayloadTooLarge
 
 _REFUSALS: web.AppKey[RefusalLog] = web.AppKey("refusals", RefusalLog)

@@ -17,11 +17,11 @@ import re
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
-from fleetd.api.context import SERVICES, is_open, needs_token_always
-from fleetd.api.deadlines import connection, is_trusted, needs_token
+from fleetd.api.http.context import SERVICES, is_open, needs_token_always
+from fleetd.api.http.deadlines import connection, is_trusted, needs_token
+from fleetd.api.http.services import Services
+from fleetd.api.http.token import check_token
 from fleetd.api.page import access
-from fleetd.api.services import Services
-from fleetd.api.token import check_token
 from fleetd.errors import Forbidden, NotFound, UnsupportedMediaType
 from fleetd.process.peercred import peer_uid
 

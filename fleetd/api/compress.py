@@ -19,10 +19,10 @@ from aiohttp import web
 from msgspec import UNSET, Meta
 
 from fleetd import limits
-from fleetd.api import body as http_body
-from fleetd.api.context import SERVICES
+from fleetd.api.generation.smart_prefill_reports import line
+from fleetd.api.http import body as http_body
+from fleetd.api.http.context import SERVICES
 from fleetd.api.openai import bodies, translate
-from fleetd.api.smart_prefill_reports import line
 from fleetd.compression import elide
 from fleetd.compression.document import Document
 from fleetd.compression.policy import Ratio, SmartPrefillBody, SmartPrefillPolicy, Tokens, resolve

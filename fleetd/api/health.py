@@ -5,9 +5,9 @@ from __future__ import annotations
 from aiohttp import hdrs, web
 
 from fleetd import limits
-from fleetd.api.body import json_answer
-from fleetd.api.context import SERVICES
-from fleetd.api.deadlines import is_trusted, needs_token
+from fleetd.api.http.body import json_answer
+from fleetd.api.http.context import SERVICES
+from fleetd.api.http.deadlines import is_trusted, needs_token
 from fleetd.api.openai.objects import EngineHealth, Health
 from fleetd.control.daemon_status import DaemonStatus
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from aiohttp import web
 from msgspec.structs import replace
 
-from fleetd.api import token
 from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.anthropic.models import info, page
-from fleetd.api.body import json_answer
-from fleetd.api.context import SERVICES, dialect_of
+from fleetd.api.http import token
+from fleetd.api.http.body import json_answer
+from fleetd.api.http.context import SERVICES, dialect_of
 from fleetd.api.openai.models import all_models, one_model
 from fleetd.api.openai.objects import ModelList
 

@@ -10,12 +10,14 @@ from functools import partial
 
 from aiohttp import hdrs
 
-from fleetd.api import compress, health, models, openapi
+from fleetd.api import compress, health, models
 from fleetd.api.anthropic import handlers as messages
 from fleetd.api.anthropic.bodies import CountBody, MessagesBody
 from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.anthropic.objects import MessageEvent, MessageReply, TokenCount
 from fleetd.api.control import cache, daemon, events, peers, plan
+from fleetd.api.http import openapi
+from fleetd.api.http.route_entry import Route, RouteStatus
 from fleetd.api.ollama import bodies as ollama_bodies
 from fleetd.api.ollama import handlers as ollama
 from fleetd.api.ollama import model_handlers as ollama_models
@@ -35,7 +37,6 @@ from fleetd.api.responses.objects import (
     Response,
     ResponseEvent,
 )
-from fleetd.api.route_entry import Route, RouteStatus
 from fleetd.control.compression_reply import Compression
 
 _BODY = {

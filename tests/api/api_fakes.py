@@ -19,10 +19,10 @@ from msgspec.structs import replace
 
 from fleetd import errors
 from fleetd.api.app import build_app
-from fleetd.api.deadlines import BoundedRunner
-from fleetd.api.route_entry import Route
+from fleetd.api.http.deadlines import BoundedRunner
+from fleetd.api.http.route_entry import Route
+from fleetd.api.http.services import Services
 from fleetd.api.routes import ALL_ROUTES
-from fleetd.api.services import Services
 from fleetd.compression.selection import Selection
 from fleetd.control import fleet_view, pairing_events
 from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HardwareReading, HttpAddress

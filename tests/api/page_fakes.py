@@ -10,8 +10,8 @@ from api_fakes import MODEL, FakeFleet, FakeRunner, installed_models, services, 
 from browser import Visit
 from fakes import FakeModels, FakePool
 
-from fleetd.api.page_sessions import PageSessions
-from fleetd.api.services import Services
+from fleetd.api.http.page_sessions import PageSessions
+from fleetd.api.http.services import Services
 from fleetd.control import pairing_events
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView

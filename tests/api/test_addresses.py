@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 from api_fakes import MODEL, TOKEN, Site
 
-from fleetd.api.served_paths import advice
+from fleetd.api.http.served_paths import advice
 
 SERVED = ("/v1/chat/completions", "/v1/messages", "/v1/models", "/health")
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fleetd.api.answer_blocks import AnswerBlocks, BlockClosed, BlockOpened, BlockText
+from fleetd.api.generation.answer_blocks import AnswerBlocks, BlockClosed, BlockOpened, BlockText
 from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
 
 

@@ -9,7 +9,7 @@ from aiohttp import ClientSession
 from api_fakes import MODEL, TOKEN, FakeRunner, serve_in_thread, services
 
 from fleetd import limits
-from fleetd.api.client_sessions import session_of
+from fleetd.api.http.client_sessions import session_of
 
 CLAUDE = {"X-Claude-Code-Session-Id": "s1"}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}

@@ -17,13 +17,13 @@ from aiohttp import web
 from api_fakes import MODEL, FakeRunner, Site, Step, serve, services
 
 from fleetd import errors
-from fleetd.api import generate
-from fleetd.api.body import parse, read
-from fleetd.api.dialect import Dialect, ServerSentEvents, StreamFormat
-from fleetd.api.openapi import document
-from fleetd.api.route_entry import Route
+from fleetd.api.generation import generate
+from fleetd.api.generation.streamer import Collector, Streamer
+from fleetd.api.http.body import parse, read
+from fleetd.api.http.dialect import Dialect, ServerSentEvents, StreamFormat
+from fleetd.api.http.openapi import document
+from fleetd.api.http.route_entry import Route
 from fleetd.api.routes import ALL_ROUTES
-from fleetd.api.streamer import Collector, Streamer
 from fleetd.engine import protocol as p
 from fleetd.requests.job import Job, Planned
 

@@ -29,7 +29,7 @@ from fakes import FakeModels, FakePool, FakePullStep
 
 from fleetd import errors, limits
 from fleetd.api.app import build_app
-from fleetd.api.deadlines import BoundedRunner
+from fleetd.api.http.deadlines import BoundedRunner
 from fleetd.control.daemon_status import DaemonStatus, HttpAddress
 from fleetd.models.catalog import CATALOG
 

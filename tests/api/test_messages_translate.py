@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from fleetd.api.anthropic import bodies, translate
-from fleetd.api.body import parse
+from fleetd.api.http.body import parse
 from fleetd.api.openai import bodies as openai_bodies
 from fleetd.api.openai import translate as openai_translate
 from fleetd.engine.protocol import ChatPrompt

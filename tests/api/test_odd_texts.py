@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from api_fakes import FakeRunner, Site
 
-from fleetd.api.body import parse
+from fleetd.api.http.body import parse
 from fleetd.engine import protocol as p
 
 HALF = "a\ud83d b\udc00\ud83d\ude00"

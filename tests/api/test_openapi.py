@@ -24,7 +24,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi import checks as openapi_checks
 
-from fleetd.api.openapi import document
+from fleetd.api.http.openapi import document
 from fleetd.api.routes import ALL_ROUTES
 
 load_all_checks()

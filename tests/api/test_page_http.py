@@ -12,9 +12,9 @@ from api_fakes import Site, serve, serve_unix, services
 from kept_objects import without_collector
 from msgspec.structs import replace
 
+from fleetd.api.http.services import Services
 from fleetd.api.page.files import FOLDER, PREFIX, SERVED
 from fleetd.api.routes import ALL_ROUTES
-from fleetd.api.services import Services
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_trace import Trace
 

@@ -7,7 +7,7 @@ from pipes import Clock
 import pytest
 
 from fleetd import limits
-from fleetd.api.page_sessions import PageLogin, PageSessions
+from fleetd.api.http.page_sessions import PageLogin, PageSessions
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from api_fakes import FakeFleet, frames, serve, serve_unix, services
 
 from fleetd import errors, limits
-from fleetd.api.disabled_fleet import DisabledFleet
+from fleetd.api.http.disabled_fleet import DisabledFleet
 from fleetd.api.routes import FLEET
 from fleetd.control.fleet_view import FleetView
 from fleetd.control.pairing_events import CodeShown, Meeting, Paired, Searching, WrongCode

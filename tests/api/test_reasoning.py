@@ -9,7 +9,7 @@ import pytest
 
 from fleetd.api.anthropic import translate as anthropic
 from fleetd.api.anthropic.bodies import MessagesBody
-from fleetd.api.body import parse
+from fleetd.api.http.body import parse
 from fleetd.api.ollama import translate as ollama
 from fleetd.api.ollama.bodies import OllamaChatBody, OllamaGenerateBody
 from fleetd.api.openai import bodies

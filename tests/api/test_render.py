@@ -11,10 +11,10 @@ import pytest
 from api_fakes import logprob
 from msgspec.structs import replace
 
+from fleetd.api.generation.progress_comments import ProgressComments
+from fleetd.api.generation.usage_tally import EngineWork, UsageTally
 from fleetd.api.openai import render
 from fleetd.api.openai.reports import timing_report
-from fleetd.api.progress_comments import ProgressComments
-from fleetd.api.usage_tally import EngineWork, UsageTally
 from fleetd.control.prefill_trace import Speculated
 from fleetd.engine import protocol as p
 from fleetd.errors import EngineError

@@ -11,7 +11,7 @@ from openai_bodies import HELLO, chat, completion
 
 from fleetd import limits
 from fleetd.api.anthropic.bodies import MessagesBody
-from fleetd.api.body import parse
+from fleetd.api.http.body import parse
 from fleetd.api.ollama.bodies import OllamaChatBody
 from fleetd.api.openai import bodies, other_fields
 from fleetd.errors import BadRequest, FleetError, InvalidValue, UnsupportedParameter

@@ -14,7 +14,8 @@ import pytest
 from api_fakes import MODEL, serve_unix, services
 from virtual_loop import VirtualLoop
 
-from fleetd.api import body, generate
+from fleetd.api.generation import generate
+from fleetd.api.http import body
 from fleetd.engine import protocol as p
 from fleetd.requests.job import LOCAL, Job, Planned
 

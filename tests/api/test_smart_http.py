@@ -14,7 +14,7 @@ from api_fakes import frames, serve, serve_unix, services, speak
 from msgspec import structs
 
 from fleetd import limits
-from fleetd.api import smart_prefill_reports
+from fleetd.api.generation import smart_prefill_reports
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine import protocol as p

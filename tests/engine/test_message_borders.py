@@ -14,7 +14,7 @@ from turned_scheduler import CHUNK, TinyFamily, Turned, family
 from fleetd import limits
 from fleetd.api.anthropic import translate
 from fleetd.api.anthropic.bodies import MessagesBody
-from fleetd.api.body import parse
+from fleetd.api.http.body import parse
 from fleetd.engine.prompt.control_tokens import ControlTokens
 from fleetd.engine.prompt.message_borders import borders
 from fleetd.engine.prompt.prompt_encoding import PreparedPrompt, prepare

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm import tool_parsers
 
 from fleetd import limits
-from fleetd.api import conversation
+from fleetd.api.generation import conversation
 from fleetd.engine.answer.call_formats import CALL_FORMATS
 from fleetd.engine.answer.object_text import object_of, strict_object
 from fleetd.engine.answer.output_text import AnswerText

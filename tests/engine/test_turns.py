@@ -13,7 +13,7 @@ from turned_scheduler import CHUNK, TinyFamily, Turned, drawn, family
 
 from fleetd.api.anthropic import translate as anthropic
 from fleetd.api.anthropic.bodies import MessagesBody
-from fleetd.api.body import parse
+from fleetd.api.http.body import parse
 from fleetd.api.openai import bodies as openai_bodies
 from fleetd.api.openai import translate as openai
 from fleetd.api.responses import translate as responses

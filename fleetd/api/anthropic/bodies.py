@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.api.conversation import StopTexts
+from fleetd.api.generation.conversation import StopTexts
+from fleetd.api.generation.reasoning import ReasoningFields
 from fleetd.api.openai.bodies import Positive
-from fleetd.api.reasoning import ReasoningFields
 from fleetd.compression.policy import SmartPrefillBody
 from fleetd.engine.protocol import Seed, Temperature, TopP
 

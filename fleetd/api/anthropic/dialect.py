@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import msgspec
 
-from fleetd.api.dialect import BUSY, Dialect, ServerSentEvents, tag_of
+from fleetd.api.http.dialect import BUSY, Dialect, ServerSentEvents, tag_of
 from fleetd.errors import FleetError
 
 # Anthropic's own status for "busy, try again".

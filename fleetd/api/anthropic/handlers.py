@@ -6,14 +6,14 @@ import uuid
 
 from aiohttp import web
 
-from fleetd.api import generate
 from fleetd.api.anthropic import translate
 from fleetd.api.anthropic.bodies import CountBody, MessagesBody
 from fleetd.api.anthropic.objects import TokenCount
 from fleetd.api.anthropic.render import MessageOptions, MessageStream, MessageWhole
-from fleetd.api.body import json_answer, parse, read
-from fleetd.api.client_sessions import session_of
-from fleetd.api.context import SERVICES
+from fleetd.api.generation import generate
+from fleetd.api.http.body import json_answer, parse, read
+from fleetd.api.http.client_sessions import session_of
+from fleetd.api.http.context import SERVICES
 from fleetd.api.openai import bodies
 from fleetd.compression.policy import resolve
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from fleetd.api.answer_blocks import (
+from fleetd.api.anthropic import objects as o
+from fleetd.api.generation.answer_blocks import (
     AnswerBlock,
     AnswerBlocks,
     BlockClosed,
@@ -19,9 +20,8 @@ from fleetd.api.answer_blocks import (
     BlockText,
     end_reason,
 )
-from fleetd.api.anthropic import objects as o
-from fleetd.api.streamer import Collector, Streamer
-from fleetd.api.usage_tally import UsageTally
+from fleetd.api.generation.streamer import Collector, Streamer
+from fleetd.api.generation.usage_tally import UsageTally
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.protocol import Accepted, Event, Finished, Prefill, Tokenized, Usage
 from fleetd.requests.job import Planned

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fleetd.api import conversation
 from fleetd.api.anthropic.bodies import (
     ContentBlock,
     Conversation,
@@ -19,8 +18,9 @@ from fleetd.api.anthropic.bodies import (
     MessagesBody,
     ToolDefinition,
 )
-from fleetd.api.conversation import CacheMark, Plain
-from fleetd.api.reasoning import template_kwargs
+from fleetd.api.generation import conversation
+from fleetd.api.generation.conversation import CacheMark, Plain
+from fleetd.api.generation.reasoning import template_kwargs
 from fleetd.engine.protocol import ChatPrompt, Generate
 from fleetd.errors import InvalidValue, UnsupportedParameter
 

@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 from aiohttp import web
 
-from fleetd.api.body import json_answer
-from fleetd.api.context import SERVICES
+from fleetd.api.http.body import json_answer
+from fleetd.api.http.context import SERVICES
 from fleetd.control.cache_report import CacheReport
 
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator
 from aiohttp import web
 
 from fleetd import limits
-from fleetd.api.context import SERVICES
 from fleetd.api.control.changes import ChangeTracker
+from fleetd.api.http.context import SERVICES
+from fleetd.api.http.relay import relay
 from fleetd.api.page import access
-from fleetd.api.relay import relay
 from fleetd.errors import Overloaded
 
 

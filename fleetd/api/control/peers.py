@@ -8,9 +8,9 @@ import msgspec
 from aiohttp import web
 
 from fleetd import limits
-from fleetd.api.body import json_answer, parse, read
-from fleetd.api.context import SERVICES
-from fleetd.api.relay import relay
+from fleetd.api.http.body import json_answer, parse, read
+from fleetd.api.http.context import SERVICES
+from fleetd.api.http.relay import relay
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.CONTROL_TEXT_CHARS)]
 

@@ -10,8 +10,8 @@ import asyncio
 from aiohttp import web
 
 from fleetd import limits
-from fleetd.api.body import json_answer, parse, read
-from fleetd.api.context import SERVICES
+from fleetd.api.http.body import json_answer, parse, read
+from fleetd.api.http.context import SERVICES
 from fleetd.control.prefill_plan import PlanQuestion
 from fleetd.errors import InvalidValue
 

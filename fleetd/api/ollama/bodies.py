@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.api.conversation import StopText, StopTexts
-from fleetd.api.reasoning import ReasoningFields
+from fleetd.api.generation.conversation import StopText, StopTexts
+from fleetd.api.generation.reasoning import ReasoningFields
 from fleetd.engine.protocol import Fraction, Penalty, Repetition, Seed, Temperature, TopP
 
 OllamaName = Annotated[str, Meta(min_length=1, max_length=256)]

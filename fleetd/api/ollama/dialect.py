@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from fleetd.api.dialect import Dialect, StreamFormat
+from fleetd.api.http.dialect import Dialect, StreamFormat
 from fleetd.errors import FleetError
 
 

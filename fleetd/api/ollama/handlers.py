@@ -9,10 +9,10 @@ from typing import NoReturn
 
 from aiohttp import web
 
-from fleetd.api import generate
-from fleetd.api.body import json_answer, parse, read
-from fleetd.api.client_sessions import session_of
-from fleetd.api.context import SERVICES
+from fleetd.api.generation import generate
+from fleetd.api.http.body import json_answer, parse, read
+from fleetd.api.http.client_sessions import session_of
+from fleetd.api.http.context import SERVICES
 from fleetd.api.ollama import translate
 from fleetd.api.ollama.bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from fleetd.api.ollama.objects import OllamaFigures

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from fleetd.api.answer_blocks import (
+from fleetd.api.generation.answer_blocks import (
     AnswerBlock,
     AnswerBlocks,
     BlockClosed,
@@ -20,9 +20,9 @@ from fleetd.api.answer_blocks import (
     BlockText,
     end_reason,
 )
+from fleetd.api.generation.streamer import Collector, Streamer
+from fleetd.api.generation.usage_tally import UsageTally
 from fleetd.api.ollama import objects as o
-from fleetd.api.streamer import Collector, Streamer
-from fleetd.api.usage_tally import UsageTally
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.protocol import Accepted, Event, Finished, Tokenized
 from fleetd.requests.job import Planned

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 from aiohttp import web
 
-from fleetd.api import token
-from fleetd.api.context import SERVICES
+from fleetd.api.http import token
+from fleetd.api.http.context import SERVICES
 from fleetd.api.ollama.render import timestamp
 from fleetd.control.daemon_status import EngineStatus
 from fleetd.engine.daemon_side.pool import EnginePool

@@ -10,8 +10,9 @@ import math
 import re
 from collections.abc import Sequence
 
-from fleetd.api import conversation
-from fleetd.api.conversation import Plain
+from fleetd.api.generation import conversation
+from fleetd.api.generation.conversation import Plain
+from fleetd.api.generation.reasoning import template_kwargs
 from fleetd.api.ollama.bodies import (
     OllamaBody,
     OllamaChatBody,
@@ -20,7 +21,6 @@ from fleetd.api.ollama.bodies import (
     OllamaOptions,
     OllamaTool,
 )
-from fleetd.api.reasoning import template_kwargs
 from fleetd.engine.protocol import Generate, Prompt, TextPrompt
 from fleetd.errors import InvalidValue, UnsupportedParameter
 

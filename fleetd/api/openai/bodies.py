@@ -18,10 +18,10 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.api.body import parse
-from fleetd.api.conversation import StopText, StopTexts
+from fleetd.api.generation.conversation import StopText, StopTexts
+from fleetd.api.generation.reasoning import ReasoningFields
+from fleetd.api.http.body import parse
 from fleetd.api.openai import other_fields
-from fleetd.api.reasoning import ReasoningFields
 from fleetd.compression.policy import SmartPrefillBody
 from fleetd.engine.protocol import (
     Bias,

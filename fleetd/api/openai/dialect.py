@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from fleetd.api.dialect import Dialect, ServerSentEvents
+from fleetd.api.http.dialect import Dialect, ServerSentEvents
 from fleetd.errors import BadRequest, FleetError, NotFound, Unauthorized
 
 

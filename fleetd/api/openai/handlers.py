@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from aiohttp import web
 from msgspec.structs import replace
 
-from fleetd.api import generate
-from fleetd.api.body import read
-from fleetd.api.client_sessions import session_of
-from fleetd.api.context import SERVICES
+from fleetd.api.generation import generate
+from fleetd.api.http.body import read
+from fleetd.api.http.client_sessions import session_of
+from fleetd.api.http.context import SERVICES
 from fleetd.api.openai import bodies, translate
 from fleetd.api.openai.render import ChatStream, ChatWhole, ReplyOptions, TextStream, TextWhole
 from fleetd.compression.policy import resolve

@@ -7,9 +7,9 @@ from typing import cast
 
 from msgspec import UNSET
 
-from fleetd.api.model_abilities import abilities
+from fleetd.api.generation.model_abilities import abilities
+from fleetd.api.http.services import Services
 from fleetd.api.openai.objects import ModelDetails, ModelObject, ModelPlace, ModelState
-from fleetd.api.services import Services
 from fleetd.errors import ModelNotFound
 from fleetd.models import file_threads
 from fleetd.models.abilities import ModelAbilities

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fleetd.api.answer_blocks import end_reason
+from fleetd.api.generation.answer_blocks import end_reason
+from fleetd.api.generation.streamer import Collector, Streamer
+from fleetd.api.generation.usage_tally import EngineWork, UsageTally
 from fleetd.api.openai import objects as o
 from fleetd.api.openai.reports import smart_report, timing_report, usage_object
-from fleetd.api.streamer import Collector, Streamer
-from fleetd.api.usage_tally import EngineWork, UsageTally
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.answer.object_text import strict_object
 from fleetd.engine.protocol import Delta, Event, Finished, TokenLogprob, ToolCall, ToolCallPiece, TopLogprob

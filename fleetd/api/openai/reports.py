@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from fleetd.api.generation.smart_prefill_reports import SmartPrefillReports
+from fleetd.api.generation.usage_tally import EngineWork
 from fleetd.api.openai import objects as o
-from fleetd.api.smart_prefill_reports import SmartPrefillReports
-from fleetd.api.usage_tally import EngineWork
 from fleetd.engine.protocol import Usage
 
 

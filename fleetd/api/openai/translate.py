@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleetd import limits
-from fleetd.api import conversation
-from fleetd.api.conversation import Plain
+from fleetd.api.generation import conversation
+from fleetd.api.generation.conversation import Plain
+from fleetd.api.generation.reasoning import template_kwargs
 from fleetd.api.openai.bodies import (
     AllowedChoice,
     AssistantMessage,
@@ -25,7 +26,6 @@ from fleetd.api.openai.bodies import (
     ToolMessage,
     UserMessage,
 )
-from fleetd.api.reasoning import template_kwargs
 from fleetd.engine.protocol import Generate, Prompt, Sampling, Speculate, TextPrompt, TokenPrompt
 from fleetd.errors import InvalidValue, UnsupportedParameter
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from aiohttp import hdrs, web
 
 from fleetd import limits
-from fleetd.api.body import json_answer
-from fleetd.api.context import ROUTES, SERVICES
+from fleetd.api.http.body import json_answer
+from fleetd.api.http.context import ROUTES, SERVICES
 from fleetd.control.page_login import PageKey, PageTicket
 from fleetd.errors import Forbidden, NotFound, Unauthorized
 from fleetd.text.host_port import host_port

@@ -10,13 +10,13 @@ from aiohttp import web
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from fleetd.api import generate
 from fleetd.api.auth import client_of
-from fleetd.api.body import json_answer, read
-from fleetd.api.client_sessions import session_of
-from fleetd.api.context import SERVICES
+from fleetd.api.generation import generate
+from fleetd.api.generation.reasoning import ReasoningOptions
+from fleetd.api.http.body import json_answer, read
+from fleetd.api.http.client_sessions import session_of
+from fleetd.api.http.context import SERVICES
 from fleetd.api.openai import bodies
-from fleetd.api.reasoning import ReasoningOptions
 from fleetd.api.responses import kept
 from fleetd.api.responses.bodies import InputItem, ResponsesBody
 from fleetd.api.responses.objects import InputTokenCount, ReasoningConfig, Response

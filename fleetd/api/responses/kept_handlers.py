@@ -9,8 +9,8 @@ from aiohttp import web
 
 from fleetd import limits
 from fleetd.api.auth import client_of
-from fleetd.api.body import json_answer
-from fleetd.api.context import SERVICES
+from fleetd.api.http.body import json_answer
+from fleetd.api.http.context import SERVICES
 from fleetd.api.responses import kept
 from fleetd.api.responses.bodies import InputItem, InputPart
 from fleetd.api.responses.objects import DeletedResponse, InputItemList

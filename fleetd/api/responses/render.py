@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from fleetd.api.answer_blocks import (
+from fleetd.api.generation.answer_blocks import (
     AnswerBlock,
     AnswerBlocks,
     BlockClosed,
@@ -23,12 +23,12 @@ from fleetd.api.answer_blocks import (
     BlockText,
     end_reason,
 )
-from fleetd.api.dialect import BUSY
+from fleetd.api.generation.streamer import Collector, Streamer
+from fleetd.api.generation.usage_tally import UsageTally
+from fleetd.api.http.dialect import BUSY
 from fleetd.api.responses import objects as o
 from fleetd.api.responses.tools import FreeText, ToolTable, free_text
 from fleetd.api.responses.translate import carried
-from fleetd.api.streamer import Collector, Streamer
-from fleetd.api.usage_tally import UsageTally
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.protocol import Event, Finished
 from fleetd.errors import FleetError

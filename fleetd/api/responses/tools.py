@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fleetd.api import conversation
-from fleetd.api.conversation import Plain
+from fleetd.api.generation import conversation
+from fleetd.api.generation.conversation import Plain
 from fleetd.api.responses.bodies import ResponseTool
 from fleetd.errors import InvalidValue, UnsupportedParameter
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from fleetd.api import conversation
-from fleetd.api.conversation import Plain
+from fleetd.api.generation import conversation
+from fleetd.api.generation.conversation import Plain
+from fleetd.api.generation.reasoning import template_kwargs
 from fleetd.api.openai.translate import speculate
-from fleetd.api.reasoning import template_kwargs
 from fleetd.api.responses.bodies import (
     LEFT_OUT_ITEMS,
     InputItem,

@@ -22,14 +22,15 @@ import msgspec
 from aiohttp import web
 
 from fleetd import limits
-from fleetd.api import smart_prefill_reports, token
-from fleetd.api.body import json_answer
-from fleetd.api.choices import Choices
-from fleetd.api.context import SERVICES
-from fleetd.api.deadlines import is_trusted
-from fleetd.api.http_stream import HttpStream
-from fleetd.api.progress_comments import ProgressComments
-from fleetd.api.streamer import Collector, Streamer
+from fleetd.api.generation import smart_prefill_reports
+from fleetd.api.generation.choices import Choices
+from fleetd.api.generation.progress_comments import ProgressComments
+from fleetd.api.generation.streamer import Collector, Streamer
+from fleetd.api.http import token
+from fleetd.api.http.body import json_answer
+from fleetd.api.http.context import SERVICES
+from fleetd.api.http.deadlines import is_trusted
+from fleetd.api.http.http_stream import HttpStream
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Prompt

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from fleetd.api.dialect import Dialect
-from fleetd.api.route_entry import Route
-from fleetd.api.services import Services
+from fleetd.api.http.dialect import Dialect
+from fleetd.api.http.route_entry import Route
+from fleetd.api.http.services import Services
 
 SERVICES: web.AppKey[Services] = web.AppKey("services", Services)
 ROUTES: web.AppKey[dict[web.AbstractRoute, Route]] = web.AppKey("routes", dict)

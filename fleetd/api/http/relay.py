@@ -9,7 +9,7 @@ from contextlib import aclosing
 from aiohttp import web
 
 from fleetd import limits
-from fleetd.api.http_stream import HttpStream
+from fleetd.api.http.http_stream import HttpStream
 
 _SILENCE = "keepalive 0/0"
 

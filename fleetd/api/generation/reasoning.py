@@ -33,7 +33,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from fleetd.api import conversation
+from fleetd.api.generation import conversation
 from fleetd.engine.protocol import RESERVED_TEMPLATE_KWARGS
 from fleetd.errors import InvalidValue, UnsupportedParameter
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from aiohttp.typedefs import Handler
 
-from fleetd.api.dialect import Dialect
+from fleetd.api.http.dialect import Dialect
 
 # "/v1/models/{id:.+}" → the name, without the pattern that aiohttp matches it by.
 _PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")

@@ -21,10 +21,10 @@ from aiohttp import hdrs, web
 from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
 
 from fleetd import limits
-from fleetd.api import failures
-from fleetd.api.body import unknown_coding
-from fleetd.api.context import DIALECTS
-from fleetd.api.dialect import Dialect
+from fleetd.api.http import failures
+from fleetd.api.http.body import unknown_coding
+from fleetd.api.http.context import DIALECTS
+from fleetd.api.http.dialect import Dialect
 from fleetd.errors import BadRequest, FleetError, HeadersTooLarge
 from fleetd.process.descriptors import UNSCALED, ConnectionCaps
 

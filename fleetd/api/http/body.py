@@ -17,7 +17,7 @@ from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 
 from fleetd import limits
-from fleetd.api.allowed_values import allowed_words
+from fleetd.api.http.allowed_values import allowed_words
 from fleetd.errors import BadRequest, InvalidValue, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import hdrs, web
 
-from fleetd.api.dialect import Dialect
+from fleetd.api.http.dialect import Dialect
 from fleetd.errors import FleetError, Unauthorized
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from fleetd.api.smart_prefill_reports import SmartPrefillReports
+from fleetd.api.generation.smart_prefill_reports import SmartPrefillReports
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.prefill_trace import Speculated
 from fleetd.control.smart_prefill_result import SmartPrefillResult

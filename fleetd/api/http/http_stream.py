@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 
 from fleetd import limits
-from fleetd.api import failures
-from fleetd.api.context import REQUEST_ID, dialect_of, is_gone
+from fleetd.api.http import failures
+from fleetd.api.http.context import REQUEST_ID, dialect_of, is_gone
 from fleetd.errors import FleetError
 
 

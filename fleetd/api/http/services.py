@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from fleetd.api.disabled_fleet import DisabledFleet
+from fleetd.api.http.disabled_fleet import DisabledFleet
+from fleetd.api.http.page_sessions import PageSessions
 from fleetd.api.kept_answers import KeptAnswers
-from fleetd.api.page_sessions import PageSessions
 from fleetd.cache.service import DiskCache
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.cache_report import MachineFetches

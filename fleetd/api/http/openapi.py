@@ -9,9 +9,9 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from fleetd.api.body import json_answer
-from fleetd.api.context import ROUTES, SERVICES
-from fleetd.api.route_entry import Route, RouteStatus
+from fleetd.api.http.body import json_answer
+from fleetd.api.http.context import ROUTES, SERVICES
+from fleetd.api.http.route_entry import Route, RouteStatus
 from fleetd.control.compression_reply import Compression, CompressTimings, CompressUsage, KeptSpan
 
 Schemas = Mapping[type, dict[str, Any]]

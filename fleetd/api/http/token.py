@@ -6,8 +6,8 @@ import hmac
 
 from aiohttp import hdrs, web
 
-from fleetd.api.context import SERVICES
-from fleetd.api.deadlines import is_trusted
+from fleetd.api.http.context import SERVICES
+from fleetd.api.http.deadlines import is_trusted
 from fleetd.errors import Forbidden, Unauthorized
 from fleetd.models import names
 

@@ -1,0 +1,1 @@
+"""A job and its events, for every dialect."""

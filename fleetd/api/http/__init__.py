@@ -1,0 +1,1 @@
+"""Transport and errors of HTTP, for every dialect. Knows no model."""
