@@ -293,7 +293,7 @@ FAMILIES = {
         5,
         1,
         padding.measure,
-        ("fleetd/engine/cpu/arithmetic.py", *_scenario("padding")),
+        ("fleetd/engine/cpu/products.py", *_scenario("padding")),
     ),
     "card": Family(
         "One machine and its accelerator",

@@ -19,7 +19,7 @@ import msgspec
 from bench.harness import prompts
 from bench.harness.daemon import MODEL, fetch_model
 from fleetd import limits
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.engine.protocol import Score
 from fleetd.engine.scoring import known_profiles
 from fleetd.engine.scoring.known_profiles import ALGORITHM, ShippedProfile, ShippedProfiles, StoredProfile
@@ -112,7 +112,7 @@ def _price(folder: Path) -> None:
 
 
 def _loaded(folder: Path) -> Loaded:
-    arithmetic.preload_blas()
+    products.preload_blas()
     from fleetd.engine import worker
     from fleetd.engine.load import loading, model_reading
     from fleetd.engine.settings import WorkerSettings
@@ -120,7 +120,7 @@ def _loaded(folder: Path) -> Loaded:
     worker.quiet_libraries()
     device = model_reading.pick_device("auto")
     if device == "cpu":
-        arithmetic.install()
+        products.install()
     if not digests.remembered(folder, None):
         raise SystemExit(f"{folder} has no manifest: install it with `fleetctl models pull`.")
     settings = WorkerSettings(name=folder.name, path=str(folder), speculation="off")

@@ -19,10 +19,10 @@ import uvloop
 from forked_programs import Programs
 from hypothesis import HealthCheck, settings
 
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 
 # Before anything can import mlx: its CPU backend binds to the BLAS that is there first.
-arithmetic.preload_blas()
+products.preload_blas()
 # The models that are computed with in this process are so small that a second thread gains nothing. And where
 # other programs take the processors, each product waits until the system runs that thread: beside two busy
 # loops the tests of sharing took twice as long with it. Forked workers have one thread as well

@@ -4,9 +4,9 @@ stream_generate    mlx-lm's own loop, one answer after the other
 BatchGenerator     mlx-lm's own loop for several answers
 fleetd             the engine's scheduler, whose reports go through a socket to another process, as a worker's
 
-On a CPU the model runs as MLX is installed, without ``fleetd/engine/cpu/arithmetic.py``: then MLX's own thread computes
-while Python goes on, as a GPU does. ``cured`` measures the CPU path that fleetd ships, which computes within
-the graph's construction.
+On a CPU the model runs as MLX is installed, without ``fleetd/engine/cpu/products.py``: then MLX's own thread
+computes while Python goes on, as a GPU does. ``cured`` measures the CPU path that fleetd ships, which
+computes within the graph's construction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.child import serve
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 
 LAYERS, WIDTH, HEADS = 2, 64, 2
 STREAMS = 4
@@ -39,7 +39,7 @@ class Step:
 
 
 def main(mode: str, model_path: Path, vocabulary: int) -> None:
-    arithmetic.preload_blas()
+    products.preload_blas()
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
     from fleetd.engine.load import model_reading
     from fleetd.engine.worker import quiet_libraries
@@ -50,7 +50,7 @@ def main(mode: str, model_path: Path, vocabulary: int) -> None:
 
     device = model_reading.pick_device("auto")
     if device == "cpu":
-        arithmetic.install() if mode == "cured" else mx.disable_compile()
+        products.install() if mode == "cured" else mx.disable_compile()
     sides = _Sides(_model(vocabulary), load_tokenizer(model_path), vocabulary, ahead=mode != "cured")
     serve(sides.answer)
 

@@ -1,6 +1,6 @@
 """mlx-lm's own ``stream_generate``, without daemon or HTTP: what fleetd is held against.
 
-cured      with everything in fleetd/engine/cpu/arithmetic.py
+cured      with everything in fleetd/engine/cpu/products.py
 unpadded   the same without padding products to a minimum of rows
 loose      unpadded, and MKL free to choose kernels by shape: nothing reproducible is left
 stock      MLX as installed, quantised weights as they are on disk
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.child import serve
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 
 MODES = ("cured", "unpadded", "loose", "stock", "stock-f16", "stock-f32")
 
@@ -32,7 +32,7 @@ def main(mode: str, model_path: Path) -> None:
     if cured:
         if mode == "loose":
             os.environ["MKL_CBWR"] = "AUTO"
-        if not arithmetic.preload_blas() and sys.platform == "linux":
+        if not products.preload_blas() and sys.platform == "linux":
             raise SystemExit("no BLAS to preload: install mkl")
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
     from fleetd.engine import worker
@@ -44,12 +44,12 @@ def main(mode: str, model_path: Path) -> None:
 
     device = model_reading.pick_device("auto")
     if cured and device == "cpu":
-        arithmetic.install()
+        products.install()
         if mode != "cured":
-            arithmetic._row_stable = _unpadded
+            products._row_stable = _unpadded
     model, tokenizer = load(str(model_path))[:2]
     if device == "cpu" and mode != "stock":
-        arithmetic.to_float32(model)
+        products.to_float32(model)
         if mode == "stock-f16":
             model.set_dtype(mx.float16)
     mx.eval(model.parameters())

@@ -10,14 +10,14 @@ from typing import Any
 from unittest.mock import patch
 
 from bench.harness.child import serve
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 
 CHUNK_TOKENS = 256
 CACHE_BYTES = 2 << 30
 
 
 def main(model_path: Path) -> None:
-    if not arithmetic.preload_blas() and sys.platform == "linux":
+    if not products.preload_blas() and sys.platform == "linux":
         raise SystemExit("no BLAS to preload: install mkl")
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
     from fleetd.engine import worker
@@ -27,7 +27,7 @@ def main(model_path: Path) -> None:
     worker.quiet_libraries()
     device = model_reading.pick_device("auto")
     if device == "cpu":
-        arithmetic.install()
+        products.install()
     loaded = loading.load(WorkerSettings("bench", str(model_path)), device, lambda report: None)
     serve(lambda question: answer(loaded.model, loaded.tokenizer, loaded.facts.vocab_size, **question))
 

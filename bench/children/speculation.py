@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.child import serve
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 
 # Of the published settings.
 BLOCK, PADDING, LONGEST_GRAM = 4, 0, 4
 
 
 def main(model_path: Path) -> None:
-    if not arithmetic.preload_blas() and sys.platform == "linux":
+    if not products.preload_blas() and sys.platform == "linux":
         raise SystemExit("no BLAS to preload: install mkl")
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
     from fleetd.engine import worker
@@ -39,7 +39,7 @@ def main(model_path: Path) -> None:
     worker.quiet_libraries()
     device = model_reading.pick_device("auto")
     if device == "cpu":
-        arithmetic.install()
+        products.install()
     loaded = loading.load(WorkerSettings("bench", str(model_path)), device, lambda report: None)
     runs = _Runs(loaded, device)
     serve(runs.answer)

@@ -46,6 +46,6 @@ def measure(runs: int) -> Measured:
         ],
         f"A daemon process, server-sent events over loopback TCP, the default model, greedy, {TOKENS} "
         "tokens; beside it a process that only runs `mlx_lm.stream_generate` with the cures of "
-        "`fleetd/engine/cpu/arithmetic.py`. The rate is taken from the first to the last token, in the client and in "
-        "the process respectively.",
+        "`fleetd/engine/cpu/products.py`. The rate is taken from the first to the last token, in the client "
+        "and in the process respectively.",
     )

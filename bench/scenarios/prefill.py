@@ -51,10 +51,10 @@ def measure(runs: int) -> Measured:
         "`mlx_lm.stream_generate` in one process, without HTTP, on the same f32 weights and with the same "
         "products: what is left is what fleetd's chunks, daemon and HTTP cost. Both get the same prompt, in "
         "turn; each run has another one.\n\nStock mlx-lm is `mlx_lm.stream_generate` in "
-        "MLX as pip installs it: its own BLAS, nothing of `fleetd/engine/cpu/arithmetic.py`. Its quantised products "
-        "take seconds a token, so with the weights as they are on disk it is run once on a short prompt, "
-        f"not on {LONG_TOKENS:,} tokens, and compared to fleetd on prompts of the same length; how the "
-        "ratio goes on from there is not measured. Dequantised weights, which mlx-lm does not make by "
+        "MLX as pip installs it: its own BLAS, nothing of `fleetd/engine/cpu/products.py`. Its quantised "
+        "products take seconds a token, so with the weights as they are on disk it is run once on a short "
+        f"prompt, not on {LONG_TOKENS:,} tokens, and compared to fleetd on prompts of the same length; how "
+        "the ratio goes on from there is not measured. Dequantised weights, which mlx-lm does not make by "
         f"itself, are faster: f16 also runs the full {LONG_TOKENS:,} tokens, except in a quick look.",
     )
 

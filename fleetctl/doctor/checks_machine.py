@@ -27,7 +27,7 @@ MLX_S = 60.0
 # The CUDA build and the CPU's have a file of the same name: where both are installed, the later one has won.
 _MLX_PROBE = """
 import importlib.metadata, json
-from fleetd.engine.cpu.arithmetic import preload_blas
+from fleetd.engine.cpu.products import preload_blas
 blas = preload_blas()
 import mlx.core as mx
 right = mx.sum(mx.ones((64, 64)) @ mx.ones((64, 64))).item() == 64.0 ** 3

@@ -30,7 +30,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.engine import protocol
-from fleetd.engine.cpu import address_space, arithmetic, openmp_file
+from fleetd.engine.cpu import address_space, openmp_file, products
 from fleetd.engine.failures import failed, typed
 from fleetd.engine.load import import_index
 from fleetd.engine.measure.chunk_size import Chunks, FixedChunks, MeasuredChunks, PacedChunks
@@ -322,7 +322,7 @@ def start(
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
         os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)
     emit(protocol.Loading("starting"))
-    arithmetic.preload_blas()
+    products.preload_blas()
 
     quiet_libraries()
     index = import_index.stored(Path(settings.cache)) if settings.cache else nullcontext()
@@ -332,11 +332,10 @@ def start(
         from cryptography.hazmat.primitives.kdf import hkdf  # noqa: F401
 
         from fleetd.engine.load import loading, model_reading, stage_loading
-        from fleetd.engine.loop import helper_loop, scheduler
 
     device = model_reading.pick_device(settings.device)
     if device == "cpu":
-        arithmetic.install()
+        products.install()
     compute: Scheduler | HelperLoop
     loaded: Loaded | None = None
     if settings.last_layer:

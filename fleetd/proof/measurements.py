@@ -1,6 +1,6 @@
 """What is measured with a model that is loaded in this process, each within a share of the time.
 
-mlx-lm decodes and prefills on the same weights and, on a CPU, with the same arithmetic (``engine/cpu/arithmetic.py``).
+mlx-lm decodes and prefills on the same weights and, on a CPU, with the same products (``cpu/products.py``).
 """
 
 from __future__ import annotations

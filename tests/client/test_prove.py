@@ -19,7 +19,7 @@ from fleetctl.doctor import prove
 from fleetctl.home import locate
 from fleetctl.render.proof_page import page
 from fleetd.control.hardware_proof import HardwareProof, ProofStep
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.engine.protocol import Accepted
 from fleetd.plan.prefill.split import SplitKind, checked
 from fleetd.proof import measurements, sleep_assertion
@@ -218,7 +218,7 @@ def test_every_step_is_measured(measured: tuple[HardwareProof, str]) -> None:
 def test_the_real_arithmetic_is_proved(measured: tuple[HardwareProof, str]) -> None:
     proof, _ = measured
     assert [shared.kind for shared in proof.shared] == ["layers", "tokens"]
-    if arithmetic._blas is None:
+    if products._blas is None:
         pytest.skip("MKL could not be loaded: exactness of blocks is NOT proved here")
     assert [shared.same for shared in proof.shared] == [True, True]
     assert proof.widths

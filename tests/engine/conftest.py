@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from two_disks import PROMPT, TwoMachines
 
 from fleetd import limits
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.models.folder import ModelFolder
 
@@ -118,9 +118,9 @@ def on_cpu() -> Iterator[None]:
 @pytest.fixture
 def cpu_installed(on_cpu: None) -> Iterator[None]:
     """What a worker on a CPU computes with; undone afterwards."""
-    if arithmetic._blas is None:
+    if products._blas is None:
         pytest.skip(
-            "MKL could not be loaded: nothing of fleetd.engine.cpu.arithmetic's exactness can be checked here"
+            "MKL could not be loaded: nothing of fleetd.engine.cpu.products's exactness can be checked here"
         )
     modules = {
         m: m.swiglu
@@ -132,7 +132,7 @@ def cpu_installed(on_cpu: None) -> Iterator[None]:
         nn.Linear.__call__,
         nn.Embedding.as_linear,
     )
-    arithmetic.install()
+    products.install()
     yield
     mx.enable_compile()
     mx.fast.scaled_dot_product_attention, nn.Linear.__call__, nn.Embedding.as_linear = attention, linear, head

@@ -18,7 +18,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import activations
 from mlx_lm.models.cache import make_prompt_cache
 
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.hardware.probe import cores
 
 F32 = npt.NDArray[np.float32]
@@ -79,7 +79,7 @@ def test_attention_is_attention(H: int, K: int, D: int, T: int, S: int, kind: st
     elif kind == "holes":
         given = seen = np.random.default_rng(5).random((2, 1, T, S)) < 0.5
         seen[..., S - 1] = True
-    out = arithmetic.scaled_dot_product_attention(q, k, v, D**-0.5, given)
+    out = products.scaled_dot_product_attention(q, k, v, D**-0.5, given)
     assert out is not None
     np.testing.assert_allclose(out, oracle(q, k, v, D**-0.5, seen), rtol=2e-4, atol=2e-5)
 
@@ -87,9 +87,9 @@ def test_attention_is_attention(H: int, K: int, D: int, T: int, S: int, kind: st
 def test_masks_it_does_not_know_are_left_to_mlx() -> None:
     q = draw(1, 1, 4, 3, 64)
     added = np.zeros((3, 3), dtype=np.float32)
-    assert arithmetic.scaled_dot_product_attention(q, q, q, 0.1, added) is None
+    assert products.scaled_dot_product_attention(q, q, q, 0.1, added) is None
     per_head = np.ones((1, 4, 3, 3), dtype=np.bool_)
-    assert arithmetic.scaled_dot_product_attention(q, q, q, 0.1, per_head) is None
+    assert products.scaled_dot_product_attention(q, q, q, 0.1, per_head) is None
 
 
 @pytest.mark.usefixtures("cpu_installed")
@@ -97,11 +97,11 @@ def test_masks_it_does_not_know_are_left_to_mlx() -> None:
 def test_attention_in_any_chunks_has_the_same_bits(H: int, K: int, D: int) -> None:
     S = 1030
     q, k, v = draw(1, 1, H, S, D), draw(2, 1, K, S, D), draw(3, 1, K, S, D)
-    whole = arithmetic.scaled_dot_product_attention(q, k, v, D**-0.5, "causal")
+    whole = products.scaled_dot_product_attention(q, k, v, D**-0.5, "causal")
     assert whole is not None
     for cuts in ([1, 2, 17, 193, 1024], [64, 320, 576, 832], [127, 129, 383, 385, 1023, 1025], EDGES):
         for a, b in itertools.pairwise([0, *cuts, S]):
-            part = arithmetic.scaled_dot_product_attention(
+            part = products.scaled_dot_product_attention(
                 q[:, :, a:b], k[:, :, :b], v[:, :, :b], D**-0.5, "causal"
             )
             assert part is not None
@@ -116,8 +116,8 @@ def test_attention_on_any_number_of_threads_has_the_same_bits(
     q, k, v = draw(1, 1, H, 193, D), draw(2, 1, K, 400, D), draw(3, 1, K, 400, D)
     found = []
     for threads in (1, 2, 3, 8, 64):
-        monkeypatch.setattr(arithmetic, "_thread_count", threads)
-        out = arithmetic.scaled_dot_product_attention(q, k, v, 0.1, "causal")
+        monkeypatch.setattr(products, "_thread_count", threads)
+        out = products.scaled_dot_product_attention(q, k, v, 0.1, "causal")
         assert out is not None
         found.append(out.tobytes())
     assert len(set(found)) == 1, CHANGED
@@ -125,11 +125,11 @@ def test_attention_on_any_number_of_threads_has_the_same_bits(
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8, 64])
 def test_blocks_go_round_evenly(threads: int) -> None:
-    for queries in range(arithmetic.BLOCK, 2200):
-        size = arithmetic.block_size(queries, threads)
-        assert arithmetic.LEAST_BLOCK <= size <= arithmetic.BLOCK
+    for queries in range(products.BLOCK, 2200):
+        size = products.block_size(queries, threads)
+        assert products.LEAST_BLOCK <= size <= products.BLOCK
         rounds = -(-queries // size // threads)
-        assert rounds * size <= queries / threads + rounds or size == arithmetic.LEAST_BLOCK
+        assert rounds * size <= queries / threads + rounds or size == products.LEAST_BLOCK
 
 
 @pytest.mark.usefixtures("cpu_installed")
@@ -138,8 +138,8 @@ def test_blocks_go_round_evenly(threads: int) -> None:
 def test_a_padded_batch_row_has_the_bits_it_has_alone(H: int, K: int, D: int, n: int) -> None:
     q, k, v = draw(1, 2, H, 1, D), draw(2, 2, K, 1100, D), draw(3, 2, K, 1100, D)
     seen = np.stack([causal(1, 1100, padding=p)[None] for p in (0, 1100 - n)])
-    both = arithmetic.scaled_dot_product_attention(q, k, v, D**-0.5, seen)
-    alone = arithmetic.scaled_dot_product_attention(q[1:], k[1:, :, -n:], v[1:, :, -n:], D**-0.5, None)
+    both = products.scaled_dot_product_attention(q, k, v, D**-0.5, seen)
+    alone = products.scaled_dot_product_attention(q[1:], k[1:, :, -n:], v[1:, :, -n:], D**-0.5, None)
     assert both is not None
     assert alone is not None
     assert np.array_equal(both[1], alone[0]), CHANGED
@@ -236,7 +236,7 @@ def test_an_answer_has_the_same_bits_alone_and_in_a_batch() -> None:
 def test_a_sliding_window_model_agrees_with_stock_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = tiny_models.sliding(), tiny_models.prompt(150)
     ours = [run_logits(model, tokens, sizes) for sizes in ([150], [64, 33, 1], [1])]
-    monkeypatch.setattr(arithmetic, "scaled_dot_product_attention", lambda *_: None)
+    monkeypatch.setattr(products, "scaled_dot_product_attention", lambda *_: None)
     stock = run_logits(model, tokens, [150])
     for logits in ours:
         np.testing.assert_allclose(logits, stock, rtol=1e-3, atol=1e-3)
@@ -270,7 +270,7 @@ def test_to_float32_gives_the_weights_mlx_gives(bits: int, group: int, bias: boo
         name: mx.dequantize(layer.weight, layer.scales, layer.biases, group_size=group, bits=bits)
         for name, layer in (("embed", model.embed), ("linear", model.layers[0]))
     }
-    arithmetic.to_float32(model)
+    products.to_float32(model)
     assert type(model.embed) is nn.Embedding
     assert type(model.layers[0]) is nn.Linear
     assert model.layers[1].weight.dtype == mx.float32
@@ -286,7 +286,7 @@ def test_swiglu_is_swiglu() -> None:
     g = gate.astype(np.float64)
     with np.errstate(over="ignore"):
         expected = g / (1 + np.exp(-g)) * x
-    np.testing.assert_allclose(arithmetic.swiglu(gate.copy(), x), expected, rtol=1e-5, atol=1e-30)
+    np.testing.assert_allclose(products.swiglu(gate.copy(), x), expected, rtol=1e-5, atol=1e-30)
 
 
 @pytest.mark.usefixtures("cpu_installed")

@@ -535,11 +535,11 @@ def test_a_source_may_come_while_the_answer_runs(
 def test_two_hundred_real_prompts(part: int, embedded_model: ModelFolder) -> None:
     """The embedded model, texts of this repository cut anywhere, 128 tokens each: plain in one batch, each
     alone with drafts, and, of one part in five, several at once with drafts."""
-    from fleetd.engine.cpu import arithmetic
+    from fleetd.engine.cpu import products
 
     path = embedded_model.path
     model, tokenizer = load_model(path)[0], load_tokenizer(path)
-    arithmetic.to_float32(model)
+    products.to_float32(model)
     mx.eval(model.parameters())
     dice = random.Random(part)
     root = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from two_disks import TwoMachines
 
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.engine.prefixes.prefix_cache import DENSE
 from fleetd.models.folder import ModelFolder
 
@@ -29,7 +29,7 @@ def machines(
 ) -> Iterator[TwoMachines]:
     """One has read 4,000 tokens of this project's own words, the other one has not."""
     model, tokenizer = load_model(embedded_model.path)[0], load_tokenizer(embedded_model.path)
-    arithmetic.to_float32(model)
+    products.to_float32(model)
     mx.eval(model.parameters())
     docs = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
     text = "\n".join(page.read_text(encoding="utf-8") for page in docs)

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from fleetd.engine.cpu import arithmetic, dequantize
+from fleetd.engine.cpu import dequantize, products
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -44,7 +44,7 @@ def test_every_byte_is_as_mlx_gives_it(
         task()
     assert np.array_equal(out.view(np.uint32), expected.view(np.uint32))
     model = nn.Sequential(layer)
-    arithmetic.to_float32(model)
+    products.to_float32(model)
     assert np.array_equal(np.array(model.layers[0].weight).view(np.uint32), expected.view(np.uint32))
 
 

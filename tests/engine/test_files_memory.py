@@ -30,7 +30,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from fleetd import limits
 from fleetd.engine import worker
-from fleetd.engine.cpu import address_space, arithmetic
+from fleetd.engine.cpu import address_space, products
 from fleetd.engine.load import loading, model_reading, stage_loading
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prompt import chat_template
@@ -236,11 +236,11 @@ def test_headers_tell_what_a_model_takes_in_memory(tmp_path: Path, bits: int, gr
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights, {"format": "mlx"})
     found = float32_bytes(read_header(tmp_path / "model.safetensors"), GroupSizes(group or 128))
-    assert found == arithmetic.float32_bytes(model)
+    assert found == products.float32_bytes(model)
     # Whatever the config says of the unpacked model or of bits.
     for config in ({"torch_dtype": "float32"}, {"quantization": {"bits": 32, "group_size": group}}):
         on_disk = (tmp_path / "model.safetensors").stat().st_size
-        assert weights_in_memory(tmp_path, on_disk, config, "cpu") >= arithmetic.float32_bytes(model)
+        assert weights_in_memory(tmp_path, on_disk, config, "cpu") >= products.float32_bytes(model)
         assert weights_in_memory(tmp_path, on_disk, config, "metal") == on_disk
 
 

@@ -9,7 +9,7 @@ import pytest
 from family_params import each
 from tiny_architectures import FAMILIES, tiny
 
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.shared_prefill.fingerprint import TOKENS, any_chunks, arithmetic, layer_hashes, probe
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
@@ -95,6 +95,6 @@ def test_where_chunks_may_be_cut_elsewhere(name: str, device: str, dtype: mx.Dty
 
 def test_without_mkl_chunks_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage.of(tiny("qwen2"))
-    monkeypatch.setattr(arithmetic, "_blas", None)
-    assert not arithmetic.exact()
+    monkeypatch.setattr(products, "_blas", None)
+    assert not products.exact()
     assert not any_chunks(stage, KvLayout.of(stage), "cpu")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.engine.shared_prefill.spot_check import alike, same
+from fleetd.engine.sequence_state.agreement import alike, same
 
 T = limits.SHARE_SPOT_TOKENS
 

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from tiny_architectures import VOCAB, tiny, write
 
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.engine.layers.architectures import CUT
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load import loading
@@ -64,7 +64,7 @@ def assert_equals_the_whole(path: Path, device: Device, cuts: tuple[int, ...] = 
     """Stages read one by one, against the model as a worker would have it."""
     model = lazy_model(path, read_config(path))
     if device == "cpu":
-        arithmetic.to_float32(model)
+        products.to_float32(model)
     cache = make_prompt_cache(model)
     expected = [model(prompt(40), cache=cache), model(prompt(1), cache=cache)]
 
@@ -298,7 +298,7 @@ def read(path: Path, first: int, last: int, device: Device) -> tuple[int, Stage]
     part = Stage.of(lazy_model(path, read_config(path))).part(first, last)
     needed = memory_bytes(part.weights, device)
     if device == "cpu":
-        arithmetic.to_float32(part.weights)
+        products.to_float32(part.weights)
     mx.eval(part.weights.parameters())
     return needed, part
 

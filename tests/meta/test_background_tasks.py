@@ -12,8 +12,8 @@ FOLDER = Path(fleetd.__file__).parent
 # In these a task that raises ends the group that it is in.
 FILES = (
     "app.py",
-    "fleet.py",
-    "own_card.py",
+    "fleet/service.py",
+    "fleet/own_card.py",
     "p2p/dialer.py",
     "p2p/node.py",
     "p2p/port.py",

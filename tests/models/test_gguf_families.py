@@ -18,7 +18,7 @@ from support import gguf_kinds
 from support.gguf_models import CONFIGS, drawn, floats, logits, model_of, write
 
 from fleetd import limits
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models.folder import read_folder
 from fleetd.models.gguf.conversion import import_gguf, read_plan
@@ -218,7 +218,7 @@ def test_headers_tell_what_an_imported_model_takes(tmp_path: Path, arch: str) ->
     assert needed_bytes(found, "metal") - WORKING_BYTES == found.weights_bytes
     model, _ = mlx_utils.load_model(folder)
     # Experts stay packed on a CPU, which a header does not tell.
-    estimated, built = needed_bytes(found, "cpu") - WORKING_BYTES, arithmetic.float32_bytes(model)
+    estimated, built = needed_bytes(found, "cpu") - WORKING_BYTES, products.float32_bytes(model)
     assert estimated == built if arch == "llama" else estimated > built
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 
 
 def use(threads: int) -> None:
     """From now on, in every thread that has no number of its own. Where there is no MKL, nothing changes."""
-    if arithmetic._blas is not None:
-        arithmetic._blas.MKL_Set_Num_Threads(ctypes.c_int(threads))
+    if products._blas is not None:
+        products._blas.MKL_Set_Num_Threads(ctypes.c_int(threads))

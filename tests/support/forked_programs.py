@@ -409,12 +409,11 @@ def _fork_server() -> None:
 
 
 def _import_for_workers() -> None:
-    from fleetd.engine.cpu import arithmetic
+    from fleetd.engine.cpu import products
 
-    arithmetic.preload_blas()
-    arithmetic.preload_blas = lambda: arithmetic.exact()  # it insists on being first, and has been
-    from fleetd.engine import worker  # noqa: F401  (what a load imports)
-    from fleetd.engine.load import loading
+    products.preload_blas()
+    products.preload_blas = lambda: products.exact()  # it insists on being first, and has been
+    from fleetd.engine import worker
 
     worker.quiet_libraries()
 

@@ -9,7 +9,7 @@ import sys
 import time
 
 from fleetd.engine import worker
-from fleetd.engine.cpu import address_space, arithmetic
+from fleetd.engine.cpu import address_space, products
 from fleetd.limits import MIB
 
 
@@ -26,5 +26,5 @@ if __name__ == "__main__":
     address_space.is_bounded = lambda device: False
     if sys.argv.pop(1) == "builds":
         # Called where a load begins.
-        arithmetic.preload_blas = greedy
+        products.preload_blas = greedy
     sys.exit(worker.main())

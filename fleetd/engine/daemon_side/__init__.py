@@ -1,1 +1,1 @@
-"""The daemon's side of a worker: its life, the pool of workers, and the watch on its memory. Nothing here imports mlx."""
+"""The daemon's side of a worker: its life, the pool of workers, and the watch on its memory. No mlx here."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.engine.measure.cached_results import CachedResult
 from fleetd.engine.measure.calibrate import Speeds
 from fleetd.engine.protocol import Arithmetic
@@ -62,7 +62,7 @@ class FindingsKey(msgspec.Struct, frozen=True):
         for name in _BESIDE:
             with suppress(importlib.metadata.PackageNotFoundError):
                 beside[name] = importlib.metadata.version(name)
-        return cls(model, beside, arithmetic.exact())
+        return cls(model, beside, products.exact())
 
     def cached(self, cache: Path) -> CachedResult[LoadFindings]:
         """Where they are stored. ``cache``: the home's folder for what can be found out again."""

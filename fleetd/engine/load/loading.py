@@ -18,7 +18,7 @@ from fleetd.cache.block_names import LateBasis
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine.answer.sampling import SamplingDefaults
 from fleetd.engine.answer.tool_formats import has_reasoning
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.engine.failures import over_files
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.load_findings import FindingsKey, LoadFindings, block_basis, versions
@@ -268,7 +268,7 @@ def _verdict(
     """Whether blocks of tokens give the bytes of single steps: stored, or probed now."""
     if settings.speculation == "off":
         return ExactnessVerdict(text="off: speculation.mode is off")
-    if read.device == "cpu" and not arithmetic.exact():
+    if read.device == "cpu" and not products.exact():
         return ExactnessVerdict(
             text="declined: without MKL a CPU's numbers depend on how many are computed at once"
         )

@@ -18,7 +18,7 @@ from mlx_lm.utils import load_config, load_model
 
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine.answer.tool_formats import with_format
-from fleetd.engine.cpu import address_space, arithmetic
+from fleetd.engine.cpu import address_space, products
 from fleetd.engine.failures import over_files
 from fleetd.engine.load.readable_folder import readable
 from fleetd.engine.measure import device_memory
@@ -149,7 +149,7 @@ def _read(
         model = lazy_model(place, config)
         admit_weights(settings.name, memory_bytes(model, device), room)
         if device == "cpu":
-            arithmetic.to_float32(model)
+            products.to_float32(model)
         mx.eval(model.parameters())
         report(Loading("reading", on_disk, on_disk))
         report(Loading("reading the tokenizer"))
@@ -210,7 +210,7 @@ def lazy_model(path: Path, config: dict[str, Any]) -> Any:
 def memory_bytes(weights: nn.Module, device: Device) -> int:
     """Bytes of the weights once they are read: as on disk, except on a CPU, where everything becomes f32."""
     if device == "cpu":
-        return arithmetic.float32_bytes(weights)
+        return products.float32_bytes(weights)
     return sum(int(array.nbytes) for _, array in tree_flatten(weights.parameters()))
 
 

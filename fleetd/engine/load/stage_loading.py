@@ -15,7 +15,7 @@ import msgspec
 from mlx_lm.utils import load_config
 
 from fleetd import limits
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.load_findings import versions
 from fleetd.engine.load.model_reading import (
@@ -84,7 +84,7 @@ def load_stage(
         )
         report(Loading("reading", 0, on_disk))
         if device == "cpu":
-            arithmetic.to_float32(stage.weights)
+            products.to_float32(stage.weights)
         mx.eval(stage.weights.parameters())
         report(Loading("reading", on_disk, on_disk))
     report(Loading("warming up"))

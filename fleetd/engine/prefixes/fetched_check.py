@@ -16,11 +16,11 @@ import mlx.core as mx
 from fleetd import limits
 from fleetd.engine.layers.prefill import Prefiller
 from fleetd.engine.measure.turn_time import in_turns
+from fleetd.engine.sequence_state.agreement import alike, same
 from fleetd.engine.sequence_state.array_bytes import all_finite
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.rings import RingState
-from fleetd.engine.shared_prefill.spot_check import alike, same
 from fleetd.errors import PeerWrong
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.sequence_state.array_bytes import as_bytes
@@ -85,7 +85,7 @@ def probe(layout: KvLayout) -> mx.array:
 
 def any_chunks(stage: Stage, layout: KvLayout, device: str) -> bool:
     """True if a prompt's bytes are the same wherever it is cut into chunks: on a CPU with MKL, in f32."""
-    if device != "cpu" or not arithmetic.exact() or layout.dtype != mx.float32:
+    if device != "cpu" or not products.exact() or layout.dtype != mx.float32:
         return False
     match stage.architecture.chunks:
         case "any":

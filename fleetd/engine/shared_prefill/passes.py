@@ -28,7 +28,7 @@ class _EnoughError(Exception):
 class _OnlyRows:
     """A cache that ends the call of the layer that has filled it.
 
-    Laziness alone does not do it: on a CPU attention is computed when it is called (``engine/cpu/arithmetic.py``).
+    Laziness alone does not do it: on a CPU attention is computed when it is called (``cpu/products.py``).
     """
 
     def __init__(self, cache: Any) -> None:

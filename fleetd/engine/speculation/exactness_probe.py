@@ -28,7 +28,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.engine.cpu import arithmetic
+from fleetd.engine.cpu import products
 from fleetd.engine.sequence_state import batches, rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import ANY, kind_of
@@ -38,7 +38,7 @@ from fleetd.engine.speculation.canonical_width import DEAREST, ROWS, WideSteps, 
 
 # So that two steps lie on both sides of where sums over keys change their shape in cpu.py: fewer than COLUMNS
 # keys, and more than PIECE.
-EXACT_CONTEXTS = (arithmetic.COLUMNS - 2, arithmetic.PIECE - 1)
+EXACT_CONTEXTS = (products.COLUMNS - 2, products.PIECE - 1)
 EXACT_WIDTHS = (4, limits.SPEC_WIDTH)
 EXACT_STEPS = 2
 # What they take together, in single steps of a model that reads its weights most of the time.
@@ -69,7 +69,7 @@ class ProbePlan(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, device: str, step_s: float) -> ProbePlan:
         """``step_s``: what a single step takes; a slow model is probed with less."""
-        if device == "cpu" and arithmetic.exact():
+        if device == "cpu" and products.exact():
             if step_s * EXACT_COST > limits.SPEC_PROBE_S:
                 return cls(EXACT_CONTEXTS[:1], EXACT_WIDTHS[-1:], EXACT_STEPS, every=True)
             return cls(EXACT_CONTEXTS, EXACT_WIDTHS, EXACT_STEPS, every=True)
