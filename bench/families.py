@@ -68,21 +68,27 @@ class Family:
     code: tuple[str, ...]
 
 
-_WORKER = (":(glob)fleetd/engine/*.py", "fleetd/engine/speculation")
-_SERVED = (*_WORKER, "fleetd/api", ":(glob)fleetd/requests/*.py")
+_ROOMS = ("answer", "cpu", "daemon_side", "layers", "load", "loop", "measure", "prefixes", "prompt")
+_ENGINE = (":(glob)fleetd/engine/*.py", *(f"fleetd/engine/{room}" for room in _ROOMS))
+_REQUESTS = (
+    ":(glob)fleetd/requests/*.py",
+    *(f"fleetd/requests/{room}" for room in ("members", "placement", "remote")),
+)
+_WORKER = (*_ENGINE, "fleetd/engine/speculation")
+_SERVED = (*_WORKER, "fleetd/api", *_REQUESTS)
 _SHARED = (
-    ":(glob)fleetd/engine/*.py",
+    *_ENGINE,
     "fleetd/engine/shared_prefill",
     "fleetd/engine/streams",
     "fleetd/sealed",
     "fleetd/plan",
-    ":(glob)fleetd/requests/*.py",
+    *_REQUESTS,
     "fleetd/requests/prefill_sharing",
     "bench/scenarios/prefill_*.py",
 )
 _GRID = (*_SHARED, "bench/scenarios/never_slower.py")
 _SCORED = (
-    ":(glob)fleetd/engine/*.py",
+    *_ENGINE,
     "fleetd/engine/scoring",
     "fleetd/engine/sparse_prefill",
     "fleetd/compression",
@@ -216,7 +222,7 @@ FAMILIES = {
         10,
         2,
         _fleet,
-        ("fleetd/p2p", "fleetd/sealed", ":(glob)fleetd/requests/*.py", "bench/scenarios/fleet_*.py"),
+        ("fleetd/p2p", "fleetd/sealed", *_REQUESTS, "bench/scenarios/fleet_*.py"),
     ),
     "shard": Family("Shared prefill", _SHARED_RUNS, 1, _shared_prefill, _SHARED),
     "shard-three": Family("Shared prefill, three machines", 3, 1, prefill_three.measure, _SHARED),
@@ -300,7 +306,7 @@ FAMILIES = {
         3,
         1,
         one_card.measure,
-        ("fleetd/proof", ":(glob)fleetd/engine/*.py", *_scenario("one_card")),
+        ("fleetd/proof", *_ENGINE, *_scenario("one_card")),
     ),
 }
 # Measured only when named: one downloads everything anew, the other is for a machine with a GPU.

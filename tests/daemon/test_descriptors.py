@@ -51,7 +51,8 @@ def test_the_soft_limit_is_raised() -> None:
 TOLD = """
 import resource, sys
 from pathlib import Path
-from fleetd import app, observe
+from fleetd import app
+from fleetd.process import observe
 from fleetd.config import Config
 from fleetd.storage.paths import HomeFolder
 hard = int(sys.argv[2])

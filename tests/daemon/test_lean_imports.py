@@ -13,7 +13,7 @@ from live_daemon import LiveDaemon
 _LOADED = """
 import json, ssl, sys
 usual, paths = ssl.create_default_context, ssl.SSLContext.set_default_verify_paths
-from fleetd import lean_imports
+from fleetd.process import lean_imports
 lean_imports.load()
 from fleetd import app
 import aiohttp.connector

@@ -10,7 +10,8 @@ from pathlib import Path
 SPEAKER = """
 import os, sys
 from pathlib import Path
-from fleetd import limits, observe
+from fleetd import limits
+from fleetd.process import observe
 limits.LOG_FILE_BYTES = 4096
 observe.configure("info", "json", file=Path(sys.argv[1]))
 for number in range(40):

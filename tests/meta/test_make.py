@@ -24,7 +24,7 @@ exec {python} "$@"
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     for name in ("Makefile", "pyproject.toml", "fleetd/process/supported.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / name, tmp_path / name)
     return tmp_path
 
