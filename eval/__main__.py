@@ -23,7 +23,7 @@ from bench.harness.daemon import MODEL, fetch_model
 from eval import forms, requests, tried_voices
 from eval.engine import Engine
 from eval.report import Results, page, pictures
-from eval.runs import Outcome, Runner, gate, selection_recall
+from eval.runs import Outcome, RequestRunner, gate, selection_recall
 from eval.statistics import Share
 from eval.tasks import Task, task
 from fleetd.compression.words import estimate_tokens
@@ -148,7 +148,7 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
         if "peaks" in names and results.scored:
             results.tried["peaks of the scores"] = await tried_voices.peaks(engine, some)
             step()
-        runner = Runner(engines, print, sparse=results.sparse, scored=results.scored)
+        runner = RequestRunner(engines, print, sparse=results.sparse, scored=results.scored)
         for kind, tokens, ratios, full, few in PLAN:
             count = few if results.quick else max(1, round(part * full))
             if f"{kind}-{tokens}" in names and count:

@@ -57,7 +57,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Runner:
+class RequestRunner:
     """Each engine does a task at a time. ``sparse``: False where they cannot; ``scored``: False: by the
     question's words alone."""
 

@@ -28,7 +28,7 @@ class CommandResult:
     output: str
 
 
-Runner = Callable[[Sequence[str]], CommandResult]
+RequestRunner = Callable[[Sequence[str]], CommandResult]
 
 
 def run_command(arguments: Sequence[str]) -> CommandResult:
@@ -76,7 +76,7 @@ class Manager(Protocol):
     def state(self) -> State: ...
 
 
-def manager_for(scope: Scope, platform: str = sys.platform, run: Runner = run_command) -> Manager:
+def manager_for(scope: Scope, platform: str = sys.platform, run: RequestRunner = run_command) -> Manager:
     """The service manager of this platform."""
     if platform == "darwin":
         return Launchd(scope, run=run)
@@ -106,7 +106,7 @@ class Systemd:
 
     UNIT = "fleetd.service"
 
-    def __init__(self, scope: Scope, *, root: Path = Path("/"), run: Runner = run_command) -> None:
+    def __init__(self, scope: Scope, *, root: Path = Path("/"), run: RequestRunner = run_command) -> None:
         self.scope: Scope = scope
         self._run = run
         if scope == "system":
@@ -189,7 +189,7 @@ class Launchd:
         scope: Scope,
         *,
         root: Path = Path("/"),
-        run: Runner = run_command,
+        run: RequestRunner = run_command,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.scope: Scope = scope

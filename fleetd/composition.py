@@ -61,7 +61,7 @@ from fleetd.requests.prefill_sharing.server import AssistServer
 from fleetd.requests.remote import messages, remote
 from fleetd.requests.remote.bulk_dialer import BulkDialer
 from fleetd.requests.row_origins import RowOrigins
-from fleetd.requests.runner import Runner
+from fleetd.requests.runner import RequestRunner
 from fleetd.requests.smart_prefill import messages as smart_messages
 from fleetd.requests.smart_prefill.client import SmartPrefill
 from fleetd.requests.smart_prefill.compression_job import CompressionService
@@ -319,10 +319,10 @@ class DaemonParts:
         scoring = SegmentScoring(machine.pool, request, monotonic=time.monotonic)
         return CompressionService(scoring, scorers, machine.ledger)
 
-    def _runner(self) -> Runner:
+    def _runner(self) -> RequestRunner:
         machine = self.machine
         copies = ModelCopies(self.node, machine.models, self._own_card) if self.node is not None else None
-        return Runner(
+        return RequestRunner(
             pool=machine.pool,
             models=machine.models,
             source=copies or machine.models,

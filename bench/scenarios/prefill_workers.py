@@ -25,10 +25,10 @@ from fleetd.engine.protocol import (
     AssistPrefill,
     Delta,
     Generate,
-    PrefillShared,
+    PrefillReport,
+    PrefillWithHelpers,
     Ready,
     Sampling,
-    Shared,
     StreamTag,
     TokenPrompt,
 )
@@ -152,8 +152,8 @@ async def _split(
             case Accepted():
                 for here, there in _streams(split):
                     await _connect(home, helper, job, here, there)
-                home.share(PrefillShared(job, split, option.predicted_s, exact=True))
-            case Shared(code=code, reason=reason) if code:
+                home.share(PrefillWithHelpers(job, split, option.predicted_s, exact=True))
+            case PrefillReport(code=code, reason=reason) if code:
                 raise RuntimeError(f"{split} was given up: {reason}")
             case Delta() if not took_s:
                 took_s = time.perf_counter() - begun

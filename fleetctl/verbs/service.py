@@ -16,7 +16,7 @@ from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import ClientError, Exit
 from fleetctl.home import SYSTEM_HOME, model_folders
 from fleetctl.installation import interpreter, stable, troubles
-from fleetctl.managers import Manager, Runner, Scope, manager_for, run_command
+from fleetctl.managers import Manager, RequestRunner, Scope, manager_for, run_command
 
 SYSTEM_USER = "fleetd"
 # Groups that own the GPU's device files.
@@ -193,7 +193,7 @@ def check_lasting(values: units.Values, *, anyway: bool) -> None:
         note(f"{found.what} {found.fix}")
 
 
-def prepare(scope: Scope, values: units.Values, run: Runner = run_command) -> list[str]:
+def prepare(scope: Scope, values: units.Values, run: RequestRunner = run_command) -> list[str]:
     """Create what the service needs to start: the system user, or the home that launchd logs into."""
     if sys.platform == "darwin":
         return _make_home(values)

@@ -4,15 +4,15 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 ``u32 length (big endian) | MessagePack``. Both ends are the same installation, so there is no version field;
 unknown tags are a bug and raise.
 
-    daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), FetchBlocks (after
-                      a Lacking), AssistPrefill, Score, DraftFor, Cancel, IdleTime, FreeMemory,
+    daemon → worker   Generate, PrefillWithHelpers | PrefillAlone (if Generate asked for it), FetchBlocks
+                      (after a KvMissing), AssistPrefill, Score, DraftFor, Cancel, IdleTime, FreeMemory,
                       TakenElsewhere, ForgetOrigins, WriteNow, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, MeasuredAgain*, then for each Generate:
-                      Tokenized, Accepted (Lacking and Fetched before it or after it), Prefill*, Shared?,
-                      Kept?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
+                      Tokenized, Accepted (KvMissing and KvFetched before it or after it), Prefill*,
+                      PrefillReport?, KvStored?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
                       for each AssistPrefill: Accepted, Assisted | Failed
                       for each Score: Accepted, Prefill*, Scored | Failed
-                      for each DraftFor: Accepted, Followed | Failed
+                      for each DraftFor: Accepted, DraftReport | Failed
                       and Heartbeat at least every ``limits.ENGINE_BEAT_S``
 
 Streams to other machines' workers come beside it, on a channel that can carry sockets: ``sealed.handoff``
@@ -64,7 +64,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 )  # fmt: skip
 
 
-class ChatPrompt(msgspec.Struct, frozen=True, tag="chat", omit_defaults=True):
+class ChatPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Messages to be rendered by the model's own chat template (sandboxed, in the worker).
 
     ``cache_marks``: (index of a message, characters of its content) after which the client expects that its
@@ -80,11 +80,11 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag="chat", omit_defaults=True):
     cache_marks: Annotated[list[tuple[Natural, Natural]], Meta(max_length=limits.CACHE_MARKS)] = []
 
 
-class TextPrompt(msgspec.Struct, frozen=True, tag="text", omit_defaults=True):
+class TextPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     text: str
 
 
-class TokenPrompt(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
+class TokenPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     tokens: list[Token]
 
 
@@ -134,16 +134,16 @@ class Speculate(msgspec.Struct, frozen=True, omit_defaults=True):
     draft_model: Annotated[str, Meta(max_length=limits.MODEL_NAME_CHARS)] = ""
 
 
-class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
+class Generate(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """One answer. ``max_tokens`` None means: until the context is full.
 
     ``top_logprobs`` None reports no logprobs, 0 only the chosen token's, n also the n best.
     ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
-    ``shared``: once it is Accepted, the prompt waits for PrefillShared or PrefillAlone.
+    ``shared``: once it is Accepted, the prompt waits for PrefillWithHelpers or PrefillAlone.
     ``keep``: prefill only this of it, where the worker can.
     ``local_only``: no other machine may learn anything of the prompt, now or later.
-    ``fetches``: other machines may have keys and values of it; the worker asks for them by a Lacking.
-    ``tells_blocks``: once the prompt is read, a Kept says which blocks it fills.
+    ``fetches``: other machines may have keys and values of it; the worker asks for them by a KvMissing.
+    ``tells_blocks``: once the prompt is read, a KvStored says which blocks it fills.
     ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
     ``ignore_eos``: end tokens do not end the answer, and have no text.
     ``min_tokens``: before the answer has so many, no end token is chosen and no stop string looked for.
@@ -170,8 +170,8 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     min_tokens: Natural = 0
 
 
-class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
-    """The answer to a Lacking: its first ``blocks`` come on the stream "blocks"; 0: none come.
+class FetchBlocks(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The answer to a KvMissing: its first ``blocks`` come on the stream "blocks"; 0: none come.
 
     ``block_s``: what one probably takes. ``plan``: they are those of its ``plan_names``. ``last_first``: they
     come from the last one to the first, while the worker computes towards them. ``within_s``: the most that
@@ -189,7 +189,7 @@ class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
     origin: str = ""
 
 
-class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
+class PrefillWithHelpers(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Prefill a waiting prompt together with others; this machine is the last one of the split.
 
     Its streams are "helper0", "helper1", … (everything between it and that helper but hidden states) and,
@@ -205,14 +205,14 @@ class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True
     origins: list[str] = []
 
 
-class PrefillAlone(msgspec.Struct, frozen=True, tag="alone", omit_defaults=True):
+class PrefillAlone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Prefill a prompt here: one that waits, or one that is being shared, from what is verified of it."""
 
     id: str
     reason: str = ""
 
 
-class AssistPrefill(msgspec.Struct, frozen=True, tag="assist"):
+class AssistPrefill(msgspec.Struct, frozen=True, tag=True):
     """Do machine ``rank``'s part of a split; answered by Accepted once its memory is reserved, then by
     Assisted, or by Failed.
 
@@ -240,7 +240,7 @@ class Profile(msgspec.Struct, frozen=True):
     layers: Natural = 0
 
 
-class Score(msgspec.Struct, frozen=True, tag="score", omit_defaults=True):
+class Score(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """How much a question attends to each token of ``text``; answered by Accepted, Prefill*, Scored | Failed.
 
     Only tokens that begin in ``segment`` are scored, (0, 0) is all; the text's first tokens and the question
@@ -259,9 +259,9 @@ class Score(msgspec.Struct, frozen=True, tag="score", omit_defaults=True):
     profile: Profile | None = None
 
 
-class DraftFor(msgspec.Struct, frozen=True, tag="follow", omit_defaults=True):
-    """Draft for a text that another worker writes; answered by Accepted, and by Followed once the text needs
-    no more drafts, or by Failed. Its stream is "drafts"; what is to be known of the text comes on it.
+class DraftFor(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Draft for a text that another worker writes; answered by Accepted, and by DraftReport once the text
+    needs no more drafts, or by Failed. Its stream is "drafts"; what is to be known of the text comes on it.
 
     ``ahead``: tokens that are drafted at most before more of the text is known.
     """
@@ -275,7 +275,7 @@ BLOCKS: Literal["blocks"] = "blocks"
 
 
 class StreamTag(msgspec.Struct, frozen=True):
-    """What a socket that is handed to a worker is for: ``job`` is the id of a PrefillShared,
+    """What a socket that is handed to a worker is for: ``job`` is the id of a PrefillWithHelpers,
     an AssistPrefill or a DraftFor, or of an answer, for its drafts."""
 
     job: str
@@ -284,45 +284,45 @@ class StreamTag(msgspec.Struct, frozen=True):
     role: Literal["connector", "acceptor"]
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Stop a request; answered by ``Finished(reason="cancelled")`` within a step. Unknown ids are ignored."""
 
     id: str
 
 
-class IdleTime(msgspec.Struct, frozen=True, tag="idle"):
+class IdleTime(msgspec.Struct, frozen=True, tag=True):
     """Nothing else runs on this machine for so many ``seconds``: between its requests the worker
     may find out what it has not found out yet. 0: no longer."""
 
     seconds: Seconds
 
 
-class WriteNow(msgspec.Struct, frozen=True, tag="write"):
+class WriteNow(msgspec.Struct, frozen=True, tag=True):
     """Another machine asks for a prompt that waits to be written to the disk: write what waits as fast as the
     disk takes it, also while something is computed."""
 
 
-class ForgetOrigins(msgspec.Struct, frozen=True, tag="forget"):
+class ForgetOrigins(msgspec.Struct, frozen=True, tag=True):
     """Keep nothing that came under these labels, or rests on that, in memory: a machine has sent what is
     wrong, or has left the fleet. The disk's part is the daemon's."""
 
     labels: list[str]
 
 
-class FreeMemory(msgspec.Struct, frozen=True, tag="free"):
+class FreeMemory(msgspec.Struct, frozen=True, tag=True):
     """The system is short of memory: give back buffers that are kept for reuse and, if ``prompts``, the keys
     and values that are kept for later prompts."""
 
     prompts: bool
 
 
-class TakenElsewhere(msgspec.Struct, frozen=True, tag="taken"):
+class TakenElsewhere(msgspec.Struct, frozen=True, tag=True):
     """So much more than when this worker was loaded is held by other workers of this machine, in bytes."""
 
     n_bytes: Count
 
 
-class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the process; running requests are not finished."""
 
 
@@ -333,7 +333,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 WAITING = "waiting for "
 
 
-class Loading(msgspec.Struct, frozen=True, tag="loading"):
+class Loading(msgspec.Struct, frozen=True, tag=True):
     """Progress before Ready. ``stage`` is shown to people: verifying, reading, warming up, measuring."""
 
     stage: Text
@@ -377,7 +377,7 @@ class ScoringState(msgspec.Struct, frozen=True, omit_defaults=True):
     left: Natural = 0
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class Ready(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded. Sizes in bytes. ``sizes``: of a sequence, over the layers that are held.
     ``layers``: as a prefill has them.
 
@@ -450,7 +450,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
         )
 
 
-class MeasuredAgain(msgspec.Struct, frozen=True, tag="measured_again"):
+class MeasuredAgain(msgspec.Struct, frozen=True, tag=True):
     """Speeds that were measured again after Ready, as there; they take the place of those."""
 
     prefill_tok_s: float
@@ -460,13 +460,13 @@ class MeasuredAgain(msgspec.Struct, frozen=True, tag="measured_again"):
     doubt: str = ""
 
 
-class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     code: str
     message: str
     hint: str = ""
 
 
-class Tokenized(msgspec.Struct, frozen=True, tag="tokenized"):
+class Tokenized(msgspec.Struct, frozen=True, tag=True):
     """The prompt of a Generate is rendered and tokenized, and neither too long nor too large for the memory.
 
     It comes at once, where Accepted waits until the compute thread has ended the step under way.
@@ -476,13 +476,13 @@ class Tokenized(msgspec.Struct, frozen=True, tag="tokenized"):
     prompt_tokens: Natural
 
 
-class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
+class Accepted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The prompt is rendered, tokenized and admitted; nothing is computed yet.
 
     ``cached``: leading tokens that the prefix cache holds. ``chunk``: in how many tokens at a time it would
-    be prefilled alone. Both are known only if it ``waits`` for PrefillShared or PrefillAlone. It waits if
-    that was asked for, enough tokens are left to prefill (or other machines had a part in the cached ones),
-    and there is memory for them at once. ``exact``: the cached tokens' numbers are those of this machine
+    be prefilled alone. Both are known only if it ``waits`` for PrefillWithHelpers or PrefillAlone. It waits
+    if that was asked for, enough tokens are left to prefill (or other machines had a part in the cached
+    ones), and there is memory for them at once. ``exact``: the cached tokens' numbers are those of this machine
     alone. The figures of an AssistPrefill are its split's.
     ``kept``: of ``prompt_tokens``, those that are prefilled where a Keep is followed, 0 if none is;
     ``dense_reason``: why one is not. ``places``: as in a Split; there is room for states at the last
@@ -501,7 +501,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
     states: Natural = 0
 
 
-class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
+class Prefill(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Progress in prompt tokens, of those that are kept. The first one of a request tells how many came from
     the prefix cache."""
 
@@ -519,9 +519,9 @@ class StepTime(msgspec.Struct, frozen=True, omit_defaults=True):
     n_bytes: Count = 0
 
 
-class Shared(msgspec.Struct, frozen=True, tag="shared", omit_defaults=True):
+class PrefillReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """How sharing a prompt ended: ``code`` and ``reason`` "" if it went as planned, else why it went on
-    alone, from ``verified`` tokens. A PrefillAlone that comes before any PrefillShared is not
+    alone, from ``verified`` tokens. A PrefillAlone that comes before any PrefillWithHelpers is not
     answered by this."""
 
     id: str
@@ -531,14 +531,14 @@ class Shared(msgspec.Struct, frozen=True, tag="shared", omit_defaults=True):
     verified: Natural = 0
 
 
-class Assisted(msgspec.Struct, frozen=True, tag="assisted", omit_defaults=True):
+class Assisted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A part of another machine's prefill is computed and sent."""
 
     id: str
     steps: list[StepTime]
 
 
-class Scored(msgspec.Struct, frozen=True, tag="scored"):
+class Scored(msgspec.Struct, frozen=True, tag=True):
     """A segment's scores. ``tokens`` were computed for them, the question's and the text's first ones
     included; ``seconds`` from the first step, others' turns between included."""
 
@@ -549,7 +549,7 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
     seconds: Seconds
 
 
-class Followed(msgspec.Struct, frozen=True, tag="followed", omit_defaults=True):
+class DraftReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A text needs no more drafts. Tokens: ``drafted`` in all, ``right`` of the ``judged`` by what came."""
 
     id: str
@@ -575,7 +575,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     text_offset: Natural = 0
 
 
-class Delta(msgspec.Struct, frozen=True, tag="delta", omit_defaults=True):
+class Delta(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Text that is certain: whole code points, no stop string, no part of a marker.
 
     ``tokens`` counts the tokens behind this delta, which may be 0 (flush) or many (held-back text).
@@ -588,7 +588,7 @@ class Delta(msgspec.Struct, frozen=True, tag="delta", omit_defaults=True):
     logprobs: Annotated[list[TokenLogprob], Meta(max_length=limits.ANSWER_TOKENS)] | None = None
 
 
-class ToolCall(msgspec.Struct, frozen=True, tag="tool_call"):
+class ToolCall(msgspec.Struct, frozen=True, tag=True):
     """One complete tool call; ``arguments`` is a JSON object as text. ``index`` counts from 0 per answer."""
 
     id: EventId
@@ -598,7 +598,7 @@ class ToolCall(msgspec.Struct, frozen=True, tag="tool_call"):
     arguments: str
 
 
-class ToolCallPiece(msgspec.Struct, frozen=True, tag="tool_piece", omit_defaults=True):
+class ToolCallPiece(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """More of the arguments of call ``index``, as the model writes them. What all pieces of a call say
     together is the beginning of what its ToolCall says, unless the answer ends before the call is whole.
     """
@@ -642,7 +642,7 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     decode_interleaved: bool = False
 
 
-class Lacking(msgspec.Struct, frozen=True, tag="lacking", omit_defaults=True):
+class KvMissing(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The blocks of a prompt whose keys and values are neither in memory nor on the disk; answered by a
     FetchBlocks.
 
@@ -662,8 +662,8 @@ class Lacking(msgspec.Struct, frozen=True, tag="lacking", omit_defaults=True):
     plan_names: list[bytes] = []
 
 
-class Kept(msgspec.Struct, frozen=True, tag="kept", omit_defaults=True):
-    """The blocks that a prompt fills, which are being written: their names, as in Lacking. ``own``: nothing
+class KvStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The blocks that a prompt fills, which are being written: their names, as in KvMissing. ``own``: nothing
     of it came from another machine."""
 
     id: str
@@ -671,7 +671,7 @@ class Kept(msgspec.Struct, frozen=True, tag="kept", omit_defaults=True):
     own: bool = True
 
 
-class Fetched(msgspec.Struct, frozen=True, tag="fetched", omit_defaults=True):
+class KvFetched(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A fetch has ended. ``blocks``: those that are used. ``seconds``: from the decision to the last byte;
     ``opening_s``: to the first one. ``code`` and ``reason``: why not all are."""
 
@@ -687,7 +687,7 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched", omit_defaults=True):
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 
 
-class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
+class Finished(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The last message of a request that went well (or was cancelled). ``stop`` names the stop string hit."""
 
     id: EventId
@@ -699,7 +699,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     speculation: Speculated | None = None
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed", omit_defaults=True):
+class Failed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The last message of a request that did not; fields as in ``errors.FleetError``."""
 
     id: str
@@ -709,7 +709,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", omit_defaults=True):
     param: str | None = None
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Proof of progress: ``steps`` counts forward passes since load and only grows.
 
     ``blocked``: there is work, and all of it waits for other machines or for a decision of the daemon.
@@ -738,7 +738,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
 
 Command = (
     Generate
-    | PrefillShared
+    | PrefillWithHelpers
     | PrefillAlone
     | FetchBlocks
     | AssistPrefill
@@ -754,7 +754,7 @@ Command = (
 )
 # Commands that nothing answers.
 Order = (
-    PrefillShared
+    PrefillWithHelpers
     | PrefillAlone
     | FetchBlocks
     | IdleTime
@@ -765,7 +765,7 @@ Order = (
     | Cancel
 )
 # What the daemon and the worker settle between them; no client sees it.
-Aside = Shared | Lacking | Fetched | Kept | Assisted | Scored | Followed
+Aside = PrefillReport | KvMissing | KvFetched | KvStored | Assisted | Scored | DraftReport
 Event = Tokenized | Accepted | Prefill | Delta | ToolCallPiece | ToolCall | Finished | Failed | Aside
 Report = Loading | Ready | MeasuredAgain | LoadFailed | Heartbeat | Event
 

@@ -46,7 +46,7 @@ from fleetd.engine.protocol import (
     IdleTime,
     LoadFailed,
     PrefillAlone,
-    PrefillShared,
+    PrefillWithHelpers,
     Ready,
     Report,
     Score,
@@ -217,7 +217,7 @@ class Front:
                                 self._preparing[request_id] = True
                                 continue
                         self._compute.tell(command)
-                    case PrefillShared() | PrefillAlone() | FetchBlocks() | AssistPrefill() | DraftFor():
+                    case PrefillWithHelpers() | PrefillAlone() | FetchBlocks() | AssistPrefill() | DraftFor():
                         self._compute.tell(command)
                     case IdleTime() | FreeMemory() | TakenElsewhere() | ForgetOrigins() | WriteNow():
                         self._compute.tell(command)

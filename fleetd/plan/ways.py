@@ -91,13 +91,13 @@ class Way(msgspec.Struct, frozen=True):
     def brought_by(self) -> str:
         """The name of the step that brings what is kept of the prompt."""
         fetched = self.begun is not None and self.begun.fetched
-        return step_names.RECEIVED if fetched else step_names.RESTORED
+        return step_names.FETCHED if fetched else step_names.RESTORED
 
     @property
     def steps(self) -> tuple[tuple[str, float], ...]:
         """What ``first_token_s`` consists of."""
         price, first = self.price, self.prefill
-        loaded = step_names.FETCHED if first is None else step_names.LOADED
+        loaded = step_names.PULLED if first is None else step_names.LOADED
         before = (
             (step_names.WOKEN, price.wake_s),
             (step_names.QUEUED, price.queue_s),

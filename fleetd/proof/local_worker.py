@@ -19,10 +19,10 @@ from fleetd.engine.protocol import (
     Failed,
     Finished,
     Generate,
-    PrefillShared,
+    PrefillReport,
+    PrefillWithHelpers,
     Report,
     Sampling,
-    Shared,
     Speculate,
     StreamTag,
     TokenPrompt,
@@ -97,10 +97,10 @@ class LocalWorker:
             key = os.urandom(32)
             self.compute.put_stream(StreamTag(part, name, key, "acceptor"), near)
             self.compute.put_stream(StreamTag(request, theirs, key, "connector"), far)
-        self.compute.tell(PrefillShared(request, split, predicted_s=600.0, exact=True))
+        self.compute.tell(PrefillWithHelpers(request, split, predicted_s=600.0, exact=True))
         self._until(Finished, request)
         self._until(Assisted, part)
-        ended = self._of(Shared, request)[0]
+        ended = self._of(PrefillReport, request)[0]
         if ended.code:
             raise from_code(ended.code, ended.reason)
         return split

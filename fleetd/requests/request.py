@@ -24,7 +24,7 @@ from fleetd.engine.protocol import (
     Finished,
     Loading,
     Prefill,
-    Shared,
+    PrefillReport,
     StepTime,
     Timings,
     Tokenized,
@@ -140,7 +140,7 @@ class Request:
         # agreed), how it ended, why not as planned, and the helpers' accounts.
         self.choice: PlanChoice | None = None
         self.agreed_exact: bool | None = None
-        self.sharing_ended: Shared | None = None
+        self.sharing_ended: PrefillReport | None = None
         self.code = self.reason = ""
         self.accounts: Sequence[Account] = ()
         # Keys and values that another machine sent.

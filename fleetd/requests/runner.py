@@ -88,7 +88,7 @@ _DETERMINISTIC = (BadRequest, ModelRefused, ModelUnsupported)
 _DIFFERS = (ContextLengthExceeded, ModelUnsupported)
 
 
-class Runner:
+class RequestRunner:
     """All requests of one daemon.
 
     Args:
@@ -301,7 +301,7 @@ class Runner:
             )
             events = request.remote.events()
             return self._woken(request, events) if placement.asleep else events
-        return self._fetched(request) if folder is None else self._pool.stream(folder, self._asked(request))
+        return self._pulled(request) if folder is None else self._pool.stream(folder, self._asked(request))
 
     def _asked(self, request: Request) -> Generate:
         """What this machine's engine is asked for."""
@@ -320,7 +320,7 @@ class Runner:
             async for event in events:
                 yield event
 
-    async def _fetched(self, request: Request) -> AsyncGenerator[Loading | Event, None]:
+    async def _pulled(self, request: Request) -> AsyncGenerator[Loading | Event, None]:
         """Events of a model that is downloaded first."""
         ref = request.model.ref
         async with aclosing(self.pulls.watch(ref)) as steps:

@@ -22,7 +22,7 @@ from fleetd.engine.measure.chunk_size import FixedChunks
 from fleetd.engine.prefixes.front_prefill import FrontPrefill
 from fleetd.engine.prefixes.peer_fetch import FetchState
 from fleetd.engine.prefixes.prefix_cache import DENSE
-from fleetd.engine.protocol import Accepted, Cancel, Delta, Failed, Finished, PrefillShared
+from fleetd.engine.protocol import Accepted, Cancel, Delta, Failed, Finished, PrefillWithHelpers
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 QUICK = PrefillCost(token_s=1e-9)
@@ -65,7 +65,7 @@ def undecided(pair: TurnedPair) -> None:
 def decided(pair: TurnedPair) -> None:
     undecided(pair)
     (accepted,) = pair.home.of("r", Accepted)
-    pair.home.scheduler.tell(PrefillShared("r", sharing.split_of("layers", accepted), 5.0))
+    pair.home.scheduler.tell(PrefillWithHelpers("r", sharing.split_of("layers", accepted), 5.0))
     turns(pair, 1)
 
 

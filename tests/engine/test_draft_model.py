@@ -17,7 +17,7 @@ from tiny_architectures import VOCAB
 
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prefixes.prefix_cache import PrefixCache
-from fleetd.engine.protocol import DraftFor, Failed, Followed
+from fleetd.engine.protocol import DraftFor, DraftReport, Failed
 from fleetd.engine.speculation.draft_guests import DraftGuests
 from fleetd.engine.speculation.drafter import DraftModel, DraftWriter
 from fleetd.engine.speculation.lookahead import Lookahead
@@ -183,7 +183,7 @@ def test_of_a_step_that_broke_off_nothing_is_kept_and_the_worker_goes_on(model: 
     for _ in range(2):
         guests.turn(16)
     assert not len(guests)
-    assert isinstance(reports[-1], Failed if breaks else Followed)
+    assert isinstance(reports[-1], Failed if breaks else DraftReport)
     assert guests.budget.used_bytes == 0
     kept = [(entry.namespace, len(entry.tokens)) for entry in prefix._entries.values()]
     assert kept == ([] if breaks else [("guessed", 50)])

@@ -19,7 +19,7 @@ from sharing import prompt, resources, settle, workers, write
 
 from fleetd import limits
 from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import Cancel, DraftFor, Followed, Generate, Speculate
+from fleetd.engine.protocol import Cancel, DraftFor, DraftReport, Generate, Speculate
 from fleetd.errors import InvalidValue, Overloaded
 
 pytestmark = pytest.mark.one_loop
@@ -70,7 +70,7 @@ async def test_drafts_of_every_quality_give_the_same_bytes(model: Path, other: P
             asked = request(f"r{seed}", seed)
             told, followed = await drafted(home, drafter, asked)
             assert told.numbers == await plain(home, asked)
-            (account,) = followed.of(Followed)
+            (account,) = followed.of(DraftReport)
             assert account.drafted > 0
             assert account.judged > 0
         # Nobody waits for a drafter, so on a busy machine an answer may be over before its drafts come.
@@ -81,7 +81,7 @@ async def test_drafts_of_every_quality_give_the_same_bytes(model: Path, other: P
             if accepted(told) > 0:
                 break
         assert accepted(told) > 0
-        assert followed.of(Followed)[0].right > 0
+        assert followed.of(DraftReport)[0].right > 0
         # Two at once go into the batch, where drafts wait; both are as they would be alone.
         first, second = request("first", 8), request("second", 9)
         both = await asyncio.gather(drafted(home, good, first), drafted(home, bad, second))
@@ -106,7 +106,7 @@ async def test_ending_either_side_leaves_nothing_behind(model: Path) -> None:
             cancel = partial(home._send, Cancel(asked.id))
             told, followed = await drafted(home, drafter, asked, begun=cancel)
             assert told.finished.reason == "cancelled"
-            assert followed.of(Followed)
+            assert followed.of(DraftReport)
             # The follow: the answer goes on.
             asked = request(f"follow{number}", number)
             told, _ = await drafted(home, drafter, asked, leave=True)

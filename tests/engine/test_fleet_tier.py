@@ -23,8 +23,8 @@ from fleetd.engine.protocol import (
     BLOCKS,
     Accepted,
     Cancel,
-    Kept,
-    Lacking,
+    KvMissing,
+    KvStored,
     PrefillAlone,
     StreamTag,
 )
@@ -63,7 +63,7 @@ def test_what_came_lies_on_the_own_disk_afterwards(
     again = Worker(model, tokenizer, settings_in(tmp_path / "here"))
     done = again.ask("third", PROMPT, fetches=True)
     assert done.timings.restored_tokens == WHOLE * BLOCK
-    assert not [e for e in again.events if isinstance(e, Lacking)]
+    assert not [e for e in again.events if isinstance(e, KvMissing)]
     again.stop()
 
 
@@ -109,7 +109,7 @@ def test_a_daemon_that_says_nothing_is_not_waited_for(
 def test_a_prompt_that_may_not_leave_is_not_asked_for(machines: TwoMachines) -> None:
     machines.ask(local_only=True)
     machines.finish()
-    assert not [e for e in machines.here.events if isinstance(e, Lacking)]
+    assert not [e for e in machines.here.events if isinstance(e, KvMissing)]
 
 
 def test_what_came_is_checked_without_a_pause_between_the_steps(machines: TwoMachines) -> None:
@@ -222,9 +222,9 @@ def test_a_request_that_is_cancelled_meanwhile_leaves_nothing(machines: TwoMachi
 
 
 def test_a_worker_tells_which_blocks_a_prompt_fills_if_others_may_know(machines: TwoMachines) -> None:
-    def told(name: str, **fields: Any) -> list[Kept]:
+    def told(name: str, **fields: Any) -> list[KvStored]:
         machines.here.ask(name, PROMPT, **fields)
-        return [e for e in machines.here.events if isinstance(e, Kept)]
+        return [e for e in machines.here.events if isinstance(e, KvStored)]
 
     assert told("not asked") == []
     assert told("stays", tells_blocks=True, local_only=True) == []

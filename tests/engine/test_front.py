@@ -23,7 +23,7 @@ from fleetd.engine.protocol import (
     Finished,
     Generate,
     PrefillAlone,
-    PrefillShared,
+    PrefillWithHelpers,
     Report,
     TextPrompt,
     Tokenized,
@@ -171,7 +171,7 @@ SPLIT = Split("layers", (0, 1, 2), 2, 0, 300, 64)
 
 @pytest.mark.parametrize(
     "command",
-    [Cancel("r"), PrefillShared("r", SPLIT, 1.0), PrefillAlone("r"), AssistPrefill("r", SPLIT, 0)],
+    [Cancel("r"), PrefillWithHelpers("r", SPLIT, 1.0), PrefillAlone("r"), AssistPrefill("r", SPLIT, 0)],
     ids=lambda c: type(c),
 )
 def test_a_command_about_an_unknown_request_reaches_the_scheduler(ends: Ends, command: Any) -> None:

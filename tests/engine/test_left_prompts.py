@@ -14,7 +14,16 @@ from turned_scheduler import TinyFamily, family
 
 from fleetd import limits
 from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
-from fleetd.engine.protocol import Accepted, Cancel, Delta, Failed, Finished, Prefill, Shared, TokenPrompt
+from fleetd.engine.protocol import (
+    Accepted,
+    Cancel,
+    Delta,
+    Failed,
+    Finished,
+    Prefill,
+    PrefillReport,
+    TokenPrompt,
+)
 from fleetd.engine.sequence_state import row_memory
 from fleetd.engine.shared_prefill import helper_work
 
@@ -254,7 +263,7 @@ def test_numbers_of_another_accelerator_are_never_kept_as_exact(
         pair.turn()
     if end == "is lost" or end == "leaves once alone":
         pair.helper.scheduler.tell(Cancel("first helped"))
-        pair.turn_until(lambda: bool(pair.home.of("first", Shared)))
+        pair.turn_until(lambda: bool(pair.home.of("first", PrefillReport)))
     if end == "leaves" or end == "leaves once alone":
         leave(pair, "first")
     if end == "stops":

@@ -18,7 +18,7 @@ from bench.harness.agent_session import Piece, Session, Turn
 from fleetd.cache import block_names, block_stream
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.protocol import BLOCKS, FetchBlocks, Finished, Lacking, StreamTag
+from fleetd.engine.protocol import BLOCKS, FetchBlocks, Finished, KvMissing, StreamTag
 from fleetd.sealed.stream import SealedSender
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
@@ -45,7 +45,7 @@ class Replay:
         answered = 0
         while not any(isinstance(event, Finished) and event.id == name for event in worker.events):
             worker.turn()
-            lacking = [event for event in worker.events if isinstance(event, Lacking)]
+            lacking = [event for event in worker.events if isinstance(event, KvMissing)]
             for question in lacking[answered:]:
                 self._send(worker, question)
             answered = len(lacking)
@@ -65,7 +65,7 @@ class Replay:
     def _worker(self, machine: int) -> Worker:
         return Worker(self._model, self._tokenizer, self._disks[machine])
 
-    def _send(self, worker: Worker, question: Lacking) -> None:
+    def _send(self, worker: Worker, question: KvMissing) -> None:
         """As the daemons do: as many blocks as the other disk has, from there."""
         names = [block_names.kept_as(name, local_only=False) for name in question.names]
         blocks = found(self._disks[0], names)

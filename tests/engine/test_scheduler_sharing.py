@@ -26,8 +26,8 @@ from fleetd.engine.protocol import (
     Finished,
     Heartbeat,
     PrefillAlone,
-    PrefillShared,
-    Shared,
+    PrefillReport,
+    PrefillWithHelpers,
 )
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.plan.prefill.split import Split
@@ -103,7 +103,7 @@ def test_a_prompt_that_waits_for_word_lets_others_go_and_keeps_its_memory(
     assert heartbeats[-1].prefilling == 1
     bench.scheduler.tell(PrefillAlone("waits"))
     bench.finish_all("waits")
-    assert bench.of("waits", Shared) == []
+    assert bench.of("waits", PrefillReport) == []
     assert bench.of("waits", Finished)[0].reason == "length"
 
 
@@ -121,18 +121,18 @@ def test_without_word_or_streams_it_goes_on_alone(parts: tuple[Any, Any, Sharabl
     bench.ask("no word")
     bench.ask("no streams", seed=6)
     bench.turn()
-    bench.scheduler.tell(PrefillShared("no streams", SPLIT, 1.0))
+    bench.scheduler.tell(PrefillWithHelpers("no streams", SPLIT, 1.0))
     bench.finish_all("no word", "no streams")
     for name in ("no word", "no streams"):
         kinds = [type(event) for event in bench.of(name)]
-        assert kinds.index(Shared) < kinds.index(Delta)
-        (shared,) = bench.of(name, Shared)
+        assert kinds.index(PrefillReport) < kinds.index(Delta)
+        (shared,) = bench.of(name, PrefillReport)
         assert (shared.code, shared.verified) == ("peer_unreachable", 0)
 
 
-@pytest.mark.parametrize("word", [None, PrefillShared("r", SPLIT, 1.0), PrefillAlone("r")])
+@pytest.mark.parametrize("word", [None, PrefillWithHelpers("r", SPLIT, 1.0), PrefillAlone("r")])
 def test_cancelled_while_it_waits(
-    parts: tuple[Any, Any, Sharable], word: PrefillShared | PrefillAlone | None
+    parts: tuple[Any, Any, Sharable], word: PrefillWithHelpers | PrefillAlone | None
 ) -> None:
     bench = SharingBench(parts)
     bench.ask("r")

@@ -15,7 +15,7 @@ from two_disks import ORIGIN, PROMPT, THERE, WHOLE, TwoMachines
 from fleetd.cache import block_names
 from fleetd.cache.pricing import PrefillCost
 from fleetd.engine.prefixes.prefix_cache import NO_ORIGINS, PrefixCache
-from fleetd.engine.protocol import Cancel, ForgetOrigins, Kept
+from fleetd.engine.protocol import Cancel, ForgetOrigins, KvStored
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient", "short_prompts")
 
@@ -124,10 +124,10 @@ def test_what_was_restored_goes_on_as_from_there(machines: TwoMachines, model: A
 
 def test_what_was_fetched_is_not_sent_on(machines: TwoMachines) -> None:
     fetched(machines, tells_blocks=True)
-    (kept,) = [event for event in machines.here.events if isinstance(event, Kept)]
+    (kept,) = [event for event in machines.here.events if isinstance(event, KvStored)]
     assert not kept.own
     machines.here.ask("alone", PROMPT[::-1], tells_blocks=True)
-    assert [event.own for event in machines.here.events if isinstance(event, Kept)] == [False, True]
+    assert [event.own for event in machines.here.events if isinstance(event, KvStored)] == [False, True]
     machines.here.stop()
     names = [block_names.kept_as(name, local_only=False) for name in kept.names]
     with opened(settings_in(machines.root / "here")) as store:

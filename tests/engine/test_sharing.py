@@ -18,7 +18,7 @@ from tiny_architectures import FAMILIES, LONG, WITHOUT_EXPERTS, config_of, tiny
 
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.prefixes.prefix_cache import PrefixCache
-from fleetd.engine.protocol import PrefillShared
+from fleetd.engine.protocol import PrefillWithHelpers
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
@@ -276,4 +276,4 @@ def test_a_split_of_another_prompt_or_model_is_refused() -> None:
         (Split("layers", (0, 0, 4), LAYERS, 0, 97, 32), None),
     ):
         with pytest.raises(InvalidValue):
-            SharedPrefill(stage, layout, tokens, prefix, PrefillShared("a", wrong, 1.0), opened)
+            SharedPrefill(stage, layout, tokens, prefix, PrefillWithHelpers("a", wrong, 1.0), opened)

@@ -11,7 +11,7 @@ from shared_runs import LAYERS, SharedRun, kept_of, prompt, staged
 from tiny_architectures import tiny
 
 from fleetd.engine.layers.stage import Stage
-from fleetd.engine.protocol import PrefillShared
+from fleetd.engine.protocol import PrefillWithHelpers
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.shared_prefill import frame_schedule
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
@@ -178,7 +178,9 @@ def test_a_split_of_other_tokens_is_refused(llama: Any) -> None:
     assert kept is not None
     for wrong in (None, kept[1:], [*range(301)]):
         with pytest.raises(InvalidValue):
-            SharedPrefill(stage, layout, tokens, None, PrefillShared("a", split, 1.0), opened, kept=wrong)
+            SharedPrefill(
+                stage, layout, tokens, None, PrefillWithHelpers("a", split, 1.0), opened, kept=wrong
+            )
 
 
 def opened(name: str, rank: Any) -> Any:
@@ -191,7 +193,7 @@ def test_sliding_windows_decline_by_name() -> None:
     assert "sliding windows" in told
     stage, layout = staged(model)
     split = SPLITS["half the layers"]
-    share, tokens = PrefillShared("a", split, 1.0), list(prompt(301))
+    share, tokens = PrefillWithHelpers("a", split, 1.0), list(prompt(301))
     with pytest.raises(InvalidValue, match="windows"):
         SharedPrefill(stage, layout, tokens, None, share, opened, kept=kept_of(split))
 

@@ -29,7 +29,7 @@ from fleetd.engine.protocol import (
     Finished,
     Heartbeat,
     Loading,
-    PrefillShared,
+    PrefillWithHelpers,
     StreamTag,
     Tokenized,
 )
@@ -182,7 +182,7 @@ async def test_an_assist_of_a_worker_that_dies_ends_with_it(watched: EnginePool,
         await running
     assert watched.engine(FOLDER) is None
     # Too late for any of these; a socket that is given is closed all the same.
-    engine.share(PrefillShared("r", split, 1.0))
+    engine.share(PrefillWithHelpers("r", split, 1.0))
     engine.alone("r")
     ours, theirs = socket.socketpair()
     with ours:

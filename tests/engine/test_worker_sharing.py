@@ -33,7 +33,7 @@ from fleetd.engine.protocol import (
     Generate,
     Keep,
     Prefill,
-    PrefillShared,
+    PrefillWithHelpers,
     TextPrompt,
 )
 from fleetd.errors import FleetError, InvalidValue, OutOfMemory, Overloaded, PeerError
@@ -198,7 +198,7 @@ async def test_three_prompts_at_once_while_another_answer_runs(model: Path) -> N
                 home.alone(sharing.request.id)
             else:
                 await sharing.connect(split)
-                home.share(PrefillShared(sharing.request.id, split, 10.0, True))
+                home.share(PrefillWithHelpers(sharing.request.id, split, 10.0, True))
         for sharing in sharings:
             await sharing.end()
         assert len(running.told.of(Delta)) > shown + 3
@@ -226,7 +226,7 @@ async def test_the_same_prompt_goes_on_from_what_helpers_computed_for_the_first(
         assert not (await second.wait()).waits, "it was offered to helpers, and is being read already"
         await first.agree(split)
         await first.connect(split)
-        home.share(PrefillShared(first.request.id, split, 10.0, True))
+        home.share(PrefillWithHelpers(first.request.id, split, 10.0, True))
         for sharing in (first, second):
             await sharing.end()
         assert first.assisted()
@@ -275,7 +275,7 @@ async def test_cancelling_either_side_leaves_nothing_behind(model: Path) -> None
             await sharing.agree(split)
             if name == "no streams":
                 await sharing.connect(split, leave_out="home")
-                home.share(PrefillShared(name, split, 5.0))
+                home.share(PrefillWithHelpers(name, split, 5.0))
             for task in sharing.tasks:
                 task.cancel()
             await asyncio.wait(sharing.tasks)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eval.engine import Said
-from eval.runs import Outcome, Runner, compared, intact, recall
+from eval.runs import Outcome, RequestRunner, compared, intact, recall
 from eval.statistics import Ratio
 from fleetd.compression.words import estimate_tokens
 from fleetd.engine.protocol import Keep
@@ -34,7 +34,7 @@ class EchoReader:
 async def test_what_is_kept_is_what_is_answered(kind: str) -> None:
     seen: list[list[Outcome]] = []
     logged: list[str] = []
-    runner = Runner([EchoReader(), EchoReader()], logged.append, scored=False)  # type: ignore[list-item]
+    runner = RequestRunner([EchoReader(), EchoReader()], logged.append, scored=False)  # type: ignore[list-item]
     await runner.cell(kind, 800, (0.3, 0.0), range(3), seen.append)
     found = seen[-1]
     assert len(found) == 6

@@ -150,7 +150,7 @@ def test_a_machine_that_would_fetch_the_model_is_the_last() -> None:
     ways = plan(ASK, [absent("", can_pull=True), home("a")])
     assert placed(ways)[0] == "a"
     assert (of(ways, "").code, of(ways, "").first_token_s) == ("absent", PULL_S)
-    assert of(ways, "").steps == (("fetched", PULL_S),)
+    assert of(ways, "").steps == (("pulled", PULL_S),)
     assert placed(plan(ASK, [absent("", can_pull=True), absent("a")])) == ("", "fetch")
 
 
@@ -219,7 +219,7 @@ def test_reading_from_here_fetching_routing_there_and_computing_are_one_comparis
     assert (step_names.RESTORED, 0.3) in gone.steps
     # It comes over a fast link, or over a slow one.
     assert (chosen(peer(7900, 0.5)).node_id, chosen(peer(7900, 0.5)).begun) == ("", peer(7900, 0.5))
-    assert (step_names.RECEIVED, 0.5) in chosen(peer(7900, 0.5)).steps
+    assert (step_names.FETCHED, 0.5) in chosen(peer(7900, 0.5)).steps
     assert chosen(peer(7900, 9.0)).node_id == "a"
     # This machine's own disk is preferred to either.
     assert chosen(peer(7900, 0.5), disk(7900, 0.2)).begun == disk(7900, 0.2)

@@ -11,18 +11,18 @@ from fakes import FakeModels, FakePool
 from fleetd.models.model_names import ModelNames
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.metrics import Metrics
-from fleetd.requests.runner import Runner
+from fleetd.requests.runner import RequestRunner
 
 
 @pytest.fixture
-def make_runner(ledger: Ledger, metrics: Metrics) -> Callable[..., Runner]:
+def make_runner(ledger: Ledger, metrics: Metrics) -> Callable[..., RequestRunner]:
     """A runner over fakes; only an async test may call it (it makes asyncio objects)."""
 
-    def make(pool: FakePool, models: FakeModels, **changes: Any) -> Runner:
+    def make(pool: FakePool, models: FakeModels, **changes: Any) -> RequestRunner:
         def embedded(ref: str) -> str | None:
             return "tiny" if ref in ("tiny", "tiny-alias") else None
 
         options: dict[str, Any] = {"names": ModelNames("m"), "embedded": embedded} | changes
-        return Runner(pool=pool, models=models, ledger=ledger, metrics=metrics, **options)
+        return RequestRunner(pool=pool, models=models, ledger=ledger, metrics=metrics, **options)
 
     return make

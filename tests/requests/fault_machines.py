@@ -50,7 +50,7 @@ from fleetd import limits
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import Generate, PrefillShared, StreamTag
+from fleetd.engine.protocol import Generate, PrefillWithHelpers, StreamTag
 from fleetd.models.model_names import ModelNames
 from fleetd.p2p import node as node_module
 from fleetd.p2p.node import Node
@@ -67,7 +67,7 @@ from fleetd.requests.prefill_sharing import messages as share_wire
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
 from fleetd.requests.remote.bulk_dialer import BulkDialer
-from fleetd.requests.runner import Runner
+from fleetd.requests.runner import RequestRunner
 from fleetd.requests.traces import Traces
 
 # Where no time is to be lost: until who stands still is given up, and until an agreement is.
@@ -152,7 +152,7 @@ class FaultMachines:
         self.expect, self.connect, self.carried = dialer.expect, dialer.connect, dialer.carried
         self.sharing = PrefillSharing(self, home.pool, Members(self.machines, lambda: home.card), metrics)  # type: ignore[arg-type]
         self.sharing.choose = self._choose  # type: ignore[method-assign]
-        self.runner = Runner(
+        self.runner = RequestRunner(
             pool=home.pool,
             models=home,
             ledger=Ledger(self.store),
@@ -394,7 +394,7 @@ async def _made(folder: Path, patch: pytest.MonkeyPatch, stack: contextlib.ExitS
         found.point(f"{found.machine_of(self).name}: given {tag.name}")
         await give(self, tag, sock)
 
-    def shared(self: EngineProcess, share_: PrefillShared) -> None:
+    def shared(self: EngineProcess, share_: PrefillWithHelpers) -> None:
         found.point("share")
         share(self, share_)
 

@@ -24,7 +24,7 @@ from fleetd.engine.protocol import (
     Generate,
     Loading,
     Prefill,
-    Shared,
+    PrefillReport,
     Timings,
     Usage,
 )
@@ -99,7 +99,7 @@ class HomePool:
     """
 
     fake: FakeEngine
-    ending: Shared | str = "wait"
+    ending: PrefillReport | str = "wait"
     waits: bool = True
     cached: int = 0
     exact: bool = True
@@ -141,11 +141,11 @@ class HomePool:
             return
         self.begun.set()
         await self.gate.wait()
-        if isinstance(self.ending, Shared):
+        if isinstance(self.ending, PrefillReport):
             yield self.ending
         else:
             await engine.until(lambda: engine.lonely)
-            yield Shared(request_id, [], "alone", engine.lonely[0][1], 256)
+            yield PrefillReport(request_id, [], "alone", engine.lonely[0][1], 256)
 
 
 def own_card(name: str, **model: Any) -> Card:

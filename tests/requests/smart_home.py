@@ -33,7 +33,7 @@ from fleetd.requests.ledger import Ledger
 from fleetd.requests.members.members import Members
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.placement.placement import Placement
-from fleetd.requests.runner import Runner
+from fleetd.requests.runner import RequestRunner
 from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
 from fleetd.requests.smart_prefill.compression_job import (
     CompressionService,
@@ -48,7 +48,7 @@ ASKED = SmartPrefillPolicy(enabled=True, target_ratio=0.2, min_prompt_tokens=500
 
 @dataclass
 class SmartHome:
-    runner: Runner
+    runner: RequestRunner
     pool: ScoringPool
     models: FakeModels
     store: Store
@@ -101,7 +101,7 @@ def maker(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., Smart
         scorers = Scorers(pool, found, speeds, members, profiles=profiles or Profiles())
         compressing = CompressionService(scoring, scorers, ledger, monotonic=clock)
         smart = SmartPrefill(compressing, members, pool, metrics, monotonic=clock)
-        runner = Runner(
+        runner = RequestRunner(
             pool=pool,
             models=found,
             ledger=ledger,

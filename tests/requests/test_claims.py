@@ -47,7 +47,7 @@ from fleetd.requests.placement.placement import AnswerTokens, Placement, Placer,
 from fleetd.requests.placement.planner_facts import speed_of
 from fleetd.requests.remote import messages
 from fleetd.requests.remote.answer_deadline import AnswerDeadline
-from fleetd.requests.runner import Runner
+from fleetd.requests.runner import RequestRunner
 from fleetd.storage.store import Store
 
 INFINITE = 1e12  # the most that a card may say
@@ -222,14 +222,14 @@ class Liars(FakeOthers):
         return self.streams[-1]
 
 
-Make = Callable[..., Runner]
+Make = Callable[..., RequestRunner]
 
 
 @pytest.fixture
 def make(store: Store) -> Make:
-    def build(others: FakeOthers, own: Card) -> Runner:
+    def build(others: FakeOthers, own: Card) -> RequestRunner:
         members = Members(others.machines, lambda: own)
-        return Runner(
+        return RequestRunner(
             pool=FakePool(answer()),
             models=FakeModels(names=["big"]),
             ledger=Ledger(store),
@@ -243,7 +243,7 @@ def make(store: Store) -> Make:
     return build
 
 
-async def answered(runner: Runner, number: int) -> list[Any]:
+async def answered(runner: RequestRunner, number: int) -> list[Any]:
     asked = Job("big", Generate(f"r{number}", TextPrompt("x" * 4000), max_tokens=10), "http", "chat")
     async with aclosing(runner.run(asked)) as events:
         return [event async for event in events]

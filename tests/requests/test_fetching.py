@@ -27,10 +27,10 @@ from fleetd.engine.protocol import (
     ChatPrompt,
     Delta,
     Event,
-    Fetched,
     Finished,
     Generate,
-    Lacking,
+    KvFetched,
+    KvMissing,
     Timings,
 )
 from fleetd.errors import Forbidden, Overloaded, PeerLost
@@ -72,7 +72,9 @@ class FetchingHome:
         self.asked: Generate | None = None
         self.fetched_tokens = 0
 
-    async def run(self, lacking: Lacking, fetched: Callable[[], Fetched | None] = lambda: None) -> list[Any]:
+    async def run(
+        self, lacking: KvMissing, fetched: Callable[[], KvFetched | None] = lambda: None
+    ) -> list[Any]:
         """The request, whose engine reports ``lacking`` and, once it has its answer, what came of it."""
 
         async def stream(generate: Generate) -> AsyncGenerator[Event, None]:
@@ -118,8 +120,8 @@ class FetchingHome:
         return [bytes(whole) for whole in wholes]
 
 
-def lacking(names: list[bytes], each_s: float = 5.0) -> Lacking:
-    return Lacking("r1", names, [each_s * (i + 1) for i in range(len(names))], SIZE)
+def lacking(names: list[bytes], each_s: float = 5.0) -> KvMissing:
+    return KvMissing("r1", names, [each_s * (i + 1) for i in range(len(names))], SIZE)
 
 
 def payloads(names: list[bytes]) -> list[bytes]:
@@ -132,9 +134,9 @@ async def test_blocks_come_from_the_machine_that_has_most_of_them(tmp_path: Path
         keepers[1].keep(NAMES)
         home = FetchingHome(node, keepers)
 
-        def fetched() -> Fetched:
+        def fetched() -> KvFetched:
             assert home.receive(NAMES) == payloads(NAMES)
-            return Fetched("r1", 4, 4 * SIZE, 0.5)
+            return KvFetched("r1", 4, 4 * SIZE, 0.5)
 
         told = await home.run(lacking(NAMES), fetched)
         assert [type(event).__name__ for event in told][-3:] == ["Accepted", "Delta", "Finished"]
@@ -154,9 +156,9 @@ async def test_what_comes_has_the_label_of_its_machine_which_a_lie_ends(tmp_path
         async def label(node_id: str) -> str:
             return f"of {node_id}"
 
-        def fetched() -> Fetched:
+        def fetched() -> KvFetched:
             home.receive(NAMES)
-            return Fetched("r1", 0, 0, 0.5, code, "Its keys and values are wrong, or late.")
+            return KvFetched("r1", 0, 0, 0.5, code, "Its keys and values are wrong, or late.")
 
         home.step.label, home.members.lied = label, lied.append
         await home.run(lacking(NAMES), fetched)
@@ -185,10 +187,10 @@ async def test_over_a_slow_link_the_last_block_comes_first_and_to_leave_half_way
         # A block takes about as long as computing it.
         home = FetchingHome(node, keepers, bytes_per_s=SIZE / 5)
 
-        def fetched() -> Fetched:
+        def fetched() -> KvFetched:
             assert home.receive_kept([3, 2], leave=True) == payloads(NAMES[:1:-1])
             home.engine.streams["blocks"].close()
-            return Fetched("r1", 2, 2 * SIZE, 0.5)
+            return KvFetched("r1", 2, 2 * SIZE, 0.5)
 
         await home.run(lacking(NAMES), fetched)
         (asked,) = home.engine.fetches
@@ -208,10 +210,10 @@ async def test_where_a_model_needs_snapshots_the_last_two_come_after_the_rows(
         kept = [block_names.kept_as(name, local_only=False) for name in NAMES[:3]]
         sent = [*(kept if rows else []), *(block_names.state_name(name) for name in kept[1:])]
 
-        def fetched() -> Fetched:
+        def fetched() -> KvFetched:
             numbers = [*(range(3) if rows else []), 1, 2]
             assert home.receive_kept(numbers) == [kv_blocks.payload(name, SIZE) for name in sent]
-            return Fetched("r1", 3, 5 * SIZE, 0.5)
+            return KvFetched("r1", 3, 5 * SIZE, 0.5)
 
         await home.run(msgspec.structs.replace(lacking(NAMES), rows=rows, states=True), fetched)
         # Rows past the last snapshot are of no use.
@@ -229,9 +231,9 @@ async def test_a_machine_that_takes_four_times_as_long_is_predicted_so_the_next_
             home = FetchingHome(node, keepers, bytes_per_s=4 * size / 2)
             members = home.step.members = members or home.members
 
-            def fetched(home: FetchingHome = home) -> Fetched:
+            def fetched(home: FetchingHome = home) -> KvFetched:
                 home.receive(NAMES)
-                return Fetched("r1", 4, 4 * size, 8.0, opening_s=1.0)
+                return KvFetched("r1", 4, 4 * size, 8.0, opening_s=1.0)
 
             await home.run(msgspec.structs.replace(lacking(NAMES, each_s=100.0), block_bytes=size), fetched)
             (came,) = home.step.counts.machines()
@@ -247,7 +249,7 @@ async def test_a_fetch_has_a_bound_for_all_of_it(tmp_path: Path) -> None:
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES)
         home = FetchingHome(node, keepers)
-        await home.run(lacking(NAMES), lambda: Fetched("r1", 4, 4 * SIZE, 0.5))
+        await home.run(lacking(NAMES), lambda: KvFetched("r1", 4, 4 * SIZE, 0.5))
         assert home.engine.fetches[0].within_s == limits.FETCH_BLOCK_S
 
 
@@ -255,7 +257,7 @@ async def test_a_machine_that_is_late_is_asked_for_other_work(tmp_path: Path) ->
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(NAMES)
         home = FetchingHome(node, keepers)
-        await home.run(lacking(NAMES), lambda: Fetched("r1", 1, SIZE, 2.5, "peer_late", "Too late."))
+        await home.run(lacking(NAMES), lambda: KvFetched("r1", 1, SIZE, 2.5, "peer_late", "Too late."))
         assert home.members.left_out(keepers[0].node_id, "fetch")
         assert not home.members.left_out(keepers[0].node_id, "answer")
 
@@ -289,9 +291,9 @@ async def test_blocks_of_other_numbers_come_where_there_are_fewer_exact_ones(
         home = FetchingHome(node, keepers)
         wanted = NAMES if exact_ones else others
 
-        def fetched() -> Fetched:
+        def fetched() -> KvFetched:
             assert home.receive(wanted) == payloads(wanted)
-            return Fetched("r1", 4, 4 * SIZE, 0.5)
+            return KvFetched("r1", 4, 4 * SIZE, 0.5)
 
         await home.run(msgspec.structs.replace(lacking(NAMES), plan_names=others), fetched)
         assert [(fetch.blocks, fetch.plan) for fetch in home.engine.fetches] == [(4, not exact_ones)]
@@ -317,9 +319,9 @@ async def test_what_came_is_counted_on_both_sides_and_named_in_the_answer(tmp_pa
         home = FetchingHome(node, keepers)
         home.fetched_tokens = 4 * limits.CACHE_BLOCK_TOKENS
 
-        def fetched() -> Fetched:
+        def fetched() -> KvFetched:
             home.receive(NAMES)
-            return Fetched("r1", 4, 4 * SIZE, 0.5)
+            return KvFetched("r1", 4, 4 * SIZE, 0.5)
 
         finished = (await home.run(lacking(NAMES), fetched))[-1]
         assert finished.timings.fetched_from == "keeper0"
@@ -381,9 +383,9 @@ async def test_a_machine_whose_bytes_were_wrong_is_left_out(tmp_path: Path) -> N
         keepers[0].keep(NAMES)
         home = FetchingHome(node, keepers)
 
-        def wrong() -> Fetched:
+        def wrong() -> KvFetched:
             home.receive(NAMES)
-            return Fetched("r1", code="peer_wrong", reason="Its keys and values are not those.")
+            return KvFetched("r1", code="peer_wrong", reason="Its keys and values are not those.")
 
         await home.run(lacking(NAMES), wrong)
         assert home.members.left_out(keepers[0].node_id, "fetch")
@@ -443,9 +445,9 @@ async def test_attack_messages_without_end_beside_the_blocks_end_the_fetch(tmp_p
         home = FetchingHome(node, keepers)
         loop = asyncio.get_running_loop()
 
-        def fetched() -> Fetched:
+        def fetched() -> KvFetched:
             asyncio.run_coroutine_threadsafe(gone.wait(), loop).result(30)
-            return Fetched("r1", code="peer_late", reason="The stream broke.")
+            return KvFetched("r1", code="peer_late", reason="The stream broke.")
 
         told = await home.run(lacking(NAMES), fetched)
         assert isinstance(told[-1], Finished)
@@ -477,9 +479,9 @@ async def test_an_index_that_fails_while_blocks_are_sent_is_no_fault_of_the_stre
         home = FetchingHome(node, keepers)
         came = NAMES[:1] if failing == "read" else NAMES
 
-        def fetched() -> Fetched:
+        def fetched() -> KvFetched:
             assert home.receive(NAMES) == payloads(came)
-            return Fetched("r1", len(came), len(came) * SIZE, 0.5)
+            return KvFetched("r1", len(came), len(came) * SIZE, 0.5)
 
         await home.run(lacking(NAMES), fetched)
         assert home.engine.fetches[0].blocks == 4

@@ -53,7 +53,7 @@ from fleetd.requests.metrics import Metrics
 from fleetd.requests.placement.placement import KnownTokens, Placer, WantedModel, alike, candidate
 from fleetd.requests.remote import messages, remote
 from fleetd.requests.remote.message_codec import ALIVE
-from fleetd.requests.runner import Runner
+from fleetd.requests.runner import RequestRunner
 from fleetd.storage.store import Store
 
 WHOLE = spoken(*answer())
@@ -67,7 +67,7 @@ def has(digest: str) -> bool:
     return True
 
 
-Make = Callable[..., Runner]
+Make = Callable[..., RequestRunner]
 
 
 @pytest.fixture
@@ -81,9 +81,9 @@ def make(store: Store) -> Make:
         record: Callable[[Trace], None] = lambda trace: None,
         monotonic: Callable[[], float] = time.monotonic,
         **more: Any,
-    ) -> Runner:
+    ) -> RequestRunner:
         members = Members(others.machines, lambda: own, monotonic=monotonic, **more)
-        return Runner(
+        return RequestRunner(
             pool=pool or FakePool(answer()),
             models=models or FakeModels(names=[]),
             ledger=Ledger(store),

@@ -18,7 +18,7 @@ from fleetd import limits
 from fleetd.cache.service import DiskCache
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.prefill_plan import PlanQuestion
-from fleetd.engine.protocol import Accepted, Delta, Finished, Generate, Kept, TextPrompt
+from fleetd.engine.protocol import Accepted, Delta, Finished, Generate, KvStored, TextPrompt
 from fleetd.errors import Forbidden, PeerUnreachable
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node
@@ -53,12 +53,12 @@ async def read(prompts: KeptPrompts, asked: Job, names: list[bytes] = NAMES, *, 
         told.append(generate)
         yield Accepted("r1", TOKENS)
         if generate.tells_blocks:
-            yield Kept("r1", names, own)
+            yield KvStored("r1", names, own)
         yield Delta("r1", "ok", 1)
         yield Finished("r1", "stop")
 
     events = [event async for event in answered(Pipeline([prompts]), request_of(asked, FOLDER), engine)]
-    assert not any(isinstance(event, Kept) for event in events), "it is no matter of the client's"
+    assert not any(isinstance(event, KvStored) for event in events), "it is no matter of the client's"
     await prompts.close()
     return told[0]
 
@@ -222,7 +222,7 @@ async def test_the_plan_of_a_text_says_what_is_restored_fetched_and_computed(tmp
         chosen = view.options[0]
         assert (chosen.kind, chosen.cached_tokens) == ("local", TOKENS)
         assert (chosen.fetched_tokens, chosen.fetched_from) == (TOKENS, "keeper0")
-        assert [step.machine for step in chosen.steps if step.name == "received"] == ["keeper0"]
+        assert [step.machine for step in chosen.steps if step.name == "fetched"] == ["keeper0"]
         there = next(option for option in view.options if option.nodes[0] == "keeper0")
         assert (there.cached_tokens, there.restored_tokens) == (TOKENS, TOKENS)
         # Once half of it lies here, that is read first.

@@ -25,7 +25,7 @@ from fleetd.requests.ledger import Ledger
 from fleetd.requests.members.members import Members
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.placement.placement import Placer
-from fleetd.requests.runner import Runner
+from fleetd.requests.runner import RequestRunner
 from fleetd.storage.store import Store
 
 TEXT = "".join(chr(65 + i % 26) * BLOCK_CHARS for i in range(80))
@@ -42,7 +42,7 @@ class ScriptedFleet:
         self.others = FakeOthers(*found, **scripts)
         self.traces: asyncio.Queue[Trace] = asyncio.Queue()
         self.members = Members(self.others.machines, lambda: OWN)
-        self.runner = Runner(
+        self.runner = RequestRunner(
             pool=pool or FakePool(answer()),
             models=FakeModels(names=["big"] if here else []),
             ledger=Ledger(store),

@@ -44,13 +44,13 @@ from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.request import Request
-from fleetd.requests.runner import Runner
+from fleetd.requests.runner import RequestRunner
 from fleetd.storage.store import Store
 
-Make = Callable[..., Runner]
+Make = Callable[..., RequestRunner]
 
 
-async def planned(runner: Runner, this: Job) -> AsyncGenerator[Loading | Event, None]:
+async def planned(runner: RequestRunner, this: Job) -> AsyncGenerator[Loading | Event, None]:
     """The events after the first one, which says that the job runs here."""
     async with aclosing(runner.run(this)) as events:
         assert await anext(events) == LOCAL
@@ -59,7 +59,7 @@ async def planned(runner: Runner, this: Job) -> AsyncGenerator[Loading | Event, 
             yield event
 
 
-async def collect(runner: Runner, this: Job) -> list[Loading | Event]:
+async def collect(runner: RequestRunner, this: Job) -> list[Loading | Event]:
     return [event async for event in planned(runner, this)]
 
 

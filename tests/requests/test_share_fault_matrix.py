@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from request_events import RequestEvents
 from wire import Effect
 
-from fleetd.engine.protocol import Accepted, AssistPrefill, Shared
+from fleetd.engine.protocol import Accepted, AssistPrefill, PrefillReport
 from fleetd.errors import EngineDied
 from fleetd.plan.prefill.split import Split
 from fleetd.requests.job import Planned
@@ -222,7 +222,7 @@ def _check(case: Case, told: RequestEvents, expected: Any) -> None:
         assert isinstance(told.error, EngineDied)
         return
     assert told.answer == expected
-    planned, shared = told.of(Planned), told.of(Shared)
+    planned, shared = told.of(Planned), told.of(PrefillReport)
     assert shared == [], "that is between the daemon and its worker"
     alone = planned[-1].kind == "local"
     if case.outcome in ("alone", "shared"):

@@ -30,7 +30,7 @@ from fleetd.engine.protocol import (
     Generate,
     Loading,
     Prefill,
-    Shared,
+    PrefillReport,
     StepTime,
     Tokenized,
 )
@@ -54,7 +54,7 @@ from fleetd.requests.request import Request
 from fleetd.requests.request_trace import trace_of
 
 LONG = "word " * 4096
-OK = Shared("r1", [StepTime("computed", 1.0, 500)])
+OK = PrefillReport("r1", [StepTime("computed", 1.0, 500)])
 
 
 def job(text: str = LONG, **fields: Any) -> Job:
@@ -98,7 +98,7 @@ class SharingHome:
 
 @contextlib.asynccontextmanager
 async def home_with(
-    folder: Path, helpers: int = 1, ending: Shared | str = OK, card: Any = None, **fields: Any
+    folder: Path, helpers: int = 1, ending: PrefillReport | str = OK, card: Any = None, **fields: Any
 ) -> AsyncIterator[SharingHome]:
     async with machines(folder, helpers) as (node, others):
         partners = HomePartners(node, others, **fields)
@@ -236,7 +236,7 @@ async def test_an_attempt_that_failed_after_a_shared_prefill_says_nothing_of_the
                 async with contextlib.aclosing(home.pool.stream(folder, request.generate)) as events:
                     async for event in events:
                         await pipeline.on_event(request, event)
-                        if isinstance(event, Shared):
+                        if isinstance(event, PrefillReport):
                             raise EngineDied("The engine ended.")
 
         with pytest.raises(EngineDied):
@@ -537,7 +537,7 @@ async def test_a_helper_that_dies_is_given_up_at_once(tmp_path: Path) -> None:
 
 
 async def test_what_the_engine_finds_wrong_is_the_helpers_fault(tmp_path: Path) -> None:
-    ending = Shared("r1", [], "protocol_error", "Rows that are not due.", 0)
+    ending = PrefillReport("r1", [], "protocol_error", "Rows that are not due.", 0)
     async with home_with(tmp_path, ending=ending) as home:
         home.helpers[0].engine.end.clear()
         events = await home.ask()
@@ -566,7 +566,7 @@ async def test_a_failure_that_two_notice_is_told_once_and_traced_as_it_was_told(
         noticed.set()
 
     monkeypatch.setattr(Agreement, "watch", watch)
-    ending = Shared("r1", [], "peer_lost", "The stream broke.", 0)
+    ending = PrefillReport("r1", [], "peer_lost", "The stream broke.", 0)
     async with home_with(tmp_path, ending=ending) as home:
         said: list[Any] = []
         async with asyncio.timeout(WITHIN_S), contextlib.aclosing(home.events()) as events:
@@ -583,7 +583,7 @@ async def test_a_failure_that_two_notice_is_told_once_and_traced_as_it_was_told(
 
 
 async def test_what_was_verified_before_a_failure_is_still_theirs(tmp_path: Path) -> None:
-    ending = Shared("r1", [], "peer_lost", "It went away.", 512)
+    ending = PrefillReport("r1", [], "peer_lost", "It went away.", 512)
     async with home_with(tmp_path, ending=ending) as home:
         other = replace(ARITHMETIC, accelerator="metal", layers=[b"x" * 8] * 4)
         home.helpers[0].engine.facts = replace(FACTS, arithmetic=other)
@@ -749,7 +749,7 @@ async def test_what_a_helper_sent_says_how_fast_its_path_is_at_least(
     tmp_path: Path, exposed_s: float, late: bool
 ) -> None:
     own = [StepTime(step_names.WAITED, 0.1, 5_000_100), StepTime(step_names.EXPOSED, exposed_s)]
-    ending = Shared("r1", own)
+    ending = PrefillReport("r1", own)
     async with home_with(tmp_path, ending=ending) as home:
         home.helpers[0].engine.steps = [
             StepTime(step_names.WAITED, 0.1, 777),
@@ -767,7 +767,7 @@ async def test_attack_a_path_is_no_faster_than_what_came_over_it_whatever_a_help
     tmp_path: Path,
 ) -> None:
     """Else every prompt would be read with the help of the machine that claims most."""
-    ending = Shared("r1", [StepTime(step_names.WAITED, 0.1, 3_000_000)])
+    ending = PrefillReport("r1", [StepTime(step_names.WAITED, 0.1, 3_000_000)])
     async with home_with(tmp_path, ending=ending) as home:
         home.helpers[0].engine.steps = [StepTime(step_names.COMPUTED, 1.0, 1 << 50)]
         await home.ask()
@@ -776,7 +776,7 @@ async def test_attack_a_path_is_no_faster_than_what_came_over_it_whatever_a_help
 
 async def test_this_machines_part_corrects_what_it_tells_of_itself(tmp_path: Path) -> None:
     """Its own figure says that the part takes far longer: it was measured beside something else."""
-    ending = Shared("r1", [StepTime(step_names.COMPUTED, 0.01)])
+    ending = PrefillReport("r1", [StepTime(step_names.COMPUTED, 0.01)])
     async with home_with(tmp_path, ending=ending) as home:
         home.sharing.speeds.seed("m", 100.0, 1.0, now_s=home.sharing.monotonic())
         await home.ask()

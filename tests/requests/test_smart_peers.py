@@ -45,7 +45,7 @@ from fleetd.requests.ledger import Ledger
 from fleetd.requests.members.members import Member, Members
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.remote.message_codec import ALIVE
-from fleetd.requests.runner import Runner
+from fleetd.requests.runner import RequestRunner
 from fleetd.requests.smart_prefill import messages
 from fleetd.requests.smart_prefill.client import SmartPrefill
 from fleetd.requests.smart_prefill.compression_job import CompressionService
@@ -166,7 +166,7 @@ class Neighbours:
 
 @dataclass
 class HomeOfMinis:
-    runner: Runner
+    runner: RequestRunner
     pool: ScoringPool
     minis: list[Mini]
     store: Store
@@ -223,7 +223,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
         scoring = SegmentScoring(pool, others.request, monotonic=time.monotonic)
         compressing = CompressionService(scoring, scorers, ledger)
         smart = SmartPrefill(compressing, members, pool, metrics)
-        runner = Runner(
+        runner = RequestRunner(
             pool=pool,
             models=found,
             ledger=ledger,

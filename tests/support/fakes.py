@@ -18,14 +18,14 @@ from fleetd.engine.protocol import (
     ChatPrompt,
     Delta,
     DraftFor,
+    DraftReport,
     Event,
     FetchBlocks,
     Finished,
-    Followed,
     Generate,
     Loading,
     Prefill,
-    PrefillShared,
+    PrefillWithHelpers,
     Ready,
     ScoringState,
     StepTime,
@@ -174,7 +174,7 @@ class FakeEngine:
     end: asyncio.Event = field(default_factory=asyncio.Event)
     assists: list[AssistPrefill] = field(default_factory=list)
     follows: list[DraftFor] = field(default_factory=list)
-    shares: list[PrefillShared] = field(default_factory=list)
+    shares: list[PrefillWithHelpers] = field(default_factory=list)
     lonely: list[tuple[str, str]] = field(default_factory=list)
     fetches: list[FetchBlocks] = field(default_factory=list)
     streams: dict[str, socket.socket] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class FakeEngine:
         async with aclosing(self._work(Accepted(follow.id, 0))) as events:
             async for event in events:
                 yield event
-        yield Followed(follow.id, 30, 20, 10)
+        yield DraftReport(follow.id, 30, 20, 10)
 
     async def _work(self, accepted: Accepted) -> AsyncGenerator[Event, None]:
         if self.error is not None and not self.late:
@@ -230,7 +230,7 @@ class FakeEngine:
         await self.until(lambda: name in self.streams)
         return self.tags[name], self.streams[name]
 
-    def share(self, share: PrefillShared) -> None:
+    def share(self, share: PrefillWithHelpers) -> None:
         self.shares.append(share)
         self._soon()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import Any
 
-from fleetd.engine.protocol import Delta, Finished, Loading, Shared
+from fleetd.engine.protocol import Delta, Finished, Loading, PrefillReport
 from fleetd.engine.protocol import Event as EngineEvent
 from fleetd.errors import FleetError
 
@@ -41,8 +41,8 @@ class RequestEvents:
         return "".join(delta.text for delta in self.of(Delta)), self.numbers
 
     @property
-    def shared(self) -> Shared:
-        (found,) = self.of(Shared)
+    def shared(self) -> PrefillReport:
+        (found,) = self.of(PrefillReport)
         return found  # type: ignore[no-any-return]
 
     @property

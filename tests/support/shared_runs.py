@@ -17,7 +17,7 @@ from tiny_architectures import VOCAB
 from fleetd.engine.layers.prefill import Prefiller
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.prefixes.prefix_cache import PrefixCache
-from fleetd.engine.protocol import AssistPrefill, PrefillShared
+from fleetd.engine.protocol import AssistPrefill, PrefillWithHelpers
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.shared_prefill.fingerprint import any_chunks
@@ -126,7 +126,7 @@ class SharedRun:
             layout,
             self.tokens,
             prefix_of(self.model, self.tokens, split.cached),
-            PrefillShared("a", split, self.predicted_s, self.exact),
+            PrefillWithHelpers("a", split, self.predicted_s, self.exact),
             self.streams.of(-1),
             kept=self.kept,
             any_chunks=any_chunks(stage, layout, self.device),

@@ -29,7 +29,7 @@ from fleetd.engine.protocol import (
     Delta,
     Generate,
     Prefill,
-    PrefillShared,
+    PrefillWithHelpers,
     StreamTag,
     TokenPrompt,
 )
@@ -216,7 +216,7 @@ class Sharing:
         split = split_of(kind, await self.wait(), cuts)
         await self.agree(split)
         await self.connect(split, hold_after=hold_after)
-        self.home.share(PrefillShared(self.request.id, split, predicted_s, exact))
+        self.home.share(PrefillWithHelpers(self.request.id, split, predicted_s, exact))
 
     async def run(self, kind: str, cuts: Sequence[float] = (0.5,), *, exact: bool = True) -> RequestEvents:
         """From the acceptance to the end of everything."""

@@ -14,7 +14,7 @@ from turned_scheduler import TinyFamily, TurnedScheduler
 
 from fleetd.engine.measure.chunk_size import FixedChunks
 from fleetd.engine.prompt.prompt_encoding import prepare
-from fleetd.engine.protocol import Accepted, AssistPrefill, PrefillShared, Shared, StreamTag
+from fleetd.engine.protocol import Accepted, AssistPrefill, PrefillReport, PrefillWithHelpers, StreamTag
 from fleetd.engine.shared_prefill.frame_schedule import helper_streams
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.sparse_prefill.sparse import Sparse
@@ -55,7 +55,7 @@ class TurnedPair:
             theirs = "helper0" if stream == "home" else "in"
             self.helper.scheduler.put_stream(StreamTag(job, stream, key, "acceptor"), near)
             self.home.scheduler.put_stream(StreamTag(name, theirs, key, "connector"), far)
-        self.home.scheduler.tell(PrefillShared(name, split, 60.0, exact))
+        self.home.scheduler.tell(PrefillWithHelpers(name, split, 60.0, exact))
         self.turn_until(lambda: self.shared(name) is not None)
 
     def shared(self, name: str) -> SharedPrefill | None:
@@ -91,5 +91,5 @@ class TurnedPair:
 
     def gave_up(self, name: str) -> str:
         """The code with which sharing ended; "" if it went well."""
-        (shared,) = self.home.of(name, Shared)
+        (shared,) = self.home.of(name, PrefillReport)
         return str(shared.code)

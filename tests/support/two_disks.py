@@ -22,7 +22,7 @@ from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
-from fleetd.engine.protocol import BLOCKS, FetchBlocks, Fetched, Finished, Lacking, StreamTag
+from fleetd.engine.protocol import BLOCKS, FetchBlocks, Finished, KvFetched, KvMissing, StreamTag
 from fleetd.errors import FleetError
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.server import parts_to_send
@@ -56,8 +56,8 @@ class TwoMachines:
     def ask(self, **fields: Any) -> None:
         self.here.put("second", self.prompt, fetches=True, max_tokens=self.max_tokens, **fields)
 
-    def lacking(self) -> Lacking:
-        while not (found := [e for e in self.here.events if isinstance(e, Lacking)]):
+    def lacking(self) -> KvMissing:
+        while not (found := [e for e in self.here.events if isinstance(e, KvMissing)]):
             self.here.turn()
         return found[0]
 
@@ -132,10 +132,10 @@ class TwoMachines:
         for thread in self.threads:
             thread.join(60)
 
-    def finish(self) -> tuple[Finished, Fetched | None]:
+    def finish(self) -> tuple[Finished, KvFetched | None]:
         done = self.here.finish("second")
         assert self.here.text("second") == self.expected
-        told = [e for e in self.here.events if isinstance(e, Fetched)]
+        told = [e for e in self.here.events if isinstance(e, KvFetched)]
         return done, told[0] if told else None
 
 

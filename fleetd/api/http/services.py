@@ -27,7 +27,7 @@ from fleetd.models.pinned import PinnedModels
 from fleetd.models.pull_lines import PullProgress
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.metrics import Metrics
-from fleetd.requests.runner import Runner
+from fleetd.requests.runner import RequestRunner
 from fleetd.requests.smart_prefill.compression_job import CompressionService
 
 
@@ -61,7 +61,7 @@ class Services(msgspec.Struct, frozen=True):
         listeners: one object for each listener to events.
     """
 
-    runner: Runner
+    runner: RequestRunner
     models: ModelStore
     pull: Callable[[str], AsyncGenerator[PullProgress, None]]
     pool: EnginePool

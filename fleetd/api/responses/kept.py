@@ -35,11 +35,11 @@ class KeptResponse(msgspec.Struct, frozen=True):
         return (*self.before, *self.asked, *self.said)
 
 
-Kept = KeptAnswers[KeptResponse, InputItem]
+KvStored = KeptAnswers[KeptResponse, InputItem]
 
 
 def keep(
-    kept: Kept,
+    kept: KvStored,
     client: str,
     response: Response,
     asked: Sequence[InputItem],
@@ -61,14 +61,14 @@ def keep(
     kept.keep(client, response.id, found, parts, found.n_bytes)
 
 
-def answer(kept: Kept, client: str, name: str, param: str | None = None) -> KeptResponse:
+def answer(kept: KvStored, client: str, name: str, param: str | None = None) -> KeptResponse:
     """Raises ResponseNotFound."""
     if (found := kept.find(client, name)) is None:
         raise missing("answer", name, param)
     return found
 
 
-def item(kept: Kept, client: str, name: str, param: str) -> InputItem:
+def item(kept: KvStored, client: str, name: str, param: str) -> InputItem:
     """An item of an answer, or of what it was asked. Raises ResponseNotFound."""
     if (found := kept.part(client, name)) is None:
         raise missing("item", name, param)

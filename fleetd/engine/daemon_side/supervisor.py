@@ -30,11 +30,11 @@ from fleetd.engine.protocol import (
     AssistPrefill,
     Cancel,
     DraftFor,
+    DraftReport,
     Event,
     Failed,
     FetchBlocks,
     Finished,
-    Followed,
     ForgetOrigins,
     FreeMemory,
     Generate,
@@ -44,7 +44,7 @@ from fleetd.engine.protocol import (
     Loading,
     MeasuredAgain,
     PrefillAlone,
-    PrefillShared,
+    PrefillWithHelpers,
     Ready,
     Score,
     Scored,
@@ -276,13 +276,13 @@ class EngineProcess:
         return self._exchange(score, Scored)
 
     def follow(self, follow: DraftFor) -> AsyncGenerator[Event, None]:
-        """Accepted, and Followed once the text needs no more drafts. Closing the generator cancels it.
+        """Accepted, and DraftReport once the text needs no more drafts. Closing the generator cancels it.
 
         Raises as ``stream``.
         """
-        return self._exchange(follow, Followed)
+        return self._exchange(follow, DraftReport)
 
-    def share(self, share: PrefillShared) -> None:
+    def share(self, share: PrefillWithHelpers) -> None:
         """Prefill a waiting prompt together with others; its streams are given with ``give_stream``.
 
         Nothing happens if the request has ended.
@@ -294,7 +294,7 @@ class EngineProcess:
         self._send(PrefillAlone(request_id, reason))
 
     def fetch(self, fetch: FetchBlocks) -> None:
-        """Answer a Lacking; its stream is given with ``give_stream``. Nothing happens if it has ended."""
+        """Answer a KvMissing; its stream is given with ``give_stream``. Nothing happens if it has ended."""
         self._send(fetch)
 
     def write_now(self) -> None:
@@ -346,7 +346,7 @@ class EngineProcess:
     async def _exchange(
         self,
         command: Generate | AssistPrefill | Score | DraftFor,
-        last: type[Finished] | type[Assisted] | type[Scored] | type[Followed],
+        last: type[Finished] | type[Assisted] | type[Scored] | type[DraftReport],
     ) -> AsyncGenerator[Event, None]:
         if self.state != "ready" or self._writer is None:
             raise self._not_running()

@@ -17,7 +17,7 @@ from fleetd.engine.protocol import (
     FreeMemory,
     IdleTime,
     PrefillAlone,
-    PrefillShared,
+    PrefillWithHelpers,
     TakenElsewhere,
     WriteNow,
 )
@@ -31,7 +31,7 @@ class Stop(msgspec.Struct, frozen=True):
 Item = (
     PreparedPrompt
     | ScoringLayout
-    | PrefillShared
+    | PrefillWithHelpers
     | PrefillAlone
     | FetchBlocks
     | AssistPrefill

@@ -49,7 +49,7 @@ from fleetd.engine.protocol import (
     IdleTime,
     Prefill,
     PrefillAlone,
-    PrefillShared,
+    PrefillWithHelpers,
     StreamTag,
     WriteNow,
 )
@@ -247,7 +247,7 @@ class Scheduler(ComputeLoop):
             case Cancel(request_id):
                 if not self._cancel_guest(request_id):
                     self._cancel(request_id)
-            case PrefillShared() | PrefillAlone():
+            case PrefillWithHelpers() | PrefillAlone():
                 self._decide(item)
             case FetchBlocks():
                 for sequence in self._prefilling:
@@ -282,12 +282,12 @@ class Scheduler(ComputeLoop):
         self.prefix.trim(self.prefix.max_bytes)
         super()._lose(max(0, n_bytes - self._prefix_bytes))
 
-    def _decide(self, decision: PrefillShared | PrefillAlone) -> None:
+    def _decide(self, decision: PrefillWithHelpers | PrefillAlone) -> None:
         """The daemon says how a waiting prompt is prefilled."""
         sequence = next((s for s in self._prefilling if s.id == decision.id), None)
         if sequence is None:
             self.streams.drop(decision.id)
-        elif isinstance(decision, PrefillShared):
+        elif isinstance(decision, PrefillWithHelpers):
             self._shared.share(sequence, decision)
         else:
             self._shared.alone(sequence, decision.reason)

@@ -15,10 +15,10 @@ from fleetd.engine.guests import can_step
 from fleetd.engine.layers.prefill import Prefiller
 from fleetd.engine.measure.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefixes.disk_restore import Restoring
-from fleetd.engine.prefixes.peer_fetch import Fetching
+from fleetd.engine.prefixes.peer_fetch import PeerFetch
 from fleetd.engine.prefixes.prefix_cache import DENSE, NO_ORIGINS, SPARSE, Hit, Origins, PrefixCache
 from fleetd.engine.prompt.prompt_encoding import PreparedPrompt, check_length
-from fleetd.engine.protocol import ChatPrompt, Finished, FinishReason, PrefillShared, Timings, Usage
+from fleetd.engine.protocol import ChatPrompt, Finished, FinishReason, PrefillWithHelpers, Timings, Usage
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading
@@ -30,7 +30,7 @@ class Undecided:
 
     sharable: Sharable
     until_s: float
-    share: PrefillShared | None = None
+    share: PrefillWithHelpers | None = None
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class ScheduledSequence:
     restore_s: float = 0.0
     # While it comes from another machine; then the same. The time in which its beginning was computed here
     # meanwhile is counted apart.
-    fetching: Fetching | None = None
+    fetching: PeerFetch | None = None
     fetched: int = 0
     fetch_s: float = 0.0
     front_s: float = 0.0

@@ -1,8 +1,8 @@
 """This worker's own prompts that other machines may help with: from the offer to share to its end.
 
-    Accepted(waits) ─ decision ─► PrefillShared ─ streams ─► SharedPrefill ─► Shared, decoding
+    Accepted(waits) ─ decision ─► PrefillWithHelpers ─ streams ─► SharedPrefill ─► PrefillReport, decoding
            │                         │                          │
-           └ PrefillAlone, or none   └ not in time              └ late, lost, wrong: Shared(code), then
+           └ PrefillAlone, or none   └ not in time              └ late, lost, wrong: PrefillReport(code), then
                                                                   alone from what is verified
 
 However it ends, the prompt goes on.
@@ -21,7 +21,7 @@ from fleetd.engine.failures import typed
 from fleetd.engine.layers.prefill import Prefiller
 from fleetd.engine.loop.sequence import ScheduledSequence, Undecided
 from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN, Hit, PrefixCache
-from fleetd.engine.protocol import Accepted, PrefillShared, Report, Shared, StepTime
+from fleetd.engine.protocol import Accepted, PrefillReport, PrefillWithHelpers, Report, StepTime
 from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.shared_prefill.frame_schedule import home_streams
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
@@ -92,7 +92,7 @@ class SharedPrompts:
         found = [at for at in found if at < len(prepared.tokens) - 1]
         return found, min(len(found), room // each)
 
-    def share(self, sequence: ScheduledSequence, share: PrefillShared) -> None:
+    def share(self, sequence: ScheduledSequence, share: PrefillWithHelpers) -> None:
         """Prefill it with helpers, once their streams are connected. Ignored if it has gone on already."""
         undecided = sequence.undecided
         if undecided is not None and undecided.share is None:
@@ -141,14 +141,14 @@ class SharedPrompts:
         else:
             alone = self._begin_alone(sequence)
         self.streams.drop(sequence.id)
-        self.emit(Shared(sequence.id, steps, known.code, known.message, alone.done))
+        self.emit(PrefillReport(sequence.id, steps, known.code, known.message, alone.done))
         return alone
 
     def finish(self, sequence: ScheduledSequence, shared: SharedPrefill) -> None:
         """Report how sharing went, and close the streams."""
         steps = shared.steps
         self.end(sequence)
-        self.emit(Shared(sequence.id, steps))
+        self.emit(PrefillReport(sequence.id, steps))
 
     def lost(self, sequence: ScheduledSequence) -> None:
         """It ended half way, and nothing that was read of it with helpers could be kept."""
@@ -166,7 +166,7 @@ class SharedPrompts:
         sequence.undecided = None
         return sequence.begin_from(self.model, sequence.hit or Hit(0, None), self.prefix.state_bytes)
 
-    def _begin(self, sequence: ScheduledSequence, share: PrefillShared, sharable: Sharable) -> None:
+    def _begin(self, sequence: ScheduledSequence, share: PrefillWithHelpers, sharable: Sharable) -> None:
         hit = sequence.hit or Hit(0, None)
         try:
             if share.split.cached != hit.tokens:

@@ -1,6 +1,6 @@
 """What an admitted prompt begins with, from where it was stored: this machine's disk, then another machine.
 
-    begin ─► restoring (DiskTier) ─► Lacking ─► fetching (Fetching) ─► Fetched
+    begin ─► restoring (DiskTier) ─► KvMissing ─► fetching (PeerFetch) ─► KvFetched
                   └── nothing to read, or no disk ──┘      └── nothing to fetch: the prompt goes on
 
 What was found is the sequence's ``hit``, from which its prefill goes on. Memory comes first: the prefix cache
@@ -17,9 +17,9 @@ from fleetd import limits
 from fleetd.engine.loop.sequence import ScheduledSequence
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prefixes.disk_tier import DiskTier
-from fleetd.engine.prefixes.peer_fetch import Fetching
+from fleetd.engine.prefixes.peer_fetch import PeerFetch
 from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN, PrefixCache
-from fleetd.engine.protocol import BLOCKS, Kept, Report
+from fleetd.engine.protocol import BLOCKS, KvStored, Report
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.streams.handed_over import HandedOverStreams
 
@@ -78,7 +78,7 @@ class StoredBeginnings:
         request = sequence.prepared.request
         if self.disk is not None and request.tells_blocks and not request.local_only:
             names = self.disk.names_for_others(sequence.prepared.tokens[:-1])
-            self.emit(Kept(sequence.id, names[: limits.FETCH_BLOCKS], own=not sequence.origins))
+            self.emit(KvStored(sequence.id, names[: limits.FETCH_BLOCKS], own=not sequence.origins))
 
     def _offered(self, sequence: ScheduledSequence) -> bool:
         """True if a prompt may have other accelerators' numbers in it: how it is labelled is not decided."""
@@ -103,7 +103,7 @@ class StoredBeginnings:
         if self.disk is None or not request.fetches or request.local_only:
             return
         have = sequence.hit.tokens if sequence.hit is not None else self.prefix.longest(tokens, DENSE)
-        fetching = Fetching(
+        fetching = PeerFetch(
             self.disk,
             sequence.id,
             tokens,

@@ -1,6 +1,6 @@
 """Keys and values of a prompt from another machine: asked for, received into the caches, checked, used.
 
-    Lacking ──► WAITING ── FetchBlocks(0) ──────────────────────────► DONE
+    KvMissing ──► WAITING ── FetchBlocks(0) ──────────────────────────► DONE
                    └────── FetchBlocks(n), stream ──► RECEIVING ──►───┘
 
 A thread receives; the compute thread says where to, and makes room layer by layer while others are asked. A
@@ -34,7 +34,7 @@ from fleetd.engine.prefixes.disk_tier import DiskTier
 from fleetd.engine.prefixes.fetched_check import FetchedCheck
 from fleetd.engine.prefixes.front_prefill import FrontPrefill
 from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN, Hit, Origins
-from fleetd.engine.protocol import FetchBlocks, Fetched, Lacking, StreamTag
+from fleetd.engine.protocol import FetchBlocks, KvFetched, KvMissing, StreamTag
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, BlockLayout, block_rows
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated, truncated
@@ -51,8 +51,8 @@ class FetchState(Enum):
     DONE = auto()
 
 
-class Fetching:
-    """The fetch of one prompt's beginning, from the worker's question (Lacking) to its report (Fetched).
+class PeerFetch:
+    """The fetch of one prompt's beginning, from the worker's question (KvMissing) to its report (KvFetched).
 
     Args:
         have: tokens of the prompt's beginning that memory and disk hold; ``held`` gives their caches.
@@ -122,7 +122,7 @@ class Fetching:
     def worth_asking(self) -> bool:
         return len(self._names) * _BLOCK >= limits.FETCH_LEAST_TOKENS
 
-    def question(self) -> Lacking | None:
+    def question(self) -> KvMissing | None:
         """What is to be asked of other machines; None where what the model keeps cannot be told."""
         try:
             layout = self._tier.layout()
@@ -137,7 +137,7 @@ class Fetching:
             end = start + number * _BLOCK
             check_s = cost.check_s(end, number * block_bytes, states=bool(layout.states))
             computed_s.append(max(0.0, cost.seconds(self.have, end) - check_s))
-        return Lacking(
+        return KvMissing(
             self._id,
             list(self._names),
             computed_s,
@@ -264,7 +264,7 @@ class Fetching:
         without."""
         return time.monotonic() - self._begun_s
 
-    def report(self) -> Fetched | None:
+    def report(self) -> KvFetched | None:
         """How the fetch ended; None if nothing was fetched."""
         if self._thread is None:
             return None
@@ -272,7 +272,7 @@ class Fetching:
         blocks = self.tokens // _BLOCK
         n_bytes = blocks * self._tier.layout().header(0).nbytes
         n_bytes += sum(snapshot.nbytes for snapshot in self._snapshots) if blocks else 0
-        return Fetched(self._id, blocks, n_bytes, self.seconds, code, reason, self._opening_s)
+        return KvFetched(self._id, blocks, n_bytes, self.seconds, code, reason, self._opening_s)
 
     def _begin(self) -> None:
         decision, sock = self._decision, self._sock

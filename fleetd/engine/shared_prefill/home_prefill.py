@@ -21,7 +21,7 @@ from typing import Any
 from fleetd import limits
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.prefixes.prefix_cache import DENSE, NO_ORIGINS, PLAN, Hit, Origins
-from fleetd.engine.protocol import PrefillShared, StepTime
+from fleetd.engine.protocol import PrefillWithHelpers, StepTime
 from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.shared_prefill import frame_payloads, frame_schedule
 from fleetd.engine.shared_prefill.frame_schedule import Incoming
@@ -64,7 +64,7 @@ class SharedPrefill:
         layout: KvLayout,
         tokens: list[int],
         prefix: Sequence[Any] | None,
-        share: PrefillShared,
+        share: PrefillWithHelpers,
         connect: Connect,
         *,
         kept: Sequence[int] | None = None,

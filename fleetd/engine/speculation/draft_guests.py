@@ -17,7 +17,7 @@ from fleetd import limits
 from fleetd.engine.guests import Guests, GuestTask
 from fleetd.engine.measure.memory import GROWTH_TOKENS
 from fleetd.engine.prefixes.prefix_cache import DENSE, PrefixCache
-from fleetd.engine.protocol import Accepted, DraftFor, Followed
+from fleetd.engine.protocol import Accepted, DraftFor, DraftReport
 from fleetd.engine.speculation.draft_cache import SAVED_STATES
 from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.engine.speculation.drafter import DraftModel, DraftWriter
@@ -71,12 +71,12 @@ class DraftGuests(Guests[DraftFor, DraftWriter]):
             grow=partial(self._grow, task.id),
         )
 
-    def advance(self, task: _Task, work: DraftWriter, chunk_tokens: int) -> Followed | None:
+    def advance(self, task: _Task, work: DraftWriter, chunk_tokens: int) -> DraftReport | None:
         try:
             work.step(chunk_tokens)
         except PeerLost:
             # The ordinary end: the worker that writes the text has ended it, or is gone.
-            return Followed(task.id, work.drafted, work.judged, work.right)
+            return DraftReport(task.id, work.drafted, work.judged, work.right)
         except Exception:
             # After a step that broke off the cache may hold other rows than its tokens', or lack some.
             del self._models[task.id]

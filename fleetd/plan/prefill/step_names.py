@@ -13,8 +13,8 @@ EXPOSED: Final = "exposed hand-off"
 WOKEN: Final = "woken"
 # Predicted of another machine, measured of every answer: it waits for a turn.
 QUEUED: Final = "queued"
-# Predicted only: the machine that answers fetches the model.
-FETCHED: Final = "fetched"
+# Predicted only: the machine that answers pulls the model from the hub.
+PULLED: Final = "pulled"
 # A model had to be loaded first: predicted of helpers, measured of what answers, drafts or scores.
 LOADED: Final = "loaded"
 # Predicted only: all machines agree, and the last token is decoded after the prefill.
@@ -26,7 +26,7 @@ LATER_CHECK: Final = "check of later tokens"
 # Predicted and measured: keys and values of the prompt's beginning are read from this machine's disk.
 RESTORED: Final = "restored from disk"
 # Predicted and measured: another machine sends them.
-RECEIVED: Final = "received"
+FETCHED: Final = "fetched"
 # Smart prefill: a compressor scores the prompt, then what is kept is prefilled.
 SCORED: Final = "scored"
 PREFILLED: Final = "prefilled"

@@ -23,7 +23,7 @@ from fleetd.control.prefill_plan import PlanView, StepView
 from fleetd.control.prefill_trace import DrafterView
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import Accepted, DraftFor, Event, Followed, Loading, Ready, StreamTag
+from fleetd.engine.protocol import Accepted, DraftFor, DraftReport, Event, Loading, Ready, StreamTag
 from fleetd.engine.speculation.local_sources import DRAFTER
 from fleetd.errors import EngineDied, EngineError, FleetError, Incompatible, ModelNotFound, PeerLate, PeerLost
 from fleetd.models import file_threads, names
@@ -339,8 +339,8 @@ async def accepted(events: AsyncGenerator[Event, None]) -> None:
         raise EngineDied("The engine did not take the work.")
 
 
-async def ended(events: AsyncGenerator[Event, None]) -> Followed:
+async def ended(events: AsyncGenerator[Event, None]) -> DraftReport:
     async for event in events:
-        if isinstance(event, Followed):
+        if isinstance(event, DraftReport):
             return event
     raise EngineDied("The engine stopped drafting without a word.")

@@ -47,7 +47,7 @@ class DraftOffer(msgspec.Struct, frozen=True):
 
 
 class DraftDone(msgspec.Struct, frozen=True):
-    """Tokens, as ``engine.protocol.Followed`` has them. ``steps``: since the question came; earlier versions
+    """Tokens, as ``DraftReport`` has them. ``steps``: since the question came; earlier versions
     tell none."""
 
     drafted: _Count = 0

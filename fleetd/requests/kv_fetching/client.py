@@ -1,6 +1,6 @@
 """The step of fetching: other machines are asked what they have of a prompt, and the best one sends it.
 
-    Lacking ──► every machine that may see it: what have you got? ──► price ──► FetchBlocks(0)
+    KvMissing ──► every machine that may see it: what have you got? ──► price ──► FetchBlocks(0)
                                                                        └─► stream ──► FetchBlocks(n)
 
 No failure of another machine fails the request: what does not come is computed here.
@@ -18,7 +18,16 @@ from fleetd import limits
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import BLOCKS, Event, FetchBlocks, Fetched, Finished, Lacking, Loading, StreamTag
+from fleetd.engine.protocol import (
+    BLOCKS,
+    Event,
+    FetchBlocks,
+    Finished,
+    KvFetched,
+    KvMissing,
+    Loading,
+    StreamTag,
+)
 from fleetd.errors import (
     EngineError,
     FleetError,
@@ -85,12 +94,12 @@ class BlockFetching(PipelineStep):
 
     async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         folder = request.folder_here
-        if isinstance(event, Lacking):
+        if isinstance(event, KvMissing):
             engine = self._pool.engine(folder) if folder is not None else None
             if engine is not None and folder is not None:
                 self._running[request.id] = _Fetch(self, engine, event, self._sources(folder.name))
             return None
-        if isinstance(event, Fetched):
+        if isinstance(event, KvFetched):
             if (fetch := self._running.get(request.id)) is not None:
                 fetch.ended(request, event)
             return None
@@ -109,10 +118,10 @@ class BlockFetching(PipelineStep):
 
 
 class _Fetch:
-    """The fetch of one prompt's beginning, from the worker's Lacking to the end of the request."""
+    """The fetch of one prompt's beginning, from the worker's KvMissing to the end of the request."""
 
     def __init__(
-        self, fetching: BlockFetching, engine: EngineProcess, lacking: Lacking, sources: list[Member]
+        self, fetching: BlockFetching, engine: EngineProcess, lacking: KvMissing, sources: list[Member]
     ) -> None:
         self._fetching = fetching
         self._engine = engine
@@ -234,7 +243,7 @@ class _Fetch:
         elif not isinstance(error, EngineError):  # which would be this machine's
             self._fetching.members.failed(source.node_id, "fetch", error)
 
-    def ended(self, request: Request, fetched: Fetched) -> None:
+    def ended(self, request: Request, fetched: KvFetched) -> None:
         if (choice := self._choice) is None:
             return
         source = choice.source
@@ -267,9 +276,9 @@ class _Fetch:
                 predicted_s=choice.seconds,
                 saved_s=computed_s - fetched.seconds,
             )
-        request.fetched = StepView(step_names.RECEIVED, fetched.seconds, fetched.n_bytes, source.name)
+        request.fetched = StepView(step_names.FETCHED, fetched.seconds, fetched.n_bytes, source.name)
 
-    def _learn(self, choice: FetchChoice, fetched: Fetched) -> None:
+    def _learn(self, choice: FetchChoice, fetched: KvFetched) -> None:
         members, source = self._fetching.members, choice.source
         members.succeeded(source.node_id, "fetch")
         if fetched.blocks:

@@ -15,7 +15,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.cache.service import DiskCache
-from fleetd.engine.protocol import Delta, Event, Kept, Loading, ToolCall
+from fleetd.engine.protocol import Delta, Event, KvStored, Loading, ToolCall
 from fleetd.errors import EngineDied
 from fleetd.models.folder import ModelFolder
 from fleetd.p2p.membership.cards import ModelCard
@@ -123,7 +123,7 @@ class KeptPrompts(PipelineStep):
             request.generate = msgspec.structs.replace(request.generate, tells_blocks=True)
 
     async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
-        if isinstance(event, Kept):
+        if isinstance(event, KvStored):
             if not event.own:
                 self._sent.add(request.id)
             self._on_disk(request, event)
@@ -158,7 +158,7 @@ class KeptPrompts(PipelineStep):
         found = self._own_model(request.model.name)
         return found.digest if found is not None else ""
 
-    def _on_disk(self, request: Request, kept: Kept) -> None:
+    def _on_disk(self, request: Request, kept: KvStored) -> None:
         names, text, tokens = kept.names, request.job.prompt_text, request.prompt_tokens
         asked, digest = links(text), self._digest(request)
         if names and kept.own and digest and request.folder_here is not None:

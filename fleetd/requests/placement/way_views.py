@@ -32,7 +32,7 @@ def _view(way: Way, *, chosen: bool = False) -> OptionView:
     here, option = way.node_id == THIS_NODE, way.prefill
     fetched_from = way.begun.name if way.begun is not None else ""
     steps = [
-        StepView(name, seconds, machine=fetched_from if name == step_names.RECEIVED else "")
+        StepView(name, seconds, machine=fetched_from if name == step_names.FETCHED else "")
         for name, seconds in way.steps
     ]
     if option is None or option.kind == "any":

@@ -4,9 +4,9 @@
         │ yes
     Generate(shared) ─► Accepted ─► planned ─► local ──────────────────────► PrefillAlone
                                        └─────► all helpers agree? ──no─────► PrefillAlone
-                                                 └─yes─► PrefillShared ─► one fails ► PrefillAlone, from
+                                                 └─yes─► PrefillWithHelpers ─► one fails ► PrefillAlone, from
                                                            │                          what is verified
-                                                           └────► Shared
+                                                           └────► PrefillReport
 
 No failure of a helper fails the request.
 """
@@ -22,7 +22,16 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import Accepted, Event, Loading, PrefillShared, Ready, Shared, StepTime, Tokenized
+from fleetd.engine.protocol import (
+    Accepted,
+    Event,
+    Loading,
+    PrefillReport,
+    PrefillWithHelpers,
+    Ready,
+    StepTime,
+    Tokenized,
+)
 from fleetd.errors import FleetError, from_code
 from fleetd.models.folder import ModelFolder
 from fleetd.p2p.membership.cards import ModelCard
@@ -116,7 +125,7 @@ class PrefillSharing(PipelineStep):
             return None
         if share is not None and isinstance(event, Accepted):
             request.announce(await share.decide(event))
-        if share is not None and isinstance(event, Shared):
+        if share is not None and isinstance(event, PrefillReport):
             if (planned := share.ended(event)) is not None:
                 request.announce(planned)
             return None
@@ -268,7 +277,7 @@ class SharedPrompt:
             exact = await agreed.reach(within_s)
             origins = [await self._sharing.label(helper.node_id) for helper in agreed.helpers]
             self._began_s = self._sharing.monotonic()
-            engine.share(PrefillShared(terms.id, terms.split, _left_s(option), exact, origins))
+            engine.share(PrefillWithHelpers(terms.id, terms.split, _left_s(option), exact, origins))
             self._request.agreed_exact = exact
             names = (*option.names, THIS_NAME)
             self._planned.set_result(Planned(_kind(option), names, self._request.exactness))
@@ -289,7 +298,7 @@ class SharedPrompt:
             if not self._planned.done():
                 self._planned.set_result(self._alone_because())
 
-    def ended(self, shared: Shared) -> Planned | None:
+    def ended(self, shared: PrefillReport) -> Planned | None:
         """The shared prefill has ended. The new plan if the engine goes on alone, else None."""
         request = self._request
         request.sharing_ended = shared

@@ -6,7 +6,7 @@ import { bytes, deviation, none, seconds } from "/page/units.js";
 
 const SCALE = 1000;
 // After these the machine that answers begins to read the prompt, and helpers with it.
-const BEFORE = new Set(["queued", "loaded", "scored", "woken", "fetched"]);
+const BEFORE = new Set(["queued", "loaded", "scored", "woken", "pulled"]);
 
 /** The steps of a trace, of the machine that answered and of the drafter, with names for "this". */
 export function stepsOf(trace) {
