@@ -479,11 +479,11 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True):
 class Accepted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The prompt is rendered, tokenized and admitted; nothing is computed yet.
 
-    ``cached``: leading tokens that the prefix cache holds. ``chunk``: in how many tokens at a time it would
-    be prefilled alone. Both are known only if it ``waits`` for PrefillWithHelpers or PrefillAlone. It waits
-    if that was asked for, enough tokens are left to prefill (or other machines had a part in the cached
-    ones), and there is memory for them at once. ``exact``: the cached tokens' numbers are those of this machine
-    alone. The figures of an AssistPrefill are its split's.
+    ``cached``: leading tokens that the prefix cache holds. ``chunk``: in how many tokens at a time it
+    would be prefilled alone. Both are known only if it ``waits`` for PrefillWithHelpers or PrefillAlone.
+    It waits if that was asked for, enough tokens are left to prefill (or other machines had a part in the
+    cached ones), and there is memory for them at once. ``exact``: the cached tokens' numbers are those of
+    this machine alone. The figures of an AssistPrefill are its split's.
     ``kept``: of ``prompt_tokens``, those that are prefilled where a Keep is followed, 0 if none is;
     ``dense_reason``: why one is not. ``places``: as in a Split; there is room for states at the last
     ``states`` of them.
