@@ -92,7 +92,7 @@ def interpreter(program: Path) -> Path | None:
     if not lines or not lines[0].startswith(b"#!"):
         return None
     if lines[0] == b"#!/bin/sh" and len(lines) > 1 and lines[1].startswith(b"'''exec' "):
-        # How pip writes it where the path is long or has spaces.
+        # How pip writes it if the path is long or has spaces.
         return Path(shlex.split(os.fsdecode(lines[1].removeprefix(b"'''exec' ")))[0])
     words = shlex.split(os.fsdecode(lines[0][2:]))
     return Path(words[0]) if words else None

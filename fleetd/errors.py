@@ -63,7 +63,7 @@ class FleetError(Exception):
     Args:
         message: one sentence saying what is wrong, with the figures.
         hint: what to do about it; shown on its own line.
-        param: the request field or setting at fault, where there is one.
+        param: the request field or setting at fault, if there is one.
         retry_after_s: seconds after which a retry makes sense (becomes ``Retry-After``).
     """
 

@@ -121,7 +121,7 @@ RENDER_BYTES = GIB
 # itself and is collected, in some 50 ms.
 RENDER_LEFT_BYTES = 64 * MIB
 BUILD_BYTES = 4 * GIB
-# Where no address-space limit holds such code, how often the daemon looks at its memory: a template that
+# If no address-space limit holds such code, how often the daemon looks at its memory: a template that
 # grows as fast as memory is copied has some hundred MiB more by then.
 WORKER_MEMORY_S = 0.1
 
@@ -610,7 +610,7 @@ CARD_TTL_S = 60.0
 CONTROL_TEXT_CHARS = 300
 
 # ---- Log -------------------------------------------------------------------------------------------------
-# Where a file is the log, so much of it is kept twice: months of a quiet daemon.
+# If a file is the log, so much of it is kept twice: months of a quiet daemon.
 LOG_FILE_BYTES = 8 * MIB
 
 # ---- Power -----------------------------------------------------------------------------------------------
@@ -618,7 +618,7 @@ LOG_FILE_BYTES = 8 * MIB
 POWER_COMMAND_S = 2.0
 # What it says where it is refused.
 POWER_WORDS_BYTES = 512
-# Where the system refuses to be kept awake, it is asked again so often.
+# If the system refuses to be kept awake, it is asked again so often.
 POWER_AGAIN_S = 300.0
 
 # ---- Waking other machines -------------------------------------------------------------------------------

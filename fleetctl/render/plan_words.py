@@ -12,7 +12,7 @@ THIS = "this"
 
 
 def machines(option: OptionView) -> str:
-    """The machines of an option, joined; this one where the daemon names none."""
+    """The machines of an option, joined; this one if the daemon names none."""
     return " + ".join(one_line(node) for node in option.nodes) or THIS
 
 
@@ -30,7 +30,7 @@ def way(option: OptionView) -> str:
 
 
 def division(option: OptionView) -> str:
-    """Which machine computes what, as a clause; the kind alone where that says it all."""
+    """Which machine computes what, as a clause; the kind alone if that says it all."""
     kind, others = one_line(option.kind) or "-", helpers(option)
     if option.kind == "remote" and others:
         how = one_line(option.prefill)
@@ -73,7 +73,7 @@ def _drafter(drafts: DraftsView) -> str:
 
 
 def local_s(options: Sequence[OptionView]) -> float | None:
-    """Seconds that this machine alone would take; None where that is not known."""
+    """Seconds that this machine alone would take; None if that is not known."""
     return next((option.predicted_s for option in options if option.kind == "local"), None)
 
 

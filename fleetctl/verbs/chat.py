@@ -100,7 +100,7 @@ def compose(instruction: str, piped: str | None) -> str | None:
 
 
 def piped_text() -> str | None:
-    """What stdin holds, where it is a pipe, a file or a socket; None for a terminal or /dev/null."""
+    """What stdin holds, if it is a pipe, a file or a socket; None for a terminal or /dev/null."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return None
     descriptor = sys.stdin.fileno()

@@ -249,7 +249,7 @@ class BlockStore:
             return n_bytes
 
     def _drop(self, index: Index, file_name: str, writer: int) -> None:
-        """Where the index fails, too, its row stays, which is a miss."""
+        """If the index fails, too, its row stays, which is a miss."""
         try:
             index.drop(file_name, writer, self._delete_file)
         except sqlite3.Error:

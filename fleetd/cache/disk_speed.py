@@ -43,7 +43,7 @@ def is_cached(share: float | None) -> bool | None:
 
 
 def cached_share(paths: Sequence[str], draw: random.Random) -> float | None:
-    """How much of these files, about, the system has in memory; None where it does not tell.
+    """How much of these files, about, the system has in memory; None if it does not tell.
 
     At most ``limits.CACHE_PROBES`` bytes are looked at, spread over the files. What is looked at may be
     fetched afterwards, so the places are others each time.
@@ -81,7 +81,7 @@ def _probe(path: str, count: int, nowait: int, draw: random.Random) -> int:
 
 
 def read_soon(path: str) -> None:
-    """Ask the system to fetch a file that is read next. Does nothing where it cannot be asked."""
+    """Ask the system to fetch a file that is read next. Does nothing if it cannot be asked."""
     if not hasattr(os, "posix_fadvise"):
         return
     try:

@@ -124,7 +124,7 @@ class FoundBlocks(msgspec.Struct, frozen=True):
     """The beginning of a prompt that is on the disk: blocks, their bytes, the measured speed of reading.
 
     ``cached``: how much of their files the system has in memory, None unknown. ``states``: blocks at whose
-    ends there are snapshots, ascending, with the bytes of each. Where a model needs one, the beginning ends
+    ends there are snapshots, ascending, with the bytes of each. If a model needs one, the beginning ends
     with the last of them.
     """
 
@@ -227,8 +227,8 @@ class Index:
         """How many of these, from the first on, are on the disk.
 
         Args:
-            names: of the blocks of rows; none where a model keeps no rows.
-            states: of the snapshots at the ends of all blocks, where a model needs one.
+            names: of the blocks of rows; none if a model keeps no rows.
+            states: of the snapshots at the ends of all blocks, if a model needs one.
             own: only such as were computed here.
 
         Raises KeyReplaced.
@@ -570,7 +570,7 @@ class Index:
                 yield
                 self._db.execute("COMMIT")
         except BaseException:
-            # Where it fails the connection keeps its lock, so the caller must hear of it, and close it.
+            # If it fails the connection keeps its lock, so the caller must hear of it, and close it.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise

@@ -45,5 +45,5 @@ def worth_per_gib(cost_s: float, n_bytes: int) -> float:
 
 
 def restore_s(n_bytes: int, bytes_per_s: float) -> float:
-    """How long reading so much takes, at a measured speed or, where it is 0, an assumed one."""
+    """How long reading so much takes, at a measured speed or, if it is 0, an assumed one."""
     return limits.CACHE_RESTORE_FIXED_S + n_bytes / (bytes_per_s or limits.CACHE_READ_BYTES_PER_S)

@@ -4,7 +4,7 @@
                 │          └── drop ───────────────────►│
                 └── nothing there ────────────────────► ┘
 
-Rows are read first, then the last snapshot whose rows have come, where the model needs one; if that is not
+Rows are read first, then the last snapshot whose rows have come, if the model needs one; if that is not
 what it should be, the one before it. The caller's thread never touches the disk. It is woken at every change;
 a disk that hangs is waited for no longer than ``due_s`` says.
 """
@@ -42,8 +42,8 @@ class StateTargets(Protocol):
 
 
 class BlockNames(msgspec.Struct, frozen=True):
-    """What a beginning may be called: its blocks, none where the model keeps no rows, and the snapshots at
-    their ends, none where it needs none."""
+    """What a beginning may be called: its blocks, none if the model keeps no rows, and the snapshots at
+    their ends, none if it needs none."""
 
     namespace: str
     names: Sequence[bytes]

@@ -38,11 +38,11 @@ class DiskCache:
 
     @property
     def for_workers(self) -> DiskCacheSettings | None:
-        """None where nothing is kept."""
+        """None if nothing is kept."""
         return self._settings if self._on else None
 
     def start(self) -> None:
-        """Before a worker runs: bring files, index, key and quota into agreement. Where nothing is to be
+        """Before a worker runs: bring files, index, key and quota into agreement. If nothing is to be
         kept any more, throw away what was. A disk that refuses costs one line in the log."""
         with self._lock:
             try:
@@ -65,7 +65,7 @@ class DiskCache:
         return BlockStore(self._settings)
 
     def find(self, names: Sequence[bytes], states: Sequence[bytes] = (), *, own: bool = False) -> FoundBlocks:
-        """How many of these blocks, from the first on, are here; see ``Index.find``. None where the disk
+        """How many of these blocks, from the first on, are here; see ``Index.find``. None if the disk
         cannot tell."""
         return self._looked_up(lambda: self._store.find(names, states, own=own), FoundBlocks(0, 0, 0.0))
 
@@ -93,14 +93,14 @@ class DiskCache:
                 pass  # it is found once it is tokenized
 
     def longest(self, digest: str, links: Sequence[bytes], *, own: bool = False) -> FoundText:
-        """What is here of a text, about; see ``Index.longest``. Nothing where the disk cannot tell."""
+        """What is here of a text, about; see ``Index.longest``. Nothing if the disk cannot tell."""
         asked = [text_links.kept_as(digest, link) for link in links]
         return self._looked_up(lambda: self._store.longest(asked, own=own), FoundText())
 
     # ---- whom to believe, and who writes -----------------------------------------------------------------
 
     def add_origin(self, label: str, machine: str) -> None:
-        """Blocks with this label come from this machine. Where the disk refuses, none are kept."""
+        """Blocks with this label come from this machine. If the disk refuses, none are kept."""
         if self._on:
             with self._lock, suppress(CacheUnavailable):
                 self._store.add_origin(label, machine)
@@ -121,7 +121,7 @@ class DiskCache:
             return self._store.forget_machine(machine)
 
     def writer_ended(self, writer: int) -> None:
-        """Throw away what a worker that has ended did not finish. Where the disk refuses, that is done once
+        """Throw away what a worker that has ended did not finish. If the disk refuses, that is done once
         the next one has waited for it."""
         if self._on:
             with self._lock, suppress(CacheUnavailable):

@@ -1,4 +1,4 @@
-"""Where a machine keeps blocks, and how much of them."""
+"""If a machine keeps blocks, and how much of them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class KeptSpan(msgspec.Struct, frozen=True):
 class CompressUsage(msgspec.Struct, frozen=True):
     """Tokens, counted by the compressor; ``compressed_tokens`` includes the lines that mark gaps.
 
-    ``total_tokens``: read by the compressor for this answer; 0 where the scores were known already.
+    ``total_tokens``: read by the compressor for this answer; 0 if the scores were known already.
     """
 
     original_tokens: int = 0

@@ -96,7 +96,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     ``done`` of ``total`` is the progress of a loading ``stage``; ``load_steps``: what each stage took.
     A worker with only the layers [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
     From ``layers`` to ``any_chunks``: what other machines need to know to price a prefill that they share
-    with it; ``layers`` is 0 where they cannot share one.
+    with it; ``layers`` is 0 if they cannot share one.
     ``scoring``: "ready" if it can score prompts, "unmeasured" until its profile is found, "unable" if it
     never can.
     ``doubt``: why its speeds, as measured, may be wrong, as a part of a sentence; "" if they can be believed.
@@ -177,7 +177,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
 class ClientSettings(msgspec.Struct, frozen=True):
     """The body of GET /fleet/v1/env: what a client on this machine needs.
 
-    ``base_url`` is OpenAI's, and None where the daemon listens on its socket alone. ``large`` and ``small``:
+    ``base_url`` is OpenAI's, and None if the daemon listens on its socket alone. ``large`` and ``small``:
     the models behind other vendors' names. ``ollama_url``: where Ollama's clients need no token, "" without
     such an address.
     """
@@ -200,7 +200,7 @@ class PowerView(msgspec.Struct, frozen=True):
 
 
 class DaemonStatus(msgspec.Struct, frozen=True):
-    """The whole body. ``http`` is None where the daemon listens on its socket alone; ``ollama``: the address
+    """The whole body. ``http`` is None if the daemon listens on its socket alone; ``ollama``: the address
     at which Ollama's clients need no token, None without one; ``ollama_missing``: why there is none although
     the settings ask for one. ``undigested``: models whose files could not be hashed, and why; no work with
     these is shared."""

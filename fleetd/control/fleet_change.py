@@ -14,7 +14,7 @@ class RunningRequest(msgspec.Struct, frozen=True):
     """A request that has not ended. A word of its prompt or answer is never in it.
 
     ``stage``: what it does now, in words for people; ``done`` of ``total`` is the progress of that, in tokens
-    or bytes, and 0 of 0 where nothing counts it. ``at_s``: Unix time of its arrival; ``age_s``: its seconds.
+    or bytes, and 0 of 0 if nothing counts it. ``at_s``: Unix time of its arrival; ``age_s``: its seconds.
     ``plan``: how its prompt is read; its ``cuts`` say which machine computes what.
     """
 

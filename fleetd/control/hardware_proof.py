@@ -21,7 +21,7 @@ class ProofStep(msgspec.Struct, frozen=True):
 
 class MachineProof(msgspec.Struct, frozen=True):
     """The machine by its make, and the versions that computed. ``others_share``: of the processor, that other
-    programs had during the whole measurement; None where the system does not say."""
+    programs had during the whole measurement; None if the system does not say."""
 
     platform: str = ""
     python: str = ""

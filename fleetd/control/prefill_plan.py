@@ -45,7 +45,7 @@ class OptionView(msgspec.Struct, frozen=True):
 
     ``kind``: local, a kind of split, whole, remote, smart, or "any" for a machine that cannot help at all.
     ``prefill``: how that machine prefills, of remote; the way to answer what is kept, of smart.
-    ``predicted_s``: seconds to the first token, None where the way is impossible. ``cuts`` are tokens or
+    ``predicted_s``: seconds to the first token, None if the way is impossible. ``cuts`` are tokens or
     layers, as in ``plan.split.Split``. ``cached_tokens``: of the prompt's, those that the machine which
     answers probably does not compute. Of these come ``restored_tokens`` from its disk, and
     ``fetched_tokens`` from the machine ``fetched_from``. ``code`` and ``reason``: why it was not chosen, ""

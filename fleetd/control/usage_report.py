@@ -11,7 +11,7 @@ class UsageTotals(msgspec.Struct, frozen=True):
     ``scored_tokens``: tokens of prompts that the model scored for smart prefill. Scoring a prompt is no
     request, and its time is not in ``prefill_s``.
     ``first_tokens``: requests of which a first token came, after ``first_s`` of waiting in all.
-    ``saved_s``: as traces have it; below 0 where other ways than this machine alone took longer.
+    ``saved_s``: as traces have it; below 0 if other ways than this machine alone took longer.
     """
 
     requests: int = 0

@@ -317,7 +317,7 @@ class CardMaker:
 
 
 def _load(cores: int) -> int:
-    """Programs that want to run, per core; 0 where the system does not say."""
+    """Programs that want to run, per core; 0 if the system does not say."""
     try:
         return round(os.getloadavg()[0] / max(1, cores))
     except OSError:

@@ -78,7 +78,7 @@ def linux_gpu(root: Path) -> str:
 
 
 def linux_fast_cores(root: Path) -> int:
-    """How many cores are of the faster kind; 0 where the kernel makes no difference."""
+    """How many cores are of the faster kind; 0 if the kernel makes no difference."""
     # Intel lists them; ARM kernels give every core's capacity.
     if listed := text(root / "sys/devices/cpu_core/cpus").strip():
         return _ranges(listed)

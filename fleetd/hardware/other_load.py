@@ -1,4 +1,4 @@
-"""How much of the processor other programs had while something was measured, where the platform tells it."""
+"""How much of the processor other programs had while something was measured, if the platform tells it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CpuReading(msgspec.Struct, frozen=True):
 
     @classmethod
     def now(cls) -> CpuReading | None:
-        """None where the system does not say."""
+        """None if the system does not say."""
         try:
             spent, cores = psutil.cpu_times()._asdict(), psutil.cpu_count() or 1
         except Exception:  # psutil meets kernels that it does not know

@@ -134,7 +134,7 @@ class HardwareProbe:
         return self._device.read() or DeviceFacts(guess)
 
     def _read_card(self, device: DeviceFacts) -> tuple[int, int]:
-        """Bytes in all and free of a card that has memory of its own; 0 where there is none."""
+        """Bytes in all and free of a card that has memory of its own; 0 if there is none."""
         if not device.card_bytes:
             return 0, 0
         if self._card is None:

@@ -21,7 +21,7 @@ Address = tuple[str, int]
 Source = Literal["static", "remembered", "mdns", "told"]
 Kind = Literal["loopback", "thunderbolt", "wired", "wifi", "tailscale", "virtual", ""]
 
-# The stronger source is kept where an address comes from several.
+# The stronger source is kept if an address comes from several.
 _SOURCES: Sequence[Source] = ("static", "remembered", "mdns", "told")
 _HINTS: Sequence[Source] = ("mdns", "told")
 _TAILSCALE = (ipaddress.ip_network("100.64.0.0/10"), ipaddress.ip_network("fd7a:115c:a1e0::/48"))

@@ -391,7 +391,7 @@ class Mesh:
         return any(peer.link is not None and peer.link.address == address for peer in self.peers.values())
 
     def unanswered(self) -> dict[Address, FleetError]:
-        """Addresses from the settings whose last dial failed, where no connected machine is known to be."""
+        """Addresses from the settings whose last dial failed, if no connected machine is known to be."""
         return {
             address: static.trouble
             for address, static in self.static.items()

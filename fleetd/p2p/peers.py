@@ -77,7 +77,7 @@ class Peer:
     def next_paths(self, now: float) -> list[PeerPath]:
         """The paths to dial next, two at a time: the first may belong to an interface that leads nowhere.
 
-        One that has worked and one hint, where there are both kinds: neither old addresses nor false hints
+        One that has worked and one hint, if there are both kinds: neither old addresses nor false hints
         delay the right address.
         """
         due = [path for address in self.paths.order(now) if (path := self.paths.get(address)) is not None]

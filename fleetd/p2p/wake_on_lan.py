@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 
 
 def _listed() -> dict[str, list[Any]]:
-    """psutil's addresses by interface; none where it cannot read them."""
+    """psutil's addresses by interface; none if it cannot read them."""
     try:
         return psutil.net_if_addrs()
     except Exception as error:  # psutil meets kernels that it does not know

@@ -20,7 +20,7 @@ def _clocks() -> tuple[int, int] | None:
 
 
 def asleep_s() -> float:
-    """Seconds that this machine has slept since it started; 0 where the system does not tell."""
+    """Seconds that this machine has slept since it started; 0 if the system does not tell."""
     clocks = _clocks()
     return time.clock_gettime(clocks[0]) - time.clock_gettime(clocks[1]) if clocks is not None else 0.0
 

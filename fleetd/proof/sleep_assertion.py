@@ -26,7 +26,7 @@ def measure() -> dict[str, bool | None]:
 
 
 def listed() -> int | None:
-    """Assertions of ours that the system knows of; None where it cannot be asked."""
+    """Assertions of ours that the system knows of; None if it cannot be asked."""
     command, word = _LISTS.get(sys.platform, _LINUX)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_S, check=False)

@@ -24,7 +24,7 @@ class SealedSender:
     Every method raises PeerLost when the other side is gone, or has taken nothing for ``SEALED_STALL_S``.
 
     Args:
-        steady: the other side has nothing to do but to take it: PeerLost also where it takes less than
+        steady: the other side has nothing to do but to take it: PeerLost also if it takes less than
             ``SEALED_LEAST_BYTES_PER_S``.
     """
 
@@ -97,7 +97,7 @@ class SealedReceiver:
         poll.poll()
 
     def receive_into(self, buffer: bytearray | memoryview) -> int:
-        """Fill ``buffer``, across chunks; returns its length, or less where the stream ends.
+        """Fill ``buffer``, across chunks; returns its length, or less if the stream ends.
 
         A chunk that fits is decrypted in place. After an error the content of the buffer is undefined.
         """

@@ -98,7 +98,7 @@ def create(path: Path, data: bytes) -> bool:
     try:
         draft = _draft(path, data)
         try:
-            # A link fails where a rename would overwrite.
+            # A link fails if a rename would overwrite.
             os.link(draft, path, follow_symlinks=False)
         except FileExistsError:
             return False

@@ -25,7 +25,7 @@ class Architecture(msgspec.Struct, frozen=True):
     """How to run a model with this code in pieces; the defaults are llama's.
 
     The parts are named as mlx-lm does: ``embed_tokens``, ``layers`` and ``norm`` in ``model``, and beside it
-    ``lm_head``, or none where the embedding's matrix serves as the head.
+    ``lm_head``, or none if the embedding's matrix serves as the head.
     """
 
     # Where within the whole model the one that makes text lies; the rest reads pictures and is not used.
@@ -39,7 +39,7 @@ class Architecture(msgspec.Struct, frozen=True):
     tail: str = ""
     # An embedding of positions, which is added to that of the tokens.
     positions: str = ""
-    # How a layer is called, where not as ``layer(hidden, mask, cache)``: see ``layer_calls``.
+    # How a layer is called, if not as ``layer(hidden, mask, cache)``: see ``layer_calls``.
     call: Literal[
         "",
         "scaled queries",
@@ -52,9 +52,9 @@ class Architecture(msgspec.Struct, frozen=True):
         "given keys",
         "first values",
     ] = ""
-    # What a token has between two layers, where not one hidden state: see ``between_layers``.
+    # What a token has between two layers, if not one hidden state: see ``between_layers``.
     between: Literal["", "several states", "residual blocks", "keys", "first values"] = ""
-    # The layers that keep something in a cache of their own, where not all do: the first ones, whose keys and
+    # The layers that keep something in a cache of their own, if not all do: the first ones, whose keys and
     # values the later ones read, or those that mix tokens.
     keeps: Literal["all", "first", "mixers"] = "all"
     # What the embedding is multiplied by: √width (rounded to bf16 first where the makers did), or a constant.

@@ -139,7 +139,7 @@ class StateAndKeys(OneState):
         return self.packed(args, layers, (embedded, None))
 
     def unpacked(self, args: Any, index: int, packed: mx.array) -> Any:
-        """(the hidden state, (keys, values) or None where the layer makes its own)."""
+        """(the hidden state, (keys, values) or None if the layer makes its own)."""
         width, keys = width_of(args), _key_width(args)
         if not keys or index % args.cla_share_factor == 0:
             return mx.contiguous(packed[..., :width]), None
@@ -168,7 +168,7 @@ class StateAndFirstValues(OneState):
         return mx.concatenate([embedded, mx.zeros_like(embedded)], axis=-1)
 
     def unpacked(self, args: Any, index: int, packed: mx.array) -> Any:
-        """(the hidden state, the values (B, T, heads, D of a head) or None where the layer makes them)."""
+        """(the hidden state, the values (B, T, heads, D of a head) or None if the layer makes them)."""
         hidden, values = (mx.contiguous(half) for half in mx.split(packed, 2, axis=-1))
         return hidden, values.reshape(*values.shape[:2], -1, args.head_dim) if index else None
 
@@ -202,7 +202,7 @@ def _blocks(args: Any, index: int) -> int:
 
 
 def _key_width(args: Any) -> int:
-    """The width of a token's keys, where layers share them; else 0."""
+    """The width of a token's keys, if layers share them; else 0."""
     if not args.use_cla:
         return 0
     return int(args.num_key_value_heads) * (int(args.hidden_size) // int(args.num_attention_heads))

@@ -84,7 +84,7 @@ class Prefiller:
 
     def _save(self, place: int) -> None:
         self.states[place] = checkpoints.saved(self.cache)
-        # Where they do not all fit, the later ones are of more use: a conversation is edited at its end.
+        # If they do not all fit, the later ones are of more use: a conversation is edited at its end.
         while sum(checkpoints.nbytes(state) for state in self.states.values()) > self.state_bytes:
             del self.states[min(self.states)]
 

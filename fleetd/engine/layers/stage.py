@@ -166,7 +166,7 @@ class Stage(msgspec.Struct, frozen=True):
         return self if self.last <= self.prefilled else self.part(self.first, self.prefilled)
 
     def spread(self, caches: Sequence[Any]) -> list[Any]:
-        """One entry per layer of this stage, None where it keeps nothing, of caches as mlx-lm lists them."""
+        """One entry per layer of this stage, None if it keeps nothing, of caches as mlx-lm lists them."""
         left = iter(caches)
         return [None if empty is None else next(left) for empty in self.empty]
 

@@ -1,7 +1,7 @@
 """The index that transformers makes of its own modules, stored.
 
 At every import transformers opens all its files, over three thousand, to list which module defines which
-name: half a second of a processor, and more where the files are not in memory. The list changes only with the
+name: half a second of a processor, and more if the files are not in memory. The list changes only with the
 installed version. This is the one place that knows ``define_import_structure``; if transformers no longer has
 it, the import runs as it would without this module.
 """

@@ -48,7 +48,7 @@ class LoadFindings(msgspec.Struct, frozen=True):
 
 
 class FindingsKey(msgspec.Struct, frozen=True):
-    """Equal if a load would find the same. Nothing is stored where the ``model``'s digest is unknown."""
+    """Equal if a load would find the same. Nothing is stored if the ``model``'s digest is unknown."""
 
     model: VerdictKey
     beside: dict[str, str]
@@ -91,7 +91,7 @@ class BlockBasis(msgspec.Struct, frozen=True):
 def block_basis(key: FindingsKey, arithmetic: Arithmetic | None) -> bytes:
     """The basis of the names of this model's blocks; b"" if its digest is unknown.
 
-    Where the layers have no fingerprint, or a CPU rounds by the number of its threads, only a machine that is
+    If the layers have no fingerprint, or a CPU rounds by the number of its threads, only a machine that is
     the same in everything computes the same bytes.
     """
     model = key.model

@@ -37,7 +37,7 @@ FIRST = 2
 # there is for each expert. How prompts are cut there is chosen from these. None is measured that would take
 # too long to be used.
 GPU_CHUNKS = (*CHUNKS, 512, 1024, 2048)
-# Contexts to measure behind, the second one only where the first one hardly showed: attention is a small part
+# Contexts to measure behind, the second one only if the first one hardly showed: attention is a small part
 # of a large model's work. A chunk behind one is expected to take so many times as long as without.
 CONTEXTS = (2048, 8192)
 SHOWS = 1.2

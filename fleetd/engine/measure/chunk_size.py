@@ -3,7 +3,7 @@
 A turn cannot be interrupted: it delays every running answer by its length, and a cancelled request by up to
 as much. So turns are bounded in time: generously while no other request waits, tightly while others decode.
 
-Two ways to keep to it. Where the numbers do not depend on how a prompt is cut (the CPU, see ``cpu.py``), the
+Two ways to keep to it. If the numbers do not depend on how a prompt is cut (the CPU, see ``cpu.py``), the
 size follows the speed just measured, which falls as the context grows. Elsewhere it follows from what sizes
 took at load and from the place in the prompt alone: the same prompt is then always cut in the same places.
 
@@ -28,7 +28,7 @@ import msgspec
 ALONE_S, ALONE_GPU_S = 0.8, 2.0
 # Beside running answers: what each of them waits for its next token.
 SHARED_S = 0.15
-# Where even small chunks take longer than the bound, as all weights are read for each: a chunk may take so
+# If even small chunks take longer than the bound, as all weights are read for each: a chunk may take so
 # many times as long as the smallest. Fewer chunks then hold answers up for less in all.
 FLAT = 1.5
 # The knee: the share of the best throughput that is good enough. Smaller chunks take less time and memory.

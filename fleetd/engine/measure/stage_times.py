@@ -1,4 +1,4 @@
-"""Where the seconds of a load go, from its reports of progress. Pure."""
+"""If the seconds of a load go, from its reports of progress. Pure."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Bytes = Any
 
 
 def as_bytes(array: mx.array) -> Bytes:
-    """An array's own memory, its last axis in bytes; evaluates it. Copied only where it is not contiguous."""
+    """An array's own memory, its last axis in bytes; evaluates it. Copied only if it is not contiguous."""
     return np.array(array.view(mx.uint8), copy=False)
 
 

@@ -58,7 +58,7 @@ def places(tokens: int, borders: Sequence[int] = (), done: int = 0) -> list[int]
 
 
 def saved(cache: list[Any]) -> list[Any]:
-    """What ``restored`` needs, layer by layer, to come back to this token; None where it needs nothing."""
+    """What ``restored`` needs, layer by layer, to come back to this token; None if it needs nothing."""
     found = [kind_of(layer).saved(layer) for layer in cache]
     # What is not computed holds on to all that it is to be computed from.
     kept = [part for layer in found for part in (layer if isinstance(layer, list) else [layer])]

@@ -58,14 +58,14 @@ def compact(cache: list[Any]) -> list[Any]:
 
 
 def can_go_back(cache: list[Any]) -> bool:
-    """False where a recurrent state, or a window that has moved on, only stands for all of its tokens."""
+    """False if a recurrent state, or a window that has moved on, only stands for all of its tokens."""
     return all(kind_of(layer).can_go_back(layer) for layer in cache)
 
 
 def prefix_copy(cache: list[Any], tokens: int, stored: int) -> list[Any] | None:
     """Caches of the first ``tokens`` of ``stored`` tokens, which can be added to without changing these.
 
-    None where one of them cannot go back to there.
+    None if one of them cannot go back to there.
     """
     if tokens < stored and not can_go_back(cache):
         return None

@@ -38,7 +38,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     while they were measured, and too few requests have corrected them since. Two machines with the same
     ``arithmetic`` compute the same bytes; "" where it is not known.
 
-    Where it is not loaded, layers [``part_first``, ``part_last``) of it may be, to help others; (0, 0): none.
+    If it is not loaded, layers [``part_first``, ``part_last``) of it may be, to help others; (0, 0): none.
     ``load_s``: how long a load of it takes there; 0 if unknown. From ``layers`` to ``any_chunks``: what its
     prefill consists of, as ``engine.protocol.Ready`` has it; ``layers`` is 0 until it was loaded there, and
     where its prefills cannot be shared. ``any_chunks``: ``Arithmetic.chunks`` is "any".

@@ -286,7 +286,7 @@ class Roster:
         """Pair with a machine and merge its roster; returns this machine's own records.
 
         A removed machine begins with an empty roster. ``sees_prompts``: None leaves it at what the records
-        say, and allows it where they say nothing. Raises as ``admit``.
+        say, and allows it if they say nothing. Raises as ``admit``.
         """
         if self.removed_by is not None:
             self.reset()
