@@ -1,7 +1,7 @@
 """How fast blocks are read: from the disk, or from what the system still has of their files in memory.
 
 The two differ tenfold, so they are measured and priced apart. The system is asked for single bytes that it
-must not fetch (RWF_NOWAIT); where it cannot be asked so, every file counts as one on the disk.
+must not fetch (RWF_NOWAIT); if it cannot, every file counts as one on the disk.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ class Index:
     def begin_with(self, key_id: str, beginnings: Sequence[tuple[str, str]]) -> None:
         """Remember, for beginnings of a text, the last whole block that each fills: (link, block).
 
-        The block need not be on the disk yet. The oldest go where there are too many. Raises KeyReplaced.
+        The block need not be on the disk yet. The oldest go if there are too many. Raises KeyReplaced.
         """
         with self._transaction():
             if self.key_id != key_id:

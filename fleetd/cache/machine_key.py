@@ -1,4 +1,4 @@
-"""The key under which this machine seals blocks: one small file, and whoever deletes it has deleted them all.
+"""The key under which this machine seals blocks: one small file. Deleting it deletes all blocks.
 
 It is used for nothing else, so it can be thrown away at any time: what is left of the blocks then is noise.
 """

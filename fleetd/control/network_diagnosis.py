@@ -9,7 +9,7 @@ import msgspec
 
 
 class InterfaceView(msgspec.Struct, frozen=True):
-    """A network interface. ``multicast``: "ok", or why none passes; "" where it was not tried."""
+    """A network interface. ``multicast``: "ok", or why none passes; "" if it was not tried."""
 
     name: str = ""
     kind: str = ""

@@ -31,7 +31,7 @@ class PlanQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepView(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A step as predicted or as measured. ``machine``: where it ran, "" where it belongs to no single one."""
+    """A step as predicted or as measured. ``machine``: where it ran, "" if it belongs to no single one."""
 
     name: str
     seconds: float
@@ -71,7 +71,7 @@ class OptionView(msgspec.Struct, frozen=True):
 class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):
     """How this machine would draft for the answer, if it decodes the answer alone and reads the prompt whole.
 
-    ``sources``: of drafts, preferred ones first; where there are none, ``reason`` says why. ``width``: most
+    ``sources``: of drafts, preferred ones first; if there are none, ``reason`` says why. ``width``: most
     tokens of one pass; an answer's acceptance and the cost of passes may leave fewer. ``verdict``: of the
     probe. ``draft_model`` drafts on the first of the machines ``drafters`` that can. ``remembers``: past
     answers are drafted from as well.

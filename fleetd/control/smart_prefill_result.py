@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-# "" where the prompt is read whole.
+# "" if the prompt is read whole.
 Form = Literal["", "text", "sparse"]
 
 

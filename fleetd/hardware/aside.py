@@ -34,7 +34,7 @@ class Aside(Generic[T]):
         self._asking: threading.Thread | None = None
 
     def read(self) -> T | None:
-        """The last answer; None if there is none, or asking failed. Asks again where it has become old."""
+        """The last answer; None if there is none, or asking failed. Asks again if it has become old."""
         if (self._old or time.monotonic() >= self._due_s) and not self._busy:
             self._old, self._due_s = False, math.inf
             # A driver that hangs must not keep the process.

@@ -70,7 +70,7 @@ def linux_product(root: Path) -> str:
 
 
 def linux_gpu(root: Path) -> str:
-    """The first NVIDIA GPU's name, from its driver; "" where there is none."""
+    """The first NVIDIA GPU's name, from its driver; "" if there is none."""
     for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
         if found := re.search(r"^Model:\s*(\S.*?)\s*$", text(file), re.MULTILINE):
             return found[1]
@@ -93,7 +93,7 @@ def short_host(name: str) -> str:
 
 
 def text(path: Path) -> str:
-    """A small file of the kernel's, or "" where it is not there."""
+    """A small file of the kernel's, or "" if it is not there."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -123,7 +123,7 @@ def budget(
     max_bytes: int = 0,
     overcommit: bool = False,
 ) -> MemoryBudget:
-    """What models may take; the arguments are the fields of the result, where 0 is no limit.
+    """What models may take; the arguments are the fields of the result, of which 0 is no limit.
 
     ``fraction`` and ``max_bytes`` bound the sum of all models: what they hold is taken off.
 

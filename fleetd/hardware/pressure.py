@@ -2,7 +2,7 @@
 
 macOS has a level, which it also acts on: it compresses and swaps at "warning" and ends programs at
 "critical". Linux has the share of time in which programs wait for memory; alone it also grows while a file is
-read that is larger than the page cache, so it counts only where little is free.
+read that is larger than the page cache, so it counts only if little is free.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Peer:
     #: The session in use; for a moment there may be others.
     link: PeerSession | None = None
     dialling: set[Address] = field(default_factory=set)
-    #: The error of the last session or dial, where the failures of single addresses do not explain it.
+    #: The error of the last session or dial, if the failures of single addresses do not explain it.
     trouble: FleetError | None = None
     heard_s: float | None = None
     #: Consecutive sessions that ended in NotPaired, VersionMismatch or ProtocolError.

@@ -13,7 +13,7 @@ class TokenBucket:
         self._counted_s = 0.0
 
     def take(self, count: float, now_s: float) -> bool:
-        """Take ``count`` tokens; False, and none is taken, where fewer are left. ``now_s`` is monotonic."""
+        """Take ``count`` tokens; False, and none is taken, if fewer are left. ``now_s`` is monotonic."""
         earned = max(0.0, now_s - self._counted_s) * self._per_s
         self._left = min(self._burst, self._left + earned)
         self._counted_s = now_s

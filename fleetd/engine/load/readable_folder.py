@@ -3,7 +3,7 @@
     a byte order mark before JSON, a template, a vocabulary   both refuse it, or take it for text → left out
     chat_template.json                                        read for pictures only → read for text, too
 
-A folder that has nothing of these is read where it lies; else a folder of links stands in for it.
+A folder that has nothing of these is read in place; else a folder of links stands in for it.
 """
 
 from __future__ import annotations

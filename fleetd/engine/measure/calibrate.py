@@ -129,7 +129,7 @@ class Calibration:
                 break
             next_s = self._chunk(n) * after / n
             yield
-            # Before the next size: where it would take all the time, contexts say more about long prompts.
+            # Before the next size: if it would take all the time, contexts say more about long prompts.
             if BEHIND_TOKENS <= n <= CHUNKS[-1]:
                 yield from self._behind_contexts(n)
         # The first run of a size also finds its memory.

@@ -30,7 +30,7 @@ def prepare(device: str, total_bytes: int) -> None:
 
 
 def wire_weights(device: str, limit_bytes: int) -> None:
-    """After a load: keep what is in memory now from being paged out; of no effect before macOS 15.
+    """After a load: keep what is in memory now from being paged out; macOS before 15 ignores this.
 
     Args:
         limit_bytes: what Metal lets the GPU hold; more is never wired.
@@ -43,4 +43,4 @@ def wire_weights(device: str, limit_bytes: int) -> None:
 
 
 def _leave_wired() -> None:
-    """mlx-lm sets no limit where it is told of no earlier one."""
+    """mlx-lm sets no limit if no earlier one is given."""

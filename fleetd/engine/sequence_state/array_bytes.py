@@ -47,7 +47,7 @@ def empty_bytes(*shape: int) -> Bytes:
 
 
 def pieces(data: Bytes) -> list[memoryview]:
-    """(heads, count, width) as one buffer where it is contiguous, else one per head.
+    """(heads, count, width) as one buffer if it is contiguous, else one per head.
 
     Rows that fill a whole array may lie there as they were computed, token by token over all heads: MLX then
     keeps the array it was given instead of copying it. Such are copied here.

@@ -64,7 +64,7 @@ def ring(
 
 
 def rows(cache: RotatingKVCache, start: int, count: int) -> tuple[mx.array, mx.array] | None:
-    """Keys and values of tokens [start, start + count), where all of them are still held; else None."""
+    """Keys and values of tokens [start, start + count), if all of them are still held; else None."""
     at = RingState.of(cache)
     if start < at.first or _is_mixed(cache, at):
         return None

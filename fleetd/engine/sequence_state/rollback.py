@@ -41,7 +41,7 @@ def return_to(cache: list[Any], marked: list[Any], tokens: int) -> None:
 
 
 def take_back(cache: list[Any], tokens: int) -> None:
-    """Undo the last ``tokens``, which ``room`` allowed, where nothing needs a mark."""
+    """Undo the last ``tokens``, which ``room`` allowed, if nothing needs a mark."""
     for layer in cache:
         if tokens:
             layer.trim(tokens)

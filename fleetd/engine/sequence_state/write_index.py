@@ -1,4 +1,4 @@
-"""If a cache that rotates, or one of a batch, writes its next row: a member that mlx-lm keeps to itself,
+"""Where a cache that rotates, or one of a batch, writes its next row: a member that mlx-lm keeps to itself,
 and the one place that touches it."""
 
 from __future__ import annotations

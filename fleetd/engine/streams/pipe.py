@@ -39,7 +39,7 @@ class SocketPipe:
     """The ``frames.FramePipe`` on a connected socket, which is its own from now on.
 
     ``place`` is called on the reader thread; ``wake`` on both threads whenever something arrived, was sent,
-    or broke. ``eager``: short frames do not wait for the writer thread where nothing is queued.
+    or broke. ``eager``: short frames do not wait for the writer thread if nothing is queued.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SocketPipe:
         self._sock.close()
 
     def _sent_at_once(self, parts: tuple[memoryview, ...]) -> bool:
-        """Only where that cannot wait, and where the writer thread has nothing to do."""
+        """Only if that cannot wait, and if the writer thread has nothing to do."""
         if not self._eager or self._backlog or self._broken is not None or self._closed:
             return False
         if _cost(parts) > EAGER_BYTES or not self._writable.poll(0):

@@ -1,6 +1,6 @@
 """Announces this machine by mDNS and finds the others on the local network. Its results are hints only.
 
-It runs beside the daemon, and its failures never stop the daemon: where the network does not permit
+It runs beside the daemon, and its failures never stop the daemon: if the network does not permit
 multicast, ``state`` says so and discovery tries again.
 """
 

@@ -36,7 +36,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     yet. ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
     ``prefill_fixed_s``: those that each chunk takes however short it is. ``doubtful``: something else ran
     while they were measured, and too few requests have corrected them since. Two machines with the same
-    ``arithmetic`` compute the same bytes; "" where it is not known.
+    ``arithmetic`` compute the same bytes; "" if it is not known.
 
     If it is not loaded, layers [``part_first``, ``part_last``) of it may be, to help others; (0, 0): none.
     ``load_s``: how long a load of it takes there; 0 if unknown. From ``layers`` to ``any_chunks``: what its

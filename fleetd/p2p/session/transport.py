@@ -58,7 +58,7 @@ class Owner(Protocol):
 class PeerStream:
     """One request, from either end: messages in both directions until each side has ended.
 
-    ``send`` does not wait: it raises Overloaded where the other side reads too slowly.
+    ``send`` does not wait: it raises Overloaded if the other side reads too slowly.
     """
 
     def __init__(self, connection: PeerConnection, number: int) -> None:
