@@ -65,7 +65,7 @@ class IdleCalibration:
         self._wait_s = min(limits.CALIBRATE_AGAIN_MOST_S, 2 * self._wait_s)
         self._end(self._clock())
         if found.prefill_tok_s <= 0:
-            return  # its time was up before a chunk was measured: the figures of the load are better than none
+            return  # its time was up before a chunk was measured: the figures of the load stay
         if not found.doubt or found.prefill_tok_s > self._prefill_tok_s:
             self._prefill_tok_s = found.prefill_tok_s
             figures = asdict(found)
