@@ -43,29 +43,29 @@ class PeerModel(msgspec.Struct, frozen=True):
 
 
 class PeerView(msgspec.Struct, frozen=True):
-    """A paired machine; ``state`` is a ``PeerState``.
-
-    ``reason`` and ``hint`` say why the machine cannot be used; both are "" for a usable one. ``heard_s``:
-    seconds since its last message. ``link_doubtful``: ``bytes_per_s`` was measured beside other work, or long
-    ago. ``sees_prompts``: prompts typed on this machine, because it is both ``allowed_here``, by this
-    machine's own rule, and ``allowed_by_fleet``. ``new``: another machine added it, and no person here has
-    said whether it may see prompts; ``through``: the name of the machine that a person here did confirm, on
-    whose word it is here, "" for one that is confirmed itself. ``brings``: node ids of the machines that are
-    here on its word alone.
-    """
+    """A paired machine."""
 
     node_id: str = ""
     short_id: str = ""
     name: str = ""
+    # A ``PeerState``.
     state: str = ""
+    # Why the machine cannot be used, and what to do about it; both "" for a usable one.
     reason: str = ""
     hint: str = ""
+    # It may see prompts typed on this machine: it is allowed here and by the fleet.
     sees_prompts: bool = False
+    # By the rule of this machine.
     allowed_here: bool = False
+    # By the rule of the whole fleet.
     allowed_by_fleet: bool = False
+    # The machine that added it.
     added_by: str = ""
+    # Another machine added it, and no person here has said whether it may see prompts.
     new: bool = False
+    # The confirmed machine on whose word it is here; "" if a person here confirmed it.
     through: str = ""
+    # Node ids of the machines that are here on its word alone.
     brings: list[str] = []
     software: str = ""
     tier: str = ""
@@ -78,8 +78,11 @@ class PeerView(msgspec.Struct, frozen=True):
     models: list[PeerModel] = []
     address: str = ""
     rtt_ms: float | None = None
+    # Measured over the link; None if not yet.
     bytes_per_s: float | None = None
+    # ``bytes_per_s`` was measured beside other work, or long ago.
     link_doubtful: bool = False
+    # Seconds since its last message.
     heard_s: float | None = None
     paths: list[PathView] = []
 
@@ -107,12 +110,7 @@ class UnansweredAddress(msgspec.Struct, frozen=True):
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """This machine and its fleet.
-
-    ``mdns``: "running", "starting", "stopped", "off", or why it does not run. ``removed_by``: the machine
-    that unpaired this one. ``pairing``: a pairing window is open here. ``late``: names of machines that wait,
-    because a member adds more than it may in a day.
-    """
+    """This machine and its fleet."""
 
     enabled: bool = False
     node_id: str = ""
@@ -120,10 +118,14 @@ class FleetView(msgspec.Struct, frozen=True):
     name: str = ""
     host: str = ""
     port: int = 0
+    # "running", "starting", "stopped", "off", or why it does not run.
     mdns: str = "off"
     local_only: bool = False
+    # A pairing window is open here.
     pairing: bool = False
+    # The machine that unpaired this one; "" if none did.
     removed_by: str = ""
+    # Names of machines that wait, because a member adds more than it may in a day.
     late: list[str] = []
     peers: list[PeerView] = []
     neighbours: list[Neighbour] = []

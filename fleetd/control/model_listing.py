@@ -8,13 +8,7 @@ from fleetd.control.daemon_status import MemoryBudget
 
 
 class InstalledModel(msgspec.Struct, frozen=True):
-    """A model on this machine. ``digest`` is None: computing it may take minutes, so only ``verify`` does.
-
-    ``pinned``: it stays loaded while nothing asks for it, and is loaded at the daemon's start.
-
-    ``tools``: how it writes tool calls, by the name of the format; "" if it writes none. ``thinking``: it can
-    reason before it answers. ``ignored``: what lies in its folder as if it belonged to it, and is not used.
-    """
+    """A model on this machine."""
 
     name: str = ""
     source: str = ""
@@ -24,31 +18,36 @@ class InstalledModel(msgspec.Struct, frozen=True):
     roles: list[str] = []
     path: str = ""
     loaded: bool = False
+    # It stays loaded while nothing asks for it, and is loaded at the daemon's start.
     pinned: bool = False
+    # None: computing it may take minutes, so only ``verify`` does.
     digest: str | None = None
+    # The name of the format in which it writes tool calls; "" if it writes none.
     tools: str = ""
+    # It can reason before it answers.
     thinking: bool = False
+    # Files in its folder that look as if they belonged to it, and are not used.
     ignored: list[str] = []
 
 
 class OfferedModel(msgspec.Struct, frozen=True):
-    """A model of the catalog.
-
-    ``memory_bytes``: what it needs here, as an estimate. ``fits``: that much is usable now, or idle models
-    would give it back. ``fits_if_freed``: it would be, were all memory of this machine free. ``served``:
-    fleetd can answer with it. ``tools`` and ``thinking``: as an installed model has them.
-    """
+    """A model of the catalog."""
 
     name: str = ""
     hub_id: str | None = None
     roles: list[str] = []
+    # What it needs here, as an estimate.
     memory_bytes: int = 0
     context_tokens: int = 0
     tier: str = ""
     installed: bool = False
+    # That much is usable now, or unloading idle models would make it so.
     fits: bool = False
+    # It would fit if all memory of this machine were free.
     fits_if_freed: bool = False
+    # fleetd can answer with it.
     served: bool = True
+    # As an installed model has them.
     tools: str = ""
     thinking: bool = False
 
@@ -70,11 +69,13 @@ class UnlistedModel(msgspec.Struct, frozen=True):
 
 
 class ModelListing(msgspec.Struct, frozen=True):
-    """``memory``: what "fits" is judged by, with ``evictable_bytes`` that idle models would give back."""
+    """All models that this machine has or could have."""
 
     installed: list[InstalledModel] = []
     catalog: list[OfferedModel] = []
+    # What ``fits`` is judged by.
     memory: MemoryBudget = MemoryBudget()
+    # Bytes that idle models would give back.
     evictable_bytes: int = 0
     importable: list[ImportableModel] = []
     unlisted: list[UnlistedModel] = []

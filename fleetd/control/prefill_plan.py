@@ -40,30 +40,30 @@ class StepView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class OptionView(msgspec.Struct, frozen=True):
-    """One way to answer a prompt. ``nodes``: helpers in the order of the chain, then "this"; of "remote" the
-    machine that answers, then its helpers.
+    """One way to answer a prompt, possible or not."""
 
-    ``kind``: local, a kind of split, whole, remote, smart, or "any" for a machine that cannot help at all.
-    ``prefill``: how that machine prefills, of remote; the way to answer what is kept, of smart.
-    ``predicted_s``: seconds to the first token, None if the way is impossible. ``cuts`` are tokens or
-    layers, as in ``plan.split.Split``. ``cached_tokens``: of the prompt's, those that the machine which
-    answers probably does not compute. Of these come ``restored_tokens`` from its disk, and
-    ``fetched_tokens`` from the machine ``fetched_from``. ``code`` and ``reason``: why it was not chosen, ""
-    for the chosen one.
-    """
-
+    # local, a kind of split, whole, remote, smart, or "any" for a machine that cannot help at all.
     kind: str = ""
+    # Helpers in the order of the chain, then "this". Of "remote": the machine that answers, then its helpers.
     nodes: list[str] = []
+    # Seconds to the first token; None if the way is impossible.
     predicted_s: float | None = None
     steps: list[StepView] = []
     chosen: bool = False
+    # Why it was not chosen, as a code and as a sentence; both "" for the chosen one.
     code: str = ""
     reason: str = ""
+    # Tokens or layers, as in ``plan.prefill.split.Split``.
     cuts: list[int] = []
+    # Tokens that a turn computes.
     chunk: int = 0
+    # Of remote: how that machine prefills. Of smart: the way to answer what is kept.
     prefill: str = ""
+    # Tokens of the prompt that the machine which answers probably does not compute …
     cached_tokens: int = 0
+    # … of these, tokens that come from its disk, …
     restored_tokens: int = 0
+    # … and tokens that the machine ``fetched_from`` sends.
     fetched_tokens: int = 0
     fetched_from: str = ""
 

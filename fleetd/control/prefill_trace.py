@@ -28,87 +28,87 @@ class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What drafts did for an answer.
+    """What drafts did for an answer."""
 
-    ``width``: most tokens one pass could verify. ``passes`` and ``tokens``: all of them while the answer was
-    decoded alone, those without a draft included. ``saved_s``: estimated from the measured cost of plain
-    steps; below 0 where time was lost.
-    """
-
+    # The most tokens that one pass could verify.
     width: Natural = 0
     drafted: Natural = 0
     accepted: Natural = 0
+    # All passes and tokens while the answer was decoded alone, also those without a draft.
     passes: Natural = 0
     tokens: Natural = 0
+    # Estimated from the measured cost of plain steps; below 0 if drafts lost time.
     saved_s: SignedSeconds = 0.0
     sources: Annotated[dict[Text, SourceCounts], Meta(max_length=16)] = {}
 
 
 class DrafterView(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The model that drafted for an answer, and the machine on which it ran.
-
-    ``steps``: that machine's, from when it was asked; empty if it told none. ``code`` and ``reason``: why it
-    did not draft, or stopped before the answer ended.
-    """
+    """The model that drafted for an answer, and the machine on which it ran."""
 
     model: str = ""
     machine: str = ""
+    # Steps of that machine since it was asked; empty if it told none.
     steps: list[StepView] = []
+    # Why it did not draft, or stopped before the answer ended.
     code: str = ""
     reason: str = ""
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """One request: where it ran, what was planned for its prompt, and what came of it. ``outcome`` is an
-    ``Outcome``.
-
-    ``prefill_s``: from the decision to the first token, to be compared with ``chosen.predicted_s``.
-    ``ttft_s``: from the request's arrival, so with queueing and tokenizing. Both None if no token came.
-    ``restored_tokens``: of the cached ones, those that came from the disk of the machine that answered;
-    ``fetched_tokens``: those that the machine ``fetched_from`` sent it.
-    ``kept_tokens``: of the prompt's, those that were prefilled, where some were left out; else 0.
-    ``code`` and ``reason``: why it was not done as chosen. ``exactness``: exact, plan or lossy.
-    ``speculation``: what drafts did for the answer; ``drafter``: the source of those named "drafter".
-    ``saved_s``: what the prefill took less than this machine alone was expected to, and what drafts saved;
-    None if neither is known.
-    ``took_s``: from the request's arrival to its end; of an earlier attempt, as long as that took.
-    ``capped``: sentences about speeds that other machines claim and that were not believed. ``kept_where``:
-    which machine had read the beginning of the prompt before, and if it did not get the request, why.
-
-    ``asked_by``: the machine whose user asked; ``answered_by``: the machine that answered; "" for this one.
-    ``there``: that machine's own trace, in which "this" is that machine and times begin with the arrival
-    there; None if it told none. ``earlier``: attempts before the last one, each with why it failed.
-    """
+    """One request: where it ran, what was planned for its prompt, and what came of it."""
 
     id: str = ""
+    # Unix time of its arrival.
     at_s: float = 0.0
     model: str = ""
     prompt_tokens: int = 0
+    # Tokens of the prompt that were not computed for it: from memory, the disk or another machine.
     cached_tokens: int = 0
+    # The plan that was chosen, and the others.
     chosen: OptionView = OptionView()
     losers: list[OptionView] = []
     steps: list[StepView] = []
+    # An ``Outcome``.
     outcome: str = ""
+    # exact, plan or lossy.
     exactness: str = ""
+    # From the decision to the first token, to be compared with ``chosen.predicted_s``; None if none came.
     prefill_s: float | None = None
+    # From the arrival to the first token, so with queueing and tokenizing; None if none came.
     ttft_s: float | None = None
+    # Why it was not done as chosen, as a code and as a sentence.
     code: str = ""
     reason: str = ""
+    # Tokens that helpers had computed and that this machine used, if sharing ended early.
     verified_tokens: int = 0
+    # What drafts did for the answer; ``drafter`` is the source of those named "drafter".
     speculation: Speculated | None = None
+    # Tokens of the prompt that were prefilled, if some were left out; else 0.
     kept_tokens: int = 0
     drafter: DrafterView | None = None
     completion_tokens: int = 0
+    # From the arrival to the end; of an earlier attempt, its own seconds.
     took_s: float | None = None
+    # Seconds that the prefill took less than this machine alone was expected to take, and that drafts saved;
+    # None if neither is known.
     saved_s: float | None = None
+    # The machine whose user asked; "" for this one.
     asked_by: str = ""
+    # The machine that answered; "" for this one.
     answered_by: str = ""
+    # That machine's own trace, in which "this" is that machine and times begin with the arrival there; None
+    # if it told none.
     there: Trace | None = None
+    # Attempts before the last one, each with why it failed.
     earlier: list[Trace] = []
+    # Sentences about speeds that other machines claim and that were not believed.
     capped: list[str] = []
+    # Of the cached tokens, those from the disk of the machine that answered …
     restored_tokens: int = 0
+    # … and those that the machine ``fetched_from`` sent it.
     fetched_tokens: int = 0
     fetched_from: str = ""
+    # The machine that had read the beginning of the prompt before, and if it did not get the request, why.
     kept_where: str = ""
 
 
