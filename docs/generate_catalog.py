@@ -1,11 +1,11 @@
-"""Write docs/catalog.md from fleetd/models/catalog.py: `python docs/generate_catalog.py`."""
+"""Write docs/catalog.md from fleetd/models/catalog.toml: `python docs/generate_catalog.py`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from fleetd.limits import GIB
-from fleetd.models.catalog import CATALOG, TIER_MEMORY_BYTES, CatalogEntry, Tier
+from fleetd.models.catalog import TIER_MEMORY_BYTES, CatalogEntry, Tier, entries
 
 PAGE = Path(__file__).with_name("catalog.md")
 
@@ -50,7 +50,7 @@ def page() -> str:
     ]
     for tier, title in _TITLES.items():
         gib = TIER_MEMORY_BYTES.get(tier, 0) // GIB
-        rows = [_row(entry) for entry in CATALOG if entry.tier == tier]
+        rows = [_row(entry) for entry in entries() if entry.tier == tier]
         parts += [f"## {title.format(gib)}", "\n".join([_HEADER, *rows])]
     return "\n\n".join(parts) + "\n"
 

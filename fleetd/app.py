@@ -37,7 +37,6 @@ from fleetd.control.daemon_status import DaemonStatus, HttpAddress
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import ConfigError, FleetError, PortInUse
 from fleetd.models import file_threads
-from fleetd.models.catalog import CATALOG
 from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
 from fleetd.p2p.membership.new_identity import finish
@@ -237,7 +236,6 @@ class Daemon:
             token=token if http.require_token else "",
             version=__version__,
             names=self._config.models.names,
-            catalog=CATALOG,
             hosts=frozenset(http.allowed_hosts),
             origins=frozenset(http.allowed_origins),
             fleet=self._fleet or DisabledFleet(),

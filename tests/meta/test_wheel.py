@@ -63,7 +63,8 @@ def test_the_wheel_holds_every_file_of_the_packages(built: Built) -> None:
     }
     inside = {name for name in built.names if name.startswith(("fleetd/", "fleetctl/"))}
     assert {name for name in inside if not name.startswith("fleetctl/templates/")} == sources
-    assert {"fleetd/engine/scoring/shipped_profiles.json", "fleetd/compression/gate_signs.txt"} <= inside
+    data = {"engine/scoring/shipped_profiles.json", "compression/gate_signs.txt", "models/catalog.toml"}
+    assert {f"fleetd/{name}" for name in data} <= inside
 
 
 def test_the_wheel_holds_the_service_files_and_the_licence(built: Built) -> None:

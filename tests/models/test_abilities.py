@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import _infer_tool_parser
 from fleetd.engine.answer.tool_formats import with_format
 from fleetd.models import abilities, chat_templates
 from fleetd.models.abilities import ModelAbilities, of_files, of_template
-from fleetd.models.catalog import CATALOG, find
+from fleetd.models.catalog import entries, find
 from fleetd.models.chat_templates import read_templates
 
 # Templates of which only what tells their format is here.
@@ -87,4 +87,4 @@ def test_a_template_is_read_once_while_its_files_stay(tmp_path: Path) -> None:
 
 def test_every_format_of_the_catalog_is_one_that_a_template_can_have() -> None:
     formats = {name for _, name in abilities._FORMATS}
-    assert {entry.tools for entry in CATALOG} - {""} <= formats
+    assert {entry.tools for entry in entries()} - {""} <= formats

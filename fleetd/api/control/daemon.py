@@ -29,7 +29,7 @@ from fleetd.control.model_listing import (
 from fleetd.control.setting_view import SettingsView
 from fleetd.engine.protocol import Ready
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
-from fleetd.models import file_threads
+from fleetd.models import catalog, file_threads
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import estimated_bytes
 from fleetd.models.weights import unused_files
@@ -83,7 +83,7 @@ def _listing(
     folders = list(services.models.installed())
     evictable = sum(engine.memory_bytes for engine in status.engines if engine.evictable)
     installed = _installed(services, folders, loaded, facts)
-    offered = _offered(services, {folder.name for folder in folders}, status, evictable)
+    offered = _offered({folder.name for folder in folders}, status, evictable)
     importable = [
         ImportableModel(found.name, found.program, str(found.path), found.size_bytes)
         for found in services.models.importable()
@@ -96,8 +96,8 @@ def _installed(
     services: Services, folders: Sequence[ModelFolder], loaded: frozenset[str], facts: Mapping[str, Ready]
 ) -> list[InstalledModel]:
     """The models of ``folders``. ``facts``: what the workers of those that are ``loaded`` have reported."""
-    by_name = {entry.name: entry for entry in services.catalog}
-    by_hub_id = {entry.hub_id: entry for entry in services.catalog if entry.hub_id}
+    by_name = {entry.name: entry for entry in catalog.entries()}
+    by_hub_id = {entry.hub_id: entry for entry in catalog.entries() if entry.hub_id}
     found = []
     for folder in folders:
         entry = by_name.get(folder.name) or by_hub_id.get(folder.name)
@@ -121,12 +121,10 @@ def _installed(
     return found
 
 
-def _offered(
-    services: Services, installed: Set[str], status: DaemonStatus, evictable_bytes: int
-) -> list[OfferedModel]:
+def _offered(installed: Set[str], status: DaemonStatus, evictable_bytes: int) -> list[OfferedModel]:
     """The catalog, and which of it fits into the memory now, or once other models are unloaded."""
     found = []
-    for entry in services.catalog:
+    for entry in catalog.entries():
         needed = estimated_bytes(entry, status.machine.accelerator)
         found.append(
             OfferedModel(

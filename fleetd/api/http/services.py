@@ -20,7 +20,6 @@ from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.control.setting_view import SettingView
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.fleet.service import Fleet
-from fleetd.models.catalog import CatalogEntry
 from fleetd.models.model_names import ModelNames
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
@@ -74,7 +73,6 @@ class Services(msgspec.Struct, frozen=True):
     names: ModelNames
     plan: Callable[[PlanQuestion], Awaitable[PlanView]]
     pinned: PinnedModels
-    catalog: Sequence[CatalogEntry] = ()
     hosts: frozenset[str] = msgspec.field(default_factory=frozenset)
     origins: frozenset[str] = msgspec.field(default_factory=frozenset)
     fleet: Fleet | DisabledFleet = msgspec.field(default_factory=DisabledFleet)

