@@ -146,6 +146,9 @@ def test_impossible_pieces_are_corrupt(change: dict[str, Any]) -> None:
         ("llama-bpe", "it's 1234", ["it", "'s", "Ġ", "123", "4"]),
         ("chatglm-bpe", "it's 1234", ["it", "'s", "Ġ", "123", "4"]),
         ("dbrx", "it's 1234", ["it", "'s", "Ġ", "123", "4"]),
+        ("glm4", "it's 1234", ["it", "'s", "Ġ", "123", "4"]),
+        ("smollm", "it's 1234", ["it", "'s", "Ġ", "1", "2", "3", "4"]),
+        ("gpt-2", "it's 1234", ["it", "'s", "Ġ1234"]),
     ],
 )
 def test_text_is_cut_as_the_family_cuts_it(pre: str, text: str, words: list[str]) -> None:
@@ -161,6 +164,19 @@ def test_text_is_cut_as_the_family_cuts_it(pre: str, text: str, words: list[str]
     composed = made.normalizer.normalize_str(text) if made.normalizer is not None else text
     cut = [piece for piece, _ in made.pre_tokenizer.pre_tokenize_str(composed)]
     assert cut == [word if word.isascii() or "Ġ" in word else "".join(_as_bytes(word)) for word in words]
+
+
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("gpt-2", False)])
+def test_a_word_that_is_a_token_needs_no_merges_in_the_families_that_say_so(pre: str, whole: bool) -> None:
+    from model_files import byte_alphabet
+
+    found = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [*byte_alphabet(), "th", "the"],
+        "tokenizer.ggml.merges": ["t h"],
+    }
+    assert fast(found).encode("the").tokens == (["the"] if whole else ["th", "e"])
 
 
 def _as_bytes(word: str) -> list[str]:
