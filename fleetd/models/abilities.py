@@ -1,4 +1,4 @@
-"""What a model can do besides answer, as far as its files and the catalog tell: call tools, think."""
+"""Abilities of a model besides answering, as its files and the catalog tell them: tool calls, thinking."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 from fleetd.models.catalog import CatalogEntry
 from fleetd.models.chat_templates import for_tools, read_templates
 
-# What a chat template writes around calls → the format's name, as the catalog has it. All of a row's texts
-# stand in the template; the first row that does wins.
+# Texts that a chat template writes around calls → the format's name, as the catalog has it. A row matches if
+# all of its texts stand in the template; the first row that matches wins.
 _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<minimax:tool_call>",), "minimax_m2"),
     (("<|tool_call>", "<tool_call|>"), "gemma4"),
@@ -33,15 +33,16 @@ _THOUGHTS = ("<think>", "enable_thinking", "reasoning_effort", "<|channel|>", "<
 
 
 class ModelAbilities(msgspec.Struct, frozen=True):
-    """``tools``: how it writes tool calls, by the name of the format; "" if it writes none.
-    ``thinking``: it can reason before it answers."""
+    """Abilities of one model."""
 
+    #: How it writes tool calls, by the name of the format; "" if it writes none.
     tools: str = ""
+    #: True if it can reason before it answers.
     thinking: bool = False
 
 
 def of_files(path: Path | None, entry: CatalogEntry | None) -> ModelAbilities:
-    """Abilities by the files in ``path``, if the model is here, else by the catalog. Reads files."""
+    """Abilities by the files in ``path`` if the model is on this machine, else by the catalog. Blocks."""
     templates = read_templates(path) if path is not None else {}
     if templates:
         asked, thoughts = of_template(for_tools(templates)), of_template("".join(templates.values()))
@@ -50,6 +51,6 @@ def of_files(path: Path | None, entry: CatalogEntry | None) -> ModelAbilities:
 
 
 def of_template(template: str) -> ModelAbilities:
-    """Abilities by what a chat template writes and asks for."""
+    """Abilities by the text of a chat template."""
     tools = next((name for texts, name in _FORMATS if all(text in template for text in texts)), "")
     return ModelAbilities(tools, any(text in template for text in _THOUGHTS))

@@ -2,7 +2,7 @@
 
 MODELS/NAME -> /elsewhere/FOLDER
 
-The link is all that is known of it, so that a person can see it, make it and remove it by hand.
+There is no record besides the link, so that a person can see, make and remove it by hand.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fleetd.models import catalog, names
 
 
 def target(folder: Path) -> Path:
-    """Where the files of a folder in the models folder lie: behind the link, or there."""
+    """The folder that holds the files: the target of ``folder`` if it is a link, else ``folder`` itself."""
     return folder.parent / os.readlink(folder) if folder.is_symlink() else folder
 
 
 def links(models_dir: Path) -> dict[str, Path]:
-    """Every added model: its name, and the folder that the link names, which may be gone."""
+    """All added models: the name → the folder that the link names, which may be gone."""
     try:
         entries = sorted(models_dir.iterdir())
     except OSError:
@@ -33,7 +33,7 @@ def links(models_dir: Path) -> dict[str, Path]:
 
 
 def check_name(name: str) -> str:
-    """A name that may be given. Raises InvalidValue."""
+    """The name, if a model may be added by it. Raises InvalidValue if not."""
     names.check(name)
     if "/" in name or "--" in name:
         raise InvalidValue(
@@ -51,7 +51,10 @@ def check_name(name: str) -> str:
 
 
 def usual_name(text: str, prefix: str = "") -> str:
-    """A name made of what a file, a folder or another program calls a model."""
+    """A valid name made of the name that a file, a folder or another program gives a model.
+
+    ``prefix`` is put before it if the catalog has a model of that name.
+    """
     stem = text[: -len(".gguf")] if text.lower().endswith(".gguf") else text
     plain = "".join(char if char.isascii() and (char.isalnum() or char in "._") else "-" for char in stem)
     plain = "-".join(part for part in plain.split("-") if part).lstrip("._").replace("..", ".")
@@ -61,7 +64,7 @@ def usual_name(text: str, prefix: str = "") -> str:
 
 
 def make_link(models_dir: Path, name: str, folder: Path) -> None:
-    """Raises InvalidValue where something of that name is there."""
+    """Make the link. Raises InvalidValue if something of that name is there."""
     models_dir.mkdir(parents=True, exist_ok=True)
     try:
         (models_dir / name).symlink_to(folder, target_is_directory=True)
@@ -70,6 +73,7 @@ def make_link(models_dir: Path, name: str, folder: Path) -> None:
 
 
 def taken(name: str) -> InvalidValue:
+    """The error for a name that another model has."""
     return InvalidValue(
         f"There is a model {name!r} already.",
         hint=f"Choose another name with --name, or remove that one: fleetctl models remove {name}",

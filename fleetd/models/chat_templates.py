@@ -1,11 +1,11 @@
 """The chat templates of a folder, by name, as transformers reads them.
 
-    chat_template.jinja     the default one; NAME of additional_chat_templates/NAME.jinja
-    tokenizer_config.json   one, which is the default, or a list of them
-    chat_template.json      the same, if the others have none
+    chat_template.jinja     the template "default"; additional_chat_templates/NAME.jinja is the template NAME
+    tokenizer_config.json   one template, which is "default", or a list of named templates
+    chat_template.json      the same, read if the other files have no template
 
-With tools the one called "tool_use" is rendered, if there is one, and "default" else. Models that see
-pictures have the last file; transformers does not read it for text, and fleetd does.
+A conversation with tools is rendered by the template "tool_use" if there is one, else by "default". Models
+that see pictures have the last file; transformers does not read it for text, and fleetd does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _JINJA, _CONFIG, _JSON = "chat_template.jinja", "tokenizer_config.json", "chat_t
 
 
 def read_templates(folder: Path) -> Mapping[str, str]:
-    """A model folder's templates; none of a file that cannot be read. Blocks."""
+    """The templates of a model folder, by name. A file that cannot be read has none. Blocks."""
     written = []
     for name in (_JINJA, _MORE, _CONFIG, _JSON):
         try:
@@ -38,7 +38,7 @@ def read_templates(folder: Path) -> Mapping[str, str]:
 
 @functools.lru_cache(maxsize=64)
 def _templates(folder: Path, *_written_ns: int) -> Mapping[str, str]:
-    """The templates, kept for files of these times: models are listed often, and the files are long."""
+    """The templates, cached by the files' times: models are listed often, and the files are long."""
     files = {DEFAULT: folder / _JINJA} | {file.stem: file for file in (folder / _MORE).glob("*.jinja")}
     texts = {name: text for name, file in files.items() if (text := _text(file)) is not None}
     return texts or named(_of_json(folder / _CONFIG) or _of_json(folder / _JSON))
@@ -52,7 +52,7 @@ def _text(file: Path) -> str | None:
 
 
 def lone_template(folder: Path) -> Any:
-    """What chat_template.json holds, if no other file has a template; else None. Blocks."""
+    """The value in chat_template.json if no other file has a template, else None. Blocks."""
     if (folder / _JINJA).exists() or (folder / _MORE).exists() or _of_json(folder / _CONFIG):
         return None
     return _of_json(folder / _JSON)
@@ -71,7 +71,7 @@ def _of_json(file: Path) -> Any:
 
 
 def named(found: Any) -> Mapping[str, str]:
-    """Templates by name, of a value as files and tokenizers have it: a text, a list, a table."""
+    """Templates by name, from a text, a list or a table, as files and tokenizers have them."""
     if isinstance(found, dict):
         found = [{"name": name, "template": text} for name, text in found.items()]
     entries = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}]

@@ -1,4 +1,4 @@
-"""The daemon's side of a process that brings or gives a model: start it, pass on its lines, end it."""
+"""The daemon's side of a process that downloads or copies a model: start it, pass on its lines, end it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Line = TypeVar("Line", bound=PullLine)
 
 @contextlib.asynccontextmanager
 async def running(module: str, *arguments: str, stdin: int) -> AsyncIterator[Process]:
-    """``python -m MODULE ARGUMENTS``, killed and reaped on the way out if it has not ended."""
+    """The process ``python -m MODULE ARGUMENTS``. On leaving, one that has not ended is killed and reaped."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -42,11 +42,11 @@ async def running(module: str, *arguments: str, stdin: int) -> AsyncIterator[Pro
 
 
 async def lines(process: Process, kind: type[Line], what: str, hint: str) -> AsyncGenerator[Line, None]:
-    """What the process says, until it is done.
+    """The lines that the process writes, until it ends.
 
     Args:
-        what: the process's work, to be named in errors.
-        hint: what to do if it ends without a word.
+        what: the name of the process's work, for errors.
+        hint: the hint of the error if the process ends without saying why.
 
     Raises:
         FleetError: the one that it reports, or DownloadFailed if it hangs, or ends without saying why.
@@ -87,7 +87,7 @@ async def _next_line(process: Process, kind: type[Line], what: str) -> Line | No
 
 
 async def _end(process: Process) -> None:
-    """Kill the whole group, also one whose leader has gone; reap; close the pipes."""
+    """Kill the process and its group, even if the process has ended; reap it; close the pipes."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.stdin is not None:

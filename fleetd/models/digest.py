@@ -1,8 +1,8 @@
-"""What identifies a model on the wire: a digest of its weights, configuration and tokenizer.
+"""The digest that identifies a model on the wire: of its weights, configuration and tokenizer.
 
 Two folders with the same files have the same digest, wherever they lie, whatever they are called and
-whenever they were written. Hashes are remembered by (size, mtime, inode) in a record beside fleetd's
-models.
+whenever they were written. A record beside fleetd's models keeps each file's hash by its size, mtime and
+inode.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _VERSION = b"fleetd model 1\n"
 
 
 class ModelDigest(msgspec.Struct, frozen=True):
-    """``hex`` covers the three parts, which are there to say what differs."""
+    """A model's identity; all fields are BLAKE3 in hex."""
 
+    #: Of the three parts together: this identifies the model.
     hex: str
+    #: Of the weights, the configuration and all other files, each alone: they tell in what two models differ.
     weights: str
     config: str
     tokenizer: str
@@ -34,7 +36,7 @@ class ModelDigest(msgspec.Struct, frozen=True):
 
 
 def of_records(records: dict[str, manifest.FileRecord], weights: frozenset[str]) -> ModelDigest:
-    """The digest of files known by name, size and hash. Pure."""
+    """The digest of files by their records. ``weights``: the names of those that are weights. Pure."""
     parts = {
         "weights": {name: record for name, record in records.items() if name in weights},
         "config": {name: record for name, record in records.items() if name in _CONFIGS},
@@ -63,7 +65,7 @@ def digest(folder: ModelFolder, record: Path) -> ModelDigest:
 
 
 def remembered(path: Path, record: Path | None) -> str:
-    """The digest of a model folder if that takes no hashing, "" otherwise; ``record`` as for ``records``."""
+    """The digest of a model folder, or "" if a file had to be hashed; ``record`` as for ``records``."""
     files = manifest.part_files(path)
     for file in (record, own_manifest(path, record)):
         try:
@@ -77,16 +79,17 @@ def remembered(path: Path, record: Path | None) -> str:
 
 
 def own_manifest(path: Path, record: Path | None) -> Path | None:
-    """The manifest whose hashes stand for files that look unchanged: only that of an installed folder.
+    """The folder's own manifest if its hashes may be believed; None for a folder that fleetd did not install.
 
-    In a folder elsewhere its owner may write that these files are another model's. ``record``: of the folder,
-    beside what is installed; None if there is no such place.
+    The owner of a folder elsewhere could write the hashes of another model into it. ``record``: the folder's
+    record in the models folder; None if there is no models folder.
     """
     return path / manifest.FILE_NAME if record is None or path.parent == record.parent.parent else None
 
 
 def records(folder: ModelFolder, record: Path) -> dict[str, manifest.FileRecord]:
-    """Hash what neither ``record`` (a cache, kept current) nor the folder's own manifest remembers."""
+    """Records of the folder's files, by name. Hashes a file that neither ``record`` nor the folder's own
+    manifest knows, and brings ``record``, a cache, up to date. Blocks."""
     try:
         known = manifest.load(record)
     except ModelCorrupt:

@@ -1,7 +1,7 @@
 """Threads on which the daemon reads models' files.
 
-A disk of the network may never answer. Then these threads wait, no more than there are, and nothing else
-does: not what runs on asyncio's own threads, and not the end of the process.
+A network disk may never answer. Then only these threads wait, and their number is bounded. Work on asyncio's
+own threads goes on, and the process can end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class FileThreads:
-    """No more than ``most``, each started when it is needed first. They end with the process."""
+    """A pool of at most ``most`` threads, each started when it is first needed. They end with the process."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -49,7 +49,7 @@ class FileThreads:
             self._awaited.discard(result)
 
     def abandon(self) -> None:
-        """Let nothing wait any longer for what has not been read yet."""
+        """End every ``run`` that still waits, with Draining."""
         for result in self._awaited:
             if not result.done():
                 result.set_exception(Draining("The daemon stopped before the model's files were read."))
@@ -61,7 +61,7 @@ class FileThreads:
                 value, error = None, None
                 try:
                     value = work()
-                except BaseException as raised:  # the caller's, as of a function that is called
+                except BaseException as raised:  # the caller gets it, as of a function that it calls
                     error = raised
                 # A loop that was closed waits for nothing.
                 with suppress(RuntimeError):
@@ -81,7 +81,7 @@ def _settle(result: asyncio.Future[Any], value: Any, error: BaseException | None
 
 
 class _Threads:
-    """This process's: a look takes a moment, hashing minutes."""
+    """The threads of this process: two pools, because a look takes a moment and hashing minutes."""
 
     def __init__(self) -> None:
         self.looks = FileThreads(limits.FILE_LOOKS)
@@ -92,17 +92,17 @@ _own = _Threads()
 
 
 async def look(work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do what reads names, sizes and small files. Raises Draining after ``abandon``."""
+    """Do work that reads names, sizes and small files. Raises Draining after ``abandon``."""
     return await _own.looks.run(work, *args, **kwargs)
 
 
 async def read_whole(work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do what may hash whole models. Raises Draining after ``abandon``."""
+    """Do work that may hash whole models. Raises Draining after ``abandon``."""
     return await _own.hashes.run(work, *args, **kwargs)
 
 
 def abandon() -> None:
-    """Let nothing wait any longer for files that have not been read yet: the daemon stops."""
+    """End all work that still waits for files, with Draining: the daemon stops."""
     _own.looks.abandon()
     _own.hashes.abandon()
 

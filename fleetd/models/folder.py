@@ -1,4 +1,4 @@
-"""A model on this machine: a folder with config, weights and tokenizer, and what is known about it."""
+"""A model on this machine: a folder with config, weights and tokenizer, and the facts read from it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,31 @@ _DEFAULT_CONTEXT_TOKENS = 2048
 
 
 class ModelFolder(msgspec.Struct, frozen=True):
-    """``name`` is canonical: the catalog's name, else the hub id, else the folder's name."""
+    """A model folder and its facts."""
 
+    #: The canonical name: the catalog's, else the hub id, else the folder's name.
     name: str
+    #: The folder.
     path: Path
+    #: How the model came to this machine.
     source: Source
+    #: The commit of the hub; None if it is not from there, or not known.
     revision: str | None
+    #: The content of config.json.
     config: Mapping[str, Any]
+    #: Bytes of all files of weights together.
     weights_bytes: int
+    #: When the newest file of weights was written, in seconds since the epoch.
     created_s: float
 
     @property
     def architecture(self) -> str:
+        """``model_type`` of the config; "unknown" if it has none."""
         return str(self.config.get("model_type", "unknown"))
 
     @property
     def context_tokens(self) -> int:
+        """The longest context by the config, in tokens."""
         nested = self.config.get("text_config")
         for section in (self.config, nested if isinstance(nested, dict) else {}):
             for key in _CONTEXT_KEYS:
@@ -58,16 +67,16 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a model folder.
+    """The content of config.json of a model folder.
 
     Raises:
-        ModelCorrupt: not there, too long, or not a JSON object.
+        ModelCorrupt: the file is not there, is too long, or holds no JSON object.
     """
     return read_json(path / "config.json", limits.MODEL_CONFIG_BYTES)
 
 
 def read_folder(path: Path, *, name: str, source: Source, revision: str | None) -> ModelFolder:
-    """Look at a folder without hashing anything. Raises ModelCorrupt if it holds no model."""
+    """The facts of a folder; nothing is hashed. Raises ModelCorrupt if it holds no model."""
     config = read_config(path)
     weights = weight_files(path)
     if not weights:

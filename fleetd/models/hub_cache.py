@@ -1,4 +1,4 @@
-"""The Hugging Face cache, read only: which models lie complete in it.
+"""The Hugging Face cache, read only: the models that lie complete in it.
 
 ``models--ORG--NAME/refs/main`` names a commit; ``snapshots/COMMIT/`` holds links into ``blobs/``, each
 named by its content's hash. A download in progress shows as links that are not there yet.
@@ -14,13 +14,13 @@ from fleetd.errors import ModelCorrupt, ModelRefused
 from fleetd.models.opening import read_regular
 from fleetd.models.weights import missing_weights, weight_files
 
-# A commit has 40.
+# Most bytes of a file that names a commit; a commit has 40.
 _REF_BYTES = 256
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def location(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where huggingface_hub keeps its cache on this machine."""
+    """The folder in which huggingface_hub keeps its cache on this machine."""
     for key in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if found := environment.get(key):
             return Path(found).expanduser()
@@ -31,7 +31,7 @@ def location(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def snapshot(cache: Path, hub_id: str, revision: str | None = None) -> Path | None:
-    """The complete snapshot of a model: of ``revision`` if it is there, else of ``main``, else the newest."""
+    """A complete snapshot of a model, or None: that of ``revision``, else of ``main``, else the newest."""
     root = cache / f"models--{hub_id.replace('/', '--')}"
     if revision is not None:
         wanted = root / "snapshots" / revision
@@ -52,7 +52,7 @@ def snapshot(cache: Path, hub_id: str, revision: str | None = None) -> Path | No
 
 
 def is_complete(folder: Path) -> bool:
-    """Config, a tokenizer and all files of weights are there."""
+    """True if the config, a tokenizer and all files of weights are there."""
     if not (folder / "config.json").is_file() or not any((folder / name).is_file() for name in _TOKENIZERS):
         return False
     try:
@@ -62,7 +62,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def models(cache: Path) -> Iterator[tuple[str, Path]]:
-    """Every complete model: its hub id and its snapshot."""
+    """All complete models: hub id and snapshot of each."""
     try:
         roots = sorted(cache.glob("models--*"))
     except OSError:
@@ -74,5 +74,5 @@ def models(cache: Path) -> Iterator[tuple[str, Path]]:
 
 
 def is_snapshot(folder: Path) -> bool:
-    """Whether a folder is a snapshot inside such a cache, whose links may point to its blobs."""
+    """True if a folder is a snapshot inside such a cache: its links may point to the blobs beside it."""
     return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()

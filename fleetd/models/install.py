@@ -1,10 +1,10 @@
-"""How a model arrives in the models folder: staged beside it, checked, recorded, moved in one step.
+"""How a model comes into the models folder: it is staged, checked, recorded and moved there in one step.
 
-MODELS/.partial/FOLDER/          being written; wiped or resumed by the next attempt, from whatever source
-MODELS/.partial/FOLDER~old/      what the new one replaces; ~removed: what is being deleted
-MODELS/.partial/FOLDER~imported/ a GGUF file from the hub as it is imported, beside the file
-MODELS/.locks/FOLDER             held by the process that installs FOLDER
-MODELS/FOLDER/                   complete, with its manifest
+MODELS/.partial/FOLDER/          files that are being written; the next attempt resumes or deletes them
+MODELS/.partial/FOLDER~old/      the model that the new one replaces; ~removed: one that is being deleted
+MODELS/.partial/FOLDER~imported/ the result while a GGUF file from the hub is imported
+MODELS/.locks/FOLDER             a lock that the process holds which installs FOLDER
+MODELS/FOLDER/                   the complete model, with its manifest
 
 A process may be killed between any two steps; ``sweep`` puts right what it left.
 """
@@ -31,26 +31,27 @@ from fleetd.models.verify import verify
 from fleetd.storage.durable import sync_file, sync_folder
 
 _MARK, OLD = "~", "old"
-# How earlier versions called what they moved aside.
+# The names that earlier versions gave to folders that they moved aside.
 _EARLIER = re.compile(r"(.+)\.(old|removed|imported)")
 PARTIAL, LOCKS = ".partial", ".locks"
-#: Ends the name of a file that has not arrived whole.
+#: The end of the name of a file that has not arrived whole.
 PART = ".part"
-# Says of what the staged files are: a commit of the hub, or a digest.
+# The file that names the staged content: a commit of the hub, or a digest.
 _CONTENT_FILE, _CONTENT_BYTES = ".revision", 256
 
 
 def partial_folder(models_dir: Path, folder: str) -> Path:
+    """The place in which ``folder`` is staged."""
     return models_dir / PARTIAL / folder
 
 
 def beside(models_dir: Path, folder: str, what: str) -> Path:
-    """Where something of ``folder`` lies for a moment. No name of a model has the mark in it."""
+    """The place for something of ``folder`` for a moment. No model's name has the mark in it."""
     return models_dir / PARTIAL / f"{folder}{_MARK}{what}"
 
 
 def staged_content(staged: Path) -> str | None:
-    """What an earlier attempt was bringing, as it told ``resume``."""
+    """The ``content`` that an earlier attempt gave to ``resume``; None if there was none."""
     try:
         return read_regular(staged / _CONTENT_FILE, _CONTENT_BYTES).decode("ascii") or None
     except (OSError, UnicodeDecodeError):
@@ -58,7 +59,7 @@ def staged_content(staged: Path) -> str | None:
 
 
 def resume(staged: Path, content: str, files: Iterable[str]) -> None:
-    """Make the folder to write into; what an attempt at the same content left of ``files`` is kept."""
+    """Make the staging folder. Only files of ``files`` stay of an earlier attempt at the same content."""
     if staged_content(staged) != content:
         shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True, exist_ok=True)
@@ -70,12 +71,13 @@ def resume(staged: Path, content: str, files: Iterable[str]) -> None:
 
 
 def staged_bytes(staged: Path) -> int:
+    """Bytes that have arrived in a staging folder."""
     return sum(entry.stat().st_size for entry in staged.iterdir() if entry.name != _CONTENT_FILE)
 
 
 @contextlib.contextmanager
 def locked(models_dir: Path, folder: str, report: Report) -> Iterator[None]:
-    """Hold the right to install ``folder``; reports "waiting" while another process does."""
+    """Hold the lock of ``folder``. Reports "waiting" while another process holds it."""
     with _lock_file(models_dir, folder) as handle:
         while not _taken(handle):
             report(PullProgress(file="", done_bytes=0, total_bytes=0, stage="waiting"))
@@ -95,7 +97,7 @@ def _lock_file(models_dir: Path, folder: str) -> Iterator[int]:
 
 
 def _taken(handle: int) -> bool:
-    """Take the lock, for as long as its file is open; False if another process has it."""
+    """Take the lock, which is held as long as its file is open. Returns False if another process has it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -104,8 +106,10 @@ def _taken(handle: int) -> bool:
 
 
 def sweep(models_dir: Path) -> list[str]:
-    """Bring back what a killed process had moved aside for a model that did not arrive, and delete what no
-    attempt goes on with. What is being installed now stays. Returns the folders that were brought back.
+    """Put right what killed processes left, and return the folders that were brought back.
+
+    A model that was moved aside comes back if its successor did not arrive. Downloads that can be resumed and
+    models that another process installs now stay. Everything else is deleted.
     """
     back = []
     for left in sorted((models_dir / PARTIAL).glob("*")):
@@ -122,7 +126,7 @@ def sweep(models_dir: Path) -> list[str]:
 
 
 def _moved_aside(left: Path) -> tuple[str, str]:
-    """Which folder something in ``PARTIAL`` belongs to, and what it is there for; "" for a download."""
+    """The folder that an entry of ``PARTIAL`` belongs to, and why it is there; "" means a download."""
     folder, _, what = left.name.partition(_MARK)
     earlier = _EARLIER.fullmatch(left.name)
     if earlier is not None and staged_content(left) is None:
@@ -137,7 +141,7 @@ def _moved_aside(left: Path) -> tuple[str, str]:
 
 
 def require_space(folder: Path, need_bytes: int) -> None:
-    """Raises DiskFull, with the figures, before anything is written."""
+    """Raises DiskFull, with the figures, if ``need_bytes`` do not fit. Nothing is written before."""
     place = folder
     while not place.exists():
         place = place.parent
@@ -152,7 +156,7 @@ def require_space(folder: Path, need_bytes: int) -> None:
 
 @contextlib.contextmanager
 def clean_on_full_disk(models_dir: Path, staged: Path) -> Iterator[None]:
-    """A disk that fills up in the middle leaves nothing behind and ends in DiskFull."""
+    """If the disk fills up meanwhile, delete what is staged and raise DiskFull."""
     try:
         yield
     except DiskFull:
@@ -171,7 +175,7 @@ def clean_on_full_disk(models_dir: Path, staged: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cleared_if_unsound(staged: Path) -> Iterator[None]:
-    """Delete a model that must not be installed: the next attempt may have a better source."""
+    """Delete the staged model if a check refuses it meanwhile: the next attempt may have a better source."""
     try:
         yield
     except ModelError:
@@ -190,12 +194,12 @@ def publish(
     origin: manifest.Origin | None = None,
     report: Report,
 ) -> Path:
-    """Check what was staged, bring it to the disk, write its manifest and move it to its place.
+    """Check the staged model, flush it to the disk, write its manifest and move it to its place.
 
-    Otherwise a file may be empty after a power cut, and only small models are hashed at each load.
+    Without the flush a file may be empty after a power cut, and only small models are hashed at each load.
 
     Raises:
-        ModelCorrupt, ModelRefused: it does not pass; it stays staged for the caller to remove.
+        ModelCorrupt, ModelRefused: a check failed; the model stays staged, and the caller removes it.
     """
 
     def advance(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""JSON as publishers write it: Python's own, with NaN and Infinity, and at times with a byte order mark."""
+"""JSON as publishers write it: with Python's NaN and Infinity, and at times with a byte order mark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PULL_AGAIN = (
 
 
 def read_json(file: Path, limit_bytes: int) -> dict[str, Any]:
-    """A JSON object from a file of bounded size. Raises ModelCorrupt, naming the file."""
+    """The JSON object in a file of at most ``limit_bytes``. Raises ModelCorrupt, which names the file."""
     what = f"{file.name} in {file.parent}"
     try:
         raw = read_regular(file, limit_bytes)
@@ -37,13 +37,13 @@ def read_json(file: Path, limit_bytes: int) -> dict[str, Any]:
 
 
 def _decode(raw: bytes) -> Any:
-    """Raises ValueError, RecursionError."""
+    """The value that ``raw`` encodes. Raises ValueError, RecursionError."""
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:
         if b"NaN" not in raw and b"Infinity" not in raw:
             raise
     found = json.loads(raw)
-    # Half of a character, which Python takes too, could be put into no answer.
+    # Python also takes half of a character, which no answer could carry: this raises for it.
     msgspec.json.encode(found)
     return found

@@ -1,8 +1,8 @@
-"""What a model's files were when they arrived: sizes, BLAKE3 hashes, and stat signatures that save hashing.
+"""A record of a model's files as they arrived: sizes, BLAKE3 hashes, and stat signatures that save hashing.
 
 For a model that fleetd installed the manifest lies in its folder and is the truth: a file that differs is
-damaged. For a model that belongs to somebody else (the hub cache, a folder of the user's) the same record
-lies in fleetd's own models folder and is a cache.
+damaged. For a model that fleetd does not own (in the hub cache, or a folder of the user) the same record lies
+in fleetd's models folder and is a cache.
 """
 
 from __future__ import annotations
@@ -27,36 +27,51 @@ Progress = Callable[[int, int], None]
 
 
 class FileRecord(msgspec.Struct, frozen=True):
+    """One file when it was hashed."""
+
     size_bytes: int
+    #: When it was written, in nanoseconds since the epoch.
     mtime_ns: int
     inode: int
+    #: The hash of its content, in hex.
     blake3: str
 
     def matches(self, stat: os.stat_result) -> bool:
+        """True if size, time and inode are still the same: the file is taken for unchanged."""
         return (self.size_bytes, self.mtime_ns, self.inode) == (stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The file an import was made from."""
+    """The GGUF file that a model was imported from, as it was then."""
 
+    #: Its absolute path.
     path: str
     size_bytes: int
+    #: When it was written, in nanoseconds since the epoch.
     mtime_ns: int
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The record of one model folder."""
+
+    #: The model's canonical name.
     name: str
+    #: How it came to this machine.
     source: Source
+    #: The files that decide what it computes, by name.
     files: dict[str, FileRecord]
+    #: The commit of the hub; None if it is not from there.
     revision: str | None = None
+    #: The file that it was imported from; None if it was not imported.
     origin: Origin | None = None
+    #: The version of this format.
     version: int = 1
 
 
 def is_part(name: str) -> bool:
-    """Whether a file of this name decides what the model computes.
+    """True if a file of this name decides what the model computes.
 
-    A manifest by any spelling is none: some file systems take it for this one.
+    The manifest does not, in any spelling: some file systems take all of them for one name.
     """
     return name.lower() != FILE_NAME and name.endswith(
         (".safetensors", ".json", ".jinja", ".tiktoken", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -69,21 +84,26 @@ def part_files(path: Path) -> list[Path]:
 
 
 def part_stats(path: Path) -> dict[str, tuple[int, int, int]]:
-    """Equal while no file that decides what a model computes was changed or replaced."""
+    """Size, mtime and inode of those files: equal as long as no file is changed or replaced."""
     stats = ((file.name, file.stat()) for file in part_files(path))
     return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats}
 
 
 def hash_file(path: Path, progress: Callable[[int], None] = lambda count: None) -> str:
-    """BLAKE3 of a file's content; ``progress`` is told of every piece. Read, not mapped: a file that shrinks
-    while it is read must end in a wrong hash, not in SIGBUS. Raises ModelCorrupt if it cannot be read."""
+    """BLAKE3 of a file's content, in hex. Raises ModelCorrupt if the file cannot be read.
+
+    The file is read and not mapped: one that shrinks meanwhile must give a wrong hash, and no SIGBUS.
+
+    Args:
+        progress: called with the bytes of each piece.
+    """
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     hash_into(hasher, path, progress)
     return str(hasher.hexdigest())
 
 
 def hash_into(hasher: blake3.blake3, path: Path, progress: Callable[[int], None]) -> None:
-    """The same into a hash that goes on."""
+    """Add a file's content to ``hasher``. Arguments and errors as in ``hash_file``."""
     buffer = bytearray(_CHUNK_BYTES)
     try:
         with open_regular(path) as stream:
@@ -97,7 +117,7 @@ def hash_into(hasher: blake3.blake3, path: Path, progress: Callable[[int], None]
 def record_files(
     files: Iterable[Path], known: Manifest | None = None, progress: Progress = lambda done, total: None
 ) -> dict[str, FileRecord]:
-    """Records of these files; hashes of ``known`` are kept where the stat signature is the same."""
+    """Records of these files, by name. A file whose record in ``known`` matches is not hashed again."""
     found: dict[str, FileRecord] = {}
     pending: list[tuple[Path, os.stat_result]] = []
     for file in files:
@@ -122,8 +142,10 @@ def record_files(
 
 
 def save(manifest: Manifest, file: Path) -> None:
-    """Write beside, flush, rename: a reader sees the old one or the new one. Of two that save at once, on
-    threads or in processes, one is last."""
+    """Write the manifest beside ``file``, flush it and rename it: a reader sees the old or the new one.
+
+    If two threads or processes save at once, the later one's stays.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_native_id()}")
     try:
@@ -137,7 +159,7 @@ def save(manifest: Manifest, file: Path) -> None:
 
 
 def load(file: Path) -> Manifest | None:
-    """The manifest, or None where there is none. Raises ModelCorrupt for one that cannot be read."""
+    """The manifest in ``file``, or None if there is no file. Raises ModelCorrupt if it cannot be read."""
     try:
         raw = read_regular(file, limits.MODEL_JSON_BYTES)
     except FileNotFoundError:

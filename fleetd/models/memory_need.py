@@ -1,4 +1,4 @@
-"""How much memory a model needs to load: the figure of admission, of routing and of FITS HERE."""
+"""Bytes of memory that a model needs to load: the figure of admission, of routing and of FITS HERE."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fleetd.models.folder import ModelFolder
 from fleetd.models.safetensors_header import TensorInfo, read_header
 from fleetd.models.weights import weight_files
 
-# What a forward pass needs besides weights and KV: activations of one chunk, logits, allocator slack.
+# Memory of a forward pass besides weights and KV: activations of one chunk, logits, allocator slack.
 WORKING_BYTES = 512 * MIB
-# Most models of the catalog are quantised so.
+# Most models of the catalog have weights of 4 bits.
 _CATALOG_BITS = {"quantization": {"bits": 4}}
 _FLOATING = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F16", "BF16", "F32", "F64"})
 # MLX packs no more weights than this with one scale.
@@ -37,9 +37,9 @@ def needed_bytes(folder: ModelFolder, accelerator: str) -> int:
 
 
 def weights_in_memory(path: Path, on_disk: int, config: Mapping[str, Any], accelerator: str) -> int:
-    """Bytes of a folder's weights in memory, by its tensors' own headers.
+    """Bytes of a folder's weights in memory, by the headers of its files.
 
-    By its config where they cannot be read; such a model is refused when it is loaded.
+    The config decides if the headers cannot be read; such a model is refused when it is loaded.
     """
     if accelerator != "cpu":
         return on_disk
@@ -52,26 +52,28 @@ def weights_in_memory(path: Path, on_disk: int, config: Mapping[str, Any], accel
 
 
 def build_bytes(weights_bytes: int) -> int:
-    """The most memory that building a model may take, by its weights' bytes in memory."""
+    """The most bytes of memory that building a model may take, by the bytes of its weights in memory."""
     # While they are converted, weights are there twice.
     return 2 * weights_bytes + WORKING_BYTES + limits.BUILD_BYTES
 
 
 class GroupSizes(msgspec.Struct, frozen=True):
-    """How many packed weights share a scale: in the modules that the config names, and in all others."""
+    """How many packed weights share a scale."""
 
+    #: In all modules that are not named.
     default: int = _GROUP_MOST
+    #: In the modules that the config names.
     named: tuple[tuple[str, int], ...] = ()
 
 
 @lru_cache(maxsize=256)
 def _float32_bytes(states: tuple[tuple[Path, int, int], ...], groups: GroupSizes) -> int:
-    """Cached by the files' times and sizes. Raises ModelCorrupt."""
+    """Bytes of these files' tensors as f32, cached by the files' times and sizes. Raises ModelCorrupt."""
     return sum(float32_bytes(read_header(file), groups) for file, _, _ in states)
 
 
 def float32_bytes(tensors: Mapping[str, TensorInfo], groups: GroupSizes) -> int:
-    """Bytes of tensors of which all floating ones become f32, and packed ones are unpacked."""
+    """Bytes of the tensors if floating ones become f32 and packed ones are unpacked."""
     sizes = dict(groups.named)
     total = 0
     for name, info in tensors.items():
@@ -90,7 +92,7 @@ def float32_bytes(tensors: Mapping[str, TensorInfo], groups: GroupSizes) -> int:
 
 
 def _groups(config: Mapping[str, Any]) -> GroupSizes:
-    """What the quantisation says; the format's most where it says nothing."""
+    """The group sizes of a config; the most that the format has if the config does not name a size."""
 
     def size_of(section: Mapping[str, Any]) -> int:
         size = section.get("group_size")
@@ -104,15 +106,15 @@ def _groups(config: Mapping[str, Any]) -> GroupSizes:
 
 
 def estimated_bytes(entry: CatalogEntry, accelerator: str) -> int:
-    """The same for a model whose files are not here yet."""
+    """Bytes of weights in memory for a model whose files are not on this machine yet."""
     return expanded_bytes(entry.memory_bytes, _CATALOG_BITS, accelerator)
 
 
 def expanded_bytes(on_disk: int, config: Mapping[str, Any], accelerator: str) -> int:
-    """Bytes of weights in memory: as on disk, except on a CPU, where everything becomes f32."""
+    """Bytes of weights in memory: the same as on disk, except on a CPU, which computes in f32."""
     if accelerator != "cpu":
         return on_disk
-    # What the weights are packed in comes first: a publisher's torch_dtype is that of the unpacked model.
+    # The packing comes first: torch_dtype, as publishers write it, is the dtype of the unpacked model.
     if bits := _least_bits(config):
         # Scales and biases add about half a bit per weight.
         return max(on_disk, int(on_disk * 32 / (bits + 0.5)))
@@ -122,13 +124,13 @@ def expanded_bytes(on_disk: int, config: Mapping[str, Any], accelerator: str) ->
 
 
 def _least_bits(config: Mapping[str, Any]) -> int:
-    """The fewest bits per weight that the quantisation names, for all weights or for some; 0 for none."""
+    """The fewest bits that the quantisation names for a weight; 0 if it names none."""
     widths = [section.get("bits") for section in _quantizations(config)]
     return min((bits for bits in widths if type(bits) is int and 0 < bits <= 32), default=0)
 
 
 def _quantizations(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """How all weights are packed, and how some are; nothing if they are not."""
+    """The settings of packed weights: those of all, then those of named modules; [] if none is packed."""
     found = config.get("quantization") or config.get("quantization_config")
     if not isinstance(found, Mapping):
         return []

@@ -11,18 +11,19 @@ from fleetd.models.names import is_path
 # Claude Code and Codex ask for their vendors' models whatever the address. gpt-oss is a model of its own.
 _VENDOR = re.compile(r"claude-|gpt-\d|codex-|o\d(-|$)")
 _SMALL = re.compile(r"haiku|-mini\b|-nano\b")
-# Where Ollama's clients name models of Hugging Face.
+# How names of Hugging Face's models begin in Ollama's clients.
 _HUB_HOSTS = ("hf.co/", "huggingface.co/")
-# The model that the settings name.
+# The name that means the default model of the settings.
 DEFAULT = "default"
-# Claude Code lists only models whose names begin so.
+# Claude Code lists only models whose names begin with "claude".
 CLAUDE_PREFIX = "claude-fleet-"
 
 
 def untagged(name: str) -> str:
     """A name as Ollama's clients write it, in the form of names here: ``qwen3:4b`` is ``qwen3-4b``.
 
-    The tag ``latest`` says nothing. No name has a colon, but paths may. What is no path becomes none.
+    The tag ``latest`` is left out. A path, which may have a colon, is returned as it is; and no other name
+    becomes a path.
     """
     if is_path(name):
         return name
@@ -37,15 +38,18 @@ def untagged(name: str) -> str:
 
 
 def stands_for_others(name: str) -> bool:
-    """True for a name that never reaches a model of this name."""
+    """True for a name that requests never get a model of that name by: it stands for another."""
     return name == DEFAULT or untagged(name) != name
 
 
 class ModelNames(msgspec.Struct, frozen=True):
-    """The models that the settings name; "" stands for the large one, and there for the default one."""
+    """The models that the settings name."""
 
+    #: The model of a request that names none.
     default: str
+    #: The model for vendors' large models; "" means the default.
     _large: str = ""
+    #: The model for vendors' small models; "" means the large one.
     _small: str = ""
 
     @property
@@ -57,20 +61,20 @@ class ModelNames(msgspec.Struct, frozen=True):
         return self._small or self.large
 
     def named(self, asked: str | None) -> str:
-        """The name that a request means: the default model's if it names none."""
+        """The name that a request means: ``asked``, or the default model's if the request names none."""
         return self.default if asked in (None, "", DEFAULT) else asked
 
     def answered(self, asked: str | None) -> str:
-        """The name that an answer carries: the one that was asked for, or the default model's."""
+        """The name that an answer carries: ``asked``, or the default model's."""
         return asked or self.default
 
     def here(self, asked: str | None) -> str:
-        """The same as a name that models are found by, and what an alias stands for."""
+        """The name by which models are found for ``asked``: without a tag, and an alias replaced."""
         name = untagged(self.named(asked))
         return self.alias(name) or name
 
     def alias(self, name: str) -> str | None:
-        """What a name stands for if no model is called so; None if it is no alias."""
+        """The model that a name stands for if no model has that name; None if the name is no alias."""
         if name.startswith(CLAUDE_PREFIX):
             real = name.removeprefix(CLAUDE_PREFIX)
             return None if is_path(real) else real or self.default

@@ -1,8 +1,8 @@
-"""The models on this machine: find, list, remove; and start a download in a process of its own.
+"""The models on this machine: find, list, add and remove them, and start downloads in a child process.
 
 A name is looked up in this order: the catalog, the models folder, the Hugging Face cache, LM Studio's
-folders; an absolute path is itself. Nothing here downloads, hashes or imports a heavy library in the daemon's
-process.
+folders. An absolute path is taken as it is. Only ``digest``, ``file_records`` and ``verify`` hash files;
+nothing here downloads or imports a heavy library in the daemon's process.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ _RECORDS = ".records"
 
 
 class UnlistedFolder(msgspec.Struct, frozen=True):
-    """``reason``: a sentence."""
+    """A folder that looks like a model and is not listed."""
 
     path: Path
+    #: Why it is not listed, as a sentence.
     reason: str
 
 
 class ModelStore:
-    """All methods but ``pull`` block; only ``digest`` and ``verify`` for longer than a moment.
+    """The store. All methods but ``pull`` block; those that hash files block for longer than a moment.
 
     Args:
-        models_dir: the folder that fleetd owns; need not exist yet.
-        hub_cache: the Hugging Face cache; by default where its own settings put it.
+        models_dir: the folder that fleetd owns; it need not exist yet.
+        hub_cache: the Hugging Face cache; None means the place that its own settings name.
     """
 
     def __init__(self, models_dir: Path, *, hub_cache: Path | None = None) -> None:
@@ -61,6 +62,7 @@ class ModelStore:
 
     @property
     def hub_cache(self) -> Path:
+        """The folder of the Hugging Face cache."""
         return self._hub_cache if self._hub_cache is not None else hub_cache.location()
 
     # ---- Finding -----------------------------------------------------------------------------------------
@@ -69,9 +71,9 @@ class ModelStore:
         """The folder that ``ref`` means.
 
         Raises:
-            ModelNotFound: not on this machine; says how to get it, or what it may have meant.
-            InvalidValue: not a name or absolute path at all.
-            ModelCorrupt: it is here, but holds no readable config or weights.
+            ModelNotFound: it is not on this machine; the hint says how to get it, or what it may have meant.
+            InvalidValue: ``ref`` is neither a name nor an absolute path.
+            ModelCorrupt: it is on this machine, and its config or weights cannot be read.
         """
         if names.is_path(ref):
             return self._at_path(ref)
@@ -100,13 +102,13 @@ class ModelStore:
             yield self.models_dir / hub_id
 
     def _owned(self, folder: Path, name: str) -> ModelFolder:
-        """A folder inside the models folder: fleetd's if it has a manifest, else one that the user put there,
-        or added from elsewhere.
+        """The model in a folder of the models folder. A folder without a manifest was put there by the user,
+        or is a link that was added.
         """
         try:
             known = manifest.load(folder / manifest.FILE_NAME)
         except ModelCorrupt:
-            known = None  # verify says so; finding and removing must still work
+            known = None  # verify reports it; finding and removing must still work
         source: Source = known.source if known else "added" if folder.is_symlink() else "folder"
         revision = known.revision if known else None
         return read_folder(added.target(folder), name=name, source=source, revision=revision)
@@ -139,7 +141,7 @@ class ModelStore:
         return read_folder(path, name=str(path), source="folder", revision=None)
 
     def _added_name(self, folder: Path) -> str | None:
-        """The name that was given to a folder, if any."""
+        """The name by which a folder was added; None if it was not."""
         named = added.links(self.models_dir).items()
         return next((name for name, target in named if target == folder), None)
 
@@ -158,7 +160,7 @@ class ModelStore:
         )
 
     def needs_pull(self, ref: str) -> bool:
-        """Whether ``pull`` could bring a model that is not here: a catalog name, a hub id, a GGUF file."""
+        """True if ``pull`` could bring a model that is not on this machine, by name, hub id or GGUF file."""
         try:
             self.resolve(ref)
         except ModelNotFound:
@@ -171,11 +173,11 @@ class ModelStore:
         return False
 
     def installed(self) -> list[ModelFolder]:
-        """Every model that could be loaded, by name: the name gets this very folder."""
+        """All models that could be loaded, sorted by name. ``resolve`` gives each folder for its name."""
         return self._survey()[0]
 
     def unlisted(self) -> list[UnlistedFolder]:
-        """The folders that look like models and are not among those, and why."""
+        """The folders that look like models and are not among those of ``installed``, and why."""
         return self._survey()[1]
 
     def _survey(self) -> tuple[list[ModelFolder], list[UnlistedFolder]]:
@@ -184,17 +186,17 @@ class ModelStore:
         for name, folder, read in self._places():
             own = folder.is_relative_to(self.models_dir)
             if name in found and not own:
-                continue  # a copy in another place, which comes later in the order
+                continue  # a copy in another place; ``resolve`` takes the earlier one
             try:
                 self._check_leads(name, folder, own=own)
                 found[name] = read()
             except (InvalidValue, ModelError) as error:
-                if own or isinstance(error, InvalidValue):  # other programs keep what is no language model
+                if own or isinstance(error, InvalidValue):  # other programs keep other models too
                     unlisted.append(UnlistedFolder(folder, error.message))
         return sorted(found.values(), key=lambda model: model.name.lower()), unlisted
 
     def _places(self) -> Iterator[tuple[str, Path, Callable[[], ModelFolder]]]:
-        """Where models lie, in the order of ``resolve``: the name, the folder, and what looks into it."""
+        """All places of models, in the order of ``resolve``: name, folder, and a function that reads it."""
         for folder in self._folders():
             name = self._name_of(folder)
             yield name, folder, partial(self._owned, folder, name)
@@ -210,7 +212,7 @@ class ModelStore:
             )
 
     def _check_leads(self, name: str, folder: Path, *, own: bool) -> None:
-        """Raises InvalidValue for a folder that a request for ``name`` would not get."""
+        """Raises InvalidValue if a request for ``name`` would not get this folder."""
         names.check(name)
         if model_names.stands_for_others(name):
             raise InvalidValue(f"{name!r} means something else in requests.")
@@ -223,13 +225,13 @@ class ModelStore:
             raise InvalidValue(f"A request for {name!r} gets {first or 'nothing'}.")
 
     def importable(self) -> list[FoundFile]:
-        """GGUF files of other programs on this machine that are not imported."""
+        """The GGUF files of other programs on this machine that are not imported yet."""
         return [file for file in other_stores.gguf_files() if self.needs_pull(str(file.path))]
 
     def _folders(self) -> Iterator[Path]:
-        """Model folders in the models folder: at its top, or one level down as ORGANISATION/NAME.
+        """The model folders in the models folder: at its top, or one level down as ORGANISATION/NAME.
 
-        An imported file that was given a name has that name alone.
+        The folder of an imported file is left out if a name was given to it: its link is listed.
         """
         named = set(added.links(self.models_dir).values())
         for top in _visible(self.models_dir):
@@ -251,7 +253,7 @@ class ModelStore:
             known = manifest.load(folder / manifest.FILE_NAME)
         except ModelCorrupt:
             known = None
-        # The manifest may only say which way its own folder's name is to be read.
+        # The manifest may only say how the name of its own folder is to be read.
         if known is not None and names.folder_name(known.name) == folder.name:
             return known.name
         return name
@@ -259,13 +261,13 @@ class ModelStore:
     # ---- Changing ----------------------------------------------------------------------------------------
 
     def sweep(self) -> list[str]:
-        """Put right what killed processes left, at a start. Returns the folders that were brought back."""
+        """Put right what killed processes left. Returns the folders that were brought back."""
         return install.sweep(self.models_dir)
 
     def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]:
         """Bring a model to this machine, in a child process; ``aclose()`` ends it.
 
-        Yields nothing for a model that is here already. A cancelled hub download resumes the next time.
+        Yields nothing if the model is on this machine. The next call resumes a cancelled hub download.
 
         Raises:
             ModelNotFound, DownloadFailed, DiskFull, ModelCorrupt, ModelRefused, ModelUnsupported
@@ -273,10 +275,10 @@ class ModelStore:
         return pull_client.pull(ref, self.models_dir, self._hub_cache)
 
     def locate(self, ref: str) -> FoundFile | Path:
-        """What ``add`` may be told: a path, or the name of a file of another program.
+        """The place that ``ref`` names for ``add``: a path, or a file of another program by its name.
 
         Raises:
-            InvalidValue: it is neither.
+            InvalidValue: ``ref`` is neither.
         """
         if names.is_path(ref):
             return Path(ref).expanduser()
@@ -290,10 +292,10 @@ class ModelStore:
         )
 
     def name_for(self, place: FoundFile | Path, name: str) -> str:
-        """The name that ``add`` gives: ``name``, or where that is "" what the folder or file is called.
+        """The name for ``add`` to give: ``name``, or one made of the folder's or file's own if that is "".
 
         Raises:
-            InvalidValue: it may not be given, or is taken.
+            InvalidValue: the name may not be given, or another model has it.
         """
         if isinstance(place, FoundFile):
             chosen = name or added.usual_name(place.name, prefix=place.program.lower().replace(" ", "-"))
@@ -306,7 +308,7 @@ class ModelStore:
         return chosen
 
     def _behind(self, place: FoundFile | Path) -> Path | None:
-        """The folder that a link to ``place`` names; None for a file that is not imported."""
+        """The folder that a link to ``place`` would name; None for a file that is not imported."""
         path = place.path if isinstance(place, FoundFile) else place
         if is_gguf(path):
             folder = self.models_dir / gguf_folder_name(path)
@@ -314,11 +316,11 @@ class ModelStore:
         return path if hub_cache.is_snapshot(path) else path.resolve()
 
     def add(self, place: FoundFile | Path, name: str) -> ModelFolder:
-        """Give a folder, or a file that is imported, a name of its own: a model like any other.
+        """Give a folder or an imported file a name, by which it is a model like any other.
 
         Raises:
-            InvalidValue: the name may not be given, or the model has one.
-            ModelNotFound, ModelCorrupt, ModelRefused: it is not there, or may not be used.
+            InvalidValue: the name may not be given, or the model has another.
+            ModelNotFound, ModelCorrupt, ModelRefused: the place holds no model, or one that may not be used.
         """
         path = place.path if isinstance(place, FoundFile) else place
         folder = self._at_path(str(path))
@@ -335,11 +337,11 @@ class ModelStore:
         )
 
     def remove(self, ref: str) -> None:
-        """Delete a model that lies in the models folder; of one that was added, only the name.
+        """Delete a model in the models folder. Of a folder that was added only the name goes.
 
         Raises:
-            ModelNotFound: it is not there.
-            InvalidValue: it is there, but not fleetd's to delete.
+            ModelNotFound: it is not on this machine.
+            InvalidValue: it lies elsewhere, where fleetd deletes nothing.
         """
         name = self._added_name(Path(ref)) if names.is_path(ref) else names.check(ref)
         if name is not None and (link := self.models_dir / names.folder_name(name)).is_symlink():
@@ -360,7 +362,7 @@ class ModelStore:
         self._delete(folder.path)
 
     def _remove_added(self, link: Path) -> None:
-        """The name; and an imported file's folder, which is fleetd's own."""
+        """Remove an added name, and the folder behind it if fleetd made it by an import."""
         folder = added.target(link)
         link.unlink()
         if folder.parent == self.models_dir and folder.is_dir():
@@ -368,7 +370,7 @@ class ModelStore:
         self._record_path(folder).unlink(missing_ok=True)
 
     def _delete(self, folder: Path) -> None:
-        """Out of sight in one step, then gone: a crash in between leaves no half model to be found."""
+        """Move the folder away in one step, then delete it: a crash in between leaves no half model."""
         retired = install.beside(self.models_dir, folder.name, "removed")
         retired.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(retired, ignore_errors=True)
@@ -377,7 +379,7 @@ class ModelStore:
         self._record_path(folder).unlink(missing_ok=True)
 
     def _damaged(self, ref: str) -> ModelFolder:
-        """A folder in the models folder that can no longer be read, for removal. Raises ModelNotFound."""
+        """The folder of a model that can no longer be read, for removal. Raises ModelNotFound."""
         entry = catalog.find(ref)
         name = entry.name if entry is not None else names.check(ref)
         for folder in self._candidates(name, entry.hub_id if entry is not None else None):
@@ -388,7 +390,7 @@ class ModelStore:
     # ---- Content -----------------------------------------------------------------------------------------
 
     def record_path(self, folder: ModelFolder) -> Path:
-        """Where hashes of a folder that has no manifest of its own are kept."""
+        """The file that keeps the hashes of a folder's files if fleetd did not install the folder."""
         return self._record_path(folder.path)
 
     def _record_path(self, folder: Path) -> Path:
@@ -396,21 +398,21 @@ class ModelStore:
         return self.models_dir / _RECORDS / f"{key}.json"
 
     def digest(self, folder: ModelFolder) -> ModelDigest:
-        """What identifies the model's content; hashes only what changed since the last time."""
+        """The digest of the model's content. Hashes only files that have changed since the last time."""
         return digests.digest(folder, self.record_path(folder))
 
     def known_digest(self, folder: ModelFolder) -> str:
-        """The same if that takes no hashing, "" otherwise."""
+        """The digest, or "" if a file had to be hashed for it."""
         return digests.remembered(folder.path, self.record_path(folder))
 
     def file_records(self, folder: ModelFolder) -> dict[str, manifest.FileRecord]:
-        """Sizes and hashes of the files that decide what the model computes; hashes as ``digest`` does."""
+        """Records of the files that decide what the model computes, by name. Hashes as ``digest`` does."""
         return digests.records(folder, self.record_path(folder))
 
     def verify(
         self, folder: ModelFolder, *, full: bool = False, progress: Progress = lambda done, total: None
     ) -> None:
-        """``verify.verify`` with everything this store remembers. Raises ModelCorrupt or ModelRefused."""
+        """Check a folder by ``verify.verify``, with its record. Raises ModelCorrupt or ModelRefused."""
         verify(folder.path, full=full, record=self.record_path(folder), progress=progress)
 
 
@@ -421,7 +423,7 @@ def _hub_id(name: str) -> str | None:
 
 
 def _of_hub(folder: Path, name: str) -> ModelFolder:
-    """A snapshot of the hub's cache. Raises ModelCorrupt, also for one that is no language model."""
+    """The model in a snapshot of the hub's cache. Raises ModelCorrupt, also if it is no language model."""
     model = read_folder(folder, name=name, source="hub", revision=folder.name)
     if "model_type" not in model.config:
         raise ModelCorrupt(f"{folder / 'config.json'} names no model_type.")
@@ -429,7 +431,7 @@ def _of_hub(folder: Path, name: str) -> ModelFolder:
 
 
 def gguf_folder_name(path: Path) -> str:
-    """The folder for an imported file: its name for people, a piece of its path's hash against namesakes."""
+    """The name of an imported file's folder: its own, and part of its path's hash to tell namesakes apart."""
     stem = "".join(
         char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in path.stem
     )
@@ -438,7 +440,7 @@ def gguf_folder_name(path: Path) -> str:
 
 
 def _same_file(path: Path, origin: manifest.Origin) -> bool:
-    """Whether the imported file is unchanged; one that is gone has been imported and may be."""
+    """True if the imported file is unchanged, or gone: its import is still good."""
     try:
         stat = path.stat()
     except OSError:

@@ -1,8 +1,7 @@
-"""What may be the name of a model, and which folder a name means. Pure: nothing here looks at the disk.
+"""The names that a model may have, and the folder that a name means. Pure: nothing here looks at the disk.
 
 A name becomes part of a path. So the only names are ``part`` and ``part/part`` of letters, digits, dot,
-dash and underscore, starting with a letter or digit; ``..``, ``/etc`` and the like are not names of
-anything.
+dash and underscore, starting with a letter or digit; ``..``, ``/etc`` and the like name no model.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _FILE = re.compile(rf"(?=.{{1,200}}\Z){_PART}")
 
 
 def check(name: str) -> str:
-    """The name, if it is one. Raises InvalidValue."""
+    """The name, if a model may have it. Raises InvalidValue if not."""
     if not is_name(name):
         raise InvalidValue(
             f"{name[:80]!r} is not the name of a model.",
@@ -30,15 +29,17 @@ def check(name: str) -> str:
 
 
 def is_name(name: str) -> bool:
+    """True if a model may have this name."""
     return bool(_NAME.fullmatch(name)) and not _ambiguous(name) and len(name) <= limits.MODEL_NAME_CHARS
 
 
 def is_hub_id(name: str) -> bool:
+    """True for ORGANISATION/NAME."""
     return bool(_HUB_ID.fullmatch(name)) and not _ambiguous(name) and len(name) <= limits.MODEL_NAME_CHARS
 
 
 def _ambiguous(name: str) -> bool:
-    """``..`` climbs; ``--`` is how a folder's name writes the slash, and no hub id has it."""
+    """True for a name of two meanings: ``..`` climbs, and ``--`` stands for the slash in a folder's name."""
     return ".." in name or ("/" in name and "--" in name)
 
 
@@ -53,5 +54,5 @@ def is_file_name(name: str) -> bool:
 
 
 def is_path(ref: str) -> bool:
-    """True if it is no name but a place on the disk: a person's to give, and a program's of that person."""
+    """True for a place on the disk. Only programs of this machine's user may name one."""
     return ref.startswith(("/", "~"))

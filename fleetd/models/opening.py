@@ -1,6 +1,6 @@
-"""How the files of a model are opened: strangers made them, and may have put something else in their place.
+"""How the files of a model are opened. Other people made them and may have put something else there.
 
-A pipe would be waited for until another program writes to it, and a terminal or a device does what it likes.
+Reading a pipe would wait until another program writes to it; a terminal or a device may do anything.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def open_regular(path: Path, *, follow: bool = True) -> FileIO:
-    """A regular file, to be read; waits for nothing.
+    """The regular file at ``path``, open for reading. Never waits.
 
     Args:
-        follow: whether the last part of the path may be a link.
+        follow: True if the last part of the path may be a link.
 
     Raises:
-        OSError: there is none that may be read, or it is no regular file.
+        OSError: there is no file that may be read, or it is no regular file.
     """
     fd = os.open(path, _FLAGS if follow else _FLAGS | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -33,10 +33,10 @@ def open_regular(path: Path, *, follow: bool = True) -> FileIO:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """The first ``limit`` bytes of a regular file and one more if there are more. Raises OSError."""
+    """The first ``limit`` bytes of a regular file, and one more if the file is longer. Raises OSError."""
     found = bytearray()
     with open_regular(path) as file:
-        # Of what only looks like a regular file, as some of Linux's own do, nothing may be there yet: None.
+        # Some of Linux's own files only look regular; reading one gives None if nothing is there yet.
         while piece := file.read(min(limit + 1 - len(found), MIB)):
             found += piece
     return bytes(found)

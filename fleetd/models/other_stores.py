@@ -4,8 +4,8 @@ LM Studio   ~/.lmstudio/models/PUBLISHER/MODEL/          a folder of safetensors
 Ollama      ~/.ollama/models/manifests/REGISTRY/NAMESPACE/MODEL/TAG names, in its layer of type
             "…image.model", a GGUF file in ~/.ollama/models/blobs/
 
-A folder of safetensors is used where it lies, as those of the Hugging Face cache are. A GGUF file has to be
-imported before it is used.
+A folder of safetensors is used where it lies, like those of the Hugging Face cache. A GGUF file has to be
+imported first.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ from fleetd.models.opening import read_regular
 
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 _BLOB = re.compile(r"sha256[:-]([0-9a-f]{64})")
-# As long as any.
+# The longest path that a system has.
 _PATH_BYTES = 4096
-# Files of a model that came in several, after the first; and the part that reads pictures.
+# Later files of a model that is spread over several, and the part of a model that reads pictures.
 _NOT_A_MODEL = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$|^mmproj", re.IGNORECASE)
 
 
 class FoundFile(msgspec.Struct, frozen=True):
-    """A GGUF file of another program. ``name`` is what that program calls it."""
+    """A GGUF file of another program."""
 
+    #: The name that the program gives it.
     name: str
     path: Path
     size_bytes: int
+    #: The program's name, for people.
     program: str
 
 
 def lm_studio_folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Where LM Studio keeps models: the folder that its settings name, then its defaults."""
+    """The folders in which LM Studio keeps models: the one that its settings name, then its defaults."""
     home = _home(environment)
     roots = [home / ".lmstudio", home / ".cache" / "lm-studio"]
     pointer = home / ".lmstudio-home-pointer"
     try:
         roots.insert(0, Path(read_regular(pointer, _PATH_BYTES).decode().strip()))
     except (OSError, UnicodeDecodeError):
-        pass  # LM Studio was never started here, or lies in the default place
+        pass  # LM Studio was never started here, or keeps models in the default place
     found: list[Path] = []
     for root in roots:
         chosen = _json(root / "settings.json").get("downloadsFolder")
@@ -61,7 +63,7 @@ def lm_studio_folders(environment: Mapping[str, str] = os.environ) -> list[Path]
 
 
 def lm_studio_models(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, Path]]:
-    """Every complete folder of safetensors: its hub id, PUBLISHER/MODEL, and the folder."""
+    """All complete folders of safetensors: hub id (PUBLISHER/MODEL) and folder of each."""
     for folder in _lm_studio_model_folders(environment):
         if is_complete(folder):
             yield f"{folder.parent.name}/{folder.name}", folder
@@ -110,7 +112,7 @@ def _of_ollama(environment: Mapping[str, str]) -> Iterator[FoundFile]:
 def _ollama_folders(environment: Mapping[str, str]) -> list[Path]:
     if chosen := environment.get("OLLAMA_MODELS"):
         return [Path(chosen).expanduser()]
-    # The second is that of the service which Ollama's installer makes on Linux.
+    # The second folder belongs to the service that Ollama's installer makes on Linux.
     return [_home(environment) / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
 
 
@@ -130,7 +132,7 @@ def _home(environment: Mapping[str, str]) -> Path:
 
 
 def _json(file: Path, limit: int = MODEL_CONFIG_BYTES) -> dict[str, Any]:
-    """An empty object for a file that cannot be read: it belongs to another program."""
+    """The JSON object in a file, {} if the file cannot be read: it belongs to another program."""
     try:
         return read_json(file, limit)
     except ModelCorrupt:

@@ -1,4 +1,4 @@
-"""Models that stay loaded because somebody said so: their names, in one file of the home folder."""
+"""Models that a user has told to stay loaded: their names, in one file of the home folder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = get_logger("fleetd.models")
 
 
 class PinnedModels:
-    """``pin`` and ``unpin`` block until the file is on the disk; ``names`` never does."""
+    """The names. ``pin`` and ``unpin`` block until the file is on the disk; ``names`` never blocks."""
 
     def __init__(self, path: Path) -> None:
-        """A file that cannot be read or understood is told in the log; nothing is pinned then.
+        """Read the names. If the file cannot be decoded, the log says so and nothing is pinned.
 
-        Raises Forbidden or ConfigError where it is not this user's file.
+        Raises Forbidden or ConfigError if it is not this user's file.
         """
         self._path = path
         self._writing = threading.Lock()
@@ -32,12 +32,12 @@ class PinnedModels:
         return self._names
 
     def pin(self, name: str) -> None:
-        """Raises InvalidValue for too many, DiskFull or ConfigError where it cannot be kept."""
+        """Add a name. Raises InvalidValue for too many names; DiskFull or ConfigError if writing fails."""
         with self._writing:
             self._keep(self._names | {name})
 
     def unpin(self, name: str) -> None:
-        """Nothing happens to one that is not pinned. Raises as ``pin``."""
+        """Take a name out, if it is there. Raises as ``pin``."""
         with self._writing:
             if name in self._names:
                 self._keep(self._names - {name})

@@ -1,6 +1,4 @@
-"""The daemon's side of a download: start the process, pass on its progress, end it when no request waits
-for it.
-"""
+"""The daemon's side of a download: start the process, pass on its progress, end it if no request waits."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ async def pull(ref: str, models_dir: Path, hub_cache: Path | None) -> AsyncGener
     """Run ``python -m fleetd.models.pull.process`` and yield its progress.
 
     Raises:
-        FleetError: the one that the process reports, or DownloadFailed if it ends without a word.
+        FleetError: the one that the process reports, or DownloadFailed if it ends without saying why.
     """
     arguments = ["--json", f"--models-dir={models_dir}"]
     if hub_cache is not None:

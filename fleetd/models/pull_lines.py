@@ -1,4 +1,4 @@
-"""What a download says about itself while it runs."""
+"""The lines that a download process writes while it runs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from fleetd.text.bounded import Count
 
 
 class PullProgress(msgspec.Struct, frozen=True):
-    """``stage`` is a word for people: waiting, connecting, downloading, copying, importing, verifying."""
+    """How far a download is."""
 
+    #: The name of the file that is brought; "" if it is none in particular.
     file: str
+    #: Bytes of this stage that are done, and of the whole stage; 0 if that is not known.
     done_bytes: Count
     total_bytes: Count
+    #: A word for people: waiting, connecting, downloading, copying, unpacking, importing, verifying.
     stage: str
 
 
 class PullDone(msgspec.Struct, frozen=True):
-    """The last line of a download that went well; ``name`` is what ``ModelStore.resolve`` takes."""
+    """The last line of a download that succeeded."""
 
+    #: The model's name, as ``ModelStore.resolve`` takes it.
     name: str
 
 
 class PullError(msgspec.Struct, frozen=True):
-    """The last line of one that did not; fields as in ``errors.FleetError``."""
+    """The last line of a download that failed; the fields are those of ``errors.FleetError``."""
 
     code: str
     message: str
@@ -33,7 +37,7 @@ class PullError(msgspec.Struct, frozen=True):
 
 
 class PullLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the download process's output: exactly one of the three is there."""
+    """One line of the download process's output; exactly one of the three fields is set."""
 
     progress: PullProgress | None = None
     done: PullDone | None = None

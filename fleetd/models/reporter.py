@@ -1,4 +1,4 @@
-"""How a process that brings or gives a model speaks: lines for the daemon, or a few words for a person."""
+"""The output of a process that downloads or copies a model: lines for the daemon, or words for a person."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REPORTS_PER_S = 10
 
 
 class Reporter:
-    """Passes on a few reports a second, and the latest again while nothing happens: silence means a hang."""
+    """Writes a few reports a second, and repeats the latest if nothing happens: silence means a hang."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -56,7 +56,7 @@ class Reporter:
             self._shown = shown
 
     def line(self, line: PullLine) -> None:
-        """Tell the daemon something else than progress."""
+        """Write a line that is no progress, for the daemon."""
         with self._lock:
             self._write(line)
 
@@ -65,7 +65,7 @@ class Reporter:
         sys.stdout.buffer.flush()
 
     def close(self, name: str | None, error: FleetError | None) -> None:
-        """The last words: the model's name, or why there is none."""
+        """Write the last line: the model's name, or the error."""
         if self._as_json:
             self.line(
                 PullLine(done=PullDone(name))

@@ -1,7 +1,7 @@
 """The head of a safetensors file, checked in full before anything that trusts it may open the file.
 
-``u64 length | JSON {name: {dtype, shape, data_offsets}} | data``. After ``parse`` every tensor lies inside
-the file, fills its range exactly, shares no byte with another, and no byte of the data belongs to none.
+``u64 length | JSON {name: {dtype, shape, data_offsets}} | data``. After ``parse`` each tensor lies inside the
+file and fills its range exactly, and each byte of the data belongs to exactly one tensor.
 """
 
 from __future__ import annotations
@@ -44,16 +44,19 @@ _LENGTH = struct.Struct("<Q")
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """``begin`` and ``end`` count from the start of the file."""
+    """One tensor of a file."""
 
+    #: A key of ``DTYPE_BYTES``.
     dtype: str
+    #: Its dimensions, rows first.
     shape: tuple[int, ...]
+    #: The range of its bytes, from the start of the file.
     begin: int
     end: int
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of a file on disk. Raises ModelCorrupt, naming the file."""
+    """The tensors of a file, by name. Raises ModelCorrupt, which names the file."""
     try:
         with BufferedReader(open_regular(file)) as stream:
             size = stream.seek(0, 2)
@@ -67,7 +70,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def header_length(head: bytes, file_bytes: int, what: str) -> int:
-    """The checked length field. Raises ModelCorrupt."""
+    """The length of the JSON in bytes, by the first 8 bytes of a file, checked. Raises ModelCorrupt."""
     if len(head) < _LENGTH.size:
         _corrupt(what, f"it has only {len(head)} bytes")
     (length,) = _LENGTH.unpack_from(head)
@@ -81,7 +84,7 @@ def header_length(head: bytes, file_bytes: int, what: str) -> int:
 
 
 def parse(raw: bytes, file_bytes: int, what: str) -> dict[str, TensorInfo]:
-    """Check a header's JSON against the size of the file it heads. Raises ModelCorrupt."""
+    """The tensors of a header's JSON, by name, checked against the size of the file. Raises ModelCorrupt."""
     start = _LENGTH.size + len(raw)
     entries = _entries(raw, what)
     if len(entries) > limits.MODEL_TENSORS:
@@ -135,7 +138,7 @@ def _tensor(name: str, entry: Any, start: int, what: str) -> TensorInfo:
 
 
 def _counts(value: Any) -> bool:
-    """A list of integers from 0 to 2^62; JSON's true is not one."""
+    """True for a list of integers from 0 to 2^62; JSON's true is no integer."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= 1 << 62 for item in value)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 DType = Literal["BF16", "F16", "F32", "U8", "U32"]
-#: What values are handed over as. numpy has no bfloat16: its 16 bits come as integers.
+#: The numpy dtype of each dtype's values. numpy has no bfloat16: its 16 bits come as integers.
 _NUMPY: dict[DType, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),
     "F16": np.dtype("<f2"),
@@ -26,29 +26,32 @@ _NUMPY: dict[DType, np.dtype[Any]] = {
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
+    """A tensor to be written."""
+
     name: str
     dtype: DType
+    #: Its dimensions, rows first.
     shape: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of its values."""
         return math.prod(self.shape) * _NUMPY[self.dtype].itemsize
 
 
 class PlannedTensor(msgspec.Struct, frozen=True):
-    """A tensor, or several that one source makes at once: sizes known now, values made when it is written.
+    """A tensor, or several that one source makes at once. Sizes are known; values are made when written."""
 
-    ``pieces``: makes consecutive rows of each tensor, in the order of ``specs``.
-    """
-
+    #: The tensors.
     specs: Sequence[TensorSpec]
+    #: Makes the values: in each step consecutive rows of each tensor, in the order of ``specs``.
     pieces: Callable[[], Iterator[Sequence[npt.NDArray[Any]]]]
 
     @classmethod
     def whole(
         cls, name: str, dtype: DType, shape: tuple[int, ...], values: Callable[[], npt.NDArray[Any]]
     ) -> PlannedTensor:
-        """One tensor, made at once."""
+        """One tensor whose values are made at once."""
         return cls((TensorSpec(name, dtype, shape),), lambda: iter([(values(),)]))
 
 
@@ -57,7 +60,7 @@ def write_safetensors(
     plans: Sequence[PlannedTensor],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write and fsync; ``progress(done_bytes, total_bytes)`` after each piece.
+    """Write the tensors and fsync. ``progress(done_bytes, total_bytes)`` is called after each piece.
 
     Tensors lie in the file in the order of their names, whatever the order of ``plans``.
     """

@@ -1,8 +1,8 @@
-"""Everything that is checked about a model folder before MLX may touch it.
+"""All checks of a model folder before MLX may touch it.
 
-Model files come from strangers. They are data: a folder that carries code, names code to be run, or holds
-a format that can carry code is refused (ModelRefused). A folder that is damaged, inconsistent or
-impossible is corrupt (ModelCorrupt). Both say which file and what to do.
+Other people made the files. They must be data: a folder that carries code, names code to be run, or holds a
+format that can carry code is refused (ModelRefused). A folder that is damaged, inconsistent or impossible is
+corrupt (ModelCorrupt). Both errors name the file and what to do.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _RANGES: dict[str, tuple[int, int]] = {
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (1, 1 << 40),
 }
-# Whatever a family calls them, a model is built in as many steps as such a number says.
+# Keys of numbers that say how many parts a model is built of; families have different words for them.
 _COUNTED = re.compile(
     r"layers?$|^n_layer|blocks?$|experts?$|depth$|heads?$|stages?$|groups?$|num_inputs$", re.IGNORECASE
 )
 _MOST_COUNTED = 1 << 16
 _BITS = range(1, 33)
-# No number of a config is larger: what some architecture multiplies stays within 64 bits.
+# The largest number of a config: products of such numbers must stay within 64 bits.
 _MOST = 1 << 53
-# Of a value in a message.
+# Most characters of a value in a message.
 _SHOWN_CHARS = 80
 _TAKE_SAFE = "Use a safetensors copy of the model: fleetctl models pull mlx-community/NAME."
 
@@ -64,13 +64,13 @@ def verify(
     """Check a model folder.
 
     Args:
-        full: hash every file again, whatever its size and stat signature say.
-        record: where hashes of a hub-cache model were recorded (``manifest.load``), if anywhere.
-        progress: told of bytes hashed and to hash.
+        full: hash each file again, even if its size and stat signature are those of its record.
+        record: the file with the recorded hashes of a hub-cache model (``manifest.load``), if there is one.
+        progress: called with the bytes that are hashed and that are to be hashed.
 
     Raises:
-        ModelRefused: it carries or names code.
-        ModelCorrupt: it is damaged; the message names the file.
+        ModelRefused: the folder carries or names code.
+        ModelCorrupt: the folder is damaged; the message names the file.
     """
     try:
         _check_entries(path)
@@ -101,7 +101,7 @@ def _check_entries(path: Path) -> None:
 
 
 def homes(path: Path) -> list[Path]:
-    """Where the files of a model folder may really lie: in it, or in the blobs of the cache it is part of."""
+    """The folders in which a model's files may lie: its own, and the blobs of the cache around it."""
     found = [path.resolve()]
     if hub_cache.is_snapshot(path):
         found.append((path.parent.parent / "blobs").resolve())
@@ -109,7 +109,7 @@ def homes(path: Path) -> list[Path]:
 
 
 def _check_entry(entry: Path, allowed: list[Path]) -> bool:
-    """Whether to look inside."""
+    """Check one entry. Returns True for a folder, whose entries are to be checked too."""
     suffix = entry.suffix.lower()
     if suffix in _CODE:
         raise ModelRefused(f"{entry} is code; model folders may hold data only.", hint=_TAKE_SAFE)
@@ -137,7 +137,7 @@ def _check_entry(entry: Path, allowed: list[Path]) -> bool:
 
 
 def check_configs(path: Path) -> None:
-    """Only the small files, for a download that has not brought the weights yet."""
+    """Check only the small files, for a download that has not brought the weights yet."""
     config = read_config(path)
     for file in sorted(path.glob("*.json")):
         if file.name.endswith("config.json"):
@@ -164,7 +164,7 @@ def check_configs(path: Path) -> None:
 
 
 def _check_counts(file: Path, config: dict[str, Any]) -> None:
-    """Bound every integer that says how much is built, and the width that decides what memory it takes."""
+    """Check the numbers that decide how large a model becomes: counts of parts, and bits of weights."""
     pending: list[tuple[str, Any]] = [("", config)]
     while pending:
         key, value = pending.pop()
@@ -211,7 +211,7 @@ def _check_weights(path: Path) -> None:
     for file in sorted(path.glob("*.safetensors")):
         tensors = read_header(file)
         if file not in files:
-            continue  # checked all the same: something may open it one day
+            continue  # no weights of the model, but checked: another program may open it
         for name in tensors:
             if name in owner:
                 raise ModelCorrupt(
@@ -232,7 +232,7 @@ def _check_content(path: Path, *, full: bool, record: Path | None, progress: Pro
         try:
             known = manifest.load(record)
         except ModelCorrupt:
-            known = None  # only a cache; it is written again
+            known = None  # the record is only a cache, and is written again
     if known is not None:
         _check_hashes(path, known, full=full, progress=progress)
         if own.exists():
@@ -280,7 +280,7 @@ def _refuse_strangers(path: Path, known: manifest.Manifest) -> None:
 
 
 def _check_blob_names(path: Path, progress: Progress) -> None:
-    """Blobs of the hub cache are named by content: 64 hex digits SHA-256, 40 the hash git gives a file."""
+    """Check blobs of the hub cache against their names: 64 hex digits are a SHA-256, 40 are git's hash."""
     blobs = (path.parent.parent / "blobs").resolve()
     found = [(file, file.resolve()) for file in manifest.part_files(path)]
     linked = [(file, blob) for file, blob in found if blob.parent == blobs]

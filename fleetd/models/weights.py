@@ -1,7 +1,7 @@
-"""Which files of a folder are its weights, and whether all of them are there, by their names alone.
+"""The files of a folder that are its weights, and whether all of them are there, by their names alone.
 
-mlx-lm reads every ``model*.safetensors`` and no index. So an index only tells what lacks, and only if it is
-that of the files which lie beside it: converters leave the index of what they converted.
+mlx-lm reads every ``model*.safetensors`` and no index. So an index only tells which files are missing, and
+only if it names files that lie beside it: some converters leave the index of the model that they converted.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from fleetd.errors import ModelCorrupt, ModelRefused
 from fleetd.models import names
 from fleetd.models.json_files import PULL_AGAIN, read_json
 
-#: What mlx-lm loads; other safetensors files in a folder are not weights of the model.
+#: The files that mlx-lm loads; other safetensors files in a folder are not weights of the model.
 WEIGHTS_PATTERN = "model*.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 
 
 def weight_files(path: Path) -> list[Path]:
+    """The files of weights in a folder, by name."""
     return sorted(path.glob(WEIGHTS_PATTERN))
 
 
 def missing_weights(path: Path) -> str:
-    """The first file of weights that has to be there and is not; "" if none is missing.
+    """The name of the first file of weights that is missing; "" if none is.
 
     Raises:
         ModelCorrupt: the index cannot be read, or there are no weights.
@@ -44,12 +45,12 @@ def missing_weights(path: Path) -> str:
 
 
 def unused_files(path: Path) -> list[str]:
-    """Names of adapters that lie beside the weights: they change nothing of what the model says."""
+    """Names of adapters beside the weights: the model is run without them."""
     return sorted(file.name for file in path.glob("adapter*.safetensors"))
 
 
 def _indexed(index: Path) -> set[str]:
-    """The files that the index names; none if there is no index."""
+    """The names of files in the index; empty if there is no index."""
     if not index.exists():
         return set()
     mapping = read_json(index, limits.MODEL_JSON_BYTES).get("weight_map")
@@ -65,7 +66,7 @@ def _indexed(index: Path) -> set[str]:
 
 
 def _other_weights(path: Path) -> str:
-    """What to do about a folder without weights."""
+    """The hint for a folder without weights."""
     others = sorted(file.name for file in path.glob("*.safetensors"))
     if any(name.startswith("adapter") for name in others):
         return "Only an adapter lies there: fuse it with its model first, with mlx_lm.fuse."

@@ -1,7 +1,7 @@
-"""What both processes of a copy share: messages from their daemon, and how they end.
+"""The parts that both processes of a copy share: messages from their daemon, and how they end.
 
-Standard input is a Unix socket on which messages and sockets come (``sealed.handoff``). It is also their
-lifeline: when the daemon closes it, or dies, they end at once.
+Standard input is a Unix socket that brings messages and sockets (``sealed.handoff``). A process ends at once
+when the daemon closes it, or dies.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fleetd.errors import DownloadFailed, FleetError, ProtocolError
 from fleetd.models.reporter import Reporter
 from fleetd.sealed import handoff
 
-# Copying is not urgent: an engine keeps its cores.
+# Copying is not urgent: it must not take cores from an engine.
 _NICE = 5
 
 Message = tuple[bytes, socket.socket | None]
 
 
 class DaemonLines:
-    """The other end of standard input."""
+    """The messages that come on standard input, read by a thread."""
 
     def __init__(self) -> None:
         self._channel = socket.fromfd(0, socket.AF_UNIX, socket.SOCK_STREAM)
@@ -31,11 +31,11 @@ class DaemonLines:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def message(self) -> Message:
-        """Wait for the next message; returns its bytes, and the socket that came with it."""
+        """The bytes of the next message, and the socket that came with it, if one did. Blocks."""
         return self._messages.get()
 
     def stream(self) -> tuple[bytes, socket.socket]:
-        """The next message, which must come with a socket. Raises ProtocolError."""
+        """The next message and its socket. Blocks. Raises ProtocolError if it has none."""
         body, sock = self.message()
         if sock is None:
             raise ProtocolError("The daemon handed over no socket.")
@@ -51,7 +51,7 @@ class DaemonLines:
 
 
 def run(work: Callable[[DaemonLines, Reporter], str]) -> int:
-    """The process's main function: report what ``work`` reports, its result or its error."""
+    """The process's main function: do ``work`` and report its result or error. Returns the exit status."""
     os.nice(_NICE)
     reporter = Reporter(as_json=True)
     try:

@@ -1,9 +1,9 @@
 """The daemon's side of a copy between machines: it starts the processes and hands them their sockets.
 
-    there   send(folder, needs, sock, key)              reads files, seals them
-    here    receive(offer, ..., connect) → progress     opens, checks, installs
+    the machine that has the model    send(folder, needs, sock, key)              reads files, seals them
+    the machine that gets it          receive(offer, ..., connect) → progress     opens, checks, installs
 
-Which machine, and how to reach it, is the caller's affair; no byte of a model passes through the daemon.
+The caller chooses the other machine and connects to it. No byte of a model passes through the daemon.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fleetd.models.copy.messages import CopyLine, CopyNeed, CopyOffer, SendOrder
 from fleetd.models.pull_lines import PullProgress
 from fleetd.sealed import handoff
 
-#: Asks the other machine for these, and gives a socket connected to what it sends, and the stream's key.
+#: Asks the other machine for files. Returns a socket on which it sends them, and the stream's key.
 Connect = Callable[[list[CopyNeed]], Awaitable[tuple[socket.socket, bytes]]]
 
 
@@ -35,12 +35,12 @@ async def receive(
     """Install the offered files as the model ``name``; ``aclose()`` ends it, and the next call resumes.
 
     Args:
-        connect: not called when nothing lacks.
-        digest: what the files must add up to, whatever the offer says.
+        connect: asks for the files; not called if none is missing.
+        digest: the digest that the files must have, even if the offer says another.
 
     Raises:
         ModelRefused, ModelCorrupt, PeerLost, SealBroken, DiskFull, DownloadFailed
-        FleetError: what ``connect`` raises.
+        FleetError: any error of ``connect``.
     """
     arguments = [f"--models-dir={models_dir}", f"--name={name}", f"--digest={digest}"]
     async with (
@@ -58,10 +58,10 @@ async def receive(
 
 
 async def send(folder: Path, needs: list[CopyNeed], sock: socket.socket, key: bytes) -> None:
-    """Send what another machine lacks of a model on ``sock``, which is closed here.
+    """Send the files that another machine needs of a model on ``sock``, and close it.
 
     Raises:
-        ProtocolError, ModelRefused, ModelCorrupt: it asks for what it cannot have.
+        ProtocolError, ModelRefused, ModelCorrupt: the other machine asks for files that it cannot have.
         PeerLost, DownloadFailed
     """
     with sock:
@@ -81,12 +81,12 @@ async def send(folder: Path, needs: list[CopyNeed], sock: socket.socket, key: by
 
 @contextlib.asynccontextmanager
 async def _running(module: str, *arguments: str) -> AsyncIterator[tuple[Process, socket.socket]]:
-    """A process whose standard input is the other end of the channel."""
+    """A process, and a channel whose other end is its standard input."""
     channel, theirs = socket.socketpair()
     with channel, theirs:
         channel.settimeout(limits.HANDOFF_S)
         async with child.running(module, *arguments, stdin=theirs.fileno()) as process:
-            # Only the process holds it now: when it ends, the channel breaks.
+            # Only the process has that end now: when the process ends, the channel breaks.
             theirs.close()
             yield process, channel
 
@@ -99,4 +99,4 @@ async def _tell(channel: socket.socket, body: bytes, sock: socket.socket | None 
             f"A copying process took no message for {limits.HANDOFF_S:.0f} s.", hint="Try again."
         ) from None
     except ConnectionError:
-        pass  # it has ended; why, its last line says
+        pass  # the process has ended; its last line says why

@@ -1,7 +1,7 @@
-"""What a machine says about a model that it would copy to another, and what that one makes of it.
+"""The messages of a copy: offer, needs, order; and the check of an offer.
 
-An offer comes from another machine and says nothing that is believed: its files must add up to the digest
-that was asked for, and may have only names and sizes that a model's data files have.
+An offer comes from another machine and is not believed: its files must add up to the digest that was asked
+for, and may have only names and sizes that a model's data files have.
 """
 
 from __future__ import annotations
@@ -29,46 +29,56 @@ _Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class OfferedFile(msgspec.Struct, frozen=True):
+    """A file that the other machine has."""
+
     name: _FileName
     size_bytes: _Size
+    #: The hash of its content, in hex.
     blake3: _Hash
 
 
 class CopyOffer(msgspec.Struct, frozen=True):
-    """``source`` and ``revision`` are where the other machine has it from; by what name it is known there is
-    not said, because nothing may depend on it."""
+    """A model that the other machine has. Its name there is left out: nothing may depend on it."""
 
+    #: How the model came to that machine.
     source: Source
+    #: The commit of the hub; None if it is not from there.
     revision: Annotated[str, Meta(pattern=r"\A[0-9a-f]{40}\Z")] | None
+    #: All files that decide what it computes.
     files: Annotated[list[OfferedFile], Meta(min_length=1, max_length=limits.COPY_FILES)]
 
 
 class CopyNeed(msgspec.Struct, frozen=True):
-    """A file, and how much of it is there already."""
+    """A file that the receiving machine asks for."""
 
     file: _FileName
+    #: How many of its first bytes the receiving machine has already.
     offset: _Size
 
 
 class SendOrder(msgspec.Struct, frozen=True):
-    """What the sending process is told, with the socket."""
+    """The message to the sending process; the socket comes with it."""
 
+    #: The model's folder.
     folder: str
+    #: The key that seals the stream.
     key: bytes
+    #: The files to send, in this order.
     needs: Annotated[list[CopyNeed], Meta(max_length=limits.COPY_FILES)]
 
 
 class CopyLine(PullLine, frozen=True, omit_defaults=True):
-    """A line of a copying process; ``needs`` asks the daemon for a stream of these."""
+    """A line of a copying process."""
 
+    #: Asks the daemon for a stream of these files.
     needs: list[CopyNeed] | None = None
 
 
 def offer_of(store: ModelStore, folder: ModelFolder) -> CopyOffer:
-    """What can be offered of a model; hashes only what no record remembers.
+    """The offer of a model. Hashes only files without a record. Blocks.
 
     Raises:
-        ModelRefused, ModelCorrupt: another machine would not take it.
+        ModelRefused, ModelCorrupt: another machine would not take the model.
     """
     records = store.file_records(folder)
     if len(records) > limits.COPY_FILES:
@@ -83,6 +93,7 @@ def offer_of(store: ModelStore, folder: ModelFolder) -> CopyOffer:
 
 
 def digest_of(offer: CopyOffer) -> str:
+    """The digest that the offered files add up to, in hex."""
     records = {
         file.name: manifest.FileRecord(file.size_bytes, mtime_ns=0, inode=0, blake3=file.blake3)
         for file in offer.files
@@ -92,11 +103,11 @@ def digest_of(offer: CopyOffer) -> str:
 
 
 def check(offer: CopyOffer, digest: str) -> None:
-    """Hold an offer against the digest that was asked for.
+    """Check an offer against the digest that was asked for.
 
     Raises:
-        ModelRefused: a file that is no plain data file of a model, or more of them than a model has.
-        ModelCorrupt: something else than what was asked for.
+        ModelRefused: a file is no plain data file of a model, or there are more than a model has.
+        ModelCorrupt: the files are another model than the one that was asked for.
     """
     seen: set[str] = set()
     for file in offer.files:
@@ -105,7 +116,7 @@ def check(offer: CopyOffer, digest: str) -> None:
                 f"{file.name[:80]!r} is not the name of a model's data file.",
                 hint="Pull the model from another machine, or from where it was published.",
             )
-        # Some file systems hold names apart by more than case, some do not.
+        # On some file systems two names that differ only in case are one file.
         if file.name.lower() in seen:
             raise ModelRefused(f"{file.name} is offered twice.")
         seen.add(file.name.lower())

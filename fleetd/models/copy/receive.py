@@ -1,8 +1,8 @@
 """The receiving process of a copy: ``python -m fleetd.models.copy.receive``, started by the daemon.
 
-The daemon sends an ``CopyOffer``; this answers with a line that says what lacks, gets a connected socket and
-the stream's key, and ends with an installed model. What has arrived when it is interrupted is kept, and
-counts the next time if it is of the same content.
+The daemon sends a ``CopyOffer``. The process answers with a line that names the missing files, gets a
+connected socket and the stream's key, and installs the model. If it is interrupted, the files that have
+arrived stay, and the next process for the same content goes on with them.
 """
 
 from __future__ import annotations
@@ -35,22 +35,24 @@ Connect = Callable[[list[CopyNeed]], contextlib.AbstractContextManager[SealedRec
 
 @dataclass(slots=True)
 class _Missing:
-    """A file that is not here whole; ``hasher`` has seen what is, ``have_bytes``."""
+    """A file that has not arrived whole."""
 
     file: OfferedFile
+    #: How many of its first bytes have arrived.
     have_bytes: int
+    #: The BLAKE3 of these bytes, which goes on.
     hasher: Any
 
 
 def receive(
     offer: CopyOffer, digest: str, name: str, models_dir: Path, connect: Connect, report: Report
 ) -> None:
-    """Install what is offered as the model ``name``, unless there is one of this name.
+    """Install the offered files as the model ``name``, unless there is a model of this name.
 
     Raises:
-        ModelRefused, ModelCorrupt: the offer, or what came, is not what was asked for, or no sound model.
-        PeerLost, SealBroken: the stream did not arrive; what did is kept.
-        DiskFull: nothing is kept.
+        ModelRefused, ModelCorrupt: the offer or the files are not those of ``digest``, or no sound model.
+        PeerLost, SealBroken: the stream broke off; the files that have arrived stay.
+        DiskFull: nothing stays.
     """
     messages.check(offer, digest)
     folder = names.folder_name(names.check(name))
@@ -75,7 +77,7 @@ def receive(
 
 
 def _missing(offer: CopyOffer, staged: Path, report: Report) -> list[_Missing]:
-    """What is not here yet, small files first: a bad config ends it before the weights come."""
+    """The files that have not arrived whole, small ones first: a bad config ends it before the weights."""
     here = install.staged_bytes(staged)
     done = 0
 
@@ -165,7 +167,7 @@ def _fetch_file(
 
 
 def _is_large(file: OfferedFile) -> bool:
-    """True for what may be: weights, and whatever lies beside them in their format."""
+    """True for a file that may be large: one in the format of weights."""
     return file.name.endswith(".safetensors")
 
 

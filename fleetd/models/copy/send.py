@@ -1,7 +1,7 @@
 """The sending process of a copy: ``python -m fleetd.models.copy.send``, started by the daemon (``client``).
 
-Its one message is a ``SendOrder``; the socket that comes with it takes the bytes. What to send was said by
-another machine: only data files are opened, and only where the model's files may lie.
+Its one message is a ``SendOrder``; the bytes go to the socket that comes with it. Another machine chose the
+files: only data files are opened, and only in folders that may hold the model's files.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from fleetd.sealed.stream import SealedSender
 
 
 def send(order: SendOrder, sender: SealedSender, report: Report) -> None:
-    """Send the rest of each file, in order, and the end.
+    """Send the rest of each file, in order, and end the stream.
 
     Raises:
-        ModelRefused: a name that no file of a model has.
-        ModelCorrupt: a file that is not there, or shorter than what the other side has of it.
-        PeerLost: the other side went away, or takes nothing.
+        ModelRefused: a name is none that a model's file may have.
+        ModelCorrupt: a file is not there, or is shorter than the part that the other machine has.
+        PeerLost: the other machine went away, or takes no bytes.
     """
     homes = verify.homes(Path(order.folder))
-    # All before the first byte: a wrong name must not cost a transfer.
+    # All files are found before the first byte is sent: a wrong name must not cost a transfer.
     files = [(need, *_find(Path(order.folder), need, homes)) for need in order.needs]
     total = sum(size - need.offset for need, _, size in files)
     buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
     done = 0
     for need, file, size in files:
-        # Resolved before: a link that is there now was put there since.
+        # The path is resolved: a link in its place was put there since.
         with open_regular(file, follow=False) as content:
             content.seek(need.offset)
             left = size - need.offset
-            # No further than it reached at first: one that grows would never end.
+            # Not beyond the size that it had: a file that grows would never end.
             while count := content.readinto(buffer[: min(left, len(buffer))]):
                 sender.send(buffer[:count])
                 left -= count
@@ -52,7 +52,7 @@ def send(order: SendOrder, sender: SealedSender, report: Report) -> None:
 
 
 def _find(folder: Path, need: CopyNeed, homes: list[Path]) -> tuple[Path, int]:
-    """Where the file really lies, and its size in bytes."""
+    """The file with links resolved, and its size in bytes. Raises ModelRefused, ModelCorrupt."""
     if not names.is_file_name(need.file) or not manifest.is_part(need.file):
         raise ModelRefused(f"{need.file[:80]!r} is not the name of a model's data file.")
     try:

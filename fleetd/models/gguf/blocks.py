@@ -1,7 +1,7 @@
-"""GGUF's quantised blocks: what integers and what grid they hold. Pure.
+"""GGUF's quantised blocks: the integers and the grid that they hold. Pure.
 
-Most kinds are affine in groups of 32 along the input axis, value = scale · q + bias, and so is MLX's affine
-mode: their integers are kept as they are.
+Most kinds are affine in groups of 32 along the input axis, value = scale · q + bias. MLX's affine mode is the
+same, so their integers are kept.
 
     Q4_0   f16 d        | 16 bytes: element i in the low half of byte i, i + 16 in the high half
     Q4_1   f16 d, f16 m | the same
@@ -49,7 +49,7 @@ class AffineRows(NamedTuple):
 
 
 def affine(kind: str, raw: Bytes) -> AffineRows:
-    """Rows of an affine kind (``AFFINE_BITS``) as their integers and grid; nothing is rounded."""
+    """The integers and the grid of rows of an affine kind (``AFFINE_BITS``). Nothing is rounded."""
     blocks = raw.reshape(len(raw), -1, _BLOCK_BYTES[kind])
     if kind in ("Q4_K", "Q5_K"):
         return _super_blocks(kind, blocks)
@@ -65,7 +65,7 @@ def affine(kind: str, raw: Bytes) -> AffineRows:
 
 
 def _super_blocks(kind: str, blocks: Bytes) -> AffineRows:
-    """Blocks of 256: eight groups, whose scales and minima have scales of their own."""
+    """The integers and the grid of blocks of 256: eight groups, whose scales and minima are scaled."""
     rows = len(blocks)
     six = blocks[..., 4:16].reshape(rows, -1, 3, 4)
     low, middle, high = six[..., 0, :], six[..., 1, :], six[..., 2, :]
@@ -84,13 +84,13 @@ def _super_blocks(kind: str, blocks: Bytes) -> AffineRows:
 
 
 def mxfp4(raw: Bytes) -> tuple[Bytes, Bytes]:
-    """Rows of MXFP4: its floats of 4 bits (rows, groups, 32) and its exponents (rows, groups)."""
+    """Rows of MXFP4 as floats of 4 bits (rows, groups, 32) and exponents (rows, groups)."""
     blocks = raw.reshape(len(raw), -1, _BLOCK_BYTES["MXFP4"])
     return _nibbles(blocks[..., 1:]), blocks[..., 0]
 
 
 def values(kind: str, raw: Bytes) -> Floats:
-    """Rows of any kind as numbers (rows, columns)."""
+    """The numbers of rows of any kind (rows, columns)."""
     if kind == "F32":
         return raw.view("<f4")
     if kind == "F16":

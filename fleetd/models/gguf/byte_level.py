@@ -1,8 +1,7 @@
 """Byte-level BPE (``tokenizer.ggml.model`` = gpt2) as a fast tokenizer.
 
-Families differ in how text is cut into words before the merges apply; that is named by
-``tokenizer.ggml.pre``. A wrong cut gives plausible text and wrong tokens, so an unknown name is refused, not
-guessed.
+Families differ in how they cut text into words before the merges apply; ``tokenizer.ggml.pre`` names the cut.
+A wrong cut gives plausible text and wrong tokens, so an unknown name is refused.
 """
 
 from __future__ import annotations
@@ -34,20 +33,17 @@ _GPT4O = (
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """How text becomes words.
+    """How text becomes words."""
 
-    Attributes:
-        pattern: what a word is; None for GPT-2's own.
-        digits: every digit stands alone.
-        composed: text is brought to NFC first.
-        whole_words: a word that is a token is that token, whatever the merges say.
-        starts: a text begins with the bos token unless the file says otherwise.
-    """
-
+    #: The pattern of a word; None for GPT-2's.
     pattern: str | None = None
+    #: True if each digit is a word.
     digits: bool = False
+    #: True if text is brought to NFC first.
     composed: bool = False
+    #: True if a word that is a token needs no merges.
     whole_words: bool = False
+    #: True if a text begins with the bos token unless the file says otherwise.
     starts: bool = False
 
 
@@ -72,7 +68,7 @@ CUTS: dict[str, Cut] = {
 
 
 def build(tokens: Sequence[str], merges: Sequence[str], cut: Cut) -> Any:
-    """A ``tokenizers.Tokenizer`` without added tokens.
+    """A ``tokenizers.Tokenizer`` for the vocabulary; added tokens come later.
 
     Raises:
         ValueError: vocabulary and merges do not fit each other.

@@ -1,7 +1,7 @@
 """Turn a GGUF file into a folder that mlx-lm loads: config, weights, tokenizer, chat template.
 
-Weights stay quantised (packing); what is not quantised gets 16 bits. One slice of a tensor is in memory at a
-time. Nothing in the file is believed before header has checked it.
+Quantised weights stay quantised (``packing``); other weights get 16 bits. One slice of a tensor is in memory
+at a time. ``header`` checks the file before anything in it is believed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def import_gguf(
 
     Args:
         source: the file, or the first of the files that the model is spread over.
-        what: how messages call the file; its name by default.
+        what: the name of the file in messages; its own by default.
         generation: recommended sampling, for generation_config.json.
         progress: called with bytes of weights written and to write.
 
     Raises:
         ModelCorrupt: the file is damaged or malformed.
-        ModelUnsupported: a sound file of something that cannot be imported.
+        ModelUnsupported: the file is sound, but holds something that cannot be imported.
         OSError: reading or writing failed.
     """
     what = what or source.name
@@ -51,7 +51,7 @@ def import_gguf(
 
 
 def read_plan(source: Path) -> ImportPlan:
-    """What ``import_gguf`` would write, from the header. Raises as it does."""
+    """The plan of what ``import_gguf`` would write, read from the header. Raises as it does."""
     return _typed(source, source.name, lambda metadata, tensors: plan_import(metadata, tensors, source.name))
 
 

@@ -1,4 +1,4 @@
-"""Which families of models can be imported, and how mlx-lm names what GGUF names. Pure data."""
+"""The families of models that can be imported, and mlx-lm's names for GGUF's tensors. Pure data."""
 
 from __future__ import annotations
 
@@ -11,31 +11,28 @@ from fleetd.models.gguf.packing import HalfType
 
 
 class Family(msgspec.Struct, frozen=True):
-    """One value of ``general.architecture``.
+    """One value of ``general.architecture``."""
 
-    Attributes:
-        class_name: of the model in transformers, for config.json.
-        model_type: mlx-lm's name.
-        modules: a block's tensor → the module of its ``weight`` and ``bias`` in a layer.
-        parameters: a block's tensor with its ending → a parameter that is no module's weight or bias.
-        dtype: of everything that is not quantised, and of scales. Families whose activations are known to
-            leave the range of an F16 have BF16.
-        scalings: the scalings of RoPE that mlx-lm applies for the family.
-        interleaved: the writer interleaves the rows of q and k for its RoPE.
-        offset_norms: mlx-lm adds 1 to the weight of a norm, the file holds the sum.
-        own_head: mlx-lm has a head of its own even if the file ties it to the embedding.
-        root: comes before ``model`` and ``lm_head``.
-    """
-
+    #: The model's class in transformers, for config.json.
     class_name: str
+    #: mlx-lm's name.
     model_type: str
+    #: A block's tensor → the module in a layer that has its ``weight`` and ``bias``.
     modules: Mapping[str, str]
+    #: A block's tensor with its ending → a parameter that is no module's weight or bias.
     parameters: Mapping[str, str] = msgspec.field(default_factory=dict)
+    #: The dtype of scales and of weights that are not quantised. Families whose activations are known to
+    #: leave the range of F16 have BF16.
     dtype: HalfType = "F16"
+    #: The scalings of RoPE that mlx-lm applies for the family.
     scalings: frozenset[str] = frozenset()
+    #: True if the file's writer interleaves the rows of q and k for its RoPE.
     interleaved: bool = False
+    #: True if mlx-lm adds 1 to the weight of a norm; the file holds the sum.
     offset_norms: bool = False
+    #: True if mlx-lm has a separate head even if the file ties the head to the embedding.
     own_head: bool = False
+    #: The part of a parameter's name before ``model`` and ``lm_head``.
     root: str = ""
 
 
@@ -174,13 +171,13 @@ ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope
 
 
 def block_of(tensor: str) -> int | None:
-    """The number of the block that a tensor belongs to."""
+    """The number of the block that a tensor belongs to; None if it belongs to none."""
     match = _BLOCK.fullmatch(tensor)
     return int(match[1]) if match else None
 
 
 def parameter_of(family: Family, tensor: str) -> str | None:
-    """mlx-lm's name of a tensor, or None for one that the family is not known to have."""
+    """mlx-lm's name of a tensor; None if the family is not known to have such a tensor."""
     stem, _, leaf = tensor.rpartition(".")
     if stem in _OUTER and leaf in ("weight", "bias"):
         return f"{family.root}{_OUTER[stem]}.{leaf}"

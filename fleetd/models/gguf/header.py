@@ -1,8 +1,8 @@
-"""The head of a GGUF file, read with every count and offset checked before it is believed.
+"""The head of a GGUF file. Each count and offset is checked before it is believed.
 
 ``magic | version | tensor and key count | keys and values | tensor table | padding | data``, little
-endian. Nothing is allocated on the word of a length field: every length is compared with what the file
-still holds.
+endian. No length field alone makes this module allocate memory: each length is compared first with the bytes
+that are left in the file.
 """
 
 from __future__ import annotations
@@ -78,26 +78,32 @@ OTHER_KINDS: dict[int, str] = {
 
 
 class GgufTensor(msgspec.Struct, frozen=True):
-    """``shape`` has rows first, as numpy has it. ``data`` is ``size_bytes`` long and lies inside the file."""
+    """A tensor, whose bytes lie inside the file."""
 
     name: str
+    #: A name of ``KINDS``.
     kind: str
+    #: Its dimensions, rows first as numpy has them.
     shape: tuple[int, ...]
+    #: Weights in a block of its kind, and bytes of such a block.
     block_elements: int
     block_bytes: int
+    #: Its first byte in the file, and its length.
     offset: int
     size_bytes: int
 
 
 class GgufHeader(msgspec.Struct, frozen=True):
-    """Scalar arrays are numpy arrays; arrays of strings are lists."""
+    """The checked head of a file."""
 
+    #: Keys and values. An array of scalars is a numpy array, one of strings a list.
     metadata: Mapping[str, Any]
+    #: The tensors in the order of their bytes.
     tensors: tuple[GgufTensor, ...]
 
 
 class _Cursor:
-    """Reads forward; refuses to read past the end."""
+    """Reads the head from the start. Its methods raise ModelCorrupt for a read past the end."""
 
     def __init__(self, view: memoryview, what: str) -> None:
         self._view = view
@@ -153,12 +159,12 @@ def read_header(view: memoryview, what: str = "the file") -> GgufHeader:
     """Parse and check everything before the tensor data.
 
     Args:
-        view: the whole file (a memory map); only the head of it is touched.
+        view: the whole file (a memory map); only its head is read.
         what: the file's name, for messages.
 
     Raises:
-        ModelCorrupt: anything that cannot be true of a well-formed file.
-        ModelUnsupported: a format version or tensor kind from another time.
+        ModelCorrupt: something in the head cannot be true of a sound file.
+        ModelUnsupported: the version of the format or the kind of a tensor is not known here.
     """
     cursor = _Cursor(view, what)
     if bytes(cursor.take(4)) != b"GGUF":
@@ -209,7 +215,7 @@ def _table_row(cursor: _Cursor) -> GgufTensor:
 
 
 def _place(cursor: _Cursor, table: list[GgufTensor], start: int, file_bytes: int) -> tuple[GgufTensor, ...]:
-    """Turn offsets into file positions; each tensor inside the file, no two sharing a byte or a name."""
+    """The tensors with offsets from the file's start. Raises ModelCorrupt if two share bytes or a name."""
     names: set[str] = set()
     placed: list[GgufTensor] = []
     end = start

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as config.json. Pure."""
+"""config.json, made from a GGUF file's metadata. Pure."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from fleetd.models.gguf.refusals import corrupt, refuse_parts, unsupported
 
 
 class FileFacts(msgspec.Struct, frozen=True):
-    """What the config needs from the tensors.
+    """The facts about the tensors that the config needs."""
 
-    Attributes:
-        shapes: of every tensor, rows first.
-        rope: the values of ``families.ROPE_TENSORS``, as far as the file has them.
-    """
-
+    #: The shape of each tensor, rows first.
     shapes: Mapping[str, tuple[int, ...]]
+    #: The values of those ``families.ROPE_TENSORS`` that the file has.
     rope: Mapping[str, Sequence[float]]
 
     @property
     def tied(self) -> bool:
+        """True if the head is the embedding."""
         return "output.weight" not in self.shapes
 
 
 def architecture(metadata: Mapping[str, Any], what: str) -> str:
-    """Raises ModelUnsupported for something that is not a model of a known family."""
+    """The architecture that the file names. Raises ModelUnsupported if it is no model of a known family."""
     refuse_parts(metadata, what)
     found = metadata.get("general.architecture")
     if found not in FAMILIES:
@@ -39,7 +37,7 @@ def architecture(metadata: Mapping[str, Any], what: str) -> str:
 
 
 class _Fields:
-    """Reads numbers of one architecture from the metadata, each within its bounds."""
+    """Reads numbers of one architecture from the metadata. Raises ModelCorrupt for one outside its bounds."""
 
     def __init__(self, metadata: Mapping[str, Any], arch: str, what: str) -> None:
         self.metadata, self.arch, self.what = metadata, arch, what
@@ -57,12 +55,12 @@ class _Fields:
         found = self.metadata.get(f"{self.arch}.{key}", default)
         if not isinstance(found, int | float) or not math.isfinite(found) or not low <= found <= high:
             raise corrupt(self.what, f"{self.arch}.{key} is {found!r}, not a number from {low} to {high}")
-        # Stored as f32: 9.999999747378752e-06 was written as 1e-05, and is f32's nearest to both.
+        # The file has f32: 9.999999747378752e-06 was written as 1e-05, and is the f32 nearest to both.
         return float(f"{found:.7g}")
 
 
 def layers_of(metadata: Mapping[str, Any], what: str) -> int:
-    """Blocks of the model itself; a file may hold further ones that predict more tokens at once."""
+    """How many blocks the model has; a file may hold further ones that predict more tokens at once."""
     fields = _Fields(metadata, architecture(metadata, what), what)
     blocks = fields.whole("block_count", 1, 4096)
     return blocks - fields.whole("nextn_predict_layers", 0, blocks - 1, 0)
@@ -73,7 +71,7 @@ def build(metadata: Mapping[str, Any], facts: FileFacts, what: str) -> dict[str,
 
     Raises:
         ModelCorrupt: a value is missing or impossible.
-        ModelUnsupported: a variant of the family that mlx-lm or this import does not know.
+        ModelUnsupported: mlx-lm or this import does not know this variant of the family.
     """
     arch = architecture(metadata, what)
     family, fields = FAMILIES[arch], _Fields(metadata, arch, what)
@@ -161,7 +159,7 @@ def _longrope(fields: _Fields, family: Family, facts: FileFacts, config: Mapping
 
 
 def _llama3(divisors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any] | None:
-    """The published recipe whose divisors are these: 8 in Llama 3.1 and 3.3, 32 in Llama 3.2."""
+    """The published recipe with these divisors (factor 8: Llama 3.1 and 3.3; 32: Llama 3.2), or None."""
     for factor in (8.0, 32.0):
         recipe = {
             "rope_type": "llama3",
@@ -179,7 +177,7 @@ def _llama3(divisors: Sequence[float], theta: float, head_dim: int) -> dict[str,
 
 
 def llama3_divisors(recipe: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:
-    """How much each rotation frequency is slowed: not at all for short waves, fully for long ones."""
+    """The factor that slows each rotation frequency: 1 for short waves, the recipe's for long ones."""
     low, high, factor = recipe["low_freq_factor"], recipe["high_freq_factor"], recipe["factor"]
     context = recipe["original_max_position_embeddings"]
     divisors = []
@@ -190,7 +188,7 @@ def llama3_divisors(recipe: Mapping[str, Any], theta: float, head_dim: int) -> l
     return divisors
 
 
-# ---- What families have beside ---------------------------------------------------------------------------
+# ---- Settings of single families ---------------------------------------------------------------------------
 
 _Config = dict[str, Any]
 
@@ -214,7 +212,7 @@ def _gemma3(fields: _Fields, facts: FileFacts, config: _Config, rotated: int) ->
     window = fields.whole("attention.sliding_window", 0, 1 << 26, 0)
     pattern = fields.get("attention.sliding_window_pattern")
     config["sliding_window"] = window or config["max_position_embeddings"]
-    # Every sixth layer sees all, in every size that has been published; without a window all do.
+    # In all published sizes every sixth layer sees the whole text; without a window all layers do.
     config["sliding_window_pattern"] = (
         (pattern if type(pattern) is int and pattern > 0 else 6) if window else 1
     )
@@ -223,7 +221,7 @@ def _gemma3(fields: _Fields, facts: FileFacts, config: _Config, rotated: int) ->
 
 
 def _gemma_scale(config: _Config, *, largest: int) -> None:
-    """The file does not say what queries are scaled by: the head's size, in the largest the mean of heads."""
+    """Set the scale of queries, which the file lacks: the head's size, or in the largest model the mean."""
     mean = config["hidden_size"] // config["num_attention_heads"]
     is_largest = config["num_hidden_layers"] == largest
     config["query_pre_attn_scalar"] = mean if is_largest else config["head_dim"]
@@ -327,7 +325,7 @@ _OWN: dict[str, Callable[[_Fields, FileFacts, _Config, int], None]] = {
 
 
 def _head_of_hidden(fields: _Fields, config: _Config) -> None:
-    """mlx-lm derives the head's size in some families."""
+    """Raises ModelUnsupported if heads have not the size that mlx-lm derives for the family."""
     if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
         raise unsupported(
             fields.what, f"has heads of {config['head_dim']}, unlike its family.", fields.metadata
@@ -335,7 +333,7 @@ def _head_of_hidden(fields: _Fields, config: _Config) -> None:
 
 
 def _share(rotated: int, head_dim: int) -> float:
-    """The part of a head that is rotated, such that the product is a whole number again."""
+    """The part of a head that is rotated; times ``head_dim`` it gives ``rotated`` again, rounded down."""
     share = rotated / head_dim
     return share if int(head_dim * share) == rotated else math.nextafter(share, 2.0)
 

@@ -1,4 +1,4 @@
-"""What importing a GGUF file will write: config, parameters and their sizes. Only headers are read for it."""
+"""The plan of an import: the config, the parameters and their sizes, from the headers of the files alone."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from fleetd.models.safetensors_write import TensorSpec
 
 
 class PlannedParameter(msgspec.Struct, frozen=True):
-    """A tensor of the file on its way to a parameter of mlx-lm.
+    """A tensor of the file that becomes a parameter of mlx-lm."""
 
-    Attributes:
-        parameter: mlx-lm's name, with ``.weight``, ``.bias`` or neither.
-        dtype: what is not quantised is rounded to.
-        packing: how MLX holds it; None for a parameter of 16 or 32 bits.
-    """
-
+    #: mlx-lm's name, with ``.weight``, ``.bias`` or neither.
     parameter: str
+    #: The tensor.
     stored: StoredTensor
+    #: The order of its numbers in mlx-lm.
     layout: Layout
+    #: The dtype of scales, and of numbers that are not quantised.
     dtype: HalfType
+    #: How MLX holds it; None for a parameter of 16 or 32 bits.
     packing: Packing | None
 
     @property
     def module(self) -> str:
+        """mlx-lm's name of the module that has the parameter."""
         return self.parameter.rpartition(".")[0]
 
     @property
     def specs(self) -> Sequence[TensorSpec]:
+        """The tensors that are written for the parameter."""
         shape = self.layout.shape
         if self.packing is None:
             return (TensorSpec(self.parameter, "F32" if self.layout.exact else self.dtype, shape),)
@@ -50,6 +51,7 @@ class PlannedParameter(msgspec.Struct, frozen=True):
         ]
 
     def pieces(self) -> Iterator[Sequence[npt.NDArray[Any]]]:
+        """Consecutive rows of the tensors of ``specs``. Raises ValueError if a number is not finite."""
         kind = self.stored.tensor.kind
         groups = self.layout.groups() if self.packing is not None else None
         for raw in self.stored.slices(self.layout.rows):
@@ -61,7 +63,7 @@ class PlannedParameter(msgspec.Struct, frozen=True):
             except ValueError as error:
                 raise ValueError(f"the tensor {self.stored.tensor.name!r}: {error}") from None
 
-    @np.errstate(over="ignore", invalid="ignore")  # what comes of it is looked at
+    @np.errstate(over="ignore", invalid="ignore")  # the result is checked
     def _plain(self, wide: blocks.Floats) -> npt.NDArray[Any]:
         if self.layout.columns is not None:
             wide = wide[:, self.layout.columns]
@@ -75,22 +77,25 @@ class PlannedParameter(msgspec.Struct, frozen=True):
 
 
 class ImportPlan(msgspec.Struct, frozen=True):
-    """``config`` is config.json but for the tokens that begin and end."""
+    """What an import will write."""
 
+    #: config.json without the tokens that begin a text and end an answer.
     config: Mapping[str, Any]
+    #: All parameters of the model.
     parameters: Sequence[PlannedParameter]
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of all parameters together."""
         return sum(spec.size_bytes for planned in self.parameters for spec in planned.specs)
 
 
 def plan_import(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], what: str) -> ImportPlan:
-    """The most precise packing that keeps the model near the size of its file.
+    """The plan with the most precise packing that keeps the model near the size of its file.
 
     Raises:
         ModelCorrupt: a value or a shape is impossible.
-        ModelUnsupported: an architecture or a variant that cannot be imported.
+        ModelUnsupported: the architecture, or this variant of it, cannot be imported.
     """
     arch = hf_config.architecture(metadata, what)
     embedding = tensors.get("token_embd.weight")
@@ -116,11 +121,11 @@ def _placed(
     metadata: Mapping[str, Any],
     what: str,
 ) -> Iterator[tuple[str, StoredTensor, Layout]]:
-    """Each tensor's parameter and layout."""
+    """Each tensor with the name and the layout of its parameter."""
     for name, stored in tensors.items():
         block = families.block_of(name)
         if name in families.ROPE_TENSORS or (block is not None and block >= layers):
-            continue  # in the config; or of blocks that predict further tokens
+            continue  # the config has it; or its block predicts further tokens
         parameter = families.parameter_of(family, name)
         if parameter is None:
             raise unsupported(

@@ -1,4 +1,4 @@
-"""Where a GGUF file and mlx-lm lay the same weights out differently, and how to get from one to the other.
+"""The differences between GGUF's and mlx-lm's layout of the same weights, and the way from one to the other.
 
 - The llama family's writer interleaves the rows of q and k, because llama.cpp rotates neighbours and mlx-lm
   rotates halves.
@@ -22,24 +22,21 @@ from fleetd.models.gguf.packing import Order
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """How a tensor of the file becomes a parameter.
+    """How a tensor of the file becomes a parameter."""
 
-    Attributes:
-        shape: what mlx-lm has.
-        rows: the file's rows in the order that mlx-lm has them; None as they are.
-        columns: the columns likewise; all numbers of a tensor of one dimension.
-        values: what becomes of the numbers, for tensors that are not quantised.
-        exact: the parameter stays f32.
-    """
-
+    #: The shape of the parameter.
     shape: tuple[int, ...]
+    #: The file's rows in mlx-lm's order; None if the order is the same.
     rows: Order = None
+    #: The columns likewise. A tensor of one dimension has only columns.
     columns: Order = None
+    #: Maps the numbers of a tensor that is not quantised; None if they stay.
     values: Callable[[Floats], Floats] | None = None
+    #: True if the parameter stays f32.
     exact: bool = False
 
     def groups(self) -> Order:
-        """The order of groups of 32 columns. Raises ValueError if columns move in smaller pieces."""
+        """The groups of 32 columns in mlx-lm's order. Raises ValueError if columns move in smaller pieces."""
         if self.columns is None:
             return None
         groups = self.columns.reshape(-1, GROUP)
@@ -49,7 +46,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def layout_of(family: Family, parameter: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Layout:
-    """Raises ValueError for a shape that the family's parameter cannot have."""
+    """The layout of a parameter. Raises ValueError for a shape that it cannot have in the family."""
     text = config.get("text_config", config)
     name = parameter.rpartition(".layers.")[2].partition(".")[2]
     if family.interleaved and name.startswith(("self_attn.q_proj.", "self_attn.k_proj.")):

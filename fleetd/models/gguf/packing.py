@@ -1,4 +1,4 @@
-"""What MLX stores for a GGUF kind, and how a tensor's rows become it. Pure.
+"""How MLX stores a GGUF kind, and how a tensor's rows become that. Pure.
 
 MLX's affine mode knows widths of 2, 3, 4, 5, 6 and 8 bits and groups of 32, 64 and 128, each group with a
 scale and a bias of 16 bits. Kinds that are affine in groups of 32 keep their integers; their grid is rounded
@@ -24,17 +24,20 @@ HalfType = Literal["F16", "BF16"]
 Halves = npt.NDArray[Any]
 Order = npt.NDArray[np.intp] | None
 
-# The exponent that stands for no number.
+# The exponent that means "not a number".
 _NO_EXPONENT = 255
-# Of least squares. With 8 bits the whole range of a group is as good.
+# Rounds of least squares, by bits. With 8 bits the whole range of a group is as good.
 _FIT_ROUNDS = {3: 4, 4: 4, 5: 4, 6: 4, 8: 0}
 
 
 class Packing(msgspec.Struct, frozen=True):
-    """How MLX holds a tensor's weights. ``mode`` is MLX's name: affine or mxfp4."""
+    """How MLX holds a tensor's weights."""
 
+    #: Bits of a weight.
     bits: int
+    #: Weights that share a scale.
     group: int
+    #: MLX's name: affine or mxfp4.
     mode: str = "affine"
 
     def settings(self) -> dict[str, Any]:
@@ -43,7 +46,7 @@ class Packing(msgspec.Struct, frozen=True):
         return found if self.mode == "affine" else {**found, "mode": self.mode}
 
     def parts(self, dtype: HalfType) -> list[tuple[str, DType, float]]:
-        """What is stored: name, dtype, and numbers of that dtype per weight."""
+        """The stored arrays: name, dtype, and numbers of that dtype per weight."""
         words: tuple[str, DType, float] = ("weight", "U32", self.bits / 32)
         if self.mode == "mxfp4":
             return [words, ("scales", "U8", 1 / self.group)]
@@ -61,8 +64,8 @@ _FITTED = {
     "IQ4_NL": Packing(5, 64),
     "IQ4_XS": Packing(5, 128),
 }
-#: Taken instead where a file is so full of the kind that it would grow by more than it may, and for rows that
-#: are no multiple of the group.
+#: Used instead of ``_FITTED`` if a file has so much of the kind that it would grow by more than it may, and
+#: for rows that are no multiple of the group.
 _SMALLER = {"Q6_K": Packing(6, 32), "IQ4_NL": Packing(4, 32)}
 
 #: Kinds whose weights stay quantised.
@@ -74,7 +77,7 @@ def packing_of(kind: str, columns: int, *, small: bool = False) -> Packing:
 
     Args:
         columns: weights in a row, a multiple of 32.
-        small: keep the size of the file before the last bit of precision.
+        small: True if the size of the file matters more than the last bit of precision.
     """
     if (exact := _EXACT.get(kind)) is not None:
         return exact
@@ -87,7 +90,7 @@ def is_exact(kind: str) -> bool:
     return kind in _EXACT
 
 
-@np.errstate(over="ignore", invalid="ignore")  # what comes of it is looked at
+@np.errstate(over="ignore", invalid="ignore")  # the result is checked
 def pack(
     kind: str, raw: Bytes, packing: Packing, dtype: HalfType, order: Order = None
 ) -> list[npt.NDArray[Any]]:
@@ -119,10 +122,10 @@ def pack(
 
 
 def _fit(wide: Floats, bits: int, dtype: HalfType) -> tuple[Bytes, Halves, Halves]:
-    """Integers, scales and biases near ``wide`` (rows, groups, group).
+    """The integers, scales and biases that are nearest to ``wide`` (rows, groups, group).
 
-    Begins with the whole range of each group, and takes the least squares of the integers that it has as long
-    as that is nearer. The error is that of the rounded grid.
+    The search begins with the whole range of each group. Each round fits the grid to the integers by least
+    squares and keeps the result if it is nearer. The error is that of the grid after rounding.
     """
     if not np.isfinite(wide).all():
         raise ValueError("a weight is not a number")
@@ -145,7 +148,7 @@ def _fit(wide: Floats, bits: int, dtype: HalfType) -> tuple[Bytes, Halves, Halve
 def _round_to(
     wide: Floats, scale: Floats, bias: Floats, most: np.float32, dtype: HalfType
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    """Integers on a grid of 16-bit numbers, that grid, and each group's squared error."""
+    """The integers on a grid of 16-bit numbers, the grid, and each group's squared error."""
     scale, bias = (unhalf(half(part, dtype), dtype) for part in (scale, bias))
     safe = np.where(scale == 0, np.float32(1), scale)
     q = np.clip(np.rint((wide - bias) / safe), 0, most)
@@ -170,7 +173,7 @@ def half(wide: Floats, dtype: HalfType) -> Halves:
     """f32 rounded to 16 bits, once, to nearest and half to even; BF16 as its bits.
 
     Raises:
-        ValueError: something is not a number, or larger than the dtype holds.
+        ValueError: a value is not a number, or is larger than the dtype holds.
     """
     if dtype == "F16":
         found: Halves = wide.astype(np.float16)

@@ -1,4 +1,4 @@
-"""What a refusal of a GGUF file says: what is wrong with it, and what to take instead. Pure."""
+"""The errors of GGUF files: what is wrong with a file, and what to take instead. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARTS = {
 
 
 def instead(metadata: Mapping[str, Any]) -> str:
-    """Where to find the same model in a form that can be used."""
+    """The hint that tells where to find the same model in a form that can be used."""
     name = metadata.get("general.name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         return "Take an MLX copy of the same model: fleetctl models pull mlx-community/NAME."
@@ -31,10 +31,12 @@ def instead(metadata: Mapping[str, Any]) -> str:
 
 
 def unsupported(what: str, why: str, metadata: Mapping[str, Any]) -> ModelUnsupported:
+    """The error for a sound file that cannot be imported; ``why`` goes on from the file's name."""
     return ModelUnsupported(f"{what} {why}", hint=instead(metadata))
 
 
 def corrupt(what: str, why: str) -> ModelCorrupt:
+    """The error for a damaged file."""
     return ModelCorrupt(f"{what} is not a sound GGUF file: {why}.", hint="Download the file again.")
 
 

@@ -1,7 +1,7 @@
 """SentencePiece BPE (``tokenizer.ggml.model`` = llama) as a fast tokenizer.
 
 The file holds pieces with scores; SentencePiece joins the two neighbours whose union has the highest score.
-The same joins as a list of merges: every way to split a piece into two pieces, in the order of the scores.
+A list of merges gives the same joins: all ways to split a piece into two pieces, in the order of the scores.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _SPACE = "▁"
 def build(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], *, leading_space: bool
 ) -> Any:
-    """A ``tokenizers.Tokenizer`` without added tokens.
+    """A ``tokenizers.Tokenizer`` for the vocabulary; added tokens come later.
 
     Args:
-        leading_space: a text is read as if a space came before it.
+        leading_space: True if a text is read as if a space came before it.
 
     Raises:
         ValueError: the pieces are not a vocabulary.

@@ -26,22 +26,25 @@ class StoredTensor(msgspec.Struct, frozen=True):
     """A tensor and the memory map that holds it."""
 
     tensor: GgufTensor
+    #: The whole file.
     view: memoryview
 
     @property
     def rows(self) -> int:
+        """How many rows it has."""
         return max(1, self.tensor.size_bytes // self.row_bytes)
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row."""
         return self.tensor.shape[-1] // self.tensor.block_elements * self.tensor.block_bytes
 
     def slices(self, order: Order = None) -> Iterator[Bytes]:
-        """Rows of bytes, as many at a time as ``limits.GGUF_SLICE_WEIGHTS`` allows; copied, so that nothing
-        outlives the memory map.
+        """Rows of bytes (rows, bytes of a row), at most ``limits.GGUF_SLICE_WEIGHTS`` weights at a time. Each
+        is a copy, which may outlive the memory map.
 
         Args:
-            order: the rows in the order they are wanted.
+            order: the rows in the order that is wanted; None for the file's.
         """
         step = max(1, limits.GGUF_SLICE_WEIGHTS // self.tensor.shape[-1])
         for at in range(0, self.rows, step):
@@ -61,8 +64,8 @@ def opened(source: Path, what: str) -> Iterator[tuple[GgufHeader, dict[str, Stor
     """The header of a model's first file, and its tensors by name from all of its files.
 
     Raises:
-        ModelCorrupt: a file is damaged, missing or empty, or two disagree.
-        ModelUnsupported: a kind or version that cannot be imported.
+        ModelCorrupt: a file is damaged, missing or empty, or two files disagree.
+        ModelUnsupported: a tensor's kind or the version of the format cannot be imported.
     """
     with ExitStack() as stack:
         first: GgufHeader | None = None
@@ -91,7 +94,7 @@ def opened(source: Path, what: str) -> Iterator[tuple[GgufHeader, dict[str, Stor
 
 
 def parts(source: Path, what: str) -> list[Path]:
-    """All files of a model that is spread over several, by the first one's name. Raises ModelCorrupt."""
+    """The files of a model, by the first one's name. Raises ModelCorrupt if one is missing."""
     match = _SPLIT.fullmatch(source.name)
     if match is None:
         return [source]

@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer metadata as tokenizer.json and tokenizer_config.json."""
+"""tokenizer.json and tokenizer_config.json, made from a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fleetd.models.chat_templates import DEFAULT
 from fleetd.models.gguf import byte_level, sentencepiece
 from fleetd.models.gguf.refusals import unsupported
 
-# Values of tokenizer.ggml.token_type that are matched in the text as a whole, before any cutting.
+# Values of tokenizer.ggml.token_type: such tokens are matched as a whole before text is cut.
 _CONTROL, _USER_DEFINED = 3, 4
 
-#: Tokens that end an answer in the families that use them, whatever the metadata calls "eos".
+#: Tokens that end an answer in the families that use them, besides the "eos" of the metadata.
 _ENDINGS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -35,15 +35,22 @@ _PHI3_PLAIN = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 class Tokenizer(msgspec.Struct, frozen=True):
+    """The tokenizer's files, and the facts that the model's config needs."""
+
+    #: The content of tokenizer.json.
     tokenizer_json: str
+    #: The content of tokenizer_config.json.
     tokenizer_config: Mapping[str, Any]
+    #: How many tokens there are.
     vocab_size: int
+    #: The token that begins a text; None if the file names none.
     bos_token_id: int | None
+    #: The tokens that end an answer.
     eos_token_ids: tuple[int, ...]
 
 
 def build(metadata: Mapping[str, Any], what: str) -> Tokenizer:
-    """Raises ModelUnsupported for another kind of tokenizer, ModelCorrupt for metadata that disagrees."""
+    """A file's tokenizer. Raises ModelUnsupported for an unknown kind, ModelCorrupt if metadata disagree."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     cut = byte_level.CUTS.get(pre) if kind == "gpt2" else None
     if cut is None and kind != "llama":
@@ -91,7 +98,7 @@ def build(metadata: Mapping[str, Any], what: str) -> Tokenizer:
 def _endings(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], pre: str, what: str
 ) -> tuple[int, ...]:
-    """Tokens that end an answer: what the file names, then what is known by its text."""
+    """The tokens that end an answer: those that the file names, then those that are known by their text."""
     stated = [_id(metadata, key, len(tokens), what) for key in ("eos", "eot", "eom")]
     names = [*_ENDINGS, *(_GLM_ENDINGS if pre in _GLM_CUTS else ())]
     whole = {token: index for index, token in enumerate(tokens) if types[index] in (_CONTROL, _USER_DEFINED)}
@@ -145,7 +152,7 @@ def _config(metadata: Mapping[str, Any], tokens: list[str], add_bos: bool, what:
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name: the default one has a key of its own, and names of others are listed."""
+    """The chat templates, by name. The default one has its own key; the file lists the names of others."""
     others = metadata.get("tokenizer.chat_templates")
     keys = {DEFAULT: "tokenizer.chat_template"} | {
         name: f"tokenizer.chat_template.{name}"

@@ -1,10 +1,9 @@
-"""Fetch a model from the hub: only data files, all from one commit, each checked, resumed where it stopped.
+"""Download a model from the hub: only data files, all of one commit, each checked; resumed after a break.
 
-A repository that has GGUF files and no safetensors is imported from one of them.
+If a repository has GGUF files and no safetensors, one of them is imported.
 
-huggingface_hub supplies settings, tokens, retries and transfers. The partial file is kept here, because
-the library throws its own away when a download ends early, and a 5 GB shard should not start again for
-that.
+huggingface_hub supplies settings, tokens, retries and transfers. This module keeps the partial file, because
+the library deletes its own when a download breaks off, and a shard of 5 GB should not start again for that.
 """
 
 from __future__ import annotations
@@ -30,17 +29,19 @@ from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.verify import check_configs
 from fleetd.models.weights import WEIGHTS_PATTERN
 
-#: What a model consists of. Never code, never pickles, nothing in sub-folders.
+#: The files that a model consists of: no code, no pickles, no file in a sub-folder.
 WANTED: Sequence[str] = ("*.json", WEIGHTS_PATTERN, "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja")
 _GGUF = ".gguf"
 
 
 class RemoteFile(msgspec.Struct, frozen=True):
-    """``sha256`` for files in large-file storage, else ``git_sha1``, the hash git gives the file."""
+    """A file of a repository on the hub."""
 
     name: str
     size_bytes: int
+    #: The hash of its content, in hex, if it lies in large-file storage.
     sha256: str | None
+    #: The hash that git gives the file, in hex, for other files.
     git_sha1: str | None
 
 
@@ -50,7 +51,7 @@ def pull_hub(
     """Install a model of the hub. The caller holds the lock.
 
     Args:
-        revision: the commit to take; None means what ``main`` is at the first attempt.
+        revision: the commit to take; None means the one that ``main`` names at the first attempt.
 
     Raises:
         ModelNotFound, ModelUnsupported, DownloadFailed, DiskFull, ModelCorrupt, ModelRefused
@@ -62,7 +63,7 @@ def pull_hub(
         install.resume(staged, commit, [file.name for file in files])
         total = sum(file.size_bytes for file in files)
         is_gguf = files[0].name.lower().endswith(_GGUF)
-        # The file and what it is imported to lie side by side for a moment.
+        # For a moment the file and the imported model lie side by side.
         growth = limits.GGUF_GROWTH * total if is_gguf else 0
         install.require_space(models_dir, max(0, total - install.staged_bytes(staged)) + int(growth))
         _fetch_all(hub_id, commit, files, staged, report)
@@ -76,9 +77,9 @@ def pull_hub(
 
 
 def _import(first: Path, commit: str, name: str, folder: str, models_dir: Path, report: Report) -> Path:
-    """Import the GGUF file that has arrived, then throw it away.
+    """Import the GGUF file that has arrived, then delete it.
 
-    It stays only if the import failed for a reason that another attempt may not meet, as a full disk.
+    The file stays only if the import failed for a reason that may pass, such as a full disk.
     """
     from fleetd.models.gguf.conversion import import_gguf
 
@@ -105,7 +106,7 @@ def _import(first: Path, commit: str, name: str, folder: str, models_dir: Path, 
 
 
 def _listing(hub_id: str, revision: str | None, staged: Path) -> tuple[str, list[RemoteFile]]:
-    """The commit and its wanted files, small ones first: a bad config ends it before the weights come."""
+    """The commit and its wanted files, small ones first: a bad config ends a pull before the weights come."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -135,7 +136,7 @@ def _listing(hub_id: str, revision: str | None, staged: Path) -> tuple[str, list
 
 
 def _remote_files(siblings: list[Any], patterns: Sequence[str]) -> list[RemoteFile]:
-    """Those that match, small ones first."""
+    """The files whose names match a pattern, small ones first."""
     found = [file for sibling in siblings if (file := _remote_file(sibling, patterns)) is not None]
     return sorted(found, key=lambda file: (file.size_bytes, file.name))
 
@@ -143,7 +144,7 @@ def _remote_files(siblings: list[Any], patterns: Sequence[str]) -> list[RemoteFi
 def _remote_file(sibling: Any, patterns: Sequence[str]) -> RemoteFile | None:
     name = str(sibling.rfilename)
     if name.lower() == manifest.FILE_NAME or not names.is_file_name(name):
-        return None  # what a model's files were on this machine is no publisher's to say
+        return None  # a publisher may not write a manifest of this machine
     if not any(fnmatch.fnmatchcase(name, glob) for glob in patterns):
         return None
     if not isinstance(sibling.size, int) or sibling.size < 0:
@@ -167,7 +168,7 @@ def _fetch_all(hub_id: str, commit: str, files: list[RemoteFile], staged: Path, 
                 PullProgress(file=file.name, done_bytes=before + done, total_bytes=total, stage="downloading")
             )
 
-        # It may be from another source: a peer's word is not enough here.
+        # A file that is here may have come from a peer: the hub's hash decides.
         if not (staged / file.name).is_file() or not _has_its_hash(staged / file.name, file):
             _fetch(hub_id, commit, file, staged, advance)
         before += file.size_bytes
@@ -175,7 +176,7 @@ def _fetch_all(hub_id: str, commit: str, files: list[RemoteFile], staged: Path, 
 
 
 def _fetch(hub_id: str, commit: str, file: RemoteFile, staged: Path, advance: Any) -> None:
-    """Append what is missing to the partial file, check it, and give it its name."""
+    """Append the missing bytes to the partial file, check it, and give it its name. Raises DownloadFailed."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
@@ -208,7 +209,7 @@ def _fetch(hub_id: str, commit: str, file: RemoteFile, staged: Path, advance: An
 
 
 class _Bar:
-    """What huggingface_hub believes to be a progress bar."""
+    """A progress bar for huggingface_hub that reports to ``advance``."""
 
     def __init__(self, advance: Any, initial: int) -> None:
         self._advance = advance
@@ -217,7 +218,7 @@ class _Bar:
 
     @classmethod
     def reporting(cls, advance: Any, initial: int) -> Any:
-        """A stand-in for the bar's class: called with the bar's settings, it gives the bar."""
+        """A function in place of the bar's class: it takes the bar's settings and returns the bar."""
         return lambda *args, **settings: cls(advance, initial)
 
     def update(self, count: float | None = 1) -> None:
@@ -290,5 +291,5 @@ def _typed_failures(hub_id: str) -> Iterator[None]:
         raise DownloadFailed(f"The hub answered with an error: {error}.", hint=resumes) from None
     except OSError as error:
         if error.errno is not None:
-            raise  # of the disk, not of the network
+            raise  # an error of the disk, not of the network
         raise DownloadFailed(f"The download of {hub_id} stopped: {error}.", hint=resumes) from None

@@ -1,7 +1,7 @@
-"""Which of a repository's GGUF files to take. Pure.
+"""The choice among a repository's GGUF files. Pure.
 
-Publishers put the same model there in a dozen quantisations, some spread over several files, beside parts
-that are no model: the half that reads images, statistics for a quantiser, drafts.
+Publishers offer the same model in a dozen quantisations, some spread over several files, beside files that
+are no model: the part that reads images, statistics for a quantiser, drafts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from fleetd.errors import ModelUnsupported
 from fleetd.models.gguf.families import FAMILIES
 
-#: From the one that most people take, by what is lost and what fits.
+#: Kinds in the order of choice: the one that most people take, then by loss and size.
 _PREFERRED = (
     *("Q4_K_M", "Q4_K_XL", "Q4_K_L", "Q4_K_S", "MXFP4", "MXFP4_MOE", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS"),
     *(
@@ -37,10 +37,10 @@ _NO_MODEL = re.compile(r"mmproj|imatrix|(?:^|[-._])(?:mtp|draft|lora|vocab)(?=[-
 
 
 def choose(hub_id: str, names: Iterable[str]) -> list[str]:
-    """The files of one model in their order: one, or the parts that it is spread over.
+    """The files of one model: one file, or in order the parts that it is spread over.
 
     Raises:
-        ModelUnsupported: there is none of a kind that can be imported.
+        ModelUnsupported: no file is of a kind that can be imported.
     """
     models = sorted(name for name in names if name.lower().endswith(".gguf") and not _NO_MODEL.search(name))
     heads = [name for name in models if (part := _PART.search(name)) is None or part[1] == "00001"]
@@ -57,7 +57,7 @@ def choose(hub_id: str, names: Iterable[str]) -> list[str]:
 
 
 def refuse_architecture(hub_id: str, architecture: object) -> None:
-    """Before gigabytes are brought: what the hub says of the files. Raises ModelUnsupported."""
+    """Raises ModelUnsupported for an architecture that cannot be imported, before any download."""
     if isinstance(architecture, str) and architecture not in FAMILIES:
         raise ModelUnsupported(
             f"{hub_id} is of the architecture {architecture!r}; GGUF import knows "

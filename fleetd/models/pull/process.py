@@ -1,8 +1,7 @@
 """The download process: ``python -m fleetd.models.pull.process NAME --models-dir DIR``.
 
-With ``--json`` every line of its output is a ``progress.PullLine``, for the daemon; without, it talks to a
-person. It is a process of its own so that cancelling is killing, and so that no download library lives in
-the daemon.
+With ``--json`` each line of its output is a ``PullLine``, for the daemon; without, it writes for a person. It
+is a process so that a pull is cancelled by a kill, and so that the daemon imports no download library.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from fleetd.models.reporter import Reporter
 
 
 def pull(ref: str, store: ModelStore, report: Report) -> str:
-    """Bring a model here unless it is; return the name that ``resolve`` takes.
+    """Bring a model to this machine, unless it is there. Returns the name that ``resolve`` takes.
 
     Raises:
-        FleetError: every way in which this fails.
+        FleetError: any failure.
     """
     if not store.needs_pull(ref):
         return store.resolve(ref).name
@@ -63,7 +62,7 @@ def _import_file(source: Path, folder: str, models_dir: Path, report: Report) ->
     stat = source.stat()
     staged = install.partial_folder(models_dir, folder)
     shutil.rmtree(staged, ignore_errors=True)
-    # As the header says, before anything is written; the tokenizer is small beside it.
+    # The header tells the size before anything is written; the tokenizer is small beside the weights.
     install.require_space(models_dir, read_plan(source).size_bytes)
     try:
         with install.clean_on_full_disk(models_dir, staged):
@@ -85,7 +84,7 @@ def _import_file(source: Path, folder: str, models_dir: Path, report: Report) ->
 
 
 def _end_with_parent() -> None:
-    """The daemon holds our stdin open for as long as it lives and wants this."""
+    """End the process when stdin ends: the daemon keeps it open for as long as it wants the model."""
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGKILL)
 

