@@ -17,7 +17,8 @@ import msgspec
 
 from fleetd import __version__, config
 from fleetd.errors import AlreadyRunning, ConfigError, FleetError, PortInUse, SocketPathTooLong
-from fleetd.process import collector, lean_imports, supported
+from fleetd.process import supported
+from fleetd.startup import collector, lean_imports
 from fleetd.storage import paths
 from fleetd.text.terminal_text import json_text, printable
 

@@ -32,7 +32,6 @@ from fleetd import limits
 from fleetd.engine import protocol
 from fleetd.engine.cpu import address_space, openmp_file, products
 from fleetd.engine.failures import failed, typed
-from fleetd.engine.load import import_index
 from fleetd.engine.measure.chunk_size import Chunks, FixedChunks, MeasuredChunks, PacedChunks
 from fleetd.engine.protocol import (
     AssistPrefill,
@@ -58,7 +57,7 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.streams.channel import receive_sockets
 from fleetd.errors import EngineError
 from fleetd.models.memory_need import WORKING_BYTES
-from fleetd.process import collector
+from fleetd.startup import collector, import_index
 
 if TYPE_CHECKING:
     from fleetd.engine.load.loading import Loaded
@@ -316,22 +315,15 @@ def main() -> int:
 def start(
     settings: WorkerSettings, emit: Callable[[Report], None], channel: socket.socket
 ) -> tuple[Scheduler | HelperLoop, Loaded | None, Ready]:
-    """Load into this process. Returns the loop, the model if it is whole, and Ready. The heavy imports are
-    here, so that a refusal to start is quick."""
+    """Load into this process. Returns the loop, the model if it is whole, and Ready."""
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
         os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)
     emit(protocol.Loading("starting"))
     products.preload_blas()
 
-    quiet_libraries()
-    index = import_index.stored(Path(settings.cache)) if settings.cache else nullcontext()
-    with collector.paused_for_imports(), index:
-        # For streams and blocks, the first of which is not to wait for it.
-        from cryptography.hazmat.primitives.ciphers import aead  # noqa: F401
-        from cryptography.hazmat.primitives.kdf import hkdf  # noqa: F401
-
-        from fleetd.engine.load import loading, model_reading, stage_loading
+    import_libraries(settings.cache)
+    from fleetd.engine.load import loading, model_reading, stage_loading
 
     device = model_reading.pick_device(settings.device)
     if device == "cpu":
@@ -348,6 +340,23 @@ def start(
         target=receive_sockets, args=(channel, compute.put_stream), name="channel", daemon=True
     ).start()
     return compute, loaded, facts
+
+
+def import_libraries(cache: str) -> None:
+    """Import all that a worker uses, which takes seconds: late, so that a refusal to start is quick.
+
+    Args:
+        cache: the home's folder for what can be found out again; "" if there is none.
+    """
+    quiet_libraries()
+    index = import_index.stored(Path(cache)) if cache else nullcontext()
+    with collector.paused_for_imports(), index:
+        # The first stream or block must not wait for these.
+        from cryptography.hazmat.primitives.ciphers import aead  # noqa: F401
+        from cryptography.hazmat.primitives.kdf import hkdf  # noqa: F401
+
+        from fleetd.engine.load import loading, stage_loading  # noqa: F401
+        from fleetd.engine.loop import helper_loop, scheduler  # noqa: F401
 
 
 def _helper_loop(part: LoadedPart, emit: Callable[[Report], None]) -> HelperLoop:

@@ -23,8 +23,8 @@ VARIABLE = "FOUND_ONCE"
 def install() -> None:
     """Called in the process that all programs are forked from."""
     from fleetd.engine.load.load_findings import FindingsKey
-    from fleetd.engine.measure.cached_results import CachedResult
     from fleetd.engine.speculation.verdicts import VerdictKey
+    from fleetd.storage.cached_results import CachedResult
 
     class FoundOnce(CachedResult[Any]):
         """``shared``: the same result in the folder of all homes."""

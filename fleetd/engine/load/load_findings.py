@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from fleetd.engine.cpu import products
-from fleetd.engine.measure.cached_results import CachedResult
 from fleetd.engine.measure.calibrate import Speeds
 from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.speculation.verdicts import VerdictKey
+from fleetd.storage.cached_results import CachedResult
 
 _FOLDER = "loads"
 # Raised when what was found before would be found otherwise: other checks, other fingerprints.

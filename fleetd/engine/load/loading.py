@@ -30,7 +30,6 @@ from fleetd.engine.load.model_reading import (
     read_model,
     verified_config,
 )
-from fleetd.engine.measure.cached_results import CachedResult
 from fleetd.engine.measure.calibrate import Speeds, calibrate
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.scoring.known_profiles import ProfileStore
@@ -46,6 +45,7 @@ from fleetd.models import digest as digests
 from fleetd.models import manifest
 from fleetd.models.json_files import read_json
 from fleetd.models.memory_need import WORKING_BYTES
+from fleetd.storage.cached_results import CachedResult
 
 # Prompts of unequal length to try a batch with, and how far rounding may move its numbers, as a share of the
 # largest.

@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.engine.measure.cached_results import CachedResult
 from fleetd.engine.protocol import Profile
+from fleetd.storage.cached_results import CachedResult
 from fleetd.text.bounded import Natural
 
 SHIPPED = "shipped_profiles.json"

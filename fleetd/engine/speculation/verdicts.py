@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from fleetd import __version__
-from fleetd.engine.measure.cached_results import CachedResult
 from fleetd.engine.speculation.exactness_probe import PROBE_VERSION, ExactnessVerdict
 from fleetd.hardware.probe import cores
+from fleetd.storage.cached_results import CachedResult
 
 _FOLDER = "verdicts"
 # Variables by which BLAS and MLX choose their kernels, and how many threads share them.

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.measure.cached_results import CachedResult
+from fleetd.storage.cached_results import CachedResult
 
 _FOLDER = "imports"
 _LIBRARY, _MODULE, _FUNCTION = "transformers", "transformers.utils.import_utils", "define_import_structure"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers.utils import import_utils
 
-from fleetd.engine.load import import_index
+from fleetd.startup import import_index
 
 _INIT = """
 from .utils.import_utils import define_import_structure

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleetd.process import collector
+from fleetd.startup import collector
 
 
 class Cycle:

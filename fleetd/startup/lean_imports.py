@@ -1,0 +1,51 @@
+"""The daemon's libraries without parts that a daemon never uses.
+
+structlog imports rich and Pygments, for coloured tracebacks, if they are installed; transformers, by way of
+typer, brings them everywhere. aiohttp reads all certificate authorities of the system for the HTTPS of its
+client; a daemon only serves.
+"""
+
+from __future__ import annotations
+
+import ssl
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def load() -> None:
+    """Import structlog and aiohttp, before any other module does."""
+    with without_rich():
+        import structlog  # noqa: F401
+    with without_authorities():
+        import aiohttp  # noqa: F401
+
+
+@contextmanager
+def without_rich() -> Iterator[None]:
+    """Meanwhile rich seems not to be installed, unless it was imported before."""
+    if "rich" in sys.modules:
+        yield
+        return
+    sys.modules["rich"] = None  # type: ignore[assignment]  # an import takes this for "not there"
+    try:
+        yield
+    finally:
+        del sys.modules["rich"]
+
+
+@contextmanager
+def without_authorities() -> Iterator[None]:
+    """Meanwhile TLS contexts trust no certificate, so that a connection made with one is refused.
+
+    aiohttp also makes a context that verifies nothing, and would read the authorities for it all the same.
+    """
+    usual = ssl.create_default_context
+    ssl.create_default_context = lambda *_args, **_options: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    ssl.SSLContext.set_default_verify_paths = lambda *_args: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ssl.create_default_context = usual
+        # The method of the base class comes back.
+        del ssl.SSLContext.set_default_verify_paths
