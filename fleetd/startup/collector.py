@@ -1,7 +1,10 @@
-"""The garbage collector leaves alone what the imports of a process make, which lives as long as the process.
+"""The garbage collector leaves alone the objects that a process's imports make: they live as long as it does.
 
-They make a hundred thousand objects. The collector would go through them again and again while more are made,
-which is an eighth of a daemon's start, and later at every full collection, while nothing else runs.
+There are 60,000 of them in a daemon and 90,000 in an engine worker. The collector would go through them again
+and again while more are made, and later at each full collection, while nothing else runs.
+
+Saves 0.12 s of 1.80 s of CPU at a daemon's start and 0.2 s of 2.0 s at a worker's. A full collection is 60 ms
+shorter in a daemon and 100 ms in a worker. Costs a daemon 0.7 MB (``python -m bench.startup collector``).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_for_imports() -> Iterator[None]:
-    """Nothing is collected meanwhile; what exists at the end is never looked at again: make no arrays."""
+    """Collect nothing meanwhile, and never look at an object again that exists at the end: make no arrays."""
     gc.disable()
     try:
         yield

@@ -3,6 +3,9 @@
 structlog imports rich and Pygments, for coloured tracebacks, if they are installed; transformers, by way of
 typer, brings them everywhere. aiohttp reads all certificate authorities of the system for the HTTPS of its
 client; a daemon only serves.
+
+Without rich a daemon takes 3.2 MB less of 57.8 MB; without the authorities 2.2 MB less of 56.7 MB, and 0.09 s
+less of 1.76 s of CPU (``python -m bench.startup daemon``).
 """
 
 from __future__ import annotations
