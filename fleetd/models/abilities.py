@@ -35,9 +35,9 @@ _THOUGHTS = ("<think>", "enable_thinking", "reasoning_effort", "<|channel|>", "<
 class ModelAbilities(msgspec.Struct, frozen=True):
     """Abilities of one model."""
 
-    #: How it writes tool calls, by the name of the format; "" if it writes none.
+    # How it writes tool calls, by the name of the format; "" if it writes none.
     tools: str = ""
-    #: True if it can reason before it answers.
+    # True if it can reason before it answers.
     thinking: bool = False
 
 

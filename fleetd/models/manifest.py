@@ -30,10 +30,10 @@ class FileRecord(msgspec.Struct, frozen=True):
     """One file when it was hashed."""
 
     size_bytes: int
-    #: When it was written, in nanoseconds since the epoch.
+    # When it was written, in nanoseconds since the epoch.
     mtime_ns: int
     inode: int
-    #: The hash of its content, in hex.
+    # The hash of its content, in hex.
     blake3: str
 
     def matches(self, stat: os.stat_result) -> bool:
@@ -44,27 +44,27 @@ class FileRecord(msgspec.Struct, frozen=True):
 class Origin(msgspec.Struct, frozen=True):
     """The GGUF file that a model was imported from, as it was then."""
 
-    #: Its absolute path.
+    # Its absolute path.
     path: str
     size_bytes: int
-    #: When it was written, in nanoseconds since the epoch.
+    # When it was written, in nanoseconds since the epoch.
     mtime_ns: int
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The record of one model folder."""
 
-    #: The model's canonical name.
+    # The model's canonical name.
     name: str
-    #: How it came to this machine.
+    # How it came to this machine.
     source: Source
-    #: The files that decide what it computes, by name.
+    # The files that decide what it computes, by name.
     files: dict[str, FileRecord]
-    #: The commit of the hub; None if it is not from there.
+    # The commit of the hub; None if it is not from there.
     revision: str | None = None
-    #: The file that it was imported from; None if it was not imported.
+    # The file that it was imported from; None if it was not imported.
     origin: Origin | None = None
-    #: The version of this format.
+    # The version of this format.
     version: int = 1
 
 

@@ -60,9 +60,9 @@ def build_bytes(weights_bytes: int) -> int:
 class GroupSizes(msgspec.Struct, frozen=True):
     """How many packed weights share a scale."""
 
-    #: In all modules that are not named.
+    # In all modules that are not named.
     default: int = _GROUP_MOST
-    #: In the modules that the config names.
+    # In the modules that the config names.
     named: tuple[tuple[str, int], ...] = ()
 
 

@@ -45,11 +45,11 @@ def stands_for_others(name: str) -> bool:
 class ModelNames(msgspec.Struct, frozen=True):
     """The models that the settings name."""
 
-    #: The model of a request that names none.
+    # The model of a request that names none.
     default: str
-    #: The model for vendors' large models; "" means the default.
+    # The model for vendors' large models; "" means the default.
     _large: str = ""
-    #: The model for vendors' small models; "" means the large one.
+    # The model for vendors' small models; "" means the large one.
     _small: str = ""
 
     @property

@@ -44,7 +44,7 @@ class UnlistedFolder(msgspec.Struct, frozen=True):
     """A folder that looks like a model and is not listed."""
 
     path: Path
-    #: Why it is not listed, as a sentence.
+    # Why it is not listed, as a sentence.
     reason: str
 
 

@@ -36,11 +36,11 @@ _NOT_A_MODEL = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$|^mmproj", re.IGNOREC
 class FoundFile(msgspec.Struct, frozen=True):
     """A GGUF file of another program."""
 
-    #: The name that the program gives it.
+    # The name that the program gives it.
     name: str
     path: Path
     size_bytes: int
-    #: The program's name, for people.
+    # The program's name, for people.
     program: str
 
 

@@ -12,19 +12,19 @@ from fleetd.text.bounded import Count
 class PullProgress(msgspec.Struct, frozen=True):
     """How far a download is."""
 
-    #: The name of the file that is brought; "" if it is none in particular.
+    # The name of the file that is brought; "" if it is none in particular.
     file: str
-    #: Bytes of this stage that are done, and of the whole stage; 0 if that is not known.
+    # Bytes of this stage that are done, and of the whole stage; 0 if that is not known.
     done_bytes: Count
     total_bytes: Count
-    #: A word for people: waiting, connecting, downloading, copying, unpacking, importing, verifying.
+    # A word for people: waiting, connecting, downloading, copying, unpacking, importing, verifying.
     stage: str
 
 
 class PullDone(msgspec.Struct, frozen=True):
     """The last line of a download that succeeded."""
 
-    #: The model's name, as ``ModelStore.resolve`` takes it.
+    # The model's name, as ``ModelStore.resolve`` takes it.
     name: str
 
 

@@ -46,11 +46,11 @@ _LENGTH = struct.Struct("<Q")
 class TensorInfo(msgspec.Struct, frozen=True):
     """One tensor of a file."""
 
-    #: A key of ``DTYPE_BYTES``.
+    # A key of ``DTYPE_BYTES``.
     dtype: str
-    #: Its dimensions, rows first.
+    # Its dimensions, rows first.
     shape: tuple[int, ...]
-    #: The range of its bytes, from the start of the file.
+    # The range of its bytes, from the start of the file.
     begin: int
     end: int
 

@@ -30,7 +30,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     name: str
     dtype: DType
-    #: Its dimensions, rows first.
+    # Its dimensions, rows first.
     shape: tuple[int, ...]
 
     @property
@@ -42,9 +42,9 @@ class TensorSpec(msgspec.Struct, frozen=True):
 class PlannedTensor(msgspec.Struct, frozen=True):
     """A tensor, or several that one source makes at once. Sizes are known; values are made when written."""
 
-    #: The tensors.
+    # The tensors.
     specs: Sequence[TensorSpec]
-    #: Makes the values: in each step consecutive rows of each tensor, in the order of ``specs``.
+    # Makes the values: in each step consecutive rows of each tensor, in the order of ``specs``.
     pieces: Callable[[], Iterator[Sequence[npt.NDArray[Any]]]]
 
     @classmethod

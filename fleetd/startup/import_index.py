@@ -34,11 +34,11 @@ _Rows = list[tuple[list[str], dict[str, list[str]]]]
 class _Basis(msgspec.Struct, frozen=True):
     """The facts that decide the index."""
 
-    #: The installed version of transformers.
+    # The installed version of transformers.
     version: str
-    #: Its folder.
+    # Its folder.
     path: str
-    #: When it was installed, in nanoseconds since the epoch.
+    # When it was installed, in nanoseconds since the epoch.
     written_ns: int
 
 

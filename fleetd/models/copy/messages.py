@@ -33,18 +33,18 @@ class OfferedFile(msgspec.Struct, frozen=True):
 
     name: _FileName
     size_bytes: _Size
-    #: The hash of its content, in hex.
+    # The hash of its content, in hex.
     blake3: _Hash
 
 
 class CopyOffer(msgspec.Struct, frozen=True):
     """A model that the other machine has. Its name there is left out: nothing may depend on it."""
 
-    #: How the model came to that machine.
+    # How the model came to that machine.
     source: Source
-    #: The commit of the hub; None if it is not from there.
+    # The commit of the hub; None if it is not from there.
     revision: Annotated[str, Meta(pattern=r"\A[0-9a-f]{40}\Z")] | None
-    #: All files that decide what it computes.
+    # All files that decide what it computes.
     files: Annotated[list[OfferedFile], Meta(min_length=1, max_length=limits.COPY_FILES)]
 
 
@@ -52,25 +52,25 @@ class CopyNeed(msgspec.Struct, frozen=True):
     """A file that the receiving machine asks for."""
 
     file: _FileName
-    #: How many of its first bytes the receiving machine has already.
+    # How many of its first bytes the receiving machine has already.
     offset: _Size
 
 
 class SendOrder(msgspec.Struct, frozen=True):
     """The message to the sending process; the socket comes with it."""
 
-    #: The model's folder.
+    # The model's folder.
     folder: str
-    #: The key that seals the stream.
+    # The key that seals the stream.
     key: bytes
-    #: The files to send, in this order.
+    # The files to send, in this order.
     needs: Annotated[list[CopyNeed], Meta(max_length=limits.COPY_FILES)]
 
 
 class CopyLine(PullLine, frozen=True, omit_defaults=True):
     """A line of a copying process."""
 
-    #: Asks the daemon for a stream of these files.
+    # Asks the daemon for a stream of these files.
     needs: list[CopyNeed] | None = None
 
 

@@ -38,9 +38,9 @@ class _Missing:
     """A file that has not arrived whole."""
 
     file: OfferedFile
-    #: How many of its first bytes have arrived.
+    # How many of its first bytes have arrived.
     have_bytes: int
-    #: The BLAKE3 of these bytes, which goes on.
+    # The BLAKE3 of these bytes, which goes on.
     hasher: Any
 
 

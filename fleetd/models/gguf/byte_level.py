@@ -35,15 +35,15 @@ _GPT4O = (
 class Cut(msgspec.Struct, frozen=True):
     """How text becomes words."""
 
-    #: The pattern of a word; None for GPT-2's.
+    # The pattern of a word; None for GPT-2's.
     pattern: str | None = None
-    #: True if each digit is a word.
+    # True if each digit is a word.
     digits: bool = False
-    #: True if text is brought to NFC first.
+    # True if text is brought to NFC first.
     composed: bool = False
-    #: True if a word that is a token needs no merges.
+    # True if a word that is a token needs no merges.
     whole_words: bool = False
-    #: True if a text begins with the bos token unless the file says otherwise.
+    # True if a text begins with the bos token unless the file says otherwise.
     starts: bool = False
 
 

@@ -13,26 +13,26 @@ from fleetd.models.gguf.packing import HalfType
 class Family(msgspec.Struct, frozen=True):
     """One value of ``general.architecture``."""
 
-    #: The model's class in transformers, for config.json.
+    # The model's class in transformers, for config.json.
     class_name: str
-    #: mlx-lm's name.
+    # mlx-lm's name.
     model_type: str
-    #: A block's tensor → the module in a layer that has its ``weight`` and ``bias``.
+    # A block's tensor → the module in a layer that has its ``weight`` and ``bias``.
     modules: Mapping[str, str]
-    #: A block's tensor with its ending → a parameter that is no module's weight or bias.
+    # A block's tensor with its ending → a parameter that is no module's weight or bias.
     parameters: Mapping[str, str] = msgspec.field(default_factory=dict)
-    #: The dtype of scales and of weights that are not quantised. Families whose activations are known to
-    #: leave the range of F16 have BF16.
+    # The dtype of scales and of weights that are not quantised. Families whose activations are known to
+    # leave the range of F16 have BF16.
     dtype: HalfType = "F16"
-    #: The scalings of RoPE that mlx-lm applies for the family.
+    # The scalings of RoPE that mlx-lm applies for the family.
     scalings: frozenset[str] = frozenset()
-    #: True if the file's writer interleaves the rows of q and k for its RoPE.
+    # True if the file's writer interleaves the rows of q and k for its RoPE.
     interleaved: bool = False
-    #: True if mlx-lm adds 1 to the weight of a norm; the file holds the sum.
+    # True if mlx-lm adds 1 to the weight of a norm; the file holds the sum.
     offset_norms: bool = False
-    #: True if mlx-lm has a separate head even if the file ties the head to the embedding.
+    # True if mlx-lm has a separate head even if the file ties the head to the embedding.
     own_head: bool = False
-    #: The part of a parameter's name before ``model`` and ``lm_head``.
+    # The part of a parameter's name before ``model`` and ``lm_head``.
     root: str = ""
 
 

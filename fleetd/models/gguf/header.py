@@ -81,14 +81,14 @@ class GgufTensor(msgspec.Struct, frozen=True):
     """A tensor, whose bytes lie inside the file."""
 
     name: str
-    #: A name of ``KINDS``.
+    # A name of ``KINDS``.
     kind: str
-    #: Its dimensions, rows first as numpy has them.
+    # Its dimensions, rows first as numpy has them.
     shape: tuple[int, ...]
-    #: Weights in a block of its kind, and bytes of such a block.
+    # Weights in a block of its kind, and bytes of such a block.
     block_elements: int
     block_bytes: int
-    #: Its first byte in the file, and its length.
+    # Its first byte in the file, and its length.
     offset: int
     size_bytes: int
 
@@ -96,9 +96,9 @@ class GgufTensor(msgspec.Struct, frozen=True):
 class GgufHeader(msgspec.Struct, frozen=True):
     """The checked head of a file."""
 
-    #: Keys and values. An array of scalars is a numpy array, one of strings a list.
+    # Keys and values. An array of scalars is a numpy array, one of strings a list.
     metadata: Mapping[str, Any]
-    #: The tensors in the order of their bytes.
+    # The tensors in the order of their bytes.
     tensors: tuple[GgufTensor, ...]
 
 

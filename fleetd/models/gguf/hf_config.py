@@ -15,9 +15,9 @@ from fleetd.models.gguf.refusals import corrupt, refuse_parts, unsupported
 class FileFacts(msgspec.Struct, frozen=True):
     """The facts about the tensors that the config needs."""
 
-    #: The shape of each tensor, rows first.
+    # The shape of each tensor, rows first.
     shapes: Mapping[str, tuple[int, ...]]
-    #: The values of those ``families.ROPE_TENSORS`` that the file has.
+    # The values of those ``families.ROPE_TENSORS`` that the file has.
     rope: Mapping[str, Sequence[float]]
 
     @property

@@ -23,15 +23,15 @@ from fleetd.models.safetensors_write import TensorSpec
 class PlannedParameter(msgspec.Struct, frozen=True):
     """A tensor of the file that becomes a parameter of mlx-lm."""
 
-    #: mlx-lm's name, with ``.weight``, ``.bias`` or neither.
+    # mlx-lm's name, with ``.weight``, ``.bias`` or neither.
     parameter: str
-    #: The tensor.
+    # The tensor.
     stored: StoredTensor
-    #: The order of its numbers in mlx-lm.
+    # The order of its numbers in mlx-lm.
     layout: Layout
-    #: The dtype of scales, and of numbers that are not quantised.
+    # The dtype of scales, and of numbers that are not quantised.
     dtype: HalfType
-    #: How MLX holds it; None for a parameter of 16 or 32 bits.
+    # How MLX holds it; None for a parameter of 16 or 32 bits.
     packing: Packing | None
 
     @property
@@ -79,9 +79,9 @@ class PlannedParameter(msgspec.Struct, frozen=True):
 class ImportPlan(msgspec.Struct, frozen=True):
     """What an import will write."""
 
-    #: config.json without the tokens that begin a text and end an answer.
+    # config.json without the tokens that begin a text and end an answer.
     config: Mapping[str, Any]
-    #: All parameters of the model.
+    # All parameters of the model.
     parameters: Sequence[PlannedParameter]
 
     @property

@@ -24,15 +24,15 @@ from fleetd.models.gguf.packing import Order
 class Layout(msgspec.Struct, frozen=True):
     """How a tensor of the file becomes a parameter."""
 
-    #: The shape of the parameter.
+    # The shape of the parameter.
     shape: tuple[int, ...]
-    #: The file's rows in mlx-lm's order; None if the order is the same.
+    # The file's rows in mlx-lm's order; None if the order is the same.
     rows: Order = None
-    #: The columns likewise. A tensor of one dimension has only columns.
+    # The columns likewise. A tensor of one dimension has only columns.
     columns: Order = None
-    #: Maps the numbers of a tensor that is not quantised; None if they stay.
+    # Maps the numbers of a tensor that is not quantised; None if they stay.
     values: Callable[[Floats], Floats] | None = None
-    #: True if the parameter stays f32.
+    # True if the parameter stays f32.
     exact: bool = False
 
     def groups(self) -> Order:

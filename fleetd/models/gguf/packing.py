@@ -33,11 +33,11 @@ _FIT_ROUNDS = {3: 4, 4: 4, 5: 4, 6: 4, 8: 0}
 class Packing(msgspec.Struct, frozen=True):
     """How MLX holds a tensor's weights."""
 
-    #: Bits of a weight.
+    # Bits of a weight.
     bits: int
-    #: Weights that share a scale.
+    # Weights that share a scale.
     group: int
-    #: MLX's name: affine or mxfp4.
+    # MLX's name: affine or mxfp4.
     mode: str = "affine"
 
     def settings(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     """A tensor and the memory map that holds it."""
 
     tensor: GgufTensor
-    #: The whole file.
+    # The whole file.
     view: memoryview
 
     @property

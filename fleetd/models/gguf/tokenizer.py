@@ -37,15 +37,15 @@ _PHI3_PLAIN = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 class Tokenizer(msgspec.Struct, frozen=True):
     """The tokenizer's files, and the facts that the model's config needs."""
 
-    #: The content of tokenizer.json.
+    # The content of tokenizer.json.
     tokenizer_json: str
-    #: The content of tokenizer_config.json.
+    # The content of tokenizer_config.json.
     tokenizer_config: Mapping[str, Any]
-    #: How many tokens there are.
+    # How many tokens there are.
     vocab_size: int
-    #: The token that begins a text; None if the file names none.
+    # The token that begins a text; None if the file names none.
     bos_token_id: int | None
-    #: The tokens that end an answer.
+    # The tokens that end an answer.
     eos_token_ids: tuple[int, ...]
 
 

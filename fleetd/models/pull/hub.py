@@ -39,9 +39,9 @@ class RemoteFile(msgspec.Struct, frozen=True):
 
     name: str
     size_bytes: int
-    #: The hash of its content, in hex, if it lies in large-file storage.
+    # The hash of its content, in hex, if it lies in large-file storage.
     sha256: str | None
-    #: The hash that git gives the file, in hex, for other files.
+    # The hash that git gives the file, in hex, for other files.
     git_sha1: str | None
 
 
