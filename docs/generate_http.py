@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from fleetd.api.openai import other_fields
+from fleetd.api.generation import other_fields
 
 PAGE = Path(__file__).with_name("http.md")
 

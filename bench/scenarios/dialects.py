@@ -22,9 +22,9 @@ from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.anthropic.render import MessageOptions, MessageStream
 from fleetd.api.generation.streamer import Streamer
 from fleetd.api.http.dialect import Dialect
+from fleetd.api.http.openai_dialect import OPENAI
 from fleetd.api.ollama.dialect import OLLAMA
 from fleetd.api.ollama.render import OllamaReplyOptions, OllamaStream
-from fleetd.api.openai.dialect import OPENAI
 from fleetd.api.openai.render import ChatStream, ReplyOptions
 from fleetd.api.responses.dialect import RESPONSES
 from fleetd.api.responses.objects import Response

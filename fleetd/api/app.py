@@ -21,11 +21,11 @@ from fleetd.api import auth
 from fleetd.api.http import body, failures
 from fleetd.api.http.context import DIALECTS, REQUEST_ID, ROUTES, SERVICES, dialect_of, is_gone
 from fleetd.api.http.deadlines import is_trusted
+from fleetd.api.http.openai_dialect import OPENAI
 from fleetd.api.http.refusal_log import RefusalLog
 from fleetd.api.http.route_entry import Route
 from fleetd.api.http.served_paths import advice
 from fleetd.api.http.services import Services
-from fleetd.api.openai.dialect import OPENAI
 from fleetd.api.routes import ALL_ROUTES
 from fleetd.errors import FleetError, PayloadTooLarge
 

@@ -19,6 +19,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta
 
 from fleetd import limits
+from fleetd.api.generation.fields import decode
 from fleetd.api.generation.smart_prefill_reports import line
 from fleetd.api.http import body as http_body
 from fleetd.api.http.context import SERVICES
@@ -55,7 +56,7 @@ class CompressBody(msgspec.Struct, frozen=True, kw_only=True):
 async def compress(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
     services = request.app[SERVICES]
-    body = bodies.decode(await http_body.read(request), CompressBody)
+    body = decode(await http_body.read(request), CompressBody)
     found, messages = await asyncio.to_thread(_document, body)
     policy = _policy(body, services.smart_defaults)
     if services.compressing is None or services.status().draining:

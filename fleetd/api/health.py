@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from aiohttp import hdrs, web
+from msgspec import Struct
 
 from fleetd import limits
 from fleetd.api.http.body import json_answer
 from fleetd.api.http.context import SERVICES
 from fleetd.api.http.deadlines import is_trusted, needs_token
-from fleetd.api.openai.objects import EngineHealth, Health
 from fleetd.control.daemon_status import DaemonStatus
 
 _RETRY_AFTER_S = "5"
+
+
+class EngineHealth(Struct, frozen=True):
+    """A worker's part in the daemon's health."""
+
+    model: str
+    #: As in ``EngineStatus``.
+    state: str
+    #: Seconds since the worker's last step; None if it has taken none.
+    progress_age_s: float | None
+
+
+class Health(Struct, frozen=True):
+    """Whether a request would be served now."""
+
+    status: Literal["ok", "stalled", "draining", "starting"]
+    #: Why a request would not be served, or which models are not loaded; "" if all is well.
+    reason: str = ""
+    engines: list[EngineHealth] = []
 
 
 def judge(status: DaemonStatus) -> Health:

@@ -10,8 +10,7 @@ from fleetd.api.anthropic.models import info, page
 from fleetd.api.http import token
 from fleetd.api.http.body import json_answer
 from fleetd.api.http.context import SERVICES, dialect_of
-from fleetd.api.openai.models import all_models, one_model
-from fleetd.api.openai.objects import ModelList
+from fleetd.api.model_list import ModelList, all_models, one_model
 
 
 async def index(request: web.Request) -> web.StreamResponse:

@@ -17,14 +17,15 @@ from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.anthropic.objects import MessageEvent, MessageReply, TokenCount
 from fleetd.api.control import cache, daemon, events, peers, plan
 from fleetd.api.http import openapi
+from fleetd.api.http.openai_dialect import CONTROL, OPENAI
 from fleetd.api.http.route_entry import Route, RouteStatus
+from fleetd.api.model_list import ModelList, ModelObject
 from fleetd.api.ollama import bodies as ollama_bodies
 from fleetd.api.ollama import handlers as ollama
 from fleetd.api.ollama import model_handlers as ollama_models
 from fleetd.api.ollama import objects as ollama_objects
 from fleetd.api.ollama.dialect import OLLAMA
 from fleetd.api.openai import bodies, handlers, objects
-from fleetd.api.openai.dialect import CONTROL, OPENAI
 from fleetd.api.page import access, files
 from fleetd.api.responses import handlers as responses
 from fleetd.api.responses import kept_handlers as kept_responses
@@ -57,7 +58,7 @@ _ENGINE_OF_RESPONSES = {
     503: RouteStatus("The queue is full, the memory short, or the daemon stopping; see Retry-After."),
 }
 _BUSY = {529: RouteStatus("The queue is full, the memory short, or the daemon stopping; see Retry-After.")}
-_NOT_NOW = {503: RouteStatus("Not now, and why.", objects.Health)}
+_NOT_NOW = {503: RouteStatus("Not now, and why.", health.Health)}
 _METRICS = {
     "text/plain": {"schema": {"type": "string"}},
     "application/openmetrics-text": {"schema": {"type": "string"}},
@@ -247,7 +248,7 @@ PUBLIC: tuple[Route, ...] = (
         OPENAI,
         name="listModels",
         summary="Models of all machines of the fleet; in Anthropic's form with an anthropic-version header.",
-        reply=objects.ModelList,
+        reply=ModelList,
         shared=True,
     ),
     _get(
@@ -256,7 +257,7 @@ PUBLIC: tuple[Route, ...] = (
         OPENAI,
         name="showModel",
         summary="One model.",
-        reply=objects.ModelObject,
+        reply=ModelObject,
         statuses=_MODEL,
         shared=True,
     ),
@@ -268,7 +269,7 @@ PUBLIC: tuple[Route, ...] = (
         OPENAI,
         name="health",
         summary="Would a request be served?",
-        reply=objects.Health,
+        reply=health.Health,
         statuses=_NOT_NOW,
     ),
     _get(
@@ -277,7 +278,7 @@ PUBLIC: tuple[Route, ...] = (
         OPENAI,
         name="ready",
         summary="The same.",
-        reply=objects.Health,
+        reply=health.Health,
         statuses=_NOT_NOW,
     ),
     _get("/ready", health.ready, OPENAI),
@@ -287,7 +288,7 @@ PUBLIC: tuple[Route, ...] = (
         OPENAI,
         name="live",
         summary="The process runs.",
-        reply=objects.Health,
+        reply=health.Health,
         open=True,
     ),
     _get("/live", health.live, OPENAI, open=True),

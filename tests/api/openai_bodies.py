@@ -6,14 +6,15 @@ from typing import Any
 
 import msgspec
 
+from fleetd.api.generation.fields import decode
 from fleetd.api.openai import bodies
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def chat(**fields: Any) -> bodies.ChatBody:
-    return bodies.decode(msgspec.json.encode({"messages": HELLO, **fields}), bodies.ChatBody)
+    return decode(msgspec.json.encode({"messages": HELLO, **fields}), bodies.ChatBody)
 
 
 def completion(**fields: Any) -> bodies.CompletionBody:
-    return bodies.decode(msgspec.json.encode({"prompt": "hello", **fields}), bodies.CompletionBody)
+    return decode(msgspec.json.encode({"prompt": "hello", **fields}), bodies.CompletionBody)

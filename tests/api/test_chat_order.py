@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
 from fleetd import errors
-from fleetd.api.openai.dialect import OPENAI
+from fleetd.api.http.openai_dialect import OPENAI
 from fleetd.api.openai.render import ChatStream, ChatWhole, ReplyOptions
 from fleetd.engine import protocol as p
 

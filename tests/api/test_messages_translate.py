@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from fleetd.api.anthropic import bodies, translate
+from fleetd.api.generation.fields import decode
 from fleetd.api.http.body import parse
 from fleetd.api.openai import bodies as openai_bodies
 from fleetd.api.openai import translate as openai_translate
@@ -150,7 +151,7 @@ def test_the_same_conversation_as_in_openais_dialect() -> None:
         ],
         "chat_template_kwargs": {"enable_thinking": True},
     }
-    body = openai_bodies.decode(json.dumps(theirs).encode(), openai_bodies.ChatBody)
+    body = decode(json.dumps(theirs).encode(), openai_bodies.ChatBody)
     assert ours == openai_translate.chat(body, "r")[0].prompt
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from fleetd import errors
+from fleetd.api.generation.fields import decode
 from fleetd.api.ollama import translate
 from fleetd.api.ollama.bodies import OllamaChatBody, OllamaGenerateBody
 from fleetd.api.openai import bodies as openai_bodies
@@ -67,9 +68,7 @@ def test_a_conversation_is_the_one_that_openais_dialect_makes() -> None:
         {"role": "tool", "content": "calm", "tool_call_id": "call_1", "name": "sea"},
         {"role": "tool", "content": "dry", "tool_call_id": "call_0", "name": "sky"},
     ]  # fmt: skip
-    body = openai_bodies.decode(
-        msgspec.json.encode({"messages": theirs, "tools": [TOOL]}), openai_bodies.ChatBody
-    )
+    body = decode(msgspec.json.encode({"messages": theirs, "tools": [TOOL]}), openai_bodies.ChatBody)
     assert chat(messages=TALK, tools=[TOOL]).prompt == openai_translate.chat(body, "r")[0].prompt
 
 

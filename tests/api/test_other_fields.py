@@ -11,10 +11,11 @@ import pytest
 from openai_bodies import HELLO
 
 from fleetd.api.anthropic.bodies import MessagesBody
+from fleetd.api.generation import other_fields
+from fleetd.api.generation.fields import decode
 from fleetd.api.ollama import translate as ollama
 from fleetd.api.ollama.bodies import OllamaChatBody
-from fleetd.api.openai import other_fields
-from fleetd.api.openai.bodies import ChatBody, CompletionBody, decode
+from fleetd.api.openai.bodies import ChatBody, CompletionBody
 from fleetd.api.responses.bodies import ResponsesBody
 from fleetd.errors import InvalidValue, UnsupportedParameter
 

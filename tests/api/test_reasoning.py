@@ -9,6 +9,7 @@ import pytest
 
 from fleetd.api.anthropic import translate as anthropic
 from fleetd.api.anthropic.bodies import MessagesBody
+from fleetd.api.generation.fields import decode
 from fleetd.api.http.body import parse
 from fleetd.api.ollama import translate as ollama
 from fleetd.api.ollama.bodies import OllamaChatBody, OllamaGenerateBody
@@ -31,9 +32,9 @@ def prompt(dialect: str, fields: dict[str, Any]) -> Prompt:
 
     match dialect:
         case "chat":
-            return openai.chat(bodies.decode(sent(messages=HELLO), bodies.ChatBody), "x")[0].prompt
+            return openai.chat(decode(sent(messages=HELLO), bodies.ChatBody), "x")[0].prompt
         case "responses":
-            return responses(bodies.decode(sent(input="hi"), ResponsesBody), "x").generate.prompt
+            return responses(decode(sent(input="hi"), ResponsesBody), "x").generate.prompt
         case "messages":
             return anthropic.prompt(parse(sent(messages=HELLO), MessagesBody))
         case "ollama chat":

@@ -11,9 +11,11 @@ from openai_bodies import HELLO, chat, completion
 
 from fleetd import limits
 from fleetd.api.anthropic.bodies import MessagesBody
+from fleetd.api.generation import other_fields
+from fleetd.api.generation.fields import decode
 from fleetd.api.http.body import parse
 from fleetd.api.ollama.bodies import OllamaChatBody
-from fleetd.api.openai import bodies, other_fields
+from fleetd.api.openai import bodies
 from fleetd.errors import BadRequest, FleetError, InvalidValue, UnsupportedParameter
 
 RANGES = [
@@ -134,7 +136,7 @@ def test_a_known_but_unsupported_field_is_refused_unless_it_asks_for_nothing(nam
         kinds = (bodies.ChatBody, MessagesBody, bodies.CompletionBody)
         kind = next(kind for kind in kinds if name not in kind.__struct_fields__)
         body = {"model": "m", "messages": HELLO, "max_tokens": 5, "prompt": "hello", name: value, **beside}
-        bodies.decode(msgspec.json.encode(body), kind, spelling=False)
+        decode(msgspec.json.encode(body), kind, spelling=False)
 
     for nothing in other_fields.REFUSED[name]:
         take(nothing)
@@ -162,7 +164,7 @@ def test_a_known_but_unsupported_field_is_refused_unless_it_asks_for_nothing(nam
 )
 def test_malformed_json_is_refused_with_its_position(data: bytes, says: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        bodies.decode(data, bodies.ChatBody)
+        decode(data, bodies.ChatBody)
     assert says in str(caught.value)
 
 
@@ -184,7 +186,7 @@ def test_a_word_that_is_none_of_a_few_is_told_them(kind: Any, fields: dict[str, 
 
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(InvalidValue) as caught:
-        bodies.decode(b"{}", bodies.ChatBody)
+        decode(b"{}", bodies.ChatBody)
     assert caught.value.param == "messages"
 
 
@@ -208,7 +210,7 @@ def test_any_json_is_a_body_or_a_typed_refusal() -> None:
             return
         refusal = None
         try:
-            bodies.decode(data, bodies.ChatBody)
+            decode(data, bodies.ChatBody)
         except FleetError as exc:
             refusal = exc
         assert refusal is None or (400 <= refusal.status < 500 and refusal.message)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fleetd.api.generation.fields import decode
 from fleetd.api.openai import bodies as openai_bodies
 from fleetd.api.openai import translate as openai_translate
 from fleetd.api.responses.bodies import ResponsesBody
@@ -21,7 +22,7 @@ WEATHER = {"type": "function", "name": "weather", "description": "The weather.",
 
 def translated(**fields: Any) -> Translated:
     body = json.dumps({"input": [USER], **fields}).encode()
-    return translate(openai_bodies.decode(body, ResponsesBody), "resp_1")
+    return translate(decode(body, ResponsesBody), "resp_1")
 
 
 def prompt(**fields: Any) -> ChatPrompt:
@@ -81,7 +82,7 @@ def test_a_session_is_the_same_conversation_as_a_chat() -> None:
         "tools": [{"type": "function", "function": {k: v for k, v in WEATHER.items() if k != "type"}}],
         "reasoning_effort": "low",
     }
-    body = openai_bodies.decode(json.dumps(chat).encode(), openai_bodies.ChatBody)
+    body = decode(json.dumps(chat).encode(), openai_bodies.ChatBody)
     assert ours == openai_translate.chat(body, "x")[0].prompt
 
 

@@ -13,9 +13,8 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.generation.conversation import StopTexts
+from fleetd.api.generation.fields import LocalOnly, Positive, SmartPrefillField
 from fleetd.api.generation.reasoning import ReasoningFields
-from fleetd.api.openai.bodies import Positive
-from fleetd.compression.policy import SmartPrefillBody
 from fleetd.engine.protocol import Seed, Temperature, TopP
 
 _BLOCKS = (
@@ -87,9 +86,7 @@ class Conversation(ReasoningFields, frozen=True, kw_only=True):
     output_format: Any = None
     cache_control: dict[str, Any] | None = None
     mcp_servers: list[Any] | None = None
-    local_only: Annotated[
-        bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
-    ] = None
+    local_only: LocalOnly = None
 
 
 class MessagesBody(Conversation, frozen=True, kw_only=True):
@@ -103,10 +100,7 @@ class MessagesBody(Conversation, frozen=True, kw_only=True):
     stop_sequences: StopTexts | None = None
     metadata: Any = None
     seed: Annotated[Seed | None, Meta(description="The same seed gives the same answer.")] = None
-    smart_prefill: Annotated[
-        bool | SmartPrefillBody | None,
-        Meta(description="Leaves out what a small model finds does not matter. Lossy, and labelled so."),
-    ] = None
+    smart_prefill: SmartPrefillField = None
 
 
 class CountBody(Conversation, frozen=True, kw_only=True):

@@ -11,16 +11,16 @@ from fleetd.api.anthropic.bodies import CountBody, MessagesBody
 from fleetd.api.anthropic.objects import TokenCount
 from fleetd.api.anthropic.render import MessageOptions, MessageStream, MessageWhole
 from fleetd.api.generation import generate
+from fleetd.api.generation.fields import decode
 from fleetd.api.http.body import json_answer, parse, read
 from fleetd.api.http.client_sessions import session_of
 from fleetd.api.http.context import SERVICES
-from fleetd.api.openai import bodies
 from fleetd.compression.policy import resolve
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
-    body = bodies.decode(await read(request), MessagesBody, spelling=False)
+    body = decode(await read(request), MessagesBody, spelling=False)
     services = request.app[SERVICES]
     options = MessageOptions(
         id=f"msg_{uuid.uuid4().hex}",

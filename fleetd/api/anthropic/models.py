@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 
 from fleetd.api.anthropic.objects import ModelInfo, ModelPage
-from fleetd.api.openai.objects import ModelObject
+from fleetd.api.model_list import ModelObject
 from fleetd.models.model_names import CLAUDE_PREFIX
 
 

@@ -11,12 +11,11 @@ from typing import Annotated
 import msgspec
 from aiohttp import web
 
-from fleetd.api.generation.model_abilities import abilities
 from fleetd.api.http.body import json_answer, parse, read
 from fleetd.api.http.context import SERVICES
 from fleetd.api.http.relay import relay
 from fleetd.api.http.services import Services
-from fleetd.api.openai.models import loaded_models
+from fleetd.api.model_list import abilities, loaded_models
 from fleetd.control.daemon_status import ClientSettings, DaemonStatus, HttpAddress
 from fleetd.control.model_listing import (
     ImportableModel,

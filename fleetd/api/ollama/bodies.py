@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.generation.conversation import StopText, StopTexts
+from fleetd.api.generation.fields import LocalOnly
 from fleetd.api.generation.reasoning import ReasoningFields
 from fleetd.engine.protocol import Fraction, Penalty, Repetition, Seed, Temperature, TopP
 
@@ -86,9 +87,7 @@ class OllamaBody(ReasoningFields, frozen=True, kw_only=True):
     stream: bool | None = None
     keep_alive: KeepAlive | None = None
     options: OllamaOptions | None = None
-    local_only: Annotated[
-        bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
-    ] = None
+    local_only: LocalOnly = None
     # Refused unless they are empty.
     format: Any = None
     logprobs: bool | None = None

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from fleetd.api.model_list import ModelObject
 from fleetd.api.ollama import objects as o
 from fleetd.api.ollama.render import timestamp
-from fleetd.api.openai.objects import ModelObject
 from fleetd.models.abilities import ModelAbilities
 from fleetd.models.catalog import CatalogEntry
 

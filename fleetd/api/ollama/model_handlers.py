@@ -10,18 +10,16 @@ from typing import NoReturn
 from aiohttp import web
 
 from fleetd.api.control.daemon import remove_model
-from fleetd.api.generation.model_abilities import abilities
 from fleetd.api.http import token
 from fleetd.api.http.body import json_answer, parse, read
 from fleetd.api.http.context import SERVICES
 from fleetd.api.http.relay import relay
 from fleetd.api.http.services import Services
+from fleetd.api.model_list import ModelObject, abilities, all_models, one_model
 from fleetd.api.ollama import model_details as facts
 from fleetd.api.ollama import objects as o
 from fleetd.api.ollama.bodies import OllamaModelBody
 from fleetd.api.ollama.residency import expires_at
-from fleetd.api.openai.models import all_models, one_model
-from fleetd.api.openai.objects import ModelObject
 from fleetd.errors import FleetError, InvalidValue, NotOffered
 from fleetd.models import file_threads
 from fleetd.models.catalog import find

@@ -1,28 +1,15 @@
-"""Request bodies of /v1/*: their fields, types and ranges.
-
-Every field a client may send is in one of five classes, ``other_fields.py`` has the second and the fourth:
-    known        a field of a Struct below: typed and ranged here, turned into work by translate.py
-    unsupported  would change the answer, not implemented: refused by name, unless its value asks for nothing
-    misspelt     so close to a known field that ignoring it would change the answer: refused with the nearest
-    harmless     changes no answer: ignored
-    foreign      anything else: ignored, because client libraries add fields every month
-"""
+"""Request bodies of /v1/chat/completions and /v1/completions: their fields, types and ranges."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.generation.conversation import StopText, StopTexts
-from fleetd.api.generation.reasoning import ReasoningFields
-from fleetd.api.http.body import parse
-from fleetd.api.openai import other_fields
-from fleetd.compression.policy import SmartPrefillBody
+from fleetd.api.generation.fields import FleetFields, Positive, ResponseFormat, StreamOptions
 from fleetd.engine.protocol import (
     Bias,
     Fraction,
@@ -33,29 +20,13 @@ from fleetd.engine.protocol import (
     Temperature,
     TopP,
 )
-from fleetd.engine.speculation.local_sources import SOURCE_NAMES, SourceName
-from fleetd.errors import InvalidValue, UnsupportedParameter
 from fleetd.text.bounded import Natural
 
 # ---- Pieces ----------------------------------------------------------------------------------------------
 
-Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 # Without the look-ahead, Python lets a newline follow; \\Z is unknown to JSON Schema.
 TokenKey = Annotated[str, Meta(pattern=r"^[0-9]{1,9}(?!\n)$")]
 Choices = Annotated[int, Meta(ge=1, le=limits.CHOICES)]
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True, rename={"kind": "type"}):
-    """The other kinds are read only to be refused by name."""
-
-    kind: Annotated[
-        Literal["text", "json_object", "json_schema"], Meta(extra_json_schema={"enum": ["text"]})
-    ] = "text"
 
 
 class Function(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -152,62 +123,10 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="rol
     refusal: str | None = None
 
 
-class SpeculateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The object form of ``speculate``. Drafts change how soon an answer comes, not the answer."""
-
-    enabled: bool = True
-    sources: Annotated[
-        Annotated[list[SourceName], Meta(max_length=len(SOURCE_NAMES))] | None,
-        Meta(
-            description="Sources of drafts: the answer's own text (suffix, lookup) or another model "
-            "(drafter). By default all that there are.",
-        ),
-    ] = None
-    width: Annotated[
-        int,
-        Meta(ge=0, le=limits.SPEC_WIDTH, description="Most tokens of one pass; 0 leaves it to what pays."),
-    ] = 0
-    key: Annotated[
-        str,
-        Meta(
-            max_length=limits.SPEC_KEY_CHARS,
-            description="Where past answers are remembered, this one is drafted from, and remembered for, "
-            "those of the same key only.",
-        ),
-    ] = ""
-    draft_model: Annotated[
-        Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS, pattern="^[^/~]")] | None,
-        Meta(
-            description="The model that drafts, on this machine or a peer: a small one of the same family. "
-            "By default the one that the settings name."
-        ),
-    ] = None
-
-
 Message = SystemMessage | DeveloperMessage | UserMessage | ToolMessage | AssistantMessage
 
 
 # ---- Bodies ----------------------------------------------------------------------------------------------
-
-
-class FleetFields(ReasoningFields, frozen=True, kw_only=True):
-    """What bodies of OpenAI's dialects say besides the prompt: how the model reasons, where and how it is
-    computed. All fields here but the last are fleetd's."""
-
-    local_only: Annotated[
-        bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
-    ] = None
-    smart_prefill: Annotated[
-        bool | SmartPrefillBody | None,
-        Meta(description="Leaves out what a small model finds does not matter. Lossy, and labelled so."),
-    ] = None
-    speculate: Annotated[
-        bool | SpeculateBody | None,
-        Meta(description="How tokens are guessed ahead and verified. The answer is the same without it."),
-    ] = None
-    prompt_cache_key: Annotated[
-        str | None, Meta(description="Names the conversation, which then stays on its machine if it can.")
-    ] = None
 
 
 class Common(FleetFields, frozen=True, kw_only=True):
@@ -270,53 +189,3 @@ class CompletionBody(Common, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     logprobs: Logprobs | None = None
     best_of: Natural | None = None
-
-
-_TYPO_CUTOFF = 0.86
-
-Body = TypeVar("Body", bound=msgspec.Struct)
-
-
-def decode(data: bytes, kind: type[Body], *, spelling: bool = True) -> Body:
-    """Bytes → body. Without ``spelling`` misspelt fields pass for foreign ones.
-
-    Raises:
-        BadRequest: not JSON, with the position.
-        InvalidValue: a field of the wrong type or out of range, or a misspelt name; says which.
-        UnsupportedParameter: a field that would change the answer and is not implemented.
-    """
-    fields = parse(data, dict[str, msgspec.Raw])
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    for name in fields:
-        if name in known:
-            continue
-        if name in other_fields.REFUSED:
-            _refuse_unsupported(name, fields)
-        elif spelling and name not in other_fields.HARMLESS:
-            _refuse_misspelling(name, known)
-    return parse(data, kind)
-
-
-def _refuse_unsupported(name: str, fields: Mapping[str, msgspec.Raw]) -> None:
-    if _asks(name, fields, other_fields.REFUSED[name]):
-        beside = other_fields.BESIDE.get(name)
-        if beside is None or any(_asks(other, fields, nothing) for other, nothing in beside.items()):
-            raise UnsupportedParameter(
-                f"The parameter {name!r} is not supported, and ignoring it would change the answer.",
-                hint=f"Leave {name!r} out.",
-                param=name,
-            )
-
-
-def _asks(name: str, fields: Mapping[str, msgspec.Raw], nothing: tuple[Any, ...]) -> bool:
-    return name in fields and parse(bytes(fields[name]), Any) not in nothing
-
-
-def _refuse_misspelling(name: str, known: set[str]) -> None:
-    nearest = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=_TYPO_CUTOFF)
-    if other_fields.ELSEWHERE.get(name) in known:
-        nearest = [other_fields.ELSEWHERE[name]]
-    if nearest:
-        raise InvalidValue(
-            f"Unknown parameter {name[:64]!r}.", hint=f"Did you mean {nearest[0]!r}?", param=name[:64]
-        )

@@ -10,6 +10,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from fleetd.api.generation import generate
+from fleetd.api.generation.fields import decode
 from fleetd.api.http.body import read
 from fleetd.api.http.client_sessions import session_of
 from fleetd.api.http.context import SERVICES
@@ -21,7 +22,7 @@ from fleetd.engine.protocol import Generate
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
-    body = bodies.decode(await read(request), bodies.ChatBody)
+    body = decode(await read(request), bodies.ChatBody)
     reply = _options(request, "chatcmpl", body)
     generates = translate.chat(body, reply.id)
     reply = replace(
@@ -39,7 +40,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
-    body = bodies.decode(await read(request), bodies.CompletionBody)
+    body = decode(await read(request), bodies.CompletionBody)
     reply = _options(request, "cmpl", body)
     generates = translate.completion(body, reply.id)
     reply = replace(

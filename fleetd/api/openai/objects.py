@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Struct, UnsetType
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
@@ -209,64 +209,3 @@ class TextCompletion(Struct, frozen=True, kw_only=True):
     usage: UsageObject | UnsetType | None = UNSET
     timings: TimingReport | UnsetType = UNSET
     smart_prefill: SmartReport | UnsetType = UNSET
-
-
-# ---- /v1/models ------------------------------------------------------------------------------------------
-
-
-ModelState = Literal["installed", "loading", "loaded"]
-
-
-class ModelPlace(Struct, frozen=True):
-    """A machine that has a model; the one that was asked is called "this"."""
-
-    node: str
-    state: ModelState
-
-
-class ModelDetails(Struct, frozen=True):
-    """What OpenAI's object has no place for. ``loaded`` and ``installed`` are about the machine asked,
-    ``nodes`` lists every machine that can answer with the model now. ``tools``: how it writes tool calls, by
-    the name of the format; "" if it writes none, or is not known here. ``thinking``: it can reason before
-    it answers."""
-
-    source: str
-    architecture: str
-    context_tokens: int
-    weights_bytes: int
-    loaded: bool
-    installed: bool
-    nodes: list[ModelPlace] = []
-    tools: str = ""
-    thinking: bool = False
-
-
-class ModelObject(Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str
-    # As OpenRouter's and vLLM's clients read it; absent where no machine here knows it.
-    context_length: int | UnsetType = UNSET
-    max_model_len: int | UnsetType = UNSET
-    fleet: ModelDetails
-
-
-class ModelList(Struct, frozen=True, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[ModelObject]
-
-
-# ---- /health ---------------------------------------------------------------------------------------------
-
-
-class EngineHealth(Struct, frozen=True):
-    model: str
-    state: str
-    progress_age_s: float | None
-
-
-class Health(Struct, frozen=True):
-    status: Literal["ok", "stalled", "draining", "starting"]
-    reason: str = ""
-    engines: list[EngineHealth] = field(default_factory=list)

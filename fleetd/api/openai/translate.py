@@ -12,6 +12,7 @@ from typing import Any
 from fleetd import limits
 from fleetd.api.generation import conversation
 from fleetd.api.generation.conversation import Plain
+from fleetd.api.generation.fields import speculate
 from fleetd.api.generation.reasoning import template_kwargs
 from fleetd.api.openai.bodies import (
     AllowedChoice,
@@ -21,12 +22,11 @@ from fleetd.api.openai.bodies import (
     CompletionBody,
     ContentPart,
     Message,
-    SpeculateBody,
     SystemMessage,
     ToolMessage,
     UserMessage,
 )
-from fleetd.engine.protocol import Generate, Prompt, Sampling, Speculate, TextPrompt, TokenPrompt
+from fleetd.engine.protocol import Generate, Prompt, Sampling, TextPrompt, TokenPrompt
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
 
@@ -149,18 +149,6 @@ def _min_tokens(body: Common, limit: int | None) -> int:
             param="min_tokens",
         )
     return least
-
-
-def speculate(asked: bool | SpeculateBody | None) -> Speculate | None:
-    """None leaves speculation to the settings."""
-    match asked:
-        case None:
-            return None
-        case bool(enabled):
-            return Speculate(enabled)
-        case _:
-            sources = None if asked.sources is None else list[str](asked.sources)
-            return Speculate(asked.enabled, sources, asked.width, asked.key, asked.draft_model or "")
 
 
 def _prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.api.openai.bodies import FleetFields, Positive, ResponseFormat, StreamOptions
+from fleetd.api.generation.fields import FleetFields, Positive, ResponseFormat, StreamOptions
 from fleetd.engine.protocol import Logprobs, Seed, Temperature, TopP
 
 # Items that other servers' own tools leave in a conversation: nothing here can read them.

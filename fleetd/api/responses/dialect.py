@@ -8,7 +8,7 @@ from http import HTTPStatus
 import msgspec
 
 from fleetd.api.http.dialect import ServerSentEvents, tag_of
-from fleetd.api.openai.dialect import OpenAIDialect
+from fleetd.api.http.openai_dialect import OpenAIDialect
 from fleetd.api.responses.objects import Event
 from fleetd.errors import FleetError, Overloaded
 

@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from fleetd.api.auth import client_of
 from fleetd.api.generation import generate
+from fleetd.api.generation.fields import decode
 from fleetd.api.generation.reasoning import ReasoningOptions
 from fleetd.api.http.body import json_answer, read
 from fleetd.api.http.client_sessions import session_of
 from fleetd.api.http.context import SERVICES
-from fleetd.api.openai import bodies
 from fleetd.api.responses import kept
 from fleetd.api.responses.bodies import InputItem, ResponsesBody
 from fleetd.api.responses.objects import InputTokenCount, ReasoningConfig, Response
@@ -28,7 +28,7 @@ from fleetd.compression.policy import resolve
 async def responses(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
     data = await read(request)
-    body = bodies.decode(data, ResponsesBody)
+    body = decode(data, ResponsesBody)
     services = request.app[SERVICES]
     name = f"resp_{uuid.uuid4().hex}"
     items, previous = _conversation(request, body)
@@ -63,7 +63,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
 
 async def input_tokens(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
-    body = bodies.decode(await read(request), ResponsesBody)
+    body = decode(await read(request), ResponsesBody)
     items, previous = _conversation(request, body)
     prompt = translate(body, "", items, previous.conversation if previous is not None else ()).generate.prompt
     counted = await generate.count(request, prompt, body.model, local_only=bool(body.local_only))

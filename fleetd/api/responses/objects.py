@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from fleetd.api.openai.bodies import ResponseFormat
+from fleetd.api.generation.fields import ResponseFormat
 from fleetd.api.responses.bodies import ResponseTool, ResponseToolChoice
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

@@ -16,8 +16,8 @@ import msgspec
 
 from fleetd.api.generation import conversation
 from fleetd.api.generation.conversation import Plain
+from fleetd.api.generation.fields import speculate
 from fleetd.api.generation.reasoning import template_kwargs
-from fleetd.api.openai.translate import speculate
 from fleetd.api.responses.bodies import (
     LEFT_OUT_ITEMS,
     InputItem,

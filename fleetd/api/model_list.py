@@ -1,23 +1,83 @@
-"""The models of the fleet, as OpenAI's clients read them."""
+"""The models of the fleet, as OpenAI's clients read them; other dialects make their lists from this one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from pathlib import Path
+from typing import Literal, cast
 
-from msgspec import UNSET
+from msgspec import UNSET, Struct, UnsetType
 
-from fleetd.api.generation.model_abilities import abilities
 from fleetd.api.http.services import Services
-from fleetd.api.openai.objects import ModelDetails, ModelObject, ModelPlace, ModelState
+from fleetd.engine.protocol import Ready
 from fleetd.errors import ModelNotFound
 from fleetd.models import file_threads
-from fleetd.models.abilities import ModelAbilities
-from fleetd.models.catalog import find
+from fleetd.models.abilities import ModelAbilities, of_files
+from fleetd.models.catalog import CatalogEntry, find
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_names import untagged
 from fleetd.models.names import is_name
 from fleetd.requests.job import THIS_NAME
+
+ModelState = Literal["installed", "loading", "loaded"]
+
+
+class ModelPlace(Struct, frozen=True):
+    """A machine that has a model."""
+
+    #: The machine's name; "this" is the machine that was asked.
+    node: str
+    state: ModelState
+
+
+class ModelDetails(Struct, frozen=True):
+    """Facts about a model that OpenAI's object has no field for."""
+
+    #: Where the model's files are; "fleet" or "catalog" for a model that is not installed here.
+    source: str
+    architecture: str
+    context_tokens: int
+    weights_bytes: int
+    #: A worker of the machine that was asked has it in memory.
+    loaded: bool
+    #: The machine that was asked has its files.
+    installed: bool
+    #: Every machine that can answer with the model now.
+    nodes: list[ModelPlace] = []
+    #: The format in which the model writes tool calls; "" if it writes none or this is not known here.
+    tools: str = ""
+    #: The model can reason before it answers.
+    thinking: bool = False
+
+
+class ModelObject(Struct, frozen=True, kw_only=True):
+    """A model of the fleet."""
+
+    id: str
+    object: Literal["model"] = "model"
+    #: Seconds since 1970: when the files were installed; 0 for a model that is not installed here.
+    created: int
+    owned_by: str
+    #: Tokens, under the name that OpenRouter's clients read; absent if no machine here knows the number.
+    context_length: int | UnsetType = UNSET
+    #: The same number, under the name that vLLM's clients read.
+    max_model_len: int | UnsetType = UNSET
+    fleet: ModelDetails
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelObject]
+
+
+def abilities(
+    path: Path | None, entry: CatalogEntry | None = None, facts: Ready | None = None
+) -> ModelAbilities:
+    """What a model can do besides answer: from ``facts`` of a worker that has it loaded, which knows best, or
+    else from the files in ``path``."""
+    if facts is not None:
+        return ModelAbilities(facts.tool_format if facts.tool_calls else "", facts.reasoning)
+    return of_files(path, entry)
 
 
 async def one_model(services: Services, name: str) -> ModelObject:

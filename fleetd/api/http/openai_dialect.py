@@ -1,4 +1,7 @@
-"""OpenAI's dialect: ``{"error": {...}}``, server-sent events without names, ``[DONE]`` at the end."""
+"""OpenAI's dialect: ``{"error": {...}}``, server-sent events without names, ``[DONE]`` at the end.
+
+The Responses API, fleetd's own endpoints and addresses that belong to no dialect answer with the same errors.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,17 @@ from fleetd.errors import BadRequest, FleetError, NotFound, Unauthorized
 
 
 class ErrorBody(msgspec.Struct, frozen=True, rename={"kind": "type"}):
-    """``code`` is stable; ``hint`` says what to do and may be empty. ``message`` ends in the
-    hint: OpenAI's libraries show people nothing else."""
+    """An error, as OpenAI's libraries read it."""
 
+    #: A sentence that ends in the hint: OpenAI's libraries show people nothing else.
     message: str
+    #: A family of errors, for people: programs branch on ``code`` and the status.
     kind: str
+    #: The field of the request that is wrong, if there is one.
     param: str | None
+    #: Stable between versions.
     code: str
+    #: What to do; may be empty.
     hint: str = ""
 
 
@@ -26,7 +33,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 def _kind_of(error: FleetError, status: int) -> str:
-    """OpenAI's ``type``: programs branch on ``code`` and the status, people read this."""
+    """OpenAI's ``type`` of an error."""
     if isinstance(error, Unauthorized):
         return "authentication_error"
     if isinstance(error, (BadRequest, NotFound)) or status in (404, 405):
