@@ -32,22 +32,13 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.compression.packed import PackedScores
 from fleetd.control.prefill_trace import Speculated
+from fleetd.engine.sampling_parameters import Sampling as Sampling
 from fleetd.plan.prefill.split import Split
 from fleetd.plan.state_sizes import StateSizes
 from fleetd.text.bounded import Count, Logprob, Natural, Seconds, Text
 
 # ---- What to generate ------------------------------------------------------------------------------------
 
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-
-# Ranges that an engine can work with; they hold wherever a request is decoded, also one from another machine.
-Temperature = Annotated[float, Meta(ge=0, le=5)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Repetition = Annotated[float, Meta(gt=0, le=10)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-Seed = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=limits.STOP_STRING_CHARS)]
 StopList = Annotated[list[StopString], Meta(max_length=limits.STOP_STRINGS)]
 Logprobs = Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS)]
@@ -89,23 +80,6 @@ class TokenPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
-
-
-class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token is chosen. ``temperature`` 0 is greedy. The same seed gives the same answer.
-
-    None means what the model's own generation_config.json says, or else no effect (temperature 1).
-    """
-
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: Natural | None = None
-    min_p: Fraction | None = None
-    seed: Seed | None = None
-    repetition_penalty: Repetition | None = None
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    logit_bias: dict[Token, Bias] = {}
 
 
 CharRange = tuple[Natural, Natural]

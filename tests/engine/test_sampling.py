@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from examples import examples
@@ -16,13 +17,12 @@ from msgspec.structs import replace
 from fleetd.engine.answer import sampling
 from fleetd.engine.answer.sampling import (
     BatchSampler,
-    SamplingDefaults,
     SeededSampler,
     make_processors,
     make_sampler,
     without_ends,
 )
-from fleetd.engine.protocol import Sampling
+from fleetd.engine.sampling_parameters import PARAMETERS, Sampling, SamplingDefaults
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0], dtype=np.float32)
@@ -385,3 +385,18 @@ def test_a_recommended_top_k_is_a_whole_number_or_left_out() -> None:
     assert SamplingDefaults.of_model({"top_k": 40.5}) == SamplingDefaults()
     sampler = make_sampler(Sampling(temperature=1.0, seed=1), SamplingDefaults.of_model({"top_k": 3.0}))
     assert {int(sampler(logprobs()).item()) for _ in range(100)} <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("value", [None, True, "0.5", [0.5], -0.5, 1e3, float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+def test_a_recommendation_that_makes_no_sense_is_left_out(name: str, value: Any) -> None:
+    assert SamplingDefaults.of_model({name: value}) == SamplingDefaults()
+
+
+def test_the_table_has_each_parameter_once_and_agrees_with_the_arithmetic() -> None:
+    table = {each.field: each for each in PARAMETERS}
+    assert tuple(table) == Sampling.__struct_fields__
+    assert len(table) == len(PARAMETERS)
+    recommended = msgspec.structs.asdict(SamplingDefaults())
+    assert {name: table[name].neutral for name in recommended} == recommended
+    assert {name for name, each in table.items() if each.alike} == set(sampling._Filters.__struct_fields__)

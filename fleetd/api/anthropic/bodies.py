@@ -15,7 +15,7 @@ from fleetd import limits
 from fleetd.api.generation.conversation import StopTexts
 from fleetd.api.generation.fields import LocalOnly, Positive, SmartPrefillField
 from fleetd.api.generation.reasoning import ReasoningFields
-from fleetd.engine.protocol import Seed, Temperature, TopP
+from fleetd.api.generation.sampling_fields import takes_sampling
 
 _BLOCKS = (
     "text", "thinking", "tool_use", "tool_result", "document", "search_result", "tool_reference",
@@ -89,17 +89,14 @@ class Conversation(ReasoningFields, frozen=True, kw_only=True):
     local_only: LocalOnly = None
 
 
+@takes_sampling("anthropic")
 class MessagesBody(Conversation, frozen=True, kw_only=True):
     """Without ``max_tokens`` the setting ``engine.answer_tokens`` bounds the answer."""
 
     max_tokens: Positive | None = None
     stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stop_sequences: StopTexts | None = None
     metadata: Any = None
-    seed: Annotated[Seed | None, Meta(description="The same seed gives the same answer.")] = None
     smart_prefill: SmartPrefillField = None
 
 

@@ -21,6 +21,7 @@ from fleetd.api.anthropic.bodies import (
 from fleetd.api.generation import conversation
 from fleetd.api.generation.conversation import CacheMark, Plain
 from fleetd.api.generation.reasoning import template_kwargs
+from fleetd.api.generation.sampling_fields import sampling
 from fleetd.engine.protocol import ChatPrompt, Generate
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
@@ -36,9 +37,7 @@ def generate(body: MessagesBody, request_id: str) -> Generate:
     return Generate(
         id=request_id,
         prompt=prompt(body),
-        sampling=conversation.sampling(
-            body.seed, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k
-        ),
+        sampling=sampling(body, "anthropic"),
         max_tokens=body.max_tokens,
         stop=conversation.stops(body.stop_sequences),
         call_pieces=bool(body.tools and body.stream),

@@ -8,7 +8,7 @@ renders to the same tokens in every dialect, and finds the same prefix in the ca
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -17,7 +17,7 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.engine.answer.object_text import strict_object
 from fleetd.engine.prompt.template_turns import merged, reminder
-from fleetd.engine.protocol import ChatPrompt, Sampling
+from fleetd.engine.protocol import ChatPrompt
 from fleetd.errors import InvalidValue, UnsupportedParameter
 from fleetd.text.nesting import is_deeper
 
@@ -29,7 +29,6 @@ CacheMark = tuple[int, int]
 # What clients send to stop at. Forms send an empty text for none, also in a list.
 StopText = Annotated[str, Meta(max_length=limits.STOP_STRING_CHARS)]
 StopTexts = Annotated[list[StopText], Meta(max_length=limits.STOP_STRINGS)]
-_SEED_MASK = 2**63 - 1
 
 
 def message(role: str, content: str | None, where: str, **more: Any) -> Plain:
@@ -195,22 +194,6 @@ def prompt(
         raise InvalidValue(f"There are more than {limits.MESSAGES} messages.", param="messages")
     marks = list(cache_marks)[-limits.CACHE_MARKS :]
     return ChatPrompt(messages, tools or None, tool_choice, kwargs or {}, marks)
-
-
-def sampling(
-    seed: int | None = None, choice: int = 0, logit_bias: Mapping[str, float] | None = None, **given: Any
-) -> Sampling:
-    """How tokens are chosen. Of ``given``, what is None is left to the model.
-
-    Choice i of a request gets ``seed + i``.
-    """
-    if given.get("top_k") is not None:
-        given["top_k"] = max(given["top_k"], 0)  # -1 means "off" to vLLM's clients
-    return Sampling(
-        **{name: value for name, value in given.items() if value is not None},
-        seed=None if seed is None else (seed + choice) & _SEED_MASK,
-        logit_bias={int(token): bias for token, bias in (logit_bias or {}).items()},
-    )
 
 
 def stops(given: str | Sequence[str] | None) -> list[str]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from fleetd.engine.sampling_parameters import EVERY, PARAMETERS
+
 # Values that ask for nothing.
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 _UNLESS_TRUE: tuple[Any, ...] = (None, True)
@@ -29,6 +31,14 @@ _LOOKING_BACK = (
 
 def _all(*names: str) -> dict[str, tuple[Any, ...]]:
     return dict.fromkeys(names, _NOTHING)
+
+
+# Sampling parameters that some dialects do not have.
+_SAMPLING = {
+    each.field: _NOTHING if each.neutral in _NOTHING else (None, each.neutral)
+    for each in PARAMETERS
+    if each.dialects != EVERY
+}
 
 
 class FieldGroup(msgspec.Struct, frozen=True):
@@ -151,12 +161,11 @@ GROUPS: tuple[FieldGroup, ...] = (
         "fields of a chat, where another body does not have them",
         {
             **_all(
-                "logit_bias", "presence_penalty", "frequency_penalty", "min_p", "logprobs", "min_tokens",
-                "ignore_eos", "tools",
+                "logprobs", "min_tokens", "ignore_eos", "tools",
             ),
+            **_SAMPLING,
             "stop": (*_NOTHING, [""]),
             "n": (None, 1),
-            "repetition_penalty": (None, 1),
         },
         ("verbosity", "store", "metadata"),
     ),

@@ -15,7 +15,7 @@ from fleetd import limits
 from fleetd.api.generation.conversation import StopText, StopTexts
 from fleetd.api.generation.fields import LocalOnly
 from fleetd.api.generation.reasoning import ReasoningFields
-from fleetd.engine.protocol import Fraction, Penalty, Repetition, Seed, Temperature, TopP
+from fleetd.api.generation.sampling_fields import takes_sampling
 
 OllamaName = Annotated[str, Meta(min_length=1, max_length=256)]
 ModelName = Annotated[str, Meta(max_length=4096)]
@@ -56,6 +56,7 @@ class OllamaTool(msgspec.Struct, frozen=True):
     function: OllamaFunction
 
 
+@takes_sampling("ollama")
 class OllamaOptions(msgspec.Struct, frozen=True):
     """What concerns only Ollama's own way to compute, as ``num_gpu``, is ignored: it changes no answer.
 
@@ -63,15 +64,7 @@ class OllamaOptions(msgspec.Struct, frozen=True):
     """
 
     num_predict: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Fraction | None = None
-    seed: Seed | None = None
     stop: StopText | StopTexts | None = None
-    repeat_penalty: Repetition | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     # Refused unless they change nothing.
     mirostat: int | None = None
     tfs_z: float | None = None

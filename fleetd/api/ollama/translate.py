@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from fleetd.api.generation import conversation
 from fleetd.api.generation.conversation import Plain
 from fleetd.api.generation.reasoning import template_kwargs
+from fleetd.api.generation.sampling_fields import sampling
 from fleetd.api.ollama.bodies import (
     OllamaBody,
     OllamaChatBody,
@@ -119,8 +120,10 @@ def _generate(body: OllamaBody, request_id: str, prompt: Prompt) -> Generate:
             raise UnsupportedParameter(
                 f"options.{name} is not supported.", hint="Leave it out.", param=f"options.{name}"
             )
-    penalty = options.presence_penalty or options.frequency_penalty or options.repeat_penalty not in (None, 1)
-    if options.repeat_last_n not in (None, -1) and penalty:
+    chosen = sampling(options, "ollama")
+    repeated = chosen.repetition_penalty not in (None, 1)
+    penalised = repeated or chosen.presence_penalty or chosen.frequency_penalty
+    if options.repeat_last_n not in (None, -1) and penalised:
         raise UnsupportedParameter(
             "options.repeat_last_n is not supported beside a penalty: penalties look at all tokens here.",
             hint="Leave it out.",
@@ -130,16 +133,7 @@ def _generate(body: OllamaBody, request_id: str, prompt: Prompt) -> Generate:
     return Generate(
         id=request_id,
         prompt=prompt,
-        sampling=conversation.sampling(
-            None if options.seed == -1 else options.seed,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            min_p=options.min_p,
-            repetition_penalty=options.repeat_penalty,
-            presence_penalty=options.presence_penalty,
-            frequency_penalty=options.frequency_penalty,
-        ),
+        sampling=chosen,
         # 0 and less is "no bound".
         max_tokens=limit if limit is not None and limit > 0 else None,
         stop=conversation.stops(options.stop),

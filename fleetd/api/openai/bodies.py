@@ -10,22 +10,12 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.api.generation.conversation import StopText, StopTexts
 from fleetd.api.generation.fields import FleetFields, Positive, ResponseFormat, StreamOptions
-from fleetd.engine.protocol import (
-    Bias,
-    Fraction,
-    Logprobs,
-    Penalty,
-    Repetition,
-    Seed,
-    Temperature,
-    TopP,
-)
+from fleetd.api.generation.sampling_fields import takes_sampling
+from fleetd.engine.protocol import Logprobs
 from fleetd.text.bounded import Natural
 
 # ---- Pieces ----------------------------------------------------------------------------------------------
 
-# Without the look-ahead, Python lets a newline follow; \\Z is unknown to JSON Schema.
-TokenKey = Annotated[str, Meta(pattern=r"^[0-9]{1,9}(?!\n)$")]
 Choices = Annotated[int, Meta(ge=1, le=limits.CHOICES)]
 
 
@@ -129,21 +119,13 @@ Message = SystemMessage | DeveloperMessage | UserMessage | ToolMessage | Assista
 # ---- Bodies ----------------------------------------------------------------------------------------------
 
 
+@takes_sampling("openai")
 class Common(FleetFields, frozen=True, kw_only=True):
     """Fields of both endpoints. Without ``model`` the default model answers."""
 
     model: str | None = None
     max_tokens: Natural | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Fraction | None = None
-    seed: Seed | None = None
     stop: StopText | StopTexts | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Repetition | None = None
-    logit_bias: dict[TokenKey, Bias] | None = None
     n: Choices | None = None
     ignore_eos: Annotated[
         bool | None,

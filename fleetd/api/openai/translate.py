@@ -14,6 +14,7 @@ from fleetd.api.generation import conversation
 from fleetd.api.generation.conversation import Plain
 from fleetd.api.generation.fields import speculate
 from fleetd.api.generation.reasoning import template_kwargs
+from fleetd.api.generation.sampling_fields import sampling
 from fleetd.api.openai.bodies import (
     AllowedChoice,
     AssistantMessage,
@@ -26,7 +27,7 @@ from fleetd.api.openai.bodies import (
     ToolMessage,
     UserMessage,
 )
-from fleetd.engine.protocol import Generate, Prompt, Sampling, TextPrompt, TokenPrompt
+from fleetd.engine.protocol import Generate, Prompt, TextPrompt, TokenPrompt
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
 
@@ -65,7 +66,7 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
         Generate(
             id=f"{request_id}-{i}",
             prompt=prompt,
-            sampling=_sampling(body, i),
+            sampling=sampling(body, "openai", i),
             max_tokens=limit,
             stop=conversation.stops(body.stop),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -108,7 +109,7 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
         Generate(
             id=f"{request_id}-{p * n + i}",
             prompt=prompt,
-            sampling=_sampling(body, i),
+            sampling=sampling(body, "openai", i),
             max_tokens=limit,
             stop=conversation.stops(body.stop),
             top_logprobs=body.logprobs,
@@ -123,21 +124,6 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
 
 
 # ---- Pieces ----------------------------------------------------------------------------------------------
-
-
-def _sampling(body: Common, choice: int) -> Sampling:
-    return conversation.sampling(
-        body.seed,
-        choice,
-        body.logit_bias,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-    )
 
 
 def _min_tokens(body: Common, limit: int | None) -> int:

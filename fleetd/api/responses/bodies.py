@@ -13,7 +13,8 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.generation.fields import FleetFields, Positive, ResponseFormat, StreamOptions
-from fleetd.engine.protocol import Logprobs, Seed, Temperature, TopP
+from fleetd.api.generation.sampling_fields import takes_sampling
+from fleetd.engine.protocol import Logprobs
 
 # Items that other servers' own tools leave in a conversation: nothing here can read them.
 LEFT_OUT_ITEMS = frozenset(
@@ -102,6 +103,7 @@ class TextConfig(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
+@takes_sampling("responses")
 class ResponsesBody(FleetFields, frozen=True, kw_only=True):
     """Without ``model`` the default model answers; without ``max_output_tokens`` the setting
     ``engine.answer_tokens`` bounds the answer."""
@@ -114,10 +116,6 @@ class ResponsesBody(FleetFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     max_output_tokens: Positive | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    seed: Annotated[Seed | None, Meta(description="The same seed gives the same answer.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: Annotated[

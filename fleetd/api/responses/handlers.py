@@ -101,10 +101,10 @@ def _begun(body: ResponsesBody, asked: Translated, name: str, model: str) -> Res
         previous_response_id=body.previous_response_id,
         reasoning=_reasoning(body),
         store=body.store is not False,
-        temperature=body.temperature,
+        temperature=asked.generate.sampling.temperature,
         tool_choice=body.tool_choice or "auto",
         tools=asked.tools.served,
-        top_p=body.top_p,
+        top_p=asked.generate.sampling.top_p,
         user=UNSET if body.user is None else body.user,
         warnings=asked.warnings or UNSET,
     )

@@ -18,6 +18,7 @@ from fleetd.api.generation import conversation
 from fleetd.api.generation.conversation import Plain
 from fleetd.api.generation.fields import speculate
 from fleetd.api.generation.reasoning import template_kwargs
+from fleetd.api.generation.sampling_fields import sampling
 from fleetd.api.responses.bodies import (
     LEFT_OUT_ITEMS,
     InputItem,
@@ -83,9 +84,7 @@ def _generate(body: ResponsesBody, request_id: str, prompt: ChatPrompt) -> Gener
     return Generate(
         id=request_id,
         prompt=prompt,
-        sampling=conversation.sampling(
-            body.seed, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k
-        ),
+        sampling=sampling(body, "responses"),
         max_tokens=body.max_output_tokens,
         speculate=speculate(body.speculate),
         call_pieces=bool(prompt.tools and body.stream),

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import mlx.core as mx
 import msgspec
@@ -23,11 +22,14 @@ from mlx_lm.sample_utils import (
     greedy_sampler,
     make_logits_processors,
 )
-from msgspec.structs import replace
 
-from fleetd.engine.protocol import Sampling
+from fleetd.engine.sampling_parameters import Sampling, SamplingDefaults
 
+# (n, V) logits or log-probabilities → (n,) tokens.
 Sampler = Callable[[mx.array], mx.array]
+# (tokens of the prompt and of the answer so far, (1, V) logits of the next) → (1, V) logits. A processor is a
+# pure function of ``tokens``: verification calls it for drafted tokens, which may then be refused, so a
+# processor cannot remember earlier calls.
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 _U64 = (1 << 64) - 1
@@ -37,38 +39,6 @@ PENALTY_CONTEXT = 1 << 20
 # Below these a distribution is its best token in all but name, and f32 can no longer tell.
 GREEDY_TEMPERATURE = 1e-5
 GREEDY_TOP_P = 1e-6
-
-
-class SamplingDefaults(msgspec.Struct, frozen=True):
-    """``Sampling`` with nothing left open."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    @classmethod
-    def of_model(cls, generation_config: Mapping[str, Any]) -> SamplingDefaults:
-        """What a model's makers recommend; values that make no sense are left out."""
-        found: dict[str, Any] = {}
-        for name, low, high in (
-            ("temperature", 0.0, 5.0),
-            ("top_p", 0.0, 1.0),
-            ("top_k", 0, 1 << 20),
-            ("min_p", 0.0, 1.0),
-            ("repetition_penalty", 0.1, 10.0),
-        ):
-            value = generation_config.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
-                found[name] = value
-        top_k = found.pop("top_k", 0)
-        return cls(**found, top_k=int(top_k) if top_k == int(top_k) else 0)
-
-    def asked(self, sampling: Sampling) -> SamplingDefaults:
-        """These values, except where the request says otherwise."""
-        asked = {name: getattr(sampling, name) for name in self.__struct_fields__}
-        return replace(self, **{name: value for name, value in asked.items() if value is not None})
 
 
 def _noise_key(seed: int, index: int) -> list[int]:
@@ -109,7 +79,7 @@ class SeededSampler:
 
 
 class _Filters(msgspec.Struct, frozen=True):
-    """Which tokens can be drawn."""
+    """Which tokens can be drawn: the parameters with ``alike`` in the table."""
 
     top_k: int
     top_p: float

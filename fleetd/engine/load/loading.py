@@ -16,7 +16,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from fleetd import limits
 from fleetd.cache.block_names import LateBasis
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.engine.answer.sampling import SamplingDefaults
 from fleetd.engine.answer.tool_formats import has_reasoning
 from fleetd.engine.cpu import products
 from fleetd.engine.failures import over_files
@@ -32,6 +31,7 @@ from fleetd.engine.load.model_reading import (
 )
 from fleetd.engine.measure.calibrate import Speeds, calibrate
 from fleetd.engine.protocol import Loading, Ready
+from fleetd.engine.sampling_parameters import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.sequence_state import batches, checkpoints

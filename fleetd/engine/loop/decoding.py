@@ -30,7 +30,6 @@ from fleetd.engine.answer.sampling import (
     BatchSampler,
     LogitsProcessor,
     Sampler,
-    SamplingDefaults,
     SeededSampler,
     make_processors,
     make_sampler,
@@ -42,6 +41,7 @@ from fleetd.engine.measure.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefixes.disk_tier import DiskTier
 from fleetd.engine.prefixes.prefix_cache import SPARSE, Origins, PrefixCache
 from fleetd.engine.protocol import FinishReason, Generate, Report
+from fleetd.engine.sampling_parameters import SamplingDefaults
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import all_plain

@@ -22,7 +22,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.cache.write_behind import WriterFigures
 from fleetd.engine.answer.logprobs import PromptLogprobs
-from fleetd.engine.answer.sampling import SamplingDefaults
 from fleetd.engine.failures import failed, require
 from fleetd.engine.layers.prefill import Prefiller
 from fleetd.engine.loop.awaited_prefixes import AwaitedPrefixes
@@ -53,6 +52,7 @@ from fleetd.engine.protocol import (
     StreamTag,
     WriteNow,
 )
+from fleetd.engine.sampling_parameters import SamplingDefaults
 from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.scoring.score_guests import ScoreGuests
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
