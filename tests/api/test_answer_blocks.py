@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from fleetd.api.generation.answer_blocks import AnswerBlocks, BlockClosed, BlockOpened, BlockText
+from fleetd.api.generation.answer_blocks import AnswerSoFar, BlockClosed, BlockOpened, BlockText
 from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
 
 
 @pytest.mark.parametrize("pieces", [[], ["{"], ['{"a"', ":1"], ['{"a":1}']])
 def test_a_call_in_pieces_is_one_block_with_the_arguments_of_the_whole_call(pieces: list[str]) -> None:
-    blocks = AnswerBlocks()
+    blocks = AnswerSoFar()
     steps = blocks.feed(Delta("r", "Hm."))
     for text in pieces:
         steps += blocks.feed(ToolCallPiece("r", 0, "c0", "f", text))
@@ -31,7 +31,7 @@ def test_a_call_in_pieces_is_one_block_with_the_arguments_of_the_whole_call(piec
 )
 def test_arguments_of_another_machine_are_an_object_whatever_they_are(arguments: str) -> None:
     """One of another version may send what this one does not: no dialect fails for it."""
-    blocks = AnswerBlocks()
+    blocks = AnswerSoFar()
     blocks.feed(ToolCall("r", 0, "c0", "f", arguments))
     (block,) = blocks.blocks
     assert block.whole
@@ -40,7 +40,7 @@ def test_arguments_of_another_machine_are_an_object_whatever_they_are(arguments:
 
 @pytest.mark.parametrize("pieces", ["no JSON", '{"a": ', "[" * 2000])
 def test_pieces_that_are_no_object_are_told_and_their_block_still_has_one(pieces: str) -> None:
-    blocks = AnswerBlocks()
+    blocks = AnswerSoFar()
     blocks.feed(ToolCallPiece("r", 0, "c0", "f", pieces))
     blocks.feed(ToolCall("r", 0, "c0", "f", pieces))
     (block,) = blocks.blocks
@@ -48,7 +48,7 @@ def test_pieces_that_are_no_object_are_told_and_their_block_still_has_one(pieces
 
 
 def test_a_call_that_is_not_whole_is_none() -> None:
-    blocks = AnswerBlocks()
+    blocks = AnswerSoFar()
     blocks.feed(ToolCallPiece("r", 0, "c0", "f", '{"a": 1'))
     blocks.close()
     assert not blocks.blocks[0].whole

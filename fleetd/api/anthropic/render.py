@@ -13,7 +13,7 @@ import msgspec
 from fleetd.api.anthropic import objects as o
 from fleetd.api.generation.answer_blocks import (
     AnswerBlock,
-    AnswerBlocks,
+    AnswerSoFar,
     BlockClosed,
     BlockOpened,
     BlockStep,
@@ -21,9 +21,8 @@ from fleetd.api.generation.answer_blocks import (
     end_reason,
 )
 from fleetd.api.generation.streamer import Collector, Streamer
-from fleetd.api.generation.usage_tally import UsageTally
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.engine.protocol import Accepted, Event, Finished, Prefill, Tokenized, Usage
+from fleetd.engine.protocol import Event
 from fleetd.requests.job import Planned
 
 # Clients send a thinking block back only with a signature.
@@ -44,37 +43,16 @@ class MessageOptions(msgspec.Struct, frozen=True, kw_only=True):
     smart: SmartPrefillPolicy | None = None
 
 
-class _Reply:
-    """What is known of an answer so far."""
-
+class _MessageRenderer:
     def __init__(self, options: MessageOptions) -> None:
         self._options = options
-        self._answer = AnswerBlocks(parallel_tools=options.parallel_tools)
-        self._tally = UsageTally(1, options.smart)
-        self._usage = Usage()
-        self._end: o.MessageEnd | None = None
+        self._answer = AnswerSoFar(options.smart, parallel_tools=options.parallel_tools)
 
-    def _take(self, event: Planned | Event) -> list[BlockStep]:
-        """Raises EngineError for an answer that was cut short."""
-        match event:
-            case Planned():
-                self._tally.smart.add(0, event.smart)
-                return []
-            case Tokenized() | Accepted():
-                self._usage = Usage(prompt_tokens=event.prompt_tokens)
-            case Prefill():
-                cached = max(self._usage.cached_tokens, event.cached)
-                self._usage = Usage(prompt_tokens=self._usage.prompt_tokens, cached_tokens=cached)
-            case Finished():
-                self._end = self._ended(event)
-                self._tally.add(0, event)
-                self._usage = self._tally.billed()
-                return self._answer.close()
-            case _:
-                pass
-        return [] if isinstance(event, Planned) else self._answer.feed(event)
-
-    def _ended(self, event: Finished) -> o.MessageEnd:
+    def _end(self) -> o.MessageEnd | None:
+        """None before the end."""
+        event = self._answer.finished
+        if event is None:
+            return None
         match end_reason(event):
             case "tool_calls":
                 return o.MessageEnd("tool_use", None)
@@ -86,7 +64,7 @@ class _Reply:
                 return o.MessageEnd("end_turn" if event.stop is None else "stop_sequence", event.stop)
 
     def _counted(self) -> o.MessageUsage:
-        usage = self._usage
+        usage = self._answer.usage
         anew = max(0, usage.prompt_tokens - usage.cached_tokens)
         created = anew if self._options.marked else 0
         return o.MessageUsage(
@@ -98,39 +76,39 @@ class _Reply:
         )
 
     def _message(self, content: list[o.AnswerContent]) -> o.MessageReply:
+        end = self._end()
         return o.MessageReply(
             id=self._options.id,
             model=self._options.model,
             content=content,
-            stop_reason=None if self._end is None else self._end.stop_reason,
-            stop_sequence=None if self._end is None else self._end.stop_sequence,
+            stop_reason=None if end is None else end.stop_reason,
+            stop_sequence=None if end is None else end.stop_sequence,
             usage=self._counted(),
         )
 
 
-class MessageWhole(_Reply, Collector):
+class MessageWhole(_MessageRenderer, Collector):
     def feed(self, index: int, event: Planned | Event) -> None:
-        self._take(event)
+        self._answer.feed(event)
 
     def whole(self) -> o.MessageReply:
         blocks = [block for block in self._answer.blocks if block.kind != "tool" or block.whole]
         return self._message([_content(block) for block in blocks])
 
 
-class MessageStream(_Reply, Streamer):
+class MessageStream(_MessageRenderer, Streamer):
     def opening(self) -> Sequence[msgspec.Struct]:
         return (o.MessageStart(self._message([])),)
 
     def feed(self, index: int, event: Planned | Event) -> Sequence[msgspec.Struct]:
-        return [item for step in self._take(event) for item in _events(step)]
+        return [item for step in self._answer.feed(event) for item in _events(step)]
 
     def progress(self) -> Sequence[msgspec.Struct]:
         return (o.PingEvent(),)
 
     def closing(self) -> Sequence[msgspec.Struct]:
-        if self._end is None:
-            return ()
-        return (o.MessageDelta(self._end, self._counted()), o.MessageStop())
+        end = self._end()
+        return () if end is None else (o.MessageDelta(end, self._counted()), o.MessageStop())
 
 
 def _events(step: BlockStep) -> list[msgspec.Struct]:

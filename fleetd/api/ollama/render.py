@@ -14,17 +14,16 @@ import msgspec
 
 from fleetd.api.generation.answer_blocks import (
     AnswerBlock,
-    AnswerBlocks,
+    AnswerSoFar,
     BlockClosed,
     BlockStep,
     BlockText,
     end_reason,
 )
 from fleetd.api.generation.streamer import Collector, Streamer
-from fleetd.api.generation.usage_tally import UsageTally
 from fleetd.api.ollama import objects as o
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.engine.protocol import Accepted, Event, Finished, Tokenized
+from fleetd.engine.protocol import Accepted, Event, Tokenized
 from fleetd.requests.job import Planned
 
 _NS = 1_000_000_000
@@ -70,65 +69,52 @@ def reply(
     return o.OllamaTextReply(response=text, thinking=thinking, **common)
 
 
-class _OllamaAnswering:
-    """What is known of an answer so far."""
-
+class _OllamaRenderer:
     def __init__(self, options: OllamaReplyOptions) -> None:
         self._options = options
-        self._blocks = AnswerBlocks()
-        self._tally = UsageTally(1, options.smart)
-        # Once its prompt is tokenized, the model is loaded.
+        self._answer = AnswerSoFar(options.smart)
+        # Seconds until the prompt was tokenized: the model is loaded then.
         self._loaded_s: float | None = None
-        self._figures: o.OllamaFigures | None = None
 
     def _take(self, event: Planned | Event) -> list[BlockStep]:
-        """Raises EngineError for an answer that was cut short."""
-        match event:
-            case Planned():
-                self._tally.smart.add(0, event.smart)
-                return []
-            case Tokenized() | Accepted() if self._loaded_s is None:
-                self._loaded_s = self._options.elapsed_s()
-            case Finished():
-                self._figures = self._counted(event)
-                return self._blocks.close()
-            case _:
-                pass
-        return self._blocks.feed(event)
+        if isinstance(event, Tokenized | Accepted) and self._loaded_s is None:
+            self._loaded_s = self._options.elapsed_s()
+        return self._answer.feed(event)
 
-    def _counted(self, event: Finished) -> o.OllamaFigures:
-        reason = end_reason(event)
-        self._tally.add(0, event)
-        usage, timings = self._tally.billed(), event.timings
+    def _figures(self) -> o.OllamaFigures | None:
+        """None before the end."""
+        event, usage = self._answer.finished, self._answer.usage
+        if event is None:
+            return None
         return o.OllamaFigures(
             # Clients find calls in the message; the reason has no word for them.
-            done_reason="stop" if reason == "tool_calls" else reason,
+            done_reason="length" if end_reason(event) == "length" else "stop",
             total_duration=round(self._options.elapsed_s() * _NS),
             load_duration=round((self._loaded_s or 0.0) * _NS),
             prompt_eval_count=usage.prompt_tokens,
-            prompt_eval_duration=round(timings.prefill_s * _NS),
+            prompt_eval_duration=round(event.timings.prefill_s * _NS),
             eval_count=usage.completion_tokens,
-            eval_duration=round(timings.decode_s * _NS),
+            eval_duration=round(event.timings.decode_s * _NS),
         )
 
     def _calls(self) -> list[o.OllamaCalled]:
-        tools = [block for block in self._blocks.blocks if block.whole]
+        tools = [block for block in self._answer.blocks if block.whole]
         return [_called(i, block) for i, block in enumerate(tools)]
 
 
-class OllamaWhole(_OllamaAnswering, Collector):
+class OllamaWhole(_OllamaRenderer, Collector):
     def feed(self, index: int, event: Planned | Event) -> None:
         self._take(event)
 
     def whole(self) -> msgspec.Struct:
         texts = {
-            kind: "".join(block.text for block in self._blocks.blocks if block.kind == kind)
+            kind: "".join(block.text for block in self._answer.blocks if block.kind == kind)
             for kind in ("text", "reasoning")
         }
-        return reply(self._options, texts["text"], texts["reasoning"], self._calls(), self._figures)
+        return reply(self._options, texts["text"], texts["reasoning"], self._calls(), self._figures())
 
 
-class OllamaStream(_OllamaAnswering, Streamer):
+class OllamaStream(_OllamaRenderer, Streamer):
     def feed(self, index: int, event: Planned | Event) -> Sequence[msgspec.Struct]:
         return [item for step in self._take(event) for item in self._pieces(step)]
 
@@ -136,7 +122,8 @@ class OllamaStream(_OllamaAnswering, Streamer):
         return (reply(self._options),)
 
     def closing(self) -> Sequence[msgspec.Struct]:
-        return () if self._figures is None else (reply(self._options, figures=self._figures),)
+        figures = self._figures()
+        return () if figures is None else (reply(self._options, figures=figures),)
 
     def _pieces(self, step: BlockStep) -> list[msgspec.Struct]:
         match step:

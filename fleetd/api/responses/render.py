@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from fleetd.api.generation.answer_blocks import (
     AnswerBlock,
-    AnswerBlocks,
+    AnswerSoFar,
     BlockClosed,
     BlockOpened,
     BlockStep,
@@ -24,13 +24,12 @@ from fleetd.api.generation.answer_blocks import (
     end_reason,
 )
 from fleetd.api.generation.streamer import Collector, Streamer
-from fleetd.api.generation.usage_tally import UsageTally
 from fleetd.api.http.dialect import BUSY
 from fleetd.api.responses import objects as o
 from fleetd.api.responses.tools import FreeText, ToolTable, free_text
 from fleetd.api.responses.translate import carried
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.engine.protocol import Event, Finished
+from fleetd.engine.protocol import Event, Usage
 from fleetd.errors import FleetError
 from fleetd.requests.job import Planned
 
@@ -50,71 +49,38 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     smart: SmartPrefillPolicy | None = None
 
 
-class _ResponseSoFar:
-    """What is known of an answer so far."""
-
+class _ResponseRenderer:
     def __init__(self, options: ResponseOptions) -> None:
         self._options = options
-        self._answer = AnswerBlocks(parallel_tools=options.response.parallel_tool_calls)
-        self._tally = UsageTally(1, options.smart)
-        self._response = options.response
-        # Of items that are closed from here on.
-        self._status: o.ItemStatus = "completed"
-        # The item that the answer ended in before it was whole.
-        self._cut: AnswerBlock | None = None
+        self._answer = AnswerSoFar(options.smart, parallel_tools=options.response.parallel_tool_calls)
 
-    def _take(self, event: Planned | Event) -> list[BlockStep]:
-        """Raises EngineError for an answer that was cut short."""
-        match event:
-            case Planned():
-                self._tally.smart.add(0, event.smart)
-                return []
-            case Finished():
-                full = end_reason(event) == "length"
-                self._tally.add(0, event)
-                steps = self._close(cut=full)
-                details = o.IncompleteDetails("max_output_tokens") if full else None
-                self._response = replace(
-                    self._response,
-                    status="incomplete" if full else "completed",
-                    incomplete_details=details,
-                    usage=self._usage(),
-                )
-                return steps
-            case _:
-                return self._answer.feed(event)
-
-    def _close(self, *, cut: bool) -> list[BlockStep]:
-        steps = self._answer.close()
-        if cut and steps:
-            self._status, self._cut = "incomplete", steps[-1].block
-        return steps
-
-    def _usage(self) -> o.ResponseUsage:
-        billed = self._tally.billed()
-        return o.ResponseUsage(
-            input_tokens=billed.prompt_tokens,
-            input_tokens_details=o.InputDetails(billed.cached_tokens),
-            output_tokens=billed.completion_tokens,
-            output_tokens_details=o.OutputDetails(billed.reasoning_tokens),
-            total_tokens=billed.prompt_tokens + billed.completion_tokens,
+    def _response(self) -> o.Response:
+        """The answer as far as it is known."""
+        answer = self._answer
+        output = [self._item(block, self._status(block)) for block in answer.blocks]
+        if answer.finished is None:
+            return replace(self._options.response, output=output)
+        full = end_reason(answer.finished) == "length"
+        return replace(
+            self._options.response,
+            status="incomplete" if full else "completed",
+            incomplete_details=o.IncompleteDetails("max_output_tokens") if full else None,
+            usage=_usage(answer.usage),
+            output=output,
         )
 
-    def _with_output(self) -> o.Response:
-        items = [
-            self._item(block, "incomplete" if block is self._cut else "completed")
-            for block in self._answer.blocks
-        ]
-        return replace(self._response, output=items)
-
     def _ended(self) -> o.Response:
-        found = self._with_output()
+        found = self._response()
         self._options.keep(found)
         return found
 
+    def _status(self, block: AnswerBlock) -> o.ItemStatus:
+        """The status of an item that is closed."""
+        return "incomplete" if block is self._answer.cut else "completed"
+
     def _id(self, block: AnswerBlock) -> str:
         prefix = {"text": "msg", "reasoning": "rs", "tool": "fc"}[block.kind]
-        return f"{prefix}_{self._response.id.removeprefix('resp_')}_{block.index}"
+        return f"{prefix}_{self._options.response.id.removeprefix('resp_')}_{block.index}"
 
     def _item(self, block: AnswerBlock, status: o.ItemStatus) -> o.Item:
         """An item; one that is in progress has no content yet."""
@@ -145,15 +111,15 @@ class _ResponseSoFar:
                 return o.FunctionCallItem(arguments=text, **common)
 
 
-class ResponseWhole(_ResponseSoFar, Collector):
+class ResponseWhole(_ResponseRenderer, Collector):
     def feed(self, index: int, event: Planned | Event) -> None:
-        self._take(event)
+        self._answer.feed(event)
 
     def whole(self) -> o.Response:
         return self._ended()
 
 
-class ResponseStream(_ResponseSoFar, Streamer):
+class ResponseStream(_ResponseRenderer, Streamer):
     def __init__(self, options: ResponseOptions) -> None:
         super().__init__(options)
         # By the block's index: inputs of custom tools that are being written.
@@ -163,23 +129,21 @@ class ResponseStream(_ResponseSoFar, Streamer):
         return (o.ResponseCreated(response=self._options.response),)
 
     def feed(self, index: int, event: Planned | Event) -> Sequence[msgspec.Struct]:
-        return [item for step in self._take(event) for item in self._events(step)]
+        return [item for step in self._answer.feed(event) for item in self._events(step)]
 
     def progress(self) -> Sequence[msgspec.Struct]:
         return (o.ResponseInProgress(response=self._options.response),)
 
     def closing(self) -> Sequence[msgspec.Struct]:
-        match self._response.status:
-            case "completed":
-                return (o.ResponseCompleted(response=self._ended()),)
-            case "incomplete":
-                return (o.ResponseIncomplete(response=self._ended()),)
-            case _:
-                return ()
+        if self._answer.finished is None:
+            return ()
+        found = self._ended()
+        kind = o.ResponseIncomplete if found.status == "incomplete" else o.ResponseCompleted
+        return (kind(response=found),)
 
     def failure(self, error: FleetError) -> o.ResponseFailed:
-        self._close(cut=True)
-        return o.ResponseFailed(response=replace(self._with_output(), status="failed", error=_error(error)))
+        self._answer.close(cut=True)
+        return o.ResponseFailed(response=replace(self._response(), status="failed", error=_error(error)))
 
     def _events(self, step: BlockStep) -> list[o.Event]:
         match step:
@@ -209,7 +173,7 @@ class ResponseStream(_ResponseSoFar, Streamer):
                 return [o.ArgumentsDelta(delta=text, **self._at(block))]
 
     def _closed(self, block: AnswerBlock) -> list[o.Event]:
-        item = self._item(block, self._status)
+        item = self._item(block, self._status(block))
         done = o.ItemDone(output_index=block.index, item=item)
         at = self._at(block)
         match item:
@@ -238,6 +202,16 @@ class _Place(TypedDict):
 
 def _part(block: AnswerBlock, text: str) -> o.Part:
     return o.OutputText(text) if block.kind == "text" else o.ReasoningText(text)
+
+
+def _usage(usage: Usage) -> o.ResponseUsage:
+    return o.ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=o.InputDetails(usage.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=o.OutputDetails(usage.reasoning_tokens),
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )
 
 
 def _error(error: FleetError) -> o.ResponseError:
