@@ -269,7 +269,7 @@ FAMILIES = {
         1,
         prompt_states.measure,
         (
-            "fleetd/engine/prompt/message_borders.py",
+            "fleetd/engine/prompt/contents.py",
             "fleetd/engine/layers/prefill.py",
             "fleetd/engine/prefixes/prefix_cache.py",
             "fleetd/engine/prompt/prompt_encoding.py",

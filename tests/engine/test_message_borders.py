@@ -15,10 +15,9 @@ from fleetd import limits
 from fleetd.api.anthropic import translate
 from fleetd.api.anthropic.bodies import MessagesBody
 from fleetd.api.http.body import parse
+from fleetd.engine.prompt.contents import NotShown, borders
 from fleetd.engine.prompt.control_tokens import ControlTokens
-from fleetd.engine.prompt.message_borders import borders
 from fleetd.engine.prompt.prompt_encoding import PreparedPrompt, prepare
-from fleetd.engine.prompt.shown_contents import NotShown
 from fleetd.engine.protocol import ChatPrompt, Generate
 from fleetd.engine.sequence_state import checkpoints
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
+from fleetd.engine.prompt.contents import NotShown
 from fleetd.engine.prompt.kept_tokens import dropped_of_messages, gaps_of, kept_tokens
 from fleetd.engine.prompt.prompt_encoding import PreparedPrompt, prepare
-from fleetd.engine.prompt.shown_contents import NotShown
 from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt, TokenPrompt
 from fleetd.models.folder import ModelFolder
 

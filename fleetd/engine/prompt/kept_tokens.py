@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fleetd.engine.prompt.shown_contents import Message, find_contents
+from fleetd.engine.prompt.contents import Message, find_contents
 
 Range = tuple[int, int]
 

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from fleetd.engine.answer.answer_parts import Channel
 from fleetd.engine.answer.tool_formats import primed
-from fleetd.engine.prompt import chat_template, message_borders
+from fleetd.engine.prompt import chat_template, contents
+from fleetd.engine.prompt.contents import NotShown
 from fleetd.engine.prompt.control_tokens import ControlTokens, Rendered, control_tokens
 from fleetd.engine.prompt.kept_tokens import (
     NotSparse,
@@ -23,7 +24,6 @@ from fleetd.engine.prompt.kept_tokens import (
     kept_tokens,
 )
 from fleetd.engine.prompt.null_content import with_content
-from fleetd.engine.prompt.shown_contents import NotShown
 from fleetd.engine.prompt.template_turns import template_needs
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
 from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, UnsupportedParameter
@@ -49,7 +49,7 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     the prompt already contains. ``kept``: indices of the tokens that the
     request's Keep leaves, ascending; None if there is none or where ``dense_reason`` says why it is not
     followed.
-    ``borders``: of a chat, as ``message_borders`` has them; empty if they were not asked for or not found.
+    ``borders``: of a chat, as ``contents.borders`` has them; empty if they were not asked for or not found.
     """
 
     request: Generate
@@ -185,7 +185,7 @@ def _chat(
     if borders and offsets is not None:
         # A template may refuse what is put in place of contents: then there are no borders.
         with suppress(Exception):
-            found = message_borders.borders(rendered.text, messages, prompt.cache_marks, offsets, again)
+            found = contents.borders(rendered.text, messages, prompt.cache_marks, offsets, again)
             return replace(prepared, borders=found)
     return prepared
 
