@@ -18,9 +18,10 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class CallBegun(msgspec.Struct, frozen=True):
-    """The model calls a tool that was offered. ``call_id`` is "" if it gave none."""
+    """The model calls a tool that was offered."""
 
     name: str
+    #: The id that the model gave the call; "" if it gave none.
     call_id: str = ""
 
 
@@ -31,8 +32,9 @@ class CallText(msgspec.Struct, frozen=True):
 
 
 class CallEnded(msgspec.Struct, frozen=True):
-    """``whole``: the arguments are one JSON object; else the answer has ended inside of them."""
+    """The end of a call."""
 
+    #: True if the arguments are one JSON object; False if the answer ended inside of them.
     whole: bool
 
 
@@ -40,7 +42,7 @@ Part = Said | CallBegun | CallText | CallEnded
 
 
 class Parts:
-    """Parts in order. What is held back is released, or never was."""
+    """Parts in order. Parts that are added after ``hold`` are kept by ``release`` or lost by ``drop``."""
 
     def __init__(self) -> None:
         self._kept: list[list[Part]] = [[]]
@@ -59,6 +61,6 @@ class Parts:
         self._kept.pop()
 
     def take(self) -> list[Part]:
-        """What is certain, and was not taken before."""
+        """The parts that are certain and that no earlier call returned."""
         found, self._kept[0] = self._kept[0], []
         return found

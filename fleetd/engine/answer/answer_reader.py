@@ -31,37 +31,41 @@ _FENCES = words("```", "~~~")
 
 
 class Heads(msgspec.Struct, frozen=True):
-    """Heads of channels, as gpt-oss and Muse write them: for whom a text is comes before it.
+    """Heads of channels, as gpt-oss and Muse write them: a head before a text says whom it is for."""
 
-    ``begins``: what a head begins with. ``inside``: markers that stand in one. ``after``: markers that end a
-    text, each with what has to follow it; ``thought``: a head that has one of these is a thought's.
-    """
-
+    #: Markers that begin a head.
     begins: tuple[str, ...]
+    #: Markers that stand in a head.
     inside: tuple[str, ...]
+    #: Markers that end a text, each with what has to follow it.
     after: dict[str, tuple[str, ...]]
+    #: Words that make a head the head of a thought.
     thought: tuple[str, ...]
 
 
 class Markers(msgspec.Struct, frozen=True):
-    """What a model writes around the parts of its answers. ``dropped`` markers say nothing."""
+    """What a model writes around the parts of its answers."""
 
+    #: The markers before and after a thought.
     think: tuple[str, str] | None = None
+    #: Markers that say nothing: no part of the answer has them.
     dropped: tuple[str, ...] = ()
     calls: CallFormat | None = None
     heads: Heads | None = None
 
 
 class AnswerReader:
-    """``half_call``: the answer was cut inside of what may have been a call. ``channel``: of what comes next.
+    """Splits one answer into its parts.
 
     Args:
-        tools: those that were offered.
-        begins: "reasoning" where the prompt opened a thought.
+        tools: the tools that were offered.
+        begins: "reasoning" if the prompt opened a thought.
     """
 
     def __init__(self, markers: Markers, tools: Sequence[Any], begins: Channel = "content") -> None:
+        #: The answer was cut inside of a text that may have been a call.
         self.half_call = False
+        #: The channel of the text that comes next.
         self.channel: Channel = begins
         self._feed = TextFeed()
         self._parts = Parts()
@@ -70,7 +74,7 @@ class AnswerReader:
         style = ObjectStyle() if self._format is None else self._format.style
         self._calls = CallReader(self._feed, self._parts, tools, style)
         self._lines = words(*self._line_openers())
-        # Of the block of code that is open.
+        # The fence that opened the block of code in which the text is; "" outside of one.
         self._fence = ""
         # The marker that ended a text, before the head of the next.
         self._ended_by = ""
@@ -85,13 +89,13 @@ class AnswerReader:
         return self._go_on()
 
     def end(self, *, cut: bool) -> list[Part]:
-        """The last parts. ``cut``: the model has not ended the answer."""
+        """The last parts. ``cut``: the answer ended before the model ended it."""
         self._feed.end(cut=cut)
         return self._go_on()
 
     @property
     def work(self) -> int:
-        """Characters that were looked at."""
+        """How many characters were looked at, each as often as it was."""
         return self._feed.looked
 
     def _go_on(self) -> list[Part]:

@@ -37,10 +37,10 @@ def tool_name(written: str, names: Sequence[str]) -> str | None:
 
 
 class CallReader:
-    """``rest``: text that a call turned out to have ended before.
+    """Reads calls from a feed into parts.
 
     Args:
-        tools: those that were offered, as templates know them.
+        tools: the tools that were offered, as templates know them.
         style: how objects are written.
     """
 
@@ -48,6 +48,7 @@ class CallReader:
         self.feed = feed
         self.parts = parts
         self.style = style
+        #: Text that was taken with a call and turned out to come after it.
         self.rest = ""
         # Called when a call turns out to be one, before anything is told of it.
         self.on_call: Callable[[], None] = lambda: None
@@ -57,7 +58,7 @@ class CallReader:
         self.names = [name for name in self._schemas if name]
 
     def begin(self, name: str, call_id: str = "") -> ParameterSchemas:
-        """Tell of a call. What the model gave it for an id is left out if it is none, or another call's."""
+        """Tell of a call. The id that a model wrote is left out if it is malformed or another call has it."""
         self.on_call()
         known = bool(_CALL_ID.fullmatch(call_id)) and call_id not in self._ids
         self._ids.add(call_id)
@@ -131,7 +132,7 @@ class CallReader:
         """``{"name": …, "arguments": {…}}``, its keys in any order, one object around another.
 
         Args:
-            strict: it has to name its tool first, and to have arguments: what else it could be is an answer.
+            strict: the call has to name its tool first and to have arguments: other objects may be an answer.
         """
         if not (yield from self.feed.skip(words("{"))):
             return "none"

@@ -36,19 +36,18 @@ _REPLACEMENT = "\\ufffd"
 
 
 class ObjectStyle(msgspec.Struct, frozen=True):
-    """How a family writes objects.
+    """How a family writes objects."""
 
-    ``closers``: markers that end the call, also in the middle of an object. ``colon``: after a key.
-    ``quote``: around a string that is as it is written, without escapes; "" if there is none.
-    """
-
+    #: Markers that end the call, also in the middle of an object.
     closers: tuple[str, ...] = ()
+    #: The sign after a key.
     colon: str = ":"
+    #: The quote around a string without escapes; "" if the family has no such strings.
     quote: str = ""
 
 
 def escaped(text: str) -> str:
-    """Text as it stands inside a JSON string. What is escaped piece by piece is what is escaped at once."""
+    """Text as it stands inside a JSON string. Texts escaped one by one are the escaped whole."""
     return _JSON.encode(text)[1:-1]
 
 
@@ -65,7 +64,7 @@ def bare_value(word: str) -> str:
 
 
 def _blank(text: str) -> str:
-    """Blanks that JSON has."""
+    """``text`` with a space for each blank that JSON does not have."""
     return _NO_BLANKS.sub(" ", text)
 
 
@@ -82,7 +81,8 @@ def object_of(text: str) -> str | None:
 
 
 def strict_object(text: str) -> str:
-    """A JSON object that every parser takes: the text itself, what it was meant to be, or one that has it."""
+    """A JSON object that every parser takes: the text itself, its repaired form, or an object that holds the
+    text under "arguments"."""
     try:
         value = msgspec.json.decode(text, type=dict[str, Any])
         if not is_deeper(value, limits.ARGUMENTS_DEPTH + 1):
@@ -93,7 +93,7 @@ def strict_object(text: str) -> str:
 
 
 def _finished(reading: Reading[Any]) -> Any:
-    """What a reading of a text returns that has come whole."""
+    """The result of a reading whose text has come whole."""
     try:
         next(reading)
     except StopIteration as stop:
@@ -102,12 +102,10 @@ def _finished(reading: Reading[Any]) -> Any:
 
 
 class ObjectReader:
-    """Reads one object, from its opening bracket on; ``tell`` gets it as JSON.
-
-    ``rest``: what was taken after the object, from the marker on that ended it.
-    """
+    """Reads one object, from its opening bracket on; ``tell`` gets it as JSON."""
 
     def __init__(self, feed: TextFeed, tell: Callable[[str], None], style: ObjectStyle) -> None:
+        #: Text that was taken after the object, from the marker on that ended it.
         self.rest = ""
         self._feed = feed
         self._told = tell
@@ -122,7 +120,7 @@ class ObjectReader:
         self._closers = words(*style.closers)
 
     def read(self) -> Reading[bool]:
-        """False if the text ends before the object does."""
+        """Read the object; False if the text ends before it does."""
         self._begin(self._feed.take(1), "{")
         return (yield from self._inside())
 
@@ -144,7 +142,8 @@ class ObjectReader:
         return True
 
     def _end_early(self, *, ended: bool) -> bool:
-        """The call, or the text, ends before its brackets are closed."""
+        """Close all brackets, as the call or the text has ended before they were closed. False if that would
+        make up a value or part of a cut answer."""
         if ended and (self._feed.cut or (self._next == "value" and self._open[-1][1] == "}")):
             return False
         self._gap = ""
@@ -155,7 +154,7 @@ class ObjectReader:
         return True
 
     def _step(self, sign: str) -> Reading[bool]:
-        """The next sign, string or word. False if the text ends inside of it."""
+        """Read the next sign, string or word. False if the text ends inside of it."""
         if sign in _CLOSING.values():
             self._close(self._feed.take(1))
         elif sign == ",":

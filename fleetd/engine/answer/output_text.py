@@ -79,39 +79,44 @@ class _TokenScore(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Call:
-    """A call that is being written. ``fresh``: of its arguments what no piece has told yet."""
+    """A call that is being written."""
 
     name: str
     call_id: str
     pieces: list[str] = field(default_factory=list)
+    #: The end of the arguments, which no ToolCallPiece has told yet.
     fresh: str = ""
 
 
 @dataclass(slots=True)
 class AnswerText:
-    """The text side of one answer.
-
-    ``plain``: all of it is text, to the letter. ``tools``: those that were offered. ``initial``: "reasoning"
-    where the prompt has opened a thought. ``primed``: the part of a tool call that the prompt has.
-    ``follows`` is the token before a plain continuation: detokenizers drop the first space of a text, which
-    there belongs to the answer. ``offset`` counts characters shown before the answer (an echoed prompt).
-    ``call_pieces``: arguments are reported while they are written. ``min_tokens``: stop strings are looked
-    for after so many. ``cut_call``: the answer ended inside a call, which is then no text either.
-    """
+    """The text side of one answer."""
 
     request_id: str
     tokenizer: Any
     stops: list[str]
+    #: The tools that were offered.
     tools: list[dict[str, Any]] | None = None
+    #: "reasoning" if the prompt has opened a thought.
     initial: Channel = "content"
+    #: The beginning of a tool call with which the prompt ends.
     primed: str = ""
+    #: The token before a plain continuation: detokenizers drop the first space of a text, which belongs to
+    #: the answer there.
     follows: int | None = None
+    #: Characters that are shown before the answer (an echoed prompt).
     offset: int = 0
+    #: Arguments are reported while they are written.
     call_pieces: bool = False
+    #: Tokens after which stop strings are looked for.
     min_tokens: int = 0
+    #: The whole answer is text, to the letter.
     plain: bool = False
+    #: Tokens of reasoning so far.
     reasoning_tokens: int = 0
+    #: Calls that are whole so far.
     tool_calls: int = 0
+    #: The answer ended inside a call, which is no text either then.
     cut_call: bool = False
     _tokens: int = field(init=False, default=0)
     # Characters of ``follows`` in the detokenizer's text.
@@ -158,9 +163,10 @@ class AnswerText:
     def push(
         self, token: int, logprob: TokenLogprob | None = None, *, silent: bool = False
     ) -> list[AnswerPiece]:
-        """One sampled token. Returns what has become certain. Raises EngineError if that takes too long.
+        """Take one sampled token; returns the pieces that have become certain. Raises EngineError if reading
+        the text takes too long.
 
-        ``silent``: it has no text, as an end token that does not end the answer.
+        ``silent``: the token has no text, as an end token that does not end the answer.
         """
         self._tokens += 1
         self._pending_tokens += 1
@@ -190,9 +196,9 @@ class AnswerText:
             pass  # embeddings are padded beyond the tokenizer's last token: such an id has no text
 
     def finish(self, *, cut: bool = False) -> list[AnswerPiece]:
-        """The answer has ended: release what was held back, close what was open.
+        """End the answer; returns the pieces that were held back.
 
-        ``cut``: it ended before the model ended it, so that a call that is not whole is no text either.
+        ``cut``: the answer ended before the model ended it: a call that is not whole is no text either then.
         """
         self._detokenizer.finalize()
         # An unfinished code point at the very end is not text.
@@ -202,7 +208,7 @@ class AnswerText:
         self.cut_call |= self._reader.half_call
         if self._blank and not self.tool_calls and not self.cut_call:
             out.append(self._shown(self._blank))
-        # Of a character that is not whole: it has no text.
+        # Tokens of a character that is not whole have no text.
         left = [each.entry for each in self._scored if each.at == each.end >= self._shown_up_to]
         if left or self._pending_tokens:
             channel = self._reader.channel
@@ -234,7 +240,7 @@ class AnswerText:
         return []
 
     def _piece(self) -> list[AnswerPiece]:
-        """What of a call's arguments was not told yet."""
+        """The end of a call's arguments that no piece has told yet."""
         call = self._call
         if call is None or not call.fresh or not self.call_pieces:
             return []
@@ -268,7 +274,7 @@ class AnswerText:
         return [self._shown(shown)]
 
     def _shown(self, texts: list[Said]) -> Delta:
-        """Content, with the log-probabilities of its tokens: markers have none that are told."""
+        """Content, with the log-probabilities of its tokens. Those of markers are not told."""
         entries = [entry for said in texts for entry in self._entries(said)]
         return self._delta("content", "".join(said.text for said in texts), entries)
 
@@ -286,7 +292,7 @@ class AnswerText:
 
 
 def _behind(said: Said, at: int) -> Said:
-    """What of a text begins at a place or behind it."""
+    """The part of a text from character ``at`` of the answer on."""
     if said.at >= at:
         return said
     return Said(said.channel, said.text[at - said.at :], at)

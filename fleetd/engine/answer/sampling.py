@@ -56,7 +56,7 @@ def _noise_key(seed: int, index: int) -> list[int]:
 class SeededSampler:
     """Draws token ``index`` of one answer from (1, V) log-probabilities, and goes on to the next.
 
-    Who draws tokens out of order, or anew, sets ``index`` first.
+    A caller that draws tokens out of order, or anew, sets ``index`` first.
 
     Temperature comes before the filters, as OpenAI's and vLLM's users expect (mlx-lm filters first).
     """
@@ -86,7 +86,7 @@ class _Filters(msgspec.Struct, frozen=True):
     min_p: float
 
     def __call__(self, logprobs: mx.array) -> mx.array:  # (n, V) -> (n, V)
-        # Only top_p asks for shares of the whole; for the others it is enough which is how much likelier.
+        # Only top_p needs shares of the whole; the others compare tokens with each other.
         if self.top_p < 1.0:
             logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
         if 0 < self.top_k < logprobs.shape[-1]:
@@ -155,7 +155,7 @@ _NEUTRAL = SamplingDefaults()
 
 
 def make_sampler(sampling: Sampling, defaults: SamplingDefaults = _NEUTRAL) -> Sampler:
-    """Greedy requests share one function."""
+    """The sampler of one answer. All greedy requests share one function."""
     choice = defaults.asked(sampling)
     if choice.temperature < GREEDY_TEMPERATURE or choice.top_p < GREEDY_TOP_P or choice.top_k == 1:
         shared: Sampler = greedy_sampler
@@ -164,7 +164,7 @@ def make_sampler(sampling: Sampling, defaults: SamplingDefaults = _NEUTRAL) -> S
 
 
 def without_ends(ends: Collection[int], min_tokens: int, prompt_tokens: int) -> LogitsProcessor:
-    """Keeps end tokens from being chosen until the answer has ``min_tokens`` tokens."""
+    """A processor that keeps end tokens from being chosen until the answer has ``min_tokens`` tokens."""
     columns = mx.array(sorted(ends))
 
     def processor(tokens: mx.array, logits: mx.array) -> mx.array:

@@ -36,23 +36,25 @@ Trims = Literal["blanks", "line ends", "nothing"]
 
 
 class TaggedFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family writes calls.
+    """How a family writes calls."""
 
-    ``call`` and ``end``: around a call; ``param`` and ``closes``: around a parameter; ``sep`` ends a tag.
-    ``section_end``: of the calls together. ``trims``: what is no part of a value: all blanks around it, one
-    line end on either side, or nothing. ``says``: the attribute that tells a value's type, and its word for
-    strings. ``cdata``: a value may stand in a section of its own. ``whole``: a tag around one object.
-    """
-
+    #: The beginnings of the tags before and after a call.
     call: str
     end: str
+    #: The beginnings of the tags before and after a parameter.
     param: str
     closes: str
+    #: The marker after the last of several calls.
     section_end: str = ""
+    #: The end of a tag.
     sep: str = ">"
+    #: Blanks around a value that are no part of it: all, one line end on either side, or none.
     trims: Trims = "blanks"
+    #: The attribute that tells a value's type, and its word for strings.
     says: tuple[str, str] = ("", "")
+    #: A value may stand in a CDATA section.
     cdata: bool = False
+    #: The beginning of a tag around all arguments as one JSON object.
     whole: str = ""
 
 
@@ -64,7 +66,12 @@ class ArgFormat(msgspec.Struct, frozen=True):
 
 
 class TagValue:
-    """A value while it is written. ``streams``: it is a string, told as it comes."""
+    """A value while it is written.
+
+    Args:
+        streams: the value is a string, and is told as it comes.
+        nullable: the value may be null, so a text that begins like it waits until it is whole.
+    """
 
     def __init__(self, tell: Callable[[str], None], trims: Trims, *, streams: bool, nullable: bool) -> None:
         self._tell = tell
@@ -72,7 +79,7 @@ class TagValue:
         self._streams = streams
         self._nullable = nullable
         self._begun = False
-        # What is not told yet: all of it, or what may be trimmed off its end.
+        # Text that is not told yet: the whole value, or its end, which may be trimmed off.
         self._kept: list[str] = []
 
     def add(self, text: str) -> None:
@@ -110,7 +117,7 @@ class TagValue:
         self._begun, self._kept = state
 
     def close(self, read: Callable[[str], str]) -> None:
-        """It has ended; ``read`` gives the JSON of a value that is whole."""
+        """End the value; ``read`` gives the JSON of a value that is whole."""
         text = "".join(self._kept)
         if self._begun:
             self._tell(escaped(self._end(text)) + '"')
@@ -210,7 +217,8 @@ class _Arguments:
         read: Callable[[str], str],
         ends: tuple[str, ...],
     ) -> bool:
-        """The text ends inside of a value: it went as far as the end of the call in it, if there is one."""
+        """The text has ended inside of a value. The value ends before the end of the call that stands in it;
+        False if none does."""
         if state is None:
             return False
         calls = self.calls
@@ -225,7 +233,7 @@ class _Arguments:
 
 
 def _attributes(calls: CallReader, sep: str) -> Reading[dict[str, str] | None]:
-    """The attributes of a tag whose name was taken, and its end with them; None if the text ends before."""
+    """Take the attributes and the end of a tag whose name was taken; None if the text ends before."""
     text = yield from calls.feed.span(_IN_TAG, limits.TOOL_NAME_CHARS)
     if not (yield from calls.feed.skip(words(sep))) and not (yield from calls.feed.peek()):
         return None
@@ -239,7 +247,7 @@ def _named(attributes: dict[str, str] | None) -> str:
 
 
 def tagged_call(calls: CallReader, form: TaggedFormat) -> Reading[Outcome]:
-    """One call, from its tag on."""
+    """Read one call, from its tag on."""
     feed = calls.feed
     if not (yield from feed.skip(words(form.call))):
         return "none"
@@ -276,7 +284,7 @@ def tagged_call(calls: CallReader, form: TaggedFormat) -> Reading[Outcome]:
 
 
 def arg_call(calls: CallReader, form: ArgFormat) -> Reading[Outcome]:
-    """One call in GLM's way, from its name on."""
+    """Read one call in GLM's way, from its name on."""
     feed, tag = calls.feed, f"{form.prefix}arg"
     name = yield from calls.name()
     if name is None:

@@ -25,10 +25,13 @@ BLANKS = re.compile(r"\s*")
 
 
 class Words(msgspec.Struct, frozen=True):
-    """Texts to look for. ``longest``: in characters; ``begun``: what begins one of them and is not whole."""
+    """Texts to look for."""
 
+    #: Finds the longest text at a place.
     pattern: re.Pattern[str]
+    #: Characters of the longest text.
     longest: int
+    #: Every beginning of one of the texts.
     begun: frozenset[str]
 
 
@@ -41,13 +44,16 @@ def words(*texts: str) -> Words:
 
 
 class TextFeed:
-    """``read``: characters that were taken. ``cut``: the text ended before the model ended it. ``lacking``:
-    the text has ended where a grammar looked for more."""
+    """A text as far as it has come, and the place up to which a grammar has taken it."""
 
     def __init__(self) -> None:
+        #: Characters that were taken.
         self.read = 0
+        #: The text has ended where a grammar looked for more.
         self.lacking = False
+        #: Characters that were looked at, each as often as it was.
         self.looked = 0
+        #: The text ended before the model ended it.
         self.cut = False
         self._text = ""
         self._at = 0
@@ -73,15 +79,15 @@ class TextFeed:
         return text
 
     def drain(self) -> str:
-        """Take all that came."""
+        """Take all text that has come."""
         return self.take(len(self._text) - self._at)
 
     def mark(self) -> None:
-        """Remember what is taken from here on, until ``taken``."""
+        """Remember the text that is taken from here on, until ``taken``."""
         self._marks.append([])
 
     def taken(self) -> str:
-        """What was taken since the last mark, which is gone with it."""
+        """The text that was taken since the last mark. Removes the mark."""
         text = "".join(self._marks.pop())
         if self._marks:
             self._marks[-1].append(text)
@@ -96,7 +102,7 @@ class TextFeed:
         return self._text[self._at]
 
     def starts(self, wanted: Words) -> Reading[str]:
-        """The one of some words that comes next, which is not taken; "" if none does."""
+        """The one of some words that comes next; "" if none does. Does not take it."""
         while True:
             rest = self._text[self._at : self._at + wanted.longest]
             self._look(len(rest))
@@ -106,11 +112,11 @@ class TextFeed:
                 return ""
 
     def skip(self, wanted: Words) -> Reading[str]:
-        """The word that ``starts`` finds, which is taken."""
+        """Take the word that ``starts`` finds, and return it."""
         return self.take(len((yield from self.starts(wanted))))
 
     def span(self, chars: re.Pattern[str], most: int | None = None) -> Reading[str]:
-        """Take the characters that come next and belong to a class, written as ``[…]*``; at most so many."""
+        """Take the characters that come next and belong to a class, written as ``[…]*``; at most ``most``."""
         parts: list[str] = []
         size = 0
         while True:
@@ -128,7 +134,7 @@ class TextFeed:
         word, which is not taken; "" if there is none up to the end.
 
         Args:
-            whole: where the text is cut, what may have become one of the words is not told.
+            whole: if the text is cut, an end of it that may have become one of the words is not told.
         """
         while True:
             size = len(self._text)

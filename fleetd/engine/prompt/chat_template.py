@@ -16,10 +16,12 @@ from fleetd.models.memory_need import WORKING_BYTES
 
 
 def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> str:
-    """The text that ends where the answer begins.
+    """The text of a conversation, up to where the answer begins.
 
-    Raises what the template raises; MemoryError where it takes too much and the process is bounded
-    (``address_space``), BadRequest where its text is too long.
+    Raises:
+        Exception: what the template raises.
+        MemoryError: the template takes too much, and the process is bounded (``address_space``).
+        BadRequest: the text is too long.
     """
     with _collected(), address_space.narrowed(limits.RENDER_BYTES + WORKING_BYTES):
         try:
@@ -41,7 +43,7 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, **o
 
 @contextmanager
 def _collected() -> Iterator[None]:
-    """Much that is left behind is collected at the end: the next bound counts from what there is then."""
+    """Collect garbage at the end if there is much: the next bound counts from the memory in use then."""
     before = resident_bytes(os.getpid())
     try:
         yield

@@ -33,28 +33,26 @@ _MARKUP = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """A prompt's text, and the ranges of it, ascending, where contents spell control tokens.
-
-    ``where``: the first field that spells one; "" if none does.
-    """
+    """A prompt's text."""
 
     text: str
+    #: Ranges of the text in which contents spell control tokens, ascending.
     spelled: list[Range]
+    #: The first field that spells a control token; "" if none does.
     where: str = ""
 
 
 class ControlTokens(msgspec.Struct, frozen=True):
-    """A tokenizer's control tokens.
-
-    ``special`` finds those that the tokenizer calls special, but for markers of reasoning and of tool calls;
-    ``every`` finds these markers too, and what else of added tokens the chat template writes.
-    ``normalised`` finds in the text that ``normalise`` gives those that the tokenizer looks for there.
-    """
+    """A tokenizer's control tokens."""
 
     ids: frozenset[int]
+    #: Finds the tokens that the tokenizer calls special, but for markers of reasoning and of tool calls.
     special: re.Pattern[str]
+    #: Finds these, the markers, and the other added tokens that the chat template writes.
     every: re.Pattern[str]
+    #: The tokenizer's normaliser, if it looks for some control tokens in normalised text.
     normalise: Callable[[str], str] | None
+    #: Finds these tokens in normalised text.
     normalised: re.Pattern[str]
 
     def render(

@@ -43,22 +43,21 @@ _TEMPLATE_ERRORS = (
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True):
-    """A request whose prompt is token ids.
-
-    ``initial`` is the channel in which the answer begins, ``primed`` the part of a required tool call that
-    the prompt already contains. ``kept``: indices of the tokens that the
-    request's Keep leaves, ascending; None if there is none or where ``dense_reason`` says why it is not
-    followed.
-    ``borders``: of a chat, as ``contents.borders`` has them; empty if they were not asked for or not found.
-    """
+    """A request whose prompt is token ids."""
 
     request: Generate
     tokens: list[int]
+    #: The channel in which the answer begins.
     initial: Channel = "content"
+    #: The beginning of a required tool call, with which the prompt ends.
     primed: str = ""
+    #: The tools that the answer may call.
     tools: list[dict[str, Any]] | None = None
+    #: Indices of the tokens that the request's Keep leaves, ascending; None if all tokens are read.
     kept: list[int] | None = None
+    #: Why a Keep of the request is not followed; "" if it is, or there is none.
     dense_reason: str = ""
+    #: The result of ``contents.borders`` for a chat; empty if it was not asked for or not found.
     borders: Sequence[int] = ()
 
 
@@ -223,7 +222,7 @@ def _callable_tools(prompt: ChatPrompt, tools: list[dict[str, Any]] | None) -> l
 
 
 def _rendered(render: Callable[[], Rendered]) -> Rendered:
-    """What a chat template makes of messages. Raises BadRequest where it fails."""
+    """The text that a chat template makes of messages. Raises BadRequest if the template fails."""
     try:
         return render()
     except jinja2.TemplateSyntaxError as error:
@@ -270,7 +269,7 @@ def _without_spelled(
 
 
 def _advice(error: jinja2.TemplateError) -> str:
-    """What to do where a template raises. What its author wrote for this case says it by itself."""
+    """The hint for a template that raises; "" if its author's own message says what to do."""
     if "role" in str(error).lower():
         return "Check the order of the roles."
     # Others are Jinja's own, as of a field that is missing.
@@ -292,7 +291,7 @@ def _follow(
 
 
 def _encoded(tokenizer: Any, text: str, *, with_offsets: bool) -> tuple[list[int], list[Range] | None]:
-    """A rendered prompt's tokens; with each token's characters if these are wanted and cost nothing more."""
+    """The tokens of a rendered prompt, and each one's characters if they are wanted and cost nothing more."""
     whole: Any = getattr(tokenizer, "_tokenizer", None)
     if with_offsets and getattr(whole, "is_fast", False):
         from transformers import PreTrainedTokenizerBase

@@ -36,21 +36,20 @@ _ID_ALPHABET = string.digits + string.ascii_letters
 
 
 class TemplateNeeds(msgspec.Struct, frozen=True):
-    """Args:
-    single_calls: one call in a message.
-    preamble: no text beside reasoning and a call; what stands between the two in the reasoning. None: both
-        may be there.
-    short_ids: ids of calls have nine letters and digits.
-    joined: roles of which no two messages may follow each other.
-    between: what the assistant says between a tool's result and the user. None: nothing.
-    system: where system messages may be.
-    """
+    """The form that a chat template wants of a conversation."""
 
+    #: A message may have one call.
     single_calls: bool = False
+    #: The words that join text to the reasoning if a message may not have text beside reasoning and a call;
+    #: None if it may.
     preamble: str | None = None
+    #: Ids of calls have nine letters and digits.
     short_ids: bool = False
+    #: Roles of which no two messages may follow each other.
     joined: frozenset[str] = frozenset()
+    #: The assistant's words between a tool's result and the user; None if none are needed.
     between: str | None = None
+    #: Where system messages may be: "anywhere", "first" or "nowhere".
     system: str = "anywhere"
 
     def arranged(self, messages: Sequence[Message]) -> list[Message]:
@@ -74,7 +73,7 @@ class TemplateNeeds(msgspec.Struct, frozen=True):
 
 
 def reminder(text: str) -> str:
-    """A system message in the middle as text of the user's: many templates take one only at first."""
+    """The user's text for a system message in the middle: many templates take one only at first."""
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
@@ -94,7 +93,7 @@ def _calls(message: Message) -> list[Message]:
 
 
 def _system_as_user(messages: Iterable[Message], *, first: bool) -> list[Message]:
-    """System messages as the user's, but for those before every other one if ``first``."""
+    """Messages with the system's turned into the user's; with ``first`` the leading ones stay."""
     turns: list[Message] = []
     for each in messages:
         if each.get("role") != "system" or (first and all(t.get("role") == "system" for t in turns)):
@@ -107,7 +106,7 @@ def _system_as_user(messages: Iterable[Message], *, first: bool) -> list[Message
 
 
 def _joined(messages: Iterable[Message], roles: Set[str]) -> list[Message]:
-    """Messages of one of these roles that follow each other as one."""
+    """Messages in which neighbours of one of these roles are one message."""
     turns: list[Message] = []
     for each in messages:
         if turns and each.get("role") == turns[-1].get("role") and each.get("role") in roles:
