@@ -36,14 +36,14 @@ from fleetd.requests.smart_prefill.skip import SkipCompression
 
 
 class CompressBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Either ``prompt`` or ``messages``. Fields that are left out have this machine's defaults.
-
-    ``question``: what a ``prompt`` is read for, if the prompt does not say so. The answer leaves it out.
-    """
+    """Either ``prompt`` or ``messages``. Fields that are left out have this machine's defaults."""
 
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     messages: Annotated[list[bodies.Message], Meta(min_length=1, max_length=limits.MESSAGES)] | None = None
-    question: str | None = None
+    question: Annotated[
+        str | None,
+        Meta(description="What a `prompt` is read for, if it does not say so. Not a part of the answer."),
+    ] = None
     compressor_model: Annotated[str, Meta(max_length=limits.MODEL_NAME_CHARS)] | None = None
     target_ratio: Ratio | None = None
     min_keep_tokens: Tokens | None = None

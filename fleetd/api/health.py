@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from aiohttp import hdrs, web
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from fleetd import limits
 from fleetd.api.http.body import json_answer
@@ -22,16 +22,16 @@ class EngineHealth(Struct, frozen=True):
     model: str
     #: As in ``EngineStatus``.
     state: str
-    #: Seconds since the worker's last step; None if it has taken none.
-    progress_age_s: float | None
+    progress_age_s: Annotated[
+        float | None, Meta(description="Seconds since the worker's last step; null if it has taken none.")
+    ]
 
 
 class Health(Struct, frozen=True):
     """Whether a request would be served now."""
 
     status: Literal["ok", "stalled", "draining", "starting"]
-    #: Why a request would not be served, or which models are not loaded; "" if all is well.
-    reason: str = ""
+    reason: Annotated[str, Meta(description="Why not, or which models are not loaded; may be empty.")] = ""
     engines: list[EngineHealth] = []
 
 

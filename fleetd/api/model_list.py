@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fleetd.api.http.services import Services
 from fleetd.engine.protocol import Ready
@@ -25,29 +25,32 @@ ModelState = Literal["installed", "loading", "loaded"]
 class ModelPlace(Struct, frozen=True):
     """A machine that has a model."""
 
-    #: The machine's name; "this" is the machine that was asked.
-    node: str
+    node: Annotated[str, Meta(description='The machine\'s name; "this" is the machine that was asked.')]
     state: ModelState
 
 
 class ModelDetails(Struct, frozen=True):
-    """Facts about a model that OpenAI's object has no field for."""
+    """What OpenAI's object has no field for."""
 
-    #: Where the model's files are; "fleet" or "catalog" for a model that is not installed here.
-    source: str
+    source: Annotated[
+        str,
+        Meta(description='Where its files are; "fleet" or "catalog" for a model that is not installed here.'),
+    ]
     architecture: str
     context_tokens: int
     weights_bytes: int
-    #: A worker of the machine that was asked has it in memory.
-    loaded: bool
-    #: The machine that was asked has its files.
-    installed: bool
-    #: Every machine that can answer with the model now.
-    nodes: list[ModelPlace] = []
-    #: The format in which the model writes tool calls; "" if it writes none or this is not known here.
-    tools: str = ""
-    #: The model can reason before it answers.
-    thinking: bool = False
+    loaded: Annotated[bool, Meta(description="The machine that was asked has it in memory.")]
+    installed: Annotated[bool, Meta(description="The machine that was asked has its files.")]
+    nodes: Annotated[
+        list[ModelPlace], Meta(description="Every machine that can answer with the model now.")
+    ] = []
+    tools: Annotated[
+        str,
+        Meta(
+            description='The format in which it writes tool calls; "" if it writes none or this is not known.'
+        ),
+    ] = ""
+    thinking: Annotated[bool, Meta(description="The model can reason before it answers.")] = False
 
 
 class ModelObject(Struct, frozen=True, kw_only=True):
@@ -55,13 +58,15 @@ class ModelObject(Struct, frozen=True, kw_only=True):
 
     id: str
     object: Literal["model"] = "model"
-    #: Seconds since 1970: when the files were installed; 0 for a model that is not installed here.
-    created: int
+    created: Annotated[
+        int, Meta(description="Seconds since 1970: when its files were installed; 0 if they are not.")
+    ]
     owned_by: str
-    #: Tokens, under the name that OpenRouter's clients read; absent if no machine here knows the number.
-    context_length: int | UnsetType = UNSET
-    #: The same number, under the name that vLLM's clients read.
-    max_model_len: int | UnsetType = UNSET
+    context_length: Annotated[
+        int | UnsetType,
+        Meta(description="Tokens, under OpenRouter's name; absent if no machine here knows the number."),
+    ] = UNSET
+    max_model_len: Annotated[int | UnsetType, Meta(description="The same, under vLLM's name.")] = UNSET
     fleet: ModelDetails
 
 

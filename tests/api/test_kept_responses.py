@@ -15,7 +15,7 @@ from api_fakes import FakeRunner, Site, Step, serve, services
 from fleetd import limits
 from fleetd.api.kept_answers import KeptAnswers
 from fleetd.api.responses.bodies import InputItem
-from fleetd.api.responses.kept import KvStored
+from fleetd.api.responses.kept import KeptResponses
 from fleetd.api.responses.kept import answer as answer_of
 from fleetd.api.responses.kept import item as item_of
 from fleetd.api.responses.kept import keep as keep_response
@@ -61,7 +61,7 @@ def clock() -> HandClock:
 
 
 @pytest.fixture
-def kept(clock: HandClock) -> KvStored:
+def kept(clock: HandClock) -> KeptResponses:
     return KeptAnswers(monotonic=clock)
 
 
@@ -71,7 +71,7 @@ def runner() -> FakeRunner:
 
 
 @pytest.fixture
-async def site(runner: FakeRunner, kept: KvStored) -> AsyncIterator[Site]:
+async def site(runner: FakeRunner, kept: KeptResponses) -> AsyncIterator[Site]:
     async with serve(services(runner, kept_responses=kept)) as made:
         yield made
 
@@ -210,7 +210,7 @@ async def test_what_is_not_kept_is_a_404_that_names_it(site: Site, clock: HandCl
         await asked(site, f"/v1/responses/{gone['id']}/input_items", 404)
 
 
-async def test_an_answer_that_failed_is_not_kept(kept: KvStored) -> None:
+async def test_an_answer_that_failed_is_not_kept(kept: KeptResponses) -> None:
     def dies(job: Job) -> Iterable[Step]:
         return [p.Accepted(job.request.id, 1), p.Delta(job.request.id, "half"), EngineDied("It died.")]
 
@@ -220,7 +220,7 @@ async def test_an_answer_that_failed_is_not_kept(kept: KvStored) -> None:
         await asked(site, f"/v1/responses/{failed['id']}", 404)
 
 
-async def test_an_answer_that_its_client_left_is_not_kept(kept: KvStored) -> None:
+async def test_an_answer_that_its_client_left_is_not_kept(kept: KeptResponses) -> None:
     waits = asyncio.Event()
 
     def slow(job: Job) -> Iterable[Step]:
@@ -239,7 +239,7 @@ async def test_an_answer_that_its_client_left_is_not_kept(kept: KvStored) -> Non
         await asked(site, f"/v1/responses/{name}", 404)
 
 
-async def test_an_answer_that_was_cut_by_length_is_gone_on_from(kept: KvStored) -> None:
+async def test_an_answer_that_was_cut_by_length_is_gone_on_from(kept: KeptResponses) -> None:
     def cut(job: Job) -> Iterable[Step]:
         name = job.request.id
         return [p.Accepted(name, 1), p.Delta(name, "half"), p.Finished(name, "length", p.Usage(1, 0, 1))]
@@ -255,7 +255,7 @@ async def test_an_answer_that_was_cut_by_length_is_gone_on_from(kept: KvStored) 
 
 
 async def test_attack_who_needs_no_token_finds_no_answer_of_who_has_it(
-    runner: FakeRunner, kept: KvStored
+    runner: FakeRunner, kept: KeptResponses
 ) -> None:
     given = services(runner, kept_responses=kept)
     async with serve(given) as site, serve(given, needs_token=False) as tokenless:
@@ -301,11 +301,11 @@ def response(name: str, text: str = "hi") -> Response:
     return Response(id=name, created_at=0, model="m", output=[said, call])
 
 
-def keep(kept: KvStored, name: str, text: str = "hi", **more: Any) -> None:
+def keep(kept: KeptResponses, name: str, text: str = "hi", **more: Any) -> None:
     keep_response(kept, "", response(name, text), [InputItem(role="user", content="x")], 10, **more)
 
 
-def has(kept: KvStored, *names: str) -> list[bool]:
+def has(kept: KeptResponses, *names: str) -> list[bool]:
     found = []
     for name in names:
         try:
@@ -317,7 +317,7 @@ def has(kept: KvStored, *names: str) -> list[bool]:
     return found
 
 
-def test_an_answer_lasts_an_hour_after_its_last_use(kept: KvStored, clock: HandClock) -> None:
+def test_an_answer_lasts_an_hour_after_its_last_use(kept: KeptResponses, clock: HandClock) -> None:
     keep(kept, "resp_a")
     keep(kept, "resp_b")
     for _ in range(3):
@@ -330,7 +330,7 @@ def test_an_answer_lasts_an_hour_after_its_last_use(kept: KvStored, clock: HandC
 
 
 def test_where_there_are_too_many_those_go_that_were_not_used_for_longest(
-    kept: KvStored, monkeypatch: pytest.MonkeyPatch
+    kept: KeptResponses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "RESPONSES_KEPT", 2)
     keep(kept, "resp_a")
@@ -340,7 +340,7 @@ def test_where_there_are_too_many_those_go_that_were_not_used_for_longest(
     assert has(kept, "resp_a", "resp_b", "resp_c") == [True, False, True]
 
 
-def test_what_is_kept_never_exceeds_its_bytes(kept: KvStored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_never_exceeds_its_bytes(kept: KeptResponses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RESPONSES_KEPT_BYTES", 10_000)
     for i in range(50):
         keep(kept, f"resp_{i}", "x" * 2_000)
@@ -356,7 +356,7 @@ def test_what_is_kept_never_exceeds_its_bytes(kept: KvStored, monkeypatch: pytes
     assert (kept.n_bytes, kept._whole) == (0, {})
 
 
-def test_items_that_a_client_sends_again_stay_those_of_their_own_answer_of(kept: KvStored) -> None:
+def test_items_that_a_client_sends_again_stay_those_of_their_own_answer_of(kept: KeptResponses) -> None:
     keep(kept, "resp_a")
     again = item_of(kept, "", "msg_a_0", "input")
     keep_response(kept, "", response("resp_b"), [again], 10)

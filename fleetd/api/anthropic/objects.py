@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -14,12 +14,13 @@ class ThinkingTokens(Struct, frozen=True):
 
 
 class MessageUsage(Struct, frozen=True):
-    """The tokens of a prompt are the sum of the three input figures: read anew, read anew of a prompt that is
-    marked for the cache, and found in the cache."""
+    """The tokens of a prompt are the sum of the three input figures."""
 
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
+    input_tokens: Annotated[int, Meta(description="Read anew.")]
+    cache_creation_input_tokens: Annotated[
+        int, Meta(description="Read anew of a prompt that is marked for the cache.")
+    ]
+    cache_read_input_tokens: Annotated[int, Meta(description="Found in the cache.")]
     output_tokens: int
     output_tokens_details: ThinkingTokens = ThinkingTokens(0)
 

@@ -30,16 +30,19 @@ SIGNATURE = "ZmxlZXRk"
 
 
 class MessageOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Args:
-    marked: the client marks what is to be cached, so what is read anew counts as put into the cache.
-    smart: how the prompt is shortened; None reads it whole.
-    """
+    """How one answer is written."""
 
+    #: The answer's id.
     id: str
+    #: The name that the client used.
     model: str
+    #: The bound on the answer's tokens; None is what the context holds.
     max_tokens: int | None = None
+    #: False shows the first tool call only.
     parallel_tools: bool = True
+    #: The client marks what is to be cached: prompt tokens that are not in the cache count as put into it.
     marked: bool = False
+    #: How the prompt is shortened; None reads it whole.
     smart: SmartPrefillPolicy | None = None
 
 

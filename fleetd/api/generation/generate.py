@@ -39,24 +39,23 @@ from fleetd.requests.job import Job, Origin, Planned
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
-    """What to generate for one HTTP request.
+    """What to generate for one HTTP request."""
 
-    Args:
-        id: the answer's id, as clients see it.
-        route: the endpoint's name in the ledger.
-        generates: one per choice, the choices of one prompt next to each other.
-        smart: how the prompts are shortened; None reads them whole.
-        per_prompt: choices that answer each prompt.
-        session: as ``client_sessions.session_of`` gives it.
-    """
-
+    #: The answer's id, as clients see it.
     id: str
+    #: The model that the client named; "" is the default model.
     model: str
+    #: The endpoint's name in the ledger.
     route: str
+    #: One per choice, the choices of one prompt next to each other.
     generates: Sequence[Generate]
+    #: No prompt leaves this machine.
     local_only: bool = False
+    #: How the prompts are shortened; None reads them whole.
     smart: SmartPrefillPolicy | None = None
+    #: How many choices answer each prompt.
     per_prompt: int = 1
+    #: The name of the client's session (``client_sessions.session_of``); "" if it has none.
     session: str = ""
 
 

@@ -42,13 +42,13 @@ _SAMPLING = {
 
 
 class FieldGroup(msgspec.Struct, frozen=True):
-    """Args:
-    what: the fields of the group, as docs/http.md calls them.
-    refused: by name, the values that ask for nothing.
-    """
+    """Fields that say something about one matter."""
 
+    #: The matter, in the words of docs/http.md.
     what: str
+    #: By name, the values that ask for nothing: every other value is refused.
     refused: Mapping[str, tuple[Any, ...]] = {}
+    #: Names of fields that are ignored.
     harmless: tuple[str, ...] = ()
 
 

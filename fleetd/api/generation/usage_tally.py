@@ -14,21 +14,19 @@ from fleetd.engine.protocol import Finished, Timings, Usage
 
 
 class EngineWork(msgspec.Struct, frozen=True):
-    """What the engines computed for some choices.
+    """What the engines computed for some choices."""
 
-    Args:
-        usage: tokens, summed over the choices. A prompt that several choices share counts for each.
-        timings: the longest of each phase: choices run side by side. Restored tokens are summed.
-        not_prefilled: tokens of the prompts that smart prefill left out of prefill, in the sparse form.
-        drafts: per choice, what was guessed ahead; None where nothing was.
-        smart: the smart prefill that took longest; None if it was not asked for.
-    """
-
+    #: Tokens, summed over the choices. A prompt that several choices share counts for each.
     usage: Usage
+    #: The longest of each phase: choices run side by side. Restored and fetched tokens are summed.
     timings: Timings
+    #: How many choices were decoded; at least 1.
     streams: int
+    #: Tokens of the prompts that smart prefill left out of prefill, in the sparse form.
     not_prefilled: int
+    #: Per choice, the tokens that were guessed ahead; None if none were.
     drafts: tuple[Speculated | None, ...]
+    #: The smart prefill that took longest; None if it was not asked for.
     smart: SmartPrefillResult | None
 
 

@@ -6,8 +6,10 @@ The Responses API, fleetd's own endpoints and addresses that belong to no dialec
 from __future__ import annotations
 
 from http import HTTPStatus
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from fleetd.api.http.dialect import Dialect, ServerSentEvents
 from fleetd.errors import BadRequest, FleetError, NotFound, Unauthorized
@@ -16,16 +18,16 @@ from fleetd.errors import BadRequest, FleetError, NotFound, Unauthorized
 class ErrorBody(msgspec.Struct, frozen=True, rename={"kind": "type"}):
     """An error, as OpenAI's libraries read it."""
 
-    #: A sentence that ends in the hint: OpenAI's libraries show people nothing else.
-    message: str
-    #: A family of errors, for people: programs branch on ``code`` and the status.
-    kind: str
-    #: The field of the request that is wrong, if there is one.
-    param: str | None
-    #: Stable between versions.
-    code: str
-    #: What to do; may be empty.
-    hint: str = ""
+    message: Annotated[
+        str,
+        Meta(description="A sentence that ends in the hint: OpenAI's libraries show people nothing else."),
+    ]
+    kind: Annotated[
+        str, Meta(description="A family of errors, for people: programs branch on `code` and the status.")
+    ]
+    param: Annotated[str | None, Meta(description="The field of the request that is wrong, if there is one.")]
+    code: Annotated[str, Meta(description="Stable between versions.")]
+    hint: Annotated[str, Meta(description="What to do; may be empty.")] = ""
 
 
 class ErrorReply(msgspec.Struct, frozen=True):

@@ -16,46 +16,42 @@ _PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
 
 class RouteStatus(msgspec.Struct, frozen=True):
-    """A status besides 200.
+    """A status besides 200."""
 
-    Args:
-        reply: what the body may be besides an error of the dialect.
-    """
-
+    #: A sentence for the OpenAPI page.
     meaning: str
+    #: The type of a body that is no error of the dialect, if there is one.
     reply: type | None = None
 
 
 class Route(msgspec.Struct, frozen=True, eq=False):
-    """A route. Paths under ``/fleet/`` are served on the Unix socket only (auth.py).
-
-    Args:
-        path: in aiohttp's notation.
-        dialect: how errors and streams are written.
-        name: the operation's id on the OpenAPI page; "" leaves the route off the page.
-        body: the type of the request's body; None if it takes none.
-        reply: the type of the answer, or a schema per media type where it is not a struct.
-        item: the type of each object in a stream, or their union; None if the route never streams.
-        statuses: those besides 200 and the ones of every route (openapi.py).
-        open: needs no token.
-        secret: needs it also at the address where others need none.
-        shared: clients of other dialects call here too, and are answered in theirs.
-        page: the page may ask for it over TCP (page/access.py).
-    """
+    """A route. Paths under ``/fleet/`` are served on the Unix socket only (auth.py)."""
 
     method: str
+    #: The path, in aiohttp's notation.
     path: str
     handler: Handler
+    #: How errors and streams are written.
     dialect: Dialect
+    #: The operation's id on the OpenAPI page; "" leaves the route off the page.
     name: str = ""
+    #: A sentence for the OpenAPI page.
     summary: str = ""
+    #: The type of the request's body; None if the route takes none.
     body: type | None = None
+    #: The type of the answer, or a schema per media type if the answer is no struct.
     reply: type | Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
+    #: The type of each object in a stream, or their union; None if the route never streams.
     item: Any = None
+    #: The statuses besides 200 and those of every route (openapi.py).
     statuses: Mapping[int, RouteStatus] = msgspec.field(default_factory=dict)
+    #: The route needs no token.
     open: bool = False
+    #: The route needs the token also at the address where others need none.
     secret: bool = False
+    #: Clients of other dialects call this route too, and are answered in theirs.
     shared: bool = False
+    #: The page may ask for the route over TCP (page/access.py).
     page: bool = False
 
     @property

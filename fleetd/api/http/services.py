@@ -34,58 +34,57 @@ class Services(msgspec.Struct, frozen=True):
     """Parts of the daemon, and the settings of its HTTP API.
 
     The methods of ``models``, ``ledger.usage``, ``verify`` and ``traces`` block: call them in a thread.
-
-    Args:
-        pull: starts or joins the download of a model and yields its progress.
-        status: the body of ``/fleet/v1/status``; ``/health`` reads it too.
-        verify: ``fleetd.models.verify.verify(path, full=bool)``.
-        names: the models of requests that name none, or name one by an alias.
-        token: what TCP clients must show; "" turns the check off.
-        hosts: Host values accepted besides 127.0.0.1, localhost and [::1], which are at any port.
-        origins: web origins that may call from a browser. Without any there are no CORS headers.
-        plan: how a prompt would be answered now; raises FleetError where no machine can.
-        traces: the newest so many, or those of one request.
-        pinned: models that stay loaded; to change them blocks.
-        smart_defaults: what smart prefill does where a request leaves it open.
-        compressing: shortens a prompt for /v1/compress.
-        disk_cache: prompts on the disk; its methods block.
-        fetches: prompts that came from other machines' disks, and went there.
-        models_changed: told when a model came or went; other machines hear of it at once.
-        running: requests that have not ended.
-        ended: those that have since a number, and the number for the next time.
-        answer_tokens: most tokens of an answer whose request does not say; None is what the context holds.
-        settings: as the daemon runs with them.
-        page: who has opened the page.
-        kept_responses: answers that clients come back to (``responses.kept``).
-        listeners: one object for each listener to events.
     """
 
     runner: RequestRunner
     models: ModelStore
+    #: Starts or joins the download of a model and yields its progress.
     pull: Callable[[str], AsyncGenerator[PullProgress, None]]
     pool: EnginePool
     ledger: Ledger
     metrics: Metrics
+    #: The body of ``/fleet/v1/status``; ``/health`` reads it too.
     status: Callable[[], DaemonStatus]
+    #: ``fleetd.models.verify.verify(path, full=bool)``.
     verify: Callable[..., None]
+    #: The token that TCP clients must show; "" turns the check off.
     token: str
+    #: The daemon's version.
     version: str
+    #: The model of a request that names none, and the models behind aliases.
     names: ModelNames
+    #: How a prompt would be answered now. Raises FleetError if no machine can answer it.
     plan: Callable[[PlanQuestion], Awaitable[PlanView]]
+    #: Models that stay loaded. Changing them blocks.
     pinned: PinnedModels
+    #: Host values accepted besides 127.0.0.1, localhost and [::1], which are accepted at any port.
     hosts: frozenset[str] = msgspec.field(default_factory=frozenset)
+    #: Web origins that may call from a browser. Without any there are no CORS headers.
     origins: frozenset[str] = msgspec.field(default_factory=frozenset)
     fleet: Fleet | DisabledFleet = msgspec.field(default_factory=DisabledFleet)
+    #: The newest traces, at most so many, or those of one request.
     traces: Callable[[int, str], TracesView] = lambda last, request_id: TracesView([])
+    #: What smart prefill does if a request leaves it open.
     smart_defaults: SmartPrefillPolicy = msgspec.field(default_factory=SmartPrefillPolicy)
+    #: Shortens a prompt for /v1/compress.
     compressing: CompressionService | None = None
+    #: Prompts on the disk. Its methods block.
     disk_cache: DiskCache | None = None
+    #: Prompts that came from other machines' disks, and prompts that went there.
     fetches: Callable[[], list[MachineFetches]] = list
+    #: Is called when a model came or went; other machines hear of it at once.
     models_changed: Callable[[], None] = lambda: None
+    #: Requests that have not ended.
     running: Callable[[], Sequence[RunningRequest]] = tuple
+    #: Requests that have ended since a number, and the number for the next call.
     ended: Callable[[int], tuple[int, Sequence[Trace]]] = lambda number: (number, ())
+    #: The most tokens of an answer whose request has no bound; None is what the context holds.
     answer_tokens: int | None = None
+    #: The settings as the daemon runs with them.
     settings: Sequence[SettingView] = ()
+    #: Sessions of browsers that have the page open.
     page: PageSessions = msgspec.field(default_factory=PageSessions)
+    #: Answers that clients come back to (``responses.kept``).
     kept_responses: KeptAnswers[Any, Any] = msgspec.field(default_factory=KeptAnswers)
+    #: One object for each listener to events.
     listeners: set[object] = msgspec.field(default_factory=set)

@@ -5,9 +5,9 @@ Durations are in nanoseconds, sizes in bytes. What is 0, empty or unknown is lef
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 DoneReason = Literal["", "stop", "length", "load", "unload"]
 
@@ -33,12 +33,13 @@ class OllamaAnswer(Struct, frozen=True, omit_defaults=True):
 
 
 class OllamaFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the last object of an answer tells besides. ``load_duration``: until the prompt was taken by a
-    worker, which includes waiting for one."""
+    """Figures of the last object of an answer, times in nanoseconds."""
 
     done_reason: DoneReason = ""
     total_duration: int = 0
-    load_duration: int = 0
+    load_duration: Annotated[
+        int, Meta(description="Until a worker took the prompt, which includes waiting for one.")
+    ] = 0
     prompt_eval_count: int = 0
     prompt_eval_duration: int = 0
     eval_count: int = 0

@@ -30,18 +30,17 @@ _NS = 1_000_000_000
 
 
 class OllamaReplyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Args:
-    model: the name that the client used.
-    chat: /api/chat's objects, or /api/generate's.
-    began: when the request came.
-    elapsed_s: seconds since then.
-    smart: how the prompt is shortened; None reads it whole.
-    """
+    """How one answer is written."""
 
+    #: The name that the client used.
     model: str
+    #: True for /api/chat's objects, False for /api/generate's.
     chat: bool
+    #: When the request came.
     began: datetime
+    #: Seconds since then.
     elapsed_s: Callable[[], float]
+    #: How the prompt is shortened; None reads it whole.
     smart: SmartPrefillPolicy | None = None
 
 

@@ -7,9 +7,9 @@ generated from these same types, so what is documented is what is sent.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
@@ -26,9 +26,11 @@ class CompletionDetails(Struct, frozen=True):
 
 
 class UsageObject(Struct, frozen=True):
-    """``prompt_tokens`` counts what the client sent, once per prompt however many choices answer it."""
+    """Tokens that are counted for the client."""
 
-    prompt_tokens: int
+    prompt_tokens: Annotated[
+        int, Meta(description="What the client sent, once per prompt however many choices answer it.")
+    ]
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
@@ -36,49 +38,56 @@ class UsageObject(Struct, frozen=True):
 
 
 class TimingReport(Struct, frozen=True):
-    """llama.cpp's ``timings``: ``prompt_n`` leaves out the ``cache_n`` tokens taken from the prefix cache.
+    """llama.cpp's ``timings``."""
 
-    ``restored_n``: of ``cache_n``, the tokens whose keys and values were read from the disk, in
-    ``restore_ms``, before ``prompt_ms``; ``fetched_n`` and ``fetch_ms``: the same from the machine
-    ``fetched_from``.
-    ``score_ms``: with smart prefill, from the request to the shortened prompt; it comes before ``prompt_ms``.
-    ``draft_n`` and ``draft_n_accepted``: tokens that were guessed and verified, where any were.
-    """
-
-    prompt_n: int
-    cache_n: int
+    prompt_n: Annotated[
+        int, Meta(description="Tokens of the prompt that were read, without those of `cache_n`.")
+    ]
+    cache_n: Annotated[
+        int, Meta(description="Tokens of the prompt whose keys and values were in the prefix cache.")
+    ]
     prompt_ms: float
     prompt_per_second: float
     predicted_n: int
     predicted_ms: float
     predicted_per_second: float
     queue_ms: float
-    restored_n: int | UnsetType = UNSET
-    restore_ms: float | UnsetType = UNSET
-    fetched_n: int | UnsetType = UNSET
-    fetch_ms: float | UnsetType = UNSET
-    fetched_from: str | UnsetType = UNSET
-    score_ms: float | UnsetType = UNSET
-    draft_n: int | UnsetType = UNSET
-    draft_n_accepted: int | UnsetType = UNSET
+    restored_n: Annotated[
+        int | UnsetType, Meta(description="Of `cache_n`, the tokens that were read from the disk.")
+    ] = UNSET
+    restore_ms: Annotated[float | UnsetType, Meta(description="The time of that, before `prompt_ms`.")] = (
+        UNSET
+    )
+    fetched_n: Annotated[
+        int | UnsetType, Meta(description="Of `cache_n`, the tokens that came from another machine.")
+    ] = UNSET
+    fetch_ms: Annotated[float | UnsetType, Meta(description="The time of that, before `prompt_ms`.")] = UNSET
+    fetched_from: Annotated[str | UnsetType, Meta(description="The machine that they came from.")] = UNSET
+    score_ms: Annotated[
+        float | UnsetType,
+        Meta(description="With smart prefill, the time up to the shortened prompt, before `prompt_ms`."),
+    ] = UNSET
+    draft_n: Annotated[
+        int | UnsetType, Meta(description="Tokens that were guessed ahead; absent if none were.")
+    ] = UNSET
+    draft_n_accepted: Annotated[
+        int | UnsetType, Meta(description="Of `draft_n`, the tokens that the model would have chosen.")
+    ] = UNSET
 
 
 class SmartReport(Struct, frozen=True):
-    """What smart prefill made of the prompts of a request that asked for it; ``mode`` "full" dropped nothing.
+    """What smart prefill made of the prompts of a request that asked for it."""
 
-    Tokens are the compressor's, summed over prompts; ``nodes`` are the machines that scored. ``skipped`` says
-    why nothing was dropped: a stable code, a colon, a sentence. ``settings``: what was asked for, with this
-    machine's defaults filled in.
-    """
-
-    mode: Literal["text", "sparse", "full"]
+    mode: Annotated[Literal["text", "sparse", "full"], Meta(description='"full": nothing was left out.')]
     compressor: str
-    nodes: list[str]
-    original_tokens: int
-    compressed_tokens: int
+    nodes: Annotated[list[str], Meta(description="The machines that scored.")]
+    original_tokens: Annotated[int, Meta(description="The compressor's tokens, summed over prompts.")]
+    compressed_tokens: Annotated[int, Meta(description="The same, of what was kept.")]
     score_ms: float
-    skipped: str
-    settings: dict[str, Any]
+    skipped: Annotated[str, Meta(description="Why nothing was left out: a stable code, a colon, a sentence.")]
+    settings: Annotated[
+        dict[str, Any], Meta(description="What was asked for, with this machine's defaults filled in.")
+    ]
 
 
 # ---- /v1/chat/completions --------------------------------------------------------------------------------

@@ -30,25 +30,29 @@ LEAST_LOGPROB = -9999.0
 
 
 class ReplyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What all objects of one reply have in common, and what the client asked to see in them.
+    """What all objects of one reply have in common, and what the client asked to see in them."""
 
-    Args:
-        choices: of all prompts together.
-        per_prompt: choices that answer each prompt.
-        echo: the answer begins with the prompt.
-        smart: how the prompts are shortened; None reads them whole.
-    """
-
+    #: The answer's id.
     id: str
+    #: When the request came, in seconds since 1970.
     created: int
+    #: The name that the client used.
     model: str
+    #: The daemon's version, as ``system_fingerprint``.
     fingerprint: str
+    #: How many choices there are, of all prompts together.
     choices: int = 1
+    #: How many choices answer each prompt.
     per_prompt: int = 1
+    #: A stream ends with a chunk that has the usage.
     include_usage: bool = False
+    #: The client asked for log-probabilities.
     logprobs: bool = False
+    #: False shows the first tool call only.
     parallel_tools: bool = True
+    #: The answer begins with the prompt.
     echo: bool = False
+    #: How the prompts are shortened; None reads them whole.
     smart: SmartPrefillPolicy | None = None
 
 

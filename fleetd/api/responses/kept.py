@@ -15,18 +15,17 @@ from fleetd.errors import ResponseNotFound
 
 
 class KeptResponse(msgspec.Struct, frozen=True):
-    """Args:
-    response: the answer as it was sent.
-    before: the conversation that its request went on from.
-    asked: what its request added to that; each item has an id.
-    said: the answer's items.
-    n_bytes: about as many as all of it has.
-    """
+    """An answer, and the conversation that it ends."""
 
+    #: The answer as it was sent.
     response: Response
+    #: The conversation that its request went on from.
     before: tuple[InputItem, ...]
+    #: The items that its request added to that; each has an id.
     asked: tuple[InputItem, ...]
+    #: The answer's items.
     said: tuple[InputItem, ...]
+    #: About how many bytes all of it takes.
     n_bytes: int
 
     @property
@@ -35,11 +34,11 @@ class KeptResponse(msgspec.Struct, frozen=True):
         return (*self.before, *self.asked, *self.said)
 
 
-KvStored = KeptAnswers[KeptResponse, InputItem]
+KeptResponses = KeptAnswers[KeptResponse, InputItem]
 
 
 def keep(
-    kept: KvStored,
+    kept: KeptResponses,
     client: str,
     response: Response,
     asked: Sequence[InputItem],
@@ -61,14 +60,14 @@ def keep(
     kept.keep(client, response.id, found, parts, found.n_bytes)
 
 
-def answer(kept: KvStored, client: str, name: str, param: str | None = None) -> KeptResponse:
+def answer(kept: KeptResponses, client: str, name: str, param: str | None = None) -> KeptResponse:
     """Raises ResponseNotFound."""
     if (found := kept.find(client, name)) is None:
         raise missing("answer", name, param)
     return found
 
 
-def item(kept: KvStored, client: str, name: str, param: str) -> InputItem:
+def item(kept: KeptResponses, client: str, name: str, param: str) -> InputItem:
     """An item of an answer, or of what it was asked. Raises ResponseNotFound."""
     if (found := kept.part(client, name)) is None:
         raise missing("item", name, param)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from fleetd.api.generation.fields import ResponseFormat
 from fleetd.api.responses.bodies import ResponseTool, ResponseToolChoice
@@ -109,8 +109,7 @@ class ReasoningConfig(Struct, frozen=True):
 
 
 class Response(Struct, frozen=True, kw_only=True):
-    """``warnings`` says what of the request was left out; ``tools`` are those that were not. ``usage`` comes
-    with the end: OpenAI's document knows no null there, nor for ``user``."""
+    """An answer."""
 
     id: str
     object: Literal["response"] = "response"
@@ -131,12 +130,19 @@ class Response(Struct, frozen=True, kw_only=True):
     temperature: float | None = None
     text: ResponseText = ResponseText()
     tool_choice: str | ResponseToolChoice = "auto"
-    tools: list[ResponseTool] = field(default_factory=list)
+    tools: Annotated[list[ResponseTool], Meta(description="The tools of the request that can be called.")] = (
+        field(default_factory=list)
+    )
     top_p: float | None = None
     truncation: Literal["disabled"] = "disabled"
-    usage: ResponseUsage | UnsetType = UNSET
+    usage: Annotated[
+        ResponseUsage | UnsetType,
+        Meta(description="Comes with the end: OpenAI's document knows no null here."),
+    ] = UNSET
     user: str | UnsetType = UNSET
-    warnings: list[str] | UnsetType = UNSET
+    warnings: Annotated[
+        list[str] | UnsetType, Meta(description="Sentences about what was left out of the request.")
+    ] = UNSET
 
 
 class InputTokenCount(Struct, frozen=True):

@@ -35,17 +35,17 @@ from fleetd.requests.job import Planned
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Args:
-    response: the answer before anything of it is known.
-    carry: give the reasoning a second time, as ``encrypted_content``.
-    keep: is told the whole answer before it is sent.
-    smart: how the prompt is shortened; None reads it whole.
-    """
+    """How one answer is written."""
 
+    #: The answer before anything of it is known.
     response: o.Response
+    #: The client's tools, by the names that the model knows.
     tools: ToolTable
+    #: The reasoning is given a second time, as ``encrypted_content``.
     carry: bool = False
+    #: Is called with the whole answer before that is sent.
     keep: Callable[[o.Response], None] = lambda response: None
+    #: How the prompt is shortened; None reads it whole.
     smart: SmartPrefillPolicy | None = None
 
 

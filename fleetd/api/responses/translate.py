@@ -37,13 +37,15 @@ _TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
 class Translated(msgspec.Struct, frozen=True):
-    """Args:
-    carry: the answer's reasoning is to come a second time, as ``encrypted_content``.
-    """
+    """A request as work for the engine."""
 
+    #: The one answer.
     generate: Generate
+    #: The client's tools, by the names that the model knows.
     tools: ToolTable
+    #: Sentences about what was left out of the request.
     warnings: list[str]
+    #: The answer's reasoning is to come a second time, as ``encrypted_content``.
     carry: bool
 
 
