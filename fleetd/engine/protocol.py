@@ -32,7 +32,7 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.compression.packed import PackedScores
 from fleetd.control.prefill_trace import Speculated
-from fleetd.engine.sampling_parameters import Sampling as Sampling
+from fleetd.engine.sampling.parameters import Sampling as Sampling
 from fleetd.plan.prefill.split import Split
 from fleetd.plan.state_sizes import StateSizes
 from fleetd.text.bounded import Count, Logprob, Natural, Seconds, Text

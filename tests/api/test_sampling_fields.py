@@ -20,7 +20,7 @@ from fleetd.api.openai import translate as openai_translate
 from fleetd.api.responses import bodies as responses
 from fleetd.api.responses import translate as responses_translate
 from fleetd.engine.protocol import Generate
-from fleetd.engine.sampling_parameters import EVERY, PARAMETERS, Dialect, Sampling, SamplingParameter
+from fleetd.engine.sampling.parameters import EVERY, PARAMETERS, Dialect, Sampling, SamplingParameter
 from fleetd.errors import InvalidValue
 
 ASK = [{"role": "user", "content": "hi"}]

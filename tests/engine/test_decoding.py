@@ -16,11 +16,11 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
 
-from fleetd.engine.answer import sampling as sampling_module
 from fleetd.engine.loop import decoding, sequence
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.protocol import Cancel, Failed, Sampling, Speculate
+from fleetd.engine.sampling import sampler as sampling_module
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.rounds import Promise, Rounds
 from fleetd.engine.speculation.suffix import PastAnswers

@@ -13,13 +13,13 @@ from mlx_lm.utils import load_config
 from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer
 
-from fleetd.engine.answer.sampling import SamplingDefaults
 from fleetd.engine.load import loading, model_reading, stage_loading
 from fleetd.engine.load.readable_folder import readable
 from fleetd.engine.prompt.control_tokens import control_tokens
 from fleetd.engine.prompt.prompt_encoding import check_ids, prepare
 from fleetd.engine.prompt.template_turns import template_needs
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt
+from fleetd.engine.sampling.sampler import SamplingDefaults
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import BadRequest
 from fleetd.models.abilities import of_files

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from mlx_lm import sample_utils
 from msgspec.structs import replace
 
-from fleetd.engine.answer import sampling
-from fleetd.engine.answer.sampling import (
+from fleetd.engine.sampling import sampler as sampling
+from fleetd.engine.sampling.parameters import PARAMETERS, Sampling, SamplingDefaults
+from fleetd.engine.sampling.sampler import (
     BatchSampler,
     SeededSampler,
     make_processors,
     make_sampler,
     without_ends,
 )
-from fleetd.engine.sampling_parameters import PARAMETERS, Sampling, SamplingDefaults
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0], dtype=np.float32)

@@ -17,9 +17,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cac
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
 
-from fleetd.engine.answer.sampling import make_processors, make_sampler
 from fleetd.engine.layers.stage import code_of
 from fleetd.engine.protocol import Cancel, Sampling
+from fleetd.engine.sampling.sampler import make_processors, make_sampler
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.sequence_state.parts import all_parts

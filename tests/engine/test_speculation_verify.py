@@ -18,8 +18,8 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import greedy_sampler
 
-from fleetd.engine.answer.sampling import make_processors, make_sampler
 from fleetd.engine.protocol import Sampling
+from fleetd.engine.sampling.sampler import make_processors, make_sampler
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import ANY

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from fleetd.engine.sampling_parameters import EVERY, PARAMETERS
+from fleetd.engine.sampling.parameters import EVERY, PARAMETERS
 
 # Values that ask for nothing.
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})

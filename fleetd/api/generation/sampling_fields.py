@@ -1,4 +1,4 @@
-"""Sampling parameters in request bodies, made from ``engine/sampling_parameters.PARAMETERS``. Pure."""
+"""Sampling parameters in request bodies, made from ``engine/sampling/parameters.PARAMETERS``. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
-from fleetd.engine.sampling_parameters import PARAMETERS, Dialect, Sampling, SamplingParameter
+from fleetd.engine.sampling.parameters import PARAMETERS, Dialect, Sampling, SamplingParameter
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 

@@ -1,1 +1,1 @@
-"""From logits to tokens, and from tokens to text, tool calls and log-probabilities."""
+"""From tokens to text, tool calls and log-probabilities."""

@@ -31,7 +31,7 @@ from fleetd.engine.load.model_reading import (
 )
 from fleetd.engine.measure.calibrate import Speeds, calibrate
 from fleetd.engine.protocol import Loading, Ready
-from fleetd.engine.sampling_parameters import SamplingDefaults
+from fleetd.engine.sampling.parameters import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.sequence_state import batches, checkpoints

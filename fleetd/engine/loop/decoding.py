@@ -26,7 +26,14 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
-from fleetd.engine.answer.sampling import (
+from fleetd.engine.failures import require
+from fleetd.engine.loop.sequence import ScheduledSequence
+from fleetd.engine.measure.memory import GROWTH_TOKENS, KvBudget
+from fleetd.engine.prefixes.disk_tier import DiskTier
+from fleetd.engine.prefixes.prefix_cache import SPARSE, Origins, PrefixCache
+from fleetd.engine.protocol import FinishReason, Generate, Report
+from fleetd.engine.sampling.parameters import SamplingDefaults
+from fleetd.engine.sampling.sampler import (
     BatchSampler,
     LogitsProcessor,
     Sampler,
@@ -35,13 +42,6 @@ from fleetd.engine.answer.sampling import (
     make_sampler,
     without_ends,
 )
-from fleetd.engine.failures import require
-from fleetd.engine.loop.sequence import ScheduledSequence
-from fleetd.engine.measure.memory import GROWTH_TOKENS, KvBudget
-from fleetd.engine.prefixes.disk_tier import DiskTier
-from fleetd.engine.prefixes.prefix_cache import SPARSE, Origins, PrefixCache
-from fleetd.engine.protocol import FinishReason, Generate, Report
-from fleetd.engine.sampling_parameters import SamplingDefaults
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import all_plain

@@ -52,7 +52,7 @@ from fleetd.engine.protocol import (
     StreamTag,
     WriteNow,
 )
-from fleetd.engine.sampling_parameters import SamplingDefaults
+from fleetd.engine.sampling.parameters import SamplingDefaults
 from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.scoring.score_guests import ScoreGuests
 from fleetd.engine.scoring.scoring_layout import ScoringLayout

@@ -32,7 +32,7 @@ import numpy as np
 from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 
-from fleetd.engine.answer.sampling import LogitsProcessor, Sampler, SeededSampler
+from fleetd.engine.sampling.sampler import LogitsProcessor, Sampler, SeededSampler
 from fleetd.engine.sequence_state import rollback
 
 

@@ -23,7 +23,7 @@ from mlx_lm.sample_utils import (
     make_logits_processors,
 )
 
-from fleetd.engine.sampling_parameters import Sampling, SamplingDefaults
+from fleetd.engine.sampling.parameters import Sampling, SamplingDefaults
 
 # (n, V) logits or log-probabilities → (n,) tokens.
 Sampler = Callable[[mx.array], mx.array]

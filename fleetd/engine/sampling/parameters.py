@@ -1,7 +1,7 @@
 """How the next token is chosen: ``Sampling``, and one table of what requests may say about it. Pure.
 
 A new parameter is a field of ``Sampling`` and its row of ``PARAMETERS``, its arithmetic in
-``answer/sampling.py``, and a test. Fields of request bodies, their ranges, their translation and the refusals
+``sampler.py``, and a test. Fields of request bodies, their ranges, their translation and the refusals
 of dialects that do not have the parameter are made from the table (``api/generation/sampling_fields.py``).
 """
 
