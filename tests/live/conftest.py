@@ -1,4 +1,4 @@
-"""A real daemon for the tests that do not harm it, with the default model and one whose answers are known."""
+"""A real daemon for the tests that do not harm it: the default model, one of known answers, one that is quick."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ sys.path.append(str(Path(__file__).parents[1] / "api"))
 from api_fakes import Target
 
 SMOL = "smollm2-135m"
+# It says random words of the default model's vocabulary, for tests of what holds for any model.
+QUICK = "quick"
 
 
 @pytest.fixture(scope="session")
 def live_models(embedded_model: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A models folder that tests may add to: copies of the default model and of the chain model."""
+    """A models folder that tests may add to: the default model, the chain model and a quick one."""
     folder = tmp_path_factory.mktemp("models")
     shutil.copytree(embedded_model.path, folder / SMOL)
     chain_model.build(folder / "chain")
+    scripted_model.build(folder / QUICK, embedded_model.path, context=8192)
     return folder
 
 
@@ -96,4 +99,4 @@ def make_fleet(short_dir: Path, programs: Programs) -> Iterator[Callable[..., Li
 
 @pytest.fixture(scope="session")
 def target(live: LiveDaemon) -> Target:
-    return Target(live.base_url, live.key, SMOL, tools=False)
+    return Target(live.base_url, live.key, QUICK, tools=False)

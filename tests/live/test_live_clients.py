@@ -1,4 +1,4 @@
-"""The clients that people use, against a live daemon with a real model.
+"""The clients that people use, against a live daemon with real workers.
 
 Most of it is the suite of tests/api/test_openai_sdk.py, which asserts shape and agreement and so holds for
 any model: every test there that asks for a ``target`` runs here again, with the live daemon as the target.
@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 import test_openai_sdk
+from api_fakes import Target
 from live_daemon import LiveDaemon, until
 from test_openai_sdk import async_client, client, connect
 
@@ -201,10 +202,12 @@ def test_a_raw_socket_sees_well_formed_chunks(live: LiveDaemon) -> None:
     assert payload.endswith(b"data: [DONE]\n\n")
 
 
-def test_the_choices_of_one_request_read_its_prompt_once(client: openai.OpenAI, live: LiveDaemon) -> None:
+def test_the_choices_of_one_request_read_its_prompt_once(
+    client: openai.OpenAI, live: LiveDaemon, target: Target
+) -> None:
     text = "The ferry was late again, and nobody on the pier knew why. " * 30
     reply = client.chat.completions.create(
-        model="smollm2-135m", messages=said(f"{text} Why?"), n=3, max_tokens=3, temperature=0
+        model=target.model, messages=said(f"{text} Why?"), n=3, max_tokens=3, temperature=0
     )
     assert len({choice.message.content for choice in reply.choices}) == 1
     assert reply.usage is not None

@@ -1,4 +1,4 @@
-"""A tiny real model whose weights are random: what it answers, ``scripted_answers`` decides.
+"""A tiny real model whose weights are random: it says random words, or what ``scripted_answers`` decides.
 
 It has the default model's tokenizer, a long context, and a chat template with tools and reasoning, so that
 the real prompts of coding agents are rendered, tokenized and read as with any other model.
@@ -56,6 +56,8 @@ def build(folder: Path, tokenizer_of: Path, *, context: int = 40_960) -> Path:
     weights = {
         "model.embed_tokens.weight": random(vocab, HIDDEN),
         "model.norm.weight": np.ones(HIDDEN, np.float32),
+        # Not tied, or the most likely token would always be the last one again.
+        "lm_head.weight": random(vocab, HIDDEN),
     }
     for layer in range(LAYERS):
         for name, shape in {
@@ -84,7 +86,7 @@ def build(folder: Path, tokenizer_of: Path, *, context: int = 40_960) -> Path:
         "vocab_size": vocab,
         "rope_theta": 1_000_000.0,
         "max_position_embeddings": context,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "eos_token_id": tokenizer.token_to_id(EOS),
         "torch_dtype": "float32",
     }
