@@ -17,7 +17,8 @@ from live_fleet import LiveFleet, answer, body, heard, said
 pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(180)]
 
 TARGET, SMALL = "target", "small"
-TOKENS = 300
+# More than the model counts before it begins anew.
+TOKENS = 160
 COUNTED = " ".join(str(1 + number % chain_model.ENDLESS) for number in range(TOKENS))
 WITHIN_S = 20.0
 

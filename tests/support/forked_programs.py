@@ -408,17 +408,21 @@ def _fork_server() -> None:
     asyncio.create_subprocess_exec = forked
 
 
-def _import_for_workers() -> None:
+def _import_for_programs() -> None:
     from fleetd.engine.cpu import products
 
     products.preload_blas()
     products.preload_blas = lambda: products.exact()  # it insists on being first, and has been
     from fleetd.engine import worker
+    from fleetd.process import lean_imports
 
     worker.quiet_libraries()
 
     for module in _READ_BY_LOADING:
         importlib.import_module(module)
+    # As ``fleetd run`` does. A daemon's imports took as long as all else that it does until it is ready.
+    lean_imports.load()
+    importlib.import_module("fleetd.app")
 
     _found.update((name, os.environ[name]) for name in _LIBRARIES if name in os.environ)
 
@@ -432,7 +436,7 @@ def main(channel: socket.socket, options: dict[str, Any]) -> int:
         for module in options["imports"]:
             importlib.import_module(module)
     else:
-        _import_for_workers()
+        _import_for_programs()
     for module in options["install"]:
         importlib.import_module(module).install()
     # It lives through all tests: what is there now need not be looked at again by a collector in each fork.
