@@ -4,7 +4,7 @@
          ◄── process id, then exit status ──                ``python -m fleetd run …`` ── forks a server
                                                             of its own for its workers
 
-fleetctl is forked by a server that has imported fleetctl alone.
+In its own tests fleetctl is forked by a server that has imported fleetctl alone.
 
 Run as a program this is the server; ``Programs`` is its client. Every other program starts as usual.
 Only for Linux, where MLX on a CPU allows a fork after its import.
@@ -423,6 +423,10 @@ def _import_for_programs() -> None:
     # As ``fleetd run`` does. A daemon's imports took as long as all else that it does until it is ready.
     lean_imports.load()
     importlib.import_module("fleetd.app")
+    from fleetctl.cli import VERBS
+
+    for verb in VERBS:
+        importlib.import_module(f"fleetctl.verbs.{verb}")
 
     _found.update((name, os.environ[name]) for name in _LIBRARIES if name in os.environ)
 

@@ -245,9 +245,16 @@ class LiveDaemon:
                 yield events(response)
 
     def fleetctl(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        where = ["--home", str(self.home), *arguments]
+        if self._programs is not None:
+            command = [sys.executable, "-m", "fleetctl", *where]
+            typed = None if stdin is None else stdin.encode()
+            done = self._programs.run(command, env=os.environ, given=typed, timeout_s=100)
+            said = [stream.decode() for stream in (done.stdout, done.stderr)]
+            return subprocess.CompletedProcess(done.args, done.returncode, *said)
         given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
         return subprocess.run(
-            [*FLEETCTL, "--home", str(self.home), *arguments],
+            [*FLEETCTL, *where],
             capture_output=True,
             text=True,
             cwd=REPO,
