@@ -13,6 +13,7 @@ from typing import Any
 import agent_programs
 import blas_threads
 import forked_programs
+import httpx
 import pytest
 import set_speeds
 import uvloop
@@ -47,6 +48,9 @@ settings.register_profile("quick", _ANY_MACHINE, max_examples=40)
 settings.register_profile("long", _ANY_MACHINE, max_examples=200)
 settings.load_profile("quick")
 
+
+# Each HTTP client reads all of the web's certificate authorities, a twentieth of a second: once is enough.
+httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
 
 # Collecting imports modules and makes items, all of which stay: looking at them again and again is in vain.
 gc.disable()

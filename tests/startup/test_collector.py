@@ -18,8 +18,9 @@ class Cycle:
         self.itself = self
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def thawed() -> Iterator[None]:
+    """Once for all tests: it takes seconds."""
     yield
     gc.unfreeze()
     gc.collect()
