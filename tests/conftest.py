@@ -63,11 +63,35 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
-    """Every async test runs on both loops, except where what is tested is another process's work."""
+    """Every async test runs on both loops, except where what is tested is another process's work.
+
+    The cases of one test take turns; the long tests run each on the other loop, too.
+    """
     if item.get_closest_marker("one_loop"):
-        return {"uvloop": uvloop.new_event_loop}
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+        return {"uvloop": LOOPS["uvloop"]}
+    return LOOPS
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first case of an async test stays on asyncio, the second on uvloop, and so on; marks the rest long."""
+    cases: dict[tuple[Any, str], list[str]] = {}
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        if spec is None or item.get_closest_marker("one_loop") or item.get_closest_marker("long"):
+            continue
+        loop, _, case = spec.id.partition("-")
+        if loop not in LOOPS or not case:
+            continue
+        known = cases.setdefault((item.parent, item.originalname), [])
+        if case not in known:
+            known.append(case)
+        if list(LOOPS)[known.index(case) % len(LOOPS)] != loop:
+            item.add_marker("long")
 
 
 @pytest.fixture(scope="session", autouse=True)
