@@ -66,22 +66,24 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# Three parts of about the same work, each in a process of its own, because tests of live daemons often wait.
+# Four parts of about the same work, each in a process of its own, because tests of live daemons often wait.
 # What fails in lint ends all.
 LIVE = tests/live tests/p2p tests/models
-ENGINE = tests/engine
+ENGINE_A = $(wildcard tests/engine/test_[a-r]*.py)
+ENGINE_B = $(wildcard tests/engine/test_[s-z]*.py)
 PYTEST = $(BIN)/python -m pytest -q -p no:cacheprovider
 test: $(DEV)
-	@trap 'kill $$live $$engine 2>/dev/null || true' EXIT; \
+	@trap 'kill $$live $$a $$b 2>/dev/null || true' EXIT; \
 	$(PYTEST) $(LIVE) > .live-tests.log 2>&1 & live=$$!; \
-	$(PYTEST) $(ENGINE) > .engine-tests.log 2>&1 & engine=$$!; \
+	$(PYTEST) $(ENGINE_A) > .engine-a-tests.log 2>&1 & a=$$!; \
+	$(PYTEST) $(ENGINE_B) > .engine-b-tests.log 2>&1 & b=$$!; \
 	$(MAKE) --no-print-directory lint || exit 1; \
-	$(PYTEST) $(patsubst %,--ignore=%,$(LIVE) $(ENGINE)) && rest=0 || rest=$$?; \
-	wait $$engine && engine_ended=0 || engine_ended=$$?; \
-	echo "tests of $(ENGINE):"; cat .engine-tests.log; rm .engine-tests.log; \
-	wait $$live && live_ended=0 || live_ended=$$?; \
-	echo "tests of $(LIVE):"; cat .live-tests.log; rm .live-tests.log; \
-	exit $$((rest + engine_ended + live_ended))
+	$(PYTEST) $(patsubst %,--ignore=%,$(LIVE) tests/engine) && failed=0 || failed=1; \
+	for part in "$$a engine-a" "$$b engine-b" "$$live live"; do \
+		set -- $$part; wait $$1 || failed=1; \
+		echo "tests of part $$2:"; cat .$$2-tests.log; rm .$$2-tests.log; \
+	done; \
+	exit $$failed
 
 # More generated cases, and what runs for minutes on purpose.
 test-long: $(DEV)

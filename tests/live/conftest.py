@@ -57,6 +57,13 @@ def live(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[Liv
 
 
 @pytest.fixture(scope="session")
+def loaded_smol(live: LiveDaemon) -> str:
+    """The default model's name. Its first load tries its arithmetic, for longer than a client waits."""
+    live.control("POST", "/fleet/v1/models/load", {"model": SMOL})
+    return SMOL
+
+
+@pytest.fixture(scope="session")
 def scripted(
     embedded_model: ModelFolder, short_dir: Path, programs: Programs, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ScriptedDaemon]:

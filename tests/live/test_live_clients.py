@@ -51,14 +51,15 @@ def test_the_suite_of_the_scripted_daemon_runs_here() -> None:
     assert {"test_chat", "test_async", "test_logprobs"} <= set(globals())
 
 
-def test_a_real_answer(client: openai.OpenAI) -> None:
+def test_a_real_answer(client: openai.OpenAI, loaded_smol: str) -> None:
     reply = client.chat.completions.create(
-        model="smollm2-135m", messages=said("What is the capital of France?"), temperature=0, max_tokens=20
+        model=loaded_smol, messages=said("What is the capital of France?"), temperature=0, max_tokens=20
     )
     assert reply.choices[0].message.content == "The capital of France is Paris."
     assert reply.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.usefixtures("loaded_smol")
 def test_the_default_model_needs_no_name(client: openai.OpenAI) -> None:
     fields: Any = {"messages": said("What is the capital of France?"), "temperature": 0, "max_tokens": 7}
     for model in ("default", ""):
