@@ -78,7 +78,7 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> d
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first case of an async test stays on asyncio, the second on uvloop, and so on; marks the rest long."""
+    """An async test's first case stays on asyncio, the second on uvloop, and so on; marks the rest long."""
     cases: dict[tuple[Any, str], list[str]] = {}
     for item in items:
         spec = getattr(item, "callspec", None)

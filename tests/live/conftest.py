@@ -1,4 +1,4 @@
-"""A real daemon for the tests that do not harm it: the default model, one of known answers, one that is quick."""
+"""A real daemon for the tests that do not harm it: the default model, one of known answers, a quick one."""
 
 from __future__ import annotations
 
