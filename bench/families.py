@@ -35,7 +35,6 @@ from bench.scenarios import (
     padding,
     page,
     page_open,
-    past_answers,
     prefill,
     prefill_hybrid,
     prefill_no_helper,
@@ -256,13 +255,6 @@ FAMILIES = {
         (*_DRAFTED, *_scenario("drafter_beside_local")),
     ),
     "spec": Family("Speculative decoding", 3, 1, speculation.measure, (*_WORKER, *_scenario("speculation"))),
-    "past-answers": Family(
-        "Drafts from past answers",
-        8,
-        2,
-        past_answers.measure,
-        (*_WORKER, *_scenario("past_answers")),
-    ),
     "states": Family(
         "States of a hybrid at earlier tokens",
         7,

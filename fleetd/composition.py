@@ -297,7 +297,6 @@ class DaemonParts:
             self.machine.metrics,
             model=settings.draft_model,
             where=settings.draft_on,
-            remembers=settings.remember,
         )
 
     def _placer(self) -> Placer:
@@ -430,7 +429,6 @@ def _pool_options(config: Config, home: HomeFolder, blocks: DiskCacheSettings | 
         prefill_chunk_tokens=engine.prefill_chunk_tokens,
         prefix_cache_bytes=engine.prefix_cache_bytes,
         speculation=config.speculation.mode,
-        remember_answers=config.speculation.remember,
         cache=str(home.cache),
         blocks=blocks,
         idle_unload_s=float(engine.idle_unload_s),

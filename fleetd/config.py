@@ -282,13 +282,6 @@ class SpeculationSettings(msgspec.Struct, frozen=True):
         Literal["auto", "on", "off"],
         Meta(description="auto verifies drafts where that pays, on wherever there are some, off never."),
     ] = "auto"
-    remember: Annotated[
-        bool,
-        Meta(
-            description="Keeps past answers in the worker's memory, as token ids, to draft from; gone with "
-            "the worker."
-        ),
-    ] = False
     draft_model: Annotated[
         str,
         Meta(

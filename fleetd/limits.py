@@ -472,10 +472,6 @@ SPEC_WIDTH = 16
 SPEC_INDEX_TOKENS = 32_768
 # Of these, taken up between two passes: about 5 ms of Python.
 SPEC_INDEX_STEP = 1024
-# Past answers that a worker remembers where it may: some fifty thousand tokens.
-SPEC_PAST_BYTES = 32 * MIB
-# A key that requests bring to keep their pasts apart: a hash, or a name.
-SPEC_KEY_CHARS = 128
 # The probe at load, of a model whose pace it does not know yet.
 SPEC_PROBE_S = 0.5
 # The same where kernels are chosen by size: no further context is probed after this long, and blocks are not

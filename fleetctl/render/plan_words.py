@@ -56,8 +56,6 @@ def drafts_line(drafts: DraftsView) -> str:
     if not drafts.sources:
         return f"Drafts: none, {clause(drafts.reason) or 'no source can draft'}."
     words = {"lookup": "prompt lookup", "suffix": "suffix", "drafter": _drafter(drafts)}
-    if drafts.remembers:
-        words["suffix"] = "suffix with past answers"
     named = ", ".join(words.get(source) or one_line(source) for source in drafts.sources)
     missing = ""
     if drafts.draft_model and not drafts.drafters:

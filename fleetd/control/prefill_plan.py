@@ -73,8 +73,7 @@ class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``sources``: of drafts, preferred ones first; if there are none, ``reason`` says why. ``width``: most
     tokens of one pass; an answer's acceptance and the cost of passes may leave fewer. ``verdict``: of the
-    probe. ``draft_model`` drafts on the first of the machines ``drafters`` that can. ``remembers``: past
-    answers are drafted from as well.
+    probe. ``draft_model`` drafts on the first of the machines ``drafters`` that can.
     """
 
     verdict: str
@@ -82,7 +81,6 @@ class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):
     width: int = 1
     draft_model: str = ""
     drafters: list[str] = []
-    remembers: bool = False
     reason: str = ""
 
 

@@ -97,14 +97,12 @@ class Speculate(msgspec.Struct, frozen=True, omit_defaults=True):
     """How drafts are used for one answer, which they never change.
 
     ``sources``: names from ``local_sources.SOURCE_NAMES``, None for all. ``width``: most tokens of one pass,
-    0 for what pays. ``key`` keeps past answers apart where they are remembered. ``draft_model``: which
-    model is the "drafter", "" for the one that the settings name.
+    0 for what pays. ``draft_model``: which model is the "drafter", "" for the one that the settings name.
     """
 
     enabled: bool = True
     sources: Annotated[list[str], Meta(max_length=8)] | None = None
     width: Natural = 0
-    key: Annotated[str, Meta(max_length=limits.SPEC_KEY_CHARS)] = ""
     draft_model: Annotated[str, Meta(max_length=limits.MODEL_NAME_CHARS)] = ""
 
 

@@ -33,8 +33,6 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     cache: str = ""
     # Where keys and values of prompts are kept on the disk; None keeps none.
     blocks: DiskCacheSettings | None = None
-    # Past answers are kept as token ids, to draft from.
-    remember_answers: bool = False
 
 
 class WorkerSettings(WorkerOptions, frozen=True):

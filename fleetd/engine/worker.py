@@ -426,13 +426,11 @@ def quiet_libraries() -> None:
 
 def _speculation(settings: WorkerSettings, loaded: Loaded) -> WorkerSpeculation:
     from fleetd.engine.speculation.speculation import WorkerSpeculation
-    from fleetd.engine.speculation.suffix import PastAnswers
 
     return WorkerSpeculation(
         loaded.verdict,
         loaded.facts.vocab_size,
         settings.speculation,
-        PastAnswers(limits.SPEC_PAST_BYTES) if settings.remember_answers else None,
         computes_ahead=loaded.facts.device != "cpu",
     )
 

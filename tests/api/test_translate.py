@@ -59,7 +59,7 @@ def test_sampling(fields: dict[str, Any], expected: Sampling) -> None:
         ({"enabled": False}, Speculate(enabled=False)),
         ({"sources": ["lookup"], "width": 4}, Speculate(sources=["lookup"], width=4)),
         ({"sources": []}, Speculate(sources=[])),
-        ({"key": "me", "draft_model": "org/small"}, Speculate(key="me", draft_model="org/small")),
+        ({"draft_model": "org/small"}, Speculate(draft_model="org/small")),
     ],
     ids=str,
 )
@@ -75,7 +75,7 @@ def test_how_drafts_are_used(given: Any, expected: Speculate | None) -> None:
         ({"width": limits.SPEC_WIDTH + 1}, "speculate.width"),
         ({"width": -1}, "speculate.width"),
         ({"sources": ["n-gram"]}, "speculate.sources[0]"),
-        ({"key": "x" * (limits.SPEC_KEY_CHARS + 1)}, "speculate.key"),
+        ({"key": "me"}, "speculate"),
         ({"draft_model": "/etc/model"}, "speculate.draft_model"),
         ({"draft_model": "~/model"}, "speculate.draft_model"),
         ("yes", "speculate"),

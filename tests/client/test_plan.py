@@ -99,9 +99,8 @@ def test_another_machine_that_answers_with_helpers_of_its_own_and_what_cannot() 
                 "width": 4,
                 "draft_model": "small",
                 "drafters": ["studio", "this"],
-                "remembers": True,
             },
-            "Drafts: small on studio (else this), suffix with past answers, prompt lookup; up to 4 tokens "
+            "Drafts: small on studio (else this), suffix, prompt lookup; up to 4 tokens "
             "per pass. Verdict: exact: for the test.",
         ),
         (

@@ -23,7 +23,6 @@ from fleetd.engine.protocol import Cancel, Failed, Sampling, Speculate
 from fleetd.engine.sampling import sampler as sampling_module
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.rounds import Promise, Rounds
-from fleetd.engine.speculation.suffix import PastAnswers
 from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
 from fleetd.models.folder import ModelFolder
 
@@ -496,19 +495,6 @@ def test_a_request_may_choose_or_refuse(llama: Any, tokenizer: Any) -> None:
     assert report.width == 3
     assert set(report.sources) == {"lookup"}
     assert refused.said("r") == only.said("r") == plain.said("r")
-
-
-def test_past_answers_help_where_they_are_remembered(llama: Any, tokenizer: Any) -> None:
-    accepted = []
-    for past in (None, PastAnswers(1 << 20)):
-        run = Run(llama, tokenizer, spec(past=past), prefix=decoding.PrefixCache(0))
-        for name in ("a", "b"):
-            run.submit(name, PROMPT, sampling=SAMPLED, speculate=Speculate(sources=["suffix"]), max_tokens=60)
-            run.finish()
-        assert run.said("a") == run.said("b")
-        report = run.finished("b").speculation
-        accepted.append(report.accepted if report else 0)
-    assert accepted[1] > max(30, accepted[0])
 
 
 def test_a_source_may_come_while_the_answer_runs(

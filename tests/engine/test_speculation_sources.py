@@ -1,4 +1,4 @@
-"""Prompt lookup and the suffix automaton against brute force, and the past that is remembered."""
+"""Prompt lookup and the suffix automaton against brute force."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.engine.speculation.automaton import BYTES_PER_TOKEN, ROOT, Automaton
+from fleetd.engine.speculation.automaton import Automaton
 from fleetd.engine.speculation.local_sources import LOCAL_NAMES, SOURCE_NAMES, local_sources
 from fleetd.engine.speculation.lookup import LONGEST, SHORTEST, PromptLookup
 from fleetd.engine.speculation.remote_source import RemoteSource
-from fleetd.engine.speculation.suffix import PastAnswers, SuffixSource
+from fleetd.engine.speculation.suffix import SuffixSource
 
 # Few different tokens, so that much is repeated.
 texts = st.lists(st.integers(0, 3), max_size=60)
@@ -55,24 +55,6 @@ def test_the_automaton_knows_the_longest_end_that_was_there_before(text: list[in
             assert text[after - n : after] == text[end - n : end]
 
 
-@given(texts, texts)
-def test_another_text_is_followed_through_the_automaton(past: list[int], text: list[int]) -> None:
-    automaton = Automaton()
-    for token in past:
-        automaton.append(token)
-    state, matched = ROOT, 0
-    for end, token in enumerate(text, 1):
-        state, matched = automaton.step(state, matched, token)
-        ends = [n for n in range(end + 1) if contains(past, text[end - n : end])]
-        assert matched == max(ends)
-        after = automaton.after(state)
-        assert past[after - matched : after] == text[end - matched : end]
-
-
-def contains(text: list[int], part: list[int]) -> bool:
-    return any(text[i : i + len(part)] == part for i in range(len(text) - len(part) + 1))
-
-
 @given(texts, st.integers(1, 8))
 def test_a_suffix_draft_is_no_longer_than_its_match(text: list[int], width: int) -> None:
     drafts = SuffixSource().propose(text, width)
@@ -103,38 +85,6 @@ def test_a_long_prompt_is_taken_up_bit_by_bit_and_only_its_end(
     assert drafting.propose([*text, 6, 7, 8], 2) == [9, 10]
     # What is older than the bound is not found.
     assert drafting.propose([*text, 6, 7, 8, 1, 2, 3], 2) == []
-
-
-def test_a_past_answer_is_found_where_its_key_is_the_same() -> None:
-    past = PastAnswers(limits.SPEC_PAST_BYTES)
-    past.add("a", [10, 11, 12, 13, 14, 15])
-    text = [1, 2, 10, 11, 12]
-    assert SuffixSource(past.of("a")).propose(text, 8) == [13, 14, 15]
-    assert SuffixSource(past.of("b")).propose(text, 8) == []
-    # A draft never goes on from one answer into the next one.
-    past.add("a", [10, 11, 12, 99])
-    assert SuffixSource(past.of("a")).propose(text, 8) == [99]
-
-
-def test_the_past_is_bounded_and_forgets_the_oldest_first() -> None:
-    past = PastAnswers(200 * BYTES_PER_TOKEN)
-    for i in range(100):
-        past.add("a", [1000 * i + j for j in range(20)])
-        assert past.nbytes <= 200 * BYTES_PER_TOKEN
-    find = lambda i: SuffixSource(past.of("a")).propose([1000 * i + j for j in range(5)], 3)  # noqa: E731
-    assert find(99) == [99005, 99006, 99007]
-    assert find(0) == []
-
-
-def test_of_many_keys_the_one_not_used_for_longest_goes() -> None:
-    past = PastAnswers(200 * BYTES_PER_TOKEN)
-    for key in "abcdef":
-        past.add(key, list(range(60)))
-        past.add("a", [500, 501, 502, 503])
-        assert past.nbytes <= 200 * BYTES_PER_TOKEN
-    assert past.of("b") == ()
-    assert past.of("f") != ()
-    assert past.of("a") != ()
 
 
 def test_the_names_of_sources_are_those_that_requests_may_give() -> None:

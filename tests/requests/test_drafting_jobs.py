@@ -512,8 +512,8 @@ async def planned(home: DraftingHome, tokens: int = 100) -> DraftsView:
 
 async def test_a_plan_names_sources_width_and_verdict() -> None:
     verdict = "exact: blocks of up to 16 tokens"
-    async with home_of(model="", remembers=True) as home:
-        assert await planned(home) == DraftsView(verdict, ["suffix", "lookup"], 16, remembers=True)
+    async with home_of(model="") as home:
+        assert await planned(home) == DraftsView(verdict, ["suffix", "lookup"], 16)
         late = await planned(home, 4095)
         assert (late.sources, late.width) == ([], 1)
         assert "up to 4096 tokens of context" in late.reason

@@ -64,14 +64,6 @@ class SpeculateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(ge=0, le=limits.SPEC_WIDTH, description="Most tokens of one pass; 0 leaves it to what pays."),
     ] = 0
-    key: Annotated[
-        str,
-        Meta(
-            max_length=limits.SPEC_KEY_CHARS,
-            description="Where past answers are remembered, this one is drafted from, and remembered for, "
-            "those of the same key only.",
-        ),
-    ] = ""
     draft_model: Annotated[
         Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS, pattern="^[^/~]")] | None,
         Meta(
@@ -105,7 +97,7 @@ def speculate(asked: bool | SpeculateBody | None) -> Speculate | None:
             return Speculate(enabled)
         case _:
             sources = None if asked.sources is None else list[str](asked.sources)
-            return Speculate(asked.enabled, sources, asked.width, asked.key, asked.draft_model or "")
+            return Speculate(asked.enabled, sources, asked.width, asked.draft_model or "")
 
 
 # ---- Decoding --------------------------------------------------------------------------------------------

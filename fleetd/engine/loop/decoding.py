@@ -371,9 +371,6 @@ class Decoding:
         if drafts is not None:
             sequence.speculated = drafts.report
             drafts.close()
-        if self.speculation is not None:
-            answer = running.tokens[len(sequence.prepared.tokens) :]
-            self.speculation.ended(sequence.prepared.request, answer)
         self.remember(sequence, tokens, cache)
 
     # ---- apart -----------------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ from __future__ import annotations
 # has as many suffixes with ends of their own as it has tokens.
 ENDS_UPDATED = 16
 ROOT = 0
-# Bytes that a token costs, two states and their tables included: measured on CPython 3.11, rounded up.
-BYTES_PER_TOKEN = 640
 
 
 class Automaton:
@@ -75,19 +73,6 @@ class Automaton:
             following[state][token] = shorter
             state = link[state]
         return shorter
-
-    def step(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """Another text's longest end that occurs here, one token on: its state and length."""
-        following, link = self._next, self._link
-        while state != ROOT and token not in following[state]:
-            state = link[state]
-            matched = self._length[state]
-        there = following[state].get(token)
-        return (ROOT, 0) if there is None else (there, matched + 1)
-
-    def after(self, state: int) -> int:
-        """The index after an occurrence of a state's strings."""
-        return self._end[state]
 
     def __len__(self) -> int:
         return len(self.text)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, Literal, get_args
 
-from fleetd.engine.speculation.automaton import Automaton
 from fleetd.engine.speculation.lookup import PromptLookup
 from fleetd.engine.speculation.sources import DraftSource
 from fleetd.engine.speculation.suffix import SuffixSource
@@ -18,10 +16,6 @@ DRAFTER: Final = "drafter"
 LOCAL_NAMES = tuple(name for name in SOURCE_NAMES if name != DRAFTER)
 
 
-def local_sources(past: Sequence[Automaton] = ()) -> list[DraftSource]:
-    """New sources for one answer, the preferred one first.
-
-    Args:
-        past: automata of past answers, which the suffix source may draft from.
-    """
-    return [SuffixSource(past), PromptLookup()]
+def local_sources() -> list[DraftSource]:
+    """New sources for one answer, the preferred one first."""
+    return [SuffixSource(), PromptLookup()]

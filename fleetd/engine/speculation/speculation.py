@@ -1,6 +1,6 @@
 """What a worker knows about speculation, and one sequence's drafts.
 
-    WorkerSpeculation (one per worker)     the probe's verdict, the cost curve, past answers if allowed
+    WorkerSpeculation (one per worker)     the probe's verdict, the cost curve
     SequenceDrafts    (one per sequence)   sources → controller → the next pass's drafts; counts for figures
 
 A source that raises is left out from then on: drafts are never worth an answer.
@@ -23,7 +23,6 @@ from fleetd.engine.speculation.local_sources import local_sources
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
 from fleetd.engine.speculation.sources import DraftSource
-from fleetd.engine.speculation.suffix import PastAnswers
 
 Mode = Literal["auto", "on", "off"]
 
@@ -36,7 +35,6 @@ class WorkerSpeculation:
     verdict: ExactnessVerdict
     vocab_size: int
     mode: Mode = "auto"
-    past: PastAnswers | None = None
     computes_ahead: bool = False
     costs: Costs = field(init=False)
 
@@ -53,25 +51,15 @@ class WorkerSpeculation:
         if not self.verdict.exact or self.mode == "off" or (wanted is not None and not wanted.enabled):
             return None
         names = None if wanted is None else wanted.sources
-        key = "" if wanted is None else wanted.key
         width = min(self.verdict.width, limits.SPEC_WIDTH, (wanted.width if wanted else 0) or 1 << 30)
         return SequenceDrafts(
-            sources=[
-                source
-                for source in local_sources(self.past.of(key) if self.past else ())
-                if names is None or source.name in names
-            ],
+            sources=[source for source in local_sources() if names is None or source.name in names],
             names=names,
             controller=Controller(
                 self.costs, most=width - 1, always=self.mode == "on", again=self.verdict.again
             ),
             vocab_size=self.vocab_size,
         )
-
-    def ended(self, request: Generate, answered: Sequence[int]) -> None:
-        """An answer is complete; it is remembered if it may be."""
-        if self.past is not None:
-            self.past.add(request.speculate.key if request.speculate else "", answered)
 
 
 @dataclass(slots=True)

@@ -62,7 +62,6 @@ class DrafterService(PipelineStep):
     Args:
         partners: None for a machine without a fleet.
         model: what drafts where a request does not say; "" for none.
-        remembers: workers here draft from past answers as well.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class DrafterService(PipelineStep):
         *,
         model: str = "",
         where: Where = "auto",
-        remembers: bool = False,
     ) -> None:
         self.partners = partners
         self.pool = pool
@@ -84,7 +82,6 @@ class DrafterService(PipelineStep):
         self._models = models
         self._model = model
         self._where = where
-        self._remembers = remembers
         self._runs: dict[Request, DraftRun] = {}
         self._running = BackgroundTasks()
 
@@ -157,7 +154,7 @@ class DrafterService(PipelineStep):
             for candidate in (self.candidates(folder.name, model, shareable=True) if model else ())
             if candidate.node_id or await self._is_here(model, besides=folder.name)
         ]
-        drafts = drafters.view(facts, view.prompt_tokens, model, able, remembers=self._remembers)
+        drafts = drafters.view(facts, view.prompt_tokens, model, able)
         return msgspec.structs.replace(view, drafts=drafts)
 
     async def _is_here(self, model: str, *, besides: str) -> bool:

@@ -58,9 +58,7 @@ def candidates(others: Iterable[Member], target: str, model: str, where: Where) 
     return [*first, *rest] if where == "peers" else [*first, *here, *rest]
 
 
-def view(
-    facts: Ready, tokens: int, draft_model: str, drafters: Sequence[str], *, remembers: bool
-) -> DraftsView:
+def view(facts: Ready, tokens: int, draft_model: str, drafters: Sequence[str]) -> DraftsView:
     """How the answer to a prompt of ``tokens`` tokens would be drafted.
 
     Args:
@@ -81,5 +79,4 @@ def view(
         width=facts.speculation_width,
         draft_model=draft_model,
         drafters=list(drafters),
-        remembers=remembers,
     )
