@@ -23,6 +23,7 @@ from typing import Any
 
 from bench.harness.child import serve
 from fleetd.engine.cpu import products
+from fleetd.engine.speculation.sources import Context
 
 # Of the published settings.
 BLOCK, PADDING, LONGEST_GRAM = 4, 0, 4
@@ -180,12 +181,14 @@ class _Played:
     """A source at a given acceptance: ``truth`` is prompt and answer."""
 
     name = "played"
+    hidden_layers = ()
 
     def __init__(self, truth: Sequence[int], acceptance: float, seed: int) -> None:
         self._truth, self._acceptance, self._chance = truth, acceptance, random.Random(seed)
 
-    def propose(self, tokens: Sequence[int], width: int) -> list[int]:
-        rest = self._truth[len(tokens) : len(tokens) + width]
+    def propose(self, context: Context) -> list[int]:
+        begin = len(context.tokens)
+        rest = self._truth[begin : begin + context.width]
         return [token if self._chance.random() < self._acceptance else (token + 1) % 1000 for token in rest]
 
     def committed(self, tokens: Sequence[int]) -> None:

@@ -19,6 +19,7 @@ from bench.harness.daemon import MODEL
 from bench.harness.drafting import KEY_BYTES, Drafted, PlayedDrafter, answer
 from bench.harness.samples import Samples
 from fleetd.engine.speculation.remote_source import RemoteSource
+from fleetd.engine.speculation.sources import Context
 from fleetd.engine.streams.frames import Place
 from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.process import observe
@@ -80,7 +81,7 @@ def exchanges(drafter: PlayedDrafter) -> float:
 def _until_drafted(source: RemoteSource, text: list[int], came: threading.Event) -> None:
     while True:
         came.clear()
-        if source.propose(text, 1):
+        if source.propose(Context(text, 1)):
             return
         if source.error is not None or not came.wait(_WITHIN_S):
             raise RuntimeError(f"no draft came: {source.error}")

@@ -19,6 +19,7 @@ from fleetd.engine.speculation import draft_messages as wire
 from fleetd.engine.speculation.drafter import DraftWriter, Guesser
 from fleetd.engine.speculation.lookahead import Lookahead
 from fleetd.engine.speculation.remote_source import RemoteSource
+from fleetd.engine.speculation.sources import Context
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind, Place
 from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.errors import FleetError, OutOfMemory, PeerLost, ProtocolError
@@ -142,7 +143,7 @@ def test_a_flood_ends_the_stream() -> None:
         pair.sending.send(head, payload)
     # On a socket the thread that reads is ahead of who takes; here both are one.
     pair.source._placed += limits.DRAFT_WAITING
-    assert pair.source.propose(PROMPT, 4) == []
+    assert pair.source.propose(Context(PROMPT, 4)) == []
     assert isinstance(pair.source.error, ProtocolError)
 
 
@@ -159,7 +160,7 @@ def test_attack_frames_that_come_while_others_are_taken_do_not_hold_up_decoding(
         return frame
 
     pair.source._pipe.receive = receive  # type: ignore[method-assign]
-    assert pair.source.propose(PROMPT, 4) == greedy(scrambled, PROMPT, 4)
+    assert pair.source.propose(Context(PROMPT, 4)) == greedy(scrambled, PROMPT, 4)
 
 
 def test_a_drafter_that_reads_nothing_costs_one_list() -> None:
@@ -170,11 +171,11 @@ def test_a_drafter_that_reads_nothing_costs_one_list() -> None:
     assert len(pair.ends[1].sent) == 1  # the prompt; all else waits
     # Then it wakes up, and one commit tells it everything.
     pair.turn()
-    pair.source.propose([*PROMPT, *found.tokens], 4)
+    pair.source.propose(Context([*PROMPT, *found.tokens], 4))
     assert [head.count for head in pair.ends[1].sent] == [len(PROMPT), TOKENS]
     pair.turn()
     text = [*PROMPT, *found.tokens]
-    assert pair.source.propose(text, 4) == greedy(scrambled, text, 4)
+    assert pair.source.propose(Context(text, 4)) == greedy(scrambled, text, 4)
 
 
 # ---- the drafter's side ----------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def test_what_is_far_behind_is_prefilled_in_chunks() -> None:
     source = RemoteSource(pair._open, long, VOCAB)
     pair.turn()
     assert model.prefilled == [16, 16, 16, 16, 16]
-    assert source.propose(long, 8) == greedy(scrambled, long, 8)
+    assert source.propose(Context(long, 8)) == greedy(scrambled, long, 8)
 
 
 def test_it_drafts_no_further_than_its_context() -> None:
@@ -239,7 +240,7 @@ def test_it_drafts_no_further_than_its_context() -> None:
     ends[0].join(ends[1])
     while drafter.ready:
         drafter.step(16)
-    assert source.propose(PROMPT, 30) == greedy(scrambled, PROMPT, 5)
+    assert source.propose(Context(PROMPT, 30)) == greedy(scrambled, PROMPT, 5)
 
 
 def test_no_memory_ends_it() -> None:
@@ -288,7 +289,7 @@ def test_over_sealed_sockets(sockets: tuple[socket.socket, socket.socket]) -> No
     source = RemoteSource(connect(near, "connector"), PROMPT, VOCAB)
     try:
         deadline = time.monotonic() + WAIT_S
-        while source.propose(PROMPT, 8) != greedy(scrambled, PROMPT, 8):
+        while source.propose(Context(PROMPT, 8)) != greedy(scrambled, PROMPT, 8):
             assert time.monotonic() < deadline
             if drafter.ready:
                 drafter.step(16)

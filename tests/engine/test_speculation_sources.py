@@ -13,6 +13,7 @@ from fleetd.engine.speculation.automaton import Automaton
 from fleetd.engine.speculation.local_sources import LOCAL_NAMES, SOURCE_NAMES, local_sources
 from fleetd.engine.speculation.lookup import LONGEST, SHORTEST, PromptLookup
 from fleetd.engine.speculation.remote_source import RemoteSource
+from fleetd.engine.speculation.sources import Context
 from fleetd.engine.speculation.suffix import SuffixSource
 
 # Few different tokens, so that much is repeated.
@@ -39,8 +40,8 @@ def brute_matched(text: list[int]) -> int:
 def test_lookup_is_the_longest_match_and_of_those_the_newest(text: list[int], width: int) -> None:
     grown = PromptLookup()
     for end in range(len(text) + 1):
-        assert grown.propose(text[:end], width) == brute_lookup(text[:end], width)
-    assert PromptLookup().propose(text, width) == brute_lookup(text, width)
+        assert grown.propose(Context(text[:end], width)) == brute_lookup(text[:end], width)
+    assert PromptLookup().propose(Context(text, width)) == brute_lookup(text, width)
 
 
 @given(texts)
@@ -57,7 +58,7 @@ def test_the_automaton_knows_the_longest_end_that_was_there_before(text: list[in
 
 @given(texts, st.integers(1, 8))
 def test_a_suffix_draft_is_no_longer_than_its_match(text: list[int], width: int) -> None:
-    drafts = SuffixSource().propose(text, width)
+    drafts = SuffixSource().propose(Context(text, width))
     matched = brute_matched(text)
     assert len(drafts) <= min(width, matched)
     assert drafts == [] or matched >= 3
@@ -81,10 +82,10 @@ def test_a_long_prompt_is_taken_up_bit_by_bit_and_only_its_end(
     text = [1, 2, 3, 4, 5, *range(100, 130), 6, 7, 8, 9, 10, *range(200, 210)]
     drafting = source()
     for _ in range(2):
-        assert drafting.propose([*text, 6, 7, 8], 2) == []
-    assert drafting.propose([*text, 6, 7, 8], 2) == [9, 10]
+        assert drafting.propose(Context([*text, 6, 7, 8], 2)) == []
+    assert drafting.propose(Context([*text, 6, 7, 8], 2)) == [9, 10]
     # What is older than the bound is not found.
-    assert drafting.propose([*text, 6, 7, 8, 1, 2, 3], 2) == []
+    assert drafting.propose(Context([*text, 6, 7, 8, 1, 2, 3], 2)) == []
 
 
 def test_the_names_of_sources_are_those_that_requests_may_give() -> None:

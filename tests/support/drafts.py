@@ -11,6 +11,7 @@ from fleetd import limits
 from fleetd.engine.speculation import draft_messages as wire
 from fleetd.engine.speculation.lookahead import Guess
 from fleetd.engine.speculation.remote_source import RemoteSource
+from fleetd.engine.speculation.sources import Context
 from fleetd.engine.streams.frames import FrameHeader, Kind
 
 VOCAB = 512
@@ -57,7 +58,7 @@ def decode(
     while len(found.tokens) < count:
         between()
         text = [*prompt, *found.tokens]
-        proposed = source.propose(text, min(width, count - len(found.tokens) - 1))
+        proposed = source.propose(Context(text, min(width, count - len(found.tokens) - 1)))
         block: list[int] = []
         for token in proposed:
             if target([*text, *block]) != token:

@@ -17,7 +17,7 @@ from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Sampling, TokenPrompt
 from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
-from fleetd.engine.speculation.sources import DraftSource
+from fleetd.engine.speculation.sources import Context, DraftSource
 from fleetd.engine.speculation.speculation import Mode, WorkerSpeculation
 
 GREEDY = Sampling(temperature=0.0)
@@ -110,11 +110,12 @@ class Scripted:
 
     say: Callable[[Sequence[int], int], list[int]]
     name: str = "scripted"
+    hidden_layers: tuple[int, ...] = ()
     told: list[int] = field(default_factory=list)
     closed: bool = False
 
-    def propose(self, tokens: Sequence[int], width: int) -> list[int]:
-        return self.say(tokens, width)
+    def propose(self, context: Context) -> list[int]:
+        return self.say(context.tokens, context.width)
 
     def committed(self, tokens: Sequence[int]) -> None:
         self.told += tokens

@@ -18,7 +18,7 @@ Everything runs on the compute thread. What goes wrong in one sequence's text fa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.failures import require
+from fleetd.engine.layers.hidden_states import noted_states
 from fleetd.engine.loop.sequence import ScheduledSequence
 from fleetd.engine.measure.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefixes.disk_tier import DiskTier
@@ -48,7 +49,7 @@ from fleetd.engine.sequence_state.kinds import all_plain
 from fleetd.engine.sparse_prefill.sparse_caches import rows
 from fleetd.engine.speculation.controller import NO_DRAFT, Draft
 from fleetd.engine.speculation.rounds import Rounds
-from fleetd.engine.speculation.sources import DraftSource
+from fleetd.engine.speculation.sources import DraftSource, HiddenRows
 from fleetd.engine.speculation.speculation import SequenceDrafts, WorkerSpeculation
 from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
 
@@ -414,6 +415,8 @@ class Decoding:
             most = min(sequence.max_tokens - sequence.generated - 1, sequence.promised - sequence.held)
             room = max(0, min(most, self._room(running, row.cache) - 1))
             draft = running.drafts.choose(proposals, room)
+        if running.drafts is not None:
+            row.hidden_layers = running.drafts.hidden_layers
         if draft.tokens and not row.under_way:
             chosen = row.advance(draft.tokens)
         else:
@@ -421,6 +424,8 @@ class Decoding:
             last = moving or len(self.apart) > 1 or sequence.generated + 1 >= sequence.max_tokens
             chosen = [row.step(ahead=self._ahead(running) and not draft.tokens and not last)]
             draft = NO_DRAFT
+        if running.drafts is not None:
+            running.drafts.hidden = row.hidden
         self.steps += 1
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
@@ -466,11 +471,15 @@ class Decoding:
     def _turn_batch(self) -> None:
         begun = time.monotonic()
         # In the order in which mlx-lm has them: as they were inserted, first those that are there already.
-        self._sampler.expect(
-            [running.sampler for running in self.batch.values() if running not in self._joining],
-            [running.sampler for running in self._joining],
+        groups = (
+            [running for running in self.batch.values() if running not in self._joining],
+            [*self._joining],
         )
-        _, responses = self._generator.next()
+        self._sampler.expect(*([running.sampler for running in group] for group in groups))
+        drafted = [running.drafts for running in self.batch.values() if running.drafts is not None]
+        layers = {layer for drafts in drafted for layer in drafts.hidden_layers}
+        with noted_states(self.model, layers) as states:
+            _, responses = self._generator.next()
         if self._sampler.drew_all:
             self._joining.clear()
         now = time.monotonic()
@@ -485,6 +494,8 @@ class Decoding:
             running = self.batch[response.uid]
             if (outcome := self._on_response(running, response, now)) is not None:
                 ending.append((running.sequence, outcome))
+        if layers:
+            _give_hidden([group for group in groups if group], states)
         for sequence, outcome in ending:
             self._end(sequence, outcome)
 
@@ -538,6 +549,17 @@ class Decoding:
             return False
         sequence.promised = more
         return True
+
+
+def _give_hidden(
+    calls: Sequence[Sequence[DecodingSequence]], states: Mapping[int, Sequence[mx.array]]
+) -> None:
+    """Each row that a call of the model computed in a batch is that of its sequence's newest token."""
+    for call, group in enumerate(calls):
+        for row, running in enumerate(group):
+            if running.drafts is not None:
+                own = {layer: noted[call][row, :1] for layer, noted in states.items() if len(noted) > call}
+                running.drafts.hidden = HiddenRows(len(running.tokens) - 1, own)
 
 
 def _count(sequence: ScheduledSequence, now: float) -> None:

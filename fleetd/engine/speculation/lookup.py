@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fleetd import limits
+from fleetd.engine.speculation.sources import Context
 
 SHORTEST, LONGEST = 3, 5
 # Earlier places of the same three tokens that are compared, newest first.
@@ -24,6 +25,7 @@ class PromptLookup:
     """A source over one answer's prompt and what it has said so far."""
 
     name = "lookup"
+    hidden_layers = ()
 
     def __init__(self) -> None:
         # By three tokens: the index of the token after them where they stood last.
@@ -33,7 +35,8 @@ class PromptLookup:
         # The first index that is looked at: of a long text only the end is kept.
         self._first = _NONE
 
-    def propose(self, tokens: Sequence[int], width: int) -> list[int]:
+    def propose(self, context: Context) -> list[int]:
+        tokens = context.tokens
         if not self._index(tokens) or len(tokens) < SHORTEST:
             return []
         best, length = _NONE, 0
@@ -47,7 +50,7 @@ class PromptLookup:
             if length == LONGEST:
                 break
             place = self._before[place - self._first]
-        return list(tokens[best : best + width]) if length else []
+        return list(tokens[best : best + context.width]) if length else []
 
     def committed(self, tokens: Sequence[int]) -> None:
         """Nothing to do: ``propose`` reads what is new."""

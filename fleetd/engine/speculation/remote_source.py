@@ -18,6 +18,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.engine.speculation import draft_messages as wire
+from fleetd.engine.speculation.sources import Context
 from fleetd.engine.streams.frames import Frame, FrameHeader, FramePipe, Place
 from fleetd.errors import FleetError, PeerLost, ProtocolError
 
@@ -49,6 +50,7 @@ class RemoteSource:
     """
 
     name = "drafter"
+    hidden_layers = ()
 
     def __init__(
         self,
@@ -74,8 +76,9 @@ class RemoteSource:
 
     # ---- a source --------------------------------------------------------------------------------------
 
-    def propose(self, tokens: Sequence[int], width: int) -> list[int]:
-        """What may follow ``tokens``, which is all of the text, at most ``width`` ids."""
+    def propose(self, context: Context) -> list[int]:
+        """The rest of a path that goes on from this text: the longest, of equally long ones the newest."""
+        tokens = context.tokens
         known = self._sent.length + len(self._unsent)
         if self.error is None and len(tokens) > known:
             self._unsent += tokens[known:]
@@ -92,7 +95,7 @@ class RemoteSource:
                 if len(rest) >= len(best):
                     best = rest
         self._paths = live
-        return best[:width]
+        return best[: context.width]
 
     def committed(self, tokens: Sequence[int]) -> None:
         """The text went on with these tokens."""

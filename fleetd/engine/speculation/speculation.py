@@ -22,7 +22,7 @@ from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.local_sources import local_sources
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
-from fleetd.engine.speculation.sources import DraftSource
+from fleetd.engine.speculation.sources import Context, DraftSource, HiddenRows
 
 Mode = Literal["auto", "on", "off"]
 
@@ -70,6 +70,13 @@ class SequenceDrafts:
     names: list[str] | None
     controller: Controller
     vocab_size: int
+    # What the last pass computed of the layers in ``hidden_layers``.
+    hidden: HiddenRows | None = field(init=False, default=None)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Layers whose hidden states a pass has to note; none as a rule."""
+        return tuple({layer for source in self.sources for layer in source.hidden_layers})
 
     def add(self, source: DraftSource) -> None:
         """Add a source, preferred to those that are there."""
@@ -79,9 +86,10 @@ class SequenceDrafts:
     def proposals(self, tokens: Sequence[int]) -> dict[str, list[int]]:
         """What each source that has a guess proposes; mostly none has."""
         found = {}
+        context = Context(tokens, self.controller.most, self.hidden)
         for source in list(self.sources):
             try:
-                if known := self._known(source.propose(tokens, self.controller.most)):
+                if known := self._known(source.propose(context)):
                     found[source.name] = known
             except Exception:
                 self._drop(source)

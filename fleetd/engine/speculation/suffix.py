@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from fleetd import limits
 from fleetd.engine.speculation.automaton import Automaton
+from fleetd.engine.speculation.sources import Context
 
 SHORTEST = 3
 
@@ -18,16 +19,17 @@ class SuffixSource:
     """A source over one answer's prompt and the answer itself."""
 
     name = "suffix"
+    hidden_layers = ()
 
     def __init__(self) -> None:
         self._automaton = Automaton()
         self._skipped = -1
 
-    def propose(self, tokens: Sequence[int], width: int) -> list[int]:
+    def propose(self, context: Context) -> list[int]:
         known = self._automaton
-        if not self._read(tokens) or known.matched < SHORTEST:
+        if not self._read(context.tokens) or known.matched < SHORTEST:
             return []
-        return known.text[known.matched_end : known.matched_end + min(width, known.matched)]
+        return known.text[known.matched_end : known.matched_end + min(context.width, known.matched)]
 
     def committed(self, tokens: Sequence[int]) -> None:
         """Nothing to do: ``propose`` reads what is new."""

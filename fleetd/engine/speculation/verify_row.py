@@ -22,7 +22,7 @@ included, is what plain decoding gives wherever a block's arithmetic is that of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +32,10 @@ import numpy as np
 from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 
+from fleetd.engine.layers.hidden_states import noted_states
 from fleetd.engine.sampling.sampler import LogitsProcessor, Sampler, SeededSampler
 from fleetd.engine.sequence_state import rollback
+from fleetd.engine.speculation.sources import HiddenRows
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -63,10 +65,13 @@ class VerifyRow:
     processors: Sequence[LogitsProcessor] = ()
     generated: int = 0
     pending: int = field(init=False, default=0)
+    # Layers whose hidden states passes note; and those of the last pass's tokens that are in the text now.
+    hidden_layers: tuple[int, ...] = field(init=False, default=())
+    hidden: HiddenRows | None = field(init=False, default=None)
     # Where a pass can only be undone as a whole: the tokens held before the last one, and the mark.
     _before: tuple[int, list[Any]] | None = field(init=False, default=None)
-    # Of the step over the due token: the token that it chooses, (1,), and log-probabilities, (1, V).
-    _next: tuple[mx.array, mx.array] | None = field(init=False, default=None)
+    # Of the step over the due token: the token that it chooses, (1,), log-probabilities, (1, V), and states.
+    _next: tuple[mx.array, mx.array, HiddenRows | None] | None = field(init=False, default=None)
     # The tokens so far, as far as processors have asked for them.
     _context: TokenBuffer = field(init=False, default_factory=TokenBuffer)
     _in_context: int = field(init=False, default=0)
@@ -91,11 +96,14 @@ class VerifyRow:
         known = self.tokens[self.held :]
         if rollback.needs_mark(self.cache):
             self._before = self.held, rollback.mark(self.cache)
-        logits = self.model(mx.array([[*known, *drafts]]), cache=self.cache)  # (1, n, V)
+        start = self.held
+        with noted_states(self.model, self.hidden_layers) as states:
+            logits = self.model(mx.array([[*known, *drafts]]), cache=self.cache)  # (1, n, V)
         rows = [logits[:, i, :] for i in range(len(known) - 1, len(known) + len(drafts))]
         chosen = self._choose(rows, drafts)
         # The cache has the due token and all drafts; what was accepted is due token and all but the last.
         undone = len(rows) - len(chosen)
+        self.hidden = _rows_of(states, start, len(known) + len(chosen) - 1)
         if self._before is None:
             rollback.take_back(self.cache, undone)
         elif undone:
@@ -115,7 +123,9 @@ class VerifyRow:
 
     def step(self, *, ahead: bool = False) -> Chosen:
         """A single step. ``ahead``: begin the step after it before this one's token is read."""
-        token, logprobs = self._next or self._begin(mx.array(self.tokens[self.held :]), self.generated)
+        token, logprobs, self.hidden = self._next or self._begin(
+            mx.array(self.tokens[self.held :]), self.generated
+        )
         self.pending = 0
         self._next = self._begin(token, self.generated + 1, unread=True) if ahead else None
         # They have been computed together.
@@ -123,11 +133,15 @@ class VerifyRow:
         self._commit([chosen.token])
         return chosen
 
-    def _begin(self, tokens: mx.array, index: int, *, unread: bool = False) -> tuple[mx.array, mx.array]:
+    def _begin(
+        self, tokens: mx.array, index: int, *, unread: bool = False
+    ) -> tuple[mx.array, mx.array, HiddenRows | None]:
         """The step over the last of ``tokens``, which chooses the answer's token ``index``; computed in the
         background. Before it is what is pending."""
         self._before = None
-        logits = self.model(tokens[None], cache=self.cache)[:, -1, :]
+        start = len(self.tokens) - tokens.size + unread
+        with noted_states(self.model, self.hidden_layers) as states:
+            logits = self.model(tokens[None], cache=self.cache)[:, -1, :]
         context = None
         if self.processors:
             context = self._seen()
@@ -135,7 +149,7 @@ class VerifyRow:
                 context = self._context_with(tokens)
         logprobs, chosen = self._sample(logits, index, context)
         mx.async_eval(chosen, logprobs)  # type: ignore[no-untyped-call]
-        return chosen, logprobs
+        return chosen, logprobs, _rows_of(states, start, tokens.size)
 
     def _choose(self, rows: list[mx.array], drafts: Sequence[int]) -> list[Chosen]:
         if self.sampler is greedy_sampler and not self.processors:
@@ -201,6 +215,13 @@ class VerifyRow:
             rollback.take_back(self.cache, undone)
         self._next = None
         return self.tokens[:kept], rollback.compact(self.cache)
+
+
+def _rows_of(states: Mapping[int, list[mx.array]], start: int, count: int) -> HiddenRows | None:
+    """The first ``count`` rows of what a pass noted, the first of which is the text's token ``start``."""
+    if not states:
+        return None
+    return HiddenRows(start, {layer: noted[0][0, :count] for layer, noted in states.items() if noted})
 
 
 def _id(token: mx.array) -> int:  # (1,)
