@@ -142,19 +142,18 @@ class VerifyRow:
         start = len(self.tokens) - tokens.size + unread
         with noted_states(self.model, self.hidden_layers) as states:
             logits = self.model(tokens[None], cache=self.cache)[:, -1, :]
-        context = None
-        if self.processors:
-            context = self._seen()
-            if unread:
-                context = self._context_with(tokens)
-        logprobs, chosen = self._sample(logits, index, context)
+        context = self._seen()
+        if unread and context is not None:
+            context = self._context_with(tokens)
+        logprobs = self._logprobs(logits, context)
+        chosen = self._sample(logprobs, index)
         mx.async_eval(chosen, logprobs)  # type: ignore[no-untyped-call]
         return chosen, logprobs, _rows_of(states, start, tokens.size)
 
     def _choose(self, rows: list[mx.array], drafts: Sequence[int]) -> list[Chosen]:
-        if self.sampler is greedy_sampler and not self.processors:
+        if self.sampler is greedy_sampler:
             # Cheap enough to do for rows that may not count; then they are computed together.
-            found = [_normalised(row) for row in rows]
+            found = [self._logprobs(row, self._seen(drafts[:i])) for i, row in enumerate(rows)]
             picked = mx.concatenate([self.sampler(logprobs) for logprobs in found])
             mx.eval(picked, found)
             tokens = [int(token) for token in np.array(picked)]
@@ -164,34 +163,34 @@ class VerifyRow:
             return [Chosen(tokens[i], found[i]) for i in range(right + 1)]
         out: list[Chosen] = []
         for i, row in enumerate(rows):
-            context = self._seen() if self.processors else None
-            if context is not None and i:
-                context = mx.concatenate([context, mx.array(list(drafts[:i]), dtype=mx.int32)])
-            logprobs, token = self._sample(row, self.generated + i, context)
+            logprobs = self._logprobs(row, self._seen(drafts[:i]))
+            token = self._sample(logprobs, self.generated + i)
             mx.eval(token, logprobs)
             out.append(Chosen(_id(token), logprobs))
             if i < len(drafts) and out[i].token != drafts[i]:
                 break
         return out
 
-    def _sample(self, logits: mx.array, index: int, context: mx.array | None) -> tuple[mx.array, mx.array]:
-        """Log-probabilities and the answer's token ``index``, as ``GenerationBatch._step`` chooses it.
-
-        ``context``: the tokens before it, int32, if there are processors."""
+    def _logprobs(self, logits: mx.array, context: mx.array | None) -> mx.array:
+        """Log-probabilities of the token after ``context``, as ``GenerationBatch._step`` computes them."""
         if context is not None:
             for processor in self.processors:
                 logits = processor(context, logits)
-        logprobs = _normalised(logits)
+        return _normalised(logits)
+
+    def _sample(self, logprobs: mx.array, index: int) -> mx.array:
+        """The answer's token ``index``."""
         if isinstance(self.sampler, SeededSampler):
             self.sampler.index = index
-        return logprobs, self.sampler(logprobs)
+        return self.sampler(logprobs)
 
-    def _seen(self) -> mx.array:
-        """The tokens so far, int32; only built for processors, which look at them."""
-        if new := self.tokens[self._in_context :]:
-            return self._context_with(mx.array(new, dtype=mx.int32))
-        seen: mx.array = self._context.tokens
-        return seen
+    def _seen(self, drafts: Sequence[int] = ()) -> mx.array | None:
+        """The tokens so far and ``drafts``, int32; None without processors: only they look at them."""
+        if not self.processors:
+            return None
+        new = self.tokens[self._in_context :]
+        seen = self._context_with(mx.array(new, dtype=mx.int32)) if new else self._context.tokens
+        return mx.concatenate([seen, mx.array(list(drafts), dtype=mx.int32)]) if drafts else seen
 
     def _context_with(self, tokens: mx.array) -> mx.array:
         self._in_context += tokens.size

@@ -1,0 +1,244 @@
+"""Processors with a state, which refused drafts take back: answers are as if they had none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import speculating
+import tiny_architectures
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from speculating import GREEDY, Run, Scripted, guessing, perfect, right_for
+
+from fleetd.engine.sampling.sampler import LogitsProcessor, following
+from fleetd.engine.loop import decoding
+from fleetd.engine.protocol import Sampling
+from fleetd.engine.speculation.sources import Context
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+VOCAB = tiny_architectures.VOCAB
+PROMPT = [(7 * i + 3) % 64 for i in range(50)]
+SAMPLED = Sampling(temperature=0.7, seed=11, top_p=0.9, top_k=50)
+PENALISED = Sampling(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={9: 1.5})
+RECENT = 3
+
+
+def allowed(answer: Sequence[int]) -> list[bool]:
+    """Token ``n`` of an answer is ``n`` modulo 3, and none of the last three."""
+    return [token % 3 == len(answer) % 3 and token not in answer[-RECENT:] for token in range(VOCAB)]
+
+
+def masked(logits: mx.array, free: Sequence[bool]) -> mx.array:
+    return mx.where(mx.array(list(free))[None], logits, mx.array(-mx.inf, logits.dtype))
+
+
+@dataclass
+class Rule:
+    """``allowed``, with a state; its ``text`` must be a beginning of the answer when that is over."""
+
+    text: list[int] = field(default_factory=list)
+    forbidden: int = 0
+    taken_back: int = 0
+
+    def advance(self, token: int) -> bool:
+        if not allowed(self.text)[token]:
+            self.forbidden += 1
+            return False
+        self.text.append(token)
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        assert 0 < tokens <= len(self.text)
+        del self.text[-tokens:]
+        self.taken_back += tokens
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        return masked(logits, allowed(self.text))
+
+
+def plainly_ruled(prompt_tokens: int) -> LogitsProcessor:
+    """The same without a state."""
+    return lambda tokens, logits: masked(logits, allowed(tokens[prompt_tokens:].tolist()))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chain_path: Path) -> Any:
+    return load_tokenizer(chain_path)
+
+
+@pytest.fixture(scope="module")
+def make_model() -> Callable[[str], Any]:
+    return functools.cache(tiny_architectures.tiny)
+
+
+@pytest.fixture
+def llama(make_model: Callable[[str], Any]) -> Any:
+    return make_model("llama")
+
+
+def ruled(monkeypatch: pytest.MonkeyPatch, make: Callable[[int], LogitsProcessor]) -> None:
+    """Answers that begin from now on also have what ``make`` makes for the length of their prompt."""
+    own = decoding.make_processors
+
+    def make_processors(sampling: Any, defaults: Any, prompt_tokens: int) -> list[LogitsProcessor]:
+        return [*own(sampling, defaults, prompt_tokens), make(prompt_tokens)]
+
+    monkeypatch.setattr(decoding, "make_processors", make_processors)
+
+
+def answers(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[int], LogitsProcessor], run: Run, asked: dict[str, Any]
+) -> Run:
+    """``run`` after the answers to prompts, with sources and fields, that are asked for at once."""
+    with monkeypatch.context() as patched:
+        ruled(patched, make)
+        for name, (prompt, sources, fields) in asked.items():
+            run.submit(name, prompt, *sources, **fields)
+        run.finish()
+    return run
+
+
+def with_rules(rules: list[Rule]) -> Callable[[int], LogitsProcessor]:
+    """Makes processors with states of their own, and notes them."""
+
+    def make(prompt_tokens: int) -> LogitsProcessor:
+        rules.append(Rule())
+        return following(rules[-1], prompt_tokens)
+
+    return make
+
+
+def well_formed(answer: Sequence[int]) -> bool:
+    return all(allowed(answer[:i])[token] for i, token in enumerate(answer))
+
+
+SOURCES: dict[str, Callable[[list[int]], list[Scripted]]] = {
+    "perfect": lambda whole: [perfect(whole)],
+    "right for three": lambda whole: [right_for(whole, 3)],
+    "allowed but wrong": lambda whole: [wrong_by(whole, 3)],
+    "random": lambda whole: [guessing(VOCAB, 3)],
+    "lookup and suffix": lambda whole: [],
+}
+
+
+def wrong_by(whole: Sequence[int], step: int) -> Scripted:
+    """Right for two tokens, then tokens that the rule allows."""
+    right = right_for(whole, 2)
+
+    def say(tokens: Sequence[int], width: int) -> list[int]:
+        drafts = right.propose(Context(tokens, width))[:2]
+        for at in range(len(tokens) + len(drafts), min(len(tokens) + width, len(whole))):
+            drafts.append((whole[at] + step * 9) % (VOCAB - VOCAB % 3))
+        return drafts
+
+    return Scripted(say)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def test_an_answer_by_rules_is_the_same_with_and_without_drafts(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: Sampling
+) -> None:
+    fields = {"sampling": sampling, "max_tokens": 40, "top_logprobs": 1}
+    plain = answers(monkeypatch, plainly_ruled, Run(llama, tokenizer), {"r": (PROMPT, [], fields)})
+    whole = plain.tokens["r"]
+    assert well_formed(whole[len(PROMPT) :])
+    rules: list[Rule] = []
+    run = Run(llama, tokenizer, speculating.speculation(VOCAB))
+    sources = SOURCES[kind](whole)
+    answers(monkeypatch, with_rules(rules), run, {"r": (PROMPT, sources, fields)})
+    assert run.said("r") == plain.said("r")
+    (rule,) = rules
+    assert rule.text[: len(whole) - len(PROMPT)] == whole[len(PROMPT) :][: len(rule.text)]
+    if sampling is GREEDY:
+        # All rows of a pass are computed together: the state has been behind drafts that were refused.
+        assert rule.taken_back > 0 or kind != "allowed but wrong"
+        assert rule.forbidden > 0 or kind != "right for three"
+    if kind == "perfect":
+        report = run.finished("r").speculation
+        assert report is not None
+        assert report.accepted == report.drafted
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_answers_of_a_batch_have_states_of_their_own(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+) -> None:
+    """In the batch and out of it, with a step that is begun ahead; one draws beside greedy ones."""
+    monkeypatch.setattr(decoding, "SETTLED_TOKENS", 0)
+    asked = {
+        name: (PROMPT[: 30 + i], {"sampling": sampling, "max_tokens": 30 - 10 * i})
+        for i, (name, sampling) in enumerate((("a", GREEDY), ("b", SAMPLED), ("c", PENALISED)))
+    }
+    alone = {}
+    for name, (prompt, fields) in asked.items():
+        plain = answers(monkeypatch, plainly_ruled, Run(llama, tokenizer), {name: (prompt, [], fields)})
+        alone[name] = plain
+    rules: list[Rule] = []
+    run = Run(llama, tokenizer, speculating.speculation(VOCAB, computes_ahead=ahead))
+    with monkeypatch.context() as patched:
+        ruled(patched, with_rules(rules))
+        for name, (prompt, fields) in asked.items():
+            run.submit(name, prompt, right_for(alone[name].tokens[name], 3), **fields)
+            for _ in range(3):
+                run.turn()
+        run.finish()
+    assert run.moves > 0
+    assert len(rules) == 3
+    for name, plain in alone.items():
+        assert run.said(name)[:-1] == plain.said(name)[:-1]
+
+
+def test_a_hybrid_that_undoes_whole_passes_follows_the_rules(
+    make_model: Callable[[str], Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("qwen3_5")
+    fields = {"max_tokens": 30, "top_logprobs": 1}
+    plain = answers(monkeypatch, plainly_ruled, Run(model, tokenizer), {"r": (PROMPT, [], fields)})
+    rules: list[Rule] = []
+    run = Run(model, tokenizer, speculating.speculation(VOCAB))
+    sources = [wrong_by(plain.tokens["r"], 3)]
+    answers(monkeypatch, with_rules(rules), run, {"r": (PROMPT, sources, fields)})
+    assert run.said("r") == plain.said("r")
+    assert rules[0].taken_back > 0
+
+
+def test_a_prompt_that_was_kept_begins_with_a_new_state(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second prompt goes on from the first one's answer, and two choices share a third."""
+    rules: list[Rule] = []
+    runs = []
+    for make in (plainly_ruled, with_rules(rules)):
+        run = Run(llama, tokenizer, speculating.speculation(VOCAB))
+        answers(monkeypatch, make, run, {"a": (PROMPT, [], {"max_tokens": 20})})
+        longer = [*run.tokens["a"], 5, 6]
+        answers(monkeypatch, make, run, {"b": (longer, [], {"max_tokens": 20})})
+        choices = {name: (longer, [], {"max_tokens": 10, "sampling": SAMPLED}) for name in "cd"}
+        answers(monkeypatch, make, run, choices)
+        assert run.finished("b").usage.cached_tokens > len(PROMPT)
+        runs.append(run)
+    assert len(rules) == 4
+    for name in "abcd":
+        assert runs[0].said(name) == runs[1].said(name)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=6), max_size=12))
+def test_the_state_is_that_of_the_tokens_whatever_came_before(texts: list[list[int]]) -> None:
+    logits = mx.zeros((1, VOCAB))
+    rule = Rule()
+    processor = following(rule, 2)
+    for text in texts:
+        found = processor(mx.array([7, 8, *text], dtype=mx.int32), logits)
+        if well_formed(text):
+            assert rule.text == text
+            assert mx.array_equal(found, plainly_ruled(0)(mx.array(text, dtype=mx.int32), logits))
+        else:
+            assert found is logits
