@@ -10,25 +10,14 @@ from typing import Any
 from unittest.mock import patch
 
 from bench.harness.child import serve
-from fleetd.engine.cpu import products
+from bench.harness.loaded_model import load_as_worker
 
 CHUNK_TOKENS = 256
 CACHE_BYTES = 2 << 30
 
 
 def main(model_path: Path) -> None:
-    if not products.preload_blas() and sys.platform == "linux":
-        raise SystemExit("no BLAS to preload: install mkl")
-    # mlx binds to the BLAS that is loaded first, so it is imported only now.
-    from fleetd.engine import worker
-    from fleetd.engine.load import loading, model_reading
-    from fleetd.engine.settings import WorkerSettings
-
-    worker.quiet_libraries()
-    device = model_reading.pick_device("auto")
-    if device == "cpu":
-        products.install()
-    loaded = loading.load(WorkerSettings("bench", str(model_path)), device, lambda report: None)
+    loaded = load_as_worker(model_path)
     serve(lambda question: answer(loaded.model, loaded.tokenizer, loaded.facts.vocab_size, **question))
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.child import serve
-from fleetd.engine.cpu import products
+from bench.harness.loaded_model import load_as_worker
 from fleetd.engine.speculation.sources import Context
 
 # Of the published settings.
@@ -30,29 +30,16 @@ BLOCK, PADDING, LONGEST_GRAM = 4, 0, 4
 
 
 def main(model_path: Path) -> None:
-    if not products.preload_blas() and sys.platform == "linux":
-        raise SystemExit("no BLAS to preload: install mkl")
-    # mlx binds to the BLAS that is loaded first, so it is imported only now.
-    from fleetd.engine import worker
-    from fleetd.engine.load import loading, model_reading
-    from fleetd.engine.settings import WorkerSettings
-
-    worker.quiet_libraries()
-    device = model_reading.pick_device("auto")
-    if device == "cpu":
-        products.install()
-    loaded = loading.load(WorkerSettings("bench", str(model_path)), device, lambda report: None)
-    runs = _Runs(loaded, device)
-    serve(runs.answer)
+    serve(_Runs(load_as_worker(model_path)).answer)
 
 
 class _Runs:
-    def __init__(self, loaded: Any, device: str) -> None:
+    def __init__(self, loaded: Any) -> None:
         from fleetd.engine.speculation.speculation import WorkerSpeculation
 
         self._loaded = loaded
         self._speculation = WorkerSpeculation(
-            loaded.verdict, loaded.facts.vocab_size, computes_ahead=device != "cpu"
+            loaded.verdict, loaded.facts.vocab_size, computes_ahead=loaded.facts.device != "cpu"
         )
         self._speculation.costs = self._passes = _noted_costs(loaded.verdict.seconds)
 
@@ -207,9 +194,9 @@ def _noted_costs(seconds: dict[int, float]) -> Any:
             super().__init__(seconds)
             self.widths: list[int] = []
 
-        def took(self, width: int, seconds: float) -> None:
+        def add_pass(self, width: int, seconds: float) -> None:
             self.widths.append(width)
-            super().took(width, seconds)
+            super().add_pass(width, seconds)
 
     return NotedCosts()
 

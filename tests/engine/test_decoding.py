@@ -214,9 +214,9 @@ class DiceRounds(Rounds):
     def worth(self, promises: Sequence[Promise]) -> bool:
         return self.dice.random() < 0.7
 
-    def took(self, emitted: Mapping[str, int], seconds: float) -> None:
+    def add_round(self, emitted: Mapping[str, int], seconds: float) -> None:
         self.rounds += 1
-        super().took(emitted, seconds)
+        super().add_round(emitted, seconds)
 
     @property
     def losing(self) -> bool:

@@ -45,7 +45,7 @@ def model_of() -> Callable[[str], Any]:
 
 
 @dataclass
-class Reading(Scripted):
+class HiddenReader(Scripted):
     """Keeps the rows that it is given, by layer and token; a row that comes again must be the same."""
 
     hidden_layers: tuple[int, ...] = LAYERS
@@ -75,7 +75,7 @@ def single_steps(model: Any, tokens: Sequence[int], layers: Sequence[int]) -> di
     return found
 
 
-def check(model: Any, source: Reading, tokens: Sequence[int], least: int) -> None:
+def check(model: Any, source: HiddenReader, tokens: Sequence[int], least: int) -> None:
     """All rows are those of the text, and none is missing from the prompt's last token on, to ``least``."""
     truth = single_steps(model, tokens, source.hidden_layers)
     assert source.rows
@@ -142,7 +142,7 @@ def test_rows_of_refused_drafts_are_not_given(
     plain.submit("r", PROMPT, sampling=sampling, max_tokens=40)
     plain.finish()
     whole = plain.tokens["r"]
-    source = Reading(right_for(whole, right).say)
+    source = HiddenReader(right_for(whole, right).say)
     run = Run(model, tokenizer, spec(model))
     run.submit("r", PROMPT, source, sampling=sampling, max_tokens=40)
     run.finish()
@@ -159,7 +159,7 @@ def test_rows_of_plain_steps_are_given(
     model_of: Callable[[str], Any], tokenizer: Any, *, ahead: bool
 ) -> None:
     model = model_of("llama")
-    source = Reading(lambda tokens, width: [])
+    source = HiddenReader(lambda tokens, width: [])
     run = Run(model, tokenizer, spec(model, computes_ahead=ahead))
     run.submit("r", PROMPT, source, max_tokens=20, speculate=ALONE)
     run.finish()
@@ -170,7 +170,7 @@ def test_rows_of_steps_that_are_two_wide_are_given_once(
     model_of: Callable[[str], Any], tokenizer: Any
 ) -> None:
     model = model_of("llama")
-    source = Reading(lambda tokens, width: [])
+    source = HiddenReader(lambda tokens, width: [])
     run = Run(WideSteps(model, 1 << 20), tokenizer, spec(model))
     run.submit("r", PROMPT, source, max_tokens=20, speculate=ALONE)
     run.finish()
@@ -191,18 +191,18 @@ def test_several_answers_have_rows_of_their_own(
     plain.finish()
     run = Run(model, tokenizer, spec(model))
     monkeypatch.setattr(run.decoding.rounds, "step_s", lambda size: 100.0 * size)
-    sources = {name: Reading(right_for(plain.tokens[name], 5).say) for name in prompts}
+    sources = {name: HiddenReader(right_for(plain.tokens[name], 5).say) for name in prompts}
     sources["b"].hidden_layers = (1,)
-    states_of = Reading.propose
+    states_of = HiddenReader.propose
 
-    def propose(source: Reading, context: Context) -> list[int]:
+    def propose(source: HiddenReader, context: Context) -> list[int]:
         # All layers that a source of this batch has asked for are there.
         if context.hidden is not None:
             own = {layer: context.hidden.states[layer] for layer in source.hidden_layers}
             context = Context(context.tokens, context.width, type(context.hidden)(context.hidden.start, own))
         return states_of(source, context)
 
-    monkeypatch.setattr(Reading, "propose", propose)
+    monkeypatch.setattr(HiddenReader, "propose", propose)
     for name, prompt in prompts.items():
         run.submit(name, prompt, sources[name], max_tokens=36)
         for _ in range(4):
@@ -217,7 +217,7 @@ def test_several_answers_have_rows_of_their_own(
         assert sources[name].newest == {1, 2}
 
 
-class HeadSource(Reading):
+class HeadSource(HiddenReader):
     """Drafts what the model's own head says of the newest token's row, where there is one."""
 
     def __init__(self, model: Any) -> None:

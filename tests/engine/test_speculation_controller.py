@@ -108,7 +108,7 @@ def test_hardly_any_answer_is_slower_than_without_drafts(
 
 def test_a_plain_step_that_was_held_up_does_not_make_all_passes_look_quick() -> None:
     costs = Costs(FLAT)
-    costs.took(1, 50.0)
+    costs.add_pass(1, 50.0)
     assert costs.step_s < 1.2
 
 
@@ -176,7 +176,7 @@ def test_no_room_no_drafts() -> None:
 def test_the_curve_never_falls_whatever_is_measured(passes: list[tuple[int, float]]) -> None:
     costs = Costs(FLAT)
     for width, seconds in passes:
-        costs.took(width, seconds)
+        costs.add_pass(width, seconds)
         curve = [costs.ratio(n) for n in range(1, 20)]
         assert curve[0] == 1.0
         assert all(a <= b + 1e-9 for a, b in itertools.pairwise(curve))
@@ -186,10 +186,10 @@ def test_the_curve_never_falls_whatever_is_measured(passes: list[tuple[int, floa
 def test_one_pass_that_was_held_up_does_not_stop_drafts_for_good() -> None:
     costs = Costs(FLAT)
     for _ in range(5):
-        costs.took(2, 50.0)
+        costs.add_pass(2, 50.0)
     assert costs.ratio(2) > 2
     for _ in range(2000):
-        costs.took(1, 1.0)
+        costs.add_pass(1, 1.0)
     assert costs.ratio(2) < 1.1
 
 
@@ -242,7 +242,7 @@ def test_a_pass_is_entered_with_all_that_it_computed() -> None:
     seen: list[tuple[int, float]] = []
 
     class NotedCosts(Costs):
-        def took(self, tokens: int, seconds: float) -> None:
+        def add_pass(self, tokens: int, seconds: float) -> None:
             seen.append((tokens, seconds))
 
     controller = Controller(NotedCosts(FLAT), 15)

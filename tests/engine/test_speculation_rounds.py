@@ -10,7 +10,7 @@ from fleetd.engine.speculation.rounds import LONGEST_REST, PAUSE, REST, STEPS, W
 def measured(size: int, seconds: float) -> Rounds:
     rounds = Rounds()
     for _ in range(STEPS):
-        rounds.stepped(size, seconds)
+        rounds.add_step(size, seconds)
     return rounds
 
 
@@ -39,15 +39,15 @@ def test_nothing_is_worth_it_that_was_not_measured() -> None:
     assert rounds.step_s(3) is None
     rounds = Rounds()
     for _ in range(STEPS - 1):
-        rounds.stepped(2, 1.0)
+        rounds.add_step(2, 1.0)
     assert not rounds.worth([good, good])
-    rounds.stepped(2, 1.0)
+    rounds.add_step(2, 1.0)
     assert rounds.worth([good, good])
 
 
 def test_a_step_that_was_held_up_changes_little() -> None:
     rounds = measured(2, 1.0)
-    rounds.stepped(2, 50.0)
+    rounds.add_step(2, 50.0)
     assert rounds.step_s(2) == 1.0
 
 
@@ -57,7 +57,7 @@ def test_what_was_not_worth_it_is_not_asked_at_each_step() -> None:
     for _ in range(PAUSE):
         assert rounds.resting
         assert not rounds.worth([Promise(100.0, 0.1)] * 2)
-        rounds.stepped(2, 1.0)
+        rounds.add_step(2, 1.0)
     assert rounds.worth([Promise(100.0, 0.1)] * 2)
 
 
@@ -65,45 +65,45 @@ def test_losing_once_somebody_would_have_had_more_of_the_batch() -> None:
     rounds = measured(2, 1.0)
     for _ in range(WINDOW):
         assert not rounds.losing
-        rounds.took({"a": 8, "b": 2}, 3.0)
+        rounds.add_round({"a": 8, "b": 2}, 3.0)
     assert rounds.losing
     rounds = measured(2, 1.0)
     for i in range(2 * WINDOW):
         # Each has a bad round now and then.
-        rounds.took({"a": 8, "b": 1} if i % 2 else {"a": 1, "b": 8}, 3.0)
+        rounds.add_round({"a": 8, "b": 1} if i % 2 else {"a": 1, "b": 8}, 3.0)
         assert not rounds.losing
 
 
 def test_who_has_ended_counts_no_more() -> None:
     rounds = measured(2, 1.0)
     for _ in range(WINDOW):
-        rounds.took({"a": 8, "b": 1}, 3.0)
+        rounds.add_round({"a": 8, "b": 1}, 3.0)
     assert rounds.losing
-    rounds.took({"a": 8, "c": 8}, 3.0)
+    rounds.add_round({"a": 8, "c": 8}, 3.0)
     assert not rounds.losing
 
 
 def rest(rounds: Rounds) -> int:
     steps = 0
     while rounds.resting:
-        rounds.stepped(2, 1.0)
+        rounds.add_step(2, 1.0)
         steps += 1
     return steps
 
 
 def test_rests_double_until_everybody_gains() -> None:
     rounds = measured(2, 1.0)
-    rounds.ended()
+    rounds.end()
     assert rest(rounds) == 0
     seen = []
     for _ in range(8):
-        rounds.took({"a": 8, "b": 1}, 3.0)
-        rounds.ended()
+        rounds.add_round({"a": 8, "b": 1}, 3.0)
+        rounds.end()
         seen.append(rest(rounds))
     assert seen == [min(REST * 2**i, LONGEST_REST) for i in range(8)]
-    rounds.took({"a": 8, "b": 4}, 3.0)
-    rounds.ended()
+    rounds.add_round({"a": 8, "b": 4}, 3.0)
+    rounds.end()
     assert rest(rounds) == REST
-    rounds.took({"a": 8, "b": 1}, 3.0)
-    rounds.ended()
+    rounds.add_round({"a": 8, "b": 1}, 3.0)
+    rounds.end()
     assert rest(rounds) == REST

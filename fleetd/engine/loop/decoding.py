@@ -281,7 +281,7 @@ class Decoding:
 
     def _join(self) -> None:
         """Put all sequences that are apart into the batch."""
-        self.rounds.ended()
+        self.rounds.end()
         for running in self.apart:
             if running.row is not None:
                 running.row.settle()
@@ -398,7 +398,7 @@ class Decoding:
         now = time.monotonic()
         step_s = None
         if len(passes) > 1:
-            self.rounds.took({p.running.sequence.id: len(p.chosen) for p in passes}, now - begun)
+            self.rounds.add_round({p.running.sequence.id: len(p.chosen) for p in passes}, now - begun)
             step_s = self.rounds.step_s(len(passes))
         for p in passes:
             if p.running.drafts is not None:
@@ -486,7 +486,7 @@ class Decoding:
         self.steps += 1
         # The first step of a batch that has changed also builds its caches.
         if self._settled and len(responses) == len(self.batch):
-            self.rounds.stepped(len(responses), now - begun)
+            self.rounds.add_step(len(responses), now - begun)
         self._settled += 1
         # The batch may only change once all of its tokens are taken.
         ending: list[tuple[ScheduledSequence, FinishReason | Exception]] = []

@@ -44,9 +44,12 @@ RISK, RISK_PER_TOKEN = 0.25, 0.015
 class SourceStats:
     """How one source's drafts have done in this sequence."""
 
+    # Tokens that were verified, and how many of them were right.
     drafted: int = 0
     accepted: int = 0
+    # Passes in which drafts of this source were verified.
     passes: int = 0
+    # Weights of the drafts that were right, and of all that were judged.
     _right: float = PRIOR * PRIOR_TOKENS
     _judged: float = PRIOR_TOKENS
 
@@ -76,12 +79,19 @@ NO_DRAFT = Draft()
 class Controller:
     """Decides for one sequence. Each turn: ``choose``, then ``verified`` with the result of the pass."""
 
+    # What passes take on this device; one curve for all answers of a worker.
     costs: Costs
-    most: int  # drafts in one pass
-    always: bool = False  # verify whatever there is; for measuring
-    again: bool = False  # what was right beside a wrong draft is computed again
+    # Most drafts of one pass.
+    most: int
+    # True: verify whatever there is. For measuring.
+    always: bool = False
+    # True if what was right beside a wrong draft is computed again.
+    again: bool = False
+    # By source: how its drafts have done in this answer.
     records: dict[str, SourceStats] = field(default_factory=dict)
+    # Seconds that drafts have saved so far; negative if they have lost some.
     saved_s: float = 0.0
+    # Passes of this answer, and the tokens that they gave.
     passes: int = 0
     tokens: int = 0
     # Plain steps that drafts may lose now.
@@ -124,11 +134,11 @@ class Controller:
     ) -> None:
         """The pass over ``draft`` gave ``emitted`` tokens, one more than were right, in ``seconds``.
 
-        ``saved_s`` where plain decoding would not have been a step per token: in a batch. ``again``: tokens
-        that the pass computed a second time.
+        ``saved_s``: seconds that the pass saved, given if plain decoding would have been steps of a batch.
+        ``again``: tokens that the pass computed a second time.
         """
         step_s = self.costs.step_s
-        self.costs.took(again + 1 + len(draft.tokens), seconds)
+        self.costs.add_pass(again + 1 + len(draft.tokens), seconds)
         self.on_tokens(emitted)
         self.passes += 1
         self.tokens += len(emitted)
@@ -144,7 +154,7 @@ class Controller:
         self._bearable += alone_s / step_s
 
     def on_tokens(self, tokens: Sequence[int]) -> None:
-        """Tokens of the answer, drafted or not: guesses are held against them."""
+        """Hold guesses against tokens of the answer, drafted or not."""
         self._bearable += RISK_PER_TOKEN * len(tokens)
         for name, (guess, seen) in list(self._guesses.items()):
             right = 0
@@ -162,9 +172,9 @@ class Controller:
         return self.records.setdefault(name, SourceStats())
 
     def _width(self, acceptance: float, most: int) -> tuple[int, float]:
-        """The number of drafts that brings most tokens per time, and how many times a plain step's.
+        """The number of drafts that brings most tokens per time, and how many times a plain step's that is.
 
-        None that would lose more than can be borne if all are wrong.
+        Numbers that would lose more than the answer can bear, if every draft were wrong, are left out.
         """
         best, gain, expected, power = 0, 1.0, 1.0, 1.0
         for k in range(1, most + 1):
@@ -179,7 +189,9 @@ class Controller:
         return best, gain
 
     def _ratio(self, drafts: int, all_right: float) -> float:
-        """Plain steps that a pass over so many drafts takes, with what the next one computes again because of
-        it; ``all_right``: the chance that none is wrong."""
+        """Plain steps that a pass over ``drafts`` drafts takes, and the next pass for what it computes again.
+
+        ``all_right``: the chance that no draft is wrong.
+        """
         ratio = self.costs.ratio(1 + drafts)
         return ratio + (1 - all_right) * (ratio - 1) if self.again else ratio

@@ -43,7 +43,7 @@ class DraftCache:
         return len(self.tokens)
 
     def go_back(self, length: int) -> None:
-        """To ``length`` tokens or fewer, from which the rest is computed again."""
+        """Go back to ``length`` tokens, or to the last saved state before them."""
         if length >= len(self.tokens):
             return
         state: list[Any] = [None] * len(self.layers)
@@ -55,7 +55,10 @@ class DraftCache:
         del self.tokens[length:]
 
     def save(self, settled: int) -> None:
-        """Before tokens are added: those that are here are right, and so are the first ``settled``."""
+        """Save the state before tokens are added, unless enough are saved.
+
+        ``settled``: leading tokens that are the text's own: the cache never goes back behind them.
+        """
         if self._in_rows or len(self.tokens) in self._saved:
             return
         while len(self._saved) == SAVED_STATES and sorted(self._saved)[1] <= settled:

@@ -42,11 +42,12 @@ class TextHash:
 
 
 def packed(tokens: Iterable[int]) -> bytes:
-    """int32, little endian."""
+    """Tokens as int32, little endian."""
     return array(_LENGTHS, tokens).tobytes()
 
 
 def commit(base: TextHash, tokens: Sequence[int]) -> tuple[FrameHeader, memoryview]:
+    """A frame that says: after the text ``base`` these tokens came."""
     payload = memoryview(packed(tokens))
     return FrameHeader(
         Kind.COMMIT, start=base.length, count=len(tokens), sizes=(payload.nbytes, 0), prefix=base.hash
@@ -91,12 +92,12 @@ def place_draft(head: FrameHeader) -> list[memoryview]:
 
 
 def tokens_of(frame: Frame, vocab_size: int) -> list[int]:
-    """A commit's. Raises ProtocolError for ids that are no tokens."""
+    """The tokens of a commit. Raises ProtocolError for ids that are no tokens."""
     return _checked(_ints(frame), vocab_size)
 
 
 def branches_of(frame: Frame, vocab_size: int) -> list[list[int]]:
-    """A draft's. Raises ProtocolError for ids that are no tokens, and for lengths that do not add up."""
+    """The paths of a draft. Raises ProtocolError for ids that are no tokens and for odd lengths."""
     numbers, count = _ints(frame), frame.head.count
     lengths, tokens = numbers[:count], _checked(numbers[count:], vocab_size)
     if any(not 0 < n <= limits.DRAFT_BRANCH_TOKENS for n in lengths) or sum(lengths) != len(tokens):

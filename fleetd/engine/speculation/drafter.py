@@ -28,21 +28,29 @@ CLEAR_GUESSES = 512
 
 
 class Guesser(Protocol):
-    """A model that follows a text. ``held``: tokens of KV."""
+    """A model that follows a text, and guesses what comes after the text and a ``path`` of guesses."""
 
     @property
-    def held(self) -> int: ...
-    def missing(self, path: Sequence[int]) -> int: ...
-    def prefill(self, path: Sequence[int], most: int) -> None: ...
-    def guess(self, path: Sequence[int]) -> Guess: ...
-    def committed(self, tokens: Sequence[int]) -> None: ...
+    def held(self) -> int:
+        """Tokens whose KV is in memory."""
+
+    def missing(self, path: Sequence[int]) -> int:
+        """Tokens of text and path that are still to be computed, without the last one."""
+
+    def prefill(self, path: Sequence[int], most: int) -> None:
+        """Compute at most ``most`` of the ``missing`` tokens."""
+
+    def guess(self, path: Sequence[int]) -> Guess:
+        """The likeliest tokens after text and path. Computes what is missing, and the last token anyway."""
+
+    def committed(self, tokens: Sequence[int]) -> None:
+        """The text went on with these tokens."""
 
 
 class DraftModel:
     """A model and what it keeps of one text, which is taken back to wherever that goes on otherwise.
 
-    ``path`` is always what comes after the text that is ``committed``. ``fetch`` finds KV of its beginning
-    that is left from earlier texts.
+    ``fetch`` finds KV of the text's beginning that is left from earlier texts.
 
     Raises ModelUnsupported if what the model keeps cannot be taken back.
     """
@@ -62,7 +70,7 @@ class DraftModel:
 
     @property
     def kept(self) -> tuple[list[int], list[Any]]:
-        """What the cache holds of the text itself, and the cache, which is not to be used here any more."""
+        """The tokens of the text itself that the cache holds, and the cache. Ends the use of this object."""
         self._cache.go_back(self._common([]))
         return self._cache.tokens, self._cache.layers
 
@@ -72,17 +80,14 @@ class DraftModel:
         self._text += tokens
 
     def missing(self, path: Sequence[int]) -> int:
-        """Tokens of text and path that are still to be computed, the last one besides."""
         return max(0, len(self._text) + len(path) - 1 - self._common(path))
 
     def prefill(self, path: Sequence[int], most: int) -> None:
-        """Compute at most ``most`` of the ``missing`` ones."""
         self._compute(path, min(most, self.missing(path)))
         mx.eval(arrays(self._cache.layers))
         mx.clear_cache()
 
     def guess(self, path: Sequence[int]) -> Guess:
-        """What follows text and path. Computes all that is missing, and the last token in any case."""
         left = len(self._text) + len(path) - self._common(path)
         self._guesses += 1
         if self._guesses % CLEAR_GUESSES == 0:
@@ -167,7 +172,7 @@ class DraftWriter:
         self._heard_s = clock()
         # Tokens of the commits that have begun to come; the pipe's thread counts them.
         self._placed = 0
-        # Tokens that were drafted on the way, and of those that were judged, how many were right.
+        # Tokens that were drafted; tokens that were judged since; and how many of these were right.
         self.drafted = self.judged = self.right = 0
         self._pipe = connect(self._place)
 
@@ -234,11 +239,11 @@ class DraftWriter:
         try:
             while (frame := self._pipe.receive()) is not None:
                 self._heard_s = self._clock()
-                self._take(frame)
+                self._take_commit(frame)
         except FleetError as error:
             self._error = error
 
-    def _take(self, frame: Frame) -> None:
+    def _take_commit(self, frame: Frame) -> None:
         head = frame.head
         if (head.start, head.prefix) != (self._text_hash.length, self._text_hash.hash):
             raise ProtocolError(

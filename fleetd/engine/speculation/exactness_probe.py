@@ -58,17 +58,20 @@ PROBE_VERSION = 3
 
 
 class ProbePlan(msgspec.Struct, frozen=True):
-    """What to try: ``steps`` single steps at each context, and blocks of each width. ``every``: the verdict
-    holds at any context."""
+    """What to try."""
 
+    # Tokens in the cache before the steps and blocks that are compared.
     contexts: tuple[int, ...]
+    # Tokens of one block.
     widths: tuple[int, ...]
+    # Single steps at each context.
     steps: int
+    # True if the verdict holds at any context.
     every: bool
 
     @classmethod
     def of(cls, device: str, step_s: float) -> ProbePlan:
-        """``step_s``: what a single step takes; a slow model is probed with less."""
+        """The plan for a device. ``step_s``: what a single step takes; a slow model is probed with less."""
         if device == "cpu" and products.exact():
             if step_s * EXACT_COST > limits.SPEC_PROBE_S:
                 return cls(EXACT_CONTEXTS[:1], EXACT_WIDTHS[-1:], EXACT_STEPS, every=True)
@@ -77,18 +80,19 @@ class ProbePlan(msgspec.Struct, frozen=True):
 
 
 class ExactnessVerdict(msgspec.Struct, frozen=True):
-    """``width``: tokens of one pass that are exact, 1 where none are; ``context``: up to so many tokens.
+    """What the probe has found of a model on this device."""
 
-    ``rows``: of a single step up to there, more than one if that is what makes blocks exact. ``seconds``: of
-    a pass by its width, where it was probed. ``again``: a wrong draft undoes its whole pass
-    (``rollback.mark``), and what was right is computed a second time.
-    """
-
+    # Most tokens of a pass that has the bytes of single steps; 1 if blocks have other bytes.
     width: Annotated[int, Meta(ge=1, le=limits.SPEC_WIDTH)] = 1
+    # The text may have so many tokens for that.
     context: Annotated[int, Meta(ge=0)] = 0
+    # The verdict for people: "exact: …" or "declined: …".
     text: str = ""
+    # Seconds of a pass by its width, for widths that were probed.
     seconds: dict[Annotated[int, Meta(ge=1)], Annotated[float, Meta(gt=0)]] = {}
+    # Rows of a single step within ``context``; more than one if that is what makes blocks exact.
     rows: Annotated[int, Meta(ge=1, le=ROWS)] = 1
+    # True if a wrong draft undoes its whole pass (``rollback.mark``): what was right is computed again.
     again: bool = False
 
     @property
@@ -96,7 +100,7 @@ class ExactnessVerdict(msgspec.Struct, frozen=True):
         return self.width > 1
 
     def at_pace(self, step_s: float) -> ExactnessVerdict:
-        """The same where a single step takes so long now: what wider passes take is known as shares of it."""
+        """This verdict with the seconds scaled to a single step of ``step_s``."""
         if not (before_s := self.seconds.get(1)):
             return self
         return msgspec.structs.replace(
@@ -112,7 +116,7 @@ def probe(
     plan: ProbePlan,
     clock: Callable[[], float] = time.monotonic,
 ) -> ExactnessVerdict:
-    """Compare. Contexts that do not fit the model, or its memory, are left out."""
+    """Compare blocks with single steps. Contexts that do not fit the model, or its memory, are left out."""
     empty = make_prompt_cache(model)
     if why := rollback.declined(empty):
         return ExactnessVerdict(text=f"declined: {why}")
@@ -244,7 +248,7 @@ class _Probing:
     def _blocks(
         self, base: list[Any], context: int, tokens: Sequence[int], width: int
     ) -> tuple[list[mx.array], list[mx.array]]:
-        """The same, at least as many tokens, ``width`` per pass."""
+        """Logits (V,) of at least as many tokens, ``width`` per pass, and what the passes left behind."""
         cache = copy_on_write(base)
         logits: list[mx.array] = []
         while len(logits) < self._plan.steps:
@@ -298,7 +302,7 @@ def _kept(cache: list[Any], first: int, count: int) -> list[mx.array]:
 
 
 def _same(a: Sequence[mx.array], b: Sequence[mx.array]) -> bool:
-    """Byte for byte: -0.0 is not 0.0 here, and a NaN equals itself."""
+    """True if all arrays have the same bytes: -0.0 is not 0.0 here, and a NaN equals itself."""
     return len(a) == len(b) and all(
         x.shape == y.shape and x.dtype == y.dtype and bool(np.array_equal(_bytes(x), _bytes(y)))
         for x, y in zip(a, b, strict=True)

@@ -18,7 +18,7 @@ from fleetd import limits
 
 
 class Guess(msgspec.Struct, frozen=True):
-    """The likeliest next token and the one after it, with their probabilities."""
+    """A model's two likeliest next tokens, with their probabilities."""
 
     first: int
     second: int
@@ -28,15 +28,18 @@ class Guess(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Lookahead:
-    """``ends``: tokens after which there is nothing."""
+    """The paths that are drafted after one text."""
 
+    # End tokens: nothing is drafted after them.
     ends: frozenset[int] = frozenset()
+    # Tokens of the main path.
     ahead: int = limits.DRAFT_AHEAD
+    # Most detours, and tokens of each after the runner-up.
     detours: int = limits.DRAFT_DETOURS
     detour_tokens: int = limits.DRAFT_DETOUR_TOKENS
-    # The guess that each token of the main_path comes from.
+    # The guess that each token of the main path comes from.
     guesses: list[Guess] = field(default_factory=list)
-    # By the place of the mistake on the main_path: the guesses after the runner-up.
+    # By the place of the mistake on the main path: the guesses after the runner-up.
     detour_guesses: dict[int, list[Guess]] = field(default_factory=dict)
 
     @property
@@ -69,7 +72,7 @@ class Lookahead:
         return None
 
     def committed(self, tokens: Sequence[int]) -> int:
-        """The text went on with ``tokens``. Returns how many of them the main_path had foreseen."""
+        """Go on to a text with ``tokens`` more. Returns how many of them the main path had foreseen."""
         main_path, n = self.main_path, len(tokens)
         foreseen = next((i for i in range(n) if i >= len(main_path) or main_path[i] != tokens[i]), n)
         if foreseen == n:
@@ -89,7 +92,7 @@ class Lookahead:
         return foreseen
 
     def _likeliest(self) -> list[int]:
-        """Where detours are, likeliest first."""
+        """Places on the main path at which detours begin, likeliest first."""
         reach, weights = 1.0, []
         for guess in self.guesses:
             weights.append(reach * guess.p_second if guess.second not in self.ends else 0.0)

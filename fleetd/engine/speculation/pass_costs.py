@@ -25,7 +25,7 @@ _FORGETS = 0.005
 
 
 class Costs:
-    """``seconds``: of one pass by the tokens in it; must have width 1."""
+    """The cost curve of one worker. ``seconds``: of a pass, by the tokens in it; it must have width 1."""
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
         self.step_s = max(seconds[1], 1e-9)
@@ -42,8 +42,11 @@ class Costs:
         """tv(width) / t1: what a pass over ``width`` tokens costs in plain steps."""
         return _on_curve(self._widths, self._ratios, width)
 
-    def took(self, width: int, seconds: float) -> None:
-        """A pass was made. Plain steps correct the step, wider ones the ratio of their width."""
+    def add_pass(self, width: int, seconds: float) -> None:
+        """Note that a pass over ``width`` tokens took ``seconds``.
+
+        A plain step corrects the seconds of a step, a wider pass the ratio of its width.
+        """
         expected = self.step_s * self.ratio(width)
         most = _STEP_OFF if width == 1 else _OFF
         off = min(most, max(1 / most, seconds / expected))
@@ -68,12 +71,12 @@ class Costs:
 
     @property
     def curve(self) -> dict[int, float]:
-        """Width → tv / t1, as it is known now."""
+        """The curve as it is known now: width → tv / t1."""
         return dict(zip(self._widths, self._ratios, strict=True))
 
 
 def _on_curve(widths: Sequence[int], ratios: Sequence[float], width: int) -> float:
-    """Between two points on the line through them, beyond the last one on from there."""
+    """The ratio at ``width``: on a straight line between two measured widths, and beyond the last one."""
     at = bisect.bisect_left(widths, width)
     if at == len(widths):
         slope = _UNKNOWN

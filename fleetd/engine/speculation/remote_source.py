@@ -24,13 +24,14 @@ from fleetd.errors import FleetError, PeerLost, ProtocolError
 
 
 class _DraftPath(msgspec.Struct, frozen=True):
-    """``tokens`` may follow the first ``base`` tokens of the text."""
+    """Tokens that may follow a text."""
 
+    # The length of that text.
     base: int
     tokens: list[int]
 
     def rest(self, text: Sequence[int]) -> list[int]:
-        """What of it goes on from ``text``; nothing where it is another text's."""
+        """The tokens that go on from ``text``; none if the path belongs to another text."""
         known = len(text) - self.base
         if known < 0 or list(text[self.base :]) != self.tokens[:known]:
             return []
@@ -44,7 +45,7 @@ class RemoteSource:
         connect: opens the pipe, given where its frames are to be written.
         text: the prompt's tokens; sent at once.
         vocab_size: of the model that verifies; ids beyond it must never reach it.
-        begun: whether some of the answer is there already. The next ``propose`` tells which.
+        begun: True if some of the answer is there already. The next ``propose`` tells which tokens.
 
     ``error``: why no more drafts arrive; None while they do.
     """
@@ -64,7 +65,7 @@ class RemoteSource:
         self._vocab_size = vocab_size
         self._sent = wire.TextHash()
         self._unsent = list(text)
-        # Whether nothing of the text was missed.
+        # True if no token of the text was missed.
         self._aligned = not begun
         # Texts that the drafter may know, by length.
         self._bases: dict[int, bytes] = {}
@@ -138,11 +139,11 @@ class RemoteSource:
                 if self.error is not None or (frame := self._pipe.receive()) is None:
                     return
                 self._taken += 1
-                self._take(frame)
+                self._take_draft(frame)
         except FleetError as error:
             self._end(error)
 
-    def _take(self, frame: Frame) -> None:
+    def _take_draft(self, frame: Frame) -> None:
         head = frame.head
         known = self._bases.get(head.start)
         if known is None and head.start < next(iter(self._bases)):
@@ -153,7 +154,7 @@ class RemoteSource:
             self._keep(_DraftPath(head.start, tokens))
 
     def _keep(self, path: _DraftPath) -> None:
-        """Newest last. Those that it begins with say nothing more."""
+        """Add the newest path. Older paths that it begins with say nothing more, and go."""
         self._paths = [
             old
             for old in self._paths

@@ -31,16 +31,18 @@ REST, LONGEST_REST = 32, 1024
 
 
 class Promise(msgspec.Struct, frozen=True):
-    """What the next pass of one answer is expected to bring: ``tokens``, at least 1, and its seconds."""
+    """What the next pass of one answer is expected to bring."""
 
+    # Tokens of the answer, at least 1.
     tokens: float
+    # What the pass takes.
     seconds: float
 
 
 @dataclass
 class Rounds:
-    """The rounds of one worker. Call ``stepped`` after each step of a batch, ``took`` after each round and
-    ``ended`` after the last one."""
+    """The rounds of one worker. Call ``add_step`` after each step of a batch, ``add_round`` after each
+    round and ``end`` after the last one."""
 
     _steps: defaultdict[int, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=STEPS))
@@ -50,8 +52,8 @@ class Rounds:
     _rest: int = 0
     _next_rest: int = REST
 
-    def stepped(self, size: int, seconds: float) -> None:
-        """A batch of ``size`` made a step."""
+    def add_step(self, size: int, seconds: float) -> None:
+        """Note that a batch of ``size`` answers made a step in ``seconds``."""
         self._steps[size].append(seconds)
         self._rest = max(0, self._rest - 1)
 
@@ -75,8 +77,8 @@ class Rounds:
             self._rest = PAUSE
         return worth
 
-    def took(self, emitted: Mapping[str, int], seconds: float) -> None:
-        """A round is over: the tokens of each answer, by its id."""
+    def add_round(self, emitted: Mapping[str, int], seconds: float) -> None:
+        """Note a round: the tokens that each answer got, by its id, and what the round took."""
         if self._window and self._window[-1][1].keys() != emitted.keys():
             self._window.clear()
         self._window.append((seconds, dict(emitted)))
@@ -94,8 +96,8 @@ class Rounds:
         fewest = min(sum(said[answer] for _, said in self._window) for answer in self._window[-1][1])
         return step_s is None or fewest * step_s < seconds
 
-    def ended(self) -> None:
-        """All are back in the batch. Does nothing if there were no rounds."""
+    def end(self) -> None:
+        """End the rounds: all answers are back in the batch. Does nothing if there were no rounds."""
         if not self._gained_s:
             return
         gained = min(self._gained_s.values()) > 0

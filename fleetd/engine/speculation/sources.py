@@ -51,7 +51,7 @@ class DraftSource(Protocol):
         """Indices of the target model's layers whose hidden states ``propose`` needs; empty costs nothing."""
 
     def propose(self, context: Context) -> list[int]:
-        """At most ``context.width`` tokens that may follow ``context.tokens``, or none."""
+        """Propose at most ``context.width`` tokens that may follow ``context.tokens``, or none."""
 
     def committed(self, tokens: Sequence[int]) -> None:
         """These tokens were added to the answer, drafted or not."""

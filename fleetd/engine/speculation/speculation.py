@@ -29,12 +29,15 @@ Mode = Literal["auto", "on", "off"]
 
 @dataclass
 class WorkerSpeculation:
-    """``computes_ahead``: the device computes while the host goes on (any GPU), so that an answer without a
-    draft has its next step computed while this one's token is looked at."""
+    """What all answers of a worker share."""
 
     verdict: ExactnessVerdict
+    # Token ids of the model are below this.
     vocab_size: int
+    # Drafts are verified if that pays, always, or never.
     mode: Mode = "auto"
+    # True if the device computes while the host goes on (any GPU): then an answer without a draft has its
+    # next step computed while the host looks at this step's token.
     computes_ahead: bool = False
     costs: Costs = field(init=False)
 
@@ -64,11 +67,14 @@ class WorkerSpeculation:
 
 @dataclass(slots=True)
 class SequenceDrafts:
-    """``names``: sources that the request allows, None for all."""
+    """The drafts of one answer."""
 
+    # Preferred ones first.
     sources: list[DraftSource]
+    # Sources that the request allows; None for all.
     names: list[str] | None
     controller: Controller
+    # Token ids of the model are below this.
     vocab_size: int
     # What the last pass computed of the layers in ``hidden_layers``.
     hidden: HiddenRows | None = field(init=False, default=None)
@@ -84,7 +90,7 @@ class SequenceDrafts:
             self.sources.insert(0, source)
 
     def proposals(self, tokens: Sequence[int]) -> dict[str, list[int]]:
-        """What each source that has a guess proposes; mostly none has."""
+        """The drafts of each source that has a guess; mostly no source has one."""
         found = {}
         context = Context(tokens, self.controller.most, self.hidden)
         for source in list(self.sources):
@@ -112,12 +118,12 @@ class SequenceDrafts:
         *,
         again: int = 0,
     ) -> None:
-        """``Controller.verified``, and the sources are told."""
+        """Tell the controller what a pass gave (``Controller.verified``), and the sources its tokens."""
         self.controller.verified(draft, emitted, seconds, saved_s, again=again)
         self._committed(emitted)
 
     def on_token(self, token: int) -> None:
-        """A token of plain decoding."""
+        """Tell the controller and the sources of a token of plain decoding."""
         self.controller.on_tokens((token,))
         self._committed((token,))
 

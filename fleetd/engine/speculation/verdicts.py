@@ -24,17 +24,19 @@ _PREFIXES = ("MKL_", "KMP_", "OMP_", "MLX_")
 
 
 class VerdictKey(msgspec.Struct, frozen=True):
-    """What decides the verdict: equal if probing again would find the same.
+    """What decides the verdict: two keys are equal if probing again would find the same."""
 
-    ``digest`` is the model's; "" if it is unknown, and then nothing is stored. Its files decide the dtype and
-    the quantisation too. ``cores`` and ``environment`` also decide what passes cost.
-    """
-
+    # The model's, whose files decide the dtype and the quantisation too; "" if it is unknown, and then
+    # nothing is stored.
     digest: str
+    # "cpu" or "gpu", and what the accelerator is called.
     device: str
     accelerator: str
+    # The operating system and its version.
     system: str
+    # Of the libraries that compute, by name.
     versions: dict[str, str]
+    # Variables that choose kernels and threads. These and ``cores`` also decide what passes cost.
     environment: dict[str, str]
     cores: int
     fleetd: str = __version__

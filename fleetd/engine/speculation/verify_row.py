@@ -39,9 +39,10 @@ from fleetd.engine.speculation.sources import HiddenRows
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """One token of an answer; ``row`` is (1, V)."""
+    """One token of an answer."""
 
     token: int
+    # Log-probabilities, (1, V).
     row: mx.array
 
     @property
@@ -52,18 +53,18 @@ class Chosen(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class VerifyRow:
-    """``tokens``: prompt and answer. All but the last, which is due, and ``pending`` ones before it have
-    their rows in ``cache``; the last has one too while its step is under way.
-
-    ``generated``: how many of them are the answer's. Both lists belong to this object.
-    """
+    """One answer's text and cache, which belong to this object."""
 
     model: Any
+    # Prompt and answer. The last token is due: the next pass computes its row, unless a step is under way.
     tokens: list[int]
+    # The rows of all tokens but the one that is due and the ``pending`` ones before it.
     cache: list[Any]
     sampler: Sampler
     processors: Sequence[LogitsProcessor] = ()
+    # Tokens of the answer.
     generated: int = 0
+    # Tokens before the due one that the next pass computes again.
     pending: int = field(init=False, default=0)
     # Layers whose hidden states passes note; and those of the last pass's tokens that are in the text now.
     hidden_layers: tuple[int, ...] = field(init=False, default=())
@@ -87,7 +88,7 @@ class VerifyRow:
         return len(self.tokens) - 1 - self.pending + self.under_way
 
     def advance(self, drafts: Sequence[int]) -> list[Chosen]:
-        """One pass; at least one token, at most one more than ``drafts``.
+        """Make one pass. Returns at least one token, and at most one more than ``drafts``.
 
         ``drafts`` must fit in ``rollback.room(cache)``, with the token that is due and what is ``pending``.
         """
@@ -122,7 +123,7 @@ class VerifyRow:
             self._before = None
 
     def step(self, *, ahead: bool = False) -> Chosen:
-        """A single step. ``ahead``: begin the step after it before this one's token is read."""
+        """Make a single step. ``ahead``: begin the step after it before this one's token is read."""
         token, logprobs, self.hidden = self._next or self._begin(
             mx.array(self.tokens[self.held :]), self.generated
         )
@@ -136,8 +137,8 @@ class VerifyRow:
     def _begin(
         self, tokens: mx.array, index: int, *, unread: bool = False
     ) -> tuple[mx.array, mx.array, HiddenRows | None]:
-        """The step over the last of ``tokens``, which chooses the answer's token ``index``; computed in the
-        background. Before it is what is pending."""
+        """Begin the step over the last of ``tokens``, which chooses the answer's token ``index``. The device
+        computes it in the background. The tokens before the last are the pending ones."""
         self._before = None
         start = len(self.tokens) - tokens.size + unread
         with noted_states(self.model, self.hidden_layers) as states:
@@ -202,9 +203,10 @@ class VerifyRow:
         self.generated += len(tokens)
 
     def taken(self, tokens: int) -> tuple[list[int], list[Any]]:
-        """The text's first ``tokens`` tokens, as far as their rows are known, and those rows; ends this.
+        """The text's first ``tokens`` tokens, if their rows are known, and those rows. Ends this object.
 
-        Fewer where the last pass went past them and can only be undone as a whole."""
+        Fewer tokens come back if the last pass went past them and can only be undone as a whole.
+        """
         kept = min(tokens, self.held)
         undone = self.held - kept
         if undone and self._before is not None:

@@ -61,7 +61,7 @@ class DrafterService(PipelineStep):
 
     Args:
         partners: None for a machine without a fleet.
-        model: what drafts where a request does not say; "" for none.
+        model: the name of the model that drafts if a request names none; "" for none.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class DrafterService(PipelineStep):
         return event
 
     def drafter_of(self, request: Request) -> DrafterView | None:
-        """The drafter of an answer that is running."""
+        """The drafter of a running answer; None before one is found."""
         run = self._runs.get(request)
         return run.view if run is not None else None
 
@@ -129,7 +129,7 @@ class DrafterService(PipelineStep):
         return drafts
 
     def _wanted(self, job: Job) -> str:
-        """The model that is to draft; "" for none."""
+        """The name of the model that is to draft; "" for none."""
         request, how = job.request, job.request.speculate
         few = request.max_tokens is not None and request.max_tokens < _LEAST_TOKENS
         refused = how is not None and not (how.enabled and DRAFTER in (how.sources or [DRAFTER]))
@@ -143,7 +143,7 @@ class DrafterService(PipelineStep):
     # ---- for people --------------------------------------------------------------------------------------
 
     async def plan(self, view: PlanView, folder: ModelFolder) -> PlanView:
-        """The same, and how the answer would be drafted for. Nothing is loaded for that."""
+        """``view`` with how the answer would be drafted for. No model is loaded for that."""
         engine = self.pool.engine(folder)
         facts = engine.facts if engine is not None else None
         if facts is None:
@@ -166,16 +166,16 @@ class DrafterService(PipelineStep):
     # ---- who is asked ------------------------------------------------------------------------------------
 
     def candidates(self, target: str, model: str, *, shareable: bool) -> list[DrafterCandidate]:
-        """The machines to ask, in this order."""
+        """The machines to ask, the best one first."""
         others = self.members.others("draft") if shareable else []
         return drafters.candidates(others, target, model, self._where)
 
     async def resolve(self, model: str) -> ModelFolder:
-        """Raises ModelNotFound."""
+        """The folder of a model on this machine. Raises ModelNotFound."""
         return await file_threads.look(self._models.resolve, model)
 
     async def close(self) -> None:
-        """End all of them."""
+        """End every run."""
         await self._running.close()
 
 
@@ -198,7 +198,7 @@ class DraftRun:
 
     @property
     def view(self) -> DrafterView | None:
-        """What drafts, once there is a drafter; before that, what failed to."""
+        """The drafter, once there is one; before that, the last candidate that failed."""
         if self._lost is not None and self.drafter in (None, self._lost[0]):
             lost, error = self._lost
             return DrafterView(lost.model, lost.name, [], error.code, error.message)
@@ -265,7 +265,7 @@ class DraftRun:
             check_vocabulary(engine.facts, vocabulary)
             follow = DraftFor(own_id(self._job.request.id), _BESIDE_TOKENS)
             async with aclosing(engine.follow(follow)) as events:
-                await accepted(events)
+                await await_accepted(events)
                 near, far = socket.socketpair()
                 key = os.urandom(32)
                 try:
@@ -273,7 +273,7 @@ class DraftRun:
                 finally:
                     await engine.give_stream(StreamTag(follow.id, DRAFTS, key, "acceptor"), far)
                 self.drafter = candidate
-                await ended(events)
+                await draft_report(events)
 
     async def _there(self, candidate: DrafterCandidate, vocabulary: str) -> None:
         if (partners := self._drafting.partners) is None:
@@ -319,7 +319,7 @@ async def _offer(stream: PeerStream, within_s: float) -> messages.DraftOffer:
 
 
 def check_vocabulary(facts: Ready | None, vocabulary: str) -> None:
-    """Raises Incompatible, naming the field, where the drafts would be other words."""
+    """Raises Incompatible, naming the field, if the same token ids mean other words in the two models."""
     if facts is None:
         raise EngineDied("The engine that was to draft has just ended.")
     if facts.vocabulary != vocabulary:
@@ -330,13 +330,14 @@ def check_vocabulary(facts: Ready | None, vocabulary: str) -> None:
         )
 
 
-async def accepted(events: AsyncGenerator[Event, None]) -> None:
-    """Raises what the engine refuses with."""
+async def await_accepted(events: AsyncGenerator[Event, None]) -> None:
+    """Wait until the engine has accepted the work. Raises the error with which it refuses."""
     if not isinstance(await anext(events, None), Accepted):
         raise EngineDied("The engine did not take the work.")
 
 
-async def ended(events: AsyncGenerator[Event, None]) -> DraftReport:
+async def draft_report(events: AsyncGenerator[Event, None]) -> DraftReport:
+    """Wait for the drafter's report at the end of the text. Raises EngineDied if it ends without one."""
     async for event in events:
         if isinstance(event, DraftReport):
             return event

@@ -20,13 +20,16 @@ _NEAR_S = 0.05
 
 
 class DrafterCandidate(msgspec.Struct, frozen=True):
-    """A machine that could draft, and with which model. ``digest``: of a model on another machine.
-    ``load_s``: what loading it takes there by its card; 0 if it is loaded."""
+    """A machine that could draft, and with which model."""
 
+    # THIS_NODE for this machine.
     node_id: str
+    # The machine's name, for people.
     name: str
     model: str
+    # Of a model on another machine; "" here.
     digest: str = ""
+    # Seconds that loading takes there, by the machine's card; 0 if the model is loaded.
     load_s: float = 0.0
 
     @property
@@ -35,7 +38,7 @@ class DrafterCandidate(msgspec.Struct, frozen=True):
 
 
 def candidates(others: Iterable[Member], target: str, model: str, where: Where) -> list[DrafterCandidate]:
-    """The machines to ask, in this order.
+    """The machines to ask, the best one first.
 
     A machine that has the model loaded, is near and is idle comes first: its drafts take no time from the
     model that verifies them. A model does not draft for itself in one worker.

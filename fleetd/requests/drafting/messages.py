@@ -33,26 +33,34 @@ _Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class DraftQuestion(msgspec.Struct, frozen=True):
-    """``id``: of the request, as the machine that answers has it. ``vocabulary``: its model's."""
+    """Asks a machine to draft for an answer."""
 
+    # The model that is to draft.
     model: ModelName
     digest: Digest
+    # Of the request, on the machine that answers.
     id: RequestId
+    # A hash of what the answering model's token ids mean.
     vocabulary: _Vocabulary
 
 
 class DraftOffer(msgspec.Struct, frozen=True):
+    """The drafter's engine is ready."""
+
+    # Of the drafting model; the machine that answers compares it too.
     vocabulary: _Vocabulary
+    # Where the answer's stream is expected.
     invitation: Invitation
 
 
 class DraftDone(msgspec.Struct, frozen=True):
-    """Tokens, as ``DraftReport`` has them. ``steps``: since the question came; earlier versions
-    tell none."""
+    """The text has ended."""
 
+    # Tokens, as ``DraftReport`` has them.
     drafted: _Count = 0
     judged: _Count = 0
     right: _Count = 0
+    # Since the question came; earlier versions tell none.
     steps: Annotated[list[StepTime], Meta(max_length=_STEPS)] = []
 
 

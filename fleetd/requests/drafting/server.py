@@ -21,7 +21,7 @@ from fleetd.plan.prefill import step_names
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.drafting import messages
-from fleetd.requests.drafting.client import DRAFTS, accepted, check_vocabulary, ended
+from fleetd.requests.drafting.client import DRAFTS, await_accepted, check_vocabulary, draft_report
 from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.requests.remote.peer_stream import own_id
@@ -69,13 +69,13 @@ class DraftServer:
             check_vocabulary(engine.facts, ask.vocabulary)
             follow = DraftFor(own_id(ask.id))
             async with aclosing(engine.follow(follow)) as events:
-                await accepted(events)
+                await await_accepted(events)
                 with self._dialer.expect() as home:
                     yield messages.DraftOffer(ask.vocabulary, invitation(home))
                     sock = await home.socket()
                 await engine.give_stream(StreamTag(follow.id, DRAFTS, home.key, "acceptor"), sock)
                 times.append(self._monotonic())
-                done = await ended(events)
+                done = await draft_report(events)
                 times.append(self._monotonic())
                 steps = [
                     StepTime(name, later_s - earlier_s)
