@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from speculating import GREEDY, Run, Scripted, guessing, perfect, right_for
 
-from fleetd.engine.sampling.sampler import LogitsProcessor, following
 from fleetd.engine.loop import decoding
 from fleetd.engine.protocol import Sampling
+from fleetd.engine.sampling.sampler import LogitsProcessor, following
 from fleetd.engine.speculation.sources import Context
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
