@@ -1,11 +1,13 @@
 """The steps that every request passes, and the one place that watches its events.
 
     prepare ─► engine or other machine ─► on_event, step by step ─► request ─► client
-                                                     closed ◄── the attempt ends, in any way
-                                                     ended  ◄── the request ends: one trace
+                       │                             closed ◄── the attempt ends, in any way
+                       └ Accepted ─► decide          ended  ◄── the request ends: one trace
 
 A step is a feature: it may change what the engine is asked, hold back or change an event, and announce
-another plan. It keeps what it knows of a request in the ``Request``.
+another plan. It keeps what it knows of a request in the ``Request``. A step waits for nothing but ``decide``,
+once for each attempt: an event, of which there is one for each token, passes without a coroutine, and only
+through the steps that name its type.
 """
 
 from __future__ import annotations
@@ -14,22 +16,32 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 from fleetd.control.prefill_trace import Trace
-from fleetd.engine.protocol import Event, Failed, Loading
+from fleetd.engine.protocol import Accepted, Delta, Event, Failed, Loading, ToolCall, ToolCallPiece
 from fleetd.errors import FleetError, from_code
 from fleetd.requests.job import Planned
 from fleetd.requests.request import Request
 from fleetd.requests.request_trace import attempt_of, trace_of
 
+#: The events of which a client sees some of the answer.
+ANSWER = (Delta, ToolCallPiece, ToolCall)
+
 
 class PipelineStep:
     """One feature's part in requests; each method does nothing unless a feature overrides it."""
 
+    #: The types of the events that ``on_event`` is given.
+    events: ClassVar[tuple[type[Loading | Event], ...]] = ()
+
     def prepare(self, request: Request) -> None:
         """Before each attempt."""
 
-    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
+    async def decide(self, request: Request, accepted: Accepted) -> None:
+        """Before the Accepted is passed on: the engine may wait with the prompt until this returns."""
+
+    def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         """The event as it is passed on; None for one that the client does not see."""
         return event
 
@@ -55,6 +67,8 @@ class Pipeline:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._steps = steps
+        kinds = {kind for step in steps for kind in step.events}
+        self._steps_of = {kind: [step for step in steps if kind in step.events] for kind in kinds}
         self._record = record
         self._monotonic = monotonic
 
@@ -80,9 +94,12 @@ class Pipeline:
             if request.error is not None:
                 request.failed_trace = attempt_of(request, self._monotonic())
 
-    async def on_event(
-        self, request: Request, event: Planned | Loading | Event
-    ) -> list[Planned | Loading | Event]:
+    async def decide(self, request: Request, accepted: Accepted) -> None:
+        """Let the steps decide how the prompt is read; before ``on_event`` is given its Accepted."""
+        for step in self._steps:
+            await step.decide(request, accepted)
+
+    def on_event(self, request: Request, event: Planned | Loading | Event) -> list[Planned | Loading | Event]:
         """What the client is told for it, in order. Raises FleetError for a Failed."""
         if isinstance(event, Failed):
             raise from_code(event.code, event.message, hint=event.hint, param=event.param)
@@ -91,8 +108,8 @@ class Pipeline:
             return [*request.take_announced()]
         if isinstance(event, Loading) and request.planned is None and request.asked.origin != "peer":
             return [request.expected(), event]
-        for step in self._steps:
-            passed = await step.on_event(request, event)
+        for step in self._steps_of.get(type(event), ()):
+            passed = step.on_event(request, event)
             if passed is None:
                 return [*request.take_announced()]
             event = passed

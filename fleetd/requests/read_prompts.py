@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import asyncio
 
-from fleetd.engine.protocol import Delta, Event, Loading, ToolCall
+from fleetd.engine.protocol import Event, Loading
 from fleetd.errors import EngineDied
 from fleetd.requests.members.members import Members
-from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.pipeline import ANSWER, PipelineStep
 from fleetd.requests.request import Request
 
 
 class ReadPrompts(PipelineStep):
+    events = ANSWER
+
     def __init__(self, members: Members) -> None:
         self._members = members
 
     def prepare(self, request: Request) -> None:
         self._members.reads(request.id, request.placement.node_id, request.model.name, request.job)
 
-    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
-        if isinstance(event, Delta | ToolCall) and not request.answering:
+    def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
+        if not request.answering:
             self._members.reads_no_more(request.id)
             self._note(request, 1.0)
         return event

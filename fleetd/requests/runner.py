@@ -29,7 +29,7 @@ from fleetd.control.daemon_status import RequestCounts
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.daemon_side.pool import EnginePool
-from fleetd.engine.protocol import Event, Finished, Generate, Loading
+from fleetd.engine.protocol import Accepted, Event, Finished, Generate, Loading
 from fleetd.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -273,7 +273,9 @@ class RequestRunner:
                             yield planned
                         async with aclosing(self._source(request)) as events:
                             async for event in events:
-                                for passed in await self._pipeline.on_event(request, event):
+                                if isinstance(event, Accepted):
+                                    await self._pipeline.decide(request, event)
+                                for passed in self._pipeline.on_event(request, event):
                                     yield passed
                 except FleetError as failure:
                     self._try_again(request, tried, failure)

@@ -15,7 +15,16 @@ from peer_streams import FakeOthers
 
 from fleetd import limits
 from fleetd.control.prefill_trace import Trace
-from fleetd.engine.protocol import Accepted, Delta, Finished, Generate, Prefill, TextPrompt, Usage
+from fleetd.engine.protocol import (
+    Accepted,
+    Delta,
+    Finished,
+    Generate,
+    Prefill,
+    TextPrompt,
+    ToolCallPiece,
+    Usage,
+)
 from fleetd.errors import EngineDied, FleetError, PeerLost
 from fleetd.models.model_names import ModelNames
 from fleetd.plan.affinity import BLOCK_CHARS
@@ -80,6 +89,15 @@ async def test_a_fork_finds_the_prompt_at_its_first_token_not_at_its_last(make: 
     fleet = make(machine("a"), a=[[*spoken(Accepted("r1", 20), Delta("r1", "Hello")), None]])
     async with aclosing(fleet.runner.run(job())) as events:
         while not isinstance(await anext(events), Delta):
+            pass
+        assert fleet.known("a") == len(TEXT)
+
+
+async def test_an_answer_that_begins_within_a_tool_call_has_read_its_prompt_as_well(make: Make) -> None:
+    begun = spoken(Accepted("r1", 20), ToolCallPiece("r1", 0, "c", "f", "{"))
+    fleet = make(machine("a"), a=[[*begun, None]])
+    async with aclosing(fleet.runner.run(job())) as events:
+        while not isinstance(await anext(events), ToolCallPiece):
             pass
         assert fleet.known("a") == len(TEXT)
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from fakes import ARITHMETIC, FACTS, STEPS, WITHIN_S, FakeEngine, FakeFolder
 from msgspec.structs import replace
-from requests_driver import answered, request_of
+from requests_driver import answered, passed, request_of
 from sharing_fakes import DIGEST, HelperMachine, HomePartners, HomePool, machines, own_card
 
 from fleetd import limits
@@ -196,7 +196,7 @@ async def test_what_failed_here_is_told_where_the_answer_comes_from_elsewhere(tm
         async def attempt() -> None:
             with pipeline.attempt(request):
                 async for event in failing(request.generate):
-                    await pipeline.on_event(request, event)
+                    await passed(pipeline, request, event)
 
         with pytest.raises(EngineDied):
             await attempt()
@@ -216,10 +216,10 @@ async def test_headers_do_not_leave_before_it_is_decided_who_helps(tmp_path: Pat
         pipeline, request = Pipeline([home.sharing], home.traces.append), request_of(job(), FakeFolder())
         with pipeline.attempt(request):
             assert request.generate.shared
-            assert await pipeline.on_event(request, Tokenized("r1", 4096)) == []
+            assert pipeline.on_event(request, Tokenized("r1", 4096)) == []
         alone = Pipeline()
         with alone.attempt(request):
-            told = await alone.on_event(request, Tokenized("r1", 4096))
+            told = alone.on_event(request, Tokenized("r1", 4096))
         assert told[-1] == Tokenized("r1", 4096)
         assert request.prompt_tokens == 4096
 
@@ -235,7 +235,7 @@ async def test_an_attempt_that_failed_after_a_shared_prefill_says_nothing_of_the
             with pipeline.attempt(request):
                 async with contextlib.aclosing(home.pool.stream(folder, request.generate)) as events:
                     async for event in events:
-                        await pipeline.on_event(request, event)
+                        await passed(pipeline, request, event)
                         if isinstance(event, PrefillReport):
                             raise EngineDied("The engine ended.")
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from fleetd.engine.protocol import Generate
+from fleetd.engine.protocol import Accepted, Generate
 from fleetd.requests.job import LOCAL, Job
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import Pipeline
@@ -21,6 +21,13 @@ def request_of(job: Job, folder: Any, *, arrived_s: float = 0.0) -> Request:
     return Request(job, model, here, Metrics("0"), arrived_s=arrived_s, at_s=1.0)
 
 
+async def passed(pipeline: Pipeline, request: Request, event: Any) -> list[Any]:
+    """What the client is told for an event of the engine."""
+    if isinstance(event, Accepted):
+        await pipeline.decide(request, event)
+    return pipeline.on_event(request, event)
+
+
 async def answered(
     pipeline: Pipeline, request: Request, stream: Callable[[Generate], AsyncGenerator[Any, None]]
 ) -> AsyncGenerator[Any, None]:
@@ -31,7 +38,7 @@ async def answered(
                 yield planned
             async with aclosing(stream(request.generate)) as events:
                 async for event in events:
-                    for passed in await pipeline.on_event(request, event):
-                        yield passed
+                    for told in await passed(pipeline, request, event):
+                        yield told
     finally:
         pipeline.ended(request)

@@ -64,6 +64,8 @@ class DrafterService(PipelineStep):
         model: the name of the model that drafts if a request names none; "" for none.
     """
 
+    events = (Accepted,)
+
     def __init__(
         self,
         partners: FleetPort | None,
@@ -85,11 +87,10 @@ class DrafterService(PipelineStep):
         self._runs: dict[Request, DraftRun] = {}
         self._running = BackgroundTasks()
 
-    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
+    def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         folder = request.folder_here
         if (
-            isinstance(event, Accepted)
-            and folder is not None
+            folder is not None
             and request not in self._runs
             and (run := self.begin(request.job, folder)) is not None
         ):

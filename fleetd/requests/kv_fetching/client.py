@@ -63,6 +63,8 @@ class BlockFetching(PipelineStep):
         label: under which what comes from a machine is kept.
     """
 
+    events = (KvMissing, KvFetched, Finished)
+
     def __init__(
         self,
         partners: FleetPort,
@@ -92,7 +94,7 @@ class BlockFetching(PipelineStep):
         found = [member for member in self.members.others("fetch") if eligible(member) is None]
         return sorted(found, key=lambda member: -member.bytes_per_s)[: limits.FETCH_ASKED]
 
-    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
+    def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         folder = request.folder_here
         if isinstance(event, KvMissing):
             engine = self._pool.engine(folder) if folder is not None else None

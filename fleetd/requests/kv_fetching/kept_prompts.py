@@ -15,7 +15,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.cache.service import DiskCache
-from fleetd.engine.protocol import Delta, Event, KvStored, Loading, ToolCall
+from fleetd.engine.protocol import Event, KvStored, Loading
 from fleetd.errors import EngineDied
 from fleetd.models.folder import ModelFolder
 from fleetd.p2p.membership.cards import ModelCard
@@ -24,7 +24,7 @@ from fleetd.plan.beginnings import KeptBeginning
 from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.job import CHARS_PER_TOKEN
 from fleetd.requests.kv_fetching.messages import TextFound
-from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.pipeline import ANSWER, PipelineStep
 from fleetd.requests.request import Request
 
 # The same on all machines: links are compared. Only those that may see prompts are told any.
@@ -68,6 +68,8 @@ class KeptPrompts(PipelineStep):
         own_model: the model of a name as this machine's card has it.
         write_now: lets a model's worker write what it has queued, though it computes.
     """
+
+    events = (KvStored, *ANSWER)
 
     def __init__(
         self,
@@ -122,13 +124,13 @@ class KeptPrompts(PipelineStep):
         if self._tellable(request):
             request.generate = msgspec.structs.replace(request.generate, tells_blocks=True)
 
-    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
+    def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         if isinstance(event, KvStored):
             if not event.own:
                 self._sent.add(request.id)
             self._on_disk(request, event)
             return None
-        if isinstance(event, Delta | ToolCall) and not request.answering and self._tellable(request):
+        if not request.answering and self._tellable(request):
             self._in_memory(request)
         return event
 

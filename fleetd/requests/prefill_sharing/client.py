@@ -73,6 +73,8 @@ class PrefillSharing(PipelineStep):
         label: under which what comes from a machine is kept.
     """
 
+    events = (Tokenized, PrefillReport)
+
     def __init__(
         self,
         partners: FleetPort,
@@ -117,19 +119,20 @@ class PrefillSharing(PipelineStep):
             request.generate = msgspec.structs.replace(request.generate, shared=True)
             self._prompts[request] = SharedPrompt(self, folder, request)
 
-    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
-        """Announces the plan before Accepted, and again where the request goes on without its helpers."""
+    async def decide(self, request: Request, accepted: Accepted) -> None:
+        """Announce the plan that is chosen for the prompt, once its helpers have agreed."""
+        if (share := self._prompts.get(request)) is not None:
+            request.announce(await share.decide(accepted))
+
+    def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         share = self._prompts.get(request)
-        if share is not None and isinstance(event, Tokenized):
-            # It would let the client's headers go out, which name the plan that Accepted decides.
-            return None
-        if share is not None and isinstance(event, Accepted):
-            request.announce(await share.decide(event))
-        if share is not None and isinstance(event, PrefillReport):
-            if (planned := share.ended(event)) is not None:
-                request.announce(planned)
-            return None
-        return event
+        if share is None:
+            return event
+        if isinstance(event, PrefillReport) and (planned := share.ended(event)) is not None:
+            # The request goes on without its helpers.
+            request.announce(planned)
+        # A Tokenized would let the client's headers go out, which name the plan that Accepted decides.
+        return None
 
     def closed(self, request: Request) -> asyncio.Task[None] | None:
         share = self._prompts.pop(request, None)

@@ -76,6 +76,8 @@ class SmartPrefill(PipelineStep):
         placer: prices all ways to read a prompt; without it, the machine that answers reads it alone.
     """
 
+    events = (Tokenized, Accepted)
+
     def __init__(
         self,
         compressing: CompressionService,
@@ -229,7 +231,7 @@ class SmartPrefill(PipelineStep):
             raise SkipCompression("cached", "The conversation so far was read whole, and goes on so.")
         return selection
 
-    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
+    def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         if request.smart is None:
             return event
         if request.smart.form == "sparse":
