@@ -75,11 +75,10 @@ class Pipeline:
     @contextmanager
     def attempt(self, request: Request) -> Iterator[None]:
         """Around the events of one attempt. Notes a FleetError in the request and raises it."""
-        request.begin()
-        request.began_s = self._monotonic()
+        request.begin(self._monotonic())
         for step in self._steps:
             step.prepare(request)
-        if not request.generate.shared:
+        if not request.attempt.generate.shared:
             # Otherwise it is decided, and said, once the prompt is tokenized.
             request.announce(request.placement.planned)
         try:
@@ -90,8 +89,8 @@ class Pipeline:
         finally:
             tasks = [task for step in self._steps if (task := step.closed(request)) is not None]
             if tasks:
-                request.concluding = asyncio.gather(*tasks, return_exceptions=True)
-            if request.error is not None:
+                request.attempt.concluding = asyncio.gather(*tasks, return_exceptions=True)
+            if request.attempt.error is not None:
                 request.failed_trace = attempt_of(request, self._monotonic())
 
     async def decide(self, request: Request, accepted: Accepted) -> None:
@@ -121,10 +120,10 @@ class Pipeline:
         request.ended_s = self._monotonic()
         for step in self._steps:
             step.ended(request)
-        if request.concluding is None:
+        if request.attempt.concluding is None:
             self._write(request)
         else:
-            request.concluding.add_done_callback(lambda _: self._write(request))
+            request.attempt.concluding.add_done_callback(lambda _: self._write(request))
 
     def _write(self, request: Request) -> None:
         trace = trace_of(request)

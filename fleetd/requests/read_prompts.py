@@ -34,10 +34,10 @@ class ReadPrompts(PipelineStep):
 
     def closed(self, request: Request) -> asyncio.Task[None] | None:
         self._members.reads_no_more(request.id)
-        if isinstance(request.error, EngineDied):
+        if isinstance(request.attempt.error, EngineDied):
             self._members.lost_prompts(request.placement.node_id, request.model.name)
-        elif not request.answering and request.error is None:
-            self._note(request, request.read_share)
+        elif not request.answering and request.attempt.error is None:
+            self._note(request, request.attempt.read_share)
         return None
 
     def _note(self, request: Request, share: float) -> None:

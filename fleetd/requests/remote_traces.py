@@ -21,15 +21,15 @@ class RemoteTraces(PipelineStep):
         self._running = BackgroundTasks()
 
     def closed(self, request: Request) -> asyncio.Task[None] | None:
-        if request.remote is None or request.finished is None:
+        if request.attempt.remote is None or request.finished is None:
             return None
-        return self._running.start(self._fetch(request, request.remote))
+        return self._running.start(self._fetch(request, request.attempt.remote))
 
     async def close(self) -> None:
         await self._running.close()
 
     async def _fetch(self, request: Request, remote: RemoteJob) -> None:
         try:
-            request.there = await remote.trace()
+            request.attempt.there = await remote.trace()
         except (FleetError, TimeoutError) as error:
             log.info("trace.not_told", request=request.id, node=request.answered_by, reason=str(error))

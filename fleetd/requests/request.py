@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from fleetd.engine.protocol import (
     Delta,
     Event,
     Finished,
+    Generate,
     Loading,
     Prefill,
     PrefillReport,
@@ -65,11 +67,90 @@ class LocatedModel(msgspec.Struct, frozen=True):
         return WantedModel(self.name, self.folder is not None, self.can_pull, self.folder)
 
 
+@dataclass(slots=True)
+class Shortening:
+    """What the step of smart prefill found out about a prompt that asked for it."""
+
+    # What the client is told.
+    result: SmartPrefillResult = field(default_factory=SmartPrefillResult)
+    # What scoring and reading the rest were expected to take; None unless they were priced.
+    plan: SmartPlan | None = None
+    # When they were priced, by the monotonic clock; 0 if they were not.
+    planned_s: float = 0.0
+    # What was loaded for it, scored and selected, in order.
+    steps: list[StepView] = field(default_factory=list)
+    # Code and message of a scorer that gave up while others went on; else empty.
+    lost_scorer: tuple[str, str] = ("", "")
+
+
+@dataclass(slots=True)
+class SharedPrefill:
+    """What the step of shared prefill decided in one attempt, and what came of it."""
+
+    # The planner's choice; None until the prompt is tokenized, or if no machine could help.
+    choice: PlanChoice | None = None
+    # Whether the helpers' bytes are this machine's own; None until all helpers have agreed.
+    agreed_exact: bool | None = None
+    # The engine's report of how it ended; None until then.
+    report: PrefillReport | None = None
+    # What the helpers did by their own accounts, in the order of the chain.
+    accounts: Sequence[Account] = ()
+
+    @property
+    def went_well(self) -> bool:
+        """True if the helpers helped to the end."""
+        return self.report is not None and not self.report.code
+
+    @property
+    def own_steps(self) -> Sequence[StepTime]:
+        """What this machine did of it."""
+        return self.report.steps if self.report is not None else ()
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try to have a request answered, by one machine. Times are the monotonic clock's seconds."""
+
+    # What the engine is asked; steps may change it before the attempt.
+    generate: Generate
+    # When it began, and when it was decided how the prompt is read.
+    began_s: float
+    decided_s: float
+    # What the engine said of the prompt; None until it is tokenized.
+    accepted: Accepted | None = None
+    # What it failed with; None while it runs and after an answer.
+    error: FleetError | None = None
+    # Why it did not go as planned: an error's code, and a sentence; else empty.
+    code: str = ""
+    reason: str = ""
+    # What the steps of the pipeline decided and found out.
+    sharing: SharedPrefill = field(default_factory=SharedPrefill)
+    # The keys and values that another machine sent; None if none did.
+    fetched: StepView | None = None
+    # The other worker that drafted; None if none did.
+    drafter: DrafterView | None = None
+    # The job on the machine that answers, and that machine's own trace; None for this machine.
+    remote: RemoteJob | None = None
+    there: Trace | None = None
+    # The tasks of steps that the trace waits for.
+    concluding: asyncio.Future[Any] | None = None
+    # What it does now, and how far that is: (stage, done, total).
+    progress: tuple[str, int, int] = ("", 0, 0)
+    # What it waited for before its engine could be asked.
+    loading: StageTimes = field(default_factory=StageTimes)
+    # Tokens of the prompt that the engine did not have to compute.
+    cached_tokens: int = 0
+    # Tokens of the prompt that are not prefilled yet; None until the engine has begun.
+    left_tokens: int | None = None
+    # How much of the prompt was read, from 0 to 1.
+    read_share: float = 0.0
+
+
 class Request:
     """One job on its way.
 
     A request may take several attempts: on another machine, or with its whole prompt after a shortened one
-    failed. What belongs to one attempt is forgotten by ``begin``; usage and times go on.
+    failed. What belongs to one attempt is in ``attempt``, of which each has a new one; usage and times go on.
 
     ``job``: as it runs now, its prompt perhaps shortened; ``asked``: as it came. ``running`` once an engine
     works on it, waiting before.
@@ -102,13 +183,8 @@ class Request:
         # The last plan that was told is what was expected, and not yet decided.
         self.expecting = False
         self.shared = False
-        # Smart prefill: the result is None where it was not asked for.
-        self.smart: SmartPrefillResult | None = None
-        self.smart_plan: SmartPlan | None = None
-        self.smart_planned_s = 0.0
-        self.smart_steps: list[StepView] = []
-        # Why a scorer gave up, where others went on: its code and its message.
-        self.lost_scorer = ("", "")
+        # None unless smart prefill was asked for.
+        self.smart: Shortening | None = None
         # Of the attempts before this one, and of this one if it has failed.
         self.earlier: list[Trace] = []
         self.failed_trace: Trace | None = None
@@ -123,45 +199,19 @@ class Request:
         self._cached_tokens = 0
         self._completion_tokens = 0
         self._reasoning_tokens = 0
-        self.begin()
+        self.attempt = self._new_attempt()
         metrics.waiting(model.name, +1)
 
-    def begin(self) -> None:
+    def begin(self, now_s: float) -> None:
         """A new attempt, on the machine that ``placement`` names."""
         if self.failed_trace is not None:
             self.earlier.append(self.failed_trace)
             self.failed_trace = None
-        #: What the engine is asked; steps may change it before the attempt.
-        self.generate = self.job.request
-        self.accepted: Accepted | None = None
-        self.decided_s = self.arrived_s
-        self.error: FleetError | None = None
-        # Shared prefill: the decision, whether the helpers' bytes are this machine's own (None until all have
-        # agreed), how it ended, why not as planned, and the helpers' accounts.
-        self.choice: PlanChoice | None = None
-        self.agreed_exact: bool | None = None
-        self.sharing_ended: PrefillReport | None = None
-        self.code = self.reason = ""
-        self.accounts: Sequence[Account] = ()
-        # Keys and values that another machine sent.
-        self.fetched: StepView | None = None
-        # Drafts of another worker.
-        self.drafter: DrafterView | None = None
-        # Another machine that answers: when it was asked, and its own trace.
-        self.began_s = self.arrived_s
-        self.remote: RemoteJob | None = None
-        self.there: Trace | None = None
-        # What the trace waits for.
-        self.concluding: asyncio.Future[Any] | None = None
-        # What it does now, and how far that is: (stage, done, total).
-        self.progress: tuple[str, int, int] = ("", 0, 0)
-        # What it waited for before its engine could be asked.
-        self.loading = StageTimes()
-        self._cached_in_attempt = 0
-        # Tokens of its prompt that are not prefilled; None until the engine has begun.
-        self._left_tokens: int | None = None
-        # How much of its prompt was read, from 0 to 1.
-        self.read_share = 0.0
+        self.attempt = self._new_attempt()
+        self.attempt.began_s = now_s
+
+    def _new_attempt(self) -> Attempt:
+        return Attempt(self.job.request, began_s=self.arrived_s, decided_s=self.arrived_s)
 
     # ---- what is known -----------------------------------------------------------------------------------
 
@@ -180,8 +230,8 @@ class Request:
         """Tokens of its prompt that are to be prefilled yet: by the plan until the engine has begun."""
         if self.answering:
             return 0
-        if self._left_tokens is not None:
-            return self._left_tokens
+        if self.attempt.left_tokens is not None:
+            return self.attempt.left_tokens
         estimated = len(self.job.prompt_text) // CHARS_PER_TOKEN
         return max(0, (self._prompt_tokens or estimated) - self.placement.cached_tokens)
 
@@ -205,64 +255,65 @@ class Request:
         return self.first_token_s is not None
 
     @property
+    def shortened(self) -> bool:
+        """True if smart prefill left out something of the prompt."""
+        return self.smart is not None and self.smart.result.used
+
+    @property
     def exactness(self) -> Exactness:
         """How exact the answer is, by what was cached, what helpers had a part in and what is left
         out."""
-        if self.smart is not None and self.smart.used:
+        attempt = self.attempt
+        accepted, sharing = attempt.accepted, attempt.sharing
+        if self.shortened:
             return "lossy"
         if self.answered_by:
             # As the client was told: that machine knows its helpers, and this one how alike the two are.
             return (self.planned or self.placement.planned).exactness
-        if self.accepted is None:
+        if accepted is None:
             return "exact"
-        if self.accepted.kept:
+        if accepted.kept:
             return "lossy"
-        if not self.accepted.exact:
+        if not accepted.exact:
             return "plan"
-        if self.agreed_exact is None or self.agreed_exact:
+        if sharing.agreed_exact is None or sharing.agreed_exact:
             return "exact"
-        ended = self.sharing_ended
-        theirs = ended is None or not ended.code or ended.verified > self.accepted.cached
+        report = sharing.report
+        theirs = report is None or not report.code or report.verified > accepted.cached
         return "plan" if theirs else "exact"
-
-    @property
-    def shared_well(self) -> bool:
-        """True if others helped with its prefill to the end."""
-        return self.sharing_ended is not None and not self.sharing_ended.code
-
-    @property
-    def own_steps(self) -> Sequence[StepTime]:
-        """What this machine did of a prefill that was shared."""
-        return self.sharing_ended.steps if self.sharing_ended is not None else ()
 
     @property
     def prefill_outcome(self) -> Outcome:
         """What came of its prefill, with or without helpers."""
         if self.first_token_s is None and self.finished is None:
-            return "failed" if self.error is not None else "cancelled"
-        if self.agreed_exact is None:
+            return self._unfinished
+        if self.attempt.sharing.agreed_exact is None:
             return "local"
-        return "shared" if self.shared_well else "fallback"
+        return "shared" if self.attempt.sharing.went_well else "fallback"
 
     @property
     def outcome(self) -> Outcome:
         if self.finished is None:
-            return "failed" if self.error is not None else "cancelled"
-        found: Outcome = "remote" if self.answered_by else self.prefill_outcome
-        used = self.smart is not None and self.smart.used
-        return "smart" if used else found
+            return self._unfinished
+        if self.shortened:
+            return "smart"
+        return "remote" if self.answered_by else self.prefill_outcome
+
+    @property
+    def _unfinished(self) -> Outcome:
+        return "failed" if self.attempt.error is not None else "cancelled"
 
     @property
     def kept_tokens(self) -> int:
         """Tokens of the prompt that are prefilled, if some are left out; else 0."""
-        return self.accepted.kept if self.accepted is not None else 0
+        return self.attempt.accepted.kept if self.attempt.accepted is not None else 0
 
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that the prefix cache held in this attempt."""
-        if self.choice is not None and self.accepted is not None:
-            return self.accepted.cached
-        return self._cached_in_attempt
+        if self.attempt.sharing.choice is not None and self.attempt.accepted is not None:
+            return self.attempt.accepted.cached
+        return self.attempt.cached_tokens
 
     # ---- what happens ------------------------------------------------------------------------------------
 
@@ -274,15 +325,16 @@ class Request:
         self.planned, self.expecting = planned, False
         self.shared = self.shared or planned.shared
         if self.smart is not None:
-            exactness = "lossy" if self.smart.used else planned.exactness
-            planned = msgspec.structs.replace(planned, exactness=exactness, smart=self.smart)
+            exactness = "lossy" if self.shortened else planned.exactness
+            planned = msgspec.structs.replace(planned, exactness=exactness, smart=self.smart.result)
         self._announced.append(planned)
 
     def expected(self) -> Planned:
         """Where it will run, as far as that is known before its prompt is tokenized, for headers that leave
         with the first progress. "exact" is not promised: parts may yet be left out, or others may help."""
         self.planned, self.expecting = self.placement.planned, True
-        decided = self.smart if self.smart is not None and (self.smart.used or self.smart.code) else None
+        result = self.smart.result if self.smart is not None else None
+        decided = result if result is not None and (result.used or result.code) else None
         whole = self.asked.smart is None or (decided is not None and not decided.used)
         exactness: Exactness = "plan" if whole else "lossy"
         return msgspec.structs.replace(self.planned, exactness=exactness, smart=decided)
@@ -294,29 +346,32 @@ class Request:
 
     def decided(self, choice: PlanChoice, accepted: Accepted, now_s: float) -> None:
         """It was decided how others help with the prompt."""
-        self.choice, self.accepted, self.decided_s = choice, accepted, now_s
+        self.attempt.sharing.choice = choice
+        self.attempt.accepted, self.attempt.decided_s = accepted, now_s
 
     def failed(self, error: FleetError) -> None:
         """This attempt ended with an error."""
-        self.error = error
-        self.code, self.reason = self.code or error.code, self.reason or error.message
+        attempt = self.attempt
+        attempt.error = error
+        attempt.code, attempt.reason = attempt.code or error.code, attempt.reason or error.message
 
     def on_event(self, event: Loading | Event, now_s: float) -> None:
         """Note an event as it is passed on."""
-        self.loading.enter(event.stage if isinstance(event, Loading) else "", now_s)
+        attempt = self.attempt
+        attempt.loading.enter(event.stage if isinstance(event, Loading) else "", now_s)
         match event:
             case Loading():
-                self.progress = (event.stage, event.done, event.total)
+                attempt.progress = (event.stage, event.done, event.total)
             case Tokenized() | Accepted():
-                self.progress = ("waiting", 0, 0)
+                attempt.progress = ("waiting", 0, 0)
                 self._prompt_tokens = event.prompt_tokens
-                if isinstance(event, Accepted) and self.accepted is None:
-                    self.accepted, self.decided_s = event, now_s
+                if isinstance(event, Accepted) and attempt.accepted is None:
+                    attempt.accepted, attempt.decided_s = event, now_s
             case Prefill():
-                self.progress = ("reading the prompt", event.done, event.total)
-                self._cached_in_attempt = event.cached
-                self.read_share = event.done / max(1, event.total)
-                self._left_tokens = max(0, event.total - event.done)
+                attempt.progress = ("reading the prompt", event.done, event.total)
+                attempt.cached_tokens = event.cached
+                attempt.read_share = event.done / max(1, event.total)
+                attempt.left_tokens = max(0, event.total - event.done)
                 self._cached_tokens = max(self._cached_tokens, event.cached)
                 self._run(now_s)
             case Delta():
@@ -369,9 +424,10 @@ class Request:
     def _token(self, count: int, now_s: float) -> None:
         if self.first_token_s is None:
             self.first_token_s = now_s
-            self.first_client_s = self.remote.client_s if self.remote is not None else 0.0
+            remote = self.attempt.remote
+            self.first_client_s = remote.client_s if remote is not None else 0.0
             self._metrics.first_token(self.model.name, now_s - self.arrived_s)
-            self.progress = ("answering", 0, 0)
+            self.attempt.progress = ("answering", 0, 0)
         elif count:
             self._metrics.tokens(self.model.name, count, now_s - self._last_token_s)
         else:

@@ -18,25 +18,28 @@ from fleetd.requests.request import Request
 
 def trace_of(request: Request) -> Trace:
     """The trace of the request: its last attempt, with the earlier ones inside."""
-    smart, accepted = request.smart, request.accepted
-    smart_plan = request.smart_plan if smart is not None else None
+    attempt, shortening = request.attempt, request.smart
+    accepted, there, report = attempt.accepted, attempt.there, attempt.sharing.report
+    smart = shortening.result if shortening is not None else None
+    smart_plan = shortening.plan if shortening is not None else None
     chosen, losers = _options(request, smart_plan)
-    first_s, since_s = request.first_token_s, request.decided_s
+    first_s, since_s = request.first_token_s, attempt.decided_s
     prompt_tokens = accepted.prompt_tokens if accepted is not None else 0
     cached_tokens, kept_tokens = request.cached_tokens, request.kept_tokens
     if smart is not None and smart.used:
         prompt_tokens, cached_tokens, kept_tokens = smart.original_tokens, 0, smart.compressed_tokens
-    if smart is not None and smart_plan is not None:
+    if shortening is not None and smart_plan is not None:
         # What was planned begins with the scores, and counts as the compressor does. Loads come before it.
-        since_s = request.smart_planned_s or request.arrived_s
-        prompt_tokens, cached_tokens = smart.original_tokens, 0
-    code, reason = request.code, request.reason
-    if smart is not None and not code:
-        code, reason = (smart.code, smart.reason) if smart.code else request.lost_scorer
+        since_s = shortening.planned_s or request.arrived_s
+        prompt_tokens, cached_tokens = shortening.result.original_tokens, 0
+    code, reason = attempt.code, attempt.reason
+    if shortening is not None and not code:
+        result = shortening.result
+        code, reason = (result.code, result.reason) if result.code else shortening.lost_scorer
     usage, finished = request.so_far(first_s or since_s)[0], request.finished
     prefill_s = None if first_s is None else first_s - since_s
     speculation = finished.speculation if finished is not None else None
-    there_speculation = request.there.speculation if request.there is not None else None
+    there_speculation = there.speculation if there is not None else None
     return Trace(
         id=request.id,
         at_s=request.at_s,
@@ -56,15 +59,15 @@ def trace_of(request: Request) -> Trace:
         ttft_s=None if first_s is None else first_s - request.arrived_s,
         code=code,
         reason=reason,
-        verified_tokens=request.sharing_ended.verified if request.sharing_ended is not None else 0,
+        verified_tokens=report.verified if report is not None else 0,
         speculation=speculation,
-        drafter=request.drafter,
+        drafter=attempt.drafter,
         completion_tokens=usage.completion_tokens,
         saved_s=_saved_s(chosen, losers, prefill_s, speculation or there_speculation),
         took_s=None if request.ended_s is None else request.ended_s - request.arrived_s,
         asked_by=request.asked.asked_by,
         answered_by=request.answered_by,
-        there=request.there,
+        there=there,
         earlier=list(request.earlier),
         capped=list(request.placement.capped),
         kept_where=request.placement.kept_where,
@@ -84,34 +87,37 @@ def _saved_s(
 
 def attempt_of(request: Request, now_s: float) -> Trace:
     """The trace of an attempt that has just failed."""
-    return msgspec.structs.replace(trace_of(request), took_s=now_s - request.began_s, earlier=[])
+    return msgspec.structs.replace(trace_of(request), took_s=now_s - request.attempt.began_s, earlier=[])
 
 
 def load_steps(request: Request) -> list[StepView]:
     """What was downloaded and loaded before the prompt could be read, stage by stage. Nothing where another
     machine answered and tells it itself."""
-    if request.there is not None:
+    if request.attempt.there is not None:
         return []
     machine = request.answered_by or THIS_NAME
-    return [StepView(stage, seconds, machine=machine) for stage, seconds in request.loading.seconds]
+    return [StepView(stage, seconds, machine=machine) for stage, seconds in request.attempt.loading.seconds]
 
 
 def share_steps(request: Request) -> list[StepView]:
     """What helpers did by their own accounts, then what this machine did of a shared prefill."""
+    sharing = request.attempt.sharing
     return [
         StepView(step.name, step.seconds, step.n_bytes, machine)
-        for machine, steps in (*request.accounts, (THIS_NAME, request.own_steps))
+        for machine, steps in (*sharing.accounts, (THIS_NAME, sharing.own_steps))
         for step in steps[: limits.SHARE_STEPS]
     ]
 
 
 def _steps(request: Request, smart_plan: SmartPlan | None) -> list[StepView]:
     """What is known here. What another machine did that answered is in its own trace."""
-    found = [*request.smart_steps] if smart_plan is not None else []
+    attempt = request.attempt
+    found = [*request.smart.steps] if request.smart is not None and smart_plan is not None else []
     timings = request.finished.timings if request.finished is not None else None
     if request.answered_by:
-        if request.there is not None and request.there.took_s is not None and request.ended_s is not None:
-            rest_s = request.ended_s - request.began_s - request.there.took_s
+        there_s = attempt.there.took_s if attempt.there is not None else None
+        if there_s is not None and request.ended_s is not None:
+            rest_s = request.ended_s - attempt.began_s - there_s
             found.append(StepView(step_names.NETWORK, max(0.0, rest_s)))
         return found
     shared = share_steps(request)
@@ -119,8 +125,8 @@ def _steps(request: Request, smart_plan: SmartPlan | None) -> list[StepView]:
         found.append(StepView(step_names.QUEUED, timings.queue_s, machine=THIS_NAME))
         if timings.restored_tokens:
             found.append(StepView(step_names.RESTORED, timings.restore_s, machine=THIS_NAME))
-        if request.fetched is not None:
-            found.append(request.fetched)
+        if attempt.fetched is not None:
+            found.append(attempt.fetched)
     found += shared
     if timings is not None:
         if smart_plan is not None or not shared:
@@ -132,17 +138,18 @@ def _steps(request: Request, smart_plan: SmartPlan | None) -> list[StepView]:
 
 def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView, list[OptionView]]:
     """The way that was taken, then the others."""
+    choice = request.attempt.sharing.choice
     chosen, losers = OptionView("local", [THIS_NAME], None, chosen=True), list[OptionView]()
     if request.answered_by:
         planned = request.planned or request.placement.planned
         chosen = OptionView("remote", [*planned.nodes], None, chosen=True)
-    elif request.choice is not None:
-        chosen, *losers = planner_facts.views(request.choice, limits.TRACE_LOSERS)
+    elif choice is not None:
+        chosen, *losers = planner_facts.views(choice, limits.TRACE_LOSERS)
     if smart_plan is None:
         return chosen, losers
     smart, dense = smart_options(smart_plan, at=request.answered_by or THIS_NAME)
-    used = request.smart is not None and request.smart.used
-    if request.choice is None:
+    used = request.shortened
+    if choice is None:
         if request.answered_by:
             # That machine's own plan has its steps.
             dense = msgspec.structs.replace(dense, kind=chosen.kind, nodes=chosen.nodes, steps=[])

@@ -289,7 +289,7 @@ class RequestRunner:
         placement, folder = request.placement, request.folder_here
         if placement.node_id != THIS_NODE and self._placing is not None:
             there, busy = self._members.model_at(placement.node_id, request.model.name)
-            request.remote = RemoteJob(
+            request.attempt.remote = RemoteJob(
                 partial(self._placing.request, placement.node_id),
                 request.job,
                 request.model.name,
@@ -301,14 +301,14 @@ class RequestRunner:
                 load_within_s=load_times.stall_s(expected_load_s(there) if there is not None else 0.0),
                 unaided=self._members.unaided(),
             )
-            events = request.remote.events()
+            events = request.attempt.remote.events()
             return self._woken(request, events) if placement.asleep else events
         return self._pulled(request) if folder is None else self._pool.stream(folder, self._asked(request))
 
     def _asked(self, request: Request) -> Generate:
         """What this machine's engine is asked for."""
         local_only = self._members.local_only or not request.job.shareable
-        return msgspec.structs.replace(request.generate, local_only=local_only)
+        return msgspec.structs.replace(request.attempt.generate, local_only=local_only)
 
     async def _woken(
         self, request: Request, events: AsyncGenerator[Planned | Loading | Event, None]
@@ -348,7 +348,7 @@ class RequestRunner:
 
     def _answered(self, request: Request, finished: Finished) -> None:
         """A machine has answered: note what it took there, by this machine's clock."""
-        placement, remote_job = request.placement, request.remote
+        placement, remote_job = request.placement, request.attempt.remote
         self._members.succeeded(placement.node_id, "answer", placement.digest)
         self._served_after_refusal(request)
         if remote_job is not None and _had_less(request, finished):
@@ -360,7 +360,7 @@ class RequestRunner:
             return
         if placement.asleep:
             return  # the time until it was awake says nothing of its speed
-        first_s, decode_s = first_at_s - request.began_s, self._monotonic() - first_at_s
+        first_s, decode_s = first_at_s - request.attempt.began_s, self._monotonic() - first_at_s
         usage, client_s = finished.usage, request.first_client_s
         # With helpers, or with a queue there, the time says little about that machine.
         tells = alone and not remote_job.busy and not _client_was_slow(client_s, first_s)
@@ -379,12 +379,12 @@ class RequestRunner:
 
     def _given_up(self, request: Request) -> None:
         """The client has left: a machine that had sent nothing for long counts as late."""
-        job = request.remote
+        job = request.attempt.remote
         placement = request.placement
         if job is None or request.answering or placement.asleep or placement.node_id == THIS_NODE:
             return
         allowed_s = limits.JOB_CANCELLED_S + limits.JOB_LATE * (job.prefill_s or 0.0)
-        if not job.busy and self._monotonic() - request.began_s > allowed_s:
+        if not job.busy and self._monotonic() - request.attempt.began_s > allowed_s:
             self._members.late(placement.node_id, "answer")
 
     # ---- where, and what is tried next -------------------------------------------------------------------

@@ -9,9 +9,9 @@ from fleetd.requests.request import Request
 
 
 def running_request(request: Request, now_s: float) -> RunningRequest:
-    stage, done, total = request.progress
+    stage, done, total = request.attempt.progress
     usage, _ = request.so_far(now_s)
-    accepted, first_s = request.accepted, request.first_token_s
+    accepted, first_s = request.attempt.accepted, request.first_token_s
     return RunningRequest(
         id=request.id,
         model=request.model.name,
@@ -34,7 +34,8 @@ def running_request(request: Request, now_s: float) -> RunningRequest:
 
 
 def _plan(request: Request) -> OptionView:
-    if request.choice is not None and not request.answered_by:
-        return planner_facts.view(request.choice.best, chosen=True)
+    choice = request.attempt.sharing.choice
+    if choice is not None and not request.answered_by:
+        return planner_facts.view(choice.best, chosen=True)
     planned = request.planned or request.placement.planned
     return OptionView(planned.kind, [*planned.nodes], None, chosen=True, reason=planned.reason)

@@ -550,7 +550,7 @@ async def test_an_answer_says_who_drafts_for_it_while_it_runs() -> None:
         assert home.drafter == DrafterView(SMALL, "this")
         home.ending.set()
         await answer
-        assert home.request.drafter == DrafterView(SMALL, "this")
+        assert home.request.attempt.drafter == DrafterView(SMALL, "this")
 
 
 async def test_an_answer_that_was_drafted_for_leaves_a_trace() -> None:

@@ -141,8 +141,11 @@ async def test_blocks_come_from_the_machine_that_has_most_of_them(tmp_path: Path
         told = await home.run(lacking(NAMES), fetched)
         assert [type(event).__name__ for event in told][-3:] == ["Accepted", "Delta", "Finished"]
         assert home.engine.fetches[0].blocks == 4
-        assert home.request.fetched is not None
-        assert (home.request.fetched.machine, home.request.fetched.n_bytes) == ("keeper1", 4 * SIZE)
+        assert home.request.attempt.fetched is not None
+        assert (home.request.attempt.fetched.machine, home.request.attempt.fetched.n_bytes) == (
+            "keeper1",
+            4 * SIZE,
+        )
         assert home.partners.came == [(keepers[1].node_id, 4 * SIZE, 0.5, False)]
         assert keepers[0].outcomes == []
 

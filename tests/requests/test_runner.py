@@ -467,7 +467,7 @@ class FakeSharing(PipelineStep):
         assert request.placement.planned == LOCAL
         if request.folder_here is not None:
             self.asked.append(request.job)
-            request.generate = replace(request.generate, shared=self.may)
+            request.attempt.generate = replace(request.attempt.generate, shared=self.may)
 
 
 async def test_a_job_that_nobody_can_help_with_runs_as_ever(make_runner: Make, metrics: Metrics) -> None:

@@ -50,7 +50,7 @@ from fleetd.requests.placement.way_views import way_views
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
-from fleetd.requests.request import Request
+from fleetd.requests.request import Request, Shortening
 from fleetd.requests.request_trace import trace_of
 
 LONG = "word " * 4096
@@ -122,7 +122,7 @@ class Drafted(PipelineStep):
     """Each answer has a drafter."""
 
     def closed(self, request: Request) -> None:
-        request.drafter = DrafterView("small", "studio")
+        request.attempt.drafter = DrafterView("small", "studio")
 
 
 async def test_a_trace_names_who_drafted(tmp_path: Path) -> None:
@@ -145,10 +145,10 @@ async def test_a_prompt_that_was_shortened_and_shared_leaves_one_trace(tmp_path:
     plan = SmartPlan((Segments(scorer, 0.0, 1.0),), score_s=2.0, prefill_s=9.0, dense_s=40.0)
     async with home_with(tmp_path) as home:
         request = request_of(job(), FakeFolder())
-        request.smart = SmartPrefillResult("text", "small", ("mini",), 20_000, 4096)
-        request.smart_plan, request.smart_steps = plan, [StepView("scored", 1.5, machine="mini")]
+        result = SmartPrefillResult("text", "small", ("mini",), 20_000, 4096)
+        request.smart = Shortening(result, plan, steps=[StepView("scored", 1.5, machine="mini")])
         planned = (await home.ask(request=request))[0]
-        assert (planned.shared, planned.exactness, planned.smart) == (True, "lossy", request.smart)
+        assert (planned.shared, planned.exactness, planned.smart) == (True, "lossy", result)
         trace = await home.trace()
         assert home.traces == [trace]
         assert (trace.outcome, trace.exactness, trace.prompt_tokens) == ("smart", "lossy", 20_000)
@@ -168,8 +168,9 @@ def test_a_prompt_that_was_scored_here_and_answered_elsewhere_says_where(*, used
     scorer = Scorer("", "mini", PrefillSpeed(0.001))
     request = request_of(job(), FakeFolder())
     request.placement = Placement("studio", Planned("remote", ("studio",), "plan"))
-    request.smart_plan = SmartPlan((Segments(scorer, 0.0, 1.0),), score_s=2.0, prefill_s=9.0, dense_s=40.0)
-    request.smart = SmartPrefillResult("text" if used else "", "small", ("mini",), 20_000, 4096)
+    plan = SmartPlan((Segments(scorer, 0.0, 1.0),), score_s=2.0, prefill_s=9.0, dense_s=40.0)
+    result = SmartPrefillResult("text" if used else "", "small", ("mini",), 20_000, 4096)
+    request.smart = Shortening(result, plan)
     request.on_event(Accepted("r1", 4100), 1.0)
     request.on_event(Finished("r1", "stop"), 2.0)
     trace = trace_of(request)
@@ -195,7 +196,7 @@ async def test_what_failed_here_is_told_where_the_answer_comes_from_elsewhere(tm
 
         async def attempt() -> None:
             with pipeline.attempt(request):
-                async for event in failing(request.generate):
+                async for event in failing(request.attempt.generate):
                     await passed(pipeline, request, event)
 
         with pytest.raises(EngineDied):
@@ -215,7 +216,7 @@ async def test_headers_do_not_leave_before_it_is_decided_who_helps(tmp_path: Pat
     async with home_with(tmp_path) as home:
         pipeline, request = Pipeline([home.sharing], home.traces.append), request_of(job(), FakeFolder())
         with pipeline.attempt(request):
-            assert request.generate.shared
+            assert request.attempt.generate.shared
             assert pipeline.on_event(request, Tokenized("r1", 4096)) == []
         alone = Pipeline()
         with alone.attempt(request):
@@ -233,7 +234,7 @@ async def test_an_attempt_that_failed_after_a_shared_prefill_says_nothing_of_the
 
         async def attempt() -> None:
             with pipeline.attempt(request):
-                async with contextlib.aclosing(home.pool.stream(folder, request.generate)) as events:
+                async with contextlib.aclosing(home.pool.stream(folder, request.attempt.generate)) as events:
                     async for event in events:
                         await passed(pipeline, request, event)
                         if isinstance(event, PrefillReport):
@@ -241,13 +242,14 @@ async def test_an_attempt_that_failed_after_a_shared_prefill_says_nothing_of_the
 
         with pytest.raises(EngineDied):
             await attempt()
-        kind = request.choice.best.kind if request.choice is not None else ""
-        request.begin()
+        choice = request.attempt.sharing.choice
+        kind = choice.best.kind if choice is not None else ""
+        request.begin(0.0)
         # The helper's account of the first attempt would arrive only now.
         helper.engine.end.set()
         await home.sharing.close()
         assert home.shown(f'fleetd_share_total{{kind="{kind}",outcome="failed"}} 1.0')
-        assert request.accounts == ()
+        assert request.attempt.sharing.accounts == ()
 
 
 # ---- whether it is asked at all --------------------------------------------------------------------------
@@ -341,13 +343,14 @@ async def test_a_prompt_that_stays_whole_says_so_before_its_model_is_loaded(tmp_
     async with home_with(tmp_path) as home:
         home.pool.loading = [Loading("reading", 1, 2), Loading("reading", 2, 2)]
         request = request_of(job(), FakeFolder())
-        request.smart = SmartPrefillResult(code="declined", reason="the task is about the whole text")
+        declined = SmartPrefillResult(code="declined", reason="the task is about the whole text")
+        request.smart = Shortening(declined)
         expected, *events = await home.ask(request=request)
         assert (str(expected), expected.exactness) == ("local; nodes=this", "plan")
-        assert expected.smart == request.smart
+        assert expected.smart == declined
         assert [type(event) for event in events[:3]] == [Loading, Loading, Planned]
         assert events[2].shared
-        assert (events[2].exactness, events[2].smart) == ("exact", request.smart)
+        assert (events[2].exactness, events[2].smart) == ("exact", declined)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +366,7 @@ async def test_headers_promise_the_least_that_a_prompt_may_come_to(
 ) -> None:
     asked = msgspec.structs.replace(job(), smart=SmartPrefillPolicy(enabled=True))
     request = request_of(asked, FakeFolder())
-    request.smart = smart
+    request.smart = Shortening(smart)
     expected = request.expected()
     assert (expected.exactness, expected.smart) == (exactness, smart if told else None)
 

@@ -36,7 +36,7 @@ async def answered(
         with pipeline.attempt(request):
             for planned in request.take_announced():
                 yield planned
-            async with aclosing(stream(request.generate)) as events:
+            async with aclosing(stream(request.attempt.generate)) as events:
                 async for event in events:
                     for told in await passed(pipeline, request, event):
                         yield told

@@ -41,7 +41,7 @@ from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.placement.placement import canonical
 from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.remote.peer_stream import own_id, require_message, said_by
-from fleetd.requests.request import Request
+from fleetd.requests.request import Attempt, Request
 
 log = get_logger("fleetd.drafting")
 
@@ -105,17 +105,18 @@ class DrafterService(PipelineStep):
     def closed(self, request: Request) -> asyncio.Task[None] | None:
         if (drafts := self._runs.pop(request, None)) is None:
             return None
-        request.drafter = drafts.view
+        attempt = request.attempt
+        attempt.drafter = drafts.view
         drafts.close()
         if drafts.drafter is None or not drafts.drafter.node_id:
             return None
-        return self._running.start(self._conclude(request, drafts))
+        return self._running.start(self._conclude(attempt, drafts))
 
     @staticmethod
-    async def _conclude(request: Request, drafts: DraftRun) -> None:
+    async def _conclude(attempt: Attempt, drafts: DraftRun) -> None:
         """Another machine's own account comes when it sees the text end, or not at all."""
         await asyncio.wait({drafts.task})
-        request.drafter = drafts.view
+        attempt.drafter = drafts.view
 
     def begin(self, job: Job, folder: ModelFolder) -> DraftRun | None:
         """Look for a drafter for an answer that ``folder``'s engine has accepted; None where none is wanted.

@@ -84,7 +84,7 @@ class BlockFetching(PipelineStep):
         folder = request.folder_here
         fetches = request.placement.fetches and request.job.shareable
         if folder is not None and fetches and self._sources(folder.name):
-            request.generate = msgspec.structs.replace(request.generate, fetches=True)
+            request.attempt.generate = msgspec.structs.replace(request.attempt.generate, fetches=True)
 
     def _sources(self, model: str) -> list[Member]:
         """The machines to ask, those with the fastest links first. They need not have the model any more."""
@@ -105,8 +105,9 @@ class BlockFetching(PipelineStep):
             if (fetch := self._running.get(request.id)) is not None:
                 fetch.ended(request, event)
             return None
-        if isinstance(event, Finished) and event.timings.fetched_tokens and request.fetched is not None:
-            timings = msgspec.structs.replace(event.timings, fetched_from=request.fetched.machine)
+        fetched = request.attempt.fetched
+        if isinstance(event, Finished) and event.timings.fetched_tokens and fetched is not None:
+            timings = msgspec.structs.replace(event.timings, fetched_from=fetched.machine)
             return msgspec.structs.replace(event, timings=timings)
         return event
 
@@ -278,7 +279,7 @@ class _Fetch:
                 predicted_s=choice.seconds,
                 saved_s=computed_s - fetched.seconds,
             )
-        request.fetched = StepView(step_names.FETCHED, fetched.seconds, fetched.n_bytes, source.name)
+        request.attempt.fetched = StepView(step_names.FETCHED, fetched.seconds, fetched.n_bytes, source.name)
 
     def _learn(self, choice: FetchChoice, fetched: KvFetched) -> None:
         members, source = self._fetching.members, choice.source

@@ -122,7 +122,7 @@ class KeptPrompts(PipelineStep):
 
     def prepare(self, request: Request) -> None:
         if self._tellable(request):
-            request.generate = msgspec.structs.replace(request.generate, tells_blocks=True)
+            request.attempt.generate = msgspec.structs.replace(request.attempt.generate, tells_blocks=True)
 
     def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         if isinstance(event, KvStored):
@@ -136,7 +136,7 @@ class KeptPrompts(PipelineStep):
 
     def closed(self, request: Request) -> asyncio.Task[None] | None:
         self._sent.discard(request.id)
-        if isinstance(request.error, EngineDied) and request.folder_here is not None:
+        if isinstance(request.attempt.error, EngineDied) and request.folder_here is not None:
             for part in (_OWN, _SENT):
                 self._memory.forget(part, self._digest(request))
         return None

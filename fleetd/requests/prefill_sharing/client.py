@@ -116,7 +116,7 @@ class PrefillSharing(PipelineStep):
     def prepare(self, request: Request) -> None:
         folder = request.folder_here
         if folder is not None and self.possible(request.job, folder):
-            request.generate = msgspec.structs.replace(request.generate, shared=True)
+            request.attempt.generate = msgspec.structs.replace(request.attempt.generate, shared=True)
             self._prompts[request] = SharedPrompt(self, folder, request)
 
     async def decide(self, request: Request, accepted: Accepted) -> None:
@@ -214,6 +214,8 @@ class SharedPrompt:
         self._sharing = sharing
         self._folder = folder
         self._request = request
+        self._attempt = request.attempt
+        self._outcome = request.attempt.sharing
         self._alone = request.placement.planned
         self._agreement: Agreement | None = None
         self._parts: list[PartOfSplit] = []
@@ -281,16 +283,16 @@ class SharedPrompt:
             origins = [await self._sharing.label(helper.node_id) for helper in agreed.helpers]
             self._began_s = self._sharing.monotonic()
             engine.share(PrefillWithHelpers(terms.id, terms.split, _left_s(option), exact, origins))
-            self._request.agreed_exact = exact
+            self._outcome.agreed_exact = exact
             names = (*option.names, THIS_NAME)
             self._planned.set_result(Planned(_kind(option), names, self._request.exactness))
             await agreed.watch()
         except FleetError as error:
             if self._left:
                 return  # the engine has no use for them any more
-            if self._request.sharing_ended is None:
+            if self._outcome.report is None:
                 engine.alone(terms.id, error.message)
-                self._request.code, self._request.reason = error.code, error.message
+                self._attempt.code, self._attempt.reason = error.code, error.message
             # Else the engine noticed first, and the client has been told its reason: the trace says the same.
             self._sharing.blame(agreed, terms.digest)
             log.warning("share.failed", request=terms.id, code=error.code, reason=error.message)
@@ -303,13 +305,13 @@ class SharedPrompt:
 
     def ended(self, shared: PrefillReport) -> Planned | None:
         """The shared prefill has ended. The new plan if the engine goes on alone, else None."""
-        request = self._request
-        request.sharing_ended = shared
+        attempt = self._attempt
+        self._outcome.report = shared
         self._took_s = self._sharing.monotonic() - self._began_s
         if not shared.code:
-            request.code = request.reason = ""
-        elif not request.code:
-            request.code, request.reason = shared.code, shared.reason
+            attempt.code = attempt.reason = ""
+        elif not attempt.code:
+            attempt.code, attempt.reason = shared.code, shared.reason
         agreed, task = self._agreement, self._task
         if agreed is None or task is None:
             return None
@@ -325,19 +327,18 @@ class SharedPrompt:
         # Stop the watcher before dismissing helpers, or it would count them as failed.
         task.cancel()
         agreed.close()
-        self._sharing.metrics.fallback(request.code)
+        self._sharing.metrics.fallback(attempt.code)
         return self._alone_because()
 
     def _alone_because(self) -> Planned:
-        reason = self._request.reason or self._alone.reason
+        reason = self._attempt.reason or self._alone.reason
         return Planned("local", LOCAL.nodes, self._request.exactness, reason)
 
     def close(self) -> asyncio.Task[None] | None:
         """The answer has ended, in any way. A task where helpers' accounts may still come."""
-        request = self._request
         if self._task is None or self._agreement is None:
             self._count()
-        elif request.shared_well and (request.error is None or request.answering):
+        elif self._outcome.went_well and (self._attempt.error is None or self._request.answering):
             return self._sharing.background.start(self._conclude(self._task, self._agreement))
         elif self._client_left:
             self._sharing.background.start(self._go_on(self._task, self._agreement))
@@ -349,8 +350,7 @@ class SharedPrompt:
     @property
     def _client_left(self) -> bool:
         """True if the request ended while its helpers computed, and nothing had failed."""
-        request = self._request
-        return bool(self._began_s) and request.sharing_ended is None and request.error is None
+        return bool(self._began_s) and self._outcome.report is None and self._attempt.error is None
 
     async def _go_on(self, task: asyncio.Task[None], agreed: Agreement) -> None:
         """The engine may read the prompt to its end, for a client that asks again. If it does not, it closes
@@ -369,31 +369,31 @@ class SharedPrompt:
             self._end(task, agreed)
 
     def _end(self, task: asyncio.Task[None], agreed: Agreement) -> None:
-        request = self._request
         task.cancel()
         agreed.close()
-        request.accounts = [(helper.name, helper.steps or ()) for helper in agreed.helpers]
+        self._outcome.accounts = [(helper.name, helper.steps or ()) for helper in agreed.helpers]
         self._count()
-        if request.shared_well:
-            steps = [*(helper.steps or () for helper in agreed.helpers), request.own_steps]
+        if self._outcome.went_well:
+            steps = [*(helper.steps or () for helper in agreed.helpers), self._outcome.own_steps]
             self._sharing.learn(self._folder.name, self._digest, zip(self._parts, steps, strict=False))
             self._carried(agreed)
 
     def _carried(self, agreed: Agreement) -> None:
         """What the helpers sent says how fast their paths are at least, and whether one was far slower."""
-        planned = dict(self._request.choice.best.steps) if self._request.choice is not None else {}
-        exposed_s = sum(step.seconds for step in self._request.own_steps if step.name == step_names.EXPOSED)
+        choice = self._outcome.choice
+        planned = dict(choice.best.steps) if choice is not None else {}
+        exposed_s = sum(step.seconds for step in self._outcome.own_steps if step.name == step_names.EXPOSED)
         late = exposed_s > _LATE * planned.get(step_names.EXPOSED, 0.0) + _LATE_S
-        received = _n_bytes(self._request.own_steps, step_names.WAITED)
+        received = _n_bytes(self._outcome.own_steps, step_names.WAITED)
         for helper in agreed.helpers:
             # It may tell any number, so no more counts than came here from all of them.
             count = min(_n_bytes(helper.steps or (), step_names.COMPUTED), received)
             self._sharing.partners.carried(helper.node_id, count, self._took_s, late=late)
 
     def _count(self) -> None:
-        if (choice := self._request.choice) is not None:
+        if (choice := self._outcome.choice) is not None:
             # By this machine's own account: helpers may tell any number, and count the same bytes again.
-            n_bytes = sum(step.n_bytes for step in self._request.own_steps)
+            n_bytes = sum(step.n_bytes for step in self._outcome.own_steps)
             self._sharing.metrics.share(choice.best.kind, self._request.prefill_outcome, n_bytes)
 
 

@@ -41,7 +41,7 @@ from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.placement.placement import ANSWER_TOKENS, KnownTokens, Placement, Placer, WantedModel
 from fleetd.requests.placement.way_views import way_views
 from fleetd.requests.ports import MetricsPort
-from fleetd.requests.request import Request
+from fleetd.requests.request import Request, Shortening
 from fleetd.requests.request_trace import ways_in_front
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
 from fleetd.requests.smart_prefill.bill import ScoringBill
@@ -105,29 +105,30 @@ class SmartPrefill(PipelineStep):
 
         Raises nothing but cancellation: whatever goes wrong, the prompt stays whole and the reason is told.
         """
-        request.smart = SmartPrefillResult()
+        shortening = request.smart = Shortening()
         bill = self._bills[request] = self.compressing.bill(request.id)
         request.job = self.whole(request.asked)
         ended = False
         try:
             try:
-                async with aclosing(self._shorten(request, bill)) as steps:
+                async with aclosing(self._shorten(request, shortening, bill)) as steps:
                     async for progress in steps:
                         yield progress
             except SkipCompression as skip:
-                self._skip(request, skip.code, skip.reason)
+                self._skip(request, shortening, skip.code, skip.reason)
             except FleetError as error:
-                self._skip(request, error.code, error.message)
+                self._skip(request, shortening, error.code, error.message)
             except Exception as error:
                 # A bug in smart prefill must not fail the request.
                 log.warning("smart.bug", type=type(error).__name__)
-                self._skip(request, "failed", f"Internal error ({type(error).__name__}).")
+                self._skip(request, shortening, "failed", f"Internal error ({type(error).__name__}).")
             ended = True
         finally:
             if not ended:
                 self._bills.pop(request).close("cancelled")
-                request.smart_plan = None
-        log.info("smart.prepared", request=request.id, form=request.smart.form, code=request.smart.code)
+                shortening.plan = None
+        result = shortening.result
+        log.info("smart.prepared", request=request.id, form=result.form, code=result.code)
 
     @staticmethod
     def whole(job: Job) -> Job:
@@ -136,20 +137,23 @@ class SmartPrefill(PipelineStep):
 
     def try_whole(self, request: Request, error: FleetError) -> bool:
         """After a shortened prompt failed: True if the whole one is to be tried, which is then the job."""
-        if request.smart is None or not request.smart.used or request.answering:
+        if request.smart is None or not request.shortened or request.answering:
             return False
-        self._skip(request, error.code, error.message)
+        self._skip(request, request.smart, error.code, error.message)
         log.warning("smart.whole", request=request.id, code=error.code)
         request.job = self.whole(request.asked)
         return True
 
-    def _skip(self, request: Request, code: str, reason: str) -> None:
+    def _skip(self, request: Request, shortening: Shortening, code: str, reason: str) -> None:
         """The prompt is read whole."""
-        result = request.smart or SmartPrefillResult()
-        score_s = result.score_s or self._monotonic() - request.arrived_s
-        request.smart = msgspec.structs.replace(result, form="", code=code, reason=reason, score_s=score_s)
+        score_s = shortening.result.score_s or self._monotonic() - request.arrived_s
+        shortening.result = msgspec.structs.replace(
+            shortening.result, form="", code=code, reason=reason, score_s=score_s
+        )
 
-    async def _shorten(self, request: Request, bill: ScoringBill) -> AsyncGenerator[Loading, None]:
+    async def _shorten(
+        self, request: Request, shortening: Shortening, bill: ScoringBill
+    ) -> AsyncGenerator[Loading, None]:
         """Raises SkipCompression, FleetError; then the job stays as it is."""
         job, policy = request.asked, request.asked.smart
         if policy is None:
@@ -191,12 +195,12 @@ class SmartPrefill(PipelineStep):
                     async for progress in steps:
                         yield progress
         finally:
-            _note(request, compression, loaded)
+            _note(shortening, compression, loaded)
         selection = self._check(job, compression, policy)
         make = smart_prompt.shortened if form == "text" else smart_prompt.sparse
         shortened = await asyncio.to_thread(make, job.request, found, selection)
-        request.smart = msgspec.structs.replace(
-            request.smart or SmartPrefillResult(),
+        shortening.result = msgspec.structs.replace(
+            shortening.result,
             form=form,
             # As text it has lines that say what is missing.
             compressed_tokens=selection.text_tokens if form == "text" else selection.kept_tokens,
@@ -232,33 +236,34 @@ class SmartPrefill(PipelineStep):
         return selection
 
     def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
-        if request.smart is None:
+        shortening = request.smart
+        if shortening is None or shortening.result.form != "sparse":
             return event
-        if request.smart.form == "sparse":
-            if isinstance(event, Tokenized):
-                # It would let the client's headers go out, which say what Accepted tells of the tokens.
-                return None
-            if isinstance(event, Accepted):
-                self._accepted(request, request.smart, event)
-        return event
+        if isinstance(event, Accepted):
+            self._accepted(request, shortening, event)
+            return event
+        # A Tokenized would let the client's headers go out, which say what Accepted tells of the tokens.
+        return None
 
-    def _accepted(self, request: Request, expected: SmartPrefillResult, event: Accepted) -> None:
+    def _accepted(self, request: Request, shortening: Shortening, event: Accepted) -> None:
         """The engine says what a sparse prompt comes to: it also keeps what it cannot do without."""
+        expected = shortening.result
         if event.kept:
-            request.smart = msgspec.structs.replace(
+            shortening.result = msgspec.structs.replace(
                 expected, original_tokens=event.prompt_tokens, compressed_tokens=event.kept
             )
         else:
             reason = event.dense_reason or "The machine that answers does not know sparse prefill."
-            self._skip(request, "no_form", reason)
-        if request.smart != expected:
+            self._skip(request, shortening, "no_form", reason)
+        if shortening.result != expected:
             request.announce()
 
     def ended(self, request: Request) -> None:
         """Close the bill, and count what came of the prompt."""
-        result, bill = request.smart, self._bills.pop(request, None)
-        if result is None or bill is None:
+        bill = self._bills.pop(request, None)
+        if request.smart is None or bill is None:
             return
+        result = request.smart.result
         bill.close(result.code)
         kept = result.compressed_tokens if result.used else 0
         self._metrics.smart(result.code or "used", result.form, kept, result.dropped_tokens)
@@ -409,12 +414,12 @@ def _kept_size(form: Form, tokens: int, ratio: float) -> tuple[int, int, int]:
     return (tokens, 0, kept) if form == "sparse" and kept < tokens else (kept, 0, 0)
 
 
-def _note(request: Request, compression: CompressionJob, loaded: list[StepView]) -> None:
+def _note(shortening: Shortening, compression: CompressionJob, loaded: list[StepView]) -> None:
     """What was found out about the prompt, however far that came. ``loaded``: the step before it, if any."""
-    request.smart_plan, request.smart_steps = compression.plan, [*loaded, *compression.steps]
-    request.lost_scorer, request.smart_planned_s = compression.lost, compression.planned_s
+    shortening.plan, shortening.steps = compression.plan, [*loaded, *compression.steps]
+    shortening.lost_scorer, shortening.planned_s = compression.lost, compression.planned_s
     selection = compression.selection
-    request.smart = SmartPrefillResult(
+    shortening.result = SmartPrefillResult(
         compressor=compression.compressor,
         nodes=compression.names,
         original_tokens=selection.original_tokens if selection else compression.tokens,
