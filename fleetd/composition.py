@@ -37,6 +37,7 @@ from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
 from fleetd.plan.load_times import LoadTimes
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.requests.accounts import Accounts
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.drafting import messages as drafting_messages
@@ -53,6 +54,7 @@ from fleetd.requests.ledger import Ledger
 from fleetd.requests.members.members import Members
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.model_copies import ModelCopies
+from fleetd.requests.model_locator import ModelLocator
 from fleetd.requests.placement.placement import Placer
 from fleetd.requests.plan_service import PlanService
 from fleetd.requests.prefill_sharing import messages as sharing_messages
@@ -183,10 +185,11 @@ class DaemonParts:
         self.smart = SmartPrefill(
             self.compressing, self.members, self.machine.pool, self.machine.metrics, placer=self.placer
         )
+        self.locator = self._locator()
         self.runner = self._runner()
         self.plans = PlanService(
             self.placer,
-            self.runner.locate,
+            self.locator.locate,
             self.smart,
             self.drafting,
             config.smart_prefill.policy,
@@ -240,7 +243,7 @@ class DaemonParts:
 
     async def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]:
         """Start or join the download of a model; yields its progress."""
-        async with aclosing(self.runner.pulls.watch(ref)) as steps:
+        async with aclosing(self.locator.pulls.watch(ref)) as steps:
             async for step in steps:
                 yield step
         self.models_changed()
@@ -318,26 +321,24 @@ class DaemonParts:
         scoring = SegmentScoring(machine.pool, request, monotonic=time.monotonic)
         return CompressionService(scoring, scorers, machine.ledger)
 
+    def _locator(self) -> ModelLocator:
+        models = self.machine.models
+        copies = ModelCopies(self.node, models, self._own_card) if self.node is not None else None
+        return ModelLocator(models, self._config.models.names, embedded_name, copies)
+
     def _runner(self) -> RequestRunner:
         machine = self.machine
-        copies = ModelCopies(self.node, machine.models, self._own_card) if self.node is not None else None
+        kept = self.kept if self.fleet else None
+        features = (kept, self.fetching, self.sharing, self.drafting)
         return RequestRunner(
-            pool=machine.pool,
-            models=machine.models,
-            source=copies or machine.models,
-            ledger=machine.ledger,
-            metrics=machine.metrics,
-            names=self._config.models.names,
-            embedded=embedded_name,
-            placing=self.placer,
-            sharing=self.sharing,
+            machine.pool,
+            self.locator,
+            Accounts(machine.ledger, machine.metrics, machine.speeds),
+            self.members,
+            [feature for feature in features if feature is not None],
+            placer=self.placer,
             smart=self.smart,
-            drafting=self.drafting,
-            fetching=self.fetching,
-            kept=self.kept if self.fleet else None,
             survey=self.survey,
-            speeds=machine.speeds,
-            members=self.members,
             record=machine.traces.record,
         )
 

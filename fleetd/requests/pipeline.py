@@ -23,7 +23,7 @@ from fleetd.engine.protocol import Accepted, Delta, Event, Failed, Loading, Tool
 from fleetd.errors import FleetError, from_code
 from fleetd.requests.job import Planned
 from fleetd.requests.request import Request
-from fleetd.requests.request_trace import attempt_of, trace_of
+from fleetd.requests.request_views import attempt_of, trace_of
 
 #: The events of which a client sees some of the answer.
 ANSWER = (Delta, ToolCallPiece, ToolCall)

@@ -37,7 +37,7 @@ class PlanService:
     """Answers POST /fleet/v1/plan.
 
     Args:
-        locate: as ``RequestRunner.locate``.
+        locate: as ``ModelLocator.locate``.
         survey: asks where a prompt is kept; None where no other machine could tell.
         policy: what smart prefill does where the question leaves it open.
     """

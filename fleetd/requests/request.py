@@ -39,6 +39,7 @@ from fleetd.models.folder import ModelFolder
 from fleetd.plan.prefill.choice import PlanChoice
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPlan
+from fleetd.requests.attempts import Attempts
 from fleetd.requests.job import CHARS_PER_TOKEN, Exactness, Job, Planned
 from fleetd.requests.placement.placement import Placement, PromptPlaces, WantedModel
 from fleetd.requests.ports import MetricsPort
@@ -189,8 +190,8 @@ class Request:
         self.earlier: list[Trace] = []
         self.failed_trace: Trace | None = None
         self.ended_s: float | None = None
-        # Where it was refused as wrong first, and what was said: another machine may serve it.
-        self.refusal: tuple[Placement, FleetError] | None = None
+        # Which machines failed at it.
+        self.attempts = Attempts()
         self._metrics = metrics
         self._announced: list[Planned] = []
         self._running_s: float | None = None

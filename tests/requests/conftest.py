@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from fakes import FakeModels, FakePool
+from runners import runner_over
 
-from fleetd.models.model_names import ModelNames
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.runner import RequestRunner
@@ -22,7 +22,7 @@ def make_runner(ledger: Ledger, metrics: Metrics) -> Callable[..., RequestRunner
         def embedded(ref: str) -> str | None:
             return "tiny" if ref in ("tiny", "tiny-alias") else None
 
-        options: dict[str, Any] = {"names": ModelNames("m"), "embedded": embedded} | changes
-        return RequestRunner(pool=pool, models=models, ledger=ledger, metrics=metrics, **options)
+        options: dict[str, Any] = {"embedded": embedded} | changes
+        return runner_over(pool, models, ledger, metrics, **options)
 
     return make

@@ -43,6 +43,7 @@ from fleet_nodes import running, settings, together
 from forked_programs import Programs
 from msgspec.structs import replace
 from request_events import RequestEvents
+from runners import runner_over
 from sharing import write
 from wire import Effect, Link, WatchedWire, Way
 
@@ -51,7 +52,6 @@ from fleetd.control.prefill_trace import Trace
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Generate, PrefillWithHelpers, StreamTag
-from fleetd.models.model_names import ModelNames
 from fleetd.p2p import node as node_module
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerConnection
@@ -67,7 +67,6 @@ from fleetd.requests.prefill_sharing import messages as share_wire
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
 from fleetd.requests.remote.bulk_dialer import BulkDialer
-from fleetd.requests.runner import RequestRunner
 from fleetd.requests.traces import Traces
 
 # Where no time is to be lost: until who stands still is given up, and until an agreement is.
@@ -152,14 +151,12 @@ class FaultMachines:
         self.expect, self.connect, self.carried = dialer.expect, dialer.connect, dialer.carried
         self.sharing = PrefillSharing(self, home.pool, Members(self.machines, lambda: home.card), metrics)  # type: ignore[arg-type]
         self.sharing.choose = self._choose  # type: ignore[method-assign]
-        self.runner = RequestRunner(
-            pool=home.pool,
-            models=home,
-            ledger=Ledger(self.store),
-            metrics=metrics,
-            names=ModelNames("m"),
-            embedded=lambda ref: None,
-            sharing=self.sharing,
+        self.runner = runner_over(
+            home.pool,
+            home,
+            Ledger(self.store),
+            metrics,
+            features=[self.sharing],
             record=record,
         )
 

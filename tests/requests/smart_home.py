@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fakes import FakeModels
+from runners import runner_over
 from smart_fakes import (
     Profiles,
     ScoringPool,
@@ -26,7 +27,6 @@ from fleetd.engine.protocol import (
     TextPrompt,
     TokenPrompt,
 )
-from fleetd.models.model_names import ModelNames
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.ledger import Ledger
@@ -101,13 +101,11 @@ def maker(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., Smart
         scorers = Scorers(pool, found, speeds, members, profiles=profiles or Profiles())
         compressing = CompressionService(scoring, scorers, ledger, monotonic=clock)
         smart = SmartPrefill(compressing, members, pool, metrics, monotonic=clock)
-        runner = RequestRunner(
-            pool=pool,
-            models=found,
-            ledger=ledger,
-            metrics=metrics,
-            names=ModelNames("m"),
-            embedded=lambda ref: None,
+        runner = runner_over(
+            pool,
+            found,
+            ledger,
+            metrics,
             smart=smart,
             speeds=speeds,
             members=members,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from member_cards import FACTS, MODEL, OWN, machine, spoken
 from msgspec.structs import replace
 from peer_streams import FakeOthers, FakeStream, OnlyAlive
+from runners import runner_over
 
 from fleetd import limits
 from fleetd.engine.protocol import Accepted, Generate, Prefill, TextPrompt
@@ -227,16 +228,15 @@ Make = Callable[..., RequestRunner]
 
 @pytest.fixture
 def make(store: Store) -> Make:
-    def build(others: FakeOthers, own: Card) -> RequestRunner:
+    def build(others: FakeOthers, own: Card, *names: str) -> RequestRunner:
         members = Members(others.machines, lambda: own)
-        return RequestRunner(
-            pool=FakePool(answer()),
-            models=FakeModels(names=["big"]),
-            ledger=Ledger(store),
-            metrics=Metrics("0"),
+        return runner_over(
+            FakePool(answer()),
+            FakeModels(names=[*names]),
+            Ledger(store),
+            Metrics("0"),
             names=ModelNames("big"),
-            embedded=lambda ref: None,
-            placing=Placer(members, others.request),
+            placer=Placer(members, others.request),
             members=members,
         )
 
@@ -264,7 +264,7 @@ async def test_attack_seventeen_requests_and_a_machine_that_claims_any_speed_and
     hurried(monkeypatch)
     liars = Liars(machine("liar", prefill_tok_s=claim, decode_tok_s=claim))
     liars.first = first
-    runner = make(liars, replace(OWN, models=[MODEL]))
+    runner = make(liars, replace(OWN, models=[MODEL]), "big")
     found = await asyncio.gather(*(answered(runner, number) for number in range(17)))
     assert all(events[-1] == answer()[-1] for events in found), "all were answered, here"
     assert len(liars.asked) == limits.ANSWERS_ON_TRIAL
@@ -279,7 +279,7 @@ async def test_a_machine_that_answers_gets_as_many_requests_as_come(make: Make) 
     fast = machine("fast", prefill_tok_s=5e3, decode_tok_s=5e2)
     fast = type(fast)(replace(fast.card, max_streams=32), "fast", rtt_s=0.001)
     others = FakeOthers(fast, fast=[spoken(*answer())] * 20)
-    runner = make(others, replace(OWN, models=[MODEL]))
+    runner = make(others, replace(OWN, models=[MODEL]), "big")
     await answered(runner, 0)
     await asyncio.gather(*(answered(runner, number) for number in range(1, 6)))
     assert len(others.asked) == 6
@@ -290,7 +290,6 @@ async def test_on_trial_is_asked_all_the_same_where_no_other_machine_has_the_mod
     fast = machine("fast")
     others = FakeOthers(fast, fast=[spoken(*answer())] * 20)
     runner = make(others, OWN)
-    runner._models.names.clear()  # type: ignore[attr-defined]
     await asyncio.gather(*(answered(runner, number) for number in range(5)))
     assert len(others.asked) == 5
 
@@ -305,7 +304,7 @@ async def test_a_client_that_gives_up_a_silent_machine_counts_as_late(
     liar = machine("liar", prefill_tok_s=1e6, decode_tok_s=1e6)
     liar = type(liar)(replace(liar.card, max_streams=4), "liar", rtt_s=0.001)
     liars = Liars(liar)
-    runner = make(liars, replace(OWN, models=[MODEL]))
+    runner = make(liars, replace(OWN, models=[MODEL]), "big")
     asked = asyncio.create_task(answered(runner, 0))
     await liars.were_asked.wait()
     asked.cancel()
@@ -337,7 +336,7 @@ async def test_attack_seventeen_requests_and_a_machine_that_calls_them_all_wrong
     make: Make, error: FleetError, state: str
 ) -> None:
     liars = RefusingOthers(error, machine("liar", prefill_tok_s=1e6, decode_tok_s=1e6))
-    runner = make(liars, replace(OWN, models=[replace(MODEL, state=state)]))
+    runner = make(liars, replace(OWN, models=[replace(MODEL, state=state)]), "big")
     first = await answered(runner, 0)
     assert first[-1] == answer()[-1]
     assert runner._members.left_out("liar", "answer", MODEL.digest)
@@ -367,7 +366,7 @@ async def test_attack_seventeen_requests_and_a_machine_that_says_of_each_that_it
     monkeypatch.setattr(limits, "BACKOFF_MOST_S", 1e6)
     monkeypatch.setattr(limits, "BACKOFF_REFUSED_S", 1e6)
     liars = RefusingOthers(error, machine("liar", prefill_tok_s=1e6, decode_tok_s=1e6))
-    runner = make(liars, replace(OWN, models=[MODEL]))
+    runner = make(liars, replace(OWN, models=[MODEL]), "big")
     for number in range(17):
         assert (await answered(runner, number))[-1] == answer()[-1]
     assert len(liars.asked) == 2
@@ -384,7 +383,7 @@ async def test_a_request_that_is_wrong_is_asked_twice_at_most_and_leaves_no_mach
 ) -> None:
     names = [f"fast{number}" for number in range(4)]
     others = RefusingOthers(error, *(machine(name, faster=1e3) for name in names))
-    runner = make(others, replace(OWN, models=[MODEL]))
+    runner = make(others, replace(OWN, models=[MODEL]), "big")
     with pytest.raises(type(error), match=r"No\."):
         await answered(runner, 0)
     assert len(others.asked) == 2
@@ -395,7 +394,7 @@ async def test_a_request_that_is_wrong_is_asked_twice_at_most_and_leaves_no_mach
 async def test_a_machine_that_has_served_is_believed_before_a_model_is_loaded_to_check(make: Make) -> None:
     fast = machine("fast", faster=1e3)
     others = FakeOthers(fast, fast=[spoken(*answer()), [BadRequest("No.")]])
-    runner = make(others, replace(OWN, models=[replace(MODEL, state="installed")]))
+    runner = make(others, replace(OWN, models=[replace(MODEL, state="installed")]), "big")
     await answered(runner, 0)
     with pytest.raises(BadRequest, match=r"No\."):
         await answered(runner, 1)

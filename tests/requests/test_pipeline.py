@@ -21,6 +21,7 @@ from fleetd.engine.protocol import (
     TextPrompt,
     ToolCallPiece,
 )
+from fleetd.requests.answering_machines import AnsweringMachines
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.job import Job
 from fleetd.requests.kv_fetching.client import BlockFetching
@@ -29,11 +30,10 @@ from fleetd.requests.members.members import Members
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import Pipeline, PipelineStep
 from fleetd.requests.prefill_sharing.client import PrefillSharing
-from fleetd.requests.read_prompts import ReadPrompts
 from fleetd.requests.request import Request
 from fleetd.requests.smart_prefill.client import SmartPrefill
 
-STEPS = (KeptPrompts, BlockFetching, PrefillSharing, DrafterService, SmartPrefill, ReadPrompts)
+STEPS = (KeptPrompts, BlockFetching, PrefillSharing, DrafterService, SmartPrefill, AnsweringMachines)
 
 
 class Noting(PipelineStep):
@@ -96,7 +96,7 @@ async def test_a_token_passes_all_steps_without_a_coroutine(event: Event) -> Non
             PrefillSharing(unused, pool, members, metrics),
             DrafterService(None, members, pool, unused, metrics),
             SmartPrefill(unused, members, pool, metrics),
-            ReadPrompts(members),
+            AnsweringMachines(members),
         ]
     )
     request, called = asked(), list[str]()

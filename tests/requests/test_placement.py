@@ -14,6 +14,7 @@ from fakes import FakeModels, FakePool, answer
 from member_cards import MODEL, OWN, collect, machine, spoken
 from msgspec.structs import replace
 from peer_streams import FakeOthers, FakeStream
+from runners import runner_over
 from virtual_loop import VirtualLoop
 
 from fleetd import limits
@@ -83,14 +84,13 @@ def make(store: Store) -> Make:
         **more: Any,
     ) -> RequestRunner:
         members = Members(others.machines, lambda: own, monotonic=monotonic, **more)
-        return RequestRunner(
-            pool=pool or FakePool(answer()),
-            models=models or FakeModels(names=[]),
-            ledger=Ledger(store),
-            metrics=Metrics("0"),
+        return runner_over(
+            pool or FakePool(answer()),
+            models or FakeModels(names=[]),
+            Ledger(store),
+            Metrics("0"),
             names=ModelNames("big"),
-            embedded=lambda ref: None,
-            placing=Placer(members, others.request, wake=others.wake),
+            placer=Placer(members, others.request, wake=others.wake),
             members=members,
             record=record,
             monotonic=monotonic,

@@ -12,6 +12,7 @@ from fakes import FakeModels, FakePool, answer
 from member_cards import OWN, collect, machine, spoken
 from msgspec.structs import replace
 from peer_streams import FakeOthers
+from runners import runner_over
 
 from fleetd import limits
 from fleetd.control.prefill_trace import Trace
@@ -34,7 +35,6 @@ from fleetd.requests.ledger import Ledger
 from fleetd.requests.members.members import Members
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.placement.placement import Placer
-from fleetd.requests.runner import RequestRunner
 from fleetd.storage.store import Store
 
 TEXT = "".join(chr(65 + i % 26) * BLOCK_CHARS for i in range(80))
@@ -51,14 +51,13 @@ class ScriptedFleet:
         self.others = FakeOthers(*found, **scripts)
         self.traces: asyncio.Queue[Trace] = asyncio.Queue()
         self.members = Members(self.others.machines, lambda: OWN)
-        self.runner = RequestRunner(
-            pool=pool or FakePool(answer()),
-            models=FakeModels(names=["big"] if here else []),
-            ledger=Ledger(store),
-            metrics=Metrics("0"),
+        self.runner = runner_over(
+            pool or FakePool(answer()),
+            FakeModels(names=["big"] if here else []),
+            Ledger(store),
+            Metrics("0"),
             names=ModelNames("big"),
-            embedded=lambda ref: None,
-            placing=Placer(self.members, self.others.request),
+            placer=Placer(self.members, self.others.request),
             members=self.members,
             record=self.traces.put_nowait,
         )

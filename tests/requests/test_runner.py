@@ -43,6 +43,7 @@ from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.pulls import Pulls
 from fleetd.requests.request import Request
 from fleetd.requests.runner import RequestRunner
 from fleetd.storage.store import Store
@@ -273,7 +274,7 @@ async def test_a_model_that_cannot_be_served_is_neither_asked_nor_fetched(make_r
     with pytest.raises(ModelUnsupported, match="does not serve yet"):
         await collect(runner, job("qwen3-embedding-0.6b"))
     with pytest.raises(ModelUnsupported, match="does not serve yet"):
-        await anext(runner.pulls.watch("mlx-community/Qwen3-Embedding-0.6B-4bit-DWQ"))
+        await anext(Pulls(models).watch("mlx-community/Qwen3-Embedding-0.6B-4bit-DWQ"))
     assert models.pulls == 0
 
 
@@ -473,7 +474,7 @@ class FakeSharing(PipelineStep):
 async def test_a_job_that_nobody_can_help_with_runs_as_ever(make_runner: Make, metrics: Metrics) -> None:
     sharing = FakeSharing(may=False)
     pool = FakePool(answer())
-    runner = make_runner(pool, FakeModels(), sharing=sharing)
+    runner = make_runner(pool, FakeModels(), features=[sharing])
     assert await collect(runner, job()) == answer()
     assert len(sharing.asked) == 1
     assert shown(metrics, 'fleetd_plan_total{kind="local",reason="only"} 1.0')
@@ -486,7 +487,7 @@ async def test_a_shared_answer_is_this_machines_own_and_teaches_no_speed(
     finished = Finished("r1", "stop", Usage(prompt_tokens=1000, completion_tokens=1), long)
     speeds = ModelSpeeds()
     pool = FakePool([HELPED, *answer()[:-1], finished])
-    runner = make_runner(pool, FakeModels(), sharing=FakeSharing(), speeds=speeds)
+    runner = make_runner(pool, FakeModels(), features=[FakeSharing()], speeds=speeds)
     events = [event async for event in runner.run(job())]
     assert events == [HELPED, *answer()[:-1], finished]
     assert rows(store)[0][1] == "settled"
@@ -523,7 +524,7 @@ async def test_time_in_which_other_work_was_done_teaches_no_speed(
 async def test_a_helper_that_fails_is_a_fallback_of_the_plan(make_runner: Make, metrics: Metrics) -> None:
     moved = Planned("local", ("this",), "exact", "studio: it went away.")
     pool = FakePool([HELPED, answer()[0], moved, *answer()[1:]])
-    runner = make_runner(pool, FakeModels(), sharing=FakeSharing())
+    runner = make_runner(pool, FakeModels(), features=[FakeSharing()])
     assert [event async for event in runner.run(job()) if isinstance(event, Planned)] == [HELPED, moved]
     assert shown(metrics, 'fleetd_plan_total{kind="local",reason="fallback"} 1.0')
 
@@ -532,5 +533,5 @@ async def test_a_model_that_has_to_be_fetched_first_is_not_shared(make_runner: M
     sharing = FakeSharing()
     models = FakeModels(names=[])
     models.gate.set()
-    await collect(make_runner(FakePool(answer()), models, sharing=sharing), job("tiny"))
+    await collect(make_runner(FakePool(answer()), models, features=[sharing]), job("tiny"))
     assert sharing.asked == []

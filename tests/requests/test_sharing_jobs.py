@@ -51,7 +51,7 @@ from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.request import Request, Shortening
-from fleetd.requests.request_trace import trace_of
+from fleetd.requests.request_views import trace_of
 
 LONG = "word " * 4096
 OK = PrefillReport("r1", [StepTime("computed", 1.0, 500)])

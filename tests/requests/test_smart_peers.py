@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from runners import runner_over
 from smart_fakes import NEEDLE, PROFILE, QUESTION, Profiles, ScoringPool, chat, haystack, models, scored
 
 from fleetd import limits
@@ -34,7 +35,6 @@ from fleetd.errors import (
     ProtocolError,
     ScorerNotReady,
 )
-from fleetd.models.model_names import ModelNames
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -223,13 +223,11 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
         scoring = SegmentScoring(pool, others.request, monotonic=time.monotonic)
         compressing = CompressionService(scoring, scorers, ledger)
         smart = SmartPrefill(compressing, members, pool, metrics)
-        runner = RequestRunner(
-            pool=pool,
-            models=found,
-            ledger=ledger,
-            metrics=metrics,
-            names=ModelNames("m"),
-            embedded=lambda ref: None,
+        runner = runner_over(
+            pool,
+            found,
+            ledger,
+            metrics,
             smart=smart,
             speeds=speeds,
             members=members,

@@ -42,7 +42,7 @@ from fleetd.requests.placement.placement import ANSWER_TOKENS, KnownTokens, Plac
 from fleetd.requests.placement.way_views import way_views
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.request import Request, Shortening
-from fleetd.requests.request_trace import ways_in_front
+from fleetd.requests.request_views import ways_in_front
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
 from fleetd.requests.smart_prefill.bill import ScoringBill
 from fleetd.requests.smart_prefill.compression_job import (
