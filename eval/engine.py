@@ -120,12 +120,9 @@ class Engine:
             exit_layer=exit_layer,
             profile=self.profile,
         )
-        async with aclosing(self._worker.score(score)) as events:
-            async for event in events:
-                if isinstance(event, Scored):
-                    self.profile = self.profile or event.profile
-                    return event
-        raise RuntimeError("the worker ended its scoring without scores")
+        scored = await self._worker.ask(score)
+        self.profile = self.profile or scored.profile
+        return scored
 
     async def __aenter__(self) -> Self:
         self._worker = await self._starting.__aenter__()

@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -133,11 +133,7 @@ async def _scored(
 ) -> Scored:
     questions = [(case.asked, len(case.text))]
     score = Score("bench", case.text, questions, segment, exit_layer=exit_layer, profile=profile)
-    async with aclosing(engine.score(score)) as events:
-        async for event in events:
-            if isinstance(event, Scored):
-                return event
-    raise RuntimeError("the worker ended without scores")
+    return await engine.ask(score)
 
 
 async def _prefill_s(engine: EngineProcess, ids: list[int]) -> float:

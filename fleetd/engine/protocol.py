@@ -5,13 +5,13 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 unknown tags are a bug and raise.
 
     daemon → worker   Generate, PrefillWithHelpers | PrefillAlone (if Generate asked for it), FetchBlocks
-                      (after a KvMissing), AssistPrefill, Score, DraftFor, Cancel, IdleTime, FreeMemory,
+                      (after a KvMissing), AssistPrefill, Question, DraftFor, Cancel, IdleTime, FreeMemory,
                       TakenElsewhere, ForgetOrigins, WriteNow, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, MeasuredAgain*, then for each Generate:
                       Tokenized, Accepted (KvMissing and KvFetched before it or after it), Prefill*,
                       PrefillReport?, KvStored?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
                       for each AssistPrefill: Accepted, Assisted | Failed
-                      for each Score: Accepted, Prefill*, Scored | Failed
+                      for each Question: Accepted, Prefill*, its answer | Failed
                       for each DraftFor: Accepted, DraftReport | Failed
                       and Heartbeat at least every ``limits.ENGINE_BEAT_S``
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -210,25 +210,6 @@ class Profile(msgspec.Struct, frozen=True):
     exit_layer: Natural
     rotated: bool = False
     layers: Natural = 0
-
-
-class Score(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """How much a question attends to each token of ``text``; answered by Accepted, Prefill*, Scored | Failed.
-
-    Only tokens that begin in ``segment`` are scored, (0, 0) is all; the text's first tokens and the question
-    are put around it. ``questions``: character ranges that ask, in order; without any the end of the text
-    does. What asks is not scored.
-
-    ``exit_layer``: layers that are run; 0 is the profile's. Without a ``profile`` the worker takes its own;
-    while it has none (``ScoringState``), it refuses the text: no text waits for a search.
-    """
-
-    id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
-    text: str
-    questions: list[tuple[Natural, Natural]] = []
-    segment: tuple[Natural, Natural] = (0, 0)
-    exit_layer: Natural = 0
-    profile: Profile | None = None
 
 
 class DraftFor(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -510,17 +491,6 @@ class Assisted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     steps: list[StepTime]
 
 
-class Scored(msgspec.Struct, frozen=True, tag=True):
-    """A segment's scores. ``tokens`` were computed for them, the question's and the text's first ones
-    included; ``seconds`` from the first step, others' turns between included."""
-
-    id: EventId
-    scores: PackedScores
-    profile: Profile
-    tokens: Natural
-    seconds: Seconds
-
-
 class DraftReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A text needs no more drafts. Tokens: ``drafted`` in all, ``right`` of the ``judged`` by what came."""
 
@@ -708,6 +678,56 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     disk_note: Text = ""
 
 
+# ---- Questions that have one answer ----------------------------------------------------------------------
+
+A = TypeVar("A")
+
+
+class Question(msgspec.Struct, Generic[A], frozen=True, omit_defaults=True):
+    """What a worker is asked about a text and answers once: with an ``A``, or with Failed.
+
+    Accepted comes first, and Prefill for the progress. A kind of question names its answer twice: as ``A``
+    for the type checker, and in ``answer`` for what waits for it.
+    """
+
+    answer: ClassVar[type[Any]]
+
+    id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
+
+
+class Scored(msgspec.Struct, frozen=True, tag=True):
+    """A segment's scores. ``tokens`` were computed for them, the question's and the text's first ones
+    included; ``seconds`` from the first step, others' turns between included."""
+
+    id: EventId
+    scores: PackedScores
+    profile: Profile
+    tokens: Natural
+    seconds: Seconds
+
+
+class Score(Question[Scored], frozen=True, tag=True, omit_defaults=True):
+    """How much a question attends to each token of ``text``.
+
+    Only tokens that begin in ``segment`` are scored, (0, 0) is all; the text's first tokens and the question
+    are put around it. ``questions``: character ranges that ask, in order; without any the end of the text
+    does. What asks is not scored.
+
+    ``exit_layer``: layers that are run; 0 is the profile's. Without a ``profile`` the worker takes its own;
+    while it has none (``ScoringState``), it refuses the text: no text waits for a search.
+    """
+
+    answer = Scored
+
+    text: str
+    questions: list[tuple[Natural, Natural]] = []
+    segment: tuple[Natural, Natural] = (0, 0)
+    exit_layer: Natural = 0
+    profile: Profile | None = None
+
+
+# ---- All of them -----------------------------------------------------------------------------------------
+
 Command = (
     Generate
     | PrefillWithHelpers
@@ -750,7 +770,7 @@ class FrameTooLong(ValueError):
     """A frame over ``limits.ENGINE_FRAME_BYTES``: the stream is not what we think it is."""
 
 
-def encode(message: Command | Report) -> bytes:
+def encode(message: Command | Question[Any] | Report) -> bytes:
     """One frame, ready to send. Raises FrameTooLong."""
     body = msgspec.msgpack.encode(message)
     if len(body) > limits.ENGINE_FRAME_BYTES:

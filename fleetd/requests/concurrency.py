@@ -4,7 +4,7 @@ no request waits for."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from fleetd.errors import FleetError
@@ -43,6 +43,18 @@ async def with_heartbeats(
     finally:
         if pending is not None:
             await cancel_all([pending])
+
+
+async def with_beats(work: Coroutine[Any, Any, _T], every_s: float, beat: Callable[[], None]) -> _T:
+    """The result of the work; meanwhile ``beat`` is called every ``every_s`` seconds. Cancelling, and what
+    ``beat`` raises, cancel the work."""
+    task = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=every_s))[0]:
+            beat()
+        return task.result()
+    finally:
+        await cancel_all([task])
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

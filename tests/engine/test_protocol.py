@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import typing
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -223,3 +223,11 @@ def test_no_bytes_do_anything_but_wait_or_raise(data: bytes) -> None:
     except (FrameTooLong, msgspec.DecodeError, UnicodeDecodeError):
         return
     assert all(isinstance(m, Generate | Cancel | Shutdown) for m in got)
+
+
+@pytest.mark.parametrize("question", protocol.Question.__subclasses__())
+def test_a_question_names_its_answer_for_the_type_checker_and_for_who_waits_for_it(question: Any) -> None:
+    ((_, answer),) = [(base, get_args(base)[0]) for base in question.__orig_bases__]
+    assert question.answer is answer
+    assert question in get_args(protocol.Command)
+    assert answer in get_args(protocol.Event)

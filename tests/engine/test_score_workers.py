@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 
 import pytest
 from asking import GREEDY, ask, run
@@ -33,17 +32,21 @@ SCORE = Score("s", TEXT, [(2400, 2406)], profile=Profile([(0, 0)], 1))
 LONG = Score("s", TEXT * 50, profile=SCORE.profile)
 
 
-async def scored(pool: EnginePool, folder: ModelFolder, score: Score) -> list[Loading | Prefill | Scored]:
+async def scored(
+    pool: EnginePool, folder: ModelFolder, score: Score
+) -> tuple[list[Loading | Prefill], Scored]:
+    """The progress, and the scores."""
+    progress: list[Loading | Prefill] = []
     async with asyncio.timeout(60):
-        return [event async for event in pool.score(folder, score)]
+        return progress, await pool.ask(folder, score, progress=progress.append)
 
 
 async def test_a_text_is_scored_beside_an_answer(pool: EnginePool, chain: ModelFolder) -> None:
     await pool.load(chain)
-    answer, events = await asyncio.gather(run(pool, chain, ask("<hello>")), scored(pool, chain, SCORE))
+    answer, (progress, last) = await asyncio.gather(
+        run(pool, chain, ask("<hello>")), scored(pool, chain, SCORE)
+    )
     assert answer.text == "Hello there, world!"
-    *progress, last = events
-    assert isinstance(last, Scored)
     assert [type(event) for event in progress] == [Prefill] * len(progress)
     assert progress
     found = merge([SegmentScores.unpack(last.scores)])
@@ -72,12 +75,17 @@ async def test_a_worker_is_measured_while_nothing_runs(pool: EnginePool, chain: 
     assert answer.text == "Hello there, world!"
 
 
-async def test_closing_cancels(pool: EnginePool, chain: ModelFolder) -> None:
+async def test_a_question_that_is_cancelled_leaves_nothing_in_the_worker(
+    pool: EnginePool, chain: ModelFolder
+) -> None:
     await pool.load(chain)
-    async with aclosing(pool.score(chain, LONG)) as events:
-        async for event in events:
-            assert isinstance(event, Prefill)
-            break
+    begun = asyncio.Event()
+    asking = asyncio.create_task(pool.ask(chain, LONG, progress=lambda step: begun.set()))
+    async with asyncio.timeout(60):
+        await begun.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
     answer = await run(pool, chain, ask("<hello>"))
     assert answer.text == "Hello there, world!"
     async with asyncio.timeout(60):
@@ -104,13 +112,8 @@ async def test_one_familys_scores_choose_another_familys_tokens(
     document = Document.of_messages(messages)
     some = Profile([(2, 0), (5, 3)], 6)
     await pool.load(embedded_model)
-    (last,) = [
-        event
-        for event in await scored(
-            pool, embedded_model, Score("s", document.text, list(document.questions), profile=some)
-        )
-        if isinstance(event, Scored)
-    ]
+    score = Score("s", document.text, list(document.questions), profile=some)
+    _, last = await scored(pool, embedded_model, score)
     tokens = merge([SegmentScores.unpack(last.scores)])
     selection = select(document, tokens, SmartPrefillPolicy(enabled=True, target_ratio=0.2, mode="sparse"))
     kept = "".join(document.blocks[0].text[a:b] for a, b in selection.kept[0])

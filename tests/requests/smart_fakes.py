@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,7 +125,7 @@ def spoiled(honest: Scored, how: str) -> Scored:
 class ScoringPool(FakePool):
     """Answers with ``script`` whatever it is asked, and scores.
 
-    ``trouble`` happens instead, once per entry: an error, an event to wait for, both, "nothing", or how the
+    ``trouble`` happens instead, once per entry: an error, an event to wait for, both, or how the
     scores are ``spoiled``; ``after`` the same by the number of the segment, from 1 on. ``sparse``: why tokens
     cannot be left out; "" where they can, but for the last ``tail``. ``scoring``: of every model that is
     loaded. ``tokens_per_estimated``: how many tokens the model makes of a text for which one is estimated.
@@ -169,14 +169,14 @@ class ScoringPool(FakePool):
             request.id, "stop", Usage(prompt_tokens=50, completion_tokens=1), Timings(0.0, 0.2, 0.1)
         )
 
-    async def score(
-        self, folder: Any, score: Score, *, evict: bool
-    ) -> AsyncGenerator[Loading | Prefill | Scored, None]:
+    async def ask(
+        self, folder: Any, question: Score, *, evict: bool, progress: Callable[[Any], None]
+    ) -> Scored:
         assert not evict
-        self.scores.append(score)
+        self.scores.append(question)
         trouble = self.trouble.pop(0) if self.trouble else self.after.get(len(self.scores))
         try:
-            yield Prefill(score.id, 1, 2)
+            progress(Prefill(question.id, 1, 2))
             if isinstance(trouble, tuple):
                 waits, trouble = trouble
                 await waits.wait()
@@ -184,15 +184,11 @@ class ScoringPool(FakePool):
                 raise trouble
             if isinstance(trouble, asyncio.Event):
                 await trouble.wait()
-            if trouble == "nothing":
-                return
-            found = scored(score)
-            if isinstance(trouble, str):
-                found = spoiled(found, trouble)
-            yield found
-        except (GeneratorExit, asyncio.CancelledError):
+        except asyncio.CancelledError:
             self.cancelled_scores += 1
             raise
+        found = scored(question)
+        return spoiled(found, trouble) if isinstance(trouble, str) else found
 
     async def loading(self, folder: Any, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
         assert evict == (folder.name == "m")

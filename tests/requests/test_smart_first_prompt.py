@@ -100,13 +100,12 @@ class CountedPool(ScoringPool):
             async for step in steps:
                 yield step
 
-    async def score(self, folder: Any, score: Score, *, evict: bool) -> AsyncGenerator[Any, None]:
-        assert score.profile == LONG_PROFILE
-        n = round(self.tokens_per_estimated * estimate_tokens(score.text))
+    async def ask(self, folder: Any, question: Score, *, evict: bool, progress: Any) -> Scored:
+        assert question.profile == LONG_PROFILE
+        n = round(self.tokens_per_estimated * estimate_tokens(question.text))
         self.clock += self.scorer.total(15.4 / 30, range(n), MEASURED_TOKENS)
-        async with aclosing(super().score(folder, score, evict=evict)) as steps:
-            async for step in steps:
-                yield replace(step, profile=score.profile) if isinstance(step, Scored) else step
+        found = await super().ask(folder, question, evict=evict, progress=progress)
+        return replace(found, profile=question.profile)
 
     async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Any, None]:
         if not request.count_only:

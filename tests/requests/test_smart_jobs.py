@@ -406,7 +406,6 @@ TROUBLE = {
     "stall": (EngineStalled("No progress."), "engine_stalled"),
     "memory": (OutOfMemory("No room."), "out_of_memory"),
     "bug": (KeyError("x"), "failed"),
-    "nothing": ("nothing", "engine_died"),
     "garbage": ("garbage", "protocol_error"),
 }
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -21,16 +22,18 @@ import structlog
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, Pressure
 from fleetd.engine.cpu import address_space, openmp_file
-from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Ready, Score, Scored
+from fleetd.engine.daemon_side.supervisor import EngineProcess, no_progress
+from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Question, Ready
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
-from fleetd.errors import FleetError, OutOfMemory
+from fleetd.errors import EngineDied, FleetError, OutOfMemory
 from fleetd.limits import MIB
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import weights_in_memory
 from fleetd.plan import chip_speeds, load_times
 
 log = structlog.get_logger(__name__)
+
+A = TypeVar("A")
 
 _CHECK_S = 1.0
 _HELD_STEP_BYTES = 256 * MIB
@@ -229,23 +232,26 @@ class EnginePool:
                 finally:
                     await events.aclose()
 
-    async def score(
-        self, folder: ModelFolder, score: Score, *, evict: bool = True
-    ) -> AsyncGenerator[Loading | Prefill | Scored, None]:
-        """Load the model if needed, then score a text with it: progress, and at the end Scored.
+    async def ask(
+        self,
+        folder: ModelFolder,
+        question: Question[A],
+        *,
+        evict: bool = True,
+        progress: Callable[[Loading | Prefill], None] = no_progress,
+    ) -> A:
+        """Load the model if needed, then its answer. Cancelling cancels the question.
 
-        ``evict``: idle models make room for it. Raises as ``stream``; ModelUnsupported if this model's
-        attention cannot be tapped.
+        ``evict``: idle models make room for it. ``progress`` is told of the load, then of the work. Raises as
+        ``EngineProcess.ask``, and why the load failed.
         """
         with self._claim(folder.name):
-            async for item in self._acquire(_WantedLayers(folder), evict=evict):
-                if not isinstance(item, EngineProcess):
-                    yield item
-                    continue
-                async with aclosing(item.score(score)) as events:
-                    async for event in events:
-                        if isinstance(event, Prefill | Scored):
-                            yield event
+            async with aclosing(self._acquire(_WantedLayers(folder), evict=evict)) as steps:
+                async for step in steps:
+                    if isinstance(step, EngineProcess):
+                        return await step.ask(question, progress)
+                    progress(step)
+        raise EngineDied(f"The engine for {folder.name} did not load.")
 
     async def load(self, folder: ModelFolder) -> None:
         """Load without a request. Raises as ``stream``."""
@@ -253,7 +259,7 @@ class EnginePool:
             pass
 
     async def loading(self, folder: ModelFolder, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
-        """Load without a request and yield the progress. ``evict`` and what it raises: as ``score``."""
+        """Load without a request and yield the progress. ``evict`` and what it raises: as ``ask``."""
         async with aclosing(self._acquire(_WantedLayers(folder), evict=evict)) as steps:
             async for step in steps:
                 if isinstance(step, Loading):

@@ -12,7 +12,8 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable
-from typing import ClassVar
+from contextlib import aclosing
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import structlog
@@ -43,11 +44,11 @@ from fleetd.engine.protocol import (
     LoadFailed,
     Loading,
     MeasuredAgain,
+    Prefill,
     PrefillAlone,
     PrefillWithHelpers,
+    Question,
     Ready,
-    Score,
-    Scored,
     ScoringState,
     Shutdown,
     StreamTag,
@@ -71,8 +72,14 @@ from fleetd.hardware.process_work import work_of
 
 log = structlog.get_logger(__name__)
 
+A = TypeVar("A")
+
 # A worker's stderr goes to the log; one line of it is never worth more than this.
 _LOG_LINE_CHARS = 2000
+
+
+def no_progress(step: object) -> None:
+    """Progress that is not wanted."""
 
 
 class EngineProcess:
@@ -267,13 +274,19 @@ class EngineProcess:
         """
         return self._exchange(assist, Assisted)
 
-    def score(self, score: Score) -> AsyncGenerator[Event, None]:
-        """Accepted once there is memory for it, progress, and at the end Scored. Closing the generator
-        cancels it.
+    async def ask(self, question: Question[A], progress: Callable[[Prefill], None] = no_progress) -> A:
+        """The answer, once there is memory for the work and that is done. Cancelling cancels it.
 
-        Raises as ``stream``; ModelUnsupported if this model's attention cannot be tapped.
+        Raises as ``stream``; for a Score ModelUnsupported if this model's attention cannot be tapped.
         """
-        return self._exchange(score, Scored)
+        async with aclosing(self._exchange(question, question.answer)) as events:
+            async for event in events:
+                if isinstance(event, Prefill):
+                    progress(event)
+                elif isinstance(event, question.answer):
+                    found: A = event
+                    return found
+        raise self._death()
 
     def follow(self, follow: DraftFor) -> AsyncGenerator[Event, None]:
         """Accepted, and DraftReport once the text needs no more drafts. Closing the generator cancels it.
@@ -345,8 +358,8 @@ class EngineProcess:
 
     async def _exchange(
         self,
-        command: Generate | AssistPrefill | Score | DraftFor,
-        last: type[Finished] | type[Assisted] | type[Scored] | type[DraftReport],
+        command: Generate | AssistPrefill | Question[Any] | DraftFor,
+        last: type[Any],
     ) -> AsyncGenerator[Event, None]:
         if self.state != "ready" or self._writer is None:
             raise self._not_running()
@@ -357,7 +370,7 @@ class EngineProcess:
         self._streams[command.id] = queue
         if self._on_work is not None:
             self._on_work()
-        if isinstance(command, Generate | Score):
+        if isinstance(command, Generate | Question):
             self._preparing[command.id] = now
             self._unaccepted.add(command.id)
             self._watch_memory()

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,7 @@ _TOKEN_CHARS = 64
 # short context takes, together by fewer than are scored, times this.
 _AROUND_TOKENS, _AROUND = 1024, 3
 
-Steps = AsyncGenerator[Loading | Prefill | Scored, None]
+Progress = Callable[[Loading | Prefill], None]
 
 
 class CompressorModel(msgspec.Struct, frozen=True):
@@ -212,21 +211,18 @@ class SegmentScoring:
         )
         began_s = self._monotonic()
         ran.unanswered += 1
-        scored: Scored | None = None
         loading_s: float | None = None
-        async with aclosing(self._steps(work.compressor, ran.scorer, score)) as steps:
-            async for step in steps:
-                now_s = self._monotonic()
-                if isinstance(step, Loading):
-                    loading_s = now_s if loading_s is None else loading_s
-                elif loading_s is not None:
-                    ran.load_s, loading_s = ran.load_s + now_s - loading_s, None
-                if isinstance(step, Scored):
-                    scored = step
-                    break
-                work.on_event(segment, step)
-        if scored is None:
-            raise EngineDied("The engine ended its scoring without scores.")
+
+        def note(step: Loading | Prefill) -> None:
+            nonlocal loading_s
+            now_s = self._monotonic()
+            if isinstance(step, Loading):
+                loading_s = now_s if loading_s is None else loading_s
+            elif loading_s is not None:
+                ran.load_s, loading_s = ran.load_s + now_s - loading_s, None
+            work.on_event(segment, step)
+
+        scored = await self._ask(work.compressor, ran.scorer, score, note)
         took_s = self._monotonic() - began_s
         found = await asyncio.to_thread(_unpacked, scored, question, score)
         ran.unanswered -= 1
@@ -237,18 +233,21 @@ class SegmentScoring:
         work.profile = work.profile or scored.profile
         return found
 
-    def _steps(self, compressor: CompressorModel, scorer: Scorer, score: Score) -> Steps:
+    async def _ask(
+        self, compressor: CompressorModel, scorer: Scorer, score: Score, progress: Progress
+    ) -> Scored:
         if scorer.here and compressor.folder is not None:
             # The model that answers is loaded and idle: it must not be unloaded for the compressor.
-            return self._pool.score(compressor.folder, score, evict=False)
+            return await self._pool.ask(compressor.folder, score, evict=False, progress=progress)
         if self._request is None:
             raise PeerLost("It is not there any more.")
         ask = messages.ScoreQuestion(compressor.name, compressor.digest, score)
-        return _remote_steps(self._request(scorer.node_id, messages.SCORE, messages.encode(ask)), score.id)
+        stream = self._request(scorer.node_id, messages.SCORE, messages.encode(ask))
+        return msgspec.structs.replace(await _ask_there(stream, progress), id=score.id)
 
 
-async def _remote_steps(stream: PeerStream, score_id: str) -> Steps:
-    """Progress and scores of a segment from another machine. Raises FleetError."""
+async def _ask_there(stream: PeerStream, progress: Progress) -> Scored:
+    """The scores of a segment from another machine. Raises FleetError."""
     ended = False
     try:
         stream.end()
@@ -260,9 +259,8 @@ async def _remote_steps(stream: PeerStream, score_id: str) -> Steps:
             event = messages.decode_event(body)
             if isinstance(event, Scored):
                 ended = True
-                yield msgspec.structs.replace(event, id=score_id)
-                return
-            yield event
+                return event
+            progress(event)
     finally:
         if not ended:
             stream.cancel()

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import aclosing
 
 import msgspec
 
 from fleetd import limits
 from fleetd.engine.daemon_side.pool import EnginePool
-from fleetd.engine.protocol import Scored, Timings, Usage
-from fleetd.errors import EngineDied, FleetError, ScorerNotReady
+from fleetd.engine.protocol import Timings, Usage
+from fleetd.errors import FleetError, ScorerNotReady
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
-from fleetd.requests.concurrency import with_heartbeats
+from fleetd.requests.concurrency import with_beats
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.ledger import SCORE_ROUTE, Ledger, Reservation
 from fleetd.requests.remote.message_codec import ALIVE
@@ -57,20 +56,13 @@ class ScoreServer:
         folder = await self._context.model_by_digest(ask.model, ask.digest)
         score = msgspec.structs.replace(ask.score, id=own_id(ask.score.id))
         row = Reservation(score.id, folder.name, THIS_NAME, SCORE_ROUTE, self._now())
-        scored: Scored | None = None
         try:
             await self._ledger.reserve(row)
-            async with (
-                aclosing(self._pool.score(folder, score, evict=False)) as steps,
-                aclosing(with_heartbeats(steps, limits.JOB_ALIVE_S)) as beats,
-            ):
-                async for step in beats:
-                    stream.send(ALIVE if step is None else messages.encode(step))
-                    if isinstance(step, Scored):
-                        scored = step
-                        break
-            if scored is None:
-                raise EngineDied("The engine ended its scoring without scores.")
+            work = self._pool.ask(
+                folder, score, evict=False, progress=lambda step: stream.send(messages.encode(step))
+            )
+            scored = await with_beats(work, limits.JOB_ALIVE_S, lambda: stream.send(ALIVE))
+            stream.send(messages.encode(scored))
             await drained(stream)
         except BaseException as error:
             if isinstance(error, ScorerNotReady):
