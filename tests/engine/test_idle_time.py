@@ -12,6 +12,7 @@ from fakes import FACTS
 from msgspec.structs import replace
 
 from fleetd import limits
+from fleetd.engine.daemon_side.loaded_model import LoadedModel
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Ready, ScoringState
 from fleetd.errors import OutOfMemory
@@ -57,7 +58,7 @@ async def machine() -> IdleMachine:
     pool = EnginePool(PoolOptions())
     small, large = Engine(FACTS), Engine(replace(FACTS, weights_bytes=limits.IDLE_MODEL_BYTES + 1))
     engines: dict[str, Any] = {"large": large, "small": small}
-    pool._engines = engines
+    pool._models = {name: LoadedModel([engine], pool._exited) for name, engine in engines.items()}
     return IdleMachine(pool, small, large)
 
 
@@ -104,7 +105,7 @@ async def test_a_model_is_loaded_to_be_measured_once_and_only_beside_others(
         raise OutOfMemory("No room.")
 
     monkeypatch.setattr(machine.pool, "_load_beside", load_beside)
-    del machine.pool._engines["large"]
+    del machine.pool._models["large"]
     machine.pool.measure_when_idle(LARGE)
     machine.small.busy = True
     assert machine.given() == ([], [])

@@ -57,7 +57,7 @@ async def test_who_asks_for_some_layers_gets_no_more_where_all_would_fit(
 async def test_a_model_that_is_being_loaded_helps_once_it_is(make_pool: MakePool, model: ModelFolder) -> None:
     pool = make_pool()
     whole = asyncio.create_task(_held(pool, model, 0, 0))
-    while (engine := pool._engines.get("tiny")) is None or engine.state != "loading":  # noqa: ASYNC110
+    while (loaded := pool._models.get("tiny")) is None or loaded.state != "loading":  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert await _held(pool, model, 0, 2) == "tiny" == await whole
     assert [status.model for status in pool.status()] == ["tiny"]

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import fake_worker
 import psutil
@@ -20,6 +21,7 @@ from asking import ask, folder_of, run
 
 from fleetd import limits
 from fleetd.engine.cpu import openmp_file
+from fleetd.engine.daemon_side.loaded_model import LoadedModel
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
@@ -551,7 +553,7 @@ async def test_the_pool_asks_by_itself(make_pool: Callable[..., EnginePool], beh
     pool = make_pool()
     await pool.load(FOLDER)
     pool.pressure = lambda: "critical"
-    worker = pool._engines["fake"]._process
+    worker = pool._models["fake"].first._process
     assert worker is not None
     watch = asyncio.create_task(pool.run())
     async with asyncio.timeout(30):
@@ -564,13 +566,13 @@ async def test_the_pool_asks_by_itself(make_pool: Callable[..., EnginePool], beh
 async def test_workers_are_told_what_others_hold(pool: EnginePool, behave: Misbehave) -> None:
     behave("answers")
     await pool.load(FOLDER)
-    first = pool._engines["fake"]
+    first = pool._models["fake"].first
     assert first.settings.held_bytes == 0
     held = pool.held_bytes
     assert held % (256 * limits.MIB) == 0
     assert held >= first.memory_bytes
     await pool.load(folder_of(Path("/nowhere"), "second"))
-    assert pool._engines["second"].settings.held_bytes == held
+    assert pool._models["second"].first.settings.held_bytes == held
 
 
 @pytest.mark.one_loop
@@ -584,9 +586,8 @@ async def test_of_two_loads_that_begin_at_the_same_moment_the_second_counts_the_
     behave("answers")
     second = folder_of(Path("/nowhere"), "second")
     await asyncio.gather(pool.load(FOLDER), pool.load(second))
-    later = max(pool._engines.values(), key=lambda engine: engine.settings.held_bytes)
-    assert later.settings.held_bytes == 256 * limits.MIB
-    assert sum(engine.settings.held_bytes for engine in pool._engines.values()) == 256 * limits.MIB
+    held = [model.first.settings.held_bytes for model in pool._models.values()]
+    assert sorted(held) == [0, 256 * limits.MIB]
 
 
 @pytest.mark.one_loop
@@ -596,7 +597,7 @@ async def test_a_worker_holds_memory_until_it_has_ended_and_none_after_it_has_di
     behave("deaf to shutdown")
     monkeypatch.setattr(limits, "ENGINE_STOP_S", 3600.0)
     await pool.load(FOLDER)
-    engine = pool._engines["fake"]
+    engine = pool._models["fake"].first
     unloading = asyncio.create_task(pool.unload("fake"))
     await asyncio.sleep(0)
     assert pool.status() == []
@@ -607,8 +608,8 @@ async def test_a_worker_holds_memory_until_it_has_ended_and_none_after_it_has_di
     behave("answers")
     await pool.load(FOLDER)
     died = asyncio.Event()
-    engine = pool._engines["fake"]
-    engine._on_exit = lambda _: died.set()
+    engine = pool._models["fake"].first
+    engine.on_exit = lambda _: died.set()
     engine.kill()
     await died.wait()
     assert (pool.status()[0].state, pool.held_bytes) == ("failed", 0)
@@ -656,7 +657,7 @@ async def test_earlier_workers_hear_what_later_ones_take_of_what_they_were_given
     pool.share_memory()
     assert told.pop() == ("fake", 0)
     await pool.load(folder_of(Path("/nowhere"), "second"))
-    first = pool._engines["fake"]
+    first = pool._models["fake"].first
     pool.share_memory()
     assert told == [("fake", 256 * limits.MIB), ("second", 0)]
     first._on_heartbeat(Heartbeat(1, kv_bytes=limits.GIB, prefix_bytes=limits.GIB, memory_bytes=5), 0.0)
@@ -669,3 +670,73 @@ async def test_earlier_workers_hear_what_later_ones_take_of_what_they_were_given
     told.clear()
     pool.share_memory()
     assert told == [("fake", 0)]
+
+
+# ---- a model in several workers --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model is loaded by two workers."""
+    one = EnginePool._new_workers
+
+    def two(pool: EnginePool, wanted: Any) -> list[EngineProcess]:
+        return [*one(pool, wanted), *one(pool, wanted)]
+
+    monkeypatch.setattr(EnginePool, "_new_workers", two)
+
+
+async def both_ended(model: LoadedModel) -> None:
+    async with asyncio.timeout(30):
+        for worker in model.workers:
+            if worker._process is not None:
+                await worker._process.wait()
+
+
+async def test_what_two_workers_hold_of_one_model_counts_together_until_both_are_unloaded(
+    watched: EnginePool, behave: Misbehave, in_two: None
+) -> None:
+    behave("answers")
+    assert isinstance((await drain(watched))[-1], Finished)
+    (model,) = watched._models.values()
+    assert (model.state, [worker.state for worker in model.workers]) == ("ready", ["ready", "ready"])
+    for worker in model.workers:
+        worker._on_heartbeat(Heartbeat(1, kv_bytes=limits.GIB, memory_bytes=limits.GIB), 0.0)
+    assert watched.held_bytes >= 2 * limits.GIB
+    (status,) = watched.status()
+    assert (status.memory_bytes, status.kv_bytes) == (2 * limits.GIB, 2 * limits.GIB)
+    assert await watched.unload("fake")
+    assert watched.held_bytes == 0
+    assert not any(psutil.pid_exists(worker.pid or 0) for worker in model.workers)
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+async def test_if_one_of_two_workers_dies_both_are_ended_and_the_next_request_starts_both(
+    watched: EnginePool, behave: Misbehave, in_two: None, dies: int
+) -> None:
+    behave("accepts one")
+    asking = asyncio.create_task(drain(watched))
+    async with asyncio.timeout(30):
+        while not (model := watched._models.get("fake")) or not model.busy:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    model.workers[dies].kill()
+    with pytest.raises(EngineDied):
+        await asking
+    await both_ended(model)
+    assert (model.state, model.lost) == ("failed", model.workers[dies])
+    assert watched.held_bytes == 0
+    behave("answers")
+    assert isinstance((await drain(watched, "again"))[-1], Finished)
+    # It is one death of the model, whichever worker died.
+    assert [worker.restarts for worker in watched._models["fake"].workers] == [1, 1]
+
+
+async def test_of_two_workers_none_is_left_if_one_does_not_load(
+    watched: EnginePool, behave: Misbehave, in_two: None
+) -> None:
+    behave("exits at once")
+    with pytest.raises(EngineDied):
+        await drain(watched)
+    (model,) = watched._models.values()
+    await both_ended(model)
+    assert model.state == "failed"

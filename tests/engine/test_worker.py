@@ -322,7 +322,7 @@ async def test_reader_that_stops_reading_costs_only_its_own_answer(
     quick = await run(pool, chain, ask("<hello>", "quick"))
     assert quick.text == "Hello there, world!"
     async with asyncio.timeout(60):
-        while "slow" in pool._engines["chain"]._streams:  # noqa: ASYNC110 — its queue fills meanwhile
+        while "slow" in pool._models["chain"].first._streams:  # noqa: ASYNC110 — its queue fills meanwhile
             await asyncio.sleep(0.01)
     with pytest.raises(FleetError, match="too slowly"):
         async for _ in slow:

@@ -1,4 +1,5 @@
-"""The workers of this machine: one per loaded model, started when needed, ended when idle or in the way.
+"""The models that this machine has loaded: their workers are started when needed, and ended when idle or in
+the way.
 
 A model that does not fit can still help others: then its worker has some of its layers only, and answers
 nothing itself.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ import structlog
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, Pressure
 from fleetd.engine.cpu import address_space, openmp_file
+from fleetd.engine.daemon_side.loaded_model import LoadedModel
 from fleetd.engine.daemon_side.supervisor import EngineProcess, no_progress
 from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Question, Ready
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
@@ -59,7 +61,7 @@ class _WantedLayers(msgspec.Struct, frozen=True):
 
 @dataclass
 class EnginePool:
-    """The workers by model. One request or several may wait for the same load."""
+    """The loaded models by name. One request or several may wait for the same load."""
 
     options: PoolOptions = field(default_factory=PoolOptions)
     # Where a folder's recorded checksums are (``ModelStore.record_path``).
@@ -74,14 +76,14 @@ class EnginePool:
     pinned: Callable[[], Collection[str]] = frozenset
     # Told the id of each worker's process once that has ended.
     ended: Callable[[int], None] = lambda pid: None
-    _engines: dict[str, EngineProcess] = field(default_factory=dict, init=False)
+    _models: dict[str, LoadedModel] = field(default_factory=dict, init=False)
     _deaths: dict[str, int] = field(default_factory=dict, init=False)
     # By model: the figures with which its last worker ended, those before it included.
     _earlier: dict[str, EngineStatus] = field(default_factory=dict, init=False)
     # Held while a worker is started: of two that begin at the same moment, one is seen by the other.
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    # Workers that have left the table and still hold memory.
-    _ending: list[EngineProcess] = field(default_factory=list, init=False)
+    # Models that have left the table and whose workers still hold memory.
+    _ending: list[LoadedModel] = field(default_factory=list, init=False)
     # Requests that have an engine but have not started to stream: they keep it from being unloaded.
     _claims: dict[str, int] = field(default_factory=dict, init=False)
     # Seconds of idleness after which a model is unloaded, where a client has said so.
@@ -102,11 +104,11 @@ class EnginePool:
             self.use_idle_time()
             self.share_memory()
             await self.relieve(self.pressure())
-            for name, engine in list(self._engines.items()):
-                await engine.check()
-                overdue = engine.idle_s > self.stays_s(name)
-                if overdue and engine.state == "ready" and not self._in_use(name):
-                    log.info("engine.unload", model=name, reason="idle", idle_s=round(engine.idle_s))
+            for name, model in list(self._models.items()):
+                await model.check()
+                overdue = model.first.idle_s > self.stays_s(name)
+                if overdue and model.state == "ready" and not self._in_use(name):
+                    log.info("engine.unload", model=name, reason="idle", idle_s=round(model.first.idle_s))
                     await self.unload(name)
 
     def keep(self, name: str, idle_s: float) -> None:
@@ -114,7 +116,7 @@ class EnginePool:
 
         Nothing is noted of a model that is not loaded.
         """
-        if name in self._engines:
+        if name in self._models:
             self._stays_s[name] = idle_s
 
     def stays_s(self, name: str) -> float:
@@ -138,8 +140,8 @@ class EnginePool:
             return
         self._relieved_at = now
         if first or critical:
-            for engine in self._engines.values():
-                engine.free_memory(prompts=critical)
+            for worker in self._workers():
+                worker.free_memory(prompts=critical)
         idle_s = 0.0 if critical else limits.PRESSURE_IDLE_S
         kept = () if critical else self.pinned()
         await self._evict_idle(f"the system is short of memory ({pressure})", idle_s=idle_s, kept=kept)
@@ -147,17 +149,20 @@ class EnginePool:
     @property
     def disk_note(self) -> str:
         """Why a worker writes nothing to the disk at the moment; "" if all may."""
-        return next((note for engine in self._engines.values() if (note := engine.disk_note)), "")
+        return next((note for worker in self._workers() if (note := worker.disk_note)), "")
 
     def forget_prompts(self) -> None:
         """Let every worker throw away what it keeps of earlier prompts in memory."""
-        for engine in self._engines.values():
-            engine.free_memory(prompts=True)
+        for worker in self._workers():
+            worker.free_memory(prompts=True)
 
     def forget_origins(self, labels: list[str]) -> None:
         """Let every worker throw away what it keeps under these labels in memory."""
-        for engine in self._engines.values():
-            engine.forget_origins(labels)
+        for worker in self._workers():
+            worker.forget_origins(labels)
+
+    def _workers(self) -> list[EngineProcess]:
+        return [worker for model in self._models.values() for worker in model.workers]
 
     @property
     def held_bytes(self) -> int:
@@ -165,8 +170,8 @@ class EnginePool:
         return self._held_besides(None)
 
     def _held_besides(self, besides: EngineProcess | None) -> int:
-        workers = (*self._engines.values(), *self._ending)
-        held = sum(engine.claimed_bytes for engine in workers if engine is not besides)
+        ending = [worker for model in self._ending for worker in model.workers]
+        held = sum(worker.claimed_bytes for worker in self._workers() + ending if worker is not besides)
         return -(-held // _HELD_STEP_BYTES) * _HELD_STEP_BYTES
 
     def share_memory(self) -> None:
@@ -176,8 +181,8 @@ class EnginePool:
         """
         if self.options.overcommit and not self.options.max_memory_bytes:
             return
-        for engine in self._engines.values():
-            engine.taken_elsewhere(max(0, self._held_besides(engine) - engine.settings.held_bytes))
+        for worker in self._workers():
+            worker.taken_elsewhere(max(0, self._held_besides(worker) - worker.settings.held_bytes))
 
     # ---- idle time -------------------------------------------------------------------------------------
 
@@ -197,17 +202,17 @@ class EnginePool:
                 self._measuring = asyncio.create_task(self._load_to_measure(folder), name=f"measure-{name}")
                 return
         # Those that a prompt has wanted first.
-        for name, engine in sorted(self._engines.items(), key=lambda item: item[0] not in self._wanted):
-            facts = engine.facts
+        for name, model in sorted(self._models.items(), key=lambda item: item[0] not in self._wanted):
+            facts = model.first.facts
             small = facts is not None and facts.weights_bytes <= limits.IDLE_MODEL_BYTES
-            if engine.state == "ready" and engine.scoring.left and (small or name in self._wanted):
-                engine.give_idle_time(limits.IDLE_TIME_S)
+            if model.state == "ready" and model.first.scoring.left and (small or name in self._wanted):
+                model.first.give_idle_time(limits.IDLE_TIME_S)
                 return
 
     def _end_idle_time(self) -> None:
-        for engine in self._engines.values():
-            if engine.scoring.left:
-                engine.give_idle_time(0.0)
+        for model in self._models.values():
+            if model.first.scoring.left:
+                model.first.give_idle_time(0.0)
 
     async def _load_to_measure(self, folder: ModelFolder) -> None:
         try:
@@ -267,13 +272,16 @@ class EnginePool:
 
     def engine(self, folder: ModelFolder) -> EngineProcess | None:
         """The worker that has the whole model, if it is ready."""
-        engine = self._engines.get(folder.name)
-        return engine if engine is not None and engine.state == "ready" else None
+        return self._ready(folder.name)
+
+    def _ready(self, name: str) -> EngineProcess | None:
+        model = self._models.get(name)
+        return model.first if model is not None and model.state == "ready" else None
 
     def facts(self, name: str) -> Ready | None:
         """What the worker that has the whole model says of it, if it is ready."""
-        engine = self._engines.get(name)
-        return engine.facts if engine is not None and engine.state == "ready" else None
+        engine = self._ready(name)
+        return engine.facts if engine is not None else None
 
     @asynccontextmanager
     async def assisting(self, folder: ModelFolder, first: int, last: int) -> AsyncIterator[EngineProcess]:
@@ -285,14 +293,14 @@ class EnginePool:
         """
         name = await self._with_layers(folder, first, last)
         with self._claim(name):
-            yield self._engines[name]
+            yield self._models[name].first
 
     def part(self, folder: ModelFolder) -> tuple[int, int] | None:
         """Layers [first, last) of a model that a worker has, or is loading, which has not all of it."""
         found = [
-            (engine.settings.first_layer, engine.settings.last_layer)
-            for engine in self._engines.values()
-            if engine.settings.part_of == folder.name and engine.state in ("loading", "ready")
+            (model.first.settings.first_layer, model.first.settings.last_layer)
+            for model in self._models.values()
+            if model.first.settings.part_of == folder.name and model.state in ("loading", "ready")
         ]
         return max(found, key=lambda part: part[1] - part[0], default=None)
 
@@ -301,9 +309,9 @@ class EnginePool:
         return self._holder(folder, first, last) is not None
 
     def _holder(self, folder: ModelFolder, first: int, last: int) -> str | None:
-        for name, engine in self._engines.items():
-            held = engine.settings
-            if engine.state == "ready" and (
+        for name, model in self._models.items():
+            held = model.first.settings
+            if model.state == "ready" and (
                 name == folder.name
                 or (held.path == str(folder.path) and held.first_layer <= first < last <= held.last_layer)
             ):
@@ -314,7 +322,7 @@ class EnginePool:
         """The name of a worker that has these layers; loads one if there is none."""
         if (name := self._holder(folder, first, last)) is not None:
             return name
-        whole = self._engines.get(folder.name)
+        whole = self._models.get(folder.name)
         if whole is not None and whole.state == "loading":
             first = last = 0
         wanted = _WantedLayers(folder, first, last)
@@ -328,38 +336,38 @@ class EnginePool:
                 pass
         except OutOfMemory:
             # No request of this machine asked for it: the failure is not shown here.
-            if (engine := self._engines.get(wanted.name)) is not None and engine.state == "failed":
-                del self._engines[wanted.name]
-                await self._end(engine)
+            if (model := self._models.get(wanted.name)) is not None and model.state == "failed":
+                del self._models[wanted.name]
+                await self._end(model)
             raise
 
     async def unload(self, name: str) -> bool:
         """End a model's workers; their running requests fail with ModelUnloaded. False if none runs."""
         self._stays_s.pop(name, None)
-        parts = [other for other, engine in self._engines.items() if engine.settings.part_of == name]
-        engines = [engine for n in (name, *parts) if (engine := self._engines.pop(n, None)) is not None]
-        await self._end(*engines)
-        return bool(engines)
+        parts = [other for other, model in self._models.items() if model.first.settings.part_of == name]
+        found = [model for n in (name, *parts) if (model := self._models.pop(n, None)) is not None]
+        await self._end(*found)
+        return bool(found)
 
-    async def _end(self, *engines: EngineProcess) -> None:
-        """Stop workers that have left the table; until they are gone, their memory is counted."""
-        self._ending += engines
+    async def _end(self, *models: LoadedModel) -> None:
+        """Stop models that have left the table; until their workers are gone, their memory is counted."""
+        self._ending += models
         try:
-            await asyncio.gather(*(engine.stop() for engine in engines))
+            await asyncio.gather(*(model.stop() for model in models))
         finally:
-            for engine in engines:
-                self._ending.remove(engine)
+            for model in models:
+                self._ending.remove(model)
 
     @property
     def busy(self) -> bool:
         """True while a worker loads, or computes for anybody."""
-        return any(engine.busy or engine.state == "loading" for engine in self._engines.values())
+        return any(model.busy or model.state == "loading" for model in self._models.values())
 
     def status(self) -> list[EngineStatus]:
         pinned = self.pinned()
         return [
-            msgspec.structs.replace(self._with_earlier(engine.status), pinned=name in pinned)
-            for name, engine in self._engines.items()
+            msgspec.structs.replace(self._with_earlier(model.status), pinned=name in pinned)
+            for name, model in self._models.items()
         ]
 
     def _with_earlier(self, status: EngineStatus) -> EngineStatus:
@@ -377,7 +385,7 @@ class EnginePool:
         if self._measuring is not None:
             self._measuring.cancel()
             await asyncio.gather(self._measuring, return_exceptions=True)
-        await asyncio.gather(*(self.unload(name) for name in list(self._engines)))
+        await asyncio.gather(*(self.unload(name) for name in list(self._models)))
 
     @contextmanager
     def _claim(self, name: str) -> Iterator[None]:
@@ -395,14 +403,14 @@ class EnginePool:
         while True:
             # One load at a time: each looks at the memory that is free, and would count the same bytes.
             while other := self._loading_besides(wanted.name):
-                yield Loading(f"{WAITING}{other.settings.name} to load")
+                yield Loading(f"{WAITING}{other.name} to load")
                 with suppress(FleetError):  # its own requests hear of that
                     async for _ in other.loaded():
                         pass
-            if (engine := await self._running(wanted)) is None:
+            if (model := await self._running(wanted)) is None:
                 continue
             try:
-                async for progress in engine.loaded():
+                async for progress in model.loaded():
                     yield progress
             except OutOfMemory:
                 if not evict or not await self._evict_idle(
@@ -410,51 +418,56 @@ class EnginePool:
                 ):
                     raise
                 continue
-            yield engine
+            yield model.first
             return
 
-    def _loading_besides(self, name: str) -> EngineProcess | None:
-        if name in self._engines and self._engines[name].state in ("loading", "ready"):
+    def _loading_besides(self, name: str) -> LoadedModel | None:
+        if name in self._models and self._models[name].state in ("loading", "ready"):
             return None
-        return next((e for e in self._engines.values() if e.state == "loading"), None)
+        return next((model for model in self._models.values() if model.state == "loading"), None)
 
-    async def _running(self, wanted: _WantedLayers) -> EngineProcess | None:
-        """The worker, started if need be. None if another has begun to load meanwhile: that one is first."""
+    async def _running(self, wanted: _WantedLayers) -> LoadedModel | None:
+        """The model, its workers started if need be. None if another has begun to load meanwhile: that one
+        is first."""
         name = wanted.name
-        if (ready := self._engines.get(name)) is not None and ready.state == "ready":
+        if (ready := self._models.get(name)) is not None and ready.state == "ready":
             return ready
         async with self._starting:
-            engine = self._engines.get(name)
-            if engine is not None and engine.state in ("loading", "ready"):
-                return engine
-            if engine is not None:
+            model = self._models.get(name)
+            if model is not None and model.state in ("loading", "ready"):
+                return model
+            if model is not None:
                 # Only this one: unloading would also end what helps with other layers.
-                del self._engines[name]
-                await self._end(engine)
+                del self._models[name]
+                await self._end(model)
             if self._loading_besides(name):
                 return None
-            folder = wanted.folder
-            device = "cpu" if self.options.device == "cpu" else self.accelerator()
-            engine = EngineProcess(
-                self._settings(wanted),
-                weights_bytes=weights_in_memory(folder.path, folder.weights_bytes, folder.config, device),
-                load_within_s=load_times.stall_s(self.load_s(folder)),
-                is_bounded=address_space.is_bounded(device),
-                restarts=self._deaths.get(name, 0),
-                on_exit=self._exited,
-                on_work=self._end_idle_time,
-            )
+            model = LoadedModel(self._new_workers(wanted), self._exited)
             # It measures its speed at the end of its load.
             self._end_idle_time()
-            self._engines[name] = engine
+            self._models[name] = model
             try:
-                await engine.start()
+                await model.start()
             except BaseException:
                 # Refused or cancelled: the next request must not wait for what was never started.
-                if self._engines.get(name) is engine:
-                    del self._engines[name]
+                if self._models.get(name) is model:
+                    del self._models[name]
                 raise
-            return engine
+            return model
+
+    def _new_workers(self, wanted: _WantedLayers) -> Sequence[EngineProcess]:
+        """What is to compute it, not started: one worker."""
+        folder = wanted.folder
+        device = "cpu" if self.options.device == "cpu" else self.accelerator()
+        worker = EngineProcess(
+            self._settings(wanted),
+            weights_bytes=weights_in_memory(folder.path, folder.weights_bytes, folder.config, device),
+            load_within_s=load_times.stall_s(self.load_s(folder)),
+            is_bounded=address_space.is_bounded(device),
+            restarts=self._deaths.get(wanted.name, 0),
+            on_work=self._end_idle_time,
+        )
+        return [worker]
 
     def _settings(self, wanted: _WantedLayers) -> WorkerSettings:
         folder = wanted.folder
@@ -475,13 +488,13 @@ class EnginePool:
     ) -> bool:
         """Unload the model that has been idle longest, at least for ``idle_s``. False if there is none."""
         idle = [
-            (e.idle_s, n)
-            for n, e in self._engines.items()
+            (model.first.idle_s, n)
+            for n, model in self._models.items()
             if n != besides
             and n not in kept
-            and e.state == "ready"
+            and model.state == "ready"
             and not self._in_use(n)
-            and e.idle_s >= idle_s
+            and model.first.idle_s >= idle_s
         ]
         if not idle:
             return False
@@ -492,11 +505,12 @@ class EnginePool:
     def _in_use(self, name: str) -> bool:
         return self._claims.get(name, 0) > 0
 
-    def _exited(self, engine: EngineProcess) -> None:
-        name = engine.settings.name
-        self._earlier[name] = self._with_earlier(engine.status)
-        if engine.pid is not None:
-            self.ended(engine.pid)
-        # Unwanted deaths only: an unloaded engine has left the table before it was stopped.
-        if self._engines.get(name) is engine and engine.facts is not None:
+    def _exited(self, model: LoadedModel, worker: EngineProcess) -> None:
+        name = model.name
+        if worker is model.first:
+            self._earlier[name] = self._with_earlier(model.status)
+        if worker.pid is not None:
+            self.ended(worker.pid)
+        # Unwanted deaths only, and one for all workers that end with the one that died.
+        if self._models.get(name) is model and worker is model.lost and worker.facts is not None:
             self._deaths[name] = self._deaths.get(name, 0) + 1

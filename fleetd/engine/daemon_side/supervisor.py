@@ -115,7 +115,7 @@ class EngineProcess:
         self.pid: int | None = None
         self._memory_watch = None if is_bounded else MemoryWatch(settings.name, weights_bytes)
         self._watching: asyncio.Task[None] | None = None
-        self._on_exit = on_exit
+        self.on_exit = on_exit
         self._on_work = on_work
         self._heartbeat = Heartbeat(0)
         self._taken_elsewhere = 0
@@ -633,8 +633,8 @@ class EngineProcess:
                 queue.get_nowait()
             queue.put_nowait(self.error or self._death())
         await self._notify()
-        if self._on_exit is not None:
-            self._on_exit(self)
+        if self.on_exit is not None:
+            self.on_exit(self)
 
     def _death(self) -> FleetError:
         return self.error or EngineDied(
