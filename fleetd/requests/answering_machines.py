@@ -87,7 +87,7 @@ class AnsweringMachines(PipelineStep):
             # It is left out: every request that it gets would end so.
             self._members.failed(refusal.node_id, "answer", refusal.untrue, refusal.digest)
         if remote_job is not None and _had_less(request, finished):
-            # Whatever it says of other prompts is not asked for a while, and does not draw them there.
+            # What it says of other prompts is not asked for a while, and draws none of them there.
             self._members.late(placement.node_id, "fetch")
         first_at_s = request.first_token_s
         alone = request.planned is not None and len(request.planned.nodes) == 1

@@ -42,7 +42,7 @@ class Refusal:
     """A machine called a request wrong."""
 
     node_id: str
-    # Of the model there, with whose failures it counts.
+    # The digest of the model there, with whose failures this one counts.
     digest: str
     error: FleetError
 

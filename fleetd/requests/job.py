@@ -73,7 +73,7 @@ class Planned(msgspec.Struct, frozen=True):
 
     ``nodes`` are names for people, "this" for the machine that was asked: of "remote" the machine that
     answers, then its helpers; of a shared prefill the helpers, then "this".
-    ``reason``: why it changed. ``smart``: what came of smart prefill, where it was asked for.
+    ``reason``: why it changed. ``smart``: what came of smart prefill, if it was asked for.
     """
 
     kind: PlanKind

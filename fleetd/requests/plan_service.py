@@ -38,8 +38,8 @@ class PlanService:
 
     Args:
         locate: as ``ModelLocator.locate``.
-        survey: asks where a prompt is kept; None where no other machine could tell.
-        policy: what smart prefill does where the question leaves it open.
+        survey: asks where a prompt is kept; None if no other machine could tell.
+        policy: what smart prefill does if the question leaves it open.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ Account = tuple[str, Sequence[StepTime]]
 
 
 class LocatedModel(msgspec.Struct, frozen=True):
-    """The model that was asked for. ``name`` is canonical; ``folder`` is None where this machine lacks it.
+    """The model that was asked for. ``name`` is canonical; ``folder`` is None if this machine lacks it.
 
     ``can_pull``: a request may fetch it. ``missing``: why it is not here.
     """
@@ -177,7 +177,7 @@ class Request:
         self.running = False
         self.finished: Finished | None = None
         self.first_token_s: float | None = None
-        # Of the time before it, what passed while the client read (``RemoteJob.client_s``).
+        # Seconds of the time before it in which the client read (``RemoteJob.client_s``).
         self.first_client_s = 0.0
         # How it runs, as it was announced last; and whether other machines ever had a part in its prefill.
         self.planned: Planned | None = None
@@ -186,7 +186,7 @@ class Request:
         self.shared = False
         # None unless smart prefill was asked for.
         self.smart: Shortening | None = None
-        # Of the attempts before this one, and of this one if it has failed.
+        # The traces of the attempts before this one, and of this one if it has failed.
         self.earlier: list[Trace] = []
         self.failed_trace: Trace | None = None
         self.ended_s: float | None = None

@@ -125,7 +125,7 @@ def attempt_of(request: Request, now_s: float) -> Trace:
 
 
 def load_steps(request: Request) -> list[StepView]:
-    """What was downloaded and loaded before the prompt could be read, stage by stage. Nothing where another
+    """What was downloaded and loaded before the prompt could be read, stage by stage. Empty if another
     machine answered and tells it itself."""
     if request.attempt.there is not None:
         return []
@@ -144,7 +144,7 @@ def share_steps(request: Request) -> list[StepView]:
 
 
 def _steps(request: Request, smart_plan: SmartPlan | None) -> list[StepView]:
-    """What is known here. What another machine did that answered is in its own trace."""
+    """The steps that are known here. If another machine answered, its own trace has the rest."""
     attempt = request.attempt
     found = [*request.smart.steps] if request.smart is not None and smart_plan is not None else []
     timings = request.finished.timings if request.finished is not None else None
@@ -203,7 +203,7 @@ def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView
 def ways_in_front(plan: SmartPlan, kept: Sequence[OptionView]) -> list[OptionView]:
     """Smart prefill in front of each of the ways to prefill what it keeps, the best one first.
 
-    Only the best one where smart prefill does not pay.
+    Only the best one if smart prefill does not pay.
     """
     smart, _ = smart_options(plan)
     if not kept or not plan.parts:

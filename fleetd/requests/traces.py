@@ -54,7 +54,7 @@ class Traces:
             self._complain(error)
 
     def ended(self, number: int) -> tuple[int, list[Trace]]:
-        """Those recorded since ``number``, oldest first, and the number for the next time; -1: none yet.
+        """The traces recorded since ``number``, oldest first, and the number for the next time; -1: none yet.
 
         At most ``limits.EVENT_TRACES``.
         """

@@ -1,6 +1,6 @@
 """Wakes a paired machine that sleeps, when an answer from it is worth the wait.
 
-The planner adds what waking took before to the price of that machine, so it is woken only where its answer
+The planner adds what waking took before to the price of that machine, so it is woken only if its answer
 would still be complete first. A machine that does not wake is left asleep for a while, longer each time.
 """
 
@@ -37,7 +37,7 @@ class WakeTimes:
         self._learned: dict[str, _Learned] = {}
 
     def seconds(self, node_id: str, now_s: float) -> float | None:
-        """What it probably takes; None while the machine is not to be woken."""
+        """Seconds that waking it probably takes; None while the machine is not to be woken."""
         known = self._learned.get(node_id, _Learned())
         return known.seconds if now_s >= known.not_before_s else None
 
@@ -71,7 +71,8 @@ class Waker:
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
     def seconds(self, node_id: str) -> float | None:
-        """What waking a machine that is probably asleep would take; None if it is not to be woken."""
+        """Seconds that waking a machine would take which is probably asleep; None if it is not to be
+        woken."""
         card = self._node.mesh.asleep(node_id)
         if not self._enabled or card is None or not card.wake:
             return None

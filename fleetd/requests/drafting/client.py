@@ -47,7 +47,7 @@ log = get_logger("fleetd.drafting")
 
 # The stream's name, as the workers know it (``engine.speculation.draft_messages.DRAFTS``).
 DRAFTS = "drafts"
-# Tokens ahead of the text where drafter and verifier share one accelerator: there is no round trip to hide,
+# Tokens ahead of the text if drafter and verifier share one accelerator: there is no round trip to hide,
 # and what is drafted in vain takes its time from the verifier.
 _BESIDE_TOKENS = 8
 # Shorter answers have ended before there is a draft.
@@ -119,7 +119,7 @@ class DrafterService(PipelineStep):
         attempt.drafter = drafts.view
 
     def begin(self, job: Job, folder: ModelFolder) -> DraftRun | None:
-        """Look for a drafter for an answer that ``folder``'s engine has accepted; None where none is wanted.
+        """Look for a drafter for an answer that ``folder``'s engine has accepted; None if none is wanted.
 
         Returns at once. The caller closes it when the answer has ended.
         """
@@ -251,7 +251,7 @@ class DraftRun:
             code=error.code,
             reason=error.message,
         )
-        # Of the two engines one is this machine's.
+        # An EngineError may be this machine's own: one of the two engines is.
         if isinstance(error, PeerLate):
             # It may do everything else well.
             self._drafting.members.late(candidate.node_id, "draft")
@@ -262,7 +262,7 @@ class DraftRun:
         folder = await self._drafting.resolve(candidate.model)
         if folder.name == self._target:
             raise ModelNotFound(f"{folder.name} does not draft for itself on one machine.")
-        # Where it does not fit beside what is loaded, nothing gives way to it.
+        # Nothing gives way to a drafter that does not fit beside what is loaded.
         async with self._drafting.pool.assisting(folder, 0, 0) as engine:
             check_vocabulary(engine.facts, vocabulary)
             follow = DraftFor(own_id(self._job.request.id), _BESIDE_TOKENS)

@@ -44,7 +44,7 @@ class FetchSource(msgspec.Struct, frozen=True):
         )
 
     def block_s(self, block_bytes: int) -> float:
-        """What a block takes, or a snapshot."""
+        """Seconds that a block takes, or a snapshot."""
         return max(block_bytes, self.state_bytes) / max(1.0, self.speed.bytes_per_s)
 
 
@@ -60,7 +60,7 @@ class FetchChoice(msgspec.Struct, frozen=True):
 def choose_fetch(
     sources: Iterable[FetchSource], computed_s: Sequence[float], block_bytes: int
 ) -> FetchChoice | None:
-    """The one that saves most; None where none saves FETCH_LEAST_GAIN of computing.
+    """The source that saves most; None if none saves FETCH_LEAST_GAIN of computing.
 
     Args:
         computed_s: what computing the first block takes, the first two, and so on.
@@ -77,7 +77,8 @@ def choose_fetch(
 
 
 def _ordered(source: FetchSource, computed_s: Sequence[float], block_bytes: int) -> FetchChoice:
-    """Last to first only where that is clearly sooner: in order, what has come before a failure is of use
+    """Blocks come last to first only if that is clearly sooner: in order, what has come before a failure is
+    of use
     at once. A state has no half, so a model that needs snapshots waits for them."""
     waited_s = source.seconds(block_bytes)
     if not source.state_bytes:

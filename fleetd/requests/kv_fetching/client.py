@@ -141,7 +141,7 @@ class _Fetch:
             # A path that is long beside the whole prefill gains little, and nothing most of the time.
             patience_s = limits.FETCH_LOOK_SHARE * max(self._lacking.computed_s, default=0.0)
             sources = [member for member in sources if member.rtt_s < patience_s]
-            # Of two that save as much, the first: the answer stays exact.
+            # Of two sources that save as much the first is chosen: the answer stays exact.
             asked = [self._ask(member, plan=False) for member in sources]
             asked += [self._ask(member, plan=True) for member in sources if self._lacking.plan_names]
             found = [source for source in await asyncio.gather(*asked) if source is not None]
@@ -207,7 +207,7 @@ class _Fetch:
         return self._lacking.plan_names if plan else self._lacking.names
 
     async def _ask(self, member: Member, *, plan: bool) -> FetchSource | None:
-        """What it has, and how soon that would be here; None for nothing."""
+        """What a machine has of the prompt, and how soon that would be here; None if it has nothing."""
         lacking = self._lacking
         body = messages.encode(messages.BlocksQuestion(self._names(plan=plan), lacking.rows, lacking.states))
         asked_s = time.monotonic()

@@ -22,7 +22,7 @@ class FetchCounts:
         self._lock = threading.Lock()
 
     def machines(self) -> list[MachineFetches]:
-        """What each machine sent or got, in the order of their names."""
+        """The counts of each machine, in the order of their names."""
         return [self._machines[name] for name in sorted(self._machines)]
 
     def received(

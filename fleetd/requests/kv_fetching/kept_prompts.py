@@ -27,7 +27,7 @@ from fleetd.requests.kv_fetching.messages import TextFound
 from fleetd.requests.pipeline import ANSWER, PipelineStep
 from fleetd.requests.request import Request
 
-# The same on all machines: links are compared. Only those that may see prompts are told any.
+# This key is the same on all machines: links are compared. Only machines that may see prompts are told any.
 _KEY = b"fleetd text 1"
 LINK_TOKENS = BLOCK_CHARS // CHARS_PER_TOKEN
 
@@ -48,7 +48,8 @@ def beginning_of(found: TextFound) -> KeptBeginning:
     )
 
 
-# What this machine computed of texts itself, and what began with rows of another one.
+# The parts of the memory: texts that this machine computed itself, and texts that began with rows of another
+# one.
 _OWN, _SENT = "", "sent"
 
 

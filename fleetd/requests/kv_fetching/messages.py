@@ -6,7 +6,7 @@
     → LOOK   TextQuestion            how much of this text, before it is tokenized
     ← TextFound
 
-    → FETCH  FetchQuestion           the first so many of them; two snapshots after them, where it needs some
+    → FETCH  FetchQuestion           the first so many of them; two snapshots after them, if it needs some
     ← FetchOffer                     where their stream is expected; it carries them (``cache.block_stream``)
 
 A name is a hash over the model's files, the arithmetic and all tokens before the block's end: only a machine

@@ -75,7 +75,7 @@ class PromptSurvey:
     async def of_text(
         self, text: str, model: str, *, others: bool = True, within_s: float | None = None
     ) -> PromptPlaces:
-        """Nothing where no other machine may be asked: then everything is answered here.
+        """Returns nothing if no other machine may be asked: then everything is answered here.
 
         Args:
             others: ask them, too.
@@ -127,7 +127,7 @@ def _within_s(here: PrefillSpeed | None, until_read: range) -> float:
     """How long a prompt may wait for what others say of it.
 
     Args:
-        here: this machine's speed, None where it cannot read the prompt at once.
+        here: this machine's speed, None if it cannot read the prompt at once.
         until_read: the tokens that it would compute until it has read the prompt.
     """
     if here is None:

@@ -75,7 +75,8 @@ class BlockServer:
         stream.send(messages.encode(answer))
 
     async def _found(self, asked: messages.BlocksQuestion) -> FoundBlocks:
-        """What is on the disk. Blocks of a prompt that was just read are written now, and waited for a
+        """The blocks that are on the disk. Blocks of a prompt that was just read are written now, and waited
+        for a
         moment: subagents go to other machines just then."""
         found = await asyncio.to_thread(_own, self._cache, asked)
         first = found.blocks
@@ -163,12 +164,12 @@ def parts_to_send(cache: DiskCache, asked: messages.FetchQuestion) -> list[bytes
 
 
 def _own(cache: DiskCache, asked: messages.BlocksQuestion) -> FoundBlocks:
-    """What this machine has computed of it itself: what came from another one is not sent on."""
+    """The blocks that this machine computed itself: what came from another one is not sent on."""
     return cache.find(*_kept(asked), own=True)
 
 
 def _kept(asked: messages.BlocksQuestion | messages.FetchQuestion) -> tuple[list[bytes], list[bytes]]:
-    """Under which names its blocks and its snapshots lie here."""
+    """The names under which its blocks and its snapshots lie here."""
     kept = [block_names.kept_as(name, local_only=False) for name in asked.names]
     states = [block_names.state_name(name) for name in kept] if asked.states else []
     return kept if asked.rows else [], states

@@ -24,7 +24,7 @@ _WEIGHTS_BYTES = 1 << 20
 
 
 def believed(card: Card, own: Card | None = None) -> Card:
-    """The card with the speeds that its hardware may have; the same object where nothing is bounded.
+    """The card with the speeds that its hardware may have; the same object if nothing is bounded.
 
     Args:
         own: this machine's card. It knows the size of the models that are here too, and their measured

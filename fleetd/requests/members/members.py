@@ -170,7 +170,7 @@ class Members:
         self._fetch_speeds = FetchSpeeds()
         self.backoff = PeerBackoff()
         self.unaided = unaided
-        # By model: how its last prompt here was prefilled, which the next one keeps where two ways are alike.
+        # By model: how its last prompt here was prefilled, which the next one keeps if two ways are alike.
         self.last_prefill: dict[str, PrefillOption] = {}
         self.local_only = local_only
         # By node id.
@@ -262,7 +262,7 @@ class Members:
 
         Args:
             model: the digest of the model it was asked for; what concerns that alone leaves the machine out
-                for it alone. "" where it is unknown.
+                for it alone. "" if it is unknown.
         """
         now_s = self._monotonic()
         if node_id == THIS_NODE or not isinstance(error, _OF_ONE_MODEL):

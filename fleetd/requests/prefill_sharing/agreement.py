@@ -211,7 +211,7 @@ def compare(
     with what the other said of itself, so neither depends on the other's care.
     """
     _same("dtype", home.dtype, helper.dtype)
-    # Between its versions a model's very graph may differ, where no fingerprint of one layer shows it.
+    # A model's graph may differ between versions, and no fingerprint of one layer shows that.
     _same("mlx-lm", home.versions.get("mlx-lm", ""), helper.versions.get("mlx-lm", ""))
     # Between forms, frames would come that are not due.
     _same("states", str(home.states), str(helper.states))

@@ -180,7 +180,7 @@ class PrefillSharing(PipelineStep):
             self.background.start(self._warm(load, own))
 
     def learn(self, model: str, digest: str, parts: Iterable[tuple[PartOfSplit, Sequence[StepTime]]]) -> None:
-        """What each machine took for its part, in the order of the chain."""
+        """Note the seconds that each machine took for its part, in the order of the chain."""
         for part, steps in parts:
             took_s = sum(step.seconds for step in steps if step.name == step_names.COMPUTED)
             self.members.computed(
@@ -190,7 +190,7 @@ class PrefillSharing(PipelineStep):
                 self.speeds.part_ran(model, expected_s=part.expected_s, took_s=took_s, now_s=self.monotonic())
 
     def blame(self, shared: Agreement, digest: str) -> None:
-        """Who failed is left out for a while."""
+        """Leave out for a while the helpers that failed."""
         for helper in shared.helpers:
             if helper.failed is not None:
                 self.members.failed(helper.node_id, "prefill", helper.failed, digest)
@@ -379,7 +379,8 @@ class SharedPrompt:
             self._carried(agreed)
 
     def _carried(self, agreed: Agreement) -> None:
-        """What the helpers sent says how fast their paths are at least, and whether one was far slower."""
+        """Note how fast the paths of the helpers are at least, by what they sent, and whether one was far
+        slower."""
         choice = self._outcome.choice
         planned = dict(choice.best.steps) if choice is not None else {}
         exposed_s = sum(step.seconds for step in self._outcome.own_steps if step.name == step_names.EXPOSED)
@@ -408,7 +409,7 @@ def _gain_s(choice: PlanChoice) -> float:
 
 
 def _left_s(option: PrefillOption) -> float:
-    """What the plan expects from the agreement to the end of the prefill."""
+    """Seconds that the plan expects from the agreement to the end of the prefill."""
     others = sum(seconds for name, seconds in option.steps if name in (step_names.AGREED, step_names.DECODED))
     return option.predicted_s - others
 

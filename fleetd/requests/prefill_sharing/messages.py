@@ -69,7 +69,7 @@ class AssistDone(msgspec.Struct, frozen=True):
 
 
 class WarmModel(msgspec.Struct, frozen=True):
-    """Layers [``first``, ``last``), where there is no room for all; (0, 0) is the whole model."""
+    """Layers [``first``, ``last``), if there is no room for all; (0, 0) is the whole model."""
 
     model: ModelName
     digest: Digest

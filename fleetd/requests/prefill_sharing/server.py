@@ -56,7 +56,7 @@ class AssistServer:
     async def _assist(self, ask: messages.AssistQuestion, stream: PeerStream, request: ServedRequest) -> None:
         folder = await self._context.model_by_digest(ask.model, ask.digest)
         split, rank = ask.split, ask.rank
-        # Before an engine is asked for, whose own figures are checked below: these must make sense at all.
+        # The figures must make sense before an engine is asked for; they are checked against its own below.
         checked_split(split, layers=split.layers, context_tokens=folder.context_tokens, rank=rank)
         layers = split.layers_of(rank)
         if not self._pool.holds(folder, layers.start, layers.stop):
@@ -115,7 +115,7 @@ class AssistServer:
     # ---- getting ready -----------------------------------------------------------------------------------
 
     async def warm(self, _peer: str, body: bytes, stream: PeerStream) -> None:
-        """Load a model for prompts to come, or some layers of it where it does not fit.
+        """Load a model for prompts to come, or some layers of it if it does not fit.
 
         Answered at once; one at a time, and nothing that is loaded gives way.
         """
@@ -132,7 +132,7 @@ class AssistServer:
         stream.send(ALIVE)
 
     def _check_room(self, asked: messages.WarmModel, name: str) -> None:
-        """What is loaded and idle is for this machine's own next prompt: it does not give way."""
+        """A model that is loaded and idle does not give way: it is for this machine's own next prompt."""
         if asyncio.get_running_loop().time() < self._unloadable_s.get(name, float("-inf")):
             raise Overloaded(f"{asked.model} could not be loaded on this machine a short while ago.")
         # What some layers need, only their worker finds out; it takes no more than is free either.

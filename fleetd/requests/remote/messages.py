@@ -48,7 +48,7 @@ _Name = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 
 
 class RanAt(msgspec.Struct, frozen=True, tag="where", omit_defaults=True):
-    """How the job runs there: who helps, by the names that machine knows; ``reason`` where that changed.
+    """How the job runs there: who helps, by the names that machine knows; ``reason`` if that changed.
 
     ``exact``: with the bytes of that machine alone.
     """
@@ -68,7 +68,7 @@ JobEvent = RanAt | Loading | Tokenized | Accepted | Prefill | Delta | ToolCallPi
 
 
 class RunJob(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``digest``: of the model that is meant; "" where the sender knows only its name.
+    """``digest``: of the model that is meant; "" if the sender knows only its name.
 
     ``where``: True if the answer shall say which machines help. ``trace``: True if a JobTrace shall follow.
     ``tokenized``: True if Tokenized shall come as soon as the prompt's length is known.

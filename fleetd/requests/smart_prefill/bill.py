@@ -1,4 +1,4 @@
-"""What scoring one prompt costs in the ledger: a row per machine, paid only where the scores were of use."""
+"""What scoring one prompt costs in the ledger: a row per machine, paid only if the scores were of use."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class ScoringBill:
         self._ran: list[ScorerRun] = []
 
     async def reserve(self, model: str, scorers: Iterable[Scorer]) -> None:
-        """Before they begin."""
+        """Write the rows of these scorers, before they begin."""
         for scorer in {scorer.node_id: scorer for scorer in scorers}.values():
             await self._ledger.reserve(self._row(model, scorer))
 
     def ran(self, model: str, ran: Iterable[ScorerRun]) -> None:
-        """What they did; one may have stepped in for another."""
+        """Note what the scorers did; one may have stepped in for another."""
         self._ran = list(ran)
         for each in self._ran:
             self._row(model, each.scorer)
@@ -48,7 +48,7 @@ class ScoringBill:
     def _row(self, model: str, scorer: Scorer) -> Reservation:
         if (row := self._rows.get(scorer.node_id)) is None:
             node = THIS_NAME if scorer.here else scorer.name
-            # As long ids as clients' own may be; the ledger tells rows apart by them.
+            # An id may be as long as a client's own; the ledger tells rows apart by it.
             row = Reservation(f"{self._id}.score{len(self._rows)}", model, node, SCORE_ROUTE, self._now())
             self._rows[scorer.node_id] = row
         return row

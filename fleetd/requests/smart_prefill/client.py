@@ -159,7 +159,7 @@ class SmartPrefill(PipelineStep):
         if policy is None:
             raise SkipCompression("failed", "Nothing was asked for.")
         target = AnsweringModel(request.model.name, request.model.folder, request.placement, admitted=True)
-        # What takes longer the longer a prompt is, takes it in a thread.
+        # Work that takes longer the longer a prompt is runs in a thread.
         found, tokens = await asyncio.to_thread(_document, job)
         if tokens < policy.min_prompt_tokens:
             raise _short(tokens, policy)
@@ -167,7 +167,7 @@ class SmartPrefill(PipelineStep):
         compression.aged = self._history.find(smart_prompt.said(job.request), policy)
         loaded = list[StepView]()
         try:
-            # What needs no scores comes first: nothing is loaded for a prompt that stays whole.
+            # The rules that need no scores come first: nothing is loaded for a prompt that stays whole.
             await asyncio.to_thread(decide_unscored, compression)
             if compression.selection is not None:
                 self._check(job, compression, policy)
@@ -326,7 +326,7 @@ class SmartPrefill(PipelineStep):
         return "sparse"
 
     def _not_sparse(self, target: AnsweringModel) -> str:
-        """Why the model that answers cannot leave tokens out; "" where it can."""
+        """Why the model that answers cannot leave tokens out; "" if it can."""
         if target.choice.node_id != THIS_NODE:
             return "it runs on another machine."
         facts = self._facts(target)
@@ -342,7 +342,7 @@ class SmartPrefill(PipelineStep):
         return 0 if facts is None else facts.sparse_tail
 
     def _computed(self, form: Form, target: AnsweringModel, tokens: int, ratio: float) -> float:
-        """What share of a prompt is prefilled where ``ratio`` of it is to be kept."""
+        """The share of a prompt that is prefilled if ``ratio`` of it is to be kept."""
         if form != "sparse":
             return ratio
         return min(1.0, max(ratio, self._tail(target) / max(1, tokens)))
@@ -408,14 +408,15 @@ class SmartPrefill(PipelineStep):
 
 
 def _kept_size(form: Form, tokens: int, ratio: float) -> tuple[int, int, int]:
-    """What is prefilled in the end: a prompt's tokens, those that are cached, and those that are computed
+    """Sizes of what is prefilled in the end: a prompt's tokens, those that are cached, and those that are
+    computed
     unless that is 0."""
     kept = math.ceil(tokens * ratio)
     return (tokens, 0, kept) if form == "sparse" and kept < tokens else (kept, 0, 0)
 
 
 def _note(shortening: Shortening, compression: CompressionJob, loaded: list[StepView]) -> None:
-    """What was found out about the prompt, however far that came. ``loaded``: the step before it, if any."""
+    """Keep what was found out about the prompt, however far that came. ``loaded``: the step before it, if any."""
     shortening.plan, shortening.steps = compression.plan, [*loaded, *compression.steps]
     shortening.lost_scorer, shortening.planned_s = compression.lost, compression.planned_s
     selection = compression.selection
@@ -429,7 +430,7 @@ def _note(shortening: Shortening, compression: CompressionJob, loaded: list[Step
 
 
 def _document(job: Job) -> tuple[Document, int]:
-    """And about how many tokens it has."""
+    """A job's prompt as a document, and about how many tokens it has. Raises SkipCompression."""
     if job.request.echo:
         raise SkipCompression("echo", "The prompt is to be echoed, so it is read whole.")
     found = smart_prompt.document(job.request)

@@ -47,7 +47,7 @@ from fleetd.requests.smart_prefill.skip import SkipCompression
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
     from fleetd.compression.token_scores import SegmentScores, TokenScores
 
-# A ratio for prices where the scores themselves decide how much is kept.
+# A ratio for prices if the scores themselves decide how much is kept.
 USUAL_RATIO = 0.3
 # How often progress is told while scorers work.
 _TOLD_S = 0.25
@@ -70,7 +70,7 @@ class CompressionJob:
     when the plan was made.
     Other seconds are from the beginning to the scores, and from there to the selection; ``scored_tokens`` is
     what compressors read for it.
-    ``lost``: code and message of a scorer that gave up, where others went on.
+    ``lost``: code and message of a scorer that gave up while others went on.
     """
 
     id: str
@@ -251,7 +251,7 @@ def decide_unscored(compression: CompressionJob) -> None:
     """Select what needs no scores: all of a prompt whose task needs all of it, or in which nearly all is
     always kept; what earlier turns decided. Otherwise ``pinned_tokens`` is filled in, for the price.
 
-    ``aged`` is emptied where it no longer serves.
+    ``aged`` is emptied if it no longer serves.
     """
     found, policy = compression.document, compression.policy
     if compression.aged and not still_serves(found, compression.aged):

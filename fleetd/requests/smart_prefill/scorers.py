@@ -116,7 +116,7 @@ class Scorers:
         return CompressorModel(model.name, model.digest, here.folder if here else None), able
 
     def _known_of(self, holders: Iterable[ModelHolder]) -> list[ModelHolder]:
-        """Those that can score, and what is left to find out about them. Reads files."""
+        """The models that can score, and what is left to find out about them. Reads files."""
         found = []
         for holder in holders:
             if holder.folder is not None and not holder.model.digest:
@@ -300,7 +300,7 @@ def choose(named: str, found: Sequence[ModelHolder], target_bytes: int) -> list[
         ]
 
     def order(holder: ModelHolder) -> tuple[int, str, bool, str]:
-        # Of different files with one name, those on this machine are meant.
+        # If files differ that have one name, those on this machine are meant.
         model = holder.model
         return model.weights_bytes, model.name, not holder.member.here, model.digest
 

@@ -19,7 +19,7 @@ from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt, Token
 
 
 def document(request: Generate) -> Document | None:
-    """None for a prompt of token ids, which has no text that could be cut."""
+    """The prompt as a document; None for token ids, which have no text that could be cut."""
     match request.prompt:
         case ChatPrompt(messages=messages):
             return Document.of_messages(messages)
@@ -42,7 +42,7 @@ def plain(request: Generate) -> Generate:
 
 
 def shortened(request: Generate, found: Document, selection: Selection) -> Generate:
-    """What is kept, in its order, with a line for what is not. What is no text stays as it is."""
+    """The request with the kept text in its order, and a line for what is left out. What is no text stays."""
     match request.prompt:
         case ChatPrompt(messages=messages):
             kept = elide.messages(found, selection, messages)
@@ -81,7 +81,7 @@ def turns(found: Document) -> int:
 
 
 def is_empty(found: Document, selection: Selection) -> bool:
-    """Whether nothing would be left to read: not one character of any text."""
+    """True if nothing would be left to read: not one character of any text."""
     return not any(
         found.blocks[index].text[start:end].strip()
         for index, ranges in enumerate(selection.kept)
