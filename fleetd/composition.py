@@ -41,7 +41,7 @@ from fleetd.requests.accounts import Accounts
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.drafting import messages as drafting_messages
-from fleetd.requests.drafting.client import DrafterService
+from fleetd.requests.drafting.client import AnswerDrafting
 from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.kv_fetching import messages as fetching_messages
@@ -290,9 +290,9 @@ class DaemonParts:
             fleet, machine.pool, self.members, machine.metrics, machine.speeds, label=self.origins.label
         )
 
-    def _drafter_service(self) -> DrafterService:
+    def _drafter_service(self) -> AnswerDrafting:
         settings = self._config.speculation
-        return DrafterService(
+        return AnswerDrafting(
             self.fleet,
             self.members,
             self.machine.pool,

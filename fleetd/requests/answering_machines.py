@@ -56,7 +56,7 @@ class AnsweringMachines(PipelineStep):
             self._has_read(request, 1.0)
         return event
 
-    def closed(self, request: Request) -> asyncio.Task[None] | None:
+    def attempt_ended(self, request: Request) -> asyncio.Task[None] | None:
         attempt = request.attempt
         self._members.reads_no_more(request.id)
         if isinstance(attempt.error, EngineDied):

@@ -1,8 +1,8 @@
 """The steps that every request passes, and the one place that watches its events.
 
     prepare ─► engine or other machine ─► on_event, step by step ─► request ─► client
-                       │                             closed ◄── the attempt ends, in any way
-                       └ Accepted ─► decide          ended  ◄── the request ends: one trace
+                       └ Accepted ─► decide                  attempt_ended ◄── in any way
+                                                             request_ended ◄── after the last one: one trace
 
 A step is a feature: it may change what the engine is asked, hold back or change an event, and announce
 another plan. It keeps what it knows of a request in the ``Request``. A step waits for nothing but ``decide``,
@@ -45,11 +45,11 @@ class PipelineStep:
         """The event as it is passed on; None for one that the client does not see."""
         return event
 
-    def closed(self, request: Request) -> asyncio.Task[None] | None:
+    def attempt_ended(self, request: Request) -> asyncio.Task[None] | None:
         """After each attempt, however it ended. A task: the trace waits for what it will find out."""
         return None
 
-    def ended(self, request: Request) -> None:
+    def request_ended(self, request: Request) -> None:
         """After the last attempt."""
 
 
@@ -87,7 +87,7 @@ class Pipeline:
             request.failed(error)
             raise
         finally:
-            tasks = [task for step in self._steps if (task := step.closed(request)) is not None]
+            tasks = [task for step in self._steps if (task := step.attempt_ended(request)) is not None]
             if tasks:
                 request.attempt.concluding = asyncio.gather(*tasks, return_exceptions=True)
             if request.attempt.error is not None:
@@ -115,11 +115,11 @@ class Pipeline:
         request.on_event(event, self._monotonic())
         return [*request.take_announced(), event]
 
-    def ended(self, request: Request) -> None:
+    def end(self, request: Request) -> None:
         """The request is over: write down what came of it, once that is known."""
         request.ended_s = self._monotonic()
         for step in self._steps:
-            step.ended(request)
+            step.request_ended(request)
         if request.attempt.concluding is None:
             self._write(request)
         else:

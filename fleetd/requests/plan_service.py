@@ -16,7 +16,7 @@ from fleetd.plan.beginnings import KeptBeginning
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import RouteQuestion
 from fleetd.plan.ways import Ways
-from fleetd.requests.drafting.client import DrafterService
+from fleetd.requests.drafting.client import AnswerDrafting
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, prompt_text
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
 from fleetd.requests.members.members import Member
@@ -47,7 +47,7 @@ class PlanService:
         placer: Placer,
         locate: Callable[[str], LocatedModel],
         smart: SmartPrefill,
-        drafting: DrafterService,
+        drafting: AnswerDrafting,
         policy: SmartPrefillPolicy,
         survey: PromptSurvey | None = None,
     ) -> None:

@@ -85,7 +85,7 @@ class Shortening:
 
 
 @dataclass(slots=True)
-class SharedPrefill:
+class SharingOutcome:
     """What the step of shared prefill decided in one attempt, and what came of it."""
 
     # The planner's choice; None until the prompt is tokenized, or if no machine could help.
@@ -125,7 +125,7 @@ class Attempt:
     code: str = ""
     reason: str = ""
     # What the steps of the pipeline decided and found out.
-    sharing: SharedPrefill = field(default_factory=SharedPrefill)
+    sharing: SharingOutcome = field(default_factory=SharingOutcome)
     # The keys and values that another machine sent; None if none did.
     fetched: StepView | None = None
     # The other worker that drafted; None if none did.

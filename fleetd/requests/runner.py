@@ -211,7 +211,7 @@ class RequestRunner:
                 else:
                     return
         finally:
-            self._pipeline.ended(request)
+            self._pipeline.end(request)
 
     def _source(self, request: Request) -> AsyncGenerator[Planned | Loading | Event, None]:
         """Where the events of this attempt come from."""

@@ -71,8 +71,7 @@ class Waker:
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
     def seconds(self, node_id: str) -> float | None:
-        """Seconds that waking a machine would take which is probably asleep; None if it is not to be
-        woken."""
+        """Seconds that waking a machine would take; None if it is not to be woken, or is probably awake."""
         card = self._node.mesh.asleep(node_id)
         if not self._enabled or card is None or not card.wake:
             return None

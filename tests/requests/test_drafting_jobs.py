@@ -50,7 +50,7 @@ from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.drafting import messages
-from fleetd.requests.drafting.client import DrafterService, check_vocabulary
+from fleetd.requests.drafting.client import AnswerDrafting, check_vocabulary
 from fleetd.requests.drafting.drafters import DrafterCandidate
 from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.job import Job, Planned
@@ -161,7 +161,7 @@ class DrafterMetrics:
 
 @dataclass
 class DraftingHome:
-    drafting: DrafterService
+    drafting: AnswerDrafting
     pool: DraftingPool
     metrics: DrafterMetrics
     tasks: list[asyncio.Task[list[Event]]] = field(default_factory=list)
@@ -215,7 +215,7 @@ async def home_of(
     pool, metrics = DraftingPool(FakeEngine(facts()), FakeEngine(facts())), DrafterMetrics()
     models = FakeModels(["m"] if options.pop("missing", False) else ["m", SMALL])
     members = Members(partners.machines if partners is not None else tuple)
-    drafting = DrafterService(partners, members, pool, models, metrics, **{"model": SMALL, **options})
+    drafting = AnswerDrafting(partners, members, pool, models, metrics, **{"model": SMALL, **options})
     home = DraftingHome(drafting, pool, metrics)
     try:
         async with asyncio.timeout(WITHIN_S):
@@ -248,7 +248,7 @@ async def test_both_workers_of_this_machine_get_an_end_of_one_stream() -> None:
         home.pool.small.end.set()
         events = await answer
         assert [type(event) for event in events] == [Accepted, Delta, Finished]
-        await home.drafting._running.finish()
+        await home.drafting._background.finish()
         assert home.count("here", "done") == 1
         assert home.pool.used == 0
 
@@ -357,7 +357,7 @@ async def test_a_peer_drafts_over_a_stream_between_the_workers(tmp_path: Path) -
         home.ending.set()
         peer.engine.end.set()
         await answer
-        await home.drafting._running.finish()
+        await home.drafting._background.finish()
         assert home.count("peer", "done") == 1
         await peer.ended("done")
         # The trace waits for what that machine tells of it, the client does not.
@@ -478,7 +478,7 @@ def seen(name: str, *, rtt_s: float = 0.001, running: int = 0, sees: bool = True
 
 def order(found: list[Any], where: Any = "auto", this: Job | None = None, **options: Any) -> list[str]:
     members = Members(lambda: found, **options)
-    drafting = DrafterService(None, members, None, FakeModels(), None, model=SMALL, where=where)  # type: ignore[arg-type]
+    drafting = AnswerDrafting(None, members, None, FakeModels(), None, model=SMALL, where=where)  # type: ignore[arg-type]
     shareable = (this or job()).shareable
     return [candidate.name for candidate in drafting.candidates("m", SMALL, shareable=shareable)]
 

@@ -22,7 +22,7 @@ from fleetd.engine.protocol import (
     ToolCallPiece,
 )
 from fleetd.requests.answering_machines import AnsweringMachines
-from fleetd.requests.drafting.client import DrafterService
+from fleetd.requests.drafting.client import AnswerDrafting
 from fleetd.requests.job import Job
 from fleetd.requests.kv_fetching.client import BlockFetching
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
@@ -33,7 +33,7 @@ from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.request import Request
 from fleetd.requests.smart_prefill.client import SmartPrefill
 
-STEPS = (KeptPrompts, BlockFetching, PrefillSharing, DrafterService, SmartPrefill, AnsweringMachines)
+STEPS = (KeptPrompts, BlockFetching, PrefillSharing, AnswerDrafting, SmartPrefill, AnsweringMachines)
 
 
 class Noting(PipelineStep):
@@ -94,7 +94,7 @@ async def test_a_token_passes_all_steps_without_a_coroutine(event: Event) -> Non
             KeptPrompts(unused, lambda model: None),
             BlockFetching(unused, pool, members),
             PrefillSharing(unused, pool, members, metrics),
-            DrafterService(None, members, pool, unused, metrics),
+            AnswerDrafting(None, members, pool, unused, metrics),
             SmartPrefill(unused, members, pool, metrics),
             AnsweringMachines(members),
         ]

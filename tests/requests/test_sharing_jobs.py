@@ -121,7 +121,7 @@ async def home_with(
 class Drafted(PipelineStep):
     """Each answer has a drafter."""
 
-    def closed(self, request: Request) -> None:
+    def attempt_ended(self, request: Request) -> None:
         request.attempt.drafter = DrafterView("small", "studio")
 
 

@@ -41,4 +41,4 @@ async def answered(
                     for told in await passed(pipeline, request, event):
                         yield told
     finally:
-        pipeline.ended(request)
+        pipeline.end(request)

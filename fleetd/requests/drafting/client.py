@@ -56,7 +56,7 @@ _LEAST_TOKENS = 8
 _ACCOUNT_S = 2.0
 
 
-class DrafterService(PipelineStep):
+class AnswerDrafting(PipelineStep):
     """The step that finds a drafter for an answer of this machine.
 
     Args:
@@ -85,7 +85,7 @@ class DrafterService(PipelineStep):
         self._model = model
         self._where = where
         self._runs: dict[Request, DraftRun] = {}
-        self._running = BackgroundTasks()
+        self._background = BackgroundTasks()
 
     def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         folder = request.folder_here
@@ -102,15 +102,15 @@ class DrafterService(PipelineStep):
         run = self._runs.get(request)
         return run.view if run is not None else None
 
-    def closed(self, request: Request) -> asyncio.Task[None] | None:
+    def attempt_ended(self, request: Request) -> asyncio.Task[None] | None:
         if (drafts := self._runs.pop(request, None)) is None:
             return None
         attempt = request.attempt
         attempt.drafter = drafts.view
-        drafts.close()
+        drafts.end()
         if drafts.drafter is None or not drafts.drafter.node_id:
             return None
-        return self._running.start(self._conclude(attempt, drafts))
+        return self._background.start(self._conclude(attempt, drafts))
 
     @staticmethod
     async def _conclude(attempt: Attempt, drafts: DraftRun) -> None:
@@ -121,13 +121,13 @@ class DrafterService(PipelineStep):
     def begin(self, job: Job, folder: ModelFolder) -> DraftRun | None:
         """Look for a drafter for an answer that ``folder``'s engine has accepted; None if none is wanted.
 
-        Returns at once. The caller closes it when the answer has ended.
+        Returns at once. The caller ends it with the answer.
         """
         model, engine = self._wanted(job), self.pool.engine(folder)
         if not model or engine is None:
             return None
         drafts = DraftRun(self, job, folder.name, model, engine)
-        self._running.hold(drafts.task)
+        self._background.hold(drafts.task)
         return drafts
 
     def _wanted(self, job: Job) -> str:
@@ -178,14 +178,14 @@ class DrafterService(PipelineStep):
 
     async def close(self) -> None:
         """End every run."""
-        await self._running.close()
+        await self._background.close()
 
 
 class DraftRun:
     """One answer's drafter, from when it is looked for to its end."""
 
     def __init__(
-        self, drafting: DrafterService, job: Job, target: str, model: str, engine: EngineProcess
+        self, drafting: AnswerDrafting, job: Job, target: str, model: str, engine: EngineProcess
     ) -> None:
         self.drafter: DrafterCandidate | None = None
         self._steps: list[StepView] = []
@@ -208,7 +208,7 @@ class DraftRun:
             return None
         return DrafterView(found.model, found.name, self._steps)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """The answer has ended; the drafter notices by its stream, and in any case by this."""
         if self.drafter is None:
             self.task.cancel()

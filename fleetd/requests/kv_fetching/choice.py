@@ -78,8 +78,7 @@ def choose_fetch(
 
 def _ordered(source: FetchSource, computed_s: Sequence[float], block_bytes: int) -> FetchChoice:
     """Blocks come last to first only if that is clearly sooner: in order, what has come before a failure is
-    of use
-    at once. A state has no half, so a model that needs snapshots waits for them."""
+    of use at once. A state has no half, so a model that needs snapshots waits for them."""
     waited_s = source.seconds(block_bytes)
     if not source.state_bytes:
         mixed_s = source.mixed_s(block_bytes, computed_s)

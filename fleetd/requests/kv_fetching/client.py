@@ -78,7 +78,7 @@ class BlockFetching(PipelineStep):
         self.partners = partners
         self.members = members
         self._pool = pool
-        self._running: dict[str, _Fetch] = {}
+        self._runs: dict[str, FetchRun] = {}
 
     def prepare(self, request: Request) -> None:
         folder = request.folder_here
@@ -99,11 +99,11 @@ class BlockFetching(PipelineStep):
         if isinstance(event, KvMissing):
             engine = self._pool.engine(folder) if folder is not None else None
             if engine is not None and folder is not None:
-                self._running[request.id] = _Fetch(self, engine, event, self._sources(folder.name))
+                self._runs[request.id] = FetchRun(self, engine, event, self._sources(folder.name))
             return None
         if isinstance(event, KvFetched):
-            if (fetch := self._running.get(request.id)) is not None:
-                fetch.ended(request, event)
+            if (fetch := self._runs.get(request.id)) is not None:
+                fetch.came(request, event)
             return None
         fetched = request.attempt.fetched
         if isinstance(event, Finished) and event.timings.fetched_tokens and fetched is not None:
@@ -111,16 +111,16 @@ class BlockFetching(PipelineStep):
             return msgspec.structs.replace(event, timings=timings)
         return event
 
-    def closed(self, request: Request) -> asyncio.Task[None] | None:
-        if (fetch := self._running.pop(request.id, None)) is not None:
+    def attempt_ended(self, request: Request) -> asyncio.Task[None] | None:
+        if (fetch := self._runs.pop(request.id, None)) is not None:
             fetch.task.cancel()
         return None
 
     async def close(self) -> None:
-        await cancel_all([fetch.task for fetch in self._running.values()])
+        await cancel_all([fetch.task for fetch in self._runs.values()])
 
 
-class _Fetch:
+class FetchRun:
     """The fetch of one prompt's beginning, from the worker's KvMissing to the end of the request."""
 
     def __init__(
@@ -246,7 +246,7 @@ class _Fetch:
         elif not isinstance(error, EngineError):  # which would be this machine's
             self._fetching.members.failed(source.node_id, "fetch", error)
 
-    def ended(self, request: Request, fetched: KvFetched) -> None:
+    def came(self, request: Request, fetched: KvFetched) -> None:
         if (choice := self._choice) is None:
             return
         source = choice.source

@@ -48,8 +48,7 @@ def beginning_of(found: TextFound) -> KeptBeginning:
     )
 
 
-# The parts of the memory: texts that this machine computed itself, and texts that began with rows of another
-# one.
+# Parts of the memory: texts that this machine computed, and texts that began with rows of another machine.
 _OWN, _SENT = "", "sent"
 
 
@@ -135,7 +134,7 @@ class KeptPrompts(PipelineStep):
             self._in_memory(request)
         return event
 
-    def closed(self, request: Request) -> asyncio.Task[None] | None:
+    def attempt_ended(self, request: Request) -> asyncio.Task[None] | None:
         self._sent.discard(request.id)
         if isinstance(request.attempt.error, EngineDied) and request.folder_here is not None:
             for part in (_OWN, _SENT):

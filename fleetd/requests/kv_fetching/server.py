@@ -76,8 +76,7 @@ class BlockServer:
 
     async def _found(self, asked: messages.BlocksQuestion) -> FoundBlocks:
         """The blocks that are on the disk. Blocks of a prompt that was just read are written now, and waited
-        for a
-        moment: subagents go to other machines just then."""
+        for a moment: subagents go to other machines just then."""
         found = await asyncio.to_thread(_own, self._cache, asked)
         first = found.blocks
         # Behind the last snapshot nothing is of use, so nothing is waited for there.

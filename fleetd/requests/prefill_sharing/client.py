@@ -93,7 +93,7 @@ class PrefillSharing(PipelineStep):
         self.label = label
         self.members = members
         self.speeds = speeds or ModelSpeeds()
-        self._prompts: dict[Request, SharedPrompt] = {}
+        self._runs: dict[Request, SharingRun] = {}
         self._warmed: dict[tuple[str, str], float] = {}
         self.background = BackgroundTasks()
 
@@ -117,26 +117,26 @@ class PrefillSharing(PipelineStep):
         folder = request.folder_here
         if folder is not None and self.possible(request.job, folder):
             request.attempt.generate = msgspec.structs.replace(request.attempt.generate, shared=True)
-            self._prompts[request] = SharedPrompt(self, folder, request)
+            self._runs[request] = SharingRun(self, folder, request)
 
     async def decide(self, request: Request, accepted: Accepted) -> None:
         """Announce the plan that is chosen for the prompt, once its helpers have agreed."""
-        if (share := self._prompts.get(request)) is not None:
-            request.announce(await share.decide(accepted))
+        if (run := self._runs.get(request)) is not None:
+            request.announce(await run.decide(accepted))
 
     def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
-        share = self._prompts.get(request)
-        if share is None:
+        run = self._runs.get(request)
+        if run is None:
             return event
-        if isinstance(event, PrefillReport) and (planned := share.ended(event)) is not None:
+        if isinstance(event, PrefillReport) and (planned := run.reported(event)) is not None:
             # The request goes on without its helpers.
             request.announce(planned)
         # A Tokenized would let the client's headers go out, which name the plan that Accepted decides.
         return None
 
-    def closed(self, request: Request) -> asyncio.Task[None] | None:
-        share = self._prompts.pop(request, None)
-        return share.close() if share is not None else None
+    def attempt_ended(self, request: Request) -> asyncio.Task[None] | None:
+        run = self._runs.pop(request, None)
+        return run.end() if run is not None else None
 
     # ---- for prompts -------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class PrefillSharing(PipelineStep):
             log.info("share.not_warmed", peer=load.node_id[:7], model=own.name, reason=str(error))
 
 
-class SharedPrompt:
+class SharingRun:
     """One prompt that may be shared, from its Accepted to the end of its helpers' work."""
 
     def __init__(self, sharing: PrefillSharing, folder: ModelFolder, request: Request) -> None:
@@ -303,26 +303,26 @@ class SharedPrompt:
             if not self._planned.done():
                 self._planned.set_result(self._alone_because())
 
-    def ended(self, shared: PrefillReport) -> Planned | None:
+    def reported(self, report: PrefillReport) -> Planned | None:
         """The shared prefill has ended. The new plan if the engine goes on alone, else None."""
         attempt = self._attempt
-        self._outcome.report = shared
+        self._outcome.report = report
         self._took_s = self._sharing.monotonic() - self._began_s
-        if not shared.code:
+        if not report.code:
             attempt.code = attempt.reason = ""
         elif not attempt.code:
-            attempt.code, attempt.reason = shared.code, shared.reason
+            attempt.code, attempt.reason = report.code, report.reason
         agreed, task = self._agreement, self._task
         if agreed is None or task is None:
             return None
-        if not shared.code:
+        if not report.code:
             for helper in agreed.helpers:
                 self._sharing.members.succeeded(helper.node_id, "prefill", self._digest)
             return None
         if all(helper.failed is None for helper in agreed.helpers):
             # The engine found a fault in what came, or missed something; it cannot know whose fault it was.
             for helper in agreed.helpers:
-                helper.failed = from_code(shared.code, shared.reason)
+                helper.failed = from_code(report.code, report.reason)
             self._sharing.blame(agreed, self._digest)
         # Stop the watcher before dismissing helpers, or it would count them as failed.
         task.cancel()
@@ -334,8 +334,8 @@ class SharedPrompt:
         reason = self._attempt.reason or self._alone.reason
         return Planned("local", LOCAL.nodes, self._request.exactness, reason)
 
-    def close(self) -> asyncio.Task[None] | None:
-        """The answer has ended, in any way. A task where helpers' accounts may still come."""
+    def end(self) -> asyncio.Task[None] | None:
+        """The answer has ended, in any way. A task if helpers' accounts may still come."""
         if self._task is None or self._agreement is None:
             self._count()
         elif self._outcome.went_well and (self._attempt.error is None or self._request.answering):
@@ -344,7 +344,7 @@ class SharedPrompt:
             self._sharing.background.start(self._go_on(self._task, self._agreement))
         else:
             # Also after an attempt that may be made again: the request forgets it then.
-            self._end(self._task, self._agreement)
+            self._close(self._task, self._agreement)
         return None
 
     @property
@@ -359,16 +359,16 @@ class SharedPrompt:
         try:
             await asyncio.wait({task}, timeout=limits.SHARE_LEFT_S * limits.SHARE_LATE)
         finally:
-            self._end(task, agreed)
+            self._close(task, agreed)
 
     async def _conclude(self, task: asyncio.Task[None], agreed: Agreement) -> None:
         """The helpers' own accounts come with the last bytes, or not at all."""
         try:
             await asyncio.wait({task}, timeout=_ACCOUNTS_S)
         finally:
-            self._end(task, agreed)
+            self._close(task, agreed)
 
-    def _end(self, task: asyncio.Task[None], agreed: Agreement) -> None:
+    def _close(self, task: asyncio.Task[None], agreed: Agreement) -> None:
         task.cancel()
         agreed.close()
         self._outcome.accounts = [(helper.name, helper.steps or ()) for helper in agreed.helpers]
@@ -379,8 +379,7 @@ class SharedPrompt:
             self._carried(agreed)
 
     def _carried(self, agreed: Agreement) -> None:
-        """Note how fast the paths of the helpers are at least, by what they sent, and whether one was far
-        slower."""
+        """Note how fast the helpers' paths are at least, by what they sent, and if one was far slower."""
         choice = self._outcome.choice
         planned = dict(choice.best.steps) if choice is not None else {}
         exposed_s = sum(step.seconds for step in self._outcome.own_steps if step.name == step_names.EXPOSED)

@@ -258,7 +258,7 @@ class SmartPrefill(PipelineStep):
         if shortening.result != expected:
             request.announce()
 
-    def ended(self, request: Request) -> None:
+    def request_ended(self, request: Request) -> None:
         """Close the bill, and count what came of the prompt."""
         bill = self._bills.pop(request, None)
         if request.smart is None or bill is None:
@@ -409,14 +409,13 @@ class SmartPrefill(PipelineStep):
 
 def _kept_size(form: Form, tokens: int, ratio: float) -> tuple[int, int, int]:
     """Sizes of what is prefilled in the end: a prompt's tokens, those that are cached, and those that are
-    computed
-    unless that is 0."""
+    computed unless that is 0."""
     kept = math.ceil(tokens * ratio)
     return (tokens, 0, kept) if form == "sparse" and kept < tokens else (kept, 0, 0)
 
 
 def _note(shortening: Shortening, compression: CompressionJob, loaded: list[StepView]) -> None:
-    """Keep what was found out about the prompt, however far that came. ``loaded``: the step before it, if any."""
+    """Keep what was found out about the prompt. ``loaded``: the step before it, if any."""
     shortening.plan, shortening.steps = compression.plan, [*loaded, *compression.steps]
     shortening.lost_scorer, shortening.planned_s = compression.lost, compression.planned_s
     selection = compression.selection
