@@ -20,7 +20,7 @@ from fleetd import limits
 from fleetd.cache.machine_key import MachineKey
 from fleetd.errors import SealBroken
 from fleetd.sealed.chunks import HEADER_BYTES, TAG_BYTES, Opener, Sealer
-from fleetd.text.unreadable import UNREADABLE
+from fleetd.text.bounded import UNREADABLE
 
 VERSION = 1
 _MAGIC = b"fleetd kv"

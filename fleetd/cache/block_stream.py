@@ -18,7 +18,7 @@ from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.read_ahead import ReadBlock, blocks_in_order
 from fleetd.errors import PeerLost, PeerWrong
 from fleetd.sealed.stream import SealedReceiver, SealedSender
-from fleetd.text.unreadable import UNREADABLE
+from fleetd.text.bounded import UNREADABLE
 
 _LENGTH = struct.Struct("<I")
 Targets = Callable[[int, BlockHeader], Sequence[memoryview]]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from fleetd.errors import ProtocolError
-from fleetd.text.unreadable import UNREADABLE
+from fleetd.text.bounded import UNREADABLE
 
 
 def reader(kind: Any, what: str, most_bytes: int | None = None) -> Callable[[bytes], Any]:

@@ -1,4 +1,5 @@
-"""Types with a range, for what another process or machine sends.
+"""What another process or machine sends, within bounds: types with a range, how deep JSON is nested, and what
+msgspec raises for bytes that are no message.
 
 A bound also keeps out NaN, which no later comparison would find, and numbers that a sum, a table or a
 database cannot hold. Text and lists without a bound of their own are bounded by the message that holds them.
@@ -6,9 +7,10 @@ database cannot hold. Text and lists without a bound of their own are bounded by
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import DecodeError, Meta
 
 from fleetd import limits
 
@@ -23,3 +25,23 @@ SignedSeconds = Annotated[float, Meta(ge=-1e9, le=1e9)]
 Logprob = Annotated[float, Meta(ge=-1e9, le=1)]
 #: A sentence or a name for people.
 Text = Annotated[str, Meta(max_length=limits.ERROR_TEXT_CHARS)]
+
+#: Raised for malformed bytes, deep nesting and invalid UTF-8.
+UNREADABLE = (DecodeError, RecursionError, UnicodeDecodeError)
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """True if lists and objects are in each other more than so many deep. Templates, encoders and libraries
+    recurse with what they are given; this does not."""
+    level: list[Any] = [value]
+    for _ in range(most):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()

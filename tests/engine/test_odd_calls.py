@@ -20,7 +20,7 @@ from fleetd.engine.answer.object_text import object_of, strict_object
 from fleetd.engine.answer.output_text import AnswerText
 from fleetd.engine.answer.tool_formats import primed
 from fleetd.engine.protocol import Delta, ToolCall
-from fleetd.text.nesting import is_deeper
+from fleetd.text.bounded import is_deeper
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS: list[dict[str, Any]] = [

@@ -19,7 +19,7 @@ from fleetd.engine.answer.object_text import strict_object
 from fleetd.engine.prompt.template_turns import merged, reminder
 from fleetd.engine.protocol import ChatPrompt
 from fleetd.errors import InvalidValue, UnsupportedParameter
-from fleetd.text.nesting import is_deeper
+from fleetd.text.bounded import is_deeper
 
 Plain = dict[str, Any]
 # Of a ChatPrompt: the index of a message and characters of its content.

@@ -17,7 +17,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.engine.answer.text_feed import BLANKS, Reading, TextFeed, words
-from fleetd.text.nesting import is_deeper
+from fleetd.text.bounded import is_deeper
 
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")

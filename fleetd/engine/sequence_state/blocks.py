@@ -25,7 +25,7 @@ from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.sequence_state.row_memory import RowBuffer
 from fleetd.engine.sequence_state.shapes import AnyShape, KvShape, QuantisedShape, RowShape, RunningShape
 from fleetd.engine.sequence_state.whole_states import rotated, running
-from fleetd.text.unreadable import UNREADABLE
+from fleetd.text.bounded import UNREADABLE
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
 # The longest way to write how far one window has rotated.

@@ -12,7 +12,7 @@ from fleetd import limits
 from fleetd.errors import PairingFailed
 from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.pairing.key_agreement import MAC_BYTES, SPAKE_BYTES, TAG_BYTES
-from fleetd.text.unreadable import UNREADABLE
+from fleetd.text.bounded import UNREADABLE
 
 # The oldest and the newest version of this exchange that this program supports.
 VERSIONS = (1, 1)

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct, msgpack
 
 from fleetd import limits
 from fleetd.errors import ProtocolError
-from fleetd.text.unreadable import UNREADABLE
+from fleetd.text.bounded import UNREADABLE
 
 # The oldest and the newest version that this program supports.
 PROTOCOL_VERSIONS = (1, 1)

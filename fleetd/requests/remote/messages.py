@@ -35,7 +35,7 @@ from fleetd.engine.protocol import (
 from fleetd.errors import ProtocolError
 from fleetd.p2p.message_reader import reader
 from fleetd.requests.remote import message_codec
-from fleetd.text.nesting import is_deeper
+from fleetd.text.bounded import is_deeper
 
 RUN = "job.run"
 # The same for a prompt that no third machine may see. Versions that do not know it refuse it.
