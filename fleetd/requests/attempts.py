@@ -32,13 +32,13 @@ _DETERMINISTIC = (BadRequest, ModelRefused, ModelUnsupported)
 # What may well differ between machines, of these: memory, and versions.
 _DIFFERS = (ContextLengthExceeded, ModelUnsupported)
 
-#: "confirm": ask one more machine whether the request is wrong; "confirm_loaded": only a machine that has
-#: the model loaded.
+# "confirm": ask one more machine whether the request is wrong; "confirm_loaded": only a machine that has
+# the model loaded.
 Next = Literal["stop", "elsewhere", "confirm", "confirm_loaded"]
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedRequest:
     """A machine called a request wrong."""
 
     node_id: str
@@ -60,7 +60,7 @@ class Attempts:
     # Node ids of those that failed.
     tried: frozenset[str] = frozenset()
     # The first that called the request wrong, once another one is asked.
-    refusal: Refusal | None = None
+    refusal: RefusedRequest | None = None
 
     def after(self, node_id: str, error: FleetError, *, answering: bool, proven: bool) -> Next:
         """What follows from the failure of a machine.

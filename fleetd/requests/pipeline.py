@@ -25,14 +25,14 @@ from fleetd.requests.job import Planned
 from fleetd.requests.request import Request
 from fleetd.requests.request_views import attempt_of, trace_of
 
-#: The events of which a client sees some of the answer.
+# The events of which a client sees some of the answer.
 ANSWER = (Delta, ToolCallPiece, ToolCall)
 
 
 class PipelineStep:
     """One feature's part in requests; each method does nothing unless a feature overrides it."""
 
-    #: The types of the events that ``on_event`` is given.
+    # The types of the events that ``on_event`` is given.
     events: ClassVar[tuple[type[Loading | Event], ...]] = ()
 
     def prepare(self, request: Request) -> None:

@@ -37,7 +37,7 @@ from fleetd.plan.refusals import THIS_NODE
 from fleetd.process.observe import get_logger
 from fleetd.requests.accounts import Accounts
 from fleetd.requests.answering_machines import AnsweringMachines
-from fleetd.requests.attempts import Attempts, Refusal
+from fleetd.requests.attempts import Attempts, RefusedRequest
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
 from fleetd.requests.members.members import Members, SentRequests, expected_load_s
@@ -299,7 +299,7 @@ class RequestRunner:
         if following == "confirm_loaded" and not self._members.has_loaded(found.node_id, model.name):
             raise error from failure
         if confirms:
-            attempts.refusal = Refusal(placement.node_id, placement.digest, error)
+            attempts.refusal = RefusedRequest(placement.node_id, placement.digest, error)
         log.warning("request.elsewhere", request=request.id, left=placement.planned.nodes[0], code=error.code)
         request.placement = found
         self._accounts.metrics.fallback(error.code)

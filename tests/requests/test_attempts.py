@@ -18,7 +18,7 @@ from fleetd.errors import (
     PeerWrong,
 )
 from fleetd.plan.refusals import THIS_NODE
-from fleetd.requests.attempts import Attempts, Next, Refusal
+from fleetd.requests.attempts import Attempts, Next, RefusedRequest
 
 LOST, BUSY, DIED = PeerLost("gone"), Overloaded("busy"), EngineDied("died")
 WRONG, LONG, UNKNOWN, REFUSED = (
@@ -27,7 +27,7 @@ WRONG, LONG, UNKNOWN, REFUSED = (
     ModelUnsupported("unknown"),
     ModelRefused("it runs code"),
 )
-EARLIER = Refusal("studio", "d", WRONG)
+EARLIER = RefusedRequest("studio", "d", WRONG)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,12 @@ EARLIER = Refusal("studio", "d", WRONG)
     ],
 )
 def test_what_follows_from_a_failure(
-    node_id: str, error: FleetError, answering: bool, proven: bool, refusal: Refusal | None, following: Next
+    node_id: str,
+    error: FleetError,
+    answering: bool,
+    proven: bool,
+    refusal: RefusedRequest | None,
+    following: Next,
 ) -> None:
     attempts = Attempts(refusal=refusal)
     assert attempts.after(node_id, error, answering=answering, proven=proven) == following
@@ -78,6 +83,6 @@ def test_no_more_than_so_many_machines_are_tried() -> None:
 def test_a_machine_that_refused_what_another_served_is_wrong_unless_the_two_may_differ(
     said: FleetError, kind: type[FleetError]
 ) -> None:
-    untrue = Refusal("mini", "d", said).untrue
+    untrue = RefusedRequest("mini", "d", said).untrue
     assert type(untrue) is kind
     assert str(said) in untrue.message

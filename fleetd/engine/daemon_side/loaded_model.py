@@ -60,12 +60,12 @@ class LoadedModel:
                 yield progress
 
     async def check(self) -> None:
-        """As ``EngineProcess.check``."""
+        """Kill a worker that has work and makes no progress. Called every second or so by the pool."""
         for worker in self.workers:
             await worker.check()
 
     async def stop(self) -> None:
-        """As ``EngineProcess.stop``."""
+        """End all workers, as ``EngineProcess.stop`` does; idempotent."""
         self._stopping = True
         await asyncio.gather(*(worker.stop() for worker in self.workers))
 
