@@ -90,17 +90,16 @@ def _price(folder: Path) -> None:
 
     facts, search = loaded.facts, loaded.search
     budget_s, clock = 4 * limits.CALIBRATE_S, time.process_time
-    speeds = Calibration(
-        loaded.model, facts.vocab_size, facts.context_tokens, budget_s, clock=clock
-    ).measured()
-    speed = PrefillSpeed.measured(speeds.prefill_tok_s, speeds.prefill_context_s, speeds.prefill_fixed_s)
+    context_tokens = facts.shape.context_tokens
+    measured = Calibration(loaded.model, facts.vocab_size, context_tokens, budget_s, clock=clock).measured()
+    speed = PrefillSpeed.of(measured.speed)
     profile = search.profile()
     scorer = Scorer("", "", speed, exit_share(profile.exit_layer, profile.layers))
     for tokens in _PRICED:
         text = prompts.text(folder, tokens, tokens)
         asked = Score("price", f"{text}\n{_QUESTION}", [(len(text) + 1, len(text) + 1 + len(_QUESTION))])
         guests = ScoreGuests(search=search, budget=KvBudget.of(1 << 40, 1), emit=lambda _: None)
-        guests.begin(laid := lay_out(asked, search.tokenizer, facts.context_tokens))
+        guests.begin(laid := lay_out(asked, search.tokenizer, context_tokens))
         began_s = time.process_time()
         while guests.ready:
             guests.turn(_CHUNK_TOKENS)

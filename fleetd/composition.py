@@ -23,7 +23,7 @@ from fleetd.control.fleet_view import PeerView
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import Draining
-from fleetd.fleet.own_card import CardMaker
+from fleetd.fleet.own_card import CardMaker, Readings
 from fleetd.fleet.service import Fleet, default_name
 from fleetd.hardware.memory import machine_budget
 from fleetd.hardware.probe import HardwareProbe
@@ -215,24 +215,32 @@ class DaemonParts:
     def make_card(self) -> CardMaker:
         """Begin to tell others of this machine; its node is open."""
         node, machine = self.node, self.machine
-        self.card = CardMaker(
+        wake = wake_on_lan.own_addresses() if node is not None and self._config.power.wake else ()
+        bare = Card(
             node_id=node.identity.node_id if node is not None else THIS_NAME,
             epoch=node.epoch if node is not None else 0,
+            sequence=0,
             name=node.name if node is not None else THIS_NAME,
             software=__version__,
-            models=machine.models,
-            engines=machine.pool.status,
+            max_streams=self._config.engine.max_streams,
+            wake=list(wake),
+        )
+        readings = Readings(
             machine=machine.prober.read,
+            budget=machine.memory_budget,
+            engines=machine.pool.status,
             counts=lambda: self.runner.counts,
             unread_tokens=lambda: self.runner.unread_tokens,
             draining=lambda: self.runner.draining,
-            max_streams=self._config.engine.max_streams,
-            publish=node.publish if node is not None else None,
+        )
+        self.card = CardMaker(
+            bare,
+            machine.models,
+            readings,
             speeds=machine.speeds,
-            profiles=machine.profiles,
-            budget=machine.memory_budget,
             load_times=machine.load_times,
-            wake=wake_on_lan.own_addresses() if node is not None and self._config.power.wake else (),
+            profiles=machine.profiles,
+            publish=node.publish if node is not None else None,
         )
         return self.card
 

@@ -16,6 +16,7 @@ import uvloop
 
 from bench.harness.child import serve
 from fleetd import limits
+from fleetd.control.model_facts import ModelShape
 from fleetd.p2p.link_prober import LinkProber
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.p2p.membership.identity import Identity
@@ -172,10 +173,8 @@ class _Nodes:
                 revision=f"{number:040d}",
                 source="hub",
                 roles=["chat"],
-                architecture="llama",
-                weights_bytes=98_351_304,
                 memory_bytes=600_000_000,
-                context_tokens=8192,
+                shape=ModelShape("llama", weights_bytes=98_351_304, context_tokens=8192),
             )
             for number in range(_MODELS)
         ]

@@ -62,15 +62,15 @@ class _Runs:
         verdict = probe(
             self._loaded.model,
             vocab_size=facts.vocab_size,
-            context_tokens=facts.context_tokens,
-            plan=ProbePlan.of(facts.device, 1 / facts.decode_tok_s),
+            context_tokens=facts.shape.context_tokens,
+            plan=ProbePlan.of(facts.device, 1 / facts.speed.decode_tok_s),
         )
         return {
             "probe_s": time.perf_counter() - begun,
             "text": verdict.text,
             "curve": {str(n): ratio for n, ratio in self._speculation.costs.curve.items()},
             "step_s": self._speculation.costs.step_s,
-            "row_bytes": facts.kv_bytes_per_token + 2 * 4 * facts.vocab_size,
+            "row_bytes": facts.shape.sizes.token_bytes + 2 * 4 * facts.vocab_size,
             "width": verdict.width,
         }
 
@@ -91,7 +91,7 @@ class _Runs:
             context_tokens=8192,
             chunks=FixedChunks(256, 64),
             max_streams=4,
-            budget=KvBudget.of(4 << 30, self._loaded.facts.kv_bytes_per_token),
+            budget=KvBudget.of(4 << 30, self._loaded.facts.shape.sizes.token_bytes),
             prefix=PrefixCache(0),
             emit=events.append,
             speculation=speculation,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from bench.figures import Figure, Measured
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape, StateSizes
 from fleetd.limits import GIB
 from fleetd.plan.beginnings import Beginning, KeptBeginning, from_disk, from_peer
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
@@ -27,6 +28,9 @@ LAYERS = 64
 ROW_BYTES = 16 * 4 * 256 * 2 * 2
 STATE_BYTES = 154_000_000
 N_BYTES = TOKENS * ROW_BYTES
+_SHAPE = ModelShape(
+    weights_bytes=15 * GIB, layers=LAYERS, sizes=StateSizes(ROW_BYTES, STATE_BYTES), hidden_bytes=2 * 5120
+)
 # Tokens per second of a prefill of about that length, as published: oMLX with 30k in 34.5 s, and an M3 Max
 # (omlx#2781: 47,942 tokens in 316 s).
 MACHINES = {"870 tok/s": 870.0, "152 tok/s": 152.0}
@@ -62,11 +66,10 @@ def home(tok_s: float, *beginnings: Beginning) -> Home:
         available_bytes=32 * GIB,
         state="loaded",
         digest="d",
-        weights_bytes=15 * GIB,
-        prefill_tok_s=tok_s,
-        decode_tok_s=20.0,
+        shape=_SHAPE,
+        speed=MeasuredSpeed(tok_s, 20.0),
     )
-    size = PrefillSize(TOKENS - 1, 0, LAYERS, ROW_BYTES, 2 * 5120, 2048, state_bytes=STATE_BYTES)
+    size = PrefillSize(_SHAPE, TOKENS - 1, 0, 2048)
     return Home(candidate, size, HelperSpec("", "this", speed, first_token_s=1 / 20), (), None, beginnings)
 
 

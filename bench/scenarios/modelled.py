@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from bench.figures import Figure, Measured, at_most
+from fleetd.control.model_facts import ModelShape, StateSizes
 from fleetd.limits import KIB, MIB
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.choice import HelperSpec, PlanChoice, PrefillOption, PrefillSize, choose, options
@@ -36,6 +37,7 @@ DS4_ROW_BYTES = 107_097_320 // 14_524 * DS4_LAYERS // DS4_FIRST
 DS4_SMALL_CHUNK, DS4_SMALL_TOKENS, DS4_SMALL_RATES = 256, 14_524, (390.0, 596.0)
 # Not published: the width of the model's forerunner in 16 bits. Some per cent of a chunk's time on that link.
 DS4_HIDDEN_BYTES = 7168 * 2
+DS4_SHAPE = ModelShape(layers=DS4_LAYERS, sizes=StateSizes(DS4_ROW_BYTES), hidden_bytes=DS4_HIDDEN_BYTES)
 
 # ---- exo: a DGX Spark prefills, an M3 Ultra answers, 10 Gbit/s between them ------------------------------
 # exo's blog on DGX Spark and Mac Studio: Llama-3.1-8B in FP16, 8,192 tokens of prompt; seconds of prefill on
@@ -45,7 +47,7 @@ EXO_SPARK_S, EXO_MAC_S, EXO_MAC_DECODE_S, EXO_BOTH_S = 1.47, 5.57, 0.85, 2.32
 EXO_LINK = LinkSpeed(1.25e9, 0.3e-3)
 # The model's config: 32 layers, 8 heads of 128 for keys and values, 4,096 wide. Its weights of 16 GB are read
 # once per chunk, at the bandwidth of each machine's memory (their makers' figures).
-EXO_LAYERS, EXO_ROW_BYTES, EXO_HIDDEN_BYTES = 32, 128 * KIB, 4096 * 2
+EXO_SHAPE = ModelShape(layers=32, sizes=StateSizes(128 * KIB), hidden_bytes=4096 * 2)
 EXO_WEIGHTS_BYTES, EXO_SPARK_BYTES_PER_S, EXO_MAC_BYTES_PER_S = 16.06e9, 273e9, 819e9
 # mlx-lm's own, in which the published rates are taken to be measured.
 EXO_CHUNK = 2048
@@ -76,7 +78,8 @@ def ds4(tokens: int) -> Prediction:
     alone, both = DS4[tokens]
     speed, prompt = ds4_speed(), _ds4_prompt(tokens)
     split = checked(Split("layers", (0, DS4_FIRST, DS4_LAYERS), DS4_LAYERS, 0, tokens, DS4_CHUNK))
-    place, staying = HelperSpec("other", "the other", speed, DS4_LINK), replace(prompt, kv_bytes_per_token=0)
+    place = HelperSpec("other", "the other", speed, DS4_LINK)
+    staying = replace(prompt, shape=replace(DS4_SHAPE, sizes=StateSizes()))
     local_s = speed.total(1.0, prompt.new, DS4_CHUNK)
     home = HelperSpec("", "this", speed)
     others = [HelperSpec(name, name, speed, DS4_LINK) for name in ("other", "third")]
@@ -107,12 +110,12 @@ def ds4_speed() -> PrefillSpeed:
 
 
 def _ds4_prompt(tokens: int) -> PrefillSize:
-    return PrefillSize(tokens, 0, DS4_LAYERS, DS4_ROW_BYTES, DS4_HIDDEN_BYTES, DS4_CHUNK)
+    return PrefillSize(DS4_SHAPE, tokens, 0, DS4_CHUNK)
 
 
 def exo() -> Prediction:
     """End to end, as it was published: all of the prefill on one machine, decode on the other."""
-    prompt = PrefillSize(EXO_TOKENS, 0, EXO_LAYERS, EXO_ROW_BYTES, EXO_HIDDEN_BYTES, EXO_CHUNK)
+    prompt = PrefillSize(EXO_SHAPE, EXO_TOKENS, 0, EXO_CHUNK)
     mac = HelperSpec("", "the Mac", _exo_speed(EXO_MAC_S, EXO_MAC_BYTES_PER_S))
     speed = _exo_speed(EXO_SPARK_S, EXO_SPARK_BYTES_PER_S)
     sparks = [HelperSpec(name, name, speed, EXO_LINK) for name in ("spark", "second spark")]

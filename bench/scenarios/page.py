@@ -145,7 +145,8 @@ def _longest_task(browser: Browser, daemon: Daemon) -> float:
 
 
 def _peer(number: int) -> dict[str, Any]:
-    model = {"name": "smollm2-135m", "state": "loaded", "roles": ["chat"], "prefill_tok_s": 900.0}
+    speed = {"prefill_tok_s": 900.0, "decode_tok_s": 40.0}
+    model = {"name": "smollm2-135m", "state": "loaded", "roles": ["chat"], "speed": speed}
     return {
         "node_id": f"node{number:02}",
         "short_id": f"n{number:02}",
@@ -160,7 +161,14 @@ def _peer(number: int) -> dict[str, Any]:
         "available_bytes": 32 << 30,
         "running": 0,
         "waiting": 0,
-        "models": [{**model, "decode_tok_s": 40.0, "part_first": 0, "part_last": 0}],
+        "models": [
+            {
+                **model,
+                "speed": {"prefill_tok_s": 900.0, "decode_tok_s": 40.0},
+                "part_first": 0,
+                "part_last": 0,
+            }
+        ],
         "rtt_ms": 0.4,
         "bytes_per_s": 1.1e9,
         "link_doubtful": False,

@@ -102,17 +102,15 @@ def _plan(home: Ready | None, helper: Ready | None, kind: str, tokens: int) -> P
     assert home is not None
     assert helper is not None
     prompt = PrefillSize(
+        home.shape,
         tokens=tokens,
         cached=0,
-        layers=home.layers,
-        kv_bytes_per_token=home.kv_bytes_per_token,
-        hidden_bytes=home.hidden_bytes,
         chunk=256,
-        unshareable=home.unshareable,
         last_layer=LAST_LAYER,
     )
     home_speed, helper_speed = (
-        PrefillSpeed.measured(facts.prefill_tok_s, facts.prefill_context_s) for facts in (home, helper)
+        PrefillSpeed.measured(facts.speed.prefill_tok_s, facts.speed.prefill_context_s)
+        for facts in (home, helper)
     )
     here = HelperSpec("home", "home", home_speed)
     there = HelperSpec("helper", "helper", helper_speed, _LINK)

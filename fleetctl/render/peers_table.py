@@ -84,7 +84,7 @@ def _rows(peers: Sequence[PeerView], width: int | None) -> list[str]:
     legend = "LOAD: running+waiting"
     if any(model.state == "loaded" for peer in peers for model in peer.models):
         legend += " · * loaded"
-    if any(peer.link_doubtful or any(model.doubtful for model in peer.models) for peer in peers):
+    if any(peer.link_doubtful or any(model.speed.doubtful for model in peer.models) for peer in peers):
         legend += " · ~ measured beside other work"
     if any(model.capped for peer in peers for model in peer.models):
         legend += " · ! claims speeds that its hardware cannot have; they are not believed"
@@ -131,7 +131,7 @@ def _model(model: PeerModel, name: str) -> str:
     mark = {"loaded": "*", "loading": " (loading)"}.get(model.state, "")
     if model.part_last and not mark:
         mark = f" ({layers(model.part_first, model.part_last)})"
-    return one_line(name) + mark + ("~" if model.doubtful else "") + ("!" if model.capped else "")
+    return one_line(name) + mark + ("~" if model.speed.doubtful else "") + ("!" if model.capped else "")
 
 
 def _why(peer: PeerView, width: int | None) -> list[str]:

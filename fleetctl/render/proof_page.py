@@ -12,11 +12,11 @@ _Row = Sequence[str]
 
 def page(proof: HardwareProof) -> str:
     """A table per kind of measurement; those without a result are left out."""
-    machine, model = proof.machine, proof.model
+    machine, model, shape = proof.machine, proof.model, proof.model.shape
     parts = [
         f"fleetd {proof.fleetd} on {machine.product or machine.cpu}, "
         f"{machine.accelerator or machine.device}, {machine.platform}",
-        f"a {model.architecture} of {model.layers} layers, {size(model.weights_bytes)} as {model.dtype}; "
+        f"a {shape.architecture} of {shape.layers} layers, {size(shape.weights_bytes)} as {shape.dtype}; "
         f"drafts: {model.speculation}",
     ]
     if machine.others_share is not None and machine.others_share > 0.1:

@@ -19,12 +19,15 @@ from fleetctl.render.progress_line import live_terminal
 from fleetctl.render.text import one_line, wrapped
 from fleetctl.replies import fetch_fleet, read
 from fleetd.control.fleet_view import FleetView, PeerView
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.errors import FleetError
 from fleetd.text.terminal_text import json_text
 
 _EVERY_S = 0.5
 # Figures that differ in every answer.
-_FIGURES = frozenset({"rtt_ms", "bytes_per_s", "heard_s", "available_bytes", "prefill_tok_s", "decode_tok_s"})
+_FIGURES = {"rtt_ms", "bytes_per_s", "heard_s", "available_bytes", *MeasuredSpeed.__struct_fields__} - {
+    "doubt"
+}
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 

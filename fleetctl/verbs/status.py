@@ -45,10 +45,10 @@ def render(status: dict[str, Any]) -> str:
             if engine.get("error")
         ]
         lines += [
-            f"{one_line(engine['model'])}: speeds in doubt, {one_line(engine['doubt'])}; idle time and "
-            "prompts correct them"
+            f"{one_line(engine['model'])}: speeds in doubt, {one_line(doubt)}; idle time and prompts "
+            "correct them"
             for engine in engines
-            if engine.get("doubt")
+            if (doubt := (engine.get("speed") or {}).get("doubt"))
         ]
         lines += [
             f"{one_line(engine['model'])}: {_load(engine)}" for engine in engines if engine.get("load_steps")
@@ -176,16 +176,17 @@ def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
         work = [f"idle {duration(engine.get('idle_s') or 0)}"] if state == "ready" else ["-"]
     if engine.get("restarts"):
         work.append(f"{engine['restarts']} restarts")
-    device = " ".join(str(engine[key]) for key in ("device", "dtype") if engine.get(key))
+    shape, speed = engine.get("shape") or {}, engine.get("speed") or {}
+    device = " ".join(str(each) for each in (engine.get("device"), shape.get("dtype")) if each)
     kv = f"{size(engine.get('kv_bytes'))} of {size(engine.get('kv_budget_bytes'))}"
     return (
         _model(engine),
         state,
         device or "-",
-        size(engine.get("weights_bytes")),
+        size(shape.get("weights_bytes")),
         kv,
-        _speed(engine.get("prefill_tok_s")),
-        _speed(engine.get("decode_tok_s")),
+        _speed(speed.get("prefill_tok_s")),
+        _speed(speed.get("decode_tok_s")),
         ", ".join(work),
     )
 

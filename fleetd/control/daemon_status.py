@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from fleetd.control.fleet_view import FleetView
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.control.prefill_plan import StepView
 
 #: How short the system is of memory, in its own judgement; "" where it does not say.
@@ -91,67 +92,70 @@ class MemoryBudget(msgspec.Struct, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """One worker. ``state`` is an ``EngineState``.
+    """One worker."""
 
-    ``done`` of ``total`` is the progress of a loading ``stage``; ``load_steps``: what each stage took.
-    A worker with only the layers [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
-    From ``layers`` to ``any_chunks``: what other machines need to know to price a prefill that they share
-    with it; ``layers`` is 0 if they cannot share one.
-    ``scoring``: "ready" if it can score prompts, "unmeasured" until its profile is found, "unable" if it
-    never can.
-    ``doubt``: why its speeds, as measured, may be wrong, as a part of a sentence; "" if they can be believed.
-    """
-
+    # The model's name; of a worker that has only some of its layers, with these.
     model: str = ""
+    # An ``EngineState``; "" for a worker that is not known.
     state: str = ""
+    # What a load does: "reading"; "" once it is over.
     stage: str = ""
+    # Progress of the ``stage``: ``done`` of ``total``, in its own unit.
     done: int = 0
     total: int = 0
+    # What computes: "cpu", "metal" or "cuda"; None until it is loaded.
     device: str | None = None
-    dtype: str | None = None
-    weights_bytes: int = 0
+    # What the model is, over the layers that are held.
+    shape: ModelShape = ModelShape()
+    # As measured at load, or since then in idle time.
+    speed: MeasuredSpeed = MeasuredSpeed()
+    # Bytes of the device's memory that the worker holds.
     memory_bytes: int = 0
+    # Bytes of running requests' keys and values, and the most that these may have.
     kv_bytes: int = 0
     kv_budget_bytes: int = 0
+    # Bytes of earlier prompts in the prefix cache, and the most that these may have.
     prefix_bytes: int = 0
     prefix_budget_bytes: int = 0
+    # How many prompts the prefix cache keeps.
     prefix_entries: int = 0
+    # Bytes of keys and values that wait to be written to the disk, and of those that were.
     disk_queued_bytes: int = 0
     disk_written_bytes: int = 0
+    # Prompts of which nothing was written, or not all.
     disk_dropped: int = 0
-    context_tokens: int = 0
-    prefill_tok_s: float = 0.0
-    decode_tok_s: float = 0.0
-    prefill_context_s: float = 0.0
-    prefill_fixed_s: float = 0.0
-    doubt: str = ""
+    # Equal where two machines compute the same bytes of the same files; "" if that is not known.
     arithmetic: str = ""
+    # Whether it helps with prompts of which tokens are left out.
     shares_sparse: bool = False
-    layers: int = 0
-    kv_bytes_per_token: int = 0
-    state_bytes: int = 0
-    window_bytes_per_token: int = 0
-    window_tokens: int = 0
-    hidden_bytes: int = 0
-    hidden_width: int = 0
-    outside_bytes: int = 0
-    any_chunks: bool = False
+    # The probe's verdict, whether drafts can be verified without changing a byte, as a sentence.
     speculation: str = ""
+    # What each stage of the load took, in seconds.
     load_steps: list[StepView] = []
+    # "ready" if it can score prompts, "unmeasured" until its profile is found, "unable" if it never can.
     scoring: str = ""
+    # The model that it has only the layers [``first_layer``, ``last_layer``) of, to help others; "" if it has
+    # all of them.
     part_of: str = ""
     first_layer: int = 0
     last_layer: int = 0
+    # Requests by what is done for them; ``assisting``: parts of other machines' prompts.
     prefilling: int = 0
     decoding: int = 0
     waiting: int = 0
     assisting: int = 0
+    # Whether it is kept loaded whatever other models need.
     pinned: bool = False
+    # Forward passes since the load.
     steps: int = 0
+    # Seconds since the last progress, while there is a request.
     progress_age_s: float = 0.0
+    # Seconds since the last request.
     idle_s: float = 0.0
+    # How often the worker had to be started again.
     restarts: int = 0
     pid: int | None = None
+    # Why it failed.
     error: str | None = None
 
     @property

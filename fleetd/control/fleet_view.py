@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from fleetd.control.model_facts import MeasuredSpeed
+
 PeerState = Literal["usable", "connecting", "quiet", "draining", "unreachable", "refused", "incompatible"]
 
 
@@ -23,22 +25,19 @@ class PathView(msgspec.Struct, frozen=True):
 
 
 class PeerModel(msgspec.Struct, frozen=True):
-    """A model of a peer. ``state``: installed, loading or loaded.
-
-    Of a model that is not loaded whole, the layers [``part_first``, ``part_last``) may be loaded to help
-    other machines. ``doubtful``: its speeds, as measured, may be wrong. ``capped``: its card
-    claims more than its hardware can do; the speeds here are those that are believed.
-    """
+    """A model of a peer."""
 
     name: str = ""
+    # "installed", "loading" or "loaded".
     state: str = ""
     roles: list[str] = []
     digest: str = ""
-    prefill_tok_s: float = 0.0
-    decode_tok_s: float = 0.0
+    # As that machine measured it, and as far as it is believed.
+    speed: MeasuredSpeed = MeasuredSpeed()
+    # The layers [first, last) that are loaded to help other machines, of a model that is not loaded whole.
     part_first: int = 0
     part_last: int = 0
-    doubtful: bool = False
+    # Whether its card claims more than its hardware can do.
     capped: bool = False
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape
+
 
 class ProofStep(msgspec.Struct, frozen=True):
     """One kind of measurement. ``error``: the kind of error that ended it, "" if it went well; ``skipped``:
@@ -35,16 +37,13 @@ class MachineProof(msgspec.Struct, frozen=True):
 
 
 class ModelProof(msgspec.Struct, frozen=True):
-    """The model by its make. ``speculation``: the verdict at load, in words."""
+    """The model by its make."""
 
-    architecture: str = ""
-    dtype: str = ""
-    layers: int = 0
-    weights_bytes: int = 0
-    kv_bytes_per_token: int = 0
+    shape: ModelShape = ModelShape()
+    # As measured at load.
+    speed: MeasuredSpeed = MeasuredSpeed()
+    # The verdict at load, in words.
     speculation: str = ""
-    prefill_tok_s: float = 0.0
-    decode_tok_s: float = 0.0
     load_s: float = 0.0
 
 

@@ -31,10 +31,10 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.compression.packed import PackedScores
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.control.prefill_trace import Speculated
 from fleetd.engine.sampling.parameters import Sampling as Sampling
 from fleetd.plan.prefill.split import Split
-from fleetd.plan.state_sizes import StateSizes
 from fleetd.text.bounded import Count, Logprob, Natural, Seconds, Text
 
 # ---- What to generate ------------------------------------------------------------------------------------
@@ -331,86 +331,54 @@ class ScoringState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded. Sizes in bytes. ``sizes``: of a sequence, over the layers that are held.
-    ``layers``: as a prefill has them.
+    """The model is loaded."""
 
-    Speeds are those of one request alone on a short context; 0 if there was no time to measure them.
-    ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
-    ``prefill_fixed_s``: those that each chunk takes however short it is. Where only some layers are held, all
-    three are what the whole model would take at the pace of these. ``doubt``: why these speeds may be wrong,
-    as a part of a sentence; "" if they can be believed.
-    ``unshareable``: why no other machine can help this model; "" if they can.
-    ``speculation``: the probe's verdict, whether drafts can be verified without changing a byte; it begins
-    with "exact", "declined" or "off". ``speculation_width``: tokens of one pass that it holds for, 1 where it
-    does not; ``speculation_context``: in texts of up to so many tokens.
-    ``sparse``: why a Keep is not followed here; "" if it is, and then ``sparse_tail`` tokens at a prompt's
-    end are computed whatever it keeps.
-    """
-
-    architecture: str
     device: Literal["cpu", "metal", "cuda"]
-    dtype: str
-    layers: int
+    # What the model is, over the layers that are held.
+    shape: ModelShape
+    # How many token ids the model knows.
     vocab_size: int
-    context_tokens: int
-    weights_bytes: int
-    kv_bytes_per_token: int
+    # Bytes for keys and values.
     kv_budget_bytes: int
     has_chat_template: bool
     tool_calls: bool
     reasoning: bool
+    # Seconds that the load took.
     load_s: float
+    # Versions of the libraries that compute, by name.
     versions: dict[str, str]
-    prefill_tok_s: float = 0.0
-    decode_tok_s: float = 0.0
-    prefill_context_s: float = 0.0
-    prefill_fixed_s: float = 0.0
-    doubt: str = ""
-    # For the prompts that its prefix cache keeps; 0 in a worker that only helps.
+    # As measured at load; a MeasuredAgain takes its place.
+    speed: MeasuredSpeed = MeasuredSpeed()
+    # Bytes for the prompts that its prefix cache keeps; 0 in a worker that only helps.
     prefix_budget_bytes: Count = 0
-    state_bytes: int = 0
-    window_bytes_per_token: Count = 0
-    window_tokens: Count = 0
-    # What a token has between two layers, and the width of one hidden state of it.
-    hidden_bytes: int = 0
-    hidden_width: Count = 0
-    # The part of ``weights_bytes`` that belongs to no layer: a machine that has some layers has a part of it,
-    # or none.
-    outside_bytes: int = 0
-    # Of the layer with the most weights; 0 where it is not known.
-    layer_bytes: int = 0
     # The layers [first, last) that are held: all of them but in a worker that only helps.
     first_layer: int = 0
     last_layer: int = 0
     # How tool calls are written, by the name of the format's parser; "" if they are not.
     tool_format: str = ""
-    unshareable: str = ""
+    # The probe's verdict, whether drafts can be verified without changing a byte; it begins with "exact",
+    # "declined" or "off".
     speculation: str = "off: this worker answers nothing by itself"
+    # Tokens of one pass that the verdict holds for; 1 if drafts cannot be verified.
     speculation_width: int = 1
+    # The verdict holds in texts of up to so many tokens.
     speculation_context: int = 0
+    # Why a Keep is not followed here; "" if it is.
     sparse: str = "This worker answers nothing by itself."
+    # Tokens at a prompt's end that are computed whatever a Keep leaves out.
     sparse_tail: int = 0
+    # None if no other machine can help with this model.
     arithmetic: Arithmetic | None = None
     # At load; a Heartbeat tells how it goes on.
     scoring: ScoringState = ScoringState()
     # Equal where two models mean the same by every token id: a hash of the tokenizer's vocabulary.
     vocabulary: str = ""
 
-    @property
-    def sizes(self) -> StateSizes:
-        return StateSizes(
-            self.kv_bytes_per_token, self.state_bytes, self.window_bytes_per_token, self.window_tokens
-        )
-
 
 class MeasuredAgain(msgspec.Struct, frozen=True, tag=True):
-    """Speeds that were measured again after Ready, as there; they take the place of those."""
+    """The speed was measured again; it takes the place of the one in Ready."""
 
-    prefill_tok_s: float
-    decode_tok_s: float
-    prefill_context_s: float
-    prefill_fixed_s: float
-    doubt: str = ""
+    speed: MeasuredSpeed
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
@@ -430,27 +398,27 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The prompt is rendered, tokenized and admitted; nothing is computed yet.
-
-    ``cached``: leading tokens that the prefix cache holds. ``chunk``: in how many tokens at a time it
-    would be prefilled alone. Both are known only if it ``waits`` for PrefillWithHelpers or PrefillAlone.
-    It waits if that was asked for, enough tokens are left to prefill (or other machines had a part in the
-    cached ones), and there is memory for them at once. ``exact``: the cached tokens' numbers are those of
-    this machine alone. The figures of an AssistPrefill are its split's.
-    ``kept``: of ``prompt_tokens``, those that are prefilled where a Keep is followed, 0 if none is;
-    ``dense_reason``: why one is not. ``places``: as in a Split; there is room for states at the last
-    ``states`` of them.
-    """
+    """The prompt is rendered, tokenized and admitted; nothing is computed yet. An AssistPrefill's figures are
+    those of its split."""
 
     id: EventId
     prompt_tokens: Natural
+    # Leading tokens that the prefix cache holds; known only if the prompt ``waits``.
     cached: Natural = 0
+    # In how many tokens at a time the prompt would be prefilled alone; known only if it ``waits``.
     chunk: Natural = 0
+    # Whether it waits for PrefillWithHelpers or PrefillAlone: that was asked for, enough tokens are left to
+    # prefill (or other machines had a part in the cached ones), and there is memory for them at once.
     waits: bool = False
+    # Whether the cached tokens' numbers are those of this machine alone.
     exact: bool = True
+    # Of ``prompt_tokens``, those that are prefilled because a Keep is followed; 0 if none is.
     kept: Natural = 0
+    # Why a Keep is not followed; "" if it is, or there is none.
     dense_reason: Text = ""
+    # Tokens after which a chunk ends, as in a Split.
     places: Annotated[list[Natural], Meta(max_length=limits.CHECKPOINTS_PER_PROMPT)] = []
+    # There is room for states at so many of the last ``places``.
     states: Natural = 0
 
 

@@ -259,7 +259,7 @@ class Front:
             )
         facts = self._loaded.facts
         if isinstance(request, Score):
-            layout = lay_out(request, self._loaded.tokenizer, facts.context_tokens)
+            layout = lay_out(request, self._loaded.tokenizer, facts.shape.context_tokens)
             check_ids((token for each in layout.passes for token in each.tokens), facts.vocab_size)
             return layout
         # Meanwhile the compute thread may fill what the model has for keys and values. A template's own bound
@@ -277,7 +277,7 @@ class Front:
         self._loaded.basis.look()
         if not request.count_only:
             # Here and not first where it is scheduled: that waits for the step under way.
-            check_fits(prepared, self._loaded.sparse, self._compute.budget, facts.context_tokens)
+            check_fits(prepared, self._loaded.sparse, self._compute.budget, facts.shape.context_tokens)
         return prepared
 
 
@@ -369,12 +369,14 @@ def _helper_loop(part: LoadedPart, emit: Callable[[Report], None]) -> HelperLoop
     facts, sharable = part.facts, part.sharable
 
     def calibration() -> PartCalibration:
-        return PartCalibration(sharable.stage, sharable.layout, facts.context_tokens, limits.CALIBRATE_S)
+        return PartCalibration(
+            sharable.stage, sharable.layout, facts.shape.context_tokens, limits.CALIBRATE_S
+        )
 
     return HelperLoop(
         sharable=sharable,
-        context_tokens=facts.context_tokens,
-        budget=KvBudget(facts.kv_budget_bytes, facts.sizes),
+        context_tokens=facts.shape.context_tokens,
+        budget=KvBudget(facts.kv_budget_bytes, facts.shape.sizes),
         emit=emit,
         idle=IdleCalibration(calibration, facts, emit),
     )
@@ -391,17 +393,17 @@ def _scheduler(
     from fleetd.engine.prefixes.prefix_cache import PrefixCache
 
     facts = loaded.facts
-    again = partial(calibration, loaded.model, device, facts.vocab_size, facts.context_tokens)
+    again = partial(calibration, loaded.model, device, facts.vocab_size, facts.shape.context_tokens)
     return Scheduler(
         model=loaded.model,
         tokenizer=loaded.tokenizer,
-        context_tokens=facts.context_tokens,
+        context_tokens=facts.shape.context_tokens,
         chunks=_chunks(settings, loaded),
         max_streams=settings.max_streams if loaded.together else 1,
-        budget=KvBudget(facts.kv_budget_bytes, facts.sizes, address_space.promised),
+        budget=KvBudget(facts.kv_budget_bytes, facts.shape.sizes, address_space.promised),
         prefix=PrefixCache(loaded.prefix_bytes),
         emit=emit,
-        idle=IdleCalibration(again, facts, emit, keep=loaded.keep_speeds),
+        idle=IdleCalibration(again, facts, emit, keep=loaded.keep_measured),
         defaults=loaded.defaults,
         sharable=loaded.sharable,
         speculation=_speculation(settings, loaded),
@@ -450,7 +452,7 @@ def _disk(settings: WorkerSettings, loaded: Loaded) -> DiskTier | None:
         model=loaded.model,
         model_name=settings.name,
         basis=loaded.basis,
-        cost=PrefillCost.of(loaded.facts.prefill_tok_s, loaded.facts.prefill_context_s),
+        cost=PrefillCost.of(loaded.facts.speed.prefill_tok_s, loaded.facts.speed.prefill_context_s),
         # No more than the prefix cache may hold: it is the same memory as a rule.
         most_queued_bytes=loaded.prefix_bytes,
     )
@@ -461,7 +463,7 @@ def _chunks(settings: WorkerSettings, loaded: Loaded) -> Chunks:
         return FixedChunks(settings.prefill_chunk_tokens, max(1, settings.prefill_chunk_tokens // 4))
     if loaded.facts.device == "cpu":
         return PacedChunks()
-    return MeasuredChunks(loaded.chunk_s, loaded.facts.prefill_context_s)
+    return MeasuredChunks(loaded.chunk_s, loaded.facts.speed.prefill_context_s)
 
 
 if __name__ == "__main__":

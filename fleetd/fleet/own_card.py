@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, MemoryBudget, RequestCounts
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape, two_digits
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import FleetError
 from fleetd.limits import MIB
@@ -47,58 +49,52 @@ class _FailedDigest(msgspec.Struct, frozen=True):
     again_s: float
 
 
+class Readings(msgspec.Struct, frozen=True):
+    """What a card tells of this moment; all are asked anew for each card."""
+
+    machine: Callable[[], HardwareReading]
+    # What models may take of a machine, with so many bytes free.
+    budget: Callable[[HardwareReading, int], MemoryBudget]
+    engines: Callable[[], Sequence[EngineStatus]]
+    counts: Callable[[], RequestCounts]
+    # Of the prompts of running requests, the tokens that are not prefilled yet.
+    unread_tokens: Callable[[], int]
+    draining: Callable[[], bool]
+
+
 class CardMaker:
     """Args:
-    publish: sends a new card to all peers; None without a fleet, and then no file is hashed for it.
-    budget: what models may take of a machine, with so many bytes free.
-    wake: hardware addresses at which others may wake this machine.
+    bare: what stays the same while the daemon runs.
+    speeds: learns what the engines have measured.
     load_times: learns what loads take.
+    publish: sends a new card to all peers; None without a fleet, and then no file is hashed for it.
     """
 
     def __init__(
         self,
-        *,
-        node_id: str,
-        epoch: int,
-        name: str,
-        software: str,
+        bare: Card,
         models: ModelStore,
-        engines: Callable[[], Sequence[EngineStatus]],
-        machine: Callable[[], HardwareReading],
-        counts: Callable[[], RequestCounts],
-        unread_tokens: Callable[[], int],
-        draining: Callable[[], bool],
-        max_streams: int,
-        publish: Callable[[Card], None] | None,
+        readings: Readings,
+        *,
         speeds: ModelSpeeds,
-        budget: Callable[[HardwareReading, int], MemoryBudget],
-        profiles: ProfileStore | None = None,
-        wake: Sequence[str] = (),
         load_times: LoadTimes | None = None,
+        profiles: ProfileStore | None = None,
+        publish: Callable[[Card], None] | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bare = Card(
-            node_id, epoch, 0, name=name, software=software, max_streams=max_streams, wake=list(wake)
-        )
-        self._models = models
-        self._engines = engines
-        self._machine = machine
-        self._counts = counts
-        self._unread_tokens = unread_tokens
-        self._draining = draining
+        self._bare, self._models, self._now = bare, models, readings
         self._publish = publish
         self._speeds = speeds
-        self._budget = budget
         self._profiles = profiles or ProfileStore()
         # Model → whether it can score, as its last worker or a stored profile says.
         self._scoring: dict[str, str] = {}
         self._monotonic = monotonic
-        # Measurements that are recorded already: model → process id of its worker, prefill speed, doubt.
-        self._seeded: dict[str, tuple[int | None, float, str]] = {}
-        # Model → precision and arithmetic of its last worker here; the next one will have the same.
-        self._arithmetic: dict[str, tuple[str, str]] = {}
-        # Model → its last worker that had all of it: what its prefills consist of stays the same.
-        self._whole: dict[str, EngineStatus] = {}
+        # Worker → its process id and the speed that is recorded already.
+        self._seeded: dict[str, tuple[int | None, MeasuredSpeed]] = {}
+        # Model → what its last worker here told: the next one will tell the same. A worker with some layers
+        # tells the precision alone.
+        self._shapes: dict[str, ModelShape] = {}
+        self._arithmetic: dict[str, str] = {}
         self._load_times = load_times or LoadTimes()
         self._installed: list[ModelFolder] = []
         self._digests: dict[tuple[str, float, int], str] = {}
@@ -109,16 +105,16 @@ class CardMaker:
 
     def card(self) -> Card:
         """The card as of now; ``sequence`` is that of the last card sent."""
-        machine = self._machine()
+        machine = self._now.machine()
         # The figure stays the same until it has moved by a step: the page cache changes it all the time.
         if abs(machine.model_available_bytes - self._available_bytes) >= _MEMORY_STEP_BYTES:
             self._available_bytes = machine.model_available_bytes
-        engines = {engine.model: engine for engine in self._engines()}
+        engines = {engine.model: engine for engine in self._now.engines()}
         idle = [engine for engine in engines.values() if engine.evictable]
         parts = _parts(engines.values())
         self._seed(engines.values())
-        counts = self._counts()
-        return msgspec.structs.replace(
+        counts = self._now.counts()
+        return replace(
             self._bare,
             sequence=self._sequence,
             machine=facts(machine),
@@ -127,13 +123,13 @@ class CardMaker:
                 for folder in self._installed
             ],
             available_bytes=self._available_bytes,
-            usable_bytes=self._budget(machine, self._available_bytes).usable_bytes,
+            usable_bytes=self._now.budget(machine, self._available_bytes).usable_bytes,
             evictable_bytes=sum(e.memory_bytes for e in idle),
             # Parts of other machines' prompts take turns with this machine's own requests.
             running=counts.running + sum(engine.assisting for engine in engines.values()),
             waiting=counts.waiting,
-            unread_tokens=-(-self._unread_tokens() // _UNREAD_STEP) * _UNREAD_STEP,
-            draining=self._draining(),
+            unread_tokens=-(-self._now.unread_tokens() // _UNREAD_STEP) * _UNREAD_STEP,
+            draining=self._now.draining(),
             load=_load(machine.cores),
         )
 
@@ -153,7 +149,7 @@ class CardMaker:
                 card = self.card()
                 if sent is None or card != sent or loop.time() - sent_at >= limits.CARD_REPEAT_S:
                     self._sequence += 1
-                    sent, sent_at = msgspec.structs.replace(card, sequence=self._sequence), loop.time()
+                    sent, sent_at = replace(card, sequence=self._sequence), loop.time()
                     if self._publish is not None:
                         self._publish(sent)
                 await asyncio.sleep(_LOOK_S)
@@ -239,80 +235,59 @@ class CardMaker:
                 continue
             if not engine.part_of:
                 self._scoring[engine.model] = engine.scoring
-            measured = (engine.pid, engine.prefill_tok_s, engine.doubt)
-            if self._seeded.get(engine.model) != measured:
-                self._seeded[engine.model] = measured
-                self._measured(engine)
+            before = self._seeded.get(engine.model)
+            if before != (engine.pid, engine.speed):
+                self._seeded[engine.model] = engine.pid, engine.speed
+                # Measured again, it is the same load.
+                self._measured(engine, new_load=before is None or before[0] != engine.pid)
 
-    def _measured(self, engine: EngineStatus) -> None:
-        name, decode_tok_s, arithmetic = engine.model, engine.decode_tok_s, engine.arithmetic
+    def _measured(self, engine: EngineStatus, *, new_load: bool) -> None:
+        name, speed = engine.part_of or engine.model, engine.speed
         if engine.part_of:
             # Some layers decode nothing, and their fingerprint is not that of the whole model.
-            name, arithmetic = engine.part_of, self._arithmetic.get(engine.part_of, ("", ""))[1]
-            decode_tok_s = self._speeds.of(name).decode_tok_s
+            speed = replace(speed, decode_tok_s=self._speeds.of(name).decode_tok_s)
+            known = self._shapes.get(name, ModelShape())
+            self._shapes[name] = replace(known, dtype=engine.shape.dtype)
         else:
-            if name not in self._whole or self._whole[name].pid != engine.pid:
-                # Measured again, it is the same load.
+            if new_load:
                 load_s = sum(step.seconds for step in engine.load_steps)
                 on_disk = (found.weights_bytes for found in self._installed if found.name == name)
-                self._load_times.took(name, next(on_disk, engine.weights_bytes), load_s)
-            self._whole[name] = engine
-        self._arithmetic[name] = engine.dtype or "", arithmetic
-        self._speeds.seed(
-            name,
-            engine.prefill_tok_s,
-            decode_tok_s,
-            engine.prefill_context_s,
-            engine.prefill_fixed_s,
-            bool(engine.doubt),
-            now_s=self._monotonic(),
-        )
+                self._load_times.took(name, next(on_disk, engine.shape.weights_bytes), load_s)
+            self._shapes[name], self._arithmetic[name] = engine.shape, engine.arithmetic
+        self._speeds.seed(name, speed, now_s=self._monotonic())
 
     def _model(
         self, folder: ModelFolder, accelerator: str, engine: EngineStatus | None, part: EngineStatus | None
     ) -> ModelCard:
-        entry = find(folder.name)
-        speed = self._speeds.of(folder.name)
-        dtype, arithmetic = self._arithmetic.get(folder.name, ("", ""))
+        entry, files = find(folder.name), folder.shape
         state = {"ready": "loaded", "loading": "loading"}.get(engine.state if engine else "", "installed")
         helping = part if part is not None and state == "installed" else None
         holder = engine if state == "loaded" else helping
-        whole = self._whole.get(folder.name, EngineStatus())
         return ModelCard(
             name=folder.name,
             digest=self._digests.get(_key(folder), ""),
             revision=folder.revision,
             source=folder.source,
             roles=list(entry.roles) if entry is not None else ["chat"],
-            architecture=folder.architecture,
-            weights_bytes=folder.weights_bytes,
             memory_bytes=needed_bytes(folder, accelerator),
-            context_tokens=folder.context_tokens,
             state=state,  # type: ignore[arg-type]  # the values of the mapping above
-            prefill_tok_s=_rough(speed.prefill_tok_s),
-            decode_tok_s=_rough(speed.decode_tok_s),
-            prefill_context_s=_rough(speed.prefill_context_s),
-            prefill_fixed_s=_rough(speed.prefill_fixed_s),
-            doubtful=speed.doubtful,
+            # A worker's weights may take more in memory than in the files, which are the same everywhere.
+            shape=replace(
+                self._shapes.get(folder.name, files),
+                architecture=files.architecture,
+                weights_bytes=files.weights_bytes,
+                context_tokens=files.context_tokens,
+            ),
+            speed=self._speeds.of(folder.name).rounded(),
             kv_budget_bytes=holder.kv_budget_bytes if holder is not None else 0,
             prefix_budget_bytes=holder.prefix_budget_bytes if holder is not None else 0,
             part_first=helping.first_layer if helping is not None else 0,
             part_last=helping.last_layer if helping is not None else 0,
-            dtype=dtype,
-            arithmetic=arithmetic,
+            arithmetic=self._arithmetic.get(folder.name, ""),
             sparse=holder is not None and holder.shares_sparse,
             scoring=self._scoring.get(folder.name, ""),
             exactness=engine.speculation[: limits.CARD_TEXT_CHARS] if engine and state == "loaded" else "",
-            load_s=_rough(self._load_times.seconds(folder.name, folder.weights_bytes)),
-            layers=whole.layers,
-            kv_bytes_per_token=whole.kv_bytes_per_token,
-            state_bytes=whole.state_bytes,
-            window_bytes_per_token=whole.window_bytes_per_token,
-            window_tokens=whole.window_tokens,
-            hidden_bytes=whole.hidden_bytes,
-            hidden_width=whole.hidden_width,
-            outside_bytes=whole.outside_bytes,
-            any_chunks=whole.any_chunks,
+            load_s=two_digits(self._load_times.seconds(folder.name, folder.weights_bytes)),
         )
 
 
@@ -341,11 +316,6 @@ def _parts(engines: Iterable[EngineStatus]) -> dict[str, EngineStatus]:
     """The worker with most of a model's layers, among workers that have only some, for each model."""
     ready = [engine for engine in engines if engine.part_of and engine.state == "ready"]
     return {e.part_of: e for e in sorted(ready, key=lambda e: e.last_layer - e.first_layer)}
-
-
-def _rough(speed: float) -> float:
-    """Rounded to two digits: each answer moves the average a little, and small changes are not sent."""
-    return float(f"{speed:.2g}")
 
 
 def _key(folder: ModelFolder) -> tuple[str, float, int]:

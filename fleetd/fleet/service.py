@@ -165,12 +165,7 @@ class Fleet:
             return peer
         capped = claims.capped(claim, card)
         models = [
-            msgspec.structs.replace(
-                shown,
-                prefill_tok_s=model.prefill_tok_s,
-                decode_tok_s=model.decode_tok_s,
-                capped=model.name in capped,
-            )
+            msgspec.structs.replace(shown, speed=model.speed, capped=model.name in capped)
             for shown, model in zip(peer.models, card.models, strict=True)
         ]
         return msgspec.structs.replace(peer, models=models)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from fleetd import limits
+from fleetd.control.model_facts import ModelShape
 from fleetd.errors import ModelCorrupt
 from fleetd.models.json_files import PULL_AGAIN, read_json
 from fleetd.models.opening import open_regular
@@ -37,6 +38,11 @@ class ModelFolder(msgspec.Struct, frozen=True):
     weights_bytes: int
     # When the newest file of weights was written, in seconds since the epoch.
     created_s: float
+
+    @property
+    def shape(self) -> ModelShape:
+        """What the files say without a load."""
+        return ModelShape(self.architecture, self.weights_bytes, self.context_tokens)
 
     @property
     def architecture(self) -> str:

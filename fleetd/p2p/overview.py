@@ -97,17 +97,7 @@ def peer_view(node: Node, member: RosterMember, now: float) -> PeerView:
         running=card.running if card is not None else 0,
         waiting=card.waiting if card is not None else 0,
         models=[
-            PeerModel(
-                m.name,
-                m.state,
-                m.roles,
-                m.digest,
-                m.prefill_tok_s,
-                m.decode_tok_s,
-                m.part_first,
-                m.part_last,
-                m.doubtful,
-            )
+            PeerModel(m.name, m.state, m.roles, m.digest, m.speed, m.part_first, m.part_last)
             for m in (card.models if card is not None else ())
         ],
         address=address[0] if address is not None else "",

@@ -15,6 +15,7 @@ import math
 
 import msgspec
 
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.plan import chip_speeds
 
 # The chunk that a measured ``prefill_tok_s`` belongs to: calibration's largest.
@@ -40,6 +41,11 @@ class PrefillSpeed(msgspec.Struct, frozen=True):
         known_s = fixed_s + max(0.0, context_s) * MEASURED_TOKENS**2 / 2
         token_s = (chunk_s - min(known_s, _EXPLAINED * chunk_s)) / MEASURED_TOKENS
         return cls(token_s, max(0.0, context_s), fixed_s)
+
+    @classmethod
+    def of(cls, speed: MeasuredSpeed) -> PrefillSpeed:
+        """The speed that a machine has told."""
+        return cls.measured(speed.prefill_tok_s, speed.prefill_context_s, speed.prefill_fixed_s)
 
     def times(self, factor: float) -> PrefillSpeed:
         """The same machine, ``factor`` times slower."""
@@ -68,10 +74,10 @@ class PrefillSpeed(msgspec.Struct, frozen=True):
         return count * (self.token_s + self.context_s * (start + count / 2))
 
 
-def modelled(chip: chip_speeds.Hardware, weights_bytes: int, layers: int, hidden_width: int) -> PrefillSpeed:
+def modelled(chip: chip_speeds.Hardware, shape: ModelShape) -> PrefillSpeed:
     """The speed of a machine that never ran the model, from its chip's published figures."""
-    context_s = chip.prefill_context_s(layers, hidden_width)
-    return PrefillSpeed.measured(chip.prefill_tok_s(weights_bytes), context_s)
+    context_s = chip.prefill_context_s(shape.layers, shape.hidden_width)
+    return PrefillSpeed.measured(chip.prefill_tok_s(shape.weights_bytes), context_s)
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):

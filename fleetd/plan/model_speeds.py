@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fleetd import limits
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.plan import costs
 
 # Fewer tokens measure fixed costs more than speed.
@@ -32,31 +33,11 @@ WEIGHT_AGED = 0.5
 AGED_S = 3600.0
 
 
-class MeasuredSpeed(msgspec.Struct, frozen=True):
-    """Tokens per second; of prefill, on a short context. 0 until measured.
-
-    Prefill also takes ``prefill_context_s`` for each pair of a token and one before it, and
-    ``prefill_fixed_s`` for each chunk. ``doubtful``: measured while something else ran or in a moment, and
-    since then by too few requests.
-    """
-
-    prefill_tok_s: float = 0.0
-    decode_tok_s: float = 0.0
-    prefill_context_s: float = 0.0
-    prefill_fixed_s: float = 0.0
-    doubtful: bool = False
-
-    @property
-    def prefill(self) -> costs.PrefillSpeed:
-        """The speed as the planner needs it."""
-        return costs.PrefillSpeed.measured(self.prefill_tok_s, self.prefill_context_s, self.prefill_fixed_s)
-
-
 class _KnownSpeed(msgspec.Struct, frozen=True):
-    """``at_s``: when it was measured or last corrected; ``requests``: that have corrected it."""
-
     speed: MeasuredSpeed
+    # When it was measured or last corrected, in monotonic seconds.
     at_s: float
+    # How many requests have corrected it.
     requests: int = 0
 
     def weight(self, least: float, now_s: float) -> float:
@@ -71,34 +52,17 @@ class ModelSpeeds:
     def __init__(self) -> None:
         self._speeds: dict[str, _KnownSpeed] = {}
 
-    def seed(
-        self,
-        model: str,
-        prefill_tok_s: float,
-        decode_tok_s: float,
-        prefill_context_s: float = 0.0,
-        prefill_fixed_s: float = 0.0,
-        doubtful: bool = False,
-        *,
-        now_s: float,
-    ) -> None:
-        """Replace the speeds by those measured now: the device may compute otherwise than before.
+    def seed(self, model: str, speed: MeasuredSpeed, *, now_s: float) -> None:
+        """Replace the speed by the one measured now: the device may compute otherwise than before.
 
         A figure in doubt replaces none that is faster: nothing makes a machine faster than it is.
         """
         known = self._known(model, now_s)
-        if doubtful and known.speed.prefill_tok_s > max(0.0, prefill_tok_s):
-            decode_tok_s = max(known.speed.decode_tok_s, decode_tok_s)
+        if speed.doubtful and known.speed.prefill_tok_s > speed.prefill_tok_s:
+            decode_tok_s = max(known.speed.decode_tok_s, speed.decode_tok_s)
             self._put(model, replace(known, speed=replace(known.speed, decode_tok_s=decode_tok_s)))
-            return
-        speed = MeasuredSpeed(
-            prefill_tok_s=max(0.0, prefill_tok_s),
-            decode_tok_s=max(0.0, decode_tok_s),
-            prefill_context_s=max(0.0, prefill_context_s),
-            prefill_fixed_s=max(0.0, prefill_fixed_s),
-            doubtful=doubtful,
-        )
-        self._put(model, _KnownSpeed(speed, now_s))
+        else:
+            self._put(model, _KnownSpeed(speed, now_s))
 
     def ran(
         self,
@@ -141,13 +105,7 @@ class ModelSpeeds:
         if not known.speed.prefill_tok_s or not 0 < took_s <= expected_s:
             return
         grown = _towards(1.0, expected_s / took_s, known.weight(WEIGHT, now_s), 0.0)
-        speed = replace(
-            known.speed,
-            prefill_tok_s=known.speed.prefill_tok_s * grown,
-            prefill_context_s=known.speed.prefill_context_s / grown,
-            prefill_fixed_s=known.speed.prefill_fixed_s / grown,
-        )
-        self._corrected(model, known, speed, now_s, confirmed=True)
+        self._corrected(model, known, known.speed.slower_prefill(1 / grown), now_s, confirmed=True)
 
     def of(self, model: str) -> MeasuredSpeed:
         return self._known(model, 0.0).speed
@@ -160,7 +118,7 @@ class ModelSpeeds:
     ) -> None:
         requests = known.requests + confirmed
         if requests >= CONFIRMED:
-            speed = replace(speed, doubtful=False)
+            speed = replace(speed, doubt="")
         self._put(model, _KnownSpeed(speed, now_s, requests))
 
     def _put(self, model: str, known: _KnownSpeed) -> None:
@@ -181,7 +139,7 @@ def _prefilled(
     """
     if not known.prefill_tok_s:
         return replace(known, prefill_tok_s=count / seconds)
-    expected_s = known.prefill.total(1.0, range(cached, cached + count), costs.MEASURED_TOKENS)
+    expected_s = costs.PrefillSpeed.of(known).total(1.0, range(cached, cached + count), costs.MEASURED_TOKENS)
     context_s = known.prefill_context_s * count * (cached + count / 2)
     share = min(1.0, context_s / expected_s)
     grown = expected_s / seconds

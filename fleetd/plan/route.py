@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fleetd import limits
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE, Refusal
@@ -41,60 +42,60 @@ DOUBT = 1.2
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A machine, and the model as it has it. ``node_id`` is THIS_NODE for this machine.
+    """A machine, and the model as it has it."""
 
-    ``refusal``: why it cannot be asked, whatever it could do. ``left_out``: it failed a short while ago, so
-    it is asked only where no other machine can run the model. ``state`` "absent": it does not have the model;
-    ``can_pull``: it would fetch it. Speeds are 0 until they are measured; ``doubtful``: while something
-    else ran. ``digest`` is "" until the files are hashed. ``correction``: the factor by which earlier
-    prompts took longer than the machine's own figures say. ``load_s``: how long a load of the model takes
-    there; 0 if unknown. ``helped_s``: how long the prefill takes with the helpers that it would get; None
-    until they are priced. ``evictable_bytes``: memory that idle models would give back. ``context_tokens``:
-    the longest prompt that the model takes; 0 if unknown. ``cached_tokens``: how much of this prompt is
-    probably in its prefix cache, after ``bring_s`` for what comes from a disk or another machine;
-    ``awaited_tokens``: those of them that it still reads for another request.
-    ``unread_tokens``: of the prompts of its running requests, those that are not prefilled yet. ``session``:
-    the last request of this session ran there, or the prompt that this one goes on from. ``wake_s``: it
-    sleeps, and waking it takes so long. ``kv_bytes``: of this prompt's keys and values, and ``kv_room_bytes``
-    the memory for them beside the model; None where the engine is loaded, which refuses at once.
-    """
-
+    # THIS_NODE for this machine.
     node_id: str
     name: str
+    # Why it cannot be asked, whatever it could do.
     refusal: Refusal | None = None
+    # It failed a short while ago, so it is asked only if no other machine can run the model.
     left_out: bool = False
     chip: str = ""
     accelerator: str = ""
     cores: int = 0
+    # Bytes of all its memory, of what is free for models, and of what idle models would give back.
     memory_bytes: int = 0
     available_bytes: int = 0
     evictable_bytes: int = 0
+    # Seconds there and back.
     rtt_s: float = 0.0
+    # Its requests that run, that wait, and that run at once at most.
     running: int = 0
     waiting: int = 0
-    unread_tokens: int = 0
     max_streams: int = 1
+    # Of the prompts of its running requests, the tokens that are not prefilled yet.
+    unread_tokens: int = 0
+    # "absent": it does not have the model.
     state: Literal["absent", "installed", "loading", "loaded"] = "absent"
-    digest: str = ""
-    weights_bytes: int = 0
-    needed_bytes: int = 0
-    prefill_tok_s: float = 0.0
-    decode_tok_s: float = 0.0
-    doubtful: bool = False
-    prefill_context_s: float = 0.0
-    prefill_fixed_s: float = 0.0
-    correction: float = 1.0
-    load_s: float = 0.0
-    helped_s: float | None = None
-    roles: tuple[str, ...] = ()
-    context_tokens: int = 0
+    # It would fetch a model that is absent.
     can_pull: bool = False
+    # Of the model's files; "" until they are hashed.
+    digest: str = ""
+    roles: tuple[str, ...] = ()
+    shape: ModelShape = ModelShape()
+    speed: MeasuredSpeed = MeasuredSpeed()
+    # The factor by which earlier prompts took longer than the machine's own figures say.
+    correction: float = 1.0
+    # Bytes of memory that the model needs to run.
+    needed_bytes: int = 0
+    # Seconds that a load of the model takes there; 0 if unknown.
+    load_s: float = 0.0
+    # Seconds that the prefill takes with the helpers that it would get; None until they are priced.
+    helped_s: float | None = None
+    # Tokens of this prompt that are probably in its prefix cache, after ``bring_s``.
     cached_tokens: int = 0
+    # Those of them that it still reads for another request.
     awaited_tokens: int = 0
+    # Seconds until what comes from a disk or another machine is in its prefix cache.
     bring_s: float = 0.0
+    # The last request of this session ran there, or the prompt that this one goes on from.
     session: bool = False
+    # Seconds that waking it takes; 0 if it does not sleep.
     wake_s: float = 0.0
+    # Bytes of this prompt's keys and values.
     kv_bytes: int = 0
+    # Bytes for them beside the model; None if the engine is loaded, which refuses at once.
     kv_room_bytes: int | None = None
 
     @property
@@ -193,7 +194,7 @@ def route(ask: RouteQuestion, candidates: Iterable[Candidate]) -> Ranked:
     refusals = {c.node_id: _refusal(ask, c) for c in machines}
     prices = {c.node_id: price(ask, c) for c in machines if refusals[c.node_id] is None}
     able = [c for c in machines if c.node_id in prices]
-    doubt = here is not None and here.doubtful
+    doubt = here is not None and here.speed.doubtful
     stays = next((c for c in able if c.session), here)
     able.sort(key=lambda c: _rank(c, prices[c.node_id], stays=c is stays, doubt=doubt))
     lead = here if here in able else next(iter(able), None)
@@ -236,11 +237,11 @@ def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
     load = {"loaded": 0.0, "loading": 0.5}.get(c.state, 1.0)
     return RoutePrice(
         queue_s=ahead * (prefill_s + decode_s) / streams + before_s,
-        load_s=load * min(LOAD_MOST_S, c.load_s or chip_speeds.load_s(c.weights_bytes)),
+        load_s=load * min(LOAD_MOST_S, c.load_s or chip_speeds.load_s(c.shape.weights_bytes)),
         prefill_s=prefill_s,
         decode_s=decode_s,
         network_s=network_s,
-        modelled=not (c.prefill_tok_s and c.decode_tok_s),
+        modelled=not (c.speed.prefill_tok_s and c.speed.decode_tok_s),
         wake_s=c.wake_s,
         bring_s=c.bring_s,
     )
@@ -248,42 +249,37 @@ def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
 
 def prefill_speed(c: Candidate) -> PrefillSpeed:
     """The machine's speed alone and idle: as measured and corrected, or with caution from its chip."""
-    if not c.prefill_tok_s:
-        tok_s = c.hardware.prefill_tok_s(c.weights_bytes) / CAUTION
-        return PrefillSpeed.measured(tok_s, c.prefill_context_s).times(c.correction)
-    return PrefillSpeed.measured(c.prefill_tok_s, c.prefill_context_s, c.prefill_fixed_s).times(c.correction)
+    if not c.speed.prefill_tok_s:
+        tok_s = c.hardware.prefill_tok_s(c.shape.weights_bytes) / CAUTION
+        return PrefillSpeed.measured(tok_s, c.speed.prefill_context_s).times(c.correction)
+    return PrefillSpeed.of(c.speed).times(c.correction)
 
 
 def decode_tok_s(c: Candidate) -> float:
     """Tokens per second of one answer alone."""
-    return max(SLOWEST_TOK_S, c.decode_tok_s or c.hardware.decode_tok_s(c.weights_bytes) / CAUTION)
+    estimated = c.hardware.decode_tok_s(c.shape.weights_bytes) / CAUTION
+    return max(SLOWEST_TOK_S, c.speed.decode_tok_s or estimated)
 
 
 def like_their_twins(machines: list[Candidate]) -> list[Candidate]:
     """A machine where the model was never run is as fast as one of the same kind where it was."""
     measured: dict[tuple[str, str, int], Candidate] = {}
     for c in machines:
-        if not c.absent and c.prefill_tok_s and c.decode_tok_s:
+        if not c.absent and c.speed.prefill_tok_s and c.speed.decode_tok_s:
             measured.setdefault((c.chip, c.accelerator, c.cores), c)
 
     def estimated(c: Candidate) -> Candidate:
         twin = measured.get((c.chip, c.accelerator, c.cores))
         if c.absent or twin is None or not c.chip:
             return c
-        return replace(
-            c,
-            prefill_tok_s=c.prefill_tok_s or twin.prefill_tok_s,
-            prefill_context_s=c.prefill_context_s if c.prefill_tok_s else twin.prefill_context_s,
-            prefill_fixed_s=c.prefill_fixed_s if c.prefill_tok_s else twin.prefill_fixed_s,
-            decode_tok_s=c.decode_tok_s or twin.decode_tok_s,
-        )
+        return replace(c, speed=c.speed.completed(twin.speed))
 
     return [estimated(c) for c in machines]
 
 
 def _rank(c: Candidate, cost: RoutePrice, *, stays: bool, doubt: bool) -> tuple[bool, bool, bool, float]:
     """``stays``: others have to be clearly faster. ``doubt``: this machine's own figures may be wrong."""
-    doubtful = doubt or c.doubtful
+    doubtful = doubt or c.speed.doubtful
     advantage = ADVANTAGE if stays else DOUBT if doubtful and not c.here else 1.0
     # A machine that would have to fetch the model comes last: its size is a guess. How much room a prompt
     # needs is an estimate, so whoever seems to have too little is asked where nobody else is left.
@@ -305,8 +301,8 @@ def _refusal(ask: RouteQuestion, c: Candidate) -> Refusal | None:
         return Refusal("wrong_role", f"{ask.model} on {c.name} is for {', '.join(c.roles)}, not for chat.")
     if ask.digest not in ("", c.digest):
         return _other_files(ask, c)
-    if ask.counted and 0 < c.context_tokens < ask.prompt_tokens:
-        most, has = c.context_tokens, ask.prompt_tokens
+    if ask.counted and 0 < c.shape.context_tokens < ask.prompt_tokens:
+        most, has = c.shape.context_tokens, ask.prompt_tokens
         return Refusal("context", f"{ask.model} on {c.name} takes {most} tokens; this prompt has {has}.")
     if c.state == "installed" and c.needed_bytes > c.available_bytes + c.evictable_bytes:
         need = f"{ask.model} needs {gib(c.needed_bytes)}"

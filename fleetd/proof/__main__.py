@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from fleetd import config
 from fleetd.control.hardware_proof import MachineProof, MemoryProof, ModelProof, ProofStep
@@ -139,15 +140,11 @@ def _loaded(worker: LocalWorker, load_s: float) -> dict[str, Any]:
     facts = worker.facts
     return {
         "model": ModelProof(
-            architecture=facts.architecture,
-            dtype=facts.dtype,
-            layers=facts.last_layer,
-            weights_bytes=facts.weights_bytes,
-            kv_bytes_per_token=facts.kv_bytes_per_token,
-            speculation=facts.speculation,
-            prefill_tok_s=facts.prefill_tok_s,
-            decode_tok_s=facts.decode_tok_s,
-            load_s=load_s,
+            # Texts of errors may hold names.
+            replace(facts.shape, unshareable=""),
+            facts.speed,
+            facts.speculation,
+            load_s,
         )
     }
 
@@ -157,7 +154,7 @@ def _memory(worker: LocalWorker) -> MemoryProof:
 
     reading, facts = HardwareProbe().settle(), worker.facts
     # What the load had before it divided it.
-    usable = facts.weights_bytes + WORKING_BYTES + facts.kv_budget_bytes + worker.loaded.prefix_bytes
+    usable = facts.shape.weights_bytes + WORKING_BYTES + facts.kv_budget_bytes + worker.loaded.prefix_bytes
     return MemoryProof(
         total_bytes=reading.memory_bytes,
         available_bytes=reading.available_bytes,

@@ -47,7 +47,7 @@ def widths(worker: LocalWorker, within_s: float) -> Iterator[WidthProof]:
     """Every width at every context at which kernels change, the short contexts first."""
     ends = time.monotonic() + within_s
     for context in KERNEL_CONTEXTS:
-        if context + limits.SPEC_WIDTH > worker.facts.context_tokens:
+        if context + limits.SPEC_WIDTH > worker.facts.shape.context_tokens:
             return
         for width in range(2, limits.SPEC_WIDTH + 1):
             if time.monotonic() > ends:
@@ -55,7 +55,7 @@ def widths(worker: LocalWorker, within_s: float) -> Iterator[WidthProof]:
             found = probe(
                 worker.loaded.model,
                 vocab_size=worker.facts.vocab_size,
-                context_tokens=worker.facts.context_tokens,
+                context_tokens=worker.facts.shape.context_tokens,
                 plan=ProbePlan((context,), (width,), KERNEL_STEPS, every=False),
             )
             if not found.seconds:
@@ -68,7 +68,7 @@ def chunks(worker: LocalWorker, within_s: float) -> Iterator[ChunkProof]:
     """The speed of prefill by the size of its chunks, while there is time for the next one."""
     ends, took_s = time.monotonic() + within_s, 0.0
     for size in CHUNKS:
-        if size > worker.facts.context_tokens or time.monotonic() + 2 * CHUNK_RUNS * took_s > ends:
+        if size > worker.facts.shape.context_tokens or time.monotonic() + 2 * CHUNK_RUNS * took_s > ends:
             return
         mx.reset_peak_memory()
         took_s = min(_prefill_s(worker, size) for _ in range(CHUNK_RUNS))
@@ -86,8 +86,8 @@ def _prefill_s(worker: LocalWorker, size: int) -> float:
 def prefill(worker: LocalWorker, within_s: float) -> Iterator[SpeedProof]:
     """Time to the first token of a prompt that neither has seen, as tokens per second."""
     least, most = PREFILL_TOKENS
-    fitting = int(worker.facts.prefill_tok_s * min(PREFILL_S, within_s / (2 * RUNS + 2)))
-    tokens = max(least, min(most, fitting, worker.facts.context_tokens - LEAST_TOKENS))
+    fitting = int(worker.facts.speed.prefill_tok_s * min(PREFILL_S, within_s / (2 * RUNS + 2)))
+    tokens = max(least, min(most, fitting, worker.facts.shape.context_tokens - LEAST_TOKENS))
 
     def ours() -> float:
         return tokens / worker.ask(_drawn(worker, tokens), 1).first_s
@@ -103,7 +103,7 @@ def decode(worker: LocalWorker, within_s: float) -> Iterator[SpeedProof]:
     modes = (("greedy", 0.0, False), ("temperature 0.8", 0.8, False), ("greedy, drafts", 0.0, True))
     each_s = within_s / len(modes)
     # Of the warm-up of each engine, and of all runs.
-    fitting = int(worker.facts.decode_tok_s * each_s / (2 * RUNS + 1))
+    fitting = int(worker.facts.speed.decode_tok_s * each_s / (2 * RUNS + 1))
     tokens = max(LEAST_TOKENS, min(ANSWER_TOKENS, fitting))
     for mode, temperature, drafts in modes:
 

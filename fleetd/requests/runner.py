@@ -224,7 +224,7 @@ class RequestRunner:
                 request.model.name,
                 placement.digest,
                 placement.planned,
-                there.context_tokens if there is not None else 0,
+                there.shape.context_tokens if there is not None else 0,
                 busy=busy,
                 prefill_s=placement.prefill_s,
                 load_within_s=load_times.stall_s(expected_load_s(there) if there is not None else 0.0),

@@ -15,6 +15,7 @@ from fleetd.api.http.services import Services
 from fleetd.control import pairing_events
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace, TracesView
 
@@ -47,7 +48,7 @@ def fleet_of(number: int) -> FleetView:
             memory_bytes=(16 << (n % 5)) << 30,
             available_bytes=(8 << (n % 5)) << 30,
             running=n % 3,
-            models=[PeerModel(MODEL, "loaded", ["chat"], prefill_tok_s=900.0, decode_tok_s=40.0)],
+            models=[PeerModel(MODEL, "loaded", ["chat"], speed=MeasuredSpeed(900.0, 40.0))],
             rtt_ms=0.4,
             bytes_per_s=1.1e9,
         )

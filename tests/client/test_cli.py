@@ -218,11 +218,11 @@ def engine(**changes: Any) -> Reply:
         ({"progress_age_s": 42.0}, "no progress for 42 s"),
         ({"state": "failed", "error": "out of memory"}, "smollm2-135m: out of memory"),
         ({"decoding": 0, "waiting": 0, "idle_s": 75.0}, "idle 1 min 15 s"),
-        ({"prefill_tok_s": 1377.2, "decode_tok_s": 16.93}, "1,377 tok/s  16.9 tok/s"),
-        ({"prefill_tok_s": 99.96, "decode_tok_s": 0.0}, "100 tok/s       -"),
+        ({"speed": {"prefill_tok_s": 1377.2, "decode_tok_s": 16.93}}, "1,377 tok/s  16.9 tok/s"),
+        ({"speed": {"prefill_tok_s": 99.96}}, "100 tok/s       -"),
         ({"model": "\x1b[31mred"}, "\\x1b[31mred"),
         (
-            {"doubt": "other programs had 60% of the processor"},
+            {"speed": {"doubt": "other programs had 60% of the processor"}},
             "smollm2-135m: speeds in doubt, other programs had 60% of the processor; idle time and prompts "
             "correct them",
         ),

@@ -70,7 +70,7 @@ def test_everything_is_shown_where_there_is_room() -> None:
 
 
 def test_speeds_and_links_measured_beside_other_work_are_marked() -> None:
-    held = [{"name": "m", "state": "loaded", "doubtful": True}, {"name": "n", "state": "installed"}]
+    held = [{"name": "m", "state": "loaded", "speed": {"doubt": "busy"}}, {"name": "n", "state": "installed"}]
     lines = page(changed(peers=[peer(models=held, bytes_per_s=21e6, link_doubtful=True)]), None).splitlines()
     assert "~21.0 MB/s" in lines[3]
     assert lines[3].endswith("m*~, n")

@@ -211,7 +211,7 @@ def test_every_step_is_measured(measured: tuple[HardwareProof, str]) -> None:
     ]
     assert all(speed.fleetd_tok_s > 0 and speed.mlx_lm_tok_s > 0 for speed in proof.speeds)
     assert [chunk.tokens for chunk in proof.chunks][:1] == [64]
-    assert proof.memory.usable_bytes > proof.model.weights_bytes > 0
+    assert proof.memory.usable_bytes > proof.model.shape.weights_bytes > 0
     assert proof.machine.device == "cpu"
 
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from nested_fields import changed
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape, StateSizes
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Profile
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import ModelCorrupt
-from fleetd.fleet.own_card import CardMaker, _key
+from fleetd.fleet.own_card import CardMaker, Readings, _key
 from fleetd.hardware.memory import MemoryReading, budget
 from fleetd.models.folder import ModelFolder
 from fleetd.p2p.membership.cards import Card, ModelCard
@@ -26,21 +28,18 @@ from fleetd.plan.model_speeds import ModelSpeeds
 
 MACHINE = HardwareReading("Linux", "h", "", "cpu", "", 2, 2, 1 << 34, 1 << 33, 0, "small", "cpu")
 FOLDER = ModelFolder("m", Path("/m"), "models", None, {"model_type": "llama"}, 1000, 1.0)
-MEASURED = {
-    "prefill_tok_s": 312.3,
-    "decode_tok_s": 25.4,
-    "prefill_context_s": 1.2345e-6,
-    "prefill_fixed_s": 0.0518,
-    "dtype": "float32",
-    "arithmetic": "0123456789abcdef",
-    "speculation": "exact: blocks of 16",
-}
+LOADED = EngineStatus(
+    "m",
+    "ready",
+    shape=ModelShape(dtype="float32"),
+    speed=MeasuredSpeed(312.3, 25.4, 1.2345e-6, 0.0518),
+    arithmetic="0123456789abcdef",
+    speculation="exact: blocks of 16",
+)
 
 
 def engine(pid: int, **fields: Any) -> EngineStatus:
-    blank: dict[str, Any] = dict.fromkeys(EngineStatus.__struct_fields__, 0)
-    named = {"model": "m", "part_of": "", "state": "ready", "pid": pid, "load_steps": [], "doubt": ""}
-    return EngineStatus(**{**blank, **named, **MEASURED, **fields})
+    return changed(LOADED, pid=pid, **fields)
 
 
 def part(pid: int, first: int, last: int, **fields: Any) -> EngineStatus:
@@ -61,25 +60,23 @@ class CardDaemon:
         self.speeds = ModelSpeeds()
         self.unread_tokens = 0
         self.maker = CardMaker(
-            node_id="n",
-            epoch=1,
-            name="n",
-            software="0",
-            models=SimpleNamespace(
+            Card("n", 1, 0, name="n", software="0", max_streams=4),
+            SimpleNamespace(  # type: ignore[arg-type]  # what it asks of the models
                 installed=lambda: [FOLDER],
                 digest=lambda folder: "d",
                 known_digest=lambda folder: self.remembered(),
             ),
-            engines=lambda: self.engines,
-            machine=lambda: MACHINE,
-            counts=RequestCounts,
-            unread_tokens=lambda: self.unread_tokens,
-            draining=lambda: False,
-            max_streams=4,
-            publish=None if alone else self.published,
+            Readings(
+                machine=lambda: MACHINE,
+                budget=lambda machine, free: budget(MemoryReading(machine.memory_bytes, free), **limits),
+                engines=lambda: self.engines,
+                counts=RequestCounts,
+                unread_tokens=lambda: self.unread_tokens,
+                draining=lambda: False,
+            ),
             speeds=self.speeds,
             profiles=profiles,
-            budget=lambda machine, free: budget(MemoryReading(machine.memory_bytes, free), **limits),
+            publish=None if alone else self.published,
         )
 
     async def listed(self) -> None:
@@ -103,12 +100,11 @@ class CardDaemon:
 async def test_a_card_tells_what_a_load_measured_in_two_digits() -> None:
     daemon = CardDaemon()
     await daemon.listed()
-    assert daemon.model.prefill_tok_s == 0
+    assert daemon.model.speed.prefill_tok_s == 0
     daemon.engines = [engine(7)]
     told = daemon.model
-    assert (told.prefill_tok_s, told.decode_tok_s) == (310, 25)
-    assert (told.prefill_context_s, told.prefill_fixed_s) == (1.2e-6, 0.052)
-    assert (told.dtype, told.arithmetic) == ("float32", "0123456789abcdef")
+    assert told.speed == MeasuredSpeed(310, 25, 1.2e-6, 0.052)
+    assert (told.shape.dtype, told.arithmetic) == ("float32", "0123456789abcdef")
     assert told.exactness == "exact: blocks of 16"
     # A little is no news.
     daemon.engines = [engine(8, prefill_tok_s=308.0, prefill_context_s=1.23e-6)]
@@ -217,8 +213,8 @@ async def test_what_a_model_computes_in_is_known_after_it_was_unloaded() -> None
     daemon.engines = []
     cold = daemon.model
     assert (loaded.state, cold.state) == ("loaded", "installed")
-    assert (cold.dtype, cold.arithmetic) == (loaded.dtype, loaded.arithmetic)
-    assert cold.prefill_context_s == loaded.prefill_context_s
+    assert (cold.shape.dtype, cold.arithmetic) == (loaded.shape.dtype, loaded.arithmetic)
+    assert cold.speed.prefill_context_s == loaded.speed.prefill_context_s
 
 
 @pytest.mark.one_loop
@@ -226,17 +222,19 @@ async def test_what_a_load_took_and_what_a_prefill_consists_of_is_known_after_it
     """Other machines price a load, and the help that this machine would get, by these."""
     daemon = CardDaemon()
     await daemon.listed()
-    assert (daemon.model.load_s, daemon.model.layers) == (pytest.approx(chip_speeds.load_s(1000), rel=0.1), 0)
+    assert daemon.model.load_s == pytest.approx(chip_speeds.load_s(1000), rel=0.1)
+    assert daemon.model.shape == FOLDER.shape
     took = [StepView("verifying", 33.0), StepView("reading", 8.0)]
-    whole = {"layers": 30, "kv_bytes_per_token": 9, "hidden_bytes": 8, "hidden_width": 3, "outside_bytes": 7}
-    whole |= {"state_bytes": 6, "window_bytes_per_token": 5, "window_tokens": 4}
-    daemon.engines = [engine(7, **whole, any_chunks=True, load_steps=took)]
-    assert {name: getattr(daemon.model, name) for name in whole} == whole
+    sizes = StateSizes(9, 6, 5, 4)
+    told = ModelShape("llama", 1000, 2048, "float32", 30, sizes, 8, 3, 7, 5, any_chunks=True)
+    # Weights may take more memory than they have in the files.
+    daemon.engines = [engine(7, shape=replace(told, weights_bytes=2000), load_steps=took)]
+    assert daemon.model.shape == told
     assert daemon.model.load_s == 41
-    daemon.engines = [part(8, 0, 14, layers=30, load_steps=took[1:], kv_bytes_per_token=4)]
+    daemon.engines = [part(8, 0, 14, layers=30, load_steps=took[1:], token_bytes=4)]
     cold = daemon.model
-    assert (cold.state, cold.any_chunks, cold.load_s) == ("installed", True, 41)
-    assert {name: getattr(cold, name) for name in whole} == whole
+    assert (cold.state, cold.load_s) == ("installed", 41)
+    assert cold.shape == told
 
 
 @pytest.mark.one_loop
@@ -245,9 +243,9 @@ async def test_a_model_that_is_measured_again_was_loaded_once() -> None:
     await daemon.listed()
     for pid, seconds, speed in ((7, 40.0, 100.0), (8, 20.0, 100.0), (8, 20.0, 120.0)):
         loaded = engine(pid, load_steps=[StepView("reading", seconds)])
-        daemon.engines = [replace(loaded, prefill_tok_s=speed)]
+        daemon.engines = [changed(loaded, prefill_tok_s=speed)]
         shown = daemon.model
-    assert (shown.load_s, shown.prefill_tok_s) == (30, 120)
+    assert (shown.load_s, shown.speed.prefill_tok_s) == (30, 120)
 
 
 @pytest.mark.one_loop
@@ -255,7 +253,7 @@ async def test_a_worker_is_believed_once_and_then_its_runs_are() -> None:
     daemon = CardDaemon()
     await daemon.listed()
     daemon.engines = [engine(7)]
-    begun = daemon.model.prefill_tok_s
+    begun = daemon.model.speed.prefill_tok_s
     for _ in range(20):
         daemon.speeds.ran(
             "m",
@@ -266,9 +264,9 @@ async def test_a_worker_is_believed_once_and_then_its_runs_are() -> None:
             decode_s=0,
             now_s=0.0,
         )
-    assert daemon.model.prefill_tok_s > 1.5 * begun
+    assert daemon.model.speed.prefill_tok_s > 1.5 * begun
     daemon.engines = [engine(8)]
-    assert daemon.model.prefill_tok_s == begun
+    assert daemon.model.speed.prefill_tok_s == begun
 
 
 @pytest.mark.one_loop
@@ -279,8 +277,12 @@ async def test_a_machine_that_has_some_layers_tells_which_and_how_fast_they_are(
     told = daemon.model
     # It answers nothing, so for a request it is as good as not loaded.
     assert (told.state, told.part_first, told.part_last, told.kv_budget_bytes) == ("installed", 0, 14, 9)
-    assert (told.prefill_tok_s, told.prefill_context_s, told.decode_tok_s) == (310, 1.2e-6, 0)
-    assert (told.dtype, told.arithmetic) == ("float32", "")
+    assert (told.speed.prefill_tok_s, told.speed.prefill_context_s, told.speed.decode_tok_s) == (
+        310,
+        1.2e-6,
+        0,
+    )
+    assert (told.shape.dtype, told.arithmetic) == ("float32", "")
     daemon.engines = [part(8, 0, 14, state="loading")]
     assert daemon.model.part_last == 0
 
@@ -295,7 +297,7 @@ async def test_with_the_whole_model_loaded_a_part_says_nothing() -> None:
     assert (told.kv_budget_bytes, told.prefix_budget_bytes) == (5, 3)
     # What is known of the whole model outlasts it.
     daemon.engines = [part(9, 0, 14)]
-    assert (daemon.model.decode_tok_s, daemon.model.arithmetic) == (25, "0123456789abcdef")
+    assert (daemon.model.speed.decode_tok_s, daemon.model.arithmetic) == (25, "0123456789abcdef")
 
 
 @pytest.mark.one_loop
@@ -310,12 +312,12 @@ async def test_a_card_says_that_its_speeds_are_in_doubt_until_they_are_measured_
     daemon = CardDaemon()
     await daemon.listed()
     daemon.engines = [engine(7, doubt="other programs had 60 % of the processor")]
-    assert daemon.model.doubtful
+    assert daemon.model.speed.doubtful
     daemon.speeds.ran(
         "m", prompt_tokens=300, cached_tokens=0, completion_tokens=1, prefill_s=0.1, decode_s=0, now_s=0.0
     )
-    corrected = daemon.model.prefill_tok_s
+    corrected = daemon.model.speed.prefill_tok_s
     assert corrected > 310
     # The same worker, which has just measured in idle time.
     daemon.engines = [engine(7, prefill_tok_s=900.0)]
-    assert (daemon.model.prefill_tok_s, daemon.model.doubtful) == (900, False)
+    assert (daemon.model.speed.prefill_tok_s, daemon.model.speed.doubtful) == (900, False)

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_architectures import tiny
 
 from fleetd import limits
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.measure.calibrate import (
@@ -32,7 +33,7 @@ from fleetd.engine.measure.calibrate import (
     OTHERS,
     REPEATS,
     Calibration,
-    Speeds,
+    Measurement,
 )
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.made_up import made_up
@@ -66,7 +67,7 @@ class Paced:
 
     def measure(
         self, budget_s: float = limits.CALIBRATE_S, context_tokens: int = 4096, **options: Any
-    ) -> Speeds:
+    ) -> Measurement:
         return Calibration(
             self, 50, context_tokens, budget_s, clock=lambda: self.now, load=self.load, **options
         ).measured()
@@ -80,8 +81,8 @@ def test_a_fast_device_is_measured_with_the_largest_chunks_twice() -> None:
     speeds = model.measure()
     assert model.sizes == [1] * DECODE_STEPS + [*CHUNKS, *CHUNKS[:0:-1]]
     assert len(model.caches) == 1 + len(CHUNKS) + 2, "every chunk begins a context of its own"
-    assert speeds.prefill_tok_s == pytest.approx(1000)
-    assert speeds.decode_tok_s == pytest.approx(100)
+    assert speeds.speed.prefill_tok_s == pytest.approx(1000)
+    assert speeds.speed.decode_tok_s == pytest.approx(100)
 
 
 def test_a_gpu_is_measured_with_what_it_may_be_given() -> None:
@@ -91,7 +92,7 @@ def test_a_gpu_is_measured_with_what_it_may_be_given() -> None:
     assert {n: model.sizes.count(n) >= 2 for n in GPU_CHUNKS if n > 16} == dict.fromkeys(GPU_CHUNKS[1:], True)
     assert speeds.chunk_s == pytest.approx({n: 0.1 + n / 4000 for n in GPU_CHUNKS})
     # The rate is still that of the size that plans take it for.
-    assert speeds.prefill_tok_s == pytest.approx(256 / (0.1 + 256 / 4000))
+    assert speeds.speed.prefill_tok_s == pytest.approx(256 / (0.1 + 256 / 4000))
     slow = Paced(lambda n: 0.01 if n == 1 else n / 400)
     assert max(slow.measure(limits.CALIBRATE_GPU_S, sizes=GPU_CHUNKS).chunk_s) == 512
 
@@ -101,8 +102,8 @@ def test_the_best_runs_count_and_one_slow_token_does_not() -> None:
     chunks = iter([0.016, 0.064, 0.4, 0.256, 0.256, 0.064])
     model = Paced(lambda n: next(steps if n == 1 else chunks))
     speeds = model.measure()
-    assert speeds.decode_tok_s == pytest.approx(100)
-    assert speeds.prefill_tok_s == pytest.approx(1000)
+    assert speeds.speed.decode_tok_s == pytest.approx(100)
+    assert speeds.speed.prefill_tok_s == pytest.approx(1000)
 
 
 def test_a_slow_device_is_measured_with_what_fits() -> None:
@@ -110,7 +111,7 @@ def test_a_slow_device_is_measured_with_what_fits() -> None:
     speeds = model.measure(budget_s=2.0)
     # After 64 tokens, in a second, there is no time for 256, nor for 64 again.
     assert model.sizes == [1] * DECODE_STEPS + [16, 64, 16]
-    assert speeds.prefill_tok_s == pytest.approx(60)
+    assert speeds.speed.prefill_tok_s == pytest.approx(60)
     assert model.now - 100.0 <= 2.0
 
 
@@ -119,19 +120,19 @@ def test_what_a_chunk_costs_is_told_apart_also_where_there_is_no_time_for_large_
     model = Paced(lambda n: 0.045 if n == 1 else 0.085 + n * 0.006)
     speeds = model.measure(budget_s=2.0)
     assert max(model.sizes) < CHUNKS[-1]
-    assert speeds.prefill_fixed_s == pytest.approx(0.085)
-    assert speeds.prefill_tok_s == pytest.approx(256 / (0.085 + 256 * 0.006))
+    assert speeds.speed.prefill_fixed_s == pytest.approx(0.085)
+    assert speeds.speed.prefill_tok_s == pytest.approx(256 / (0.085 + 256 * 0.006))
 
 
 def test_one_size_of_chunk_says_too_little_of_a_slow_device() -> None:
     """A model of two billion parameters: by a chunk of 16 a third less than its prompts get."""
     seconds: Callable[[int], float] = lambda n: 0.4 if n == 1 else 0.25 + n / 27  # noqa: E731
     slow = Paced(seconds).measure()
-    assert (list(slow.chunk_s), slow.doubt) == ([16], ONE_SIZE)
-    assert slow.prefill_tok_s < 0.75 * 256 / seconds(256)
+    assert (list(slow.chunk_s), slow.speed.doubt) == ([16], ONE_SIZE)
+    assert slow.speed.prefill_tok_s < 0.75 * 256 / seconds(256)
     # With a second size what a chunk costs is known; a model that can be given no second one has none.
-    assert Paced(seconds).measure(budget_s=8.0).doubt == ""
-    assert Paced(seconds).measure(context_tokens=16).doubt == ""
+    assert Paced(seconds).measure(budget_s=8.0).speed.doubt == ""
+    assert Paced(seconds).measure(context_tokens=16).speed.doubt == ""
 
 
 def test_single_tokens_leave_most_of_the_time_to_chunks() -> None:
@@ -142,7 +143,7 @@ def test_single_tokens_leave_most_of_the_time_to_chunks() -> None:
 
 def test_a_device_that_is_slower_than_the_budget_computes_one_token() -> None:
     model = Paced(lambda n: 3.0 * n)
-    assert model.measure() == Speeds(0.0, pytest.approx(1 / 3))
+    assert model.measure() == Measurement(MeasuredSpeed(0.0, pytest.approx(1 / 3)))
     assert model.sizes == [1]
 
 
@@ -155,7 +156,7 @@ def test_the_budget_is_kept_whatever_the_speed(step_s: float, tokens_per_step: i
     # The first chunk may turn out slower than expected, by as much as a token at a time is.
     slack = max(0.0, 16 * step_s / tokens_per_step - FIRST * step_s)
     assert model.now - 100.0 <= limits.CALIBRATE_S + slack + 1e-9
-    assert speeds.decode_tok_s == pytest.approx(1 / step_s)
+    assert speeds.speed.decode_tok_s == pytest.approx(1 / step_s)
     decoding = step_s * model.sizes.count(1)
     assert decoding <= max(step_s, DECODE_SHARE * limits.CALIBRATE_S + 1e-9)
 
@@ -165,7 +166,7 @@ def test_no_chunk_is_longer_than_the_context() -> None:
     model.measure(context_tokens=64)
     assert max(model.sizes) == 64
     model = Paced(lambda n: 0.001)
-    assert model.measure(context_tokens=8).prefill_tok_s == 0
+    assert model.measure(context_tokens=8).speed.prefill_tok_s == 0
     assert model.sizes == [1] * DECODE_STEPS
 
 
@@ -202,14 +203,14 @@ def test_what_comes_and_goes_beside_it_is_measured_again_until_it_is_gone(slower
     """Each disturbed run of the largest chunk takes half as long again as the one before."""
     model = Crowded(1.0, 1.0, *(slower * 1.5**run for run in range(runs)))
     speeds = model.measure(budget_s=1e6)
-    assert not speeds.doubt
-    assert speeds.prefill_tok_s == pytest.approx(1000)
+    assert not speeds.speed.doubt
+    assert speeds.speed.prefill_tok_s == pytest.approx(1000)
     assert model.sizes.count(CHUNKS[-1]) == runs + 2
 
 
 def test_chunks_that_never_agree_are_told_as_doubtful() -> None:
     model = Crowded(*(1.3**power for power in range(20, 0, -1)))
-    doubt = model.measure(budget_s=1e6).doubt
+    doubt = model.measure(budget_s=1e6).speed.doubt
     assert doubt.startswith("equal chunks took times that differ by 30")
     assert model.sizes.count(CHUNKS[-1]) == REPEATS
 
@@ -223,22 +224,22 @@ def test_chunks_that_agree_beside_steady_work_of_others_are_doubtful_too(
     """They took 4.6 times as long as they should, each of them."""
     model = Crowded(*[4.6] * 100, others=others)
     speeds = model.measure(budget_s=100.0)
-    assert bool(speeds.doubt) is doubtful
-    assert not doubtful or speeds.doubt == f"other programs had {others:.0%} of the processor"
+    assert bool(speeds.speed.doubt) is doubtful
+    assert not doubtful or speeds.speed.doubt == f"other programs had {others:.0%} of the processor"
 
 
 def test_where_others_left_no_time_for_any_chunk_that_is_doubtful_too() -> None:
     model = Crowded(*[1000.0] * 100, others=0.9)
     model.seconds = lambda n: 2.0 * n
     speeds = model.measure()
-    assert speeds.prefill_tok_s == 0
-    assert speeds.doubt == "other programs had 90% of the processor"
+    assert speeds.speed.prefill_tok_s == 0
+    assert speeds.speed.doubt == "other programs had 90% of the processor"
 
 
 def test_a_system_that_does_not_tell_its_load_leaves_it_to_the_runs() -> None:
     model = Crowded()
     speeds = Calibration(model, 50, 4096, 3.0, clock=lambda: model.now, load=lambda: None).measured()
-    assert not speeds.doubt
+    assert not speeds.speed.doubt
 
 
 def test_the_share_of_others_is_of_all_cores_and_over_long_enough() -> None:
@@ -282,9 +283,9 @@ class Attentive(Paced):
 def test_a_chunk_behind_a_context_tells_what_the_context_costs() -> None:
     model = Attentive(lambda n: 0.02 if n == 1 else 0.01 + n / 1000, 1e-6)
     speeds = model.measure()
-    assert speeds.prefill_context_s == pytest.approx(1e-6)
-    assert speeds.prefill_fixed_s == pytest.approx(0.01)
-    assert speeds.prefill_tok_s == pytest.approx(256 / 0.266)
+    assert speeds.speed.prefill_context_s == pytest.approx(1e-6)
+    assert speeds.speed.prefill_fixed_s == pytest.approx(0.01)
+    assert speeds.speed.prefill_tok_s == pytest.approx(256 / 0.266)
     # Attention was plain to see behind the shorter context.
     assert max(model.contexts) == CONTEXTS[0]
     assert model.now - 100.0 <= limits.CALIBRATE_S
@@ -292,7 +293,7 @@ def test_a_chunk_behind_a_context_tells_what_the_context_costs() -> None:
 
 def test_a_context_that_hardly_shows_is_made_longer() -> None:
     model = Attentive(lambda n: 0.001 if n == 1 else n / 10_000, 1e-9)
-    assert model.measure(context_tokens=16_384).prefill_context_s == pytest.approx(1e-9)
+    assert model.measure(context_tokens=16_384).speed.prefill_context_s == pytest.approx(1e-9)
     assert max(model.contexts) == CONTEXTS[1]
     model = Attentive(lambda n: 0.001 if n == 1 else n / 10_000, 1e-9)
     model.measure(context_tokens=4096)
@@ -324,13 +325,13 @@ def test_another_program_behind_a_context_is_not_taken_for_the_context() -> None
             return out
 
     model = Interrupted(lambda n: 0.02 if n == 1 else n / 1000, 1e-7)
-    assert model.measure().prefill_context_s == pytest.approx(1e-7)
+    assert model.measure().speed.prefill_context_s == pytest.approx(1e-7)
 
 
 def test_a_context_that_would_take_too_much_memory_is_not_made_up() -> None:
     per_token = 2 * 2 * 2 * 4  # layers, keys and values, heads, bytes
     model = Attentive(lambda n: 0.001, 1e-6, row_width=1 + CONTEXT_BYTES // per_token // CONTEXTS[0])
-    assert model.measure().prefill_context_s == 0
+    assert model.measure().speed.prefill_context_s == 0
     assert max(model.contexts) < DECODE_STEPS
 
 
@@ -352,7 +353,7 @@ def test_answers_are_what_they_would_be_without_it(make: Callable[[], Any]) -> N
     speeds = Calibration(model, tiny_models.VOCAB, 4096, 1.0).measured()
     mx.synchronize()
     assert (mx.get_active_memory(), mx.get_cache_memory()) == (held, 0)
-    assert min(speeds.prefill_tok_s, speeds.decode_tok_s) > 0
+    assert min(speeds.speed.prefill_tok_s, speeds.speed.decode_tok_s) > 0
     assert mx.array_equal(model(tokens, cache=make_prompt_cache(model)), before)
     assert mx.array_equal(mx.random.uniform(shape=(4,)), drawn)
 
@@ -367,7 +368,7 @@ def test_some_layers_are_told_as_the_whole_model_at_their_pace(
     part = whole.part(*held)
     ran: list[tuple[int, int]] = []
 
-    def speeds(calibration: Any) -> Speeds:
+    def scripted(calibration: Any) -> Measurement:
         layers = calibration._model
         caches = layers.make_cache()
         assert len(caches) == part.last - part.first
@@ -375,15 +376,17 @@ def test_some_layers_are_told_as_the_whole_model_at_their_pace(
             out = layers(mx.zeros((1, count), mx.int32), caches)
             ran.append((out.shape[1], caches[0].offset))
             assert len(set(out[0, :, 0].tolist())) > count // 2
-        return Speeds(100.0, 10.0, 1e-6, 0.1, "doubt")
+        return Measurement(MeasuredSpeed(100.0, 10.0, 1e-6, 0.1, "doubt"))
 
     monkeypatch.setattr(Calibration, "runs", lambda _self: iter(()))
-    monkeypatch.setattr(Calibration, "speeds", speeds)
+    monkeypatch.setattr(Calibration, "found", scripted)
     share = (held[1] - held[0]) / whole.total
     found = PartCalibration(part, KvLayout.of(part), 4096, 1.0).measured()
     assert ran == [(1, 1), (100, 101)]
-    assert found == Speeds(
-        pytest.approx(100 * share), 0.0, pytest.approx(1e-6 / share), pytest.approx(0.1 / share), "doubt"
+    assert found == Measurement(
+        MeasuredSpeed(
+            pytest.approx(100 * share), 0.0, pytest.approx(1e-6 / share), pytest.approx(0.1 / share), "doubt"
+        )
     )
 
 
@@ -396,8 +399,8 @@ async def test_a_loaded_model_tells_its_speeds_and_nothing_is_left_of_the_measur
         while not pool.status()[0].prefix_entries:  # noqa: ASYNC110 — told with its next beat
             await asyncio.sleep(0.01)
     (status,) = pool.status()
-    assert status.prefill_tok_s > 0
-    assert status.decode_tok_s > 0
+    assert status.speed.prefill_tok_s > 0
+    assert status.speed.decode_tok_s > 0
     # Of the one request that came.
     assert status.prefix_entries == 1
 

@@ -29,6 +29,7 @@ from tiny_architectures import tiny
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fleetd import limits
+from fleetd.control.model_facts import StateSizes
 from fleetd.engine import worker
 from fleetd.engine.cpu import address_space, products
 from fleetd.engine.load import loading, model_reading, stage_loading
@@ -40,7 +41,6 @@ from fleetd.limits import GIB, MIB
 from fleetd.models.memory_need import GroupSizes, float32_bytes, weights_in_memory
 from fleetd.models.safetensors_header import DTYPE_BYTES, TensorInfo, parse, read_header
 from fleetd.models.verify import _COUNTED, check_configs
-from fleetd.plan.state_sizes import StateSizes
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS ignores address-space limits")
 

@@ -12,6 +12,7 @@ import jinja2
 import pytest
 
 from fleetd.cache.block_names import LateBasis
+from fleetd.control.model_facts import ModelShape, StateSizes
 from fleetd.engine import protocol, worker
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prompt import prompt_encoding
@@ -52,7 +53,9 @@ class Ends:
         self.tokenizer = None
         self.keeps_states = True
         self.basis = LateBasis(lambda: b"")
-        self.facts = protocol.Ready("x", "cpu", "f32", 1, 8, 64, 1, 1, 1, True, False, False, 0.0, {})
+        self.facts = protocol.Ready(
+            "cpu", ModelShape("x", 1, 64, "f32", 1, StateSizes(1)), 8, 1, True, False, False, 0.0, {}
+        )
         self.sparse = None
         self.budget = KvBudget.of(40, 1)
 

@@ -7,45 +7,46 @@ from collections.abc import Iterator
 from typing import Any
 
 from fakes import FACTS
-from msgspec.structs import replace
+from nested_fields import changed
 
 from fleetd import limits
-from fleetd.engine.measure.calibrate import ONE_SIZE, Speeds
+from fleetd.control.model_facts import MeasuredSpeed
+from fleetd.engine.measure.calibrate import ONE_SIZE, Measurement
 from fleetd.engine.measure.idle_calibration import IdleCalibration
 from fleetd.engine.protocol import MeasuredAgain, Report
 
 DOUBT = "other programs had 60 % of the processor"
 RUNS = 5
-QUIET = Speeds(1000.0, 50.0, 1e-6, 0.01)
-BUSY = Speeds(300.0, 20.0, 1e-6, 0.01, DOUBT)
-BUSIER = Speeds(200.0, 10.0, 1e-6, 0.01, DOUBT)
+QUIET = Measurement(MeasuredSpeed(1000.0, 50.0, 1e-6, 0.01))
+BUSY = Measurement(MeasuredSpeed(300.0, 20.0, 1e-6, 0.01, DOUBT))
+BUSIER = Measurement(MeasuredSpeed(200.0, 10.0, 1e-6, 0.01, DOUBT))
 
 
 class Attempt:
     """A measurement of so many runs with a known end."""
 
-    def __init__(self, found: Speeds) -> None:
-        self.found, self.done = found, 0
+    def __init__(self, found: Measurement) -> None:
+        self._found, self.done = found, 0
 
     def runs(self) -> Iterator[None]:
         for _ in range(RUNS):
             self.done += 1
             yield
 
-    def speeds(self) -> Speeds:
+    def found(self) -> Measurement:
         assert self.done == RUNS
-        return self.found
+        return self._found
 
 
 class CalibratedWorker:
     """A worker that was measured beside other work, on a clock of its own; its attempts end as scripted."""
 
-    def __init__(self, *ends: Speeds, doubt: str = DOUBT) -> None:
+    def __init__(self, *ends: Measurement, doubt: str = DOUBT) -> None:
         self.now = 100.0
         self.ends = iter(ends)
         self.attempts: list[tuple[float, Attempt]] = []
         self.told: list[Report] = []
-        facts: Any = replace(FACTS, prefill_tok_s=BUSY.prefill_tok_s, doubt=doubt)
+        facts: Any = changed(FACTS, prefill_tok_s=BUSY.speed.prefill_tok_s, doubt=doubt)
         self.idle = IdleCalibration(self.begin, facts, self.told.append, clock=lambda: self.now)
 
     def begin(self) -> Any:
@@ -75,7 +76,7 @@ def test_an_idle_worker_measures_again_and_tells_what_it_found() -> None:
     worker.idle.turn(idle=True)
     assert not worker.attempts, "it has not been idle for long"
     worker.attempt()
-    assert worker.told == [MeasuredAgain(1000.0, 50.0, 1e-6, 0.01)]
+    assert worker.told == [MeasuredAgain(MeasuredSpeed(1000.0, 50.0, 1e-6, 0.01))]
     assert worker.idle.due_s is None
 
 
@@ -94,12 +95,12 @@ def test_a_request_ends_the_attempt_and_the_next_one_waits_as_long_again() -> No
 
 
 def test_attempts_in_doubt_too_come_less_and_less_often_and_tell_only_what_is_faster() -> None:
-    better = Speeds(400.0, 30.0, doubt=DOUBT)
+    better = Measurement(MeasuredSpeed(400.0, 30.0, doubt=DOUBT))
     worker = CalibratedWorker(BUSIER, better, *[BUSY] * 20)
     for _ in range(22):
         worker.attempt()
     # Other work makes a device slower, never faster.
-    assert worker.told == [MeasuredAgain(400.0, 30.0, 0.0, 0.0, DOUBT)]
+    assert worker.told == [MeasuredAgain(MeasuredSpeed(400.0, 30.0, 0.0, 0.0, DOUBT))]
     begun = [at for at, _ in worker.attempts]
     waits = [after - before for before, after in itertools.pairwise(begun)]
     assert waits[0] == 2 * limits.CALIBRATE_AGAIN_S
@@ -108,15 +109,15 @@ def test_attempts_in_doubt_too_come_less_and_less_often_and_tell_only_what_is_fa
 
 
 def test_an_attempt_that_measured_no_chunk_takes_no_figure_away() -> None:
-    worker = CalibratedWorker(Speeds(0.0, 50.0), QUIET)
+    worker = CalibratedWorker(Measurement(MeasuredSpeed(0.0, 50.0)), QUIET)
     worker.attempt()
     assert worker.told == []
     worker.attempt()
-    assert worker.told == [MeasuredAgain(1000.0, 50.0, 1e-6, 0.01)]
+    assert worker.told == [MeasuredAgain(MeasuredSpeed(1000.0, 50.0, 1e-6, 0.01))]
 
 
 def test_a_device_that_is_too_slow_for_a_second_size_of_chunk_is_not_measured_for_ever() -> None:
-    slow = Speeds(19.0, 2.0, doubt=ONE_SIZE)
+    slow = Measurement(MeasuredSpeed(19.0, 2.0, doubt=ONE_SIZE))
     worker = CalibratedWorker(BUSIER, slow, doubt=ONE_SIZE)
     worker.attempt()
     assert worker.idle.due_s is not None, "other programs were in the way"

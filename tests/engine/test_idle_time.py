@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from asking import folder_of
 from fakes import FACTS
-from msgspec.structs import replace
+from nested_fields import changed
 
 from fleetd import limits
 from fleetd.engine.daemon_side.loaded_model import LoadedModel
@@ -56,7 +56,7 @@ class IdleMachine:
 @pytest.fixture
 async def machine() -> IdleMachine:
     pool = EnginePool(PoolOptions())
-    small, large = Engine(FACTS), Engine(replace(FACTS, weights_bytes=limits.IDLE_MODEL_BYTES + 1))
+    small, large = Engine(FACTS), Engine(changed(FACTS, weights_bytes=limits.IDLE_MODEL_BYTES + 1))
     engines: dict[str, Any] = {"large": large, "small": small}
     pool._models = {name: LoadedModel([engine], pool._exited) for name, engine in engines.items()}
     return IdleMachine(pool, small, large)

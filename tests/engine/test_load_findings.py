@@ -15,9 +15,10 @@ import pytest
 from asking import folder_of
 
 from fleetd import limits
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.load import loading
 from fleetd.engine.load.load_findings import FindingsKey, LoadFindings, block_basis
-from fleetd.engine.measure.calibrate import Speeds, calibration
+from fleetd.engine.measure.calibrate import Measurement, calibration
 from fleetd.engine.measure.idle_calibration import IdleCalibration
 from fleetd.engine.protocol import Arithmetic, Loading
 from fleetd.engine.settings import WorkerSettings
@@ -29,7 +30,7 @@ from fleetd.models import digest as digests
 MODEL = VerdictKey("ab" * 32, "cpu", "x86_64 AVX2", "Linux-6", {"mlx": "0.32"}, {}, 2)
 KEY = FindingsKey(MODEL, {"numpy": "2"}, exact=True)
 ARITHMETIC = Arithmetic("x86_64 AVX2", "float32", {"mlx": "0.32"}, layers=[b"12345678"], sparse="")
-FOUND = LoadFindings(True, "", ARITHMETIC, Speeds(300.0, 12.0, 1e-6, 0.05), "cafe")
+FOUND = LoadFindings(True, "", ARITHMETIC, Measurement(MeasuredSpeed(300.0, 12.0, 1e-6, 0.05)), "cafe")
 
 
 @pytest.mark.parametrize(
@@ -180,8 +181,8 @@ def test_the_second_load_only_reads_and_warms_up(
     assert computed == []
     assert stages == ["verifying", "reading", "reading the tokenizer", "warming up"]
     # Speeds in doubt are measured again in idle time, and the next load has those.
-    again.keep_speeds(Speeds(300.0, 12.0, 1e-6, 0.05))
-    assert load().facts.prefill_tok_s == 300.0
+    again.keep_measured(Measurement(MeasuredSpeed(300.0, 12.0, 1e-6, 0.05)))
+    assert load().facts.speed.prefill_tok_s == 300.0
     assert computed == []
     # Shares of what this machine has free at the moment, and how long it took.
     changing = dict.fromkeys(("load_s", "kv_budget_bytes", "prefix_budget_bytes"), 0)
@@ -196,7 +197,7 @@ def test_the_second_load_only_reads_and_warms_up(
 def test_figures_in_doubt_are_measured_again_in_idle_time_and_kept_for_the_next_load(
     chain_path: Path, tmp_path: Path, cpu_installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    doubtful = Speeds(1.0, 1.0, doubt="other programs had 60% of the processor")
+    doubtful = Measurement(MeasuredSpeed(1.0, 1.0, doubt="other programs had 60% of the processor"))
     monkeypatch.setattr(loading, "calibrate", lambda *args: doubtful)
     monkeypatch.setattr(limits, "CALIBRATE_AGAIN_S", 0.0)
     record = tmp_path / "record.json"
@@ -204,26 +205,26 @@ def test_figures_in_doubt_are_measured_again_in_idle_time_and_kept_for_the_next_
     digests.digest(folder_of(chain_path), record)
     loaded = loading.load(settings, "cpu", lambda _: None)
     facts = loaded.facts
-    assert (facts.doubt, facts.prefill_tok_s) == (doubtful.doubt, 1.0)
+    assert (facts.speed.doubt, facts.speed.prefill_tok_s) == (doubtful.speed.doubt, 1.0)
     measured: list[Any] = []
     idle = IdleCalibration(
-        lambda: calibration(loaded.model, "cpu", facts.vocab_size, facts.context_tokens),
+        lambda: calibration(loaded.model, "cpu", facts.vocab_size, facts.shape.context_tokens),
         facts,
         measured.append,
-        keep=loaded.keep_speeds,
+        keep=loaded.keep_measured,
     )
     while not measured:
         idle.turn(idle=True)
-    assert measured[0].prefill_tok_s > 1.0
+    assert measured[0].speed.prefill_tok_s > 1.0
     again = loading.load(settings, "cpu", lambda _: None).facts
-    assert (again.prefill_tok_s, again.doubt) == (measured[0].prefill_tok_s, measured[0].doubt)
+    assert again.speed == measured[0].speed
 
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_prompts_are_kept_as_soon_as_the_files_of_their_model_are_hashed(
     chain_path: Path, tmp_path: Path, cpu_installed: None, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
-    monkeypatch.setattr(loading, "calibrate", lambda *args: Speeds(300.0, 12.0))
+    monkeypatch.setattr(loading, "calibrate", lambda *args: Measurement(MeasuredSpeed(300.0, 12.0)))
     model, record = shutil.copytree(chain_path, tmp_path / "m"), tmp_path / "record.json"
     settings = WorkerSettings(
         "m", str(model), str(record), device="cpu", cache=str(tmp_path), speculation="off"

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd.control.daemon_status import MemoryBudget
+from fleetd.control.model_facts import StateSizes
 from fleetd.engine.load.loading import MemoryShares
 from fleetd.engine.measure.memory import KvBudget, admit_weights, human
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import OutOfMemory
 from fleetd.limits import GIB, MIB
 from fleetd.models.memory_need import WORKING_BYTES
-from fleetd.plan.state_sizes import StateSizes
 
 NAMES = st.sampled_from("abcd")
 

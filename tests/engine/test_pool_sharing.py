@@ -76,8 +76,8 @@ async def test_where_the_model_does_not_fit_some_layers_help(make_pool: MakePool
     assert (status.part_of, status.first_layer, status.last_layer) == ("tiny", 0, 2)
     assert pool.part(model) == (0, 2)
     # Prefill is measured here too; there is nothing that it could decode.
-    assert status.prefill_tok_s > 0
-    assert status.decode_tok_s == 0
+    assert status.speed.prefill_tok_s > 0
+    assert status.speed.decode_tok_s == 0
     assert await _held(pool, model, 0, 1) == "tiny[0:2]"
     # All of them are still too many, which is nobody's failure here, and what is there stays.
     for last in (0, LAYERS):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.compression.packed import PackedScores
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape, StateSizes
 from fleetd.engine import protocol
 from fleetd.engine.protocol import (
     Accepted,
@@ -90,13 +91,14 @@ COMMANDS: list[Any] = [
     WriteNow(),
     Shutdown(),
 ]
+SHAPE = ModelShape("llama", 1 << 40, 64, "float32", 8, StateSizes(3))
 REPORTS: list[Any] = [
     Loading("reading", 3, 9),
-    Ready("llama", "cpu", "float32", 2, 8, 64, 1 << 40, 3, 4, True, False, True, 0.5, {"mlx": "1"}),
+    Ready("cpu", SHAPE, 8, 4, True, False, True, 0.5, {"mlx": "1"}),
     LoadFailed("out_of_memory", "no", "hint"),
-    MeasuredAgain(500.0, 40.0, 1e-6, 0.01, "other programs had 60% of the processor"),
+    MeasuredAgain(MeasuredSpeed(500.0, 40.0, 1e-6, 0.01, "other programs had 60% of the processor")),
     msgspec.structs.replace(
-        Ready("llama", "cpu", "float32", 8, 8, 64, 1 << 40, 3, 4, False, False, False, 0.5, {}),
+        Ready("cpu", SHAPE, 8, 4, False, False, False, 0.5, {}),
         first_layer=3,
         last_layer=8,
         arithmetic=Arithmetic("avx512", "float32", {"mlx": "1"}, 3, [b"12345678"] * 5, "any"),

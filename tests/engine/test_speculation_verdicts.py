@@ -163,6 +163,6 @@ def test_the_second_load_does_not_probe(
         first.text,
     )
     assert again.facts.speculation == first.text
-    assert again.verdict.seconds[1] == pytest.approx(1 / again.facts.decode_tok_s)
+    assert again.verdict.seconds[1] == pytest.approx(1 / again.facts.speed.decode_tok_s)
     shares = [s / again.verdict.seconds[1] for s in again.verdict.seconds.values()]
     assert shares == pytest.approx([s / first.seconds[1] for s in first.seconds.values()])

@@ -18,10 +18,11 @@ from fakes import FACTS
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model
-from msgspec.structs import replace
+from nested_fields import changed
 from tiny_architectures import VOCAB, tiny, write
 
 from fleetd.control.daemon_status import MemoryBudget
+from fleetd.control.model_facts import StateSizes
 from fleetd.engine.cpu import products
 from fleetd.engine.layers.architectures import CUT
 from fleetd.engine.layers.stage import Stage
@@ -39,7 +40,6 @@ from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.choice import options
 from fleetd.plan.prefill.options import HelperSpec
-from fleetd.plan.state_sizes import StateSizes
 from fleetd.requests.placement import planner_facts
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -308,17 +308,17 @@ def test_the_planner_gives_a_helper_no_more_than_its_admission_takes(tmp_path: P
     path = mixed(tmp_path)
     _, home = read(path, 0, LAYERS, "cuda")
     whole = Stage.of(lazy_model(path, read_config(path)))
-    facts = replace(
-        FACTS,
+    shape = changed(
+        FACTS.shape,
         layers=LAYERS,
         weights_bytes=home.weights_bytes,
         outside_bytes=home.outside_bytes,
         layer_bytes=home.layer_bytes,
         # Little beside the weights, which are tiny here.
-        kv_bytes_per_token=LAYERS,
+        token_bytes=LAYERS,
         hidden_bytes=1,
     )
-    asked = planner_facts.prompt(400, 0, 64, facts)
+    asked = planner_facts.prompt(shape, 400, 0, 64)
     speed = PrefillSpeed(1e-3)
     here, fast = HelperSpec("", "this", speed), LinkSpeed(1e12)
     given = set()

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_architectures import VOCAB, tiny
 
+from fleetd.control.model_facts import StateSizes
 from fleetd.engine.load.model_reading import warm_up
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.errors import OutOfMemory
-from fleetd.plan.state_sizes import StateSizes
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 # Windows in some layers, in every second one, and running states beside rows.

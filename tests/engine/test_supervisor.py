@@ -20,6 +20,7 @@ import pytest
 from asking import ask, folder_of, run
 
 from fleetd import limits
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.cpu import openmp_file
 from fleetd.engine.daemon_side.loaded_model import LoadedModel
 from fleetd.engine.daemon_side.pool import EnginePool
@@ -486,9 +487,9 @@ async def test_what_a_worker_measured_again_takes_the_place_of_what_it_measured_
     behave("measures again")
     await drain(watched)
     async with asyncio.timeout(30):
-        while not (status := watched.status()[0]).prefill_tok_s:  # noqa: ASYNC110  (told a moment later)
+        while not (status := watched.status()[0]).speed.prefill_tok_s:  # noqa: ASYNC110  (told a moment later)
             await asyncio.sleep(0.01)
-    assert (status.prefill_tok_s, status.decode_tok_s, status.prefill_context_s) == (500.0, 40.0, 1e-6)
+    assert status.speed == MeasuredSpeed(500.0, 40.0, 1e-6, 0.01)
 
 
 # ---- A system that is short of memory --------------------------------------------------------------------

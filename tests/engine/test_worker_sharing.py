@@ -93,7 +93,7 @@ async def test_a_shared_prefill_gives_the_answer_of_this_machine_alone(model: Pa
     async with workers(model, 3) as (home, *helpers):
         before = [await warm(engine) for engine in (home, *helpers)]
         assert home.facts is not None
-        assert home.facts.unshareable == ""
+        assert home.facts.shape.unshareable == ""
         assert (home.facts.first_layer, home.facts.last_layer, home.facts.layers) == (0, LAYERS, LAYERS)
         assert home.facts.arithmetic is not None
         assert home.facts.arithmetic.layers == helpers[0].facts.arithmetic.layers  # type: ignore[union-attr]
@@ -169,7 +169,7 @@ async def test_a_hybrid_is_shared_and_its_states_are_counted(tmp_path: Path) -> 
     async with workers(path) as (home, helper):
         facts = home.facts
         assert facts is not None
-        assert facts.unshareable == ""
+        assert facts.shape.unshareable == ""
         assert facts.state_bytes > 0
         assert facts.sparse.startswith("A qwen3_5 model computes every token of a prompt")
         for number, kind in enumerate(("layers", "tokens")):
@@ -317,7 +317,7 @@ async def test_an_assist_that_makes_no_sense_is_refused_before_it_takes_memory(m
         for assist, expected in senseless:
             assert isinstance(await refused(helper, assist), expected), assist
         assert helper.facts is not None
-        too_many = helper.facts.kv_budget_bytes // helper.facts.kv_bytes_per_token + 64
+        too_many = helper.facts.kv_budget_bytes // helper.facts.shape.sizes.token_bytes + 64
         assert too_many < 4096, "the test's memory is too large for what it tests"
         large = AssistPrefill("a", Split("layers", (0, 4, 4), LAYERS, 0, too_many, CHUNK), 0)
         assert isinstance(await refused(helper, large), OutOfMemory)
@@ -333,7 +333,7 @@ async def test_a_worker_with_some_layers_helps_and_answers_nothing(model: Path) 
         assert home.facts is not None
         assert (part.facts.first_layer, part.facts.last_layer, part.facts.layers) == (0, 2, LAYERS)
         assert part.facts.weights_bytes < home.facts.weights_bytes
-        assert part.facts.kv_bytes_per_token * 2 == home.facts.kv_bytes_per_token
+        assert part.facts.shape.sizes.token_bytes * 2 == home.facts.shape.sizes.token_bytes
         assert part.facts.arithmetic is not None
         assert home.facts.arithmetic is not None
         assert part.facts.arithmetic.layers == home.facts.arithmetic.layers[:2]

@@ -111,7 +111,7 @@ def test_a_machine_that_has_room_for_half_of_a_model_shares_its_prompts(model: P
     (engine,) = fleet["beta"].status()["engines"]
     assert (engine["part_of"], engine["first_layer"], engine["last_layer"]) == (NAME, first, last)
     assert engine["weights_bytes"] == pytest.approx(weights * last / LAYERS, rel=0.05)
-    assert engine["prefill_tok_s"] > 0
+    assert engine["speed"]["prefill_tok_s"] > 0
 
     text, plan, shared = asked_until_shared(fleet)
     assert plan == "layers; nodes=beta,this"

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.errors import ProtocolError
 from fleetd.p2p.membership import cards
 from fleetd.p2p.membership.cards import Card, CardTable, MachineFacts, ModelCard
@@ -131,10 +132,9 @@ model_cards = st.builds(
     name=st.text(min_size=1, max_size=limits.MODEL_NAME_CHARS),
     digest=texts,
     roles=st.lists(st.sampled_from(["chat", "draft"]), max_size=2),
-    architecture=texts,
-    weights_bytes=counts,
     state=st.sampled_from(["installed", "loading", "loaded"]),
-    prefill_tok_s=rates,
+    shape=st.builds(ModelShape, architecture=texts, weights_bytes=counts),
+    speed=st.builds(MeasuredSpeed, prefill_tok_s=rates, doubt=texts),
 )
 any_card = st.builds(
     Card,
@@ -196,8 +196,8 @@ def test_a_damaged_card_is_read_or_refused(data: st.DataObject) -> None:
         {"machine": {"cores": -1}},
         {"models": [{"name": ""}]},
         {"models": [{"name": "x" * (limits.MODEL_NAME_CHARS + 1)}]},
-        {"models": [{"name": "m", "decode_tok_s": float("nan")}]},
-        {"models": [{"name": "m", "decode_tok_s": -1.0}]},
+        {"models": [{"name": "m", "speed": {"decode_tok_s": float("nan")}}]},
+        {"models": [{"name": "m", "speed": {"decode_tok_s": -1.0}}]},
         {"models": [{"name": "m", "state": "borrowed"}]},
         {"models": [{"name": "m", "roles": ["chat"] * 17}]},
     ],
@@ -239,7 +239,7 @@ def test_a_machine_with_too_many_models_tells_of_the_loaded_ones_first() -> None
 
 def test_models_with_long_texts_are_left_out_where_the_card_is_full() -> None:
     long = "x" * limits.CARD_TEXT_CHARS
-    models = [ModelCard(f"m{i}", long, long, architecture=long) for i in range(limits.CARD_MODELS)]
+    models = [ModelCard(f"m{i}", long, long, shape=ModelShape(long)) for i in range(limits.CARD_MODELS)]
     body = cards.encode(card(models=models))
     kept = cards.decode(body).models
     each = len(msgspec.msgpack.encode(models[-1]))
@@ -263,11 +263,11 @@ def test_a_card_that_just_fits_loses_nothing_and_never_grows_over_the_limit(spar
 
 def test_what_a_models_files_say_cannot_make_the_card_unreadable() -> None:
     odd = [
-        ModelCard("a", architecture="x" * 10_000),
-        ModelCard("b", architecture="\udc80"),
+        ModelCard("a", shape=ModelShape("x" * 10_000)),
+        ModelCard("b", shape=ModelShape("\udc80")),
         ModelCard("c" * (limits.MODEL_NAME_CHARS + 1)),
     ]
     got = cards.decode(cards.encode(card(models=odd, machine=MachineFacts(product="\udcff"))))
     assert [m.name for m in got.models] == ["a", "b"]
-    assert got.models[0].architecture == "x" * limits.CARD_TEXT_CHARS
+    assert got.models[0].shape.architecture == "x" * limits.CARD_TEXT_CHARS
     assert got.machine.product == "?"

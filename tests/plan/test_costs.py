@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetd.control.model_facts import ModelShape
 from fleetd.plan.chip_speeds import APPLE, GB10
 from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed, modelled
 
@@ -72,8 +73,9 @@ def test_links_carry_bytes_and_the_worse_of_two_counts() -> None:
 
 def test_modelled_attention_is_a_small_part_of_a_short_prompt_and_a_large_one_of_a_long_prompt() -> None:
     """Llama-3.1-8B: 4·32·4096 operations per token and token of context, against 2·8e9 for the weights."""
+    shape = ModelShape(weights_bytes=int(8e9 * 4.5 / 8), layers=32, hidden_width=4096)
     for chip in (GB10, APPLE[3, "Ultra"]):
-        speed = modelled(chip, int(8e9 * 4.5 / 8), 32, 4096)
+        speed = modelled(chip, shape)
         short, long = (speed.context_s * n / 2 / speed.token_s for n in (1000, 64_000))
         assert short < 0.1
         assert 1 < long < 5

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from nested_fields import changed
 
 from fleetd import limits
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.limits import GIB
 from fleetd.plan.refusals import Refusal
 from fleetd.plan.route import (
@@ -26,16 +28,15 @@ ASK = RouteQuestion("qwen3-8b", prompt_tokens=2000, max_tokens=200)
 HELD: dict[str, Any] = {
     "digest": "d1",
     "state": "loaded",
-    "weights_bytes": 4 * GIB,
+    "shape": ModelShape(weights_bytes=4 * GIB),
+    "speed": MeasuredSpeed(400.0, 40.0),
     "needed_bytes": 6 * GIB,
-    "prefill_tok_s": 400.0,
-    "decode_tok_s": 40.0,
     "roles": ("chat",),
 }
 
 
 def here(**fields: Any) -> Candidate:
-    return replace(peer(""), name="this", **fields)
+    return changed(peer(""), name="this", **fields)
 
 
 def peer(node_id: str, **fields: Any) -> Candidate:
@@ -50,7 +51,7 @@ def peer(node_id: str, **fields: Any) -> Candidate:
         max_streams=4,
         **HELD,
     )
-    return replace(base, **fields)
+    return changed(base, **fields)
 
 
 def speed(factor: float) -> dict[str, float]:
@@ -172,14 +173,14 @@ def test_this_machine_needs_no_network() -> None:
 
 @pytest.mark.parametrize("doubted", ["here", "there"])
 def test_another_machine_has_to_be_a_quarter_faster_while_a_speed_is_in_doubt(doubted: str) -> None:
-    this = here(doubtful=doubted == "here")
+    this = here(doubt="busy" if doubted == "here" else "")
 
     def faster(by: float) -> Candidate:
-        rates = {rate: getattr(this, rate) * by for rate in ("prefill_tok_s", "decode_tok_s")}
-        return peer("a", doubtful=doubted == "there", **rates)
+        rates = {rate: getattr(this.speed, rate) * by for rate in ("prefill_tok_s", "decode_tok_s")}
+        return peer("a", doubt="busy" if doubted == "there" else "", **rates)
 
     assert order(route(ASK, [this, faster(1.3)])) == ["", "a"]
-    assert order(route(ASK, [replace(this, doubtful=False), replace(faster(1.3), doubtful=False)])) == [
+    assert order(route(ASK, [changed(this, doubt=""), changed(faster(1.3), doubt="")])) == [
         "a",
         "",
     ]
@@ -367,10 +368,13 @@ def machine(node_id: str) -> st.SearchStrategy[Candidate]:
         max_streams=st.integers(0, 16),
         state=st.sampled_from(["absent", "installed", "loading", "loaded"]),
         digest=st.sampled_from(["", "d1", "d2"]),
-        weights_bytes=st.integers(0, 200 * GIB),
+        shape=st.builds(ModelShape, weights_bytes=st.integers(0, 200 * GIB)),
         needed_bytes=st.integers(0, 200 * GIB),
-        prefill_tok_s=st.sampled_from([0.0, 1e-300, 100.0, 1000.0]) | st.floats(0, 1e12),
-        decode_tok_s=st.sampled_from([0.0, 1e-300, 10.0, 100.0]) | st.floats(0, 1e12),
+        speed=st.builds(
+            MeasuredSpeed,
+            prefill_tok_s=st.sampled_from([0.0, 1e-300, 100.0, 1000.0]) | st.floats(0, 1e12),
+            decode_tok_s=st.sampled_from([0.0, 1e-300, 10.0, 100.0]) | st.floats(0, 1e12),
+        ),
         roles=st.sampled_from([(), ("chat",), ("chat", "compressor"), ("embedding",)]),
         can_pull=st.booleans(),
     )
@@ -507,9 +511,9 @@ def test_what_a_machine_has_measured_of_its_prefill_is_not_mixed_with_its_twin_s
 
 def test_a_doubtful_speed_here_makes_other_machines_dearer_and_not_this_one() -> None:
     """Its session is elsewhere, where it cannot run now."""
-    machines = [here(doubtful=True), peer("a", **speed(1.1)), peer("b", session=True, **speed(0.5))]
+    machines = [here(doubt="busy"), peer("a", **speed(1.1)), peer("b", session=True, **speed(0.5))]
     assert order(route(ASK, machines))[0] == ""
-    assert order(route(ASK, [replace(machines[0], doubtful=False), *machines[1:]]))[0] == "a"
+    assert order(route(ASK, [changed(machines[0], doubt=""), *machines[1:]]))[0] == "a"
 
 
 def test_a_prompt_that_just_fits_the_context_is_not_refused() -> None:

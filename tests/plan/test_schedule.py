@@ -6,20 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from nested_fields import changed
 
+from fleetd.control.model_facts import ModelShape, StateSizes
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import HelperSpec
 from fleetd.plan.prefill.schedule import LAST_LAYER, SETUP_ROUND_TRIPS, SETUP_S, PrefillSize, timeline
 from fleetd.plan.prefill.split import Split, checked
 
 NO_LINK = LinkSpeed(1e18, 0.0)
-PROMPT = PrefillSize(
-    tokens=8192, cached=0, layers=32, kv_bytes_per_token=131072, hidden_bytes=8192, chunk=1024
-)
+SHAPE = ModelShape(layers=32, sizes=StateSizes(131072), hidden_bytes=8192)
+PROMPT = PrefillSize(SHAPE, tokens=8192, cached=0, chunk=1024)
 
 
 def split(prompt: PrefillSize, kind: str, cuts: tuple[int, ...], chunk: int) -> Split:
-    made = Split(kind, cuts, prompt.layers, prompt.cached, prompt.tokens, chunk)  # type: ignore[arg-type]
+    made = Split(kind, cuts, prompt.shape.layers, prompt.cached, prompt.tokens, chunk)  # type: ignore[arg-type]
     return checked(made)
 
 
@@ -46,7 +47,8 @@ def played(prompt: PrefillSize, made: Split, helpers: list[HelperSpec], home: Pr
     agreed = SETUP_S + SETUP_ROUND_TRIPS * max(link.rtt_s for link in links)
     free_home = agreed + home.seconds(1.0, prompt.cached, min(16, prompt.tokens - prompt.cached))
     sent = [
-        4 * prompt.tokens + prompt.kv_bytes_per_token * prompt.cached * len(made.layers_of(i)) / prompt.layers
+        4 * prompt.tokens
+        + prompt.shape.sizes.token_bytes * prompt.cached * len(made.layers_of(i)) / prompt.shape.layers
         for i in range(made.helpers)
     ]
     ways = [link.seconds(count) + link.one_way_s for link, count in zip(links, sent, strict=True)]
@@ -65,7 +67,7 @@ def _layers(
     free_home: float,
     port: float,
 ) -> float:
-    shares = [len(made.layers_of(i)) / prompt.layers for i in range(made.machines)]
+    shares = [len(made.layers_of(i)) / prompt.shape.layers for i in range(made.machines)]
     times = [sum(layer_times(prompt)[n] for n in made.layers_of(i)) for i in range(made.machines)]
     last = made.helpers - 1
     free = [begun] * made.helpers + [free_home]
@@ -79,18 +81,18 @@ def _layers(
             free[i] = max(free[i], arrived) + speeds[i].seconds(times[i], chunk.start, len(chunk))
             if i == made.helpers:
                 break
-            row = prompt.kv_bytes_per_token * shares[i]
+            row = prompt.shape.sizes.token_bytes * shares[i]
             onward = links[i] if i == last else links[i].and_(links[i + 1])
             if i == last and shares[-1]:
-                row += prompt.hidden_bytes
+                row += prompt.shape.hidden_bytes
             rows_free[i] = max(rows_free[i], free[i]) + links[i].seconds(row * len(chunk))
             rows_end = max(rows_end, rows_free[i] + links[i].one_way_s)
             hidden_free[i] = max(hidden_free[i], free[i]) + onward.seconds(
-                2 * prompt.hidden_bytes * len(chunk)
+                2 * prompt.shape.hidden_bytes * len(chunk)
             )
             arrived = hidden_free[i] + onward.one_way_s
     new = prompt.tokens - prompt.cached
-    through_port = begun + sum(shares[:-1]) * prompt.kv_bytes_per_token * new / port
+    through_port = begun + sum(shares[:-1]) * prompt.shape.sizes.token_bytes * new / port
     return max(*free, rows_end, through_port)
 
 
@@ -103,7 +105,7 @@ def _tokens(
     free_home: float,
     port: float,
 ) -> float:
-    row = prompt.kv_bytes_per_token / prompt.layers
+    row = prompt.shape.sizes.token_bytes / prompt.shape.layers
     work = [speed.total(1.0, made.tokens_of(i), made.chunk) for i, speed in enumerate(speeds)]
     free = [begun] * made.helpers + [0.0]
     home_links, onward_links = [0.0] * made.helpers, [0.0] * made.helpers
@@ -122,13 +124,13 @@ def _tokens(
                 arrived = onward_links[i] + onward.one_way_s
         free[-1] = max(free[-1], rows_here) + share * work[-1]
     home_s = work[-1]
-    sent = prompt.kv_bytes_per_token * (made.cuts[-2] - prompt.cached)
+    sent = prompt.shape.sizes.token_bytes * (made.cuts[-2] - prompt.cached)
     return max(free[-1], free_home + home_s, begun + sent / port + share * work[-1])
 
 
 def layer_times(prompt: PrefillSize) -> list[float]:
     """The share of the time that each layer takes."""
-    each = [1.0] * (prompt.layers - 1) + [prompt.last_layer]
+    each = [1.0] * (prompt.shape.layers - 1) + [prompt.last_layer]
     return [one / sum(each) for one in each]
 
 
@@ -150,11 +152,13 @@ def cases(draw: st.DrawFn, kind: str) -> tuple[PrefillSize, Split, list[HelperSp
     new = max(1, pieces * chunk - draw(st.integers(0, chunk - 1)))
     layers = draw(st.integers(len(helpers) + 1, 40))
     prompt = PrefillSize(
+        ModelShape(
+            layers=layers,
+            sizes=StateSizes(draw(st.integers(1, 10**6))),
+            hidden_bytes=draw(st.integers(1, 10**5)),
+        ),
         tokens=cached + new,
         cached=cached,
-        layers=layers,
-        kv_bytes_per_token=draw(st.integers(1, 10**6)),
-        hidden_bytes=draw(st.integers(1, 10**5)),
         chunk=chunk,
         last_layer=draw(st.sampled_from([1.0, LAST_LAYER]) | st.floats(0.01, 1)),
     )
@@ -191,7 +195,7 @@ def overhead(prompt: PrefillSize) -> float:
 @pytest.mark.parametrize("machines", [2, 3, 4])
 @pytest.mark.parametrize("chunks", [1, 2, 8, 64])
 def test_equal_stages_take_m_plus_s_minus_1_of_them(machines: int, chunks: int) -> None:
-    prompt = replace(PROMPT, tokens=128 * chunks, layers=12)
+    prompt = changed(PROMPT, tokens=128 * chunks, layers=12)
     cuts = tuple(12 * i // machines for i in range(machines + 1))
     made = split(prompt, "layers", cuts, 128)
     stage_s = EVEN.seconds(1 / machines, 0, 128)
@@ -208,7 +212,7 @@ def test_tokens_are_shared_with_one_layer_of_waiting_for_each_machine(machines: 
     made = split(prompt, "tokens", cuts, 128)
     took = seconds(prompt, made, [machine(EVEN, NO_LINK)] * (machines - 1), EVEN) - overhead(prompt)
     speed_up = EVEN.total(1.0, prompt.new, 128) / took
-    layers = prompt.layers
+    layers = prompt.shape.layers
     assert speed_up == pytest.approx(machines * layers / (layers + machines - 1), rel=1e-6)
 
 
@@ -224,19 +228,19 @@ def test_a_link_that_is_the_bottleneck_takes_its_bytes() -> None:
     link = LinkSpeed(1e7)
     made = split(PROMPT, "layers", (0, 16, 32), 128)
     took = seconds(PROMPT, made, [machine(EVEN, link)], EVEN)
-    sent = PROMPT.tokens * (PROMPT.kv_bytes_per_token / 2 + PROMPT.hidden_bytes)
+    sent = PROMPT.tokens * (PROMPT.shape.sizes.token_bytes / 2 + PROMPT.shape.hidden_bytes)
     assert took == pytest.approx(link.seconds(sent), rel=0.01)
     tokens = split(PROMPT, "tokens", (0, 4096, 8192), 128)
     took = seconds(PROMPT, tokens, [machine(EVEN, link)], EVEN)
     # The first layer has to be computed before its rows can leave, and the last one's rows used at the end.
-    edge_s = 2 * EVEN.total(1.0, range(4096), 128) / PROMPT.layers
-    assert took - edge_s == pytest.approx(link.seconds(PROMPT.kv_bytes_per_token * 4096), rel=0.01)
+    edge_s = 2 * EVEN.total(1.0, range(4096), 128) / PROMPT.shape.layers
+    assert took - edge_s == pytest.approx(link.seconds(PROMPT.shape.sizes.token_bytes * 4096), rel=0.01)
 
 
 @pytest.mark.parametrize(("factor", "hidden"), [(0.5, False), (0.9, False), (1.2, True), (3, True)])
 def test_all_of_a_prefill_elsewhere_hides_its_rows_from_b_times_p_on(factor: float, hidden: bool) -> None:
     helper = EVEN.times(0.1)
-    needed = PROMPT.kv_bytes_per_token / helper.token_s  # bytes per token times tokens per second
+    needed = PROMPT.shape.sizes.token_bytes / helper.token_s  # bytes per token times tokens per second
     made = split(PROMPT, "layers", (0, 32, 32), 128)
     line = timeline(PROMPT, made, [machine(helper, LinkSpeed(factor * needed))], EVEN)
     one_chunk_s = helper.seconds(1.0, 0, 128)
@@ -250,7 +254,7 @@ def test_only_the_last_chunk_is_exposed_and_less_of_it_in_smaller_chunks() -> No
     for chunk in (2048, 512):
         made = split(PROMPT, "layers", (0, 32, 32), chunk)
         line = timeline(PROMPT, made, [machine(EVEN, link)], EVEN)
-        assert line.exposed_s == pytest.approx(link.seconds(PROMPT.kv_bytes_per_token * chunk))
+        assert line.exposed_s == pytest.approx(link.seconds(PROMPT.shape.sizes.token_bytes * chunk))
         exposed.append(line.exposed_s)
     assert exposed[0] == pytest.approx(4 * exposed[1])
 
@@ -281,8 +285,8 @@ def test_running_states_are_sent_twice_whatever_the_prompts_length(kind: str, cu
     """150 MB over a link of 1 GB/s: 0.15 s behind the last rows, after those that are sent before the last
     chunk is computed; or spread over the layers."""
     link, slow, fast = LinkSpeed(1e9, 0.0), PrefillSpeed(2000.0), PrefillSpeed(4000.0)
-    hybrid = replace(PROMPT, state_bytes=150_000_000, kv_bytes_per_token=1)
-    without = replace(hybrid, state_bytes=0)
+    hybrid = changed(PROMPT, state_bytes=150_000_000, token_bytes=1)
+    without = changed(hybrid, state_bytes=0)
     found = [
         seconds(prompt, split(prompt, kind, cuts, 1024), [machine(fast, link)], slow)
         for prompt in (without, hybrid)
@@ -294,8 +298,8 @@ def test_running_states_are_sent_twice_whatever_the_prompts_length(kind: str, cu
 
 def test_the_states_of_a_cached_prefix_are_sent_to_the_helpers() -> None:
     link, speed = LinkSpeed(1e9, 0.0), PrefillSpeed(4000.0)
-    hybrid = replace(PROMPT, cached=4096, state_bytes=100_000_000, kv_bytes_per_token=1)
-    for prompt, expected in ((hybrid, 0.05), (replace(hybrid, state_bytes=0), 0.0)):
+    hybrid = changed(PROMPT, cached=4096, state_bytes=100_000_000, token_bytes=1)
+    for prompt, expected in ((hybrid, 0.05), (changed(hybrid, state_bytes=0), 0.0)):
         made = split(prompt, "layers", (0, 16, 32), 1024)
         line = timeline(prompt, made, [machine(speed, link)], speed)
         assert line.prefix_s == pytest.approx(expected, abs=1e-4)
@@ -305,7 +309,7 @@ def test_the_states_of_a_cached_prefix_are_sent_to_the_helpers() -> None:
 def test_states_at_earlier_tokens_are_sent_behind_the_rows(kind: str, cuts: tuple[int, ...]) -> None:
     """Those in the last chunk when its end is due; of all that have no row for every token."""
     link, slow, fast = LinkSpeed(1e9, 0.0), PrefillSpeed(2000.0), PrefillSpeed(4000.0)
-    hybrid = replace(PROMPT, state_bytes=50_000_000, window_bytes=100_000, window=1000, kv_bytes_per_token=1)
+    hybrid = changed(PROMPT, state_bytes=50_000_000, window_bytes=100_000, window=1000, token_bytes=1)
     hybrid = replace(hybrid, places=(256, 4000, 8000, 8100))
     found = [
         seconds(replace(hybrid, states=states), split(hybrid, kind, cuts, 1024), [machine(fast, link)], slow)
@@ -322,8 +326,8 @@ def test_states_at_earlier_tokens_are_sent_behind_the_rows(kind: str, cuts: tupl
 )
 def test_all_states_that_helpers_send_pass_one_port(kind: str, cuts: tuple[int, ...], times: int) -> None:
     link, speed = LinkSpeed(1e9, 0.0), PrefillSpeed(1e-9)
-    rows = replace(PROMPT, kv_bytes_per_token=1000, hidden_bytes=1)
-    states = replace(rows, state_bytes=10**9, places=(3000, 7000), states=2)
+    rows = changed(PROMPT, token_bytes=1000, hidden_bytes=1)
+    states = changed(rows, state_bytes=10**9, places=(3000, 7000), states=2)
     found = [
         seconds(prompt, split(prompt, kind, cuts, 1024), [machine(speed, link)] * 2, speed)
         for prompt in (rows, states)
@@ -332,10 +336,10 @@ def test_all_states_that_helpers_send_pass_one_port(kind: str, cuts: tuple[int, 
 
 
 def test_windows_are_no_endless_rows() -> None:
-    endless = replace(PROMPT, kv_bytes_per_token=40_000)
-    windows = replace(endless, kv_bytes_per_token=10_000, window_bytes=30_000, window=1024)
-    assert windows.sizes.of(1024) == endless.sizes.of(1024)
-    assert windows.sizes.of(PROMPT.tokens) == 10_000 * PROMPT.tokens + 30_000 * 1024
+    endless = changed(PROMPT, token_bytes=40_000)
+    windows = changed(endless, token_bytes=10_000, window_bytes=30_000, window=1024)
+    assert windows.shape.sizes.of(1024) == endless.shape.sizes.of(1024)
+    assert windows.shape.sizes.of(PROMPT.tokens) == 10_000 * PROMPT.tokens + 30_000 * 1024
     link, speed = LinkSpeed(1e7, 0.0), PrefillSpeed(1e-3)
     made = split(PROMPT, "layers", (0, 16, 32), 1024)
     first, second = (seconds(prompt, made, [machine(speed, link)], speed) for prompt in (windows, endless))

@@ -12,8 +12,10 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from nested_fields import changed
 
 from fleetd import limits
+from fleetd.control.model_facts import ModelShape, StateSizes
 from fleetd.limits import GIB
 from fleetd.plan.prefill import choice, schedule
 from fleetd.plan.prefill.choice import (
@@ -34,7 +36,8 @@ from fleetd.plan.prefill.split import checked
 from fleetd.plan.refusals import Refusal
 from fleetd.plan.route import ADVANTAGE, CAUTION, DOUBT
 
-PROMPT = PrefillSize(8192, 0, 32, 131072, 8192, 512, weights_bytes=5 * GIB)
+SHAPE = ModelShape(weights_bytes=5 * GIB, layers=32, sizes=StateSizes(131072), hidden_bytes=8192)
+PROMPT = PrefillSize(SHAPE, 8192, 0, 512)
 SPEED = PrefillSpeed(token_s=1e-3, context_s=1e-8, fixed_s=0.01)
 HOME = HelperSpec("", "this", SPEED)
 LAN = LinkSpeed(1.1e9, 3e-4)
@@ -113,7 +116,7 @@ def test_unequal_machines_come_near_the_sum_of_their_rates(faster: float) -> Non
 @pytest.mark.parametrize("slower", [2, 3, 4])
 def test_a_slow_machine_whose_speed_is_misjudged_by_a_tenth_hardly_delays_anybody(slower: float) -> None:
     """By the schedule, over what machines of those speeds could give."""
-    prompt = PrefillSize(3999, 0, 30, 46_080, 2304, 256)
+    prompt = PrefillSize(ModelShape(layers=30, sizes=StateSizes(46_080), hidden_bytes=2304), 3999, 0, 256)
     own, link = PrefillSpeed(2.1e-3, 1.8e-6, 0.03), LinkSpeed(5e8, 2e-4)
     thought = helper(speed=own.times(slower), link=link)
     found = of(options(prompt, replace(HOME, speed=own), [thought]), "tokens", "a").split
@@ -128,7 +131,7 @@ def test_a_slow_machine_whose_speed_is_misjudged_by_a_tenth_hardly_delays_anybod
 
 def test_layers_cost_what_they_take_and_the_last_one_little() -> None:
     """Cut in the middle, home has less to do than its helper."""
-    prompt = replace(PROMPT, layers=30, last_layer=schedule.LAST_LAYER)
+    prompt = changed(PROMPT, layers=30, last_layer=schedule.LAST_LAYER)
     shares = [prompt.share(range(a, b)) for a, b in ((0, 15), (15, 29), (29, 30))]
     assert shares == pytest.approx([15 / 29.1, 14 / 29.1, 0.1 / 29.1])
     assert sum(shares) == pytest.approx(1.0)
@@ -161,7 +164,7 @@ def test_weights_that_do_not_fit_twice_are_divided_by_layers() -> None:
 
 
 def test_rows_take_room_too() -> None:
-    rows = PROMPT.kv_bytes_per_token * PROMPT.tokens
+    rows = PROMPT.shape.sizes.token_bytes * PROMPT.tokens
     for room, most in ((rows, 1.0), (rows // 2, 0.5), (rows // 8, 0.125)):
         for option in options(PROMPT, HOME, [helper(faster=8, room_bytes=room)]):
             if option.split is not None:
@@ -200,7 +203,7 @@ links = st.builds(LinkSpeed, st.floats(1e5, 1e10), st.floats(0, 0.1))
 def test_states_at_earlier_tokens_are_sent_where_that_takes_hardly_longer() -> None:
     """Chunks end there in any case: they are those of a prefill without helpers."""
     places = (256, 4096, 7936, 8100)
-    hybrid = replace(PROMPT, state_bytes=100_000_000, places=places, states=3)
+    hybrid = changed(PROMPT, state_bytes=100_000_000, places=places, states=3)
     sent = []
     for rate in (1e10, 1e9, 1e8):
         other = helper(link=LinkSpeed(rate, 1e-4))
@@ -219,14 +222,16 @@ def test_states_at_earlier_tokens_are_sent_where_that_takes_hardly_longer() -> N
 def prompts(draw: st.DrawFn) -> PrefillSize:
     new, cached = draw(st.integers(1, 40_000)), draw(st.just(0) | st.integers(0, 20_000))
     return PrefillSize(
+        ModelShape(
+            weights_bytes=draw(st.integers(10**6, 10**11)),
+            layers=draw(st.integers(1, 80)),
+            sizes=StateSizes(draw(st.integers(100, 500_000))),
+            hidden_bytes=draw(st.integers(100, 20_000)),
+        ),
         tokens=cached + new,
         cached=cached,
-        layers=draw(st.integers(1, 80)),
-        kv_bytes_per_token=draw(st.integers(100, 500_000)),
-        hidden_bytes=draw(st.integers(100, 20_000)),
         chunk=draw(st.sampled_from([32, 256, 512, 2048])),
         exact_chunks=draw(st.booleans()),
-        weights_bytes=draw(st.integers(10**6, 10**11)),
     )
 
 
@@ -282,7 +287,7 @@ def test_the_chosen_way_is_never_slower_and_every_way_is_valid(
         checked(option.split)
         assert option.split.helpers == len(option.helpers) == len(option.names)
         assert (option.split.tokens, option.split.cached) == (prompt.tokens, prompt.cached)
-        assert option.split.layers == prompt.layers
+        assert option.split.layers == prompt.shape.layers
         assert (option.kind == "whole") == (not option.split.layers_of(option.split.helpers))
         assert not prompt.exact_chunks or option.split.chunk == prompt.chunk
     for rejected in choice.rejected:
@@ -303,8 +308,8 @@ def test_what_does_not_fit_is_not_offered(
             continue
         for rank, node_id in enumerate(option.helpers):
             machine, layers = room[node_id], len(split.layers_of(rank)) / split.layers
-            rows = prompt.kv_bytes_per_token * split.tokens_of(rank).stop * layers
-            weights = 0 if machine.loaded else prompt.weights_bytes * layers
+            rows = prompt.shape.sizes.token_bytes * split.tokens_of(rank).stop * layers
+            weights = 0 if machine.loaded else prompt.shape.weights_bytes * layers
             assert rows + weights <= machine.room_bytes * 1.0001
 
 
@@ -313,8 +318,8 @@ def test_what_does_not_fit_is_not_offered(
 def test_nobody_is_given_layers_that_it_does_not_have(
     prompt: PrefillSize, speed: PrefillSpeed, data: st.DataObject
 ) -> None:
-    others = data.draw(holders(prompt.layers))
-    held = {machine.node_id: machine.held or (0, prompt.layers) for machine in others}
+    others = data.draw(holders(prompt.shape.layers))
+    held = {machine.node_id: machine.held or (0, prompt.shape.layers) for machine in others}
     found = options(prompt, replace(HOME, speed=speed), others)
     for option in found:
         if (split := option.split) is None:
@@ -404,7 +409,7 @@ def test_planning_is_quick(tokens: int, speed: PrefillSpeed, monkeypatch: pytest
         replace(helper("b", 1, LinkSpeed(1e8, 1e-3)), speed=speed.times(0.5)),
         replace(helper("c", 1, LinkSpeed(1.2e8, 1e-3)), speed=speed.times(3)),
     ]
-    options(replace(PROMPT, tokens=tokens, layers=64), replace(HOME, speed=speed), others)
+    options(changed(PROMPT, tokens=tokens, layers=64), replace(HOME, speed=speed), others)
     assert priced["layers"] <= 150
     assert priced["tokens"] <= 250
 
@@ -413,7 +418,7 @@ def test_planning_is_quick(tokens: int, speed: PrefillSpeed, monkeypatch: pytest
 
 
 def test_a_prompt_that_cannot_be_shared_says_why() -> None:
-    choice = chosen(helper(), prompt=replace(PROMPT, unshareable="Its layers are not alike."))
+    choice = chosen(helper(), prompt=changed(PROMPT, unshareable="Its layers are not alike."))
     assert choice.best.kind == "local"
     assert why(choice, "a") == ("unshareable", "Its layers are not alike.")
 
@@ -610,7 +615,7 @@ def test_machines_with_half_each_do_all_of_it_for_a_slow_one() -> None:
 
 
 def test_what_a_cold_machine_should_load_is_what_it_has_room_for() -> None:
-    rows = PROMPT.kv_bytes_per_token * PROMPT.tokens
+    rows = PROMPT.shape.sizes.token_bytes * PROMPT.tokens
     cold = helper("mini", loaded=False, load_s=5.0)
     for room, most in ((rows + 5 * GIB, 0), (5 * GIB, 26), (3 * GIB, 15), (GIB, 5)):
         choice = chosen(replace(cold, room_bytes=room))
@@ -619,7 +624,7 @@ def test_what_a_cold_machine_should_load_is_what_it_has_room_for() -> None:
         assert (load.node_id, load.first) == ("mini", 0)
         assert (load.last == 0) == (most == 0)
         assert load.last <= most
-        weights = PROMPT.weights_bytes * (load.last or 32) / 32
+        weights = PROMPT.shape.weights_bytes * (load.last or 32) / 32
         assert weights + rows * (load.last or 32) / 32 <= room
         if load.last:
             reason = of(choice.rejected, "layers", "mini").reason
@@ -629,11 +634,11 @@ def test_what_a_cold_machine_should_load_is_what_it_has_room_for() -> None:
 def test_an_embedding_takes_room_on_whoever_begins() -> None:
     cold = helper("mini", loaded=False, load_s=5.0, room_bytes=3 * GIB)
     (bare,), (ends,) = (
-        chosen(cold, prompt=replace(PROMPT, outside_bytes=size)).warm for size in (0, 2 * GIB)
+        chosen(cold, prompt=changed(PROMPT, outside_bytes=size)).warm for size in (0, 2 * GIB)
     )
     # A gibibyte is left, and each layer takes less.
     assert 0 < ends.last < bare.last
-    assert chosen(cold, prompt=replace(PROMPT, outside_bytes=3 * GIB)).warm == ()
+    assert chosen(cold, prompt=changed(PROMPT, outside_bytes=3 * GIB)).warm == ()
 
 
 # ---- Clearly faster, and steady --------------------------------------------------------------------------

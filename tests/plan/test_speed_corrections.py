@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
+from fleetd.control.model_facts import MeasuredSpeed
+from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.speed_corrections import (
     CHANGED,
@@ -119,9 +121,9 @@ def test_an_equal_machine_that_seemed_faster_is_within_a_quarter_after_five_shar
 ) -> None:
     """The home was calibrated beside other programs, so its equal seemed ``wrong`` times as fast."""
     paces, own, now_s = SpeedCorrections(), ModelSpeeds(), 0.0
-    own.seed("m", 1000.0 / wrong, 1.0, now_s=now_s)
+    own.seed("m", MeasuredSpeed(1000.0 / wrong, 1.0), now_s=now_s)
     for _ in range(5):
-        figures = {"home": own.of("m").prefill.token_s, "equal": TOKEN_S}
+        figures = {"home": PrefillSpeed.of(own.of("m")).token_s, "equal": TOKEN_S}
         taken = shares(paces, figures, now_s)
         # Parts that would end at the same time by what is known; a token really takes both TOKEN_S.
         rates = {node: 1 / token_s for node, token_s in taken.items()}
@@ -132,10 +134,10 @@ def test_an_equal_machine_that_seemed_faster_is_within_a_quarter_after_five_shar
             if node == "home":
                 own.part_ran("m", expected_s=expected_s, took_s=took_s, now_s=now_s)
         now_s += between_s
-    taken = shares(paces, {"home": own.of("m").prefill.token_s, "equal": TOKEN_S}, now_s)
+    taken = shares(paces, {"home": PrefillSpeed.of(own.of("m")).token_s, "equal": TOKEN_S}, now_s)
     assert taken["home"] / taken["equal"] <= 1.25
     # What was learned of the home outlives the correction, which fades.
-    assert own.of("m").prefill.token_s <= 1.8 * TOKEN_S
+    assert PrefillSpeed.of(own.of("m")).token_s <= 1.8 * TOKEN_S
 
 
 @given(st.floats(1 / 8, 8.0))
@@ -151,7 +153,7 @@ def test_a_helper_whose_own_figure_is_wrong_is_within_a_quarter_too(wrong: float
 
 def test_a_part_that_others_slowed_does_not_make_this_machine_slow_for_good() -> None:
     own = ModelSpeeds()
-    own.seed("m", 1000.0, 1.0, now_s=0.0)
+    own.seed("m", MeasuredSpeed(1000.0, 1.0), now_s=0.0)
     known = own.of("m")
     own.part_ran("m", expected_s=1.0, took_s=5.0, now_s=0.0)
     own.part_ran("m", expected_s=1.0, took_s=0.0, now_s=0.0)

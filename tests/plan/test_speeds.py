@@ -8,17 +8,17 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from fleetd import limits
-from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.control.model_facts import MeasuredSpeed
+from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.model_speeds import (
     AGED_S,
     CONFIRMED,
     DECODE_TOKENS,
     PREFILL_TOKENS,
     WEIGHT_AGED,
-    MeasuredSpeed,
     ModelSpeeds,
 )
 
@@ -35,7 +35,7 @@ RUN = {
 def after(*runs: dict[str, Any], seed: MeasuredSpeed | None = None) -> MeasuredSpeed:
     book = ModelSpeeds()
     if seed is not None:
-        book.seed("m", *astuple(seed), now_s=0.0)
+        book.seed("m", seed, now_s=0.0)
     for run in runs:
         book.ran("m", **{**RUN, **run})
     return book.of("m")
@@ -57,7 +57,7 @@ def test_a_load_replaces_what_was_known() -> None:
     assert after({}, seed=None) == MeasuredSpeed(500.0, 25.0)
     book = ModelSpeeds()
     book.ran("m", **RUN)
-    book.seed("m", 10.0, 1.0, now_s=0.0)
+    book.seed("m", MeasuredSpeed(10.0, 1.0), now_s=0.0)
     assert book.of("m") == MeasuredSpeed(10.0, 1.0)
 
 
@@ -107,7 +107,7 @@ def test_a_shared_prefill_says_nothing_of_this_machine_but_its_decode_does() -> 
 
 
 def took(truth: MeasuredSpeed, cached: int, count: int) -> dict[str, Any]:
-    seconds = truth.prefill.total(1.0, range(cached, cached + count), MEASURED_TOKENS)
+    seconds = PrefillSpeed.of(truth).total(1.0, range(cached, cached + count), MEASURED_TOKENS)
     return {"prompt_tokens": cached + count, "cached_tokens": cached, "prefill_s": seconds}
 
 
@@ -129,7 +129,7 @@ def test_context_and_the_rest_are_told_apart_by_prompts_of_different_lengths(a: 
     found = after(*(runs * 150), seed=seed)
     for run in (took(truth, 0, 500), took(truth, 0, 8000), took(truth, 3000, 1000)):
         cached, count = run["cached_tokens"], run["prompt_tokens"] - run["cached_tokens"]
-        predicted = found.prefill.total(1.0, range(cached, cached + count), MEASURED_TOKENS)
+        predicted = PrefillSpeed.of(found).total(1.0, range(cached, cached + count), MEASURED_TOKENS)
         assert predicted == pytest.approx(run["prefill_s"], rel=0.1)
 
 
@@ -155,10 +155,10 @@ def test_the_figure_stays_within_what_was_seen(rates: list[tuple[float, float]])
 def test_models_do_not_mix_and_do_not_pile_up() -> None:
     book = ModelSpeeds()
     for i in range(limits.CARD_MODELS):
-        book.seed(f"m{i}", i + 1.0, 1.0, now_s=0.0)
+        book.seed(f"m{i}", MeasuredSpeed(i + 1.0, 1.0), now_s=0.0)
     assert book.of("m0").prefill_tok_s == 1.0
     book.ran("m0", **RUN)  # used: no longer the oldest
-    book.seed("one more", 1.0, 1.0, now_s=0.0)
+    book.seed("one more", MeasuredSpeed(1.0, 1.0), now_s=0.0)
     assert book.of("m1") == MeasuredSpeed()
     assert book.of("m0").prefill_tok_s > 1.0
     assert book.of(f"m{limits.CARD_MODELS - 1}").prefill_tok_s == limits.CARD_MODELS
@@ -179,21 +179,21 @@ def requests_until_right(book: ModelSpeeds, truth: float, now_s: float) -> int:
 @pytest.mark.parametrize(("doubtful", "most"), [(False, 7), (True, 3)])
 def test_a_calibration_beside_other_programs_is_soon_corrected(doubtful: bool, most: int) -> None:
     book = ModelSpeeds()
-    book.seed("m", 1000.0 / 4.6, 1.0, doubtful=doubtful, now_s=0.0)
+    book.seed("m", MeasuredSpeed(1000.0 / 4.6, 1.0, doubt="busy" if doubtful else ""), now_s=0.0)
     assert requests_until_right(book, 1000.0, 1.0) <= most
 
 
 @pytest.mark.parametrize(("tokens", "found"), [(MEASURED_TOKENS, 27.0), (MEASURED_TOKENS - 1, 17.5)])
 def test_a_faster_prefill_of_a_whole_chunk_replaces_a_figure_in_doubt(tokens: int, found: float) -> None:
     run = {"prompt_tokens": tokens, "prefill_s": tokens / 27.0}
-    assert after(run, seed=MeasuredSpeed(8.0, 1.0, doubtful=True)).prefill_tok_s == pytest.approx(found)
+    assert after(run, seed=MeasuredSpeed(8.0, 1.0, doubt="busy")).prefill_tok_s == pytest.approx(found)
     assert after(run, seed=MeasuredSpeed(8.0, 1.0)).prefill_tok_s == pytest.approx(11.8)
 
 
 def test_too_good_a_figure_in_doubt_falls_as_fast_as_it_would_rise() -> None:
     doubted, trusted = ModelSpeeds(), ModelSpeeds()
-    doubted.seed("m", 4600.0, 1.0, doubtful=True, now_s=0.0)
-    trusted.seed("m", 4600.0, 1.0, now_s=0.0)
+    doubted.seed("m", MeasuredSpeed(4600.0, 1.0, doubt="busy"), now_s=0.0)
+    trusted.seed("m", MeasuredSpeed(4600.0, 1.0), now_s=0.0)
     for book in (doubted, trusted):
         book.ran("m", **RUN)
     assert doubted.of("m").prefill_tok_s < 0.6 * 4600 < trusted.of("m").prefill_tok_s
@@ -204,7 +204,7 @@ def test_an_old_figure_does_not_rule_for_ever() -> None:
     found = []
     for age_s in (0.0, AGED_S, 100 * AGED_S):
         book = ModelSpeeds()
-        book.seed("m", 1000.0, 50.0, now_s=0.0)
+        book.seed("m", MeasuredSpeed(1000.0, 50.0), now_s=0.0)
         book.ran("m", **{**RUN, "now_s": age_s})  # 500 and 25
         found.append((book.of("m").prefill_tok_s, book.of("m").decode_tok_s))
     assert found[0] == pytest.approx((975.0, 48.75))
@@ -214,7 +214,7 @@ def test_an_old_figure_does_not_rule_for_ever() -> None:
 
 def test_requests_end_the_doubt_and_a_new_measurement_may_begin_it_again() -> None:
     book = ModelSpeeds()
-    book.seed("m", 100.0, 1.0, doubtful=True, now_s=0.0)
+    book.seed("m", MeasuredSpeed(100.0, 1.0, doubt="busy"), now_s=0.0)
     for number in range(CONFIRMED):
         assert book.of("m").doubtful, number
         # An answer from the cache and a prompt that others shared measured no prefill here.
@@ -223,29 +223,29 @@ def test_requests_end_the_doubt_and_a_new_measurement_may_begin_it_again() -> No
         assert book.of("m").doubtful, number
         book.ran("m", **RUN)
     assert not book.of("m").doubtful
-    book.seed("m", 1e6, 1.0, doubtful=True, now_s=0.0)
+    book.seed("m", MeasuredSpeed(1e6, 1.0, doubt="busy"), now_s=0.0)
     assert book.of("m").doubtful
-    book.seed("m", 100.0, 1.0, now_s=0.0)
+    book.seed("m", MeasuredSpeed(100.0, 1.0), now_s=0.0)
     assert not book.of("m").doubtful
 
 
 def test_a_figure_in_doubt_replaces_none_that_is_faster() -> None:
     book = ModelSpeeds()
-    book.seed("m", 19.0, 1.0, doubtful=True, now_s=0.0)
+    book.seed("m", MeasuredSpeed(19.0, 1.0, doubt="busy"), now_s=0.0)
     book.ran("m", **{**RUN, "prompt_tokens": 650, "cached_tokens": 0, "prefill_s": 650 / 27})
     shown = book.of("m")
     assert shown.prefill_tok_s == pytest.approx(27)
-    book.seed("m", 20.0, 0.5, doubtful=True, now_s=1.0)
+    book.seed("m", MeasuredSpeed(20.0, 0.5, doubt="busy"), now_s=1.0)
     assert book.of("m") == shown
-    book.seed("m", 20.0, 1e3, doubtful=True, now_s=1.0)
+    book.seed("m", MeasuredSpeed(20.0, 1e3, doubt="busy"), now_s=1.0)
     assert book.of("m") == replace(shown, decode_tok_s=1e3)
     # One that can be believed does: the device may compute otherwise than before.
-    book.seed("m", 20.0, 1.5, now_s=1.0)
+    book.seed("m", MeasuredSpeed(20.0, 1.5), now_s=1.0)
     assert book.of("m").prefill_tok_s == 20.0
 
 
 def test_a_figure_in_doubt_of_what_is_unknown_is_taken() -> None:
     """Beside other programs there may be no time for a chunk, but for single tokens."""
     book = ModelSpeeds()
-    book.seed("m", 0.0, 2.0, doubtful=True, now_s=0.0)
-    assert book.of("m") == MeasuredSpeed(0.0, 2.0, doubtful=True)
+    book.seed("m", MeasuredSpeed(0.0, 2.0, doubt="busy"), now_s=0.0)
+    assert book.of("m") == MeasuredSpeed(0.0, 2.0, doubt="busy")

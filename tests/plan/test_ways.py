@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from nested_fields import changed
 
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape, StateSizes
 from fleetd.limits import GIB
 from fleetd.plan.beginnings import Beginning
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
@@ -22,6 +24,15 @@ from fleetd.plan.ways import HELPED, Home, Way, Ways, plan
 ASK = RouteQuestion("m", prompt_tokens=8001, max_tokens=100)
 TOK_S = 400.0
 LAN = LinkSpeed(1.1e9, 3e-4)
+
+
+SHAPE = ModelShape(
+    weights_bytes=4 * GIB,
+    context_tokens=32_000,
+    layers=32,
+    sizes=StateSizes(131072),
+    hidden_bytes=8192,
+)
 
 
 def helper(node_id: str, faster: float = 1.0) -> HelperSpec:
@@ -40,14 +51,12 @@ def home(node_id: str, *helpers: HelperSpec, faster: float = 1.0, cached: int = 
         max_streams=4,
         state="loaded",
         digest="d",
-        weights_bytes=4 * GIB,
+        shape=SHAPE,
+        speed=MeasuredSpeed(prefill_tok_s=TOK_S * faster, decode_tok_s=40.0),
         needed_bytes=6 * GIB,
-        prefill_tok_s=TOK_S * faster,
-        decode_tok_s=40.0,
-        context_tokens=32_000,
         cached_tokens=cached,
     )
-    candidate = replace(candidate, **fields)
+    candidate = changed(candidate, **fields)
     spec = HelperSpec(
         node_id,
         candidate.name,
@@ -55,12 +64,12 @@ def home(node_id: str, *helpers: HelperSpec, faster: float = 1.0, cached: int = 
         running=candidate.at_once,
         first_token_s=1 / 40,
     )
-    prompt = PrefillSize(8000, cached, 32, 131072, 8192, 256, weights_bytes=4 * GIB)
+    prompt = PrefillSize(SHAPE, 8000, cached, 256)
     return Home(candidate, prompt, spec, helpers)
 
 
 def absent(node_id: str, **fields: Any) -> Home:
-    return Home(replace(Candidate(node_id, node_id or "this"), **fields))
+    return Home(changed(Candidate(node_id, node_id or "this"), **fields))
 
 
 def of(ways: Ways, node_id: str) -> Way:

@@ -18,6 +18,7 @@ from request_events import RequestEvents
 from sharing import resources
 from wire import Effect
 
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Generate, TokenPrompt
@@ -97,7 +98,7 @@ class FaultMachine:
     @property
     def card(self) -> Card:
         model = ModelCard(
-            self.folder.name, digest=DIGEST, state="loaded", memory_bytes=1000, prefill_tok_s=100.0
+            self.folder.name, DIGEST, state="loaded", memory_bytes=1000, speed=MeasuredSpeed(100.0)
         )
         return Card(
             self.node_id, 1, 1, name=self.name, models=[model], available_bytes=1 << 30, usable_bytes=1 << 30

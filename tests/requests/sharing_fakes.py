@@ -15,7 +15,9 @@ sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 from fakes import LAYERS, FakeEngine, FakeModels
 from fleet_nodes import introduce, running, settings, together
 from msgspec.structs import replace
+from nested_fields import changed
 
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
@@ -149,19 +151,13 @@ class HomePool:
 
 
 def own_card(name: str, **model: Any) -> Card:
-    fields: dict[str, Any] = {
-        "digest": DIGEST,
-        "state": "loaded",
-        "memory_bytes": 1000,
-        "prefill_tok_s": 100.0,
-        "sparse": True,
-    }
+    known = ModelCard("m", DIGEST, state="loaded", memory_bytes=1000, speed=MeasuredSpeed(100.0), sparse=True)
     return Card(
         name,
         1,
         1,
         name=name,
-        models=[ModelCard("m", **fields | model)],
+        models=[changed(known, **model)],
         available_bytes=1 << 30,
         usable_bytes=1 << 30,
     )

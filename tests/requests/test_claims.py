@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from member_cards import FACTS, MODEL, OWN, machine, spoken
 from msgspec.structs import replace
+from nested_fields import changed
 from peer_streams import FakeOthers, FakeStream, OnlyAlive
 from runners import runner_over
 
@@ -65,7 +66,7 @@ KINDS = [
 
 
 def card(facts: MachineFacts, **model: Any) -> Card:
-    return Card("liar", 1, 1, name="liar", machine=facts, models=[replace(MODEL, **model)])
+    return Card("liar", 1, 1, name="liar", machine=facts, models=[changed(MODEL, **model)])
 
 
 # ---- what is possible ------------------------------------------------------------------------------------
@@ -79,8 +80,8 @@ def test_attack_a_speed_that_no_hardware_has_is_not_believed(facts: MachineFacts
     (model,) = claims.believed(told, own).models
     most = chip_speeds.most_of(facts.chip, facts.accelerator, facts.cores)
     # The size is that of the same files here, whatever the card says of them.
-    assert model.prefill_tok_s <= 200 * most.prefill_tok_s(MODEL.weights_bytes)
-    assert model.decode_tok_s <= 200 * most.decode_tok_s(MODEL.weights_bytes)
+    assert model.speed.prefill_tok_s <= 200 * most.prefill_tok_s(MODEL.shape.weights_bytes)
+    assert model.speed.decode_tok_s <= 200 * most.decode_tok_s(MODEL.shape.weights_bytes)
     assert model.load_s > 0.01
     assert "are believed" in claims.capped(told, claims.believed(told, own))["big"]
 
@@ -88,7 +89,10 @@ def test_attack_a_speed_that_no_hardware_has_is_not_believed(facts: MachineFacts
 @pytest.mark.parametrize("facts", KINDS, ids=lambda facts: f"{facts.accelerator} {facts.chip}")
 def test_what_a_chip_should_reach_is_believed_and_a_sparse_model_is_faster(facts: MachineFacts) -> None:
     chip = chip_speeds.hardware_of(facts.chip, facts.accelerator, facts.cores)
-    prefill, decode = chip.prefill_tok_s(MODEL.weights_bytes), chip.decode_tok_s(MODEL.weights_bytes)
+    prefill, decode = (
+        chip.prefill_tok_s(MODEL.shape.weights_bytes),
+        chip.decode_tok_s(MODEL.shape.weights_bytes),
+    )
     for factor in (0.1, 1.0, 3.5):
         told = card(facts, prefill_tok_s=factor * prefill, decode_tok_s=factor * decode, load_s=3.0)
         assert claims.believed(told, replace(OWN, models=[MODEL])) is told
@@ -100,10 +104,10 @@ def test_what_a_chip_should_reach_is_believed_and_a_sparse_model_is_faster(facts
 def test_where_the_model_was_measured_its_speed_elsewhere_follows() -> None:
     facts = KINDS[1]
     chip = chip_speeds.hardware_of(facts.chip, facts.accelerator, facts.cores)
-    told = card(facts, prefill_tok_s=30 * chip.prefill_tok_s(MODEL.weights_bytes))
+    told = card(facts, prefill_tok_s=30 * chip.prefill_tok_s(MODEL.shape.weights_bytes))
     here = chip_speeds.hardware_of(FACTS.chip, FACTS.accelerator, FACTS.cores)
-    dense = replace(MODEL, prefill_tok_s=here.prefill_tok_s(MODEL.weights_bytes))
-    sparse = replace(dense, prefill_tok_s=20 * dense.prefill_tok_s)
+    dense = changed(MODEL, prefill_tok_s=here.prefill_tok_s(MODEL.shape.weights_bytes))
+    sparse = changed(dense, prefill_tok_s=20 * dense.speed.prefill_tok_s)
     assert claims.believed(told, replace(OWN, models=[dense])) is not told
     assert claims.believed(told, replace(OWN, models=[sparse])) is told
 
@@ -119,11 +123,11 @@ def test_what_is_believed_is_never_more_than_claimed_and_stays_the_same(
     facts: MachineFacts, prefill: float, decode: float, weights: int, own_weights: int
 ) -> None:
     told = card(facts, prefill_tok_s=prefill, decode_tok_s=decode, weights_bytes=weights)
-    own = replace(OWN, models=[replace(MODEL, weights_bytes=own_weights)])
+    own = replace(OWN, models=[changed(MODEL, weights_bytes=own_weights)])
     seen = claims.believed(told, own)
     (model,) = seen.models
-    assert 0 <= model.prefill_tok_s <= prefill
-    assert 0 <= model.decode_tok_s <= decode
+    assert 0 <= model.speed.prefill_tok_s <= prefill
+    assert 0 <= model.speed.decode_tok_s <= decode
     assert claims.believed(seen, own) is seen
 
 
@@ -136,9 +140,8 @@ def test_every_service_reads_the_bounded_figures() -> None:
         (found,) = members.others(work)  # type: ignore[arg-type]
         assert found.card.models == [most]
         assert speed_of(found.card.models[0]) == speed_of(most), "smart prefill"
-        facts = planner_facts.told_facts(found.card.models[0])
         # Shared prefill: a helper's speed has a floor in seconds for each token.
-        assert planner_facts.helper(found, MODEL, facts).speed.token_s >= 0.2 / most.prefill_tok_s
+        assert planner_facts.helper(found, MODEL).speed.token_s >= 0.2 / most.speed.prefill_tok_s
         assert drafters.candidates([found], "other", "big", "peers")
     assert members.model_at("liar", "big")[0] == most
     assert members.capped("big") == [

@@ -6,10 +6,10 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from fakes import FACTS
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from nested_fields import changed
 from sharing_fakes import DIGEST, own_card
 from smart_fakes import ScoringPool, models
 
@@ -132,7 +132,7 @@ def test_attack_no_work_is_given_to_a_machine_that_may_not_see_a_prompt(
     ranked = placer.rank(job, WantedModel("m", here=False), found, tried=frozenset())
     assert {each.node_id for each in ranked.placements} <= allowed
     own = own_card("home").models[0]
-    helpers = [planner_facts.helper(each, own, FACTS) for each in found]
+    helpers = [planner_facts.helper(each, own) for each in found]
     assert {helper.node_id for helper in helpers if helper.refusal is None} <= allowed
     assert {each.name for each in drafters.candidates(found, "other", "m", "peers")} <= allowed
     for each in found:
@@ -320,7 +320,7 @@ async def test_a_machine_that_failed_a_shared_prefill_is_not_asked_to_draft_or_t
     assert drafting() == ["studio"]
     assert [scorer.name for scorer in (await scorers.find(policy, 0, False))[1]] == ["studio"]
     fleet.members.failed("studio", "prefill", PeerLost("gone"))
-    (helper,) = [planner_facts.helper(each, own, FACTS) for each in fleet.members.others("prefill")]
+    (helper,) = [planner_facts.helper(each, own) for each in fleet.members.others("prefill")]
     assert helper.refusal is not None
     assert helper.refusal.sentence == (
         f"studio: It failed a shared prefill (peer_lost) and is left out for {limits.BACKOFF_S:.0f} s."
@@ -534,8 +534,8 @@ def test_a_conversation_is_known_where_it_was_read_until_that_machine_starts_aga
 def test_what_a_machine_has_no_room_for_in_its_prefix_cache_is_not_believed_to_be_there() -> None:
     found = member("a")
     (model,) = found.card.models
-    room = {"kv_bytes_per_token": 10, "prefix_budget_bytes": 10 * 9 * BLOCK_CHARS // CHARS_PER_TOKEN}
-    card = replace(found.card, models=[replace(model, **room)])
+    room = {"token_bytes": 10, "prefix_budget_bytes": 10 * 9 * BLOCK_CHARS // CHARS_PER_TOKEN}
+    card = replace(found.card, models=[changed(model, **room)])
     members = SeenFleet(msgspec.structs.replace(found, card=card)).members
     texts = [name * (4 * BLOCK_CHARS) for name in "pqr"]
     for text in texts:

@@ -13,6 +13,7 @@ import pytest
 from fakes import FakeModels, FakePool, answer
 from member_cards import MODEL, OWN, collect, machine, spoken
 from msgspec.structs import replace
+from nested_fields import changed
 from peer_streams import FakeOthers, FakeStream
 from runners import runner_over
 from virtual_loop import VirtualLoop
@@ -383,7 +384,7 @@ async def test_a_model_too_big_for_this_machine_goes_to_one_that_holds_it(make: 
     assert isinstance(seen[-1], Finished)
 
 
-DIVISIBLE = {"layers": 4, "kv_bytes_per_token": 4096, "hidden_bytes": 64, "any_chunks": True}
+DIVISIBLE = {"layers": 4, "token_bytes": 4096, "hidden_bytes": 64, "any_chunks": True}
 
 
 @pytest.mark.parametrize(
@@ -402,7 +403,7 @@ async def test_no_machine_loads_a_model_that_leaves_no_room_for_the_prompt(
     room = cold.card.models[0].memory_bytes + int(beside)
     cold = replace(cold, card=replace(cold.card, usable_bytes=room))
     others = FakeOthers(cold, studio=[WHOLE])
-    own = replace(OWN, models=[replace(MODEL, **DIVISIBLE)])
+    own = replace(OWN, models=[changed(MODEL, **DIVISIBLE)])
     runner = make(others, own=own, models=FakeModels(names=["big"]))
     seen = await collect(runner.run(reading(1_300)))
     assert [event.nodes for event in seen if isinstance(event, Planned)] == [(where,)]
@@ -756,7 +757,7 @@ def test_what_is_awaited_is_what_is_read_now_beyond_what_was_read() -> None:
 
 @pytest.mark.parametrize("unaided", [False, True])
 def test_a_machine_with_rules_of_its_own_is_still_helped_itself(unaided: bool) -> None:
-    model = replace(MODEL, **DIVISIBLE)
+    model = changed(MODEL, **DIVISIBLE)
     helper = msgspec.structs.replace(machine("helper", **DIVISIBLE), bytes_per_s=1e9)
     members = Members(lambda: [helper], lambda: replace(OWN, models=[model]), unaided=lambda: unaided)
     placer, asked = Placer(members, lambda *_: None), RouteQuestion("big", 10_000, 10)  # type: ignore[arg-type,return-value]

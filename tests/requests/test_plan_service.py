@@ -15,6 +15,7 @@ from fakes import FACTS, FakeFolder, FakeModels
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from nested_fields import changed
 
 from fleetd import limits
 from fleetd.app import Daemon
@@ -27,13 +28,14 @@ from fleetd.limits import GIB
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
-from fleetd.plan.prefill.choice import HYSTERESIS
+from fleetd.plan.prefill.choice import HYSTERESIS, PlanChoice
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import CAUTION
 from fleetd.plan.scoring import Scorer, Segments, SmartPlan
 from fleetd.process.notify import Notifier
 from fleetd.requests.job import Job
 from fleetd.requests.members.members import Member, Members
+from fleetd.requests.placement import planner_facts
 from fleetd.requests.placement.placement import Placer
 from fleetd.requests.plan_service import PlanService
 from fleetd.requests.prefill_sharing.client import PrefillSharing
@@ -49,19 +51,19 @@ SAME: dict[str, Any] = {
     "memory_bytes": 3 * GIB,
     "context_tokens": 8192,
     "layers": LAYERS,
-    "kv_bytes_per_token": 65536,
+    "token_bytes": 65536,
     "hidden_bytes": 4096,
     "hidden_width": 2048,
     "any_chunks": True,
     "dtype": "bfloat16",
     "roles": ["chat"],
 }
-READY: Ready = replace(
+READY: Ready = changed(
     FACTS,
     layers=LAYERS,
     dtype="bfloat16",
     weights_bytes=2 * GIB,
-    kv_bytes_per_token=65536,
+    token_bytes=65536,
     hidden_bytes=4096,
     hidden_width=2048,
     prefill_tok_s=100.0,
@@ -72,7 +74,7 @@ def card(name: str, model: dict[str, Any] | None, **fields: Any) -> Card:
     """A machine; ``model`` None where it does not have the model, else what is its own of it."""
     chip = MachineFacts(chip="Apple M2 Max", accelerator="metal", memory_bytes=64 * GIB)
     told = {"digest": "d", "state": "loaded", "prefill_tok_s": 100.0, "decode_tok_s": 20.0, "arithmetic": "a"}
-    models = [] if model is None else [ModelCard("m", **SAME | told | model)]
+    models = [] if model is None else [changed(ModelCard("m"), **SAME | told | model)]
     return replace(
         Card(
             name,
@@ -150,6 +152,11 @@ class OneMachine:
     def plan(self, tokens: int, **question: Any) -> PlanView:
         return asyncio.run(self.service.plan(PlanQuestion("m", tokens, **question)))
 
+    def choose(self, own: ModelCard, tokens: int) -> PlanChoice:
+        """What shares a prompt that the engine has accepted."""
+        asked = planner_facts.prompt(READY.shape, tokens, 0, MEASURED_TOKENS)
+        return self.sharing.choose(planner_facts.loaded_here(own, READY), asked)
+
     def run(self, tokens: int) -> tuple[str, ...]:
         """What a request of that length does: who answers, then how and with whom if that is this machine."""
         job = Job("m", Generate("r", TextPrompt("x" * 4 * tokens)), "http", "chat")
@@ -163,7 +170,7 @@ class OneMachine:
         own = self.sharing.held("m")
         if own is None or self.facts is None:
             return ("local", "this")
-        best = self.sharing.choose(own, tokens, 0, MEASURED_TOKENS, self.facts).best
+        best = self.choose(own, tokens).best
         self.members.last_prefill["m"] = best
         return (best.kind, *best.names, "this")
 
@@ -297,10 +304,10 @@ def test_every_machine_is_told_of_and_all_but_the_chosen_way_have_a_reason(
 _COUNTS = (
     "weights_bytes",
     "memory_bytes",
-    "kv_bytes_per_token",
+    "token_bytes",
     "state_bytes",
-    "window_bytes_per_token",
-    "window_tokens",
+    "window_bytes",
+    "window",
     "hidden_bytes",
     "hidden_width",
     "outside_bytes",
@@ -401,7 +408,7 @@ def test_a_way_that_a_prompt_got_is_kept_where_two_are_alike() -> None:
     assert second.predicted_s < best.predicted_s / HYSTERESIS, "else it is no close call"
     own = fleet.sharing.held("m")
     assert own is not None
-    choice = fleet.sharing.choose(own, 3000, 0, MEASURED_TOKENS, READY)
+    choice = fleet.choose(own, 3000)
     fleet.members.last_prefill["m"] = next(each for each in choice.rejected if each.kind == second.kind)
     assert told(fleet.plan(3000)) == fleet.run(3000) == (second.kind, *second.nodes)
 
@@ -509,7 +516,9 @@ async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path, fa
     machine = daemon.status().machine
     chip = chip_speeds.hardware_of(machine.gpu or machine.cpu, machine.accelerator, machine.cores)
     tok_s = (
-        READY.prefill_tok_s if facts is not None else chip.prefill_tok_s(FakeFolder().weights_bytes) / CAUTION
+        READY.speed.prefill_tok_s
+        if facts is not None
+        else chip.prefill_tok_s(FakeFolder().weights_bytes) / CAUTION
     )
     steps = {step["name"]: step["seconds"] for step in option["steps"]}
     assert steps["computed"] == pytest.approx(1000 / tok_s, rel=0.25)

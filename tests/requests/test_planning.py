@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from fakes import FACTS
 from msgspec.structs import replace
+from nested_fields import changed
 from sharing_fakes import own_card
 
 from fleetd.engine.protocol import Ready
 from fleetd.limits import GIB
 from fleetd.models.memory_need import WORKING_BYTES
-from fleetd.p2p.membership.cards import Card, MachineFacts
+from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.prefill import choice
@@ -21,7 +22,7 @@ from fleetd.requests.placement import planner_facts
 
 M4 = MachineFacts(chip="Apple M4", accelerator="metal")
 M4_MAX = MachineFacts(chip="Apple M4 Max", accelerator="metal")
-MODEL: Ready = replace(
+MODEL: Ready = changed(
     FACTS,
     layers=32,
     weights_bytes=4 * GIB,
@@ -37,9 +38,14 @@ def card(name: str = "mini", machine: MachineFacts = M4, usable: int = 0, **mode
     return replace(own_card(name, **model), machine=machine, available_bytes=16 * GIB, usable_bytes=usable)
 
 
+def loaded(of: Card) -> ModelCard:
+    """Its model, as its engine knows it."""
+    return planner_facts.loaded_here(of.models[0], MODEL)
+
+
 def helper(of: Card, pace: float = 1.0) -> choice.HelperSpec:
     member = Member(of, of.name, "", True, 0.001, 1e9)
-    return planner_facts.helper(member, card("home").models[0], MODEL, pace)
+    return planner_facts.helper(member, loaded(card("home")), pace)
 
 
 def here(of: Card) -> Member:
@@ -47,7 +53,7 @@ def here(of: Card) -> Member:
 
 
 def home(of: Card) -> choice.HelperSpec:
-    return planner_facts.home(here(of), of.models[0], MODEL)
+    return planner_facts.home(here(of), loaded(of))
 
 
 def test_a_loaded_model_has_room_for_what_its_engine_may_take() -> None:
@@ -86,14 +92,14 @@ def test_layers_on_a_hostile_card_that_are_none_help_nobody(part: tuple[int, int
 def test_layers_beyond_the_model_on_a_hostile_card_make_no_split() -> None:
     far = helper(card(state="installed", part_first=0, part_last=4000))
     near = home(card("home", prefill_tok_s=100.0))
-    for option in choice.options(planner_facts.prompt(4096, 0, 256, MODEL), near, [far]):
-        assert option.split is None or option.split.cuts[-1] == MODEL.layers
+    for option in choice.options(planner_facts.prompt(MODEL.shape, 4096, 0, 256), near, [far]):
+        assert option.split is None or option.split.cuts[-1] == MODEL.shape.layers
 
 
 def test_a_machine_that_nobody_measured_keeps_the_pace_of_this_one() -> None:
     """By the makers' figures the Max is 16/4.2 times as fast, whatever both really make of this model."""
     own = card("home", prefill_tok_s=100.0)
-    pace = planner_facts.pace(here(own), own.models[0], MODEL)
+    pace = planner_facts.pace(here(own), loaded(own))
     unknown = helper(card(machine=M4_MAX, **UNKNOWN), pace)
     assert unknown.modelled
     assert home(own).speed.seconds(1.0, 0, 256) / unknown.speed.seconds(1.0, 0, 256) == pytest.approx(
@@ -101,21 +107,16 @@ def test_a_machine_that_nobody_measured_keeps_the_pace_of_this_one() -> None:
     )
     # It says nothing against a measurement, and needs one itself.
     assert helper(card(), pace) == helper(card())
-    assert (
-        planner_facts.pace(
-            here(card("home", **UNKNOWN)), card(**UNKNOWN).models[0], replace(MODEL, **UNKNOWN)
-        )
-        == 1
-    )
+    assert planner_facts.pace(here(card("home", **UNKNOWN)), card(**UNKNOWN).models[0]) == 1
     for tok_s in (1e-6, 1e9):
         odd = card("home", prefill_tok_s=tok_s)
-        assert 0.1 <= planner_facts.pace(here(odd), odd.models[0], MODEL) <= 10
+        assert 0.1 <= planner_facts.pace(here(odd), loaded(odd)) <= 10
 
 
 def test_a_context_that_nobody_measured_is_taken_from_the_makers_figures() -> None:
     chip = chip_speeds.hardware_of(M4.chip, M4.accelerator, 0)
     measured = {"prefill_tok_s": 100.0, "prefill_fixed_s": 0.1}
-    context_s = chip.prefill_context_s(MODEL.layers, MODEL.hidden_width)
+    context_s = chip.prefill_context_s(MODEL.shape.layers, MODEL.shape.hidden_width)
     assert context_s > 0
     for found in (home(card(**measured)), helper(card(**measured))):
         assert found.speed == PrefillSpeed.measured(100.0, context_s, 0.1)
@@ -129,5 +130,5 @@ def test_the_engine_knows_its_speed_before_its_card_does() -> None:
 
 
 def test_a_prompt_is_what_decoding_does_not_compute() -> None:
-    asked = planner_facts.prompt(100, 100, 32, MODEL)
-    assert (asked.tokens, asked.cached, asked.outside_bytes) == (99, 99, GIB // 2)
+    asked = planner_facts.prompt(MODEL.shape, 100, 100, 32)
+    assert (asked.tokens, asked.cached, asked.shape.outside_bytes) == (99, 99, GIB // 2)

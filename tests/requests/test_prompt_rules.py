@@ -12,7 +12,6 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
-from fakes import FACTS
 from fleet_nodes import introduce, running, settings, together, until
 from msgspec.structs import replace
 from sharing_fakes import own_card
@@ -56,7 +55,7 @@ class AskedMachine:
         job, others = Job("m", Generate("r", TextPrompt("x")), "http", "chat"), self.members.others("answer")
         ranked = placer.rank(job, WantedModel("m", here=False), others, tried=frozenset())
         own = own_card("home").models[0]
-        helpers = [planner_facts.helper(each, own, FACTS) for each in self.members.others("prefill")]
+        helpers = [planner_facts.helper(each, own) for each in self.members.others("prefill")]
         scorers = Scorers(ScoringPool(), models(), ModelSpeeds(), self.members)  # type: ignore[arg-type]
         try:
             scoring = (await scorers.find(SmartPrefillPolicy(compressor_model="m"), 0, False))[1]

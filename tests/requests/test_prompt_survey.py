@@ -11,6 +11,7 @@ import pytest
 from fakes import FakeFolder
 from keepers import Keeper, fleet
 from msgspec.structs import replace
+from nested_fields import changed
 from requests_driver import answered, request_of
 from sharing_fakes import DIGEST, HomePartners, own_card
 
@@ -85,9 +86,9 @@ class Asking:
     """The machine that has a prompt to place."""
 
     def __init__(self, folder: Path, node: Node, keepers: list[Keeper], **fields: Any) -> None:
-        self.card: Card = own_card("home", arithmetic="same", kv_bytes_per_token=100)
+        self.card: Card = own_card("home", arithmetic="same", token_bytes=100)
         for keeper in keepers:
-            keeper.card = own_card(keeper.node.name, arithmetic="same", kv_bytes_per_token=100)
+            keeper.card = own_card(keeper.node.name, arithmetic="same", token_bytes=100)
         self.partners = HomePartners(node, keepers, **fields)  # type: ignore[arg-type]
         self.members = Members(self.partners.machines, lambda: self.card)
         for keeper in keepers:
@@ -182,7 +183,7 @@ async def test_what_others_keep_decides_between_fetching_going_there_and_computi
         # The link is fast, and the other machine has it in its memory besides.
         assert (await home.choose(job())).node_id == keeper.node_id
         # It has unloaded the model, which takes long to load: its blocks come here.
-        unloaded = replace(keeper.card.models[0], state="installed", load_s=300.0, weights_bytes=1)
+        unloaded = changed(keeper.card.models[0], state="installed", load_s=300.0, weights_bytes=1)
         keeper.card = replace(keeper.card, models=[unloaded])
         stays = await home.choose(job())
         assert (stays.node_id, stays.fetches) == (THIS_NODE, True)
@@ -201,7 +202,7 @@ async def test_the_plan_of_a_text_says_what_is_restored_fetched_and_computed(tmp
         keeper.keep(NAMES)
         keeper.card = replace(
             keeper.card,
-            models=[replace(keeper.card.models[0], state="installed", load_s=300.0, weights_bytes=1)],
+            models=[changed(keeper.card.models[0], state="installed", load_s=300.0, weights_bytes=1)],
         )
 
         class NoDrafts:
@@ -277,7 +278,7 @@ async def test_what_was_just_read_here_may_be_fetched_from_here_while_this_machi
             kv_blocks.keep(store, NAMES)
         home.members.read(THIS_NODE, "m", job())
         # A long answer is decoded sooner where no others are.
-        slow = [replace(home.card.models[0], decode_tok_s=10.0)]
+        slow = [changed(home.card.models[0], decode_tok_s=10.0)]
         home.card, keepers[0].card = (replace(card, models=slow) for card in (home.card, keepers[0].card))
         question = Generate("r2", TextPrompt(TEXT + "and a question?"), max_tokens=256)
         again = Job("m", question, "socket", "chat")
@@ -327,7 +328,7 @@ async def test_a_prompt_waits_a_small_part_of_what_reading_it_takes(
     monkeypatch.setattr(limits, "FETCH_LOOK_SHARE", 0.02)
     async with fleet(tmp_path, True) as (node, keepers):
         home = closing_later(Asking(tmp_path, node, keepers))
-        model = replace(home.card.models[0], state=state, prefill_tok_s=tok_s)
+        model = changed(home.card.models[0], state=state, prefill_tok_s=tok_s)
         home.card = replace(home.card, models=[model])
         waits: list[float] = []
         silences: list[str] = []
@@ -349,7 +350,7 @@ async def test_a_machine_behind_a_long_path_is_asked_about_long_prompts_only(
 ) -> None:
     async with fleet(tmp_path, True) as (node, keepers):
         home = closing_later(Asking(tmp_path, node, keepers, rtt_s=0.05))
-        model = replace(home.card.models[0], prefill_tok_s=1000.0)
+        model = changed(home.card.models[0], prefill_tok_s=1000.0)
         home.card = replace(home.card, models=[model])
         monkeypatch.setattr(limits, "FETCH_LOOK_SHARE", 0.049 / (TOKENS / 1000))
         assert await home.places(job()) == {THIS_NODE: KeptBeginning()}

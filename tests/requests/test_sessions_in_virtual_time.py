@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from member_cards import FACTS, MODEL
-from msgspec.structs import replace
+from nested_fields import changed
 
 from fleetd.engine.protocol import Generate, TextPrompt
 from fleetd.errors import PeerLost
@@ -54,11 +54,11 @@ class Simulated:
     kept: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     def card(self, now_s: float) -> Card:
-        model = replace(
+        model = changed(
             MODEL,
             prefill_tok_s=self.prefill_tok_s,
             decode_tok_s=self.decode_tok_s,
-            kv_bytes_per_token=KV_BYTES,
+            token_bytes=KV_BYTES,
             prefix_budget_bytes=CACHE_TOKENS * KV_BYTES,
         )
         return Card(

@@ -199,7 +199,7 @@ async def _full(fleet: FaultMachines, case: Case) -> AsyncIterator[None]:
     engine = fleet.all[case.role.machine].engine
     assert engine is not None
     assert engine.facts is not None
-    tokens = engine.facts.kv_budget_bytes // engine.facts.kv_bytes_per_token - 100
+    tokens = engine.facts.kv_budget_bytes // engine.facts.shape.sizes.token_bytes - 100
     split = Split("layers", (0, 4, 4), 4, 0, tokens, 64)
     others = engine.assist(AssistPrefill("others", split, 0))
     assert isinstance(await anext(others), Accepted)

@@ -13,11 +13,13 @@ import msgspec
 import pytest
 from fakes import ARITHMETIC, FACTS, STEPS, WITHIN_S, FakeEngine, FakeFolder
 from msgspec.structs import replace
+from nested_fields import changed
 from requests_driver import answered, passed, request_of
 from sharing_fakes import DIGEST, HelperMachine, HomePartners, HomePool, machines, own_card
 
 from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_plan import StepView
 from fleetd.control.prefill_trace import DrafterView, Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
@@ -293,7 +295,7 @@ async def test_a_member_with_other_files_is_never_asked(tmp_path: Path, card: di
 
 async def test_a_model_that_cannot_be_shared_costs_nothing(tmp_path: Path) -> None:
     async with home_with(tmp_path) as home:
-        home.pool.fake.facts = replace(FACTS, unshareable="It has recurrent layers.")
+        home.pool.fake.facts = changed(FACTS, unshareable="It has recurrent layers.")
         assert not home.sharing.possible(job(), FakeFolder())
 
 
@@ -687,7 +689,7 @@ async def test_one_that_has_no_room_for_the_model_is_asked_to_load_some_layers(t
         small = home.helpers[0]
         small.pool.loaded = False
         small.pool.gate.set()
-        home.pool.fake.facts = replace(FACTS, weights_bytes=1 << 30)
+        home.pool.fake.facts = changed(FACTS, weights_bytes=1 << 30)
         room = WORKING_BYTES + (1 << 30) * 5 // 8
         small.card = replace(own_card("helper0", state="installed"), usable_bytes=room)
         assert (await home.ask())[0] == LOCAL
@@ -781,7 +783,7 @@ async def test_this_machines_part_corrects_what_it_tells_of_itself(tmp_path: Pat
     """Its own figure says that the part takes far longer: it was measured beside something else."""
     ending = PrefillReport("r1", [StepTime(step_names.COMPUTED, 0.01)])
     async with home_with(tmp_path, ending=ending) as home:
-        home.sharing.speeds.seed("m", 100.0, 1.0, now_s=home.sharing.monotonic())
+        home.sharing.speeds.seed("m", MeasuredSpeed(100.0, 1.0), now_s=home.sharing.monotonic())
         await home.ask()
         await sent(home)
         assert home.sharing.speeds.of("m").prefill_tok_s > 200

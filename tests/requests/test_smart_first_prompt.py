@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fakes import FACTS, FakeFolder
 from msgspec.structs import replace
+from nested_fields import changed
 from smart_fakes import (
     DIGEST,
     PROFILE,
@@ -22,6 +23,7 @@ from smart_fakes import (
 from smart_home import ASKED, SmartHome, maker, target, text_of
 
 from fleetd.compression.words import estimate_tokens
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_plan import PlanView
 from fleetd.engine.protocol import (
     Generate,
@@ -49,7 +51,7 @@ UNMEASURED = ScoringState("unmeasured", 3000)
 async def test_no_prompt_waits_for_a_scorer_to_be_measured(home: Any, loaded: list[str]) -> None:
     """It is read whole at once, with the reason; and the scorer is measured once there is time."""
     this = home(Profiles({}), loaded=loaded, scoring=UNMEASURED)
-    this.speeds.seed(SCORER, 300.0, 100.0, now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(300.0, 100.0), now_s=0.0)
     told = await this.told(chat())
     assert (told.form, told.code) == ("", "measuring")
     assert f"{SCORER} is not measured for scoring yet" in told.reason
@@ -130,14 +132,14 @@ async def test_the_first_prompt_of_a_scorer_takes_what_was_planned(
     pool = CountedPool(loaded=["m"], tokens_per_estimated=tokens_per_estimated)
     this = home(Profiles({DIGEST: LONG_PROFILE}), pool, lambda: pool.clock)
     measured = 256 / pool.scorer.total(1.0, range(256), 256), pool.scorer.context_s, pool.scorer.fixed_s
-    pool.facts = replace(
+    pool.facts = changed(
         FACTS,
         prefill_tok_s=measured[0],
         prefill_context_s=measured[1],
         prefill_fixed_s=measured[2],
     )
     target = 256 / pool.target.total(1.0, range(256), 256), 10.0, pool.target.context_s, pool.target.fixed_s
-    this.speeds.seed("m", *target, now_s=0.0)
+    this.speeds.seed("m", MeasuredSpeed(*target), now_s=0.0)
     told = await this.told(chat(haystack(400)))
     assert told.used
     (trace,) = this.traces
@@ -180,7 +182,7 @@ async def test_a_prompt_that_seemed_long_and_is_short_is_not_scored(home: Any) -
 
 async def test_a_scorer_that_proves_slow_when_loaded_is_not_asked(home: Any) -> None:
     this = home(loaded=["m"])
-    this.speeds.seed("m", 2 * FACTS.prefill_tok_s, 100.0, now_s=0.0)
+    this.speeds.seed("m", MeasuredSpeed(2 * FACTS.speed.prefill_tok_s, 100.0), now_s=0.0)
     assert (await this.told(chat())).code == "slower"
     assert this.pool.loaded == ["m", SCORER]
     assert not this.pool.scores

@@ -18,6 +18,7 @@ from smart_fakes import (
 from smart_home import ASKED, SmartHome, maker, text_of
 
 from fleetd.compression.document import Document
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.protocol import (
     ChatPrompt,
     Generate,
@@ -83,8 +84,8 @@ async def test_a_text_that_is_always_kept_is_not_scored(home: Any) -> None:
 async def test_what_is_always_kept_is_priced(home: Any, role: str, code: str) -> None:
     """Three fifths of the text are kept as a system prompt, a fifth of them as a user's."""
     this = home()
-    this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
-    this.speeds.seed(SCORER, 500.0, 20.0, now_s=0.0)
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(500.0, 20.0), now_s=0.0)
     asked = [
         {"role": role, "content": haystack(120)},
         {"role": "user", "content": haystack(80)},
@@ -148,8 +149,8 @@ async def test_an_error_of_the_whole_prompt_is_the_clients(home: Any) -> None:
 
 async def test_it_is_not_done_where_it_would_not_pay(home: Any) -> None:
     this = home()
-    this.speeds.seed("m", 10_000.0, 100.0, now_s=0.0)
-    this.speeds.seed("smollm2-135m", 100.0, 100.0, now_s=0.0)
+    this.speeds.seed("m", MeasuredSpeed(10_000.0, 100.0), now_s=0.0)
+    this.speeds.seed("smollm2-135m", MeasuredSpeed(100.0, 100.0), now_s=0.0)
     told = await this.told(chat())
     assert told.code == "slower"
     assert " s; all of it takes " in told.reason

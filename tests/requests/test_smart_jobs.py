@@ -27,6 +27,7 @@ from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.selection import Selection
 from fleetd.compression.words import estimate_tokens
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_plan import OptionView, PlanView
 from fleetd.engine.protocol import (
     Accepted,
@@ -285,8 +286,8 @@ async def test_what_the_engine_keeps_is_what_is_told(home: Any) -> None:
 
 async def test_a_window_that_is_always_kept_is_priced(home: Any) -> None:
     this = home(sparse="", tail=5000, kept=20)
-    this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
-    this.speeds.seed("smollm2-135m", 2000.0, 20.0, now_s=0.0)
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed("smollm2-135m", MeasuredSpeed(2000.0, 20.0), now_s=0.0)
     local = OptionView("local", ["this"], 8.0, chosen=True)
     view = PlanView("m", 4000, 0, [local])
     plans = {
@@ -306,8 +307,8 @@ async def test_a_window_that_is_always_kept_is_priced(home: Any) -> None:
 )
 async def test_what_has_to_be_kept_is_priced(home: Any, bounds: dict[str, int], code: str) -> None:
     this = home()
-    this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
-    this.speeds.seed("smollm2-135m", 3000.0, 20.0, now_s=0.0)
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed("smollm2-135m", MeasuredSpeed(3000.0, 20.0), now_s=0.0)
     assert (await this.told(chat(), replace(ASKED, **bounds))).code == code
     local = OptionView("local", ["this"], 8.0, chosen=True)
     view = await this.smart.plan(PlanView("m", 4000, 0, [local]), 0.2, target(this), replace(ASKED, **bounds))
@@ -347,19 +348,19 @@ async def test_a_prompt_over_the_context_is_shortened_as_text(
     """Sparse, its last tokens would keep positions that the model does not have; as text it may fit."""
     this = home(sparse="", kept=20)
     this.models.found = [FakeFolder("m", context_tokens), *folders("smollm2-135m")]
-    this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
-    this.speeds.seed("smollm2-135m", 3000.0, 20.0, now_s=0.0)
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed("smollm2-135m", MeasuredSpeed(3000.0, 20.0), now_s=0.0)
     assert (await this.told(chat())).form == form
 
 
 async def test_a_prompt_that_no_machine_reads_whole_is_shortened_at_any_price(home: Any) -> None:
     this = home()
     this.models.found = [FakeFolder("m", 1000), *folders("smollm2-135m")]
-    this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
-    this.speeds.seed("smollm2-135m", 60.0, 20.0, now_s=0.0)
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed("smollm2-135m", MeasuredSpeed(60.0, 20.0), now_s=0.0)
     assert (await this.told(chat())).used
     # But not where it would be given up before there are scores.
-    this.speeds.seed("smollm2-135m", 10.0, 20.0, now_s=0.0)
+    this.speeds.seed("smollm2-135m", MeasuredSpeed(10.0, 20.0), now_s=0.0)
     told = await this.told(chat(haystack(210)))
     assert (told.code, told.used) == ("deadline", False)
     assert "after 120 s it is given up" in told.reason
@@ -368,8 +369,8 @@ async def test_a_prompt_that_no_machine_reads_whole_is_shortened_at_any_price(ho
 @pytest.mark.parametrize("form", ["sparse", "text"])
 async def test_what_is_kept_is_priced_with_the_help_of_others(home: Any, form: Any) -> None:
     this = home(sparse="", kept=20)
-    this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
-    this.speeds.seed(SCORER, 5000.0, 200.0, now_s=0.0)
+    this.speeds.seed("m", MeasuredSpeed(500.0, 20.0), now_s=0.0)
+    this.speeds.seed(SCORER, MeasuredSpeed(5000.0, 200.0), now_s=0.0)
     asked: list[tuple[int, int]] = []
 
     def best_s(_folder: Any, tokens: int, _cached: int, kept: int) -> float:
@@ -529,8 +530,8 @@ async def test_what_would_be_done_is_told_with_its_price(
     home: Any, tokens: int, scorer_tok_s: float, code: str
 ) -> None:
     this = home()
-    this.speeds.seed("m", 100.0, 10.0, now_s=0.0)
-    this.speeds.seed("smollm2-135m", scorer_tok_s, 100.0, now_s=0.0)
+    this.speeds.seed("m", MeasuredSpeed(100.0, 10.0), now_s=0.0)
+    this.speeds.seed("smollm2-135m", MeasuredSpeed(scorer_tok_s, 100.0), now_s=0.0)
     local = OptionView("local", ["this"], tokens / 100, chosen=True)
     view = await this.smart.plan(PlanView("m", tokens, 0, [local]), 0.2, target(this), ASKED)
     found = {option.kind: option for option in view.options}

@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from nested_fields import changed
 from runners import runner_over
 from smart_fakes import NEEDLE, PROFILE, QUESTION, Profiles, ScoringPool, chat, haystack, models, scored
 
 from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.control.prefill_trace import Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import ChatPrompt, Finished, Loading, Prefill, Profile, Score
@@ -105,14 +107,13 @@ def card(node_id: str, tier: str = "tiny", **fields: Any) -> Card:
         SMOL,
         digest=DIGEST,
         roles=["chat", "compressor"],
-        weights_bytes=1000,
-        context_tokens=100_000,
         state="loaded",
-        prefill_tok_s=2000.0,
+        shape=ModelShape(weights_bytes=1000, context_tokens=100_000),
+        speed=MeasuredSpeed(2000.0),
         scoring="ready",
     )
     machine = MachineFacts(tier=tier, cores=2, accelerator="cpu")
-    return Card(node_id, 1, 1, models=[replace(model, **fields)], machine=machine)
+    return Card(node_id, 1, 1, models=[changed(model, **fields)], machine=machine)
 
 
 @dataclass
@@ -204,8 +205,8 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
     ) -> HomeOfMinis:
         minis = [Mini(name, ledger) for name in names]
         pool, speeds, traces = ScoringPool(), ModelSpeeds(), list[Trace]()
-        speeds.seed("m", 100.0, 100.0, now_s=0.0)
-        speeds.seed(SMOL, 500.0, 100.0, now_s=0.0)
+        speeds.seed("m", MeasuredSpeed(100.0, 100.0), now_s=0.0)
+        speeds.seed(SMOL, MeasuredSpeed(500.0, 100.0), now_s=0.0)
         found = models("m", SMOL) if own is not None or compressor_here else models("m")
         others = Neighbours(minis)
         if compressor_here:
@@ -492,7 +493,7 @@ async def test_this_machine_is_taken_for_what_its_card_says(
 ) -> None:
     """Small machines score first, and what computes something else counts for less."""
     this = home("mini", own=Card("me", 1, 1, models=[ModelCard(SMOL, digest=DIGEST)], **own))
-    this.speeds.seed(SMOL, 2200.0, 100.0, now_s=0.0)
+    this.speeds.seed(SMOL, MeasuredSpeed(2200.0, 100.0), now_s=0.0)
     assert set((await this.told()).nodes) == nodes
 
 

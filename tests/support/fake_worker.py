@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape, StateSizes
 from fleetd.engine import protocol
 from fleetd.engine.protocol import (
     Accepted,
@@ -23,7 +24,9 @@ from fleetd.engine.protocol import (
     Usage,
 )
 
-READY = Ready("fake", "cpu", "float32", 1, 8, 64, 1, 1, 1, True, False, False, 0.0, {})
+READY = Ready(
+    "cpu", ModelShape("fake", 1, 64, "float32", 1, StateSizes(1)), 8, 1, True, False, False, 0.0, {}
+)
 
 
 def main(behaviour: str, fd: int) -> None:
@@ -129,7 +132,8 @@ def main(behaviour: str, fd: int) -> None:
                     if isinstance(command, Shutdown):
                         sys.exit(0)
         case "measures again":
-            send(Accepted(name, 1), Finished(name, "stop"), MeasuredAgain(500.0, 40.0, 1e-6, 0.01))
+            speed = MeasuredSpeed(500.0, 40.0, 1e-6, 0.01)
+            send(Accepted(name, 1), Finished(name, "stop"), MeasuredAgain(speed))
             hang()
         case "writes to the disk":
             # And more of it once it is told to end.

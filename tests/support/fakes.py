@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape, StateSizes
 from fleetd.engine.protocol import (
     Accepted,
     Arithmetic,
@@ -49,24 +50,26 @@ ARITHMETIC = Arithmetic(
     sparse="",
 )
 FACTS = Ready(
-    architecture="llama",
     device="cpu",
-    dtype="float32",
-    layers=LAYERS,
+    shape=ModelShape(
+        "llama",
+        weights_bytes=1000,
+        context_tokens=8192,
+        dtype="float32",
+        layers=LAYERS,
+        sizes=StateSizes(1024),
+        hidden_bytes=256,
+        hidden_width=128,
+        any_chunks=True,
+    ),
     vocab_size=100,
-    context_tokens=8192,
-    weights_bytes=1000,
-    kv_bytes_per_token=1024,
     kv_budget_bytes=1 << 30,
     has_chat_template=True,
     tool_calls=False,
     reasoning=False,
     load_s=1.0,
     versions=ARITHMETIC.versions,
-    prefill_tok_s=100.0,
-    decode_tok_s=10.0,
-    hidden_bytes=256,
-    hidden_width=128,
+    speed=MeasuredSpeed(prefill_tok_s=100.0, decode_tok_s=10.0),
     arithmetic=ARITHMETIC,
     scoring=ScoringState("ready"),
 )
@@ -83,6 +86,10 @@ class FakeFolder:
     source: str = field(default="embedded", compare=False)
     architecture: str = field(default="llama", compare=False)
     created_s: float = field(default=1_700_000_000.5, compare=False)
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(self.architecture, self.weights_bytes, self.context_tokens)
 
 
 @dataclass(frozen=True)

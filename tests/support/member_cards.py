@@ -6,6 +6,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from msgspec.structs import replace
+from nested_fields import changed
+
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.limits import GIB
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.requests.members.members import Member
@@ -17,24 +21,25 @@ MODEL = ModelCard(
     digest="d",
     roles=["chat"],
     state="loaded",
-    weights_bytes=GIB,
     memory_bytes=GIB,
-    prefill_tok_s=100.0,
-    decode_tok_s=10.0,
+    shape=ModelShape(weights_bytes=GIB),
+    speed=MeasuredSpeed(prefill_tok_s=100.0, decode_tok_s=10.0),
 )
 
 
 def machine(name: str, *, faster: float = 1.0, sees: bool = True, reach: str = "", **model: Any) -> Member:
-    fields = {f: getattr(MODEL, f) for f in MODEL.__struct_fields__} | model
-    fields["prefill_tok_s"] *= faster
-    fields["decode_tok_s"] *= faster
+    found = changed(MODEL, **model)
+    speed = found.speed
+    speed = replace(
+        speed, prefill_tok_s=faster * speed.prefill_tok_s, decode_tok_s=faster * speed.decode_tok_s
+    )
     card = Card(
         name,
         1,
         1,
         name=name,
         machine=FACTS,
-        models=[ModelCard(**fields)],
+        models=[replace(found, speed=speed)],
         available_bytes=32 * GIB,
         usable_bytes=32 * GIB,
     )

@@ -59,15 +59,13 @@ def _speeds(model: Any, *_: Any) -> Any:
     """In the place of ``calibrate``."""
     from mlx.utils import tree_flatten
 
-    from fleetd.engine.measure.calibrate import CHUNKS, Speeds
+    from fleetd.control.model_facts import MeasuredSpeed
+    from fleetd.engine.measure.calibrate import CHUNKS, Measurement
 
     n_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     prefill_tok_s = min(MOST_PREFILL_TOK_S, PREFILL_BYTES_PER_S / n_bytes)
-    return Speeds(
-        prefill_tok_s=prefill_tok_s,
-        decode_tok_s=min(MOST_DECODE_TOK_S, DECODE_BYTES_PER_S / n_bytes),
-        chunk_s={size: size / prefill_tok_s for size in CHUNKS},
-    )
+    speed = MeasuredSpeed(prefill_tok_s, min(MOST_DECODE_TOK_S, DECODE_BYTES_PER_S / n_bytes))
+    return Measurement(speed, chunk_s={size: size / prefill_tok_s for size in CHUNKS})
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...

@@ -59,7 +59,9 @@ async def ps(request: web.Request) -> web.StreamResponse:
                 size_vram=0 if engine is None or engine.device == "cpu" else size,
                 digest=facts.digest(model),
                 details=facts.details(model),
-                context_length=engine.context_tokens if engine is not None else model.fleet.context_tokens,
+                context_length=engine.shape.context_tokens
+                if engine is not None
+                else model.fleet.context_tokens,
                 expires_at=expires_at(services.pool, engine) if engine is not None else "",
             )
         )

@@ -204,7 +204,7 @@ class EnginePool:
         # Those that a prompt has wanted first.
         for name, model in sorted(self._models.items(), key=lambda item: item[0] not in self._wanted):
             facts = model.first.facts
-            small = facts is not None and facts.weights_bytes <= limits.IDLE_MODEL_BYTES
+            small = facts is not None and facts.shape.weights_bytes <= limits.IDLE_MODEL_BYTES
             if model.state == "ready" and model.first.scoring.left and (small or name in self._wanted):
                 model.first.give_idle_time(limits.IDLE_TIME_S)
                 return

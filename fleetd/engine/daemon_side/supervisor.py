@@ -463,14 +463,18 @@ class EngineProcess:
         """What the worker holds of the device's memory, by its last report; nothing once it has ended."""
         if self._process is None or self._process.returncode is not None:
             return 0
-        return self._heartbeat.memory_bytes or (self.facts.weights_bytes if self.facts is not None else 0)
+        return self._heartbeat.memory_bytes or self._weights_bytes
 
     @property
     def claimed_bytes(self) -> int:
         """The same, with what running requests were promised and do not use yet; nothing while it loads."""
-        heartbeat, weights = self._heartbeat, self.facts.weights_bytes if self.facts is not None else 0
-        held = self.memory_bytes
-        return max(held, weights + heartbeat.kv_bytes + heartbeat.prefix_bytes) if held else 0
+        heartbeat, held = self._heartbeat, self.memory_bytes
+        return max(held, self._weights_bytes + heartbeat.kv_bytes + heartbeat.prefix_bytes) if held else 0
+
+    @property
+    def _weights_bytes(self) -> int:
+        """Of the layers that it holds; 0 until they are loaded."""
+        return self.facts.shape.weights_bytes if self.facts is not None else 0
 
     @property
     def disk_note(self) -> str:
@@ -564,8 +568,8 @@ class EngineProcess:
                 await self._notify()
             case MeasuredAgain():
                 if self.facts is not None:
-                    self.facts = msgspec.structs.replace(self.facts, **msgspec.structs.asdict(report))
-                log.info("engine.measured", model=self.settings.name, doubt=report.doubt)
+                    self.facts = msgspec.structs.replace(self.facts, speed=report.speed)
+                log.info("engine.measured", model=self.settings.name, doubt=report.speed.doubt)
             case LoadFailed(code, message, hint):
                 self.error = from_code(code, message, hint=hint)
                 self.state = "failed"
@@ -677,26 +681,11 @@ def _with_facts(status: EngineStatus, facts: Ready) -> EngineStatus:
     return msgspec.structs.replace(
         status,
         device=facts.device,
-        dtype=facts.dtype,
-        weights_bytes=facts.weights_bytes,
+        shape=facts.shape,
+        speed=facts.speed,
         kv_budget_bytes=facts.kv_budget_bytes,
         prefix_budget_bytes=facts.prefix_budget_bytes,
-        context_tokens=facts.context_tokens,
-        prefill_tok_s=round(facts.prefill_tok_s, 1),
-        decode_tok_s=round(facts.decode_tok_s, 1),
-        prefill_context_s=facts.prefill_context_s,
-        prefill_fixed_s=facts.prefill_fixed_s,
-        doubt=facts.doubt,
         arithmetic=arithmetic.text if arithmetic else "",
         shares_sparse=bool(arithmetic and not arithmetic.sparse),
-        layers=facts.layers if arithmetic and not facts.unshareable else 0,
-        kv_bytes_per_token=facts.kv_bytes_per_token,
-        state_bytes=facts.state_bytes,
-        window_bytes_per_token=facts.window_bytes_per_token,
-        window_tokens=facts.window_tokens,
-        hidden_bytes=facts.hidden_bytes,
-        hidden_width=facts.hidden_width,
-        outside_bytes=facts.outside_bytes,
-        any_chunks=bool(arithmetic and arithmetic.chunks == "any"),
         speculation=facts.speculation,
     )

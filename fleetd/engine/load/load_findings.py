@@ -14,14 +14,14 @@ from pathlib import Path
 import msgspec
 
 from fleetd.engine.cpu import products
-from fleetd.engine.measure.calibrate import Speeds
+from fleetd.engine.measure.calibrate import Measurement
 from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.storage.cached_results import CachedResult
 
 _FOLDER = "loads"
 # Raised when what was found before would be found otherwise: other checks, other fingerprints.
-FINDINGS_VERSION = 2
+FINDINGS_VERSION = 3
 # Raised when blocks of an earlier version must not be used.
 BLOCKS_VERSION = 2
 # Ends of the names of variables that set how many threads compute, which changes no bytes where it is exact.
@@ -36,14 +36,14 @@ def versions() -> dict[str, str]:
 
 
 class LoadFindings(msgspec.Struct, frozen=True):
-    """``together``: whether answers can be decoded in one batch. ``dense_reason``: why prompts must be
-    prefilled whole; "" if they need not be. ``arithmetic``: None if no other machine can help.
-    ``vocabulary``: a hash of the tokenizer's vocabulary."""
-
+    # Whether answers can be decoded in one batch.
     together: bool
+    # Why prompts must be prefilled whole; "" if they need not be.
     dense_reason: str
+    # None if no other machine can help.
     arithmetic: Arithmetic | None
-    speeds: Speeds
+    measured: Measurement
+    # A hash of the tokenizer's vocabulary.
     vocabulary: str
 
 

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from fleetd import limits
 from fleetd.cache.block_names import LateBasis
 from fleetd.control.daemon_status import MemoryBudget
+from fleetd.control.model_facts import ModelShape
 from fleetd.engine.answer.tool_formats import has_reasoning
 from fleetd.engine.cpu import products
 from fleetd.engine.failures import over_files
@@ -29,7 +30,7 @@ from fleetd.engine.load.model_reading import (
     read_model,
     verified_config,
 )
-from fleetd.engine.measure.calibrate import Speeds, calibrate
+from fleetd.engine.measure.calibrate import Measurement, calibrate
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling.parameters import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
@@ -100,7 +101,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     sparse: Sparse | None
     search: ProfileSearch
     # Stores speeds that were measured after the load, for the next one.
-    keep_speeds: Callable[[Speeds], None]
+    keep_measured: Callable[[Measurement], None]
     # Seconds of a chunk of prompt, by its tokens.
     chunk_s: dict[int, float]
     # What decides the bytes of keys and values besides the tokens.
@@ -126,10 +127,10 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     cached = key.cached(Path(settings.cache))
     found = _find_out(read, cached, report)
 
-    def keep_speeds(better: Speeds) -> None:
-        cached.keep(msgspec.structs.replace(found.findings, speeds=better))
+    def keep_measured(better: Measurement) -> None:
+        cached.keep(msgspec.structs.replace(found.findings, measured=better))
 
-    verdict = _verdict(read, settings, key.model, found.findings.speeds.decode_tok_s, report)
+    verdict = _verdict(read, settings, key.model, found.findings.measured.speed.decode_tok_s, report)
     keep_weights(device, settings)
     shares = MemoryShares.of(read.weights_bytes, room, settings)
     search = _profile_search(read, settings, key.model.digest)
@@ -144,8 +145,8 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         sharable=found.sharable,
         sparse=found.sparse,
         search=search,
-        keep_speeds=keep_speeds,
-        chunk_s=found.findings.speeds.chunk_s,
+        keep_measured=keep_measured,
+        chunk_s=found.findings.measured.chunk_s,
         basis=_basis(settings, stats, key, found.sharable),
         keeps_states=checkpoints.needed(make_prompt_cache(read.model)),
     )
@@ -165,7 +166,7 @@ def _find_out(
             together=decodes_together(read.model),
             dense_reason=dense_reason,
             arithmetic=sharable.arithmetic if sharable else None,
-            speeds=calibrate(read.model, read.device, read.vocab_size, read.context_tokens),
+            measured=calibrate(read.model, read.device, read.vocab_size, read.context_tokens),
             vocabulary=_vocabulary_hash(read.tokenizer),
         )
         cached.keep(known)
@@ -182,18 +183,22 @@ def _ready(
     load_s: float,
 ) -> Ready:
     """What the daemon is told of a whole model."""
-    findings, sharable = found.findings, found.sharable
-    speeds, sizes, tokenizer = findings.speeds, read.sizes, read.tokenizer
-    layers = sharable.stage.prefilled if sharable else len(read.model.layers)
-    facts = Ready(
+    findings, sharable, tokenizer = found.findings, found.sharable, read.tokenizer
+    shape = ModelShape(
         architecture=str(read.config.get("model_type", "unknown")),
-        device=read.device,
-        dtype=read.dtype,
-        layers=layers,
-        vocab_size=read.vocab_size,
-        context_tokens=read.context_tokens,
         weights_bytes=shares.weights,
-        kv_bytes_per_token=sizes.token_bytes,
+        context_tokens=read.context_tokens,
+        dtype=read.dtype,
+        layers=len(read.model.layers),
+        sizes=read.sizes,
+        unshareable=found.unshareable,
+    )
+    if sharable is not None:
+        shape = sharable.described(shape)
+    return Ready(
+        device=read.device,
+        shape=shape,
+        vocab_size=read.vocab_size,
         kv_budget_bytes=shares.sequences,
         prefix_budget_bytes=shares.prefix,
         has_chat_template=bool(tokenizer.has_chat_template),
@@ -202,37 +207,16 @@ def _ready(
         reasoning=has_reasoning(tokenizer),
         load_s=load_s,
         versions=versions(),
-        prefill_tok_s=speeds.prefill_tok_s,
-        decode_tok_s=speeds.decode_tok_s,
-        prefill_context_s=speeds.prefill_context_s,
-        prefill_fixed_s=speeds.prefill_fixed_s,
-        doubt=speeds.doubt,
-        state_bytes=sizes.state_bytes,
-        window_bytes_per_token=sizes.window_bytes,
-        window_tokens=sizes.window,
-        last_layer=layers,
-        unshareable=found.unshareable,
+        speed=findings.measured.speed,
+        last_layer=shape.layers,
         speculation=verdict.text,
         speculation_width=verdict.width,
         speculation_context=verdict.context,
         sparse=found.dense_reason,
         sparse_tail=found.sparse.tail if found.sparse else 0,
+        arithmetic=sharable.arithmetic if sharable is not None else None,
         scoring=search.state,
         vocabulary=findings.vocabulary,
-    )
-    return _with_sharing(facts, sharable) if sharable is not None else facts
-
-
-def _with_sharing(facts: Ready, sharable: Sharable) -> Ready:
-    """Add what other machines need to know to help with prompts."""
-    stage = sharable.stage
-    return msgspec.structs.replace(
-        facts,
-        hidden_bytes=sharable.layout.hidden_bytes(1),
-        hidden_width=stage.hidden_width,
-        outside_bytes=stage.outside_bytes,
-        layer_bytes=stage.layer_bytes,
-        arithmetic=sharable.arithmetic,
     )
 
 
@@ -241,11 +225,11 @@ def _sharable(model: Any, device: Device, known: LoadFindings | None) -> tuple[S
     try:
         return Sharable.of(Stage.of(model), device, versions(), known.arithmetic if known else None), ""
     except ModelUnsupported as error:
-        return None, error.message
+        reason = error.message
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         # What a stage takes a model to be is not what this one is: it still runs whole.
         reason = f"Its layers cannot be run apart ({type(error).__name__}: {error})."
-        return None, reason[: limits.CARD_TEXT_CHARS]
+    return None, reason[: limits.CARD_TEXT_CHARS]
 
 
 def _sparse(model: Any, known: LoadFindings | None) -> tuple[Sparse | None, str]:

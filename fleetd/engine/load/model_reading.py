@@ -17,6 +17,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
 
 from fleetd.control.daemon_status import MemoryBudget
+from fleetd.control.model_facts import StateSizes
 from fleetd.engine.answer.tool_formats import with_format
 from fleetd.engine.cpu import address_space, products
 from fleetd.engine.failures import over_files
@@ -33,7 +34,6 @@ from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
 from fleetd.models.memory_need import build_bytes, weights_in_memory
 from fleetd.models.verify import verify
-from fleetd.plan.state_sizes import StateSizes
 
 Device = Literal["cpu", "metal", "cuda"]
 # A context can be huge and memory small; without a stated context this is what llama-family models had.

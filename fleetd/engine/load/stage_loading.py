@@ -15,6 +15,7 @@ import msgspec
 from mlx_lm.utils import load_config
 
 from fleetd import limits
+from fleetd.control.model_facts import ModelShape, StateSizes
 from fleetd.engine.cpu import products
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.load_findings import versions
@@ -36,7 +37,6 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.models.memory_need import WORKING_BYTES, weights_in_memory
-from fleetd.plan.state_sizes import StateSizes
 
 WARM_UP_TOKENS = 8
 
@@ -104,21 +104,22 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
     with readable(Path(settings.path)) as place:
         config = load_config(place)
     report(Loading("measuring"))
-    context = context_tokens(config)
-    speeds = PartCalibration(stage, sharable.layout, context, limits.CALIBRATE_S).measured()
+    context, weights = context_tokens(config), stage.weights_bytes
+    measured = PartCalibration(stage, sharable.layout, context, limits.CALIBRATE_S).measured()
     keep_weights(device, settings)
-    weights = stage.weights_bytes
+    shape = ModelShape(
+        architecture=str(config.get("model_type", "unknown")),
+        weights_bytes=weights,
+        context_tokens=context,
+        dtype=loaded.dtype,
+        sizes=loaded.sizes,
+    )
     return LoadedPart(
         sharable,
         Ready(
-            architecture=str(config.get("model_type", "unknown")),
             device=device,
-            dtype=loaded.dtype,
-            layers=stage.prefilled,
+            shape=sharable.described(shape),
             vocab_size=int(stage.args.vocab_size),
-            context_tokens=context,
-            weights_bytes=weights,
-            kv_bytes_per_token=loaded.sizes.token_bytes,
             # Nothing is kept for a next prompt.
             kv_budget_bytes=max(0, usable - weights - WORKING_BYTES),
             has_chat_template=False,
@@ -126,17 +127,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             reasoning=False,
             load_s=time.monotonic() - begun,
             versions=versions(),
-            prefill_tok_s=speeds.prefill_tok_s,
-            prefill_context_s=speeds.prefill_context_s,
-            prefill_fixed_s=speeds.prefill_fixed_s,
-            doubt=speeds.doubt,
-            state_bytes=loaded.sizes.state_bytes,
-            window_bytes_per_token=loaded.sizes.window_bytes,
-            window_tokens=loaded.sizes.window,
-            hidden_bytes=sharable.layout.hidden_bytes(1),
-            hidden_width=stage.hidden_width,
-            outside_bytes=stage.outside_bytes,
-            layer_bytes=stage.layer_bytes,
+            speed=measured.speed,
             first_layer=stage.first,
             last_layer=stage.last,
             arithmetic=sharable.arithmetic,

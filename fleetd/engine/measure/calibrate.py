@@ -21,6 +21,7 @@ import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.measure.chunk_size import ALONE_GPU_S
 from fleetd.engine.sequence_state.made_up import made_up
 from fleetd.hardware.other_load import CpuReading
@@ -56,24 +57,17 @@ ONE_SIZE = "there was time for chunks of one size only"
 CONTEXT_BYTES = 256 * limits.MIB
 
 
-class Speeds(msgspec.Struct, frozen=True):
-    """Speeds of one request alone; 0 if there was no time to measure.
+class Measurement(msgspec.Struct, frozen=True):
+    """What a calibration has found."""
 
-    Tokens per second on a short context, of prefill in chunks of ``CHUNKS[-1]``, on the line through the
-    largest two that were measured. Seconds that each token of context adds to each token's prefill, and that
-    each chunk takes however short it is. ``doubt``: why they may be wrong, as a part of a sentence; "" if
-    they can be believed. ``chunk_s``: of a chunk on an empty context, by its tokens.
-    """
-
-    prefill_tok_s: float
-    decode_tok_s: float
-    prefill_context_s: float = 0.0
-    prefill_fixed_s: float = 0.0
-    doubt: str = ""
-    chunk_s: dict[int, float] = msgspec.field(default_factory=dict)
+    # Figures that there was no time to measure are 0. Prefill's are of chunks of ``CHUNKS[-1]``, on the line
+    # through the largest two that were measured.
+    speed: MeasuredSpeed
+    # Seconds of a chunk on an empty context, by its tokens.
+    chunk_s: dict[int, float] = {}
 
 
-def calibrate(model: Any, device: str, vocab_size: int, context_tokens: int) -> Speeds:
+def calibrate(model: Any, device: str, vocab_size: int, context_tokens: int) -> Measurement:
     """Measure a whole model on a device of this kind.
 
     The model's kernels have to be compiled: one prefill and one token must have been computed before.
@@ -138,26 +132,26 @@ class Calibration:
                 self._chunk(n)
                 yield
 
-    def speeds(self) -> Speeds:
+    def found(self) -> Measurement:
         """What ``runs`` has measured."""
         fixed_s = self._fixed_s()
-        return Speeds(
+        speed = MeasuredSpeed(
             prefill_tok_s=self._prefill_tok_s(fixed_s),
             decode_tok_s=1 / max(self._step_s, 1e-6),
             prefill_context_s=self._context_s,
             prefill_fixed_s=fixed_s,
             doubt=self._doubt(),
-            chunk_s={n: min(runs) for n, runs in self._chunks.items()},
         )
+        return Measurement(speed, {n: min(runs) for n, runs in self._chunks.items()})
 
-    def measured(self) -> Speeds:
+    def measured(self) -> Measurement:
         """All runs, one after another."""
         for _ in self.runs():
             pass
-        speeds = self.speeds()
+        found = self.found()
         self._short = []
         mx.clear_cache()  # nor is its memory kept
-        return speeds
+        return found
 
     def _doubt(self) -> str:
         before, after = self._load_before, self._load()

@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
-from msgspec.structs import asdict
 
 from fleetd import limits
-from fleetd.engine.measure.calibrate import ONE_SIZE, Calibration, Speeds
+from fleetd.engine.measure.calibrate import ONE_SIZE, Calibration, Measurement
 from fleetd.engine.protocol import MeasuredAgain, Ready, Report
 
 
@@ -31,13 +30,13 @@ class IdleCalibration:
         facts: Ready,
         emit: Callable[[Report], None],
         *,
-        keep: Callable[[Speeds], None] = lambda speeds: None,
+        keep: Callable[[Measurement], None] = lambda found: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._begin, self._emit, self._keep, self._clock = begin, emit, keep, clock
-        self._prefill_tok_s = facts.prefill_tok_s
+        self._prefill_tok_s = facts.speed.prefill_tok_s
         self._wait_s = limits.CALIBRATE_AGAIN_S
-        self._due_s: float | None = clock() + self._wait_s if facts.doubt else None
+        self._due_s: float | None = clock() + self._wait_s if facts.speed.doubt else None
         self._attempt: tuple[Calibration, Iterator[None]] | None = None
 
     @property
@@ -55,24 +54,23 @@ class IdleCalibration:
         elif now >= self._due_s:
             calibration, runs = self._attempt = self._attempt or self._new()
             if next(runs, self) is self:
-                self._conclude(calibration.speeds())
+                self._conclude(calibration.found())
 
     def _new(self) -> tuple[Calibration, Iterator[None]]:
         calibration = self._begin()
         return calibration, calibration.runs()
 
-    def _conclude(self, found: Speeds) -> None:
+    def _conclude(self, found: Measurement) -> None:
+        speed = found.speed
         self._wait_s = min(limits.CALIBRATE_AGAIN_MOST_S, 2 * self._wait_s)
         self._end(self._clock())
-        if found.prefill_tok_s <= 0:
+        if speed.prefill_tok_s <= 0:
             return  # its time was up before a chunk was measured: the figures of the load stay
-        if not found.doubt or found.prefill_tok_s > self._prefill_tok_s:
-            self._prefill_tok_s = found.prefill_tok_s
-            figures = asdict(found)
-            del figures["chunk_s"]  # chunks stay as they were chosen at load
-            self._emit(MeasuredAgain(**figures))
+        if not speed.doubt or speed.prefill_tok_s > self._prefill_tok_s:
+            self._prefill_tok_s = speed.prefill_tok_s
+            self._emit(MeasuredAgain(speed))  # chunks stay as they were chosen at load
             self._keep(found)
-        if found.doubt in ("", ONE_SIZE):
+        if speed.doubt in ("", ONE_SIZE):
             self._due_s = None
 
     def _end(self, now: float) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleetd.control.daemon_status import MemoryBudget
+from fleetd.control.model_facts import StateSizes
 from fleetd.engine.failures import require
 from fleetd.errors import OutOfMemory
 from fleetd.limits import GIB, MIB
 from fleetd.models.memory_need import WORKING_BYTES
-from fleetd.plan.state_sizes import StateSizes
 
 # KV is promised to a sequence in steps of this many tokens, as it grows: most answers are far shorter than
 # the context would allow, and promising all of that up front would let one chat fill the memory.

@@ -31,11 +31,11 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from fleetd.control.model_facts import StateSizes
 from fleetd.engine.sequence_state import rings
 from fleetd.engine.sequence_state.copies import beginning, copy_on_write
 from fleetd.engine.sequence_state.shapes import AnyShape, KvShape, QuantisedShape, RunningShape
 from fleetd.engine.sequence_state.write_index import write_index
-from fleetd.plan.state_sizes import StateSizes
 
 ANY = 1 << 30
 

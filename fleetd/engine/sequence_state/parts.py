@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
+from fleetd.control.model_facts import StateSizes
 from fleetd.engine.sequence_state.kinds import kind_of
-from fleetd.plan.state_sizes import StateSizes
 
 
 def parts(cache: Any) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from fleetd.engine.layers.stage import Stage
-from fleetd.engine.measure.calibrate import Calibration, Speeds
+from fleetd.engine.measure.calibrate import Calibration, Measurement
 from fleetd.engine.shared_prefill.fingerprint import probe
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 
@@ -25,16 +25,10 @@ class PartCalibration(Calibration):
         super().__init__(_PartModel(stage, layout), 1, context_tokens, budget_s)
         self._whole = stage.prefilled / (stage.last - stage.first)
 
-    def speeds(self) -> Speeds:
+    def found(self) -> Measurement:
         """Decoding is left out: it is not done in parts."""
-        held, whole = super().speeds(), self._whole
-        return replace(
-            held,
-            prefill_tok_s=held.prefill_tok_s / whole,
-            decode_tok_s=0.0,
-            prefill_context_s=held.prefill_context_s * whole,
-            prefill_fixed_s=held.prefill_fixed_s * whole,
-        )
+        held = super().found()
+        return replace(held, speed=replace(held.speed.slower_prefill(self._whole), decode_tok_s=0.0))
 
 
 class _PartModel:

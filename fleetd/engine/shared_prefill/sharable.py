@@ -9,6 +9,7 @@ import mlx.core as mx
 import msgspec
 
 from fleetd import limits
+from fleetd.control.model_facts import ModelShape
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.shared_prefill.fingerprint import arithmetic, probe
@@ -51,6 +52,19 @@ class Sharable(msgspec.Struct, frozen=True):
     def any_chunks(self) -> bool:
         """True if the bytes are the same wherever a prompt is cut into chunks."""
         return self.arithmetic.chunks == "any"
+
+    def described(self, shape: ModelShape) -> ModelShape:
+        """The shape with what other machines need to know to help with prompts."""
+        stage = self.stage
+        return msgspec.structs.replace(
+            shape,
+            layers=stage.prefilled,
+            hidden_bytes=self.layout.hidden_bytes(1),
+            hidden_width=stage.hidden_width,
+            outside_bytes=stage.outside_bytes,
+            layer_bytes=stage.layer_bytes,
+            any_chunks=self.any_chunks,
+        )
 
 
 def _not_sparse(stage: Stage, layout: KvLayout) -> str:

@@ -15,103 +15,77 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.control.model_facts import Count, Layers, MeasuredSpeed, ModelShape, Text
 from fleetd.errors import ProtocolError
 from fleetd.p2p.message_reader import reader
+from fleetd.text.bounded import Rate
 
 State = Literal["installed", "loading", "loaded"]
 # Requests go to loaded models first, so a card that is too large keeps those.
 _KEEP: dict[State, int] = {"loaded": 0, "loading": 1, "installed": 2}
 
-Text = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
-Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
-# The bounds also keep out NaN and infinity, which would break every comparison of prices.
-Rate = Annotated[float, Meta(ge=0, le=1e12)]
-
 
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A model on that machine. ``memory_bytes`` is what it needs to run.
-
-    ``digest`` is "" until its files were hashed. Speeds are measured there, of one request alone; 0 means not
-    yet. ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
-    ``prefill_fixed_s``: those that each chunk takes however short it is. ``doubtful``: something else ran
-    while they were measured, and too few requests have corrected them since. Two machines with the same
-    ``arithmetic`` compute the same bytes; "" if it is not known.
-
-    If it is not loaded, layers [``part_first``, ``part_last``) of it may be, to help others; (0, 0): none.
-    ``load_s``: how long a load of it takes there; 0 if unknown. From ``layers`` to ``any_chunks``: what its
-    prefill consists of, as ``engine.protocol.Ready`` has it; ``layers`` is 0 until it was loaded there, and
-    where its prefills cannot be shared. ``any_chunks``: ``Arithmetic.chunks`` is "any".
-    ``scoring``: "ready" if prompts can be scored with it at once, "unable" if they never can, "unmeasured" or
-    "" before that is known. ``kv_budget_bytes``: for keys and values of what is loaded;
-    ``prefix_budget_bytes``: for those of earlier prompts in its prefix cache. ``exactness``: the probe's
-    verdict, whether drafts can be verified there without changing a byte
-    (``engine.protocol.Ready.speculation``). ``sparse``: what is loaded helps with prompts of which tokens are
-    left out.
-    """
+    """A model on that machine."""
 
     name: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
+    # Of its files; "" until they are hashed.
     digest: Text = ""
     revision: Text | None = None
+    # Where its files came from: "hub", "lm-studio", "folder".
     source: Text = ""
+    # What it is for: "chat", "compressor".
     roles: Annotated[list[Text], Meta(max_length=16)] = []
-    architecture: Text = ""
-    weights_bytes: Count = 0
+    # Bytes of memory that it needs to run.
     memory_bytes: Count = 0
-    context_tokens: Count = 0
     state: State = "installed"
-    prefill_tok_s: Rate = 0.0
-    decode_tok_s: Rate = 0.0
-    prefill_context_s: Rate = 0.0
-    prefill_fixed_s: Rate = 0.0
-    doubtful: bool = False
+    # What it is. ``layers`` is 0 until a load there has found out what only a load does.
+    shape: ModelShape = ModelShape()
+    # As measured there, corrected by requests.
+    speed: MeasuredSpeed = MeasuredSpeed()
+    # Bytes for keys and values of what is loaded.
     kv_budget_bytes: Count = 0
+    # Bytes for the keys and values of earlier prompts, in its prefix cache.
     prefix_budget_bytes: Count = 0
-    part_first: Layer = 0
-    part_last: Layer = 0
-    dtype: Text = ""
+    # The layers [first, last) that are loaded to help others, if not all are; (0, 0): none.
+    part_first: Layers = 0
+    part_last: Layers = 0
+    # Two machines with the same one compute the same bytes; "" if it is not known.
     arithmetic: Text = ""
+    # The probe's verdict, whether drafts can be verified there without changing a byte
+    # (``engine.protocol.Ready.speculation``); "" while it is not loaded.
     exactness: Text = ""
+    # Whether what is loaded helps with prompts of which tokens are left out.
     sparse: bool = False
+    # Seconds that a load of it takes there; 0 if unknown.
     load_s: Rate = 0.0
-    layers: Layer = 0
-    kv_bytes_per_token: Count = 0
-    state_bytes: Count = 0
-    window_bytes_per_token: Count = 0
-    window_tokens: Count = 0
-    hidden_bytes: Count = 0
-    hidden_width: Count = 0
-    outside_bytes: Count = 0
-    any_chunks: bool = False
+    # "ready" if prompts can be scored with it at once, "unable" if they never can; "unmeasured" or "" before
+    # that is known.
     scoring: Text = ""
 
     @property
     def prefix_tokens(self) -> int:
         """About how many tokens of prompts its prefix cache keeps; 0 if unknown."""
-        return self.prefix_budget_bytes // self.kv_bytes_per_token if self.kv_bytes_per_token else 0
+        token_bytes = self.shape.sizes.token_bytes
+        return self.prefix_budget_bytes // token_bytes if token_bytes else 0
 
 
 class MachineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Facts that hold while a daemon runs. ``chip`` is the part that computes: "Apple M3 Ultra"."""
+    """Facts that hold while a daemon runs."""
 
     platform: Text = ""
     product: Text = ""
+    # The part that computes: "Apple M3 Ultra".
     chip: Text = ""
     cores: Count = 0
+    # Bytes of the memory that models live in.
     memory_bytes: Count = 0
     tier: Text = ""
     accelerator: Text = ""
 
 
 class Card(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One machine at one moment.
-
-    ``usable_bytes``: what is free and a model may take, weights and all, by the machine's settings.
-    ``evictable_bytes``: memory of idle loaded models, which may be unloaded for another one. ``load``: the
-    operating system's load average over its cores. ``unread_tokens``: of its running requests' prompts, those
-    that are not prefilled yet. ``wake``: hardware addresses that Wake on LAN may be sent
-    to while it sleeps; none if it is not to be woken.
-    """
+    """One machine at one moment."""
 
     node_id: Annotated[str, Meta(min_length=1, max_length=64)]
     epoch: Count
@@ -121,15 +95,23 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
     versions: Annotated[dict[Text, Text], Meta(max_length=16)] = {}
     machine: MachineFacts = MachineFacts()
     models: Annotated[list[ModelCard], Meta(max_length=limits.CARD_MODELS)] = []
+    # Bytes of memory that are free.
     available_bytes: Count = 0
+    # Bytes of them that a model may take, weights and all, by the machine's settings.
     usable_bytes: Count = 0
+    # Bytes that idle loaded models hold, which may be unloaded for another one.
     evictable_bytes: Count = 0
+    # Its requests that run, and that wait for their turn.
     running: Count = 0
     waiting: Count = 0
+    # Of its running requests' prompts, the tokens that are not prefilled yet.
     unread_tokens: Count = 0
+    # Requests that it runs at once at most.
     max_streams: Count = 0
     draining: bool = False
+    # The operating system's load average over its cores.
     load: Rate = 0.0
+    # Hardware addresses that Wake on LAN may be sent to while it sleeps; none if it is not to be woken.
     wake: Annotated[list[Text], Meta(max_length=limits.WAKE_ADDRESSES)] = []
 
     @property
@@ -155,7 +137,7 @@ def encode(card: Card) -> bytes:
     """
     models = [_fitting(model) for model in card.models if 0 < len(model.name) <= limits.MODEL_NAME_CHARS]
     models = sorted(models, key=lambda model: _KEEP[model.state])[: limits.CARD_MODELS]
-    bare = msgspec.structs.replace(_fitting(card), machine=_fitting(card.machine), models=[])
+    bare = _fitting(msgspec.structs.replace(card, models=[]))
     room = limits.CARD_BYTES - len(_encode(bare)) - len(_encode("models")) - _HEADERS_BYTES
     kept = []
     for model in models:
@@ -172,14 +154,20 @@ def decode(body: bytes) -> Card:
 
 
 def _fitting(struct: S) -> S:
-    """A copy with every text field cut to the bound and made UTF-8 (names of files need not be)."""
-    changed = {}
+    """A copy with every text in it cut to the bound and made UTF-8 (names of files need not be)."""
+    changed: dict[str, object] = {}
     for name in struct.__struct_fields__:
-        if isinstance(text := getattr(struct, name), str):
-            fitting = text[: limits.CARD_TEXT_CHARS].encode(errors="replace").decode()
-            # msgspec omits a default from the encoding only if it is the same object.
-            if fitting != text:
-                changed[name] = fitting
+        value = getattr(struct, name)
+        fitting: object
+        if isinstance(value, str):
+            fitting = value[: limits.CARD_TEXT_CHARS].encode(errors="replace").decode()
+        elif isinstance(value, msgspec.Struct):
+            fitting = _fitting(value)
+        else:
+            continue
+        # msgspec omits a default from the encoding only if it is the same object.
+        if fitting != value:
+            changed[name] = fitting
     return msgspec.structs.replace(struct, **changed) if changed else struct
 
 

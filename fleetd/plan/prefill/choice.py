@@ -106,8 +106,8 @@ def _to_first_token(option: PrefillOption, first_s: float) -> PrefillOption:
 def _refusal(prompt: PrefillSize, machine: HelperSpec) -> Refusal | None:
     """The first reason, from lasting ones to passing ones."""
     new = len(prompt.new)
-    if prompt.unshareable:
-        return Refusal("unshareable", prompt.unshareable)
+    if prompt.shape.unshareable:
+        return Refusal("unshareable", prompt.shape.unshareable)
     if machine.refusal is not None:
         return machine.refusal
     if prompt.prompt_span and not machine.sparse:
@@ -160,7 +160,7 @@ def _chain(prompt: PrefillSize, machines: Sequence[HelperSpec]) -> Sequence[Help
     if all(machine.held is None for machine in machines):
         return by_link
     orders = itertools.permutations(by_link)
-    return next((order for order in orders if cut_bounds(prompt.layers, [m.held for m in order])), None)
+    return next((order for order in orders if cut_bounds(prompt.shape.layers, [m.held for m in order])), None)
 
 
 def _option(
@@ -171,7 +171,7 @@ def _option(
         Split(
             kind=kind,
             cuts=found.cuts,
-            layers=prompt.layers,
+            layers=prompt.shape.layers,
             cached=prompt.cached,
             tokens=prompt.tokens,
             chunk=found.chunk,
@@ -231,8 +231,8 @@ def _with_states(
 
 def _load(prompt: PrefillSize, machine: HelperSpec, layers: range) -> Load:
     """The whole model if such a prompt fits beside it, because then it can answer too; else these layers."""
-    beside = (machine.room_bytes - prompt.weights_bytes) * (1 - limits.PREFIX_SHARE)
-    if prompt.sizes.of(prompt.tokens) <= beside or len(layers) == prompt.layers:
+    beside = (machine.room_bytes - prompt.shape.most_weights_bytes) * (1 - limits.PREFIX_SHARE)
+    if prompt.shape.sizes.of(prompt.tokens) <= beside or len(layers) == prompt.shape.layers:
         return Load(machine.node_id)
     return Load(machine.node_id, layers.start, layers.stop)
 

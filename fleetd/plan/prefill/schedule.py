@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import msgspec
 
 from fleetd import limits
+from fleetd.control.model_facts import ModelShape
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import HelperSpec
 from fleetd.plan.prefill.split import Split, SplitKind
-from fleetd.plan.state_sizes import StateSizes
 
 # Round trips before anything is computed: question and offer, Go, a connection, its first sealed frame.
 SETUP_ROUND_TRIPS = 4
@@ -46,44 +46,30 @@ def share_of(layers: range, total: int, last_layer: float = LAST_LAYER) -> float
 
 
 class PrefillSize(msgspec.Struct, frozen=True):
-    """What is to be prefilled.
+    """What is to be prefilled, of which model."""
 
-    ``tokens`` and ``cached`` as in ``Split``: the prompt without its last token, and how much of that is in
-    the prefix cache. Bytes are over all layers, for one token's keys and values, its hidden state, and the
-    weights; ``outside_bytes`` of the weights belong to no layer. ``chunk``: how many tokens one chunk has
-    without helpers; with ``exact_chunks`` no other size may be used. ``state_bytes``, ``window_bytes`` and
-    ``window``: as in StateSizes; such is sent once it is complete. ``places``: as in ``Split``; at as many of
-    the last ones as ``states`` says, it may be sent too. ``prompt_span``: as in ``Split``, if
-    tokens are left out; only kept tokens cost anything. ``unshareable``: why no machine can help, "" if one
-    can. ``last_layer``: the time of the last layer, as a share of another layer's (``LAST_LAYER``).
-    """
-
+    shape: ModelShape
+    # The prompt without its last token, as in ``Split``.
     tokens: int
+    # How many of them are in the prefix cache.
     cached: int
-    layers: int
-    kv_bytes_per_token: int
-    hidden_bytes: int
+    # Tokens of one chunk without helpers.
     chunk: int
+    # No other size of chunk may be used.
     exact_chunks: bool = False
+    # As in ``Split``, if tokens are left out; only kept tokens cost anything.
     prompt_span: int = 0
-    unshareable: str = ""
-    weights_bytes: int = 0
-    outside_bytes: int = 0
+    # The time of the last layer, as a share of another layer's (``LAST_LAYER``).
     last_layer: float = 1.0
-    state_bytes: int = 0
-    window_bytes: int = 0
-    window: int = 0
+    # As in ``Split``.
     places: tuple[int, ...] = ()
+    # At so many of the last ``places`` what the model keeps whole is sent too, besides at the end.
     states: int = 0
-
-    @property
-    def sizes(self) -> StateSizes:
-        return StateSizes(self.kv_bytes_per_token, self.state_bytes, self.window_bytes, self.window)
 
     @property
     def whole_bytes(self) -> int:
         """What is sent of the prompt whole."""
-        return self.sizes.whole(self.tokens)
+        return self.shape.sizes.whole(self.tokens)
 
     @property
     def sent_places(self) -> tuple[int, ...]:
@@ -96,7 +82,7 @@ class PrefillSize(msgspec.Struct, frozen=True):
 
     def share(self, layers: range) -> float:
         """The share of a prefill's time that these layers take."""
-        return share_of(layers, self.layers, self.last_layer)
+        return share_of(layers, self.shape.layers, self.last_layer)
 
 
 class Timeline(msgspec.Struct, frozen=True):
@@ -140,28 +126,28 @@ class Chain:
         prompt, new = self._prompt, self._new
         parts = [range(a, b) for a, b in itertools.pairwise(cuts)]
         *shares, home_share = [prompt.share(part) for part in parts]
-        kept = [len(part) / prompt.layers for part in parts[:-1]]
+        kept = [len(part) / prompt.shape.layers for part in parts[:-1]]
         begun_s = self._agreed_s + self._prefix_s(kept)
         pipe = _PipeTimeline(*divmod(len(new), chunk))
         rows: list[tuple[int, _StageTimeline]] = []
         for i, (helper, share) in enumerate(zip(self._helpers, shares, strict=True)):
             pipe.stages.append(self._computing(helper.speed, share, chunk, begun_s))
-            to_home = prompt.kv_bytes_per_token * kept[i]
+            to_home = prompt.shape.sizes.token_bytes * kept[i]
             onward = self._between[i] if i < len(self._between) else helper.link
             if onward is helper.link and home_share:
-                to_home += prompt.hidden_bytes
+                to_home += prompt.shape.hidden_bytes
             carrying = self._carrying(helper.link, to_home, chunk)
             # States of the last chunk's places and of its end travel behind the rows of the one before.
             late = 1 + sum(prompt.tokens - at <= chunk for at in prompt.sent_places)
             carrying.late_s += helper.link.seconds(prompt.whole_bytes * late * kept[i])
             rows.append((len(pipe.stages), carrying))
             if onward is not helper.link or home_share:
-                pipe.stages.append(self._carrying(onward, 2 * prompt.hidden_bytes, chunk))
+                pipe.stages.append(self._carrying(onward, 2 * prompt.shape.hidden_bytes, chunk))
         if home_share:
             pipe.stages.append(self._computing(self._home, home_share, chunk, self._home_free_s))
         computed_end_s, rows_end_s = pipe.ends(rows)
         states = self._states(new, chunk)
-        port_s = self._port.seconds(sum(kept) * (prompt.kv_bytes_per_token * len(new) + states))
+        port_s = self._port.seconds(sum(kept) * (prompt.shape.sizes.token_bytes * len(new) + states))
         rows_end_s = max(rows_end_s, begun_s + port_s, self._home_free_s)
         computed_s = self._home.total(home_share, new, chunk)
         return Timeline(
@@ -174,14 +160,14 @@ class Chain:
 
     def tokens(self, cuts: Sequence[int], chunk: int) -> Timeline:
         """``cuts`` as in ``Split``. Nothing is exposed: home needs a layer's rows before it computes it."""
-        prompt, layers = self._prompt, self._prompt.layers
+        prompt, layers = self._prompt, self._prompt.shape.layers
         one, last = prompt.share(range(1)), prompt.share(range(layers - 1, layers))
         *parts, home_part = [range(a, b) for a, b in itertools.pairwise(cuts)]
         begun_s = self._agreed_s + self._prefix_s([1.0] * len(parts))
-        row_bytes, state_bytes = prompt.kv_bytes_per_token / layers, prompt.whole_bytes / layers
+        row_bytes, state_bytes = prompt.shape.sizes.token_bytes / layers, prompt.whole_bytes / layers
         home_s = self._home.total(1.0, home_part, chunk)
         port_s = self._port.seconds(
-            prompt.kv_bytes_per_token * (home_part.start - prompt.cached)
+            prompt.shape.sizes.token_bytes * (home_part.start - prompt.cached)
             + sum(self._states(part, chunk) for part in parts)
         )
         end_s = max(self._home_free_s + home_s, begun_s + port_s + home_s * last)
@@ -209,7 +195,7 @@ class Chain:
         and running ones before its last chunk, if it has several."""
         prompt = self._prompt
         times = 1 + sum(tokens.start < at < tokens.stop for at in prompt.sent_places)
-        return prompt.whole_bytes * times + prompt.state_bytes * (len(tokens) > chunk)
+        return prompt.whole_bytes * times + prompt.shape.sizes.state_bytes * (len(tokens) > chunk)
 
     def _prefix_s(self, shares: Sequence[float]) -> float:
         """Time to send the tokens, and the rows of cached tokens, to all helpers at once."""
@@ -217,7 +203,7 @@ class Chain:
         for helper, share in zip(self._helpers, shares, strict=True):
             # If tokens are left out, each kept token is sent with its position.
             token_bytes = _TOKEN_BYTES * (2 if prompt.prompt_span else 1)
-            kept = prompt.sizes.of(prompt.cached) if prompt.cached else 0
+            kept = prompt.shape.sizes.of(prompt.cached) if prompt.cached else 0
             n_bytes = token_bytes * prompt.tokens + kept * share
             all_bytes += n_bytes
             slowest_s = max(slowest_s, helper.link.seconds(n_bytes) + helper.link.one_way_s)

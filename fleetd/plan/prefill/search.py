@@ -126,7 +126,7 @@ class Search:
         """
         if whole and len(self._helpers) > 1 and self._home_layers() > _HARDLY:
             return None
-        bounds = cut_bounds(self._prompt.layers, [helper.held for helper in self._helpers], whole=whole)
+        bounds = cut_bounds(self._prompt.shape.layers, [helper.held for helper in self._helpers], whole=whole)
         if bounds is None:
             return None
         starts = [
@@ -246,12 +246,12 @@ class Search:
         prompt = self._prompt
         speeds = [helper.speed for helper in self._helpers]
         rates = [1 / speed.total(1.0, prompt.new, prompt.chunk) for speed in (*speeds, self._home)]
-        return prompt.layers * rates[-1] / sum(rates)
+        return prompt.shape.layers * rates[-1] / sum(rates)
 
     def _even_layers(self, chunk: int, bounds: Sequence[Part], *, whole: bool) -> Cuts | None:
         """Layers in proportion to the rate of each machine, or of its link if that is slower."""
-        prompt, layers = self._prompt, self._prompt.layers
-        sent = prompt.kv_bytes_per_token * len(prompt.new) + prompt.whole_bytes
+        prompt, layers = self._prompt, self._prompt.shape.layers
+        sent = prompt.shape.sizes.token_bytes * len(prompt.new) + prompt.whole_bytes
         rates, rooms = [], []
         for helper in self._helpers:
             busy_s = max(helper.speed.total(1.0, prompt.new, chunk), helper.link.seconds(sent))
@@ -295,7 +295,7 @@ class Search:
 
     def _filled(self, seconds: float) -> list[float]:
         """Where each helper's tokens end if it and each of its links are busy for at most ``seconds``."""
-        prompt, kv, chunk = self._prompt, max(1, self._prompt.kv_bytes_per_token), self._prompt.chunk
+        prompt, kv, chunk = self._prompt, max(1, self._prompt.shape.sizes.token_bytes), self._prompt.chunk
         ends, at = [], float(prompt.cached)
         for helper, onward in zip(self._helpers, self._onward, strict=True):
             link = helper.link
@@ -304,7 +304,9 @@ class Search:
             end = min(end, at + seconds * max(1.0, link.bytes_per_s) / kv)
             if onward is not None:
                 end = min(end, prompt.cached + seconds * max(1.0, onward.bytes_per_s) / kv)
-            end = min(end, (room + at * prompt.hidden_bytes) / (kv + prompt.hidden_bytes), prompt.tokens)
+            end = min(
+                end, (room + at * prompt.shape.hidden_bytes) / (kv + prompt.shape.hidden_bytes), prompt.tokens
+            )
             at = max(at, end)
             ends.append(at)
         return ends
@@ -314,14 +316,16 @@ class Search:
     def _layers_room(self, helper: HelperSpec, chunk: int) -> int:
         """How many layers it has room for: their rows, and their weights if they are not loaded."""
         prompt = self._prompt
-        room, per_layer = helper.room_bytes - 2 * chunk * prompt.hidden_bytes, 0.0
+        room, per_layer = helper.room_bytes - 2 * chunk * prompt.shape.hidden_bytes, 0.0
         if not helper.loaded:
             # A part has the embedding or the head; which of them is not known yet, so both are counted.
-            room -= prompt.outside_bytes
-            per_layer = max(0, prompt.weights_bytes - prompt.outside_bytes) / prompt.layers
-        per_layer += prompt.sizes.of(prompt.tokens) / prompt.layers
-        if room == math.inf or room >= per_layer * prompt.layers:
-            return prompt.layers
+            room -= prompt.shape.outside_bytes
+            per_layer = (
+                max(0, prompt.shape.most_weights_bytes - prompt.shape.outside_bytes) / prompt.shape.layers
+            )
+        per_layer += prompt.shape.sizes.of(prompt.tokens) / prompt.shape.layers
+        if room == math.inf or room >= per_layer * prompt.shape.layers:
+            return prompt.shape.layers
         return max(0, math.floor(room / per_layer))
 
     def _layers_fit(self, cuts: Cuts, chunk: int) -> bool:
@@ -336,20 +340,20 @@ class Search:
         """Helpers have room for the rows of all tokens up to their last, and their own hidden states."""
         prompt = self._prompt
         return all(
-            self._weights_bytes(helper) + prompt.sizes.of(b) + (b - a) * prompt.hidden_bytes
+            self._weights_bytes(helper) + prompt.shape.sizes.of(b) + (b - a) * prompt.shape.hidden_bytes
             <= helper.room_bytes
             for helper, (a, b) in zip(self._helpers, itertools.pairwise(cuts), strict=False)
         )
 
     def _weights_bytes(self, helper: HelperSpec) -> int:
-        return 0 if helper.loaded else self._prompt.weights_bytes
+        return 0 if helper.loaded else self._prompt.shape.most_weights_bytes
 
     def _steps_fit(self, chunk: int, cuts: Cuts) -> bool:
         """True if no machine's last chunk takes longer than one step of it should."""
         prompt = self._prompt
         start = max(prompt.cached, prompt.tokens - chunk)
         return all(
-            speed.seconds((b - a) / prompt.layers, start, chunk) <= step_s
+            speed.seconds((b - a) / prompt.shape.layers, start, chunk) <= step_s
             for (speed, step_s), (a, b) in zip(self._steps, itertools.pairwise(cuts), strict=True)
         )
 

@@ -39,20 +39,24 @@ def believed(card: Card, own: Card | None = None) -> Card:
 
 def _believed(card: Card, model: ModelCard, own: Card | None, same: ModelCard | None) -> ModelCard:
     facts, claimed = card.machine, same if same is not None else model
-    weights_bytes = max(_WEIGHTS_BYTES, claimed.weights_bytes)
+    weights_bytes = max(_WEIGHTS_BYTES, claimed.shape.weights_bytes)
     most = chip_speeds.most_of(facts.chip, facts.accelerator, facts.cores)
     prefill_gain = decode_gain = _SPARSEST
     if own is not None and same is not None:
         mine = chip_speeds.hardware_of(own.machine.chip, own.machine.accelerator, own.machine.cores)
-        prefill_gain = _gain(same.prefill_tok_s, mine.prefill_tok_s(weights_bytes))
-        decode_gain = _gain(same.decode_tok_s, mine.decode_tok_s(weights_bytes))
-    prefill_tok_s = min(model.prefill_tok_s, _ROOM * prefill_gain * most.prefill_tok_s(weights_bytes))
-    decode_tok_s = min(model.decode_tok_s, _ROOM * decode_gain * most.decode_tok_s(weights_bytes))
+        prefill_gain = _gain(same.speed.prefill_tok_s, mine.prefill_tok_s(weights_bytes))
+        decode_gain = _gain(same.speed.decode_tok_s, mine.decode_tok_s(weights_bytes))
+    told = model.speed
+    speed = replace(
+        told,
+        prefill_tok_s=min(told.prefill_tok_s, _ROOM * prefill_gain * most.prefill_tok_s(weights_bytes)),
+        decode_tok_s=min(told.decode_tok_s, _ROOM * decode_gain * most.decode_tok_s(weights_bytes)),
+    )
     # 0: it does not know, and the planner estimates it.
     load_s = max(model.load_s, weights_bytes / _DISK_BYTES_PER_S) if model.load_s else 0.0
-    if (prefill_tok_s, decode_tok_s, load_s) == (model.prefill_tok_s, model.decode_tok_s, model.load_s):
+    if (speed, load_s) == (told, model.load_s):
         return model
-    return replace(model, prefill_tok_s=prefill_tok_s, decode_tok_s=decode_tok_s, load_s=load_s)
+    return replace(model, speed=speed, load_s=load_s)
 
 
 def _gain(measured: float, estimated: float) -> float:
@@ -70,8 +74,8 @@ def capped(claim: Card, card: Card) -> dict[str, str]:
         parts = [
             f"{of} of {_rate(said)} tok/s, of which {_rate(believes)} are believed"
             for of, said, believes in (
-                ("prefill", claimed.prefill_tok_s, model.prefill_tok_s),
-                ("decoding", claimed.decode_tok_s, model.decode_tok_s),
+                ("prefill", claimed.speed.prefill_tok_s, model.speed.prefill_tok_s),
+                ("decoding", claimed.speed.decode_tok_s, model.speed.decode_tok_s),
             )
             if believes < said
         ]

@@ -142,7 +142,7 @@ def eligible(
 
 def expected_load_s(model: ModelCard) -> float:
     """Seconds that a load of it takes by its machine's card, else by its size."""
-    return model.load_s or chip_speeds.load_s(model.weights_bytes)
+    return model.load_s or chip_speeds.load_s(model.shape.weights_bytes)
 
 
 class Members:

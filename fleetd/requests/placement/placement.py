@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fleetd import limits
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.protocol import Ready
 from fleetd.errors import FleetError, NoMachine, from_code
 from fleetd.models.catalog import find
@@ -290,23 +291,30 @@ class Placer:
         )
         if found is None:
             return Home(able)
-        # What prefills consist of is a matter of the files, so any machine that has them may have said it.
         facts = self._facts(model.name) if member.here else None
-        facts = facts or planner_facts.told_facts(_divided(found, helping))
-        held = kept or ask.prompt_tokens
-        kv_bytes = facts.sizes.of(held if ask.counted else int(held * _CERTAIN))
-        chain = planner_facts.chain_of(member, helping, found, facts)
+        if facts is not None:
+            found = planner_facts.loaded_here(found, facts)
+        else:
+            found = planner_facts.as_told(found, helping)
+        shape, held = found.shape, kept or ask.prompt_tokens
+        kv_bytes = shape.sizes.of(held if ask.counted else int(held * _CERTAIN))
+        chain = planner_facts.chain_of(member, helping, found)
         spec, *helpers = planner_facts.corrected(chain, self._members, found.digest)
         speed = chain[0].speed
         return Home(
             replace(
                 able,
-                decode_tok_s=able.decode_tok_s / self._decode_correction(member, found),
-                prefill_context_s=speed.context_s,
+                speed=replace(
+                    able.speed,
+                    decode_tok_s=able.speed.decode_tok_s / self._decode_correction(member, found),
+                    prefill_context_s=speed.context_s,
+                ),
                 correction=spec.speed.token_s / speed.token_s,
                 kv_bytes=kv_bytes,
             ),
-            planner_facts.prompt(ask.prompt_tokens, cached, MEASURED_TOKENS, facts, kept),
+            planner_facts.prompt(
+                shape, ask.prompt_tokens, cached, MEASURED_TOKENS, kept=kept, sparse=_not_sparse(facts)
+            ),
             spec,
             tuple(helpers),
             self._members.last_prefill.get(model.name) if member.here else None,
@@ -317,7 +325,7 @@ class Placer:
                 cached,
                 places,
                 spec.speed,
-                facts.sizes.whole(ask.prompt_tokens),
+                shape.sizes.whole(ask.prompt_tokens),
             ),
         )
 
@@ -357,9 +365,9 @@ class Placer:
 
     def _decode_correction(self, member: Member, found: ModelCard) -> float:
         """How many times as long a token of an answer takes there as its card says."""
-        if member.here or found.decode_tok_s <= 0:
+        if member.here or found.speed.decode_tok_s <= 0:
             return 1.0
-        speed = PrefillSpeed(1 / found.decode_tok_s)
+        speed = PrefillSpeed(1 / found.speed.decode_tok_s)
         return self._members.correction(member.node_id, found.digest, speed, "decode")
 
     def answered(
@@ -373,13 +381,13 @@ class Placer:
             return
         learn = partial(self._members.waited, member.node_id, found.digest)
         if tokens.prefilled >= limits.ANSWER_SPEED_TOKENS:
-            facts = planner_facts.told_facts(_divided(found, [self._members.here(), *others]))
-            speed = planner_facts.home(member, found, facts).speed
+            told = planner_facts.as_told(found, [self._members.here(), *others])
+            speed = planner_facts.home(member, told).speed
             new = range(tokens.cached, tokens.cached + tokens.prefilled)
             expected_s = speed.total(1.0, new, MEASURED_TOKENS)
             learn(speed.token_s, "prefill", expected_s=expected_s, took_s=first_s)
-        if tokens.decoded >= limits.ANSWER_SPEED_TOKENS // 8 and found.decode_tok_s > 0:
-            token_s = 1 / found.decode_tok_s
+        if tokens.decoded >= limits.ANSWER_SPEED_TOKENS // 8 and found.speed.decode_tok_s > 0:
+            token_s = 1 / found.speed.decode_tok_s
             learn(token_s, "decode", expected_s=tokens.decoded * token_s, took_s=decode_s)
 
     def _model(self, model: WantedModel, member: Member) -> ModelCard | None:
@@ -394,14 +402,10 @@ class Placer:
         facts = self._facts(model.name)
         return ModelCard(
             model.name,
-            weights_bytes=model.folder.weights_bytes,
             memory_bytes=needed_bytes(model.folder, member.card.machine.accelerator),
-            context_tokens=model.folder.context_tokens,
             state="installed" if facts is None else "loaded",
-            prefill_tok_s=facts.prefill_tok_s if facts is not None else 0.0,
-            decode_tok_s=facts.decode_tok_s if facts is not None else 0.0,
-            prefill_context_s=facts.prefill_context_s if facts is not None else 0.0,
-            prefill_fixed_s=facts.prefill_fixed_s if facts is not None else 0.0,
+            shape=model.folder.shape,
+            speed=facts.speed if facts is not None else MeasuredSpeed(),
         )
 
     def failed(self, node_id: str, error: FleetError, digest: str = "") -> None:
@@ -435,15 +439,9 @@ def no_machine(name: str, ways: Ways, why: FleetError | None = None, *, tried: b
     )
 
 
-def _divided(model: ModelCard, helping: Iterable[Member]) -> ModelCard:
-    """The card of a machine that has loaded the same files, and so knows how they can be divided.
-
-    The same card if no machine has.
-    """
-    cards = (member.model_with(model.digest) for member in helping)
-    if planner_facts.divisible(model):
-        return model
-    return next((card for card in cards if card is not None and planner_facts.divisible(card)), model)
+def _not_sparse(facts: Ready | None) -> str:
+    """Why the engine shares no prompts of which tokens are left out; "" if it does, or is not loaded here."""
+    return facts.arithmetic.sparse if facts is not None and facts.arithmetic is not None else ""
 
 
 def alike(own: Card, other: Card, model: str) -> bool:
@@ -488,14 +486,10 @@ def candidate(member: Member, found: ModelCard | None, *, can_pull: bool = False
         bare,
         state=found.state,
         digest=found.digest,
-        weights_bytes=found.weights_bytes,
+        shape=found.shape,
+        speed=found.speed,
         needed_bytes=found.memory_bytes,
-        prefill_tok_s=found.prefill_tok_s,
-        decode_tok_s=found.decode_tok_s,
-        doubtful=found.doubtful,
-        prefill_fixed_s=found.prefill_fixed_s,
         load_s=found.load_s,
-        context_tokens=found.context_tokens,
         roles=tuple(found.roles),
         kv_room_bytes=_kv_room_bytes(card, found),
     )

@@ -5,14 +5,15 @@ The planner knows neither cards nor sessions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.control.prefill_plan import OptionView, StepView
-from fleetd.engine.protocol import Arithmetic, Ready
+from fleetd.engine.protocol import Ready
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
@@ -31,11 +32,13 @@ _PACE_MOST = 10.0
 
 
 def prompt(
+    shape: ModelShape,
     tokens: int,
     cached: int,
     chunk: int,
-    facts: Ready,
+    *,
     kept: int = 0,
+    sparse: str = "",
     places: Sequence[int] = (),
     states: int = 0,
 ) -> PrefillSize:
@@ -43,81 +46,57 @@ def prompt(
 
     Args:
         kept: how many of them are computed, if tokens are left out; else 0.
+        sparse: why no machine helps with a prompt of which tokens are left out; "" if one may.
         places: after which a chunk ends, and at the last ``states`` of which states may be kept.
     """
-    arithmetic = facts.arithmetic
-    unshareable = facts.unshareable
-    if arithmetic is None:
-        unshareable = unshareable or "The engine has not said how it computes."
-    elif kept:
-        unshareable = unshareable or arithmetic.sparse
     prefilled = max(0, (kept or tokens) - 1)
-    # As if all layers were like the largest: a helper must have room for whichever it gets.
-    weights_bytes = facts.outside_bytes + facts.layers * facts.layer_bytes
+    if kept and not shape.unshareable:
+        shape = replace(shape, unshareable=sparse)
     return PrefillSize(
+        shape,
         tokens=prefilled,
         cached=min(cached, prefilled),
-        layers=facts.layers,
-        kv_bytes_per_token=facts.kv_bytes_per_token,
-        hidden_bytes=facts.hidden_bytes,
         chunk=max(1, chunk),
-        exact_chunks=arithmetic is None or arithmetic.chunks == "same",
+        exact_chunks=not shape.any_chunks,
         prompt_span=tokens - 1 if kept else 0,
-        unshareable=unshareable,
-        weights_bytes=max(weights_bytes, facts.weights_bytes),
-        outside_bytes=facts.outside_bytes,
         last_layer=LAST_LAYER,
-        state_bytes=facts.state_bytes,
-        window_bytes=facts.window_bytes_per_token,
-        window=facts.window_tokens,
         places=() if kept else tuple(places),
         states=states,
     )
 
 
-def divisible(model: ModelCard) -> bool:
-    """True if a card says how a model can be divided, in figures that a model may have."""
-    kept = model.kv_bytes_per_token + model.window_bytes_per_token + model.state_bytes
-    each = (kept, model.hidden_bytes, model.weights_bytes)
-    return (
-        0 < model.layers <= min(each) and max(*each, model.window_tokens, model.hidden_width) <= _BYTES_MOST
-    )
+def loaded_here(own: ModelCard, facts: Ready) -> ModelCard:
+    """This machine's model as its engine knows it.
+
+    The speed is the card's, which requests correct; until the first card after a load it is the engine's.
+    """
+    speed = own.speed if own.speed.prefill_tok_s > 0 else facts.speed
+    return replace(own, shape=facts.shape, speed=speed)
 
 
-def told_facts(model: ModelCard) -> Ready:
-    """What an engine says of a model, as far as a card has it: of a model that is not loaded here."""
-    chunks: Literal["any", "same"] = "any" if model.any_chunks else "same"
-    return Ready(
-        architecture=model.architecture,
-        device="cpu",  # as no machine has told it, nothing here depends on it
-        dtype=model.dtype,
-        layers=max(1, model.layers),
-        vocab_size=0,
-        context_tokens=model.context_tokens,
-        weights_bytes=model.weights_bytes,
-        kv_bytes_per_token=model.kv_bytes_per_token,
-        state_bytes=model.state_bytes,
-        window_bytes_per_token=model.window_bytes_per_token,
-        window_tokens=model.window_tokens,
-        kv_budget_bytes=model.kv_budget_bytes,
-        has_chat_template=False,
-        tool_calls=False,
-        reasoning=False,
-        load_s=model.load_s,
-        versions={},
-        hidden_bytes=model.hidden_bytes,
-        hidden_width=model.hidden_width,
-        outside_bytes=model.outside_bytes,
-        unshareable="" if divisible(model) else "No machine has said yet how this model can be divided.",
-        arithmetic=Arithmetic("", model.dtype, {}, chunks=chunks, sparse=""),
-    )
+def as_told(model: ModelCard, helping: Iterable[Member]) -> ModelCard:
+    """A model that is not loaded here. If its machine does not know yet how the files can be divided, another
+    one that has loaded the same files may."""
+    others = (member.model_with(model.digest) for member in helping)
+    shapes = itertools.chain([model.shape], (card.shape for card in others if card is not None))
+    if (shape := next(filter(_divisible, shapes), None)) is not None:
+        return replace(model, shape=shape)
+    why = model.shape.unshareable or "No machine has said yet how this model can be divided."
+    return replace(model, shape=replace(model.shape, layers=max(1, model.shape.layers), unshareable=why))
 
 
-def home(here: Member, own: ModelCard, facts: Ready) -> HelperSpec:
+def _divisible(shape: ModelShape) -> bool:
+    """True if it says how a model can be divided, in figures that a model may have."""
+    sizes = shape.sizes
+    each = (sizes.row_bytes + sizes.state_bytes, shape.hidden_bytes, shape.weights_bytes)
+    most = max(*each, sizes.window, shape.hidden_width)
+    return not shape.unshareable and 0 < shape.layers <= min(each) and most <= _BYTES_MOST
+
+
+def home(here: Member, own: ModelCard) -> HelperSpec:
     """The machine that answers: this one, or another that the planner looks at as if it were this one."""
-    known = _known(own, facts)
-    speed, is_modelled = _speed(here, known, facts)
-    first_s = 1 / known.decode_tok_s if known.decode_tok_s > 0 else 0.0
+    speed, is_modelled = _speed(here, own.speed, own.shape)
+    first_s = 1 / own.speed.decode_tok_s if own.speed.decode_tok_s > 0 else 0.0
     # More requests than it runs at once are waited for, which routing prices.
     running = min(here.card.running, max(1, here.card.max_streams) - 1)
     return HelperSpec(
@@ -126,24 +105,24 @@ def home(here: Member, own: ModelCard, facts: Ready) -> HelperSpec:
         speed,
         running=running,
         modelled=is_modelled,
-        doubtful=_doubtful(known),
+        doubtful=own.speed.doubtful,
         first_token_s=first_s,
     )
 
 
-def chain_of(answering: Member, helping: Iterable[Member], own: ModelCard, facts: Ready) -> list[HelperSpec]:
+def chain_of(answering: Member, helping: Iterable[Member], own: ModelCard) -> list[HelperSpec]:
     """The machine that answers, and all others as it would find them; all by their own figures.
 
     Args:
-        own: the model on the machine that answers; ``facts``: what its engine says of it.
+        own: the model on the machine that answers.
     """
-    at_pace = pace(answering, own, facts)
+    at_pace = pace(answering, own)
     helpers = [
-        helper(member, own, facts, at_pace, link=between(answering, member))
+        helper(member, own, at_pace, link=between(answering, member))
         for member in helping
         if member.node_id != answering.node_id
     ]
-    return [home(answering, own, facts), *helpers]
+    return [home(answering, own), *helpers]
 
 
 def corrected(specs: Iterable[HelperSpec], members: Members, digest: str) -> list[HelperSpec]:
@@ -162,21 +141,19 @@ def between(answering: Member, helping: Member) -> LinkSpeed:
     return ours.and_(theirs)
 
 
-def pace(here: Member, own: ModelCard, facts: Ready) -> float:
+def pace(here: Member, own: ModelCard) -> float:
     """How many times as long this machine takes as its chip's published figures say; 1 if it is not measured.
 
     Machines that never measured the model are assumed to take as many times as long as theirs: most of the
     difference comes from the model and the program.
     """
-    tok_s = _known(own, facts).prefill_tok_s
+    tok_s = own.speed.prefill_tok_s
     if tok_s <= 0:
         return 1.0
-    return min(_PACE_MOST, max(1 / _PACE_MOST, here.chip.prefill_tok_s(facts.weights_bytes) / tok_s))
+    return min(_PACE_MOST, max(1 / _PACE_MOST, here.chip.prefill_tok_s(own.shape.weights_bytes) / tok_s))
 
 
-def helper(
-    member: Member, own: ModelCard, facts: Ready, pace: float = 1.0, link: LinkSpeed | None = None
-) -> HelperSpec:
+def helper(member: Member, own: ModelCard, pace: float = 1.0, link: LinkSpeed | None = None) -> HelperSpec:
     """A machine other than the one that answers, which may be refused.
 
     Args:
@@ -184,14 +161,13 @@ def helper(
         pace: of that machine.
         link: to that machine, if it is not this one.
     """
-    card = member.card
-    found = member.model_with(own.digest)
-    known = found or ModelCard(own.name)
-    speed, is_modelled = _speed(member, known, facts)
+    card, shape = member.card, own.shape
+    known = member.model_with(own.digest) or ModelCard(own.name)
+    speed, is_modelled = _speed(member, known.speed, shape)
     part = (known.part_first, known.part_last) if known.part_last > known.part_first else None
     loaded = known.state == "loaded" or part is not None
     refusal = eligible(member, own.digest)
-    if refusal is None and "" not in (known.dtype, facts.dtype) and known.dtype != facts.dtype:
+    if refusal is None and "" not in (known.shape.dtype, shape.dtype) and known.shape.dtype != shape.dtype:
         refusal = Refusal("dtype", f"{member.name} computes in another precision.")
     return HelperSpec(
         member.node_id,
@@ -199,12 +175,12 @@ def helper(
         speed.times(pace) if is_modelled else speed,
         link=link or member.link or NO_LINK,
         loaded=loaded,
-        load_s=0.0 if loaded else min(LOAD_MOST_S, known.load_s or chip_speeds.load_s(facts.weights_bytes)),
+        load_s=0.0 if loaded else min(LOAD_MOST_S, known.load_s or chip_speeds.load_s(shape.weights_bytes)),
         room_bytes=_room_bytes(card, known, loaded=loaded),
         running=card.running,
         exact=bool(known.arithmetic) and known.arithmetic == own.arithmetic,
         modelled=is_modelled,
-        doubtful=_doubtful(known),
+        doubtful=known.speed.doubtful,
         held=part if known.state != "loaded" else None,
         # A machine that has not loaded the model cannot know yet.
         sparse=known.sparse or not loaded,
@@ -219,30 +195,18 @@ def _room_bytes(card: Card, known: ModelCard, *, loaded: bool) -> int:
     return max(0, card.usable_bytes - WORKING_BYTES)
 
 
-def _known(own: ModelCard, facts: Ready) -> ModelCard | Ready:
-    """The source of this machine's speeds: the engine, until the first card after a load has them."""
-    return own if own.prefill_tok_s > 0 else facts
-
-
 def speed_of(model: ModelCard) -> PrefillSpeed | None:
     """The speed that its machine measured; None before that."""
-    if model.prefill_tok_s <= 0:
-        return None
-    return PrefillSpeed.measured(model.prefill_tok_s, model.prefill_context_s, model.prefill_fixed_s)
+    return PrefillSpeed.of(model.speed) if model.speed.prefill_tok_s > 0 else None
 
 
-def _doubtful(known: ModelCard | Ready) -> bool:
-    return known.doubtful if isinstance(known, ModelCard) else bool(known.doubt)
-
-
-def _speed(member: Member, known: ModelCard | Ready, facts: Ready) -> tuple[PrefillSpeed, bool]:
+def _speed(member: Member, known: MeasuredSpeed, shape: ModelShape) -> tuple[PrefillSpeed, bool]:
     """The machine's speed, and True if it is not measured but comes from its chip's published figures."""
-    chip = member.chip
     if known.prefill_tok_s <= 0:
-        return modelled(chip, facts.weights_bytes, facts.layers, facts.hidden_width), True
+        return modelled(member.chip, shape), True
     # 0: calibration had no time to measure behind a context, or the context made no difference.
-    context_s = known.prefill_context_s or chip.prefill_context_s(facts.layers, facts.hidden_width)
-    return PrefillSpeed.measured(known.prefill_tok_s, context_s, known.prefill_fixed_s), False
+    context_s = known.prefill_context_s or member.chip.prefill_context_s(shape.layers, shape.hidden_width)
+    return PrefillSpeed.of(replace(known, prefill_context_s=context_s)), False
 
 
 class PartOfSplit(msgspec.Struct, frozen=True):

@@ -28,7 +28,6 @@ from fleetd.engine.protocol import (
     Loading,
     PrefillReport,
     PrefillWithHelpers,
-    Ready,
     StepTime,
     Tokenized,
 )
@@ -39,6 +38,7 @@ from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.choice import plan_prefill
 from fleetd.plan.prefill.options import HelperSpec, Load, PlanChoice, PrefillOption
+from fleetd.plan.prefill.schedule import PrefillSize
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.process.observe import get_logger
 from fleetd.requests.concurrency import BackgroundTasks
@@ -107,7 +107,7 @@ class PrefillSharing(PipelineStep):
         if not members or (own := self.held(folder.name)) is None:
             return False
         engine = self.pool.engine(folder)
-        if engine is not None and engine.facts is not None and engine.facts.unshareable:
+        if engine is not None and engine.facts is not None and engine.facts.shape.unshareable:
             return False
         if all(eligible(member, own.digest, even_left_out=True) for member in members):
             return False
@@ -145,25 +145,14 @@ class PrefillSharing(PipelineStep):
         model = self.members.here().model(name)
         return model if model is not None and model.digest else None
 
-    def choose(
-        self,
-        own: ModelCard,
-        tokens: int,
-        cached: int,
-        chunk: int,
-        facts: Ready,
-        kept: int = 0,
-        places: Sequence[int] = (),
-        states: int = 0,
-    ) -> PlanChoice:
-        """The planner's choice; arguments as those of ``planner_facts.prompt``."""
-        here, *helpers = planner_facts.corrected(self.machines(own, facts), self.members, own.digest)
-        asked = planner_facts.prompt(tokens, cached, chunk, facts, kept, places, states)
+    def choose(self, own: ModelCard, asked: PrefillSize) -> PlanChoice:
+        """The planner's choice."""
+        here, *helpers = planner_facts.corrected(self.machines(own), self.members, own.digest)
         return plan_prefill(asked, here, helpers, self.members.last_prefill.get(own.name))
 
-    def machines(self, own: ModelCard, facts: Ready) -> list[HelperSpec]:
+    def machines(self, own: ModelCard) -> list[HelperSpec]:
         """This machine first, all by their own figures."""
-        return planner_facts.chain_of(self.members.here(), self.members.others("prefill"), own, facts)
+        return planner_facts.chain_of(self.members.here(), self.members.others("prefill"), own)
 
     def chose(self, choice: PlanChoice, own: ModelCard) -> None:
         """Remember it, and let helpers load what would have made this one faster."""
@@ -246,8 +235,18 @@ class SharingRun:
         if facts is None or own is None:
             engine.alone(accepted.id)
             return self._alone
-        tokens = (accepted.prompt_tokens, accepted.cached, accepted.chunk)
-        choice = self._sharing.choose(own, *tokens, facts, accepted.kept, accepted.places, accepted.states)
+        own = planner_facts.loaded_here(own, facts)
+        asked = planner_facts.prompt(
+            facts.shape,
+            accepted.prompt_tokens,
+            accepted.cached,
+            accepted.chunk,
+            kept=accepted.kept,
+            sparse=facts.arithmetic.sparse if facts.arithmetic is not None else "",
+            places=accepted.places,
+            states=accepted.states,
+        )
+        choice = self._sharing.choose(own, asked)
         self._request.decided(choice, accepted, self._sharing.monotonic())
         split = choice.best.split
         if split is None or facts.arithmetic is None:
@@ -257,7 +256,7 @@ class SharingRun:
         own_chunks = split.chunk == accepted.chunk
         terms = SharingTerms(accepted.id, name, own.digest, split, facts.arithmetic, own_chunks)
         self._digest = own.digest
-        self._parts = planner_facts.parts(choice.best, self._sharing.machines(own, facts))
+        self._parts = planner_facts.parts(choice.best, self._sharing.machines(own))
         chain = list(zip(choice.best.helpers, choice.best.names, strict=True))
         self._agreement = Agreement(self._sharing.partners, engine, terms, chain)
         within_s = min(limits.SHARE_SETUP_S, max(_SETUP_LEAST_S, _gain_s(choice)))

@@ -65,7 +65,9 @@ class AssistServer:
             facts = engine.facts
             if facts is None or facts.arithmetic is None:
                 raise EngineDied(f"The engine for {folder.name} has just ended.")
-            checked_split(split, layers=facts.layers, context_tokens=facts.context_tokens, rank=rank)
+            checked_split(
+                split, layers=facts.shape.layers, context_tokens=facts.shape.context_tokens, rank=rank
+            )
             compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True, sparse=bool(split.prompt_span))
             job = own_id(ask.id)
             async with aclosing(engine.assist(AssistPrefill(job, split, rank))) as events:

@@ -404,7 +404,7 @@ class SmartPrefill(PipelineStep):
     def _too_long(self, target: AnsweringModel, tokens: int) -> bool:
         """True if the prompt is longer than the model's context, by an estimate of its tokens."""
         known = [target.folder, *(member.model(target.name) for member in self._members.others("answer"))]
-        return tokens > next((model.context_tokens for model in known if model is not None), tokens)
+        return tokens > next((model.shape.context_tokens for model in known if model is not None), tokens)
 
 
 def _kept_size(form: Form, tokens: int, ratio: float) -> tuple[int, int, int]:

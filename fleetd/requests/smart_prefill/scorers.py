@@ -19,6 +19,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.model_facts import ModelShape
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Loading, Profile
 from fleetd.engine.scoring.known_profiles import SEARCH_TOKENS, ProfileStore
@@ -31,7 +32,7 @@ from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan import scoring as planner
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed, modelled
-from fleetd.plan.model_speeds import MeasuredSpeed, ModelSpeeds
+from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.prefill.options import Load
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import Scorer
@@ -172,7 +173,7 @@ class Scorers:
         """How fast a machine prefills with a model, as it measured; None before that."""
         if node_id == THIS_NODE:
             known = self._speeds.of(model)
-            return known.prefill if known.prefill_tok_s > 0 else None
+            return PrefillSpeed.of(known) if known.prefill_tok_s > 0 else None
         card, _ = self._members.model_at(node_id, model)
         return speed_of(card) if card is not None else None
 
@@ -241,17 +242,14 @@ class Scorers:
         engine = self._pool.engine(folder)
         facts = engine.facts if engine is not None else None
         if facts is not None and not speed.prefill_tok_s:
-            speed = MeasuredSpeed(facts.prefill_tok_s, 0.0, facts.prefill_context_s, facts.prefill_fixed_s)
+            speed = facts.speed
         model = ModelCard(
             folder.name,
             digest=card.digest if card is not None else "",
             roles=list(entry.roles) if entry is not None else ["chat"],
-            weights_bytes=folder.weights_bytes,
-            context_tokens=folder.context_tokens,
             state="loaded" if engine is not None else "installed",
-            prefill_tok_s=speed.prefill_tok_s,
-            prefill_context_s=speed.prefill_context_s,
-            prefill_fixed_s=speed.prefill_fixed_s,
+            shape=folder.shape,
+            speed=speed,
             scoring=engine.scoring.state if engine is not None else card.scoring if card is not None else "",
         )
         left = engine.scoring.left if engine is not None else 0 if model.scoring == "ready" else SEARCH_TOKENS
@@ -260,8 +258,9 @@ class Scorers:
     def _scorer(self, holder: ModelHolder) -> Scorer:
         """Its price, corrected by what it took for other prompts."""
         member, model = holder.member, holder.model
-        measured = speed_of(model)
-        speed = measured or modelled(member.chip, max(1, model.weights_bytes), _LAYERS, _WIDTH)
+        measured, weights_bytes = speed_of(model), model.shape.weights_bytes
+        typical = ModelShape(weights_bytes=max(1, weights_bytes), layers=_LAYERS, hidden_width=_WIDTH)
+        speed = measured or modelled(member.chip, typical)
         correction = self._members.correction(member.node_id, holder.key, speed, "score")
         profile = self._profiles.get(holder.key)
         return Scorer(
@@ -271,9 +270,9 @@ class Scorers:
             planner.exit_share(profile.exit_layer, profile.layers) if profile else planner.EXIT_SHARE,
             link=member.link,
             tier=member.card.machine.tier,
-            load_s=0.0 if model.state == "loaded" else chip_speeds.load_s(model.weights_bytes),
+            load_s=0.0 if model.state == "loaded" else chip_speeds.load_s(weights_bytes),
             running=member.card.running,
-            context_tokens=model.context_tokens,
+            context_tokens=model.shape.context_tokens,
             measured=measured is not None,
             correction=correction,
         )
@@ -296,13 +295,13 @@ def choose(named: str, found: Sequence[ModelHolder], target_bytes: int) -> list[
             holder
             for holder in able
             if "chat" in holder.model.roles
-            and 0 < holder.model.weights_bytes * _CLEARLY_LARGER <= target_bytes
+            and 0 < holder.model.shape.weights_bytes * _CLEARLY_LARGER <= target_bytes
         ]
 
     def order(holder: ModelHolder) -> tuple[int, str, bool, str]:
         # If files differ that have one name, those on this machine are meant.
         model = holder.model
-        return model.weights_bytes, model.name, not holder.member.here, model.digest
+        return model.shape.weights_bytes, model.name, not holder.member.here, model.digest
 
     best = min(able, key=order, default=None)
     if best is None:

@@ -35,8 +35,7 @@ export function machines() {
     models: status.engines.map((engine) => ({
       name: engine.part_of || engine.model,
       state: engine.state === "ready" ? "loaded" : engine.state,
-      prefill_tok_s: engine.prefill_tok_s,
-      decode_tok_s: engine.decode_tok_s,
+      speed: engine.speed,
       part_first: engine.part_of ? engine.first_layer : 0,
       part_last: engine.part_of ? engine.last_layer : 0,
       note: engine.error || (engine.state === "loading" && engine.stage) || "",
@@ -122,9 +121,9 @@ function modelList(models) {
       h("span", { class: "name" }, short(model.name)), " ",
       h("span", { class: `tag ${model.state}` }, model.state,
         model.part_last > 0 && ` layers ${model.part_first}–${model.part_last - 1}`),
-      model.prefill_tok_s > 0 && h("span", { class: "quiet" },
-        ` reads ${speed(model.prefill_tok_s)}, writes ${speed(model.decode_tok_s)}`, model.doubtful && " (in doubt)", model.capped && " (not believed)"),
-      model.bytes > 0 && h("span", { class: "quiet" }, `${model.prefill_tok_s > 0 ? "," : ""} ${memory(model.bytes)}`),
+      model.speed.prefill_tok_s > 0 && h("span", { class: "quiet" },
+        ` reads ${speed(model.speed.prefill_tok_s)}, writes ${speed(model.speed.decode_tok_s)}`, model.speed.doubt && " (in doubt)", model.capped && " (not believed)"),
+      model.bytes > 0 && h("span", { class: "quiet" }, `${model.speed.prefill_tok_s > 0 ? "," : ""} ${memory(model.bytes)}`),
       model.helping > 0 && h("span", { class: "quiet" }, " helping another machine"),
       model.note && h("span", { class: "why" }, ` ${model.note}`))));
 }
