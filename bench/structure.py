@@ -32,7 +32,7 @@ FACTS = frozenset(
             "layers",
             "outside_bytes",
         ),
-        *("state_bytes", "weights_bytes", "window_bytes_per_token", "window_tokens"),
+        *("state_bytes", "token_bytes", "weights_bytes", "window_bytes_per_token", "window_tokens"),
         *("decode_tok_s", "load_s", "prefill_context_s", "prefill_fixed_s", "prefill_tok_s"),
     }
 )
@@ -76,7 +76,7 @@ def rows(sources: Sources) -> dict[str, int]:
     python = {
         path: text for path, text in sources.items() if path.endswith(".py") and path != WRITTEN_BY_THE_BUILD
     }
-    trees = {path: ast.parse(text) for path, text in python.items() if path.startswith("fleetd/")}
+    trees = {path: ast.parse(text) for path, text in python.items() if is_daemon(path)}
     return {
         **lines_by_package(python),
         "files at the top of fleetd": _at_top(python, "fleetd"),
@@ -92,6 +92,11 @@ def rows(sources: Sources) -> dict[str, int]:
             for heading, n in files_of_tasks(sources.get("docs/contributing.md", "")).items()
         },
     }
+
+
+def is_daemon(path: str) -> bool:
+    """True for a module of ``fleetd``."""
+    return path.startswith("fleetd/") and path.endswith(".py") and path != WRITTEN_BY_THE_BUILD
 
 
 def lines_by_package(python: Sources) -> dict[str, int]:

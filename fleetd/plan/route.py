@@ -251,7 +251,7 @@ def prefill_speed(c: Candidate) -> PrefillSpeed:
     """The machine's speed alone and idle: as measured and corrected, or with caution from its chip."""
     if not c.speed.prefill_tok_s:
         tok_s = c.hardware.prefill_tok_s(c.shape.weights_bytes) / CAUTION
-        return PrefillSpeed.measured(tok_s, c.speed.prefill_context_s).times(c.correction)
+        return PrefillSpeed.of(replace(c.speed, prefill_tok_s=tok_s)).times(c.correction)
     return PrefillSpeed.of(c.speed).times(c.correction)
 
 

@@ -295,7 +295,8 @@ class Search:
 
     def _filled(self, seconds: float) -> list[float]:
         """Where each helper's tokens end if it and each of its links are busy for at most ``seconds``."""
-        prompt, kv, chunk = self._prompt, max(1, self._prompt.shape.sizes.token_bytes), self._prompt.chunk
+        prompt, chunk = self._prompt, self._prompt.chunk
+        kv, hidden = max(1, prompt.shape.sizes.token_bytes), prompt.shape.hidden_bytes
         ends, at = [], float(prompt.cached)
         for helper, onward in zip(self._helpers, self._onward, strict=True):
             link = helper.link
@@ -304,9 +305,7 @@ class Search:
             end = min(end, at + seconds * max(1.0, link.bytes_per_s) / kv)
             if onward is not None:
                 end = min(end, prompt.cached + seconds * max(1.0, onward.bytes_per_s) / kv)
-            end = min(
-                end, (room + at * prompt.shape.hidden_bytes) / (kv + prompt.shape.hidden_bytes), prompt.tokens
-            )
+            end = min(end, (room + at * hidden) / (kv + hidden), prompt.tokens)
             at = max(at, end)
             ends.append(at)
         return ends
@@ -315,17 +314,15 @@ class Search:
 
     def _layers_room(self, helper: HelperSpec, chunk: int) -> int:
         """How many layers it has room for: their rows, and their weights if they are not loaded."""
-        prompt = self._prompt
-        room, per_layer = helper.room_bytes - 2 * chunk * prompt.shape.hidden_bytes, 0.0
+        prompt, shape = self._prompt, self._prompt.shape
+        room, per_layer = helper.room_bytes - 2 * chunk * shape.hidden_bytes, 0.0
         if not helper.loaded:
             # A part has the embedding or the head; which of them is not known yet, so both are counted.
-            room -= prompt.shape.outside_bytes
-            per_layer = (
-                max(0, prompt.shape.most_weights_bytes - prompt.shape.outside_bytes) / prompt.shape.layers
-            )
-        per_layer += prompt.shape.sizes.of(prompt.tokens) / prompt.shape.layers
-        if room == math.inf or room >= per_layer * prompt.shape.layers:
-            return prompt.shape.layers
+            room -= shape.outside_bytes
+            per_layer = max(0, shape.most_weights_bytes - shape.outside_bytes) / shape.layers
+        per_layer += shape.sizes.of(prompt.tokens) / shape.layers
+        if room == math.inf or room >= per_layer * shape.layers:
+            return shape.layers
         return max(0, math.floor(room / per_layer))
 
     def _layers_fit(self, cuts: Cuts, chunk: int) -> bool:

@@ -300,16 +300,13 @@ class Placer:
         kv_bytes = shape.sizes.of(held if ask.counted else int(held * _CERTAIN))
         chain = planner_facts.chain_of(member, helping, found)
         spec, *helpers = planner_facts.corrected(chain, self._members, found.digest)
-        speed = chain[0].speed
+        speed = planner_facts.with_context(member, found.speed, shape)
+        decode_tok_s = speed.decode_tok_s / self._decode_correction(member, found)
         return Home(
             replace(
                 able,
-                speed=replace(
-                    able.speed,
-                    decode_tok_s=able.speed.decode_tok_s / self._decode_correction(member, found),
-                    prefill_context_s=speed.context_s,
-                ),
-                correction=spec.speed.token_s / speed.token_s,
+                speed=replace(speed, decode_tok_s=decode_tok_s),
+                correction=spec.speed.token_s / chain[0].speed.token_s,
                 kv_bytes=kv_bytes,
             ),
             planner_facts.prompt(

@@ -200,13 +200,20 @@ def speed_of(model: ModelCard) -> PrefillSpeed | None:
     return PrefillSpeed.of(model.speed) if model.speed.prefill_tok_s > 0 else None
 
 
+def with_context(member: Member, known: MeasuredSpeed, shape: ModelShape) -> MeasuredSpeed:
+    """The machine's speed, with its chip's published figure for context if that is not measured.
+
+    It is 0 if calibration had no time to measure behind a context, or the context made no difference.
+    """
+    context_s = known.prefill_context_s or member.chip.prefill_context_s(shape.layers, shape.hidden_width)
+    return replace(known, prefill_context_s=context_s)
+
+
 def _speed(member: Member, known: MeasuredSpeed, shape: ModelShape) -> tuple[PrefillSpeed, bool]:
     """The machine's speed, and True if it is not measured but comes from its chip's published figures."""
     if known.prefill_tok_s <= 0:
         return modelled(member.chip, shape), True
-    # 0: calibration had no time to measure behind a context, or the context made no difference.
-    context_s = known.prefill_context_s or member.chip.prefill_context_s(shape.layers, shape.hidden_width)
-    return PrefillSpeed.of(replace(known, prefill_context_s=context_s)), False
+    return PrefillSpeed.of(with_context(member, known, shape)), False
 
 
 class PartOfSplit(msgspec.Struct, frozen=True):
