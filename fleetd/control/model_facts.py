@@ -135,7 +135,7 @@ class MeasuredSpeed(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def completed(self, other: MeasuredSpeed) -> MeasuredSpeed:
-        """With the ``other`` machine's figures for what is not measured on this one."""
+        """These figures, and the ``other`` machine's in place of those that are not measured."""
         prefill = self if self.prefill_tok_s else other
         return replace(prefill, decode_tok_s=self.decode_tok_s or other.decode_tok_s, doubt=self.doubt)
 

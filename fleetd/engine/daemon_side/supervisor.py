@@ -473,7 +473,7 @@ class EngineProcess:
 
     @property
     def _weights_bytes(self) -> int:
-        """Of the layers that it holds; 0 until they are loaded."""
+        """Bytes of the layers that it holds; 0 until they are loaded."""
         return self.facts.shape.weights_bytes if self.facts is not None else 0
 
     @property
