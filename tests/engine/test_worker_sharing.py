@@ -94,7 +94,7 @@ async def test_a_shared_prefill_gives_the_answer_of_this_machine_alone(model: Pa
         before = [await warm(engine) for engine in (home, *helpers)]
         assert home.facts is not None
         assert home.facts.shape.unshareable == ""
-        assert (home.facts.first_layer, home.facts.last_layer, home.facts.layers) == (0, LAYERS, LAYERS)
+        assert (home.facts.first_layer, home.facts.last_layer, home.facts.shape.layers) == (0, LAYERS, LAYERS)
         assert home.facts.arithmetic is not None
         assert home.facts.arithmetic.layers == helpers[0].facts.arithmetic.layers  # type: ignore[union-attr]
         ways = [
@@ -170,7 +170,7 @@ async def test_a_hybrid_is_shared_and_its_states_are_counted(tmp_path: Path) -> 
         facts = home.facts
         assert facts is not None
         assert facts.shape.unshareable == ""
-        assert facts.state_bytes > 0
+        assert facts.shape.sizes.state_bytes > 0
         assert facts.sparse.startswith("A qwen3_5 model computes every token of a prompt")
         for number, kind in enumerate(("layers", "tokens")):
             request = prompt(f"hybrid{number}", 400, seed=number)
@@ -331,8 +331,8 @@ async def test_a_worker_with_some_layers_helps_and_answers_nothing(model: Path) 
     ):
         assert part.facts is not None
         assert home.facts is not None
-        assert (part.facts.first_layer, part.facts.last_layer, part.facts.layers) == (0, 2, LAYERS)
-        assert part.facts.weights_bytes < home.facts.weights_bytes
+        assert (part.facts.first_layer, part.facts.last_layer, part.facts.shape.layers) == (0, 2, LAYERS)
+        assert part.facts.shape.weights_bytes < home.facts.shape.weights_bytes
         assert part.facts.shape.sizes.token_bytes * 2 == home.facts.shape.sizes.token_bytes
         assert part.facts.arithmetic is not None
         assert home.facts.arithmetic is not None
