@@ -126,8 +126,6 @@ class EngineStatus(msgspec.Struct, frozen=True):
     disk_dropped: int = 0
     # Equal where two machines compute the same bytes of the same files; "" if that is not known.
     arithmetic: str = ""
-    # Whether it helps with prompts of which tokens are left out.
-    shares_sparse: bool = False
     # The probe's verdict, whether drafts can be verified without changing a byte, as a sentence.
     speculation: str = ""
     # What each stage of the load took, in seconds.

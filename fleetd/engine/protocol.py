@@ -308,8 +308,6 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
     layers: list[bytes] = []
     # "any", or "same": whether chunks may be cut elsewhere than by the other machine.
     chunks: Literal["any", "same"] = "same"
-    # Why prompts of which tokens are left out are not shared; "" if they are. Older versions do not say.
-    sparse: str = "It shares whole prompts only."
     # In which form states and windows are sent; 0 if these layers keep none, and of older versions.
     states: Natural = 0
 

@@ -284,7 +284,6 @@ class CardMaker:
             part_first=helping.first_layer if helping is not None else 0,
             part_last=helping.last_layer if helping is not None else 0,
             arithmetic=self._arithmetic.get(folder.name, ""),
-            sparse=holder is not None and holder.shares_sparse,
             scoring=self._scoring.get(folder.name, ""),
             exactness=engine.speculation[: limits.CARD_TEXT_CHARS] if engine and state == "loaded" else "",
             load_s=two_digits(self._load_times.seconds(folder.name, folder.weights_bytes)),

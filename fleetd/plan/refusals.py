@@ -28,7 +28,6 @@ Code = Literal[
     "other_files",
     "files_unknown",
     "dtype",
-    "sparse",
     "part",
     # its memory and its link
     "too_small",

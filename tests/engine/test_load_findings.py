@@ -29,7 +29,7 @@ from fleetd.models import digest as digests
 
 MODEL = VerdictKey("ab" * 32, "cpu", "x86_64 AVX2", "Linux-6", {"mlx": "0.32"}, {}, 2)
 KEY = FindingsKey(MODEL, {"numpy": "2"}, exact=True)
-ARITHMETIC = Arithmetic("x86_64 AVX2", "float32", {"mlx": "0.32"}, layers=[b"12345678"], sparse="")
+ARITHMETIC = Arithmetic("x86_64 AVX2", "float32", {"mlx": "0.32"}, layers=[b"12345678"])
 FOUND = LoadFindings(True, "", ARITHMETIC, Measurement(MeasuredSpeed(300.0, 12.0, 1e-6, 0.05)), "cafe")
 
 

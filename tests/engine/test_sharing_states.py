@@ -190,8 +190,6 @@ def test_places_that_are_not_within_the_new_tokens_are_refused(places: tuple[int
         checked(split)
 
 
-def test_a_prompt_of_which_tokens_are_left_out_keeps_no_states() -> None:
-    with pytest.raises(InvalidValue, match="are not of this prompt"):
-        checked(Split("layers", (0, 2, 4), LAYERS, 0, 9, 9, prompt_span=20, places=(4,)))
+def test_no_more_places_are_sent_than_there_are() -> None:
     with pytest.raises(InvalidValue, match="are not of this prompt"):
         checked(Split("layers", (0, 2, 4), LAYERS, 0, 9, 9, places=(4,), sent=2))

@@ -12,6 +12,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tiny_architectures import tiny
 from turned_scheduler import TurnedScheduler
 
+from fleetd import limits
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.measure.chunk_size import FixedChunks
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prefixes.prefix_cache import DENSE
@@ -28,6 +30,7 @@ from fleetd.engine.protocol import (
     Sampling,
     TokenPrompt,
 )
+from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.sparse_prefill.sparse import TAIL_TOKENS, Sparse
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -48,6 +51,7 @@ class SparseBench(TurnedScheduler):
             "context_tokens": 1024,
             "chunks": FixedChunks(48, 16),
             "sparse": Sparse.of(model),
+            "sharable": Sharable.of(Stage.of(model), "cpu", {}),
             **options,
         }
         super().__init__(model, load_tokenizer(chain_path), **settings)
@@ -223,10 +227,16 @@ def test_what_is_prefilled_whole_says_why(chain_path: Path) -> None:
         assert one.one(name, Finished).reason == "length"
 
 
-def test_a_sparse_prompt_does_not_wait_for_helpers(bench: SparseBench) -> None:
+def test_a_sparse_prompt_does_not_wait_for_helpers(
+    bench: SparseBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SHARE_LEAST_TOKENS", 32)
     bench.submit("a", LONG, KEPT, shared=True)
     bench.finish_all("a")
     assert not bench.one("a", Accepted).waits
+    bench.submit("whole", prompt(200)[::-1], shared=True)
+    bench.turn()
+    assert bench.one("whole", Accepted).waits
 
 
 def test_positions_are_the_true_ones(bench: SparseBench) -> None:

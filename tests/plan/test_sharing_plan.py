@@ -85,25 +85,6 @@ def test_an_equal_helper_takes_about_half() -> None:
     assert 0.4 < (cut - begin) / (end - begin) < 0.6
 
 
-def test_a_prompt_in_part_costs_what_is_kept_of_it() -> None:
-    """Wherever these tokens are: attention is over kept ones only."""
-    whole, sparse = chosen(helper()), chosen(helper(), prompt=replace(PROMPT, prompt_span=100_000))
-    assert whole.best.split is not None
-    assert sparse.best.split is not None
-    assert (whole.best.split.prompt_span, sparse.best.split.prompt_span) == (0, 100_000)
-    assert sparse.best.split.cuts == whole.best.split.cuts
-    assert sparse.best.predicted_s == pytest.approx(whole.best.predicted_s, rel=1e-3)
-
-
-def test_who_takes_whole_prompts_only_is_passed_over_for_others() -> None:
-    other = helper("b", sparse=False)
-    assert chosen(other).best.helpers == ("b",)
-    prompt = replace(PROMPT, prompt_span=100_000)
-    choice = chosen(helper("a"), other, prompt=prompt)
-    assert choice.best.helpers == ("a",)
-    assert why(choice, "b") == ("sparse", "b helps with whole prompts only.")
-
-
 @pytest.mark.parametrize("faster", [0.25, 0.5, 1, 2, 4, 8])
 def test_unequal_machines_come_near_the_sum_of_their_rates(faster: float) -> None:
     prompt, speed = replace(PROMPT, tokens=60_000), PrefillSpeed(1e-3, 0.0, 0.01)

@@ -106,7 +106,6 @@ class HomePool:
     cached: int = 0
     exact: bool = True
     tokens: int = 4096
-    kept: int = 0
     text: str = "hello"
     # Of a model that has to be loaded first.
     loading: Sequence[Loading] = ()
@@ -125,7 +124,7 @@ class HomePool:
             for stage in self.loading:
                 yield stage
             waits = self.waits and request.shared
-            yield Accepted(request.id, self.tokens, self.cached, 256, waits, self.exact, self.kept)
+            yield Accepted(request.id, self.tokens, self.cached, 256, waits, self.exact)
             if waits:
                 async for event in self._prefilled(request.id):
                     yield event
@@ -151,7 +150,7 @@ class HomePool:
 
 
 def own_card(name: str, **model: Any) -> Card:
-    known = ModelCard("m", DIGEST, state="loaded", memory_bytes=1000, speed=MeasuredSpeed(100.0), sparse=True)
+    known = ModelCard("m", DIGEST, state="loaded", memory_bytes=1000, speed=MeasuredSpeed(100.0))
     return Card(
         name,
         1,

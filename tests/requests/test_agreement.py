@@ -23,7 +23,6 @@ HOME = Arithmetic(
     {"mlx": "0.31", "mlx-lm": "0.31.3"},
     layers=[bytes([n]) * 8 for n in range(4)],
     chunks="any",
-    sparse="",
 )
 SPLIT = Split("layers", (0, 2, 4), 4, 0, 1000, 256)
 INVITED = Invitation(b"t" * 32, b"k" * 32)
@@ -85,23 +84,6 @@ def test_an_mlx_that_computes_the_same_is_the_same() -> None:
     )
 
 
-def test_who_knows_whole_prompts_only_says_so_and_takes_them() -> None:
-    older = Arithmetic(HOME.accelerator, HOME.dtype, HOME.versions, 0, HOME.layers, HOME.chunks)
-    for other in (older, replace(HOME, sparse="It has sliding windows.")):
-        told = messages.decode(
-            messages.encode(messages.AssistOffer(other, INVITED)), messages.AssistOffer
-        ).arithmetic
-        with pytest.raises(Incompatible, match="leave out") as caught:
-            compare(HOME, told, range(4), own_chunks=True, sparse=True)
-        assert caught.value.param == "sparse"
-        assert told.sparse in caught.value.message
-        assert compare(HOME, told, range(4), own_chunks=True)
-    told = messages.decode(
-        messages.encode(messages.AssistOffer(HOME, INVITED)), messages.AssistOffer
-    ).arithmetic
-    assert compare(HOME, told, range(4), own_chunks=True, sparse=True)
-
-
 @pytest.mark.parametrize(
     "split",
     [
@@ -112,8 +94,6 @@ def test_who_knows_whole_prompts_only_says_so_and_takes_them() -> None:
         replace(SPLIT, tokens=2**31 - 1),
         replace(SPLIT, tokens=8192),
         replace(SPLIT, cached=1000),
-        replace(SPLIT, prompt_span=1000),
-        replace(SPLIT, prompt_span=8192),
         replace(SPLIT, kind="tokens", cuts=(0, 100, 1000)),
     ],
     ids=str,
@@ -170,7 +150,6 @@ def test_messages_arrive_as_they_were_sent(message: Any) -> None:
         replace(ASK, arithmetic=replace(HOME, layers=[b"x" * 9])),
         replace(ASK, arithmetic=replace(HOME, layers=[b"x" * 8] * 4097)),
         replace(ASK, arithmetic=replace(HOME, first_layer=-1)),
-        replace(ASK, arithmetic=replace(HOME, sparse="x" * (limits.CARD_TEXT_CHARS + 1))),
         replace(ASK, arithmetic=replace(HOME, dtype="x" * (limits.CARD_TEXT_CHARS + 1))),
         replace(ASK, arithmetic=replace(HOME, versions={str(n): "" for n in range(17)})),
         messages.AssistOffer(replace(HOME, accelerator="x" * limits.SHARE_MESSAGE_BYTES), INVITED),

@@ -68,19 +68,19 @@ def test_a_cold_one_has_room_for_what_is_left_beside_a_running_program() -> None
     assert cold.load_s > 0
 
 
+def test_a_prompt_that_sparse_prefill_has_cut_is_for_one_machine() -> None:
+    cut = planner_facts.prompt(MODEL.shape, 8000, 0, 256, kept=4096)
+    assert cut.tokens == 4095
+    assert cut.shape.unshareable == "A prompt that sparse prefill has cut is prefilled by one machine."
+    assert planner_facts.prompt(MODEL.shape, 8000, 0, 256).shape.unshareable == ""
+
+
 def test_some_layers_are_a_help_without_a_load() -> None:
     part = helper(card(usable=GIB, state="installed", part_last=14, kv_budget_bytes=GIB))
     assert (part.loaded, part.load_s, part.held, part.room_bytes) == (True, 0.0, (0, 14), GIB)
     assert not part.modelled
     # Whoever has all of it has no need of them.
     assert helper(card(part_last=14)).held is None
-
-
-def test_only_what_is_loaded_says_that_it_cannot_leave_tokens_out() -> None:
-    assert not helper(card(sparse=False)).sparse
-    assert not helper(card(sparse=False, state="installed", part_last=14)).sparse
-    assert helper(card(sparse=False, state="installed")).sparse
-    assert helper(card()).sparse
 
 
 @pytest.mark.parametrize("part", [(3, 3), (5, 2)], ids=str)

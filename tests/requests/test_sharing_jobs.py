@@ -394,55 +394,6 @@ async def test_what_rests_on_cached_numbers_of_others_is_no_exact_answer(
         assert (await home.trace()).exactness == "plan"
 
 
-# ---- of which tokens are left out ------------------------------------------------------------------------
-
-
-async def test_a_prompt_in_part_is_shared_by_what_is_kept_and_called_lossy(tmp_path: Path) -> None:
-    async with home_with(tmp_path) as home:
-        home.pool.tokens, home.pool.kept = 8000, 4096
-        planned, *_ = await home.ask()
-        assert planned.shared
-        assert planned.exactness == "lossy"
-        (share,) = home.pool.fake.shares
-        assert (share.split.tokens, share.split.prompt_span) == (4095, 7999)
-        assert home.helpers[0].engine.assists[0].split == share.split
-        trace = await home.trace()
-        assert (trace.outcome, trace.exactness) == ("shared", "lossy")
-        assert (trace.prompt_tokens, trace.kept_tokens) == (8000, 4096)
-
-
-async def test_a_helper_that_takes_whole_prompts_only_is_left_out_by_its_card(tmp_path: Path) -> None:
-    async with home_with(tmp_path) as home:
-        home.pool.tokens, home.pool.kept = 8000, 4096
-        home.helpers[0].card = own_card("helper0", sparse=False)
-        assert (await home.ask())[0].kind == "local"
-        assert home.partners.asked == []
-        (loser,) = (await home.trace()).losers
-        assert (loser.code, loser.reason) == ("sparse", "helper0 helps with whole prompts only.")
-        home.pool.kept = 0
-        assert (await home.ask())[0].shared
-
-
-async def test_a_helper_of_an_older_version_refuses_by_the_fields_name(tmp_path: Path) -> None:
-    async with home_with(tmp_path) as home:
-        home.pool.tokens, home.pool.kept = 8000, 4096
-        home.helpers[0].engine.facts = replace(FACTS, arithmetic=replace(ARITHMETIC, sparse="It is old."))
-        planned = (await home.ask())[0]
-        assert (planned.kind, planned.exactness) == ("local", "lossy")
-        assert "cannot leave out tokens" in planned.reason
-        assert (await home.trace()).code == "incompatible"
-
-
-async def test_a_model_that_shares_whole_prompts_only_says_why(tmp_path: Path) -> None:
-    async with home_with(tmp_path) as home:
-        home.pool.tokens, home.pool.kept = 8000, 4096
-        home.pool.fake.facts = replace(FACTS, arithmetic=replace(ARITHMETIC, sparse="It has windows."))
-        assert (await home.ask())[0].kind == "local"
-        assert [(o.code, o.reason) for o in (await home.trace()).losers] == [
-            ("unshareable", "It has windows.")
-        ]
-
-
 # ---- not shared ------------------------------------------------------------------------------------------
 
 

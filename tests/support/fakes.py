@@ -47,7 +47,6 @@ ARITHMETIC = Arithmetic(
     {"mlx": "1", "mlx-lm": "1"},
     layers=[bytes([n]) * 8 for n in range(LAYERS)],
     chunks="any",
-    sparse="",
 )
 FACTS = Ready(
     device="cpu",

@@ -24,7 +24,6 @@ from fleetd.engine.shared_prefill.fingerprint import any_chunks
 from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
-from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
 from fleetd.errors import FleetError
 from fleetd.plan.prefill.split import Split
 
@@ -35,15 +34,6 @@ LAYERS = 4
 def prompt(n: int) -> tuple[int, ...]:
     """``n`` random tokens, the last of which is left to decoding."""
     return tuple(mx.random.randint(0, VOCAB, (n,), key=mx.random.key(3)).tolist())
-
-
-def kept_of(split: Split) -> list[int] | None:
-    """Which tokens of its prompt a split is of, as that many indices, the last one included; None for all."""
-    if not split.prompt_span:
-        return None
-    free = range(split.cached + 3, split.prompt_span)
-    drawn = random.Random(7).sample(free, split.tokens - split.cached - 3)
-    return [*range(split.cached + 3), *sorted(drawn), split.prompt_span]
 
 
 def as_bytes(array: mx.array) -> bytes:
@@ -116,8 +106,7 @@ class SharedRun:
 
     def __post_init__(self) -> None:
         split = self.split
-        self.tokens = list(prompt((split.prompt_span or split.tokens) + 1))
-        self.kept = kept_of(split)
+        self.tokens = list(prompt(split.tokens + 1))
         self.streams = Streams(split.helpers, tampers=self.tampers)
         self.streams.events.fatal = self.fatal
         stage, layout = staged(self.model)
@@ -128,7 +117,6 @@ class SharedRun:
             prefix_of(self.model, self.tokens, split.cached),
             PrefillWithHelpers("a", split, self.predicted_s, self.exact),
             self.streams.of(-1),
-            kept=self.kept,
             any_chunks=any_chunks(stage, layout, self.device),
             draw=self.draw,
             clock=self.clock,
@@ -178,16 +166,10 @@ class SharedRun:
         self.home.close()
         return self.home
 
-    def local(self, caches: Any = None, done: int = 0) -> Prefiller | SparsePrefiller:
+    def local(self, caches: Any = None, done: int = 0) -> Prefiller:
         """The same prompt here alone, from what is given on, with the same chunks."""
-        begin = SparsePrefiller.begin if caches is None else SparsePrefiller.after
         if caches is None:
             caches, done = prefix_of(self.model, self.tokens, self.split.cached), self.split.cached
-        if self.kept is not None:
-            alone = begin(self.model, self.tokens, self.kept, caches, done)
-            while alone.step(self.split.chunk):
-                pass
-            return alone
         borders = self.borders if self.split.places else None
         return prefilled(self.model, self.tokens, self.split.chunk, caches, done, borders)
 
@@ -199,8 +181,6 @@ class SharedRun:
 
     def decoded(self, cache: list[Any]) -> bytes:
         """The logits of the prompt's last token, which ``cache`` then holds, too."""
-        if self.kept is not None:  # its position comes with the batch
-            cache = [layer.merge([layer]) for layer in cache]
         return as_bytes(self.model(mx.array([self.tokens[-1:]]), cache=cache))
 
 
@@ -211,7 +191,7 @@ _known: dict[tuple[Any, ...], tuple[Any, list[Any], bytes]] = {}
 def local(run: SharedRun) -> tuple[list[Any], bytes]:
     """The caches of the prompt prefilled here alone, and the logits of its last token."""
     split = run.split
-    key = (id(run.model), split.cached, split.tokens, split.chunk, split.prompt_span, split.places)
+    key = (id(run.model), split.cached, split.tokens, split.chunk, split.places)
     if key not in _known:
         cache = run.local().cache
         logits = run.decoded([copy_on_write(layer) for layer in cache])
@@ -232,7 +212,6 @@ def assert_same_cache(a: Any, b: Any, tokens: int, layer: int) -> None:
         assert [as_bytes(x) for x in a.cache] == [as_bytes(x) for x in b.cache], f"state of {layer} differs"
         return
     assert a.offset == b.offset == tokens
-    assert getattr(a, "ahead", 0) == getattr(b, "ahead", 0)
     if isinstance(a, RotatingKVCache):
         assert (a._idx, a.keep, a.max_size) == (b._idx, b.keep, b.max_size)
     assert a.keys.dtype == b.keys.dtype

@@ -72,13 +72,12 @@ def prompt(request_id: str, tokens: int, seed: int = 5, **fields: Any) -> Genera
 
 def split_of(kind: str, accepted: Accepted, cuts: Sequence[float] = (0.5,), chunk: int = CHUNK) -> Split:
     """Cut at these fractions of the layers, or of the new tokens (at chunk boundaries)."""
-    tokens, cached = (accepted.kept or accepted.prompt_tokens) - 1, accepted.cached
-    prompt_span = accepted.prompt_tokens - 1 if accepted.kept else 0
+    tokens, cached = accepted.prompt_tokens - 1, accepted.cached
     if kind == "layers":
         inner = [round(LAYERS * cut) for cut in cuts]
-        return Split("layers", (0, *inner, LAYERS), LAYERS, cached, tokens, chunk, prompt_span)
+        return Split("layers", (0, *inner, LAYERS), LAYERS, cached, tokens, chunk)
     inner = [cached + round((tokens - cached) * cut / chunk) * chunk for cut in cuts]
-    return Split("tokens", (cached, *inner, tokens), LAYERS, cached, tokens, chunk, prompt_span)
+    return Split("tokens", (cached, *inner, tokens), LAYERS, cached, tokens, chunk)
 
 
 @asynccontextmanager

@@ -686,6 +686,5 @@ def _with_facts(status: EngineStatus, facts: Ready) -> EngineStatus:
         kv_budget_bytes=facts.kv_budget_bytes,
         prefix_budget_bytes=facts.prefix_budget_bytes,
         arithmetic=arithmetic.text if arithmetic else "",
-        shares_sparse=bool(arithmetic and not arithmetic.sparse),
         speculation=facts.speculation,
     )

@@ -34,7 +34,7 @@ from fleetd.engine.loop.shared_prompts import SharedPrompts
 from fleetd.engine.loop.stored_beginnings import StoredBeginnings
 from fleetd.engine.measure.chunk_size import Chunks
 from fleetd.engine.prefixes.disk_tier import DiskTier
-from fleetd.engine.prefixes.prefix_cache import DENSE, SPARSE, Hit, PrefixCache
+from fleetd.engine.prefixes.prefix_cache import SPARSE, Hit, PrefixCache
 from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import (
     Accepted,
@@ -486,8 +486,7 @@ class Scheduler(ComputeLoop):
         if dense is not None:
             tokens = sequence.prepared.tokens[: leading(kept)]
             self.decoding.keep(sequence, tokens, dense, sequence.namespace)
-        if sequence.namespace == DENSE:
-            self.decoding.keep(sequence, sequence.slot_tokens[:-1], rollback.compact(cache), SPARSE)
+        self.decoding.keep(sequence, sequence.slot_tokens[:-1], rollback.compact(cache), SPARSE)
 
     def _echo(self, sequence: ScheduledSequence) -> None:
         text = self.tokenizer.decode(sequence.prepared.tokens)

@@ -178,7 +178,7 @@ class ScheduledSequence:
         self.origins = hit.origins
         begun: Prefiller | SparsePrefiller
         if self.kept is not None:
-            sparse = hit.namespace == SPARSE or isinstance(self.prefiller, SharedPrefill)
+            sparse = hit.namespace == SPARSE
             begun = SparsePrefiller.begin(model, tokens, self.kept, hit.cache, hit.tokens, sparse=sparse)
         else:
             cache = hit.cache or make_prompt_cache(model)
@@ -215,9 +215,7 @@ class ScheduledSequence:
             read = self.prefiller.read_so_far()
         else:
             read = Hit(self.prefiller.done, self.prefiller.cache, self.namespace, origins=self.origins)
-        if self.kept is None:
-            return read
-        return replace(read, namespace=SPARSE) if read.namespace == DENSE else Hit(0, None)
+        return read if self.kept is None else replace(read, namespace=SPARSE)
 
     def finished(self, reason: FinishReason) -> Finished:
         first, started = self.first_s, self.started_s or time.monotonic()

@@ -51,12 +51,12 @@ class SharedPrompts:
         request, tokens = sequence.prepared.request, sequence.prepared.tokens
         # The prompt's own probabilities need every hidden state after the last layer, here.
         scored = request.echo and sequence.logprobs is not None
-        if not request.shared or self.sharable is None or scored or sequence.sparse_in(self.prefix):
+        if not request.shared or self.sharable is None or scored or sequence.kept is not None:
             return False
         if tokens in self._lost:
             return False
-        hit = sequence.hit or self.prefix.fetch(sequence.dense_tokens, DENSE, PLAN)
-        short = sequence.slots - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS
+        hit = sequence.hit or self.prefix.fetch(tokens, DENSE, PLAN)
+        short = len(tokens) - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS
         # A short prompt with another machine's numbers in its prefix is offered too: it is not exact.
         if short and hit.namespace == DENSE:
             return False
@@ -74,7 +74,6 @@ class SharedPrompts:
                 exact=hit.namespace == DENSE,
                 places=places,
                 states=states,
-                kept=len(sequence.kept or ()),
                 dense_reason=sequence.dense_reason,
             )
         )
@@ -83,7 +82,7 @@ class SharedPrompts:
     def _places(self, sequence: ScheduledSequence, hit: Hit) -> tuple[list[int], int]:
         """Where alone states of the prompt would be kept, and of how many, the last ones, there is room."""
         sharable, prepared, room = self.sharable, sequence.prepared, self.prefix.state_bytes
-        if sharable is None or sequence.kept is not None or not room:
+        if sharable is None or not room:
             return [], 0
         if not (each := sharable.layout.whole_bytes(len(prepared.tokens))):
             return [], 0
@@ -178,7 +177,6 @@ class SharedPrompts:
                 hit.cache,
                 share,
                 self.streams.connect(sequence.id),
-                kept=sequence.kept,
                 prefix_namespace=hit.namespace,
                 prefix_origins=hit.origins,
                 any_chunks=sharable.any_chunks,

@@ -82,7 +82,8 @@ class StoredBeginnings:
 
     def _offered(self, sequence: ScheduledSequence) -> bool:
         """True if a prompt may have other accelerators' numbers in it: how it is labelled is not decided."""
-        return sequence.prepared.request.shared and self.sharable is not None and not sequence.accepted
+        whole = sequence.kept is None and self.sharable is not None
+        return whole and sequence.prepared.request.shared and not sequence.accepted
 
     def _restore(self, sequence: ScheduledSequence) -> None:
         """Take what has come from the disk, and go on once nothing more comes."""

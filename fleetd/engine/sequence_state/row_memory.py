@@ -14,22 +14,22 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from fleetd.engine.sequence_state.array_bytes import as_bytes, pieces
-from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.copies import cache_of, copy_on_write
 from fleetd.engine.sequence_state.growth import in_steps
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.shapes import QuantisedShape, RowShape
 
 
-def preallocated(shape: RowShape, tokens: int, prefix: Any = None, *, empty: KVCache | None = None) -> Any:
-    """``empty``, or a new cache, with room for ``tokens`` in the steps in which mlx-lm makes room, and
-    ``prefix``, a cache of the same shape, copied into it."""
+def preallocated(shape: RowShape, tokens: int, prefix: Any = None) -> Any:
+    """A new cache with room for ``tokens``, in the steps in which mlx-lm makes room. ``prefix``, a cache of
+    the same shape, is copied into it."""
     room = in_steps(tokens)
     arrays = [mx.zeros((1, shape.heads, room, width), dtype) for width, dtype in shape.row_arrays]
     if isinstance(shape, QuantisedShape):
         cache = QuantizedKVCache(shape.group_size, shape.bits)
         cache.keys, cache.values = tuple(arrays[:3]), tuple(arrays[3:])
     else:
-        cache = KVCache() if empty is None else empty
+        cache = KVCache()
         cache.keys, cache.values = arrays
     if prefix is not None and prefix.offset:
         cache.offset = prefix.offset
@@ -37,6 +37,14 @@ def preallocated(shape: RowShape, tokens: int, prefix: Any = None, *, empty: KVC
             array[..., : cache.offset, :] = before[..., : cache.offset, :]
     mx.eval(arrays)
     return cache
+
+
+def begun(cache: Any, tokens: int) -> KVCache:
+    """The first ``tokens`` rows of a cache, to be added to. Only these are copied then, not all the room."""
+    if not tokens:
+        return KVCache()
+    keys, values = kind_of(cache).arrays(cache)
+    return cache_of(keys[..., :tokens, :], values[..., :tokens, :], tokens)
 
 
 def truncated(cache: KVCache, tokens: int) -> KVCache:

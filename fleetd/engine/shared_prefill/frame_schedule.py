@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from fleetd.engine.streams.frames import NO_PREFIX, Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
-from fleetd.plan.prefill.split import Split, SplitKind, prefix_hashes
+from fleetd.plan.prefill.split import TOKEN_BYTES, Split, SplitKind, prefix_hashes
 
 # A cache that rotates makes room in steps of this many rows, as mlx-lm has it.
 _STEP = 256
@@ -79,7 +79,7 @@ def helper_streams(split: Split, rank: int) -> list[str]:
 
 def to_helper(split: Split, rank: int, sizes: Sizes) -> Iterator[FrameHeader]:
     """The frames from home to helper ``rank``."""
-    yield FrameHeader(Kind.TOKENS, 0, 0, split.tokens, (split.token_bytes * split.tokens, 0))
+    yield FrameHeader(Kind.TOKENS, 0, 0, split.tokens, (TOKEN_BYTES * split.tokens, 0))
     if split.cached:
         for layer in split.layers_of(rank):
             yield from _kept(layer, 0, split.cached, sizes)
@@ -176,7 +176,7 @@ def prefixes(split: Split, tokens: bytes) -> dict[int, bytes]:
     ends = {split.cached, split.tokens}
     for machine in range(split.machines):
         ends.update(chunk.stop for chunk in split.chunks_of(machine))
-    return prefix_hashes(tokens, sorted(ends), width=split.token_bytes)
+    return prefix_hashes(tokens, sorted(ends))
 
 
 # ---- The two ends ----------------------------------------------------------------------------------------

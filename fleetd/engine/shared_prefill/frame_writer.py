@@ -26,9 +26,9 @@ class FrameWriter:
     def backlog(self) -> int:
         return self._pipe.backlog
 
-    def tokens(self, payload: Any) -> None:
-        """``slots.Slots.payload``."""
-        self._send(self._out.next(), [memoryview(payload).cast("B")])
+    def tokens(self, payload: bytes) -> None:
+        """The prompt without its last token, int32 each, little endian."""
+        self._send(self._out.next(), [memoryview(payload)])
 
     def hidden(self, hidden: mx.array) -> None:
         """(1, T, width), evaluated."""

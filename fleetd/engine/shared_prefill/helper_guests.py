@@ -29,8 +29,7 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
 
     def admit(self, command: AssistPrefill) -> tuple[_Task, Accepted]:
         split, rank = checked(command.split), command.rank
-        sharable = self._sharable
-        stage = sharable.stage
+        stage = self._sharable.stage
         total = stage.prefilled
         if split.layers != total or not 0 <= rank < split.helpers:
             raise InvalidValue(f"Part {rank} of {split.layers} layers is none of {total} layers here.")
@@ -40,10 +39,8 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
                 f"Layers {layers.start} to {layers.stop} were asked for; "
                 f"here are {stage.first} to {stage.last}."
             )
-        if (longest := max(split.tokens, split.prompt_span)) > self.context_tokens:
-            raise InvalidValue(f"{longest} tokens do not fit a context of {self.context_tokens}.")
-        if split.prompt_span and (why := sharable.arithmetic.sparse):
-            raise ModelUnsupported(f"Tokens cannot be left out of a prompt here. {why}", param="sparse")
+        if split.tokens > self.context_tokens:
+            raise InvalidValue(f"{split.tokens} tokens do not fit a context of {self.context_tokens}.")
         if command.id in self:
             raise InvalidValue("A part of this prompt is being computed already.")
         if len(self) >= limits.ASSISTS:

@@ -13,6 +13,7 @@ from collections import deque
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state import row_memory
@@ -26,8 +27,6 @@ from fleetd.engine.shared_prefill.frame_schedule import snapshot_parts
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.passes import LayerMajor
-from fleetd.engine.shared_prefill.slots import Slots
-from fleetd.engine.sparse_prefill.sparse_caches import row_cache
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
 from fleetd.plan.prefill.split import Split, SplitKind
@@ -46,7 +45,7 @@ class _HelperWork:
         self.stage = stage.part(self.layers.start, self.layers.stop)
         self.tokens = split.tokens_of(rank)
         self._snapshots = frozenset(split.states_of(rank))
-        self.slots: Slots | None = None
+        self.prompt: mx.array | None = None  # (1, T)
         # By layer, the parts of what it keeps.
         self.caches: dict[int, list[Any]] = {}
         self.row_buffers: dict[Place, RowBuffer] = {}
@@ -65,8 +64,7 @@ class _HelperWork:
             self.caches[layer] = list(parts(made))
             for part, shape in enumerate(self.layout.parts(layer)):
                 if isinstance(shape, KvShape) and shape.in_rows:
-                    empty = row_cache(sparse=bool(self.split.prompt_span))
-                    cache = preallocated(shape, self.tokens.stop, empty=empty)
+                    cache = preallocated(shape, self.tokens.stop)
                     self.caches[layer][part] = cache
                     if arriving or self.split.cached:
                         self.row_buffers[layer, part] = RowBuffer(cache)
@@ -86,14 +84,15 @@ class _HelperWork:
                 cache = self.caches[layer][part]
                 home.cache(kind_of(cache).saved(cache))
 
-    def take_tokens(self, frame: Frame) -> Slots:
-        self.slots = slots = Slots.arrived(frame.buffers[0], self.split)
+    def take_tokens(self, frame: Frame) -> mx.array:
+        ids = np.frombuffer(frame.buffers[0], "<i4")
         if self.stage.first == 0:
             # An embedding does not check its indices.
             vocabulary = self.stage.weights.embed_tokens.weight.shape[0]
-            if slots.ids.min() < 0 or slots.ids.max() >= vocabulary:
+            if ids.min() < 0 or ids.max() >= vocabulary:
                 raise ProtocolError(f"On home came tokens that a vocabulary of {vocabulary} does not have.")
-        return slots
+        self.prompt = prompt = mx.array(ids)[None]
+        return prompt
 
     def take_prefix(self, frame: Frame) -> None:
         layer, part = frame.head.layer, frame.head.part
@@ -128,7 +127,7 @@ class LayersOfHelper(_HelperWork):
 
     @property
     def computable(self) -> bool:
-        if not self._chunks or self.lacking or self.slots is None:
+        if not self._chunks or self.lacking or self.prompt is None:
             return False
         return bool(self._hidden) if self.rank else True
 
@@ -142,13 +141,14 @@ class LayersOfHelper(_HelperWork):
 
     def compute(self, home: FrameWriter, following: FrameWriter | None) -> None:
         """Run the next chunk through the layers, and send the results."""
-        if self.slots is None:
+        if self.prompt is None:
             return
         tokens = self._chunks.popleft()
-        hidden = self._hidden.popleft() if self.rank else self.stage.embed(self.slots.tokens(tokens))
+        ids = self.prompt[:, tokens.start : tokens.stop]
+        hidden = self._hidden.popleft() if self.rank else self.stage.embed(ids)
         caches = [self.cache(layer) for layer in self.layers]
-        inputs = self.stage.inputs(self.slots.tokens(tokens), tokens.start)
-        out = passes.run(self.stage, hidden, caches, self.slots.where(tokens), inputs)
+        inputs = self.stage.inputs(ids, tokens.start)
+        out = passes.run(self.stage, hidden, caches, inputs)
         rows = [row_memory.copied(cache, tokens.start, tokens.stop) for cache in self._kept(in_rows=True)]
         mx.eval(rows)
         passes.evaluate(caches, out)
@@ -188,8 +188,7 @@ class TokensOfHelper(_HelperWork):
     def take(self, frame: Frame) -> None:
         head = frame.head
         if head.kind is Kind.TOKENS:
-            slots = self.take_tokens(frame)
-            self._major = LayerMajor(self.stage, slots, self.split.chunks_of(self.rank))
+            self._major = LayerMajor(self.stage, self.take_tokens(frame), self.split.chunks_of(self.rank))
         elif (head.layer, head.part) in self.lacking:
             self.take_prefix(frame)
             if not self.rank:

@@ -23,10 +23,8 @@ from fleetd.engine.sequence_state.shapes import KvShape
 from fleetd.engine.shared_prefill import frame_payloads
 from fleetd.engine.shared_prefill.frame_payloads import Place, States
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
-from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import LaterRows, Probe, Rows, drawn, one_of
 from fleetd.engine.shared_prefill.state_check import KnownChunk, Snapshots, known_chunk
-from fleetd.engine.sparse_prefill.sparse_caches import row_cache
 from fleetd.engine.streams.frames import Frame, FrameHeader
 from fleetd.plan.prefill.split import Split
 
@@ -44,9 +42,9 @@ class HomePart(ABC):
     checked_first: ClassVar[bool]
 
     def __init__(
-        self, stage: Stage, layout: KvLayout, split: Split, slots: Slots, prefix: Sequence[Any] | None
+        self, stage: Stage, layout: KvLayout, split: Split, prompt: mx.array, prefix: Sequence[Any] | None
     ) -> None:
-        self.stage, self.layout, self.split, self.slots = stage, layout, split, slots
+        self.stage, self.layout, self.split, self.prompt = stage, layout, split, prompt
         self.received = range(split.layers)
         # By layer, then by part of what the layer keeps: before the new tokens, and with them.
         self.prefix: list[list[Any]] = [
@@ -169,8 +167,7 @@ class HomePart(ABC):
         for part, shape in enumerate(self.layout.parts(layer)):
             prefix = self.prefix[layer][part]
             if isinstance(shape, KvShape) and shape.in_rows:
-                empty = row_cache(sparse=bool(self.split.prompt_span))
-                made.append(preallocated(shape, tokens, prefix, empty=empty))
+                made.append(preallocated(shape, tokens, prefix))
                 # From now on the prefix is in there; kept twice it would take twice the memory.
                 self.prefix[layer][part] = None
             else:
@@ -188,17 +185,9 @@ class HomePart(ABC):
     def before(self, rank: int, layer: int, tokens: int) -> list[Any]:
         """``HomeRows.before``; not before the windows' ``first_cut``, and not of a running state."""
         return [
-            self._begun(cache, tokens) if shape.in_rows else rings.before(cache, tokens)
+            row_memory.begun(cache, tokens) if shape.in_rows else rings.before(cache, tokens)
             for cache, shape in zip(self.kept(rank, layer), self.layout.parts(layer), strict=True)
         ]
-
-    def _begun(self, cache: Any, tokens: int) -> Any:
-        """The first ``tokens`` of a cache, to be added to. Only these are copied then, not all the room."""
-        short = row_cache(sparse=bool(self.split.prompt_span))
-        if tokens:
-            keys, values = (array[..., :tokens, :] for array in kind_of(cache).arrays(cache))
-            kind_of(short).fill(short, keys, values, tokens)
-        return short
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
         """The memory for an expected frame's payload. Called on a reader thread, after ``allocate``."""
@@ -209,10 +198,7 @@ class HomePart(ABC):
         if done == self.split.tokens:
             found = self.caches
         elif not done:
-            found = [
-                [row_cache(sparse=True) for _ in each] if self.split.prompt_span else list(parts(empty))
-                for each, empty in zip(self.caches, self.stage.make_caches(), strict=False)
-            ]
+            found = [list(parts(empty)) for empty in self.stage.make_caches()[: self.split.layers]]
         else:
             found = [self._short(layer, done) for layer in range(self.split.layers)]
         return [assembled(empty, each) for empty, each in zip(self.stage.empty, found, strict=False) if each]
@@ -229,7 +215,9 @@ class HomePart(ABC):
     def _extendable(self, layer: int, tokens: int, states: Sequence[Any] | Mapping[int, Any]) -> list[Any]:
         """Caches of the first ``tokens``, to be added to. ``states``: those without a row per token."""
         return [
-            self._begun(self.caches[layer][part], tokens) if shape.in_rows else copy_on_write(states[part])
+            row_memory.begun(self.caches[layer][part], tokens)
+            if shape.in_rows
+            else copy_on_write(states[part])
             for part, shape in enumerate(self.layout.parts(layer))
         ]
 
@@ -284,7 +272,7 @@ class HomePart(ABC):
 
     def _through(self, rank: int, tokens: range, layers: range) -> Probe:
         parts = [self.stage.part(layer, layer + 1) for layer in layers]
-        return Probe.of(rank, parts, self.slots, tokens)
+        return Probe.of(rank, parts, self.prompt, tokens)
 
     def later_probe(
         self, rank: int, tokens: range, layers: range, draw: random.Random

@@ -18,6 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
 from fleetd import limits
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.prefixes.prefix_cache import DENSE, NO_ORIGINS, PLAN, Hit, Origins
@@ -28,7 +31,6 @@ from fleetd.engine.shared_prefill.frame_schedule import Incoming
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.home_work import home_work
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
-from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import WHAT_TO_SUSPECT, SpotCheck
 from fleetd.engine.shared_prefill.step_times import HomeTimes
 from fleetd.engine.streams.frames import Connect, FrameHeader, FramePipe
@@ -45,8 +47,6 @@ class SharedPrefill:
     Args:
         stage: all layers of the model; ``layout`` is ``KvLayout.of`` it.
         prefix: private caches of the first ``share.split.cached`` tokens; None if that is 0.
-        kept: indices of the tokens that are computed, ascending, the last one included; None for all. From
-            here on only these are counted, as ``sparse.SparsePrefiller`` does.
         prefix_namespace, prefix_origins: of ``prefix``, in the prefix cache.
         connect: opens this share's streams. Its pipes wake the scheduler, which then asks ``ready`` again.
         draw: which later tokens are checked; no helper must be able to foresee it.
@@ -67,20 +67,19 @@ class SharedPrefill:
         share: PrefillWithHelpers,
         connect: Connect,
         *,
-        kept: Sequence[int] | None = None,
         prefix_namespace: str = DENSE,
         prefix_origins: Origins = NO_ORIGINS,
         any_chunks: bool = False,
         draw: random.Random = _UNFORESEEN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        slots, split = Slots.of(tokens, kept), checked(share.split)
-        prompt_span = 0 if kept is None else len(tokens) - 1
-        _check_fits(split, len(slots.ids), prompt_span, layout, stage.prefilled, cached=bool(prefix))
+        split = checked(share.split)
+        _check_fits(split, len(tokens) - 1, stage.prefilled, cached=bool(prefix))
+        ids = np.array(tokens[:-1], "<i4")
         self.tokens = tokens
         self._predicted_s, self._split, self._clock = share.predicted_s, split, clock
-        self._work = home_work(stage, layout, split, slots, prefix)
-        self._hashes = frame_schedule.prefixes(split, slots.payload.tobytes())
+        self._work = home_work(stage, layout, split, mx.array(ids)[None], prefix)
+        self._hashes = frame_schedule.prefixes(split, ids.tobytes())
         self._error: FleetError | None = None
         self._finished = False
         self._closed = False
@@ -98,7 +97,7 @@ class SharedPrefill:
         self._drawn_of: int | None = split.cached
         self._later: Iterator[None] | None = None
         try:
-            self._open(connect, layout, slots, prefix)
+            self._open(connect, layout, ids.tobytes(), prefix)
             self._work.allocate()
         except BaseException:
             self.close()
@@ -125,10 +124,7 @@ class SharedPrefill:
     @property
     def cache(self) -> list[Any]:
         """One per layer, of ``done`` tokens, like those of a prefill here."""
-        caches = self._work.caches_at(self.done)
-        if self._split.prompt_span and self.remaining == 0:
-            return [layer.finished(self._split.prompt_span) for layer in caches]
-        return caches
+        return self._work.caches_at(self.done)
 
     @property
     def verified(self) -> tuple[int, list[Any]]:
@@ -315,9 +311,9 @@ class SharedPrefill:
 
     # ---- streams ---------------------------------------------------------------------------------------
 
-    def _open(self, connect: Connect, layout: KvLayout, slots: Slots, prefix: Sequence[Any] | None) -> None:
+    def _open(self, connect: Connect, layout: KvLayout, payload: bytes, prefix: Sequence[Any] | None) -> None:
         """Open all streams, and send the helpers what they need: they begin while room is made here."""
-        split, payload = self._split, slots.payload
+        split = self._split
         spread = [] if prefix is None else self._work.stage.spread(prefix)
         for rank in range(split.helpers):
             name = f"helper{rank}"
@@ -357,23 +353,15 @@ class SharedPrefill:
         return self._times.steps()
 
 
-def _check_fits(
-    split: Split, tokens: int, prompt_span: int, layout: KvLayout, layers: int, *, cached: bool
-) -> None:
+def _check_fits(split: Split, tokens: int, layers: int, *, cached: bool) -> None:
     """Raises InvalidValue if a split is not one of this prompt and model.
 
     Args:
-        tokens: those that are computed, without the last one.
-        prompt_span: the whole prompt's without the last one, if some are left out; else 0.
+        tokens: of the prompt, without the last one.
         layers: of the model, as a prefill has them.
         cached: a prefix of the prompt is there.
     """
-    if (split.tokens, split.prompt_span, split.layers) != (tokens, prompt_span, layers):
-        span = f" of {prompt_span + 1}" if prompt_span else ""
-        raise InvalidValue(f"{split} is not for {tokens + 1}{span} tokens and {layers} layers.")
-    if prompt_span and layout.keeps_states(range(layers)):
-        raise InvalidValue(
-            "A prompt of which tokens are left out is not shared where windows slide or a state runs."
-        )
+    if (split.tokens, split.layers) != (tokens, layers):
+        raise InvalidValue(f"{split} is not for {tokens + 1} tokens and {layers} layers.")
     if bool(split.cached) != cached:
         raise InvalidValue(f"{split} counts on a cached prefix that is not there, or not on one that is.")

@@ -19,7 +19,6 @@ from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.shared_prefill import frame_payloads, passes
 from fleetd.engine.shared_prefill.home_part import HomePart, LaterProbe
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
-from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import Probe, Rows
 from fleetd.engine.streams.frames import Frame, Kind
 from fleetd.plan.prefill.split import Split
@@ -31,9 +30,9 @@ class LayersAtHome(HomePart):
     checked_first = True
 
     def __init__(
-        self, stage: Stage, layout: KvLayout, split: Split, slots: Slots, prefix: Sequence[Any] | None
+        self, stage: Stage, layout: KvLayout, split: Split, prompt: mx.array, prefix: Sequence[Any] | None
     ) -> None:
-        super().__init__(stage, layout, split, slots, prefix)
+        super().__init__(stage, layout, split, prompt, prefix)
         self._own = split.layers_of(split.helpers)
         self.received = range(self._own.start)
         self._part = stage.part(self._own.start, self._own.stop) if self._own else None
@@ -84,8 +83,8 @@ class LayersAtHome(HomePart):
             return
         caches = [self.cache(layer) for layer in self._own]
         chunk = self._tokens[self._computed]
-        inputs = self._part.inputs(self.slots.tokens(chunk), chunk.start)
-        passes.run(self._part, self._hidden.popleft(), caches, self.slots.where(chunk), inputs)
+        inputs = self._part.inputs(self.prompt[:, chunk.start : chunk.stop], chunk.start)
+        passes.run(self._part, self._hidden.popleft(), caches, inputs)
         passes.evaluate(caches)
         for layer in self._own:
             self.save(layer, chunk.stop)

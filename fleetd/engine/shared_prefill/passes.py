@@ -18,7 +18,6 @@ from fleetd.engine.layers.layer_calls import PassInputs
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import arrays
-from fleetd.engine.shared_prefill.slots import Slots
 
 
 class _EnoughError(Exception):
@@ -46,17 +45,12 @@ def run(
     part: Stage,
     hidden: mx.array,
     caches: Sequence[Any],
-    where: Sequence[int] | None = None,
     inputs: PassInputs | None = None,
 ) -> mx.array | None:
     """Hidden states (1, T, D) through ``part``; None after the last layer of a prefill. Nothing is evaluated.
 
-    ``where``: the tokens' positions, if these are not the next ones of their caches. ``inputs``: of the
-    tokens, as ``Stage.inputs`` makes them.
+    ``inputs``: of the tokens, as ``Stage.inputs`` makes them.
     """
-    if where is not None:
-        for cache in caches:
-            cache.expect(where)
     if part.last < part.prefilled:
         return part.run(hidden, list(caches), inputs)
     if not kind_of(part.empty[-1]).attention:
@@ -78,19 +72,19 @@ class LayerMajor:
     """All layers of ``stage`` on the chunks of a slice of the prompt, one layer and chunk at a time.
 
     Args:
-        slots: of the prompt.
+        prompt: (1, T), its tokens.
         chunks: of the slice; may be none.
     """
 
-    def __init__(self, stage: Stage, slots: Slots, chunks: Sequence[range]) -> None:
+    def __init__(self, stage: Stage, prompt: mx.array, chunks: Sequence[range]) -> None:
         stage = stage.prefilling
         self._chunks = chunks
         self.parts = [stage.part(layer, layer + 1) for layer in range(stage.first, stage.last)]
         self.layer = 0
         self.chunk = 0
-        self._hidden = [stage.embed(slots.tokens(chunk)) for chunk in chunks]
-        self._where = [slots.where(chunk) for chunk in chunks]
-        self._inputs = [stage.inputs(slots.tokens(chunk), chunk.start) for chunk in chunks]
+        tokens = [prompt[:, chunk.start : chunk.stop] for chunk in chunks]
+        self._hidden = [stage.embed(each) for each in tokens]
+        self._inputs = [stage.inputs(each, chunk.start) for each, chunk in zip(tokens, chunks, strict=True)]
 
     @property
     def begins(self) -> bool:
@@ -115,7 +109,7 @@ class LayerMajor:
     def step(self, cache: Any) -> bool:
         """The next chunk through the next layer, whose cache this is. True if that ends the layer."""
         at = self.chunk
-        out = run(self.parts[self.layer], self._hidden[at], [cache], self._where[at], self._inputs[at])
+        out = run(self.parts[self.layer], self._hidden[at], [cache], self._inputs[at])
         evaluate([cache], out)
         if out is not None:
             self._hidden[self.chunk] = out

@@ -8,15 +8,11 @@ import platform
 import mlx.core as mx
 import msgspec
 
-from fleetd import limits
 from fleetd.control.model_facts import ModelShape
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import Arithmetic
-from fleetd.engine.shared_prefill.fingerprint import arithmetic, probe
+from fleetd.engine.shared_prefill.fingerprint import arithmetic
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
-from fleetd.engine.sparse_prefill import sparse
-from fleetd.engine.sparse_prefill.rope import install
-from fleetd.errors import ModelUnsupported
 
 # Once at the end, as they were before the last chunk, and at a split's places.
 _STATES = 2
@@ -31,22 +27,16 @@ class Sharable(msgspec.Struct, frozen=True):
     def of(
         cls, stage: Stage, device: str, versions: dict[str, str], known: Arithmetic | None = None
     ) -> Sharable:
-        """Costs about a short chunk of prefill: a fingerprint of every layer is computed. Wraps its ropes.
+        """Costs about a short chunk of prefill: a fingerprint of every layer is computed.
 
         ``known``: what a load of the same files found on this device; then nothing is computed.
         """
         layout = KvLayout.of(stage)
         states = _STATES if layout.keeps_states(range(stage.first, stage.prefilling.last)) else 0
-        if known is not None:
-            if not known.sparse:
-                install(stage.weights)
-            return cls(stage, layout, msgspec.structs.replace(known, states=states))
-        found = arithmetic(
+        found = known or arithmetic(
             stage, layout, device=device, accelerator=accelerator_name(device), versions=versions
         )
-        return cls(
-            stage, layout, msgspec.structs.replace(found, sparse=_not_sparse(stage, layout), states=states)
-        )
+        return cls(stage, layout, msgspec.structs.replace(found, states=states))
 
     @property
     def any_chunks(self) -> bool:
@@ -65,21 +55,6 @@ class Sharable(msgspec.Struct, frozen=True):
             layer_bytes=stage.layer_bytes,
             any_chunks=self.any_chunks,
         )
-
-
-def _not_sparse(stage: Stage, layout: KvLayout) -> str:
-    """Why these layers help with whole prompts only; "" if tokens may be left out."""
-    if whole := stage.architecture.whole:
-        return f"Every token of a prompt is computed: {whole}."
-    if layout.keeps_states(range(stage.first, stage.prefilling.last)):
-        # Their rows are sent as they lie, which while there are gaps says nothing of positions.
-        return "It has sliding windows, which are shared for whole prompts only."
-    hidden = probe(layout)
-    try:
-        sparse.check(stage.weights, lambda at, caches: stage.run(hidden[:, at], caches), stage.make_caches)
-    except ModelUnsupported as error:
-        return error.message[: limits.CARD_TEXT_CHARS]
-    return ""
 
 
 def accelerator_name(device: str) -> str:

@@ -29,7 +29,6 @@ from fleetd.engine.sequence_state.agreement import alike, same
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import assembled, parts
 from fleetd.engine.shared_prefill import passes
-from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.errors import PeerWrong
 
 # Keys and values (1, heads, count, width) of some tokens, for each cache of a layer; None where it has no row
@@ -84,17 +83,16 @@ class Probe:
     parts: Sequence[Stage]
     hidden: mx.array
     count: int
-    where: Sequence[int] | None = None
     inputs: PassInputs | None = None
     rows: list[Rows] = field(default_factory=list)
     # Layers that are compared.
     settled: int = 0
 
     @classmethod
-    def of(cls, rank: int, parts: Sequence[Stage], slots: Slots, first: range) -> Self:
-        tokens, where = slots.tokens(first), slots.where(first)
+    def of(cls, rank: int, parts: Sequence[Stage], prompt: mx.array, first: range) -> Self:
+        tokens = prompt[:, first.start : first.stop]
         hidden, inputs = parts[0].embed(tokens), parts[0].inputs(tokens, first.start)
-        return cls(rank, parts, hidden, len(first), where, inputs)
+        return cls(rank, parts, hidden, len(first), inputs)
 
     def made(self, cache: Any) -> tuple[mx.array, ...] | None:
         """What is compared of one of a layer's caches; None for nothing."""
@@ -117,7 +115,7 @@ class Probe:
         """The next layer, after the tokens that its ``caches`` hold."""
         part = self.parts[len(self.rows)]
         cache = assembled(part.empty[0], caches)
-        out = passes.run(part, self.hidden, [cache], self.where, self.inputs)
+        out = passes.run(part, self.hidden, [cache], self.inputs)
         rows = [self.made(one) for one in caches]
         mx.eval([x for x in rows if x is not None], [] if out is None else out)
         self.rows.append(rows)

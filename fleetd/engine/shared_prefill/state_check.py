@@ -23,7 +23,6 @@ from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.shapes import RunningShape
 from fleetd.engine.shared_prefill.frame_payloads import States
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
-from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import Probe, Rows, one_of
 from fleetd.engine.streams.frames import Frame, Kind
 from fleetd.plan.prefill.split import Split
@@ -59,7 +58,7 @@ class HomeStates(Protocol):
     stage: Stage
     layout: KvLayout
     split: Split
-    slots: Slots
+    prompt: mx.array  # (1, T)
     snapshots: Snapshots
 
     def owner(self, rank: int, layer: int) -> int:
@@ -159,4 +158,4 @@ def known_chunk(
         # Only rows are compared, and those of tokens further on rest less on the states that were sent.
         tokens = tokens[: limits.SHARE_SPOT_TOKENS]
     parts = [work.stage.part(layer, layer + 1) for layer in layers]
-    return StateProbe.of(rank, parts, work.slots, tokens), KnownChunk(work, tokens)
+    return StateProbe.of(rank, parts, work.prompt, tokens), KnownChunk(work, tokens)

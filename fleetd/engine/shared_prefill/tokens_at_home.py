@@ -9,6 +9,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
+
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import kind_of
@@ -16,7 +18,6 @@ from fleetd.engine.shared_prefill import passes
 from fleetd.engine.shared_prefill.frame_payloads import LayersArrived, Place
 from fleetd.engine.shared_prefill.home_part import HomePart, LaterProbe
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
-from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import Probe, Rows
 from fleetd.engine.streams.frames import Frame, Kind
 from fleetd.plan.prefill.split import Split
@@ -28,10 +29,10 @@ class TokensAtHome(HomePart):
     checked_first = False
 
     def __init__(
-        self, stage: Stage, layout: KvLayout, split: Split, slots: Slots, prefix: Sequence[Any] | None
+        self, stage: Stage, layout: KvLayout, split: Split, prompt: mx.array, prefix: Sequence[Any] | None
     ) -> None:
-        super().__init__(stage, layout, split, slots, prefix)
-        self._major = passes.LayerMajor(stage, slots, split.chunks_of(split.helpers))
+        super().__init__(stage, layout, split, prompt, prefix)
+        self._major = passes.LayerMajor(stage, prompt, split.chunks_of(split.helpers))
         self._cut = split.tokens_of(split.helpers).start
         # Frames that arrived of each helper, in order, and layers that have arrived of all.
         self._frames = [0] * split.helpers

@@ -10,7 +10,7 @@ keys of all others are masked. It is lossy and never becomes a part of a dense p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,6 @@ HEAD_TOKENS = 1
 TAIL_TOKENS = 8
 # For the checks at load: positions far enough apart that a wrong one cannot pass, one per token.
 _CHECK_POSITIONS = (0, 1, 2, 7, 30, 63, 64, 257, 500, 1023)
-# With the one after them.
-CHECK_TOKENS = len(_CHECK_POSITIONS) + 1
 # On a GPU another kernel may round otherwise; a wrong position is off by far more than this share.
 _GPU_ROUNDING = 0.03
 
@@ -67,14 +65,7 @@ class SparsePrefiller:
         a dense prompt, so these must be the prompt's first tokens."""
         if cached >= len(kept) or not (sparse or kept[:cached] == list(range(cached))):
             raise ValueError("a cached prefix with dropped tokens")
-        return cls.after(model, tokens, kept, as_sparse(prefix or make_prompt_cache(model)), cached)
-
-    @classmethod
-    def after(
-        cls, model: Any, tokens: list[int], kept: list[int], caches: list[Any], done: int
-    ) -> SparsePrefiller:
-        """``caches`` are sparse ones of the first ``done`` kept tokens."""
-        prefiller = cls(model, tokens, kept, caches, done)
+        prefiller = cls(model, tokens, kept, as_sparse(prefix or make_prompt_cache(model)), cached)
         prefiller._land()
         return prefiller
 
@@ -154,54 +145,39 @@ class Sparse(msgspec.Struct, frozen=True):
 
 
 def _check_model(model: Any) -> None:
-    tokens = mx.array([[1 + i % 7 for i in range(CHECK_TOKENS)]])
-    check(model, lambda at, caches: model(tokens[:, at], cache=caches), lambda: make_prompt_cache(model))
-
-
-def check(
-    layered: Any, run: Callable[[slice, list[Any]], mx.array], empty: Callable[[], Sequence[Any]]
-) -> None:
-    """Each layer's rope gives a token at any position what it natively has there, and a prompt of which
-    everything is kept gives what it gives without any of this, the next token too.
-
-    Args:
-        layered: has the ``layers``, whose ropes are wrapped.
-        run: computes a slice of some ``CHECK_TOKENS`` tokens with caches like ``empty``'s.
+    """Wrap the ropes. Check that each gives a token at any position what it natively has there, and that a
+    prompt of which everything is kept gives what it gives without any of this, the next token too.
 
     Raises ModelUnsupported.
     """
     try:
-        ropes = install(layered)
+        ropes = install(model)
         if not ropes:
             raise ModelUnsupported("Its layers have no rotary positions to set.")
-        _check(ropes, run, empty)
+        _check(model, ropes)
     except ModelUnsupported:
         raise
     except Exception as error:
         raise ModelUnsupported(f"Setting positions failed ({type(error).__name__}: {error}).") from error
 
 
-def _check(
-    ropes: Sequence[PosRoPE],
-    run: Callable[[slice, list[Any]], mx.array],
-    empty: Callable[[], Sequence[Any]],
-) -> None:
+def _check(model: Any, ropes: Sequence[PosRoPE]) -> None:
     seen: dict[int, mx.array] = {}
 
     def look(number: int, before: mx.array, _: mx.array) -> None:
         seen.setdefault(number, before)
 
     n = len(_CHECK_POSITIONS)
-    prompt, next_token = slice(0, n), slice(n, n + 1)
-    dense = list(empty())
-    expected = run(prompt, dense)
-    sparse = [sparse_cache(layer) for layer in empty()]
+    tokens = mx.array([[1 + i % 7 for i in range(n + 1)]])
+    dense = make_prompt_cache(model)
+    expected = model(tokens[:, :n], cache=dense)
+    sparse = [sparse_cache(layer) for layer in make_prompt_cache(model)]
     for layer in sparse:
         layer.expect(list(range(n)))
         # As if there were gaps.
         layer.offset = RopeOffset(0, mx.arange(n))
     with watched(ropes, look):
-        whole = run(prompt, sparse)
+        whole = model(tokens[:, :n], cache=sparse)
     _expect(whole, expected, "a prompt kept whole")
     positions = mx.array(_CHECK_POSITIONS)
     for rope in ropes:
@@ -209,7 +185,8 @@ def _check(
             alone = [rope(x[:, :, i : i + 1], p) for i, p in enumerate(_CHECK_POSITIONS)]
             _expect(rope(x, RopeOffset(0, positions)), mx.concatenate(alone, axis=2), f"layer {rope.layer}")
     # As the batch decodes it.
-    after = [run(next_token, batches.merged([caches])) for caches in (dense, [c.finished(n) for c in sparse])]
+    ended = dense, [each.finished(n) for each in sparse]
+    after = [model(tokens[:, n:], cache=batches.merged([caches])) for caches in ended]
     _expect(after[1], after[0], "the token after it")
 
 

@@ -148,11 +148,6 @@ class _SparseRows(Rows):
 register(SparseKV, _SparseRows())
 
 
-def row_cache(*, sparse: bool) -> KVCache:
-    """An empty cache of rows. ``sparse``: for tokens at positions of their own."""
-    return SparseKV() if sparse else KVCache()
-
-
 def sparse_cache(empty_or_prefix: Any) -> SparseKV | SparseWindow:
     """The sparse kind of a dense cache, which may hold a prefix. Raises TypeError for other kinds."""
     if type(empty_or_prefix) is KVCache:

@@ -55,8 +55,6 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     # The probe's verdict, whether drafts can be verified there without changing a byte
     # (``engine.protocol.Ready.speculation``); "" while it is not loaded.
     exactness: Text = ""
-    # Whether what is loaded helps with prompts of which tokens are left out.
-    sparse: bool = False
     # Seconds that a load of it takes there; 0 if unknown.
     load_s: Rate = 0.0
     # "ready" if prompts can be scored with it at once, "unable" if they never can; "unmeasured" or "" before

@@ -110,8 +110,6 @@ def _refusal(prompt: PrefillSize, machine: HelperSpec) -> Refusal | None:
         return Refusal("unshareable", prompt.shape.unshareable)
     if machine.refusal is not None:
         return machine.refusal
-    if prompt.prompt_span and not machine.sparse:
-        return Refusal("sparse", f"{machine.name} helps with whole prompts only.")
     if new < limits.SHARE_LEAST_TOKENS:
         least = limits.SHARE_LEAST_TOKENS
         return Refusal("short", f"{new} new tokens are computed sooner than shared; {least} are the least.")
@@ -175,7 +173,6 @@ def _option(
             cached=prompt.cached,
             tokens=prompt.tokens,
             chunk=found.chunk,
-            prompt_span=prompt.prompt_span,
             places=prompt.places,
         ),
         chain,

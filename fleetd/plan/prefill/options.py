@@ -27,10 +27,9 @@ class HelperSpec(msgspec.Struct, frozen=True):
     ``load_s``: how long loading the model takes, if it is not loaded. ``room_bytes``: for this prompt's keys
     and values, and for the weights if they are not loaded. ``running``: its other requests. ``exact``: its
     bytes equal those of the machine that answers. ``modelled``: ``speed`` comes from the chip's published
-    figures. ``doubtful``: as measured, it may be wrong. ``sparse``: it helps with prompts of
-    which tokens are left out. ``first_token_s``: how long the machine that answers decodes the prompt's last
-    token. ``held``: the only layers [first, last) that are loaded; None if all are, or none. ``refusal``: why
-    it cannot be asked, whatever it could do.
+    figures. ``doubtful``: as measured, it may be wrong. ``first_token_s``: how long the machine that answers
+    decodes the prompt's last token. ``held``: the only layers [first, last) that are loaded; None if all are,
+    or none. ``refusal``: why it cannot be asked, whatever it could do.
     """
 
     node_id: str
@@ -47,7 +46,6 @@ class HelperSpec(msgspec.Struct, frozen=True):
     held: Part | None = None
     refusal: Refusal | None = None
     first_token_s: float = 0.0
-    sparse: bool = True
 
 
 class Load(msgspec.Struct, frozen=True):

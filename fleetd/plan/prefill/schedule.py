@@ -27,7 +27,7 @@ from fleetd import limits
 from fleetd.control.model_facts import ModelShape
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import HelperSpec
-from fleetd.plan.prefill.split import Split, SplitKind
+from fleetd.plan.prefill.split import TOKEN_BYTES, Split, SplitKind
 
 # Round trips before anything is computed: question and offer, Go, a connection, its first sealed frame.
 SETUP_ROUND_TRIPS = 4
@@ -36,7 +36,6 @@ SETUP_S = 0.02
 # Of a layer's time, what the model's last one takes in a prefill: only its keys and values are needed, whose
 # products are 6 % of a layer's weights in SmolLM2-135M; norm and positions come on top.
 LAST_LAYER = 0.1
-_TOKEN_BYTES = 4
 
 
 def share_of(layers: range, total: int, last_layer: float = LAST_LAYER) -> float:
@@ -57,8 +56,6 @@ class PrefillSize(msgspec.Struct, frozen=True):
     chunk: int
     # No other size of chunk may be used.
     exact_chunks: bool = False
-    # As in ``Split``, if tokens are left out; only kept tokens cost anything.
-    prompt_span: int = 0
     # The time of the last layer, as a share of another layer's (``LAST_LAYER``).
     last_layer: float = 1.0
     # As in ``Split``.
@@ -201,10 +198,8 @@ class Chain:
         """Time to send the tokens, and the rows of cached tokens, to all helpers at once."""
         prompt, all_bytes, slowest_s = self._prompt, 0.0, 0.0
         for helper, share in zip(self._helpers, shares, strict=True):
-            # If tokens are left out, each kept token is sent with its position.
-            token_bytes = _TOKEN_BYTES * (2 if prompt.prompt_span else 1)
             kept = prompt.shape.sizes.of(prompt.cached) if prompt.cached else 0
-            n_bytes = token_bytes * prompt.tokens + kept * share
+            n_bytes = TOKEN_BYTES * prompt.tokens + kept * share
             all_bytes += n_bytes
             slowest_s = max(slowest_s, helper.link.seconds(n_bytes) + helper.link.one_way_s)
         return max(slowest_s, self._port.seconds(all_bytes))

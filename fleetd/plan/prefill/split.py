@@ -21,6 +21,8 @@ SplitKind = Literal["layers", "tokens"]
 # Layers, or what else is divided, [first, last).
 Part = tuple[int, int]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+# Of a token's id, an int32.
+TOKEN_BYTES = 4
 
 
 class Split(msgspec.Struct, frozen=True):
@@ -28,10 +30,6 @@ class Split(msgspec.Struct, frozen=True):
 
     The part of the last machine, which answers, may be empty: then all of the prefill is done elsewhere.
     New tokens are [cached, tokens); ``tokens`` is the prompt without its last one, which decoding computes.
-
-    If tokens of the prompt are left out, only the kept ones are counted, by their rows in the caches.
-    ``prompt_span`` is then the value of ``tokens`` for the whole prompt, and each token is sent with its
-    position, which is below ``prompt_span``. 0: all tokens are kept, and a token's row is its position.
 
     ``places``: numbers of tokens, ascending, after which the machine that answers would keep what cannot be
     cut at a token. A chunk ends at each, so that chunks are those of a prefill without helpers. At the last
@@ -44,14 +42,8 @@ class Split(msgspec.Struct, frozen=True):
     cached: _Count
     tokens: _Count
     chunk: Annotated[int, Meta(ge=1, le=2**20)]
-    prompt_span: _Count = 0
     places: Annotated[tuple[_Count, ...], Meta(max_length=limits.CHECKPOINTS_PER_PROMPT)] = ()
     sent: Annotated[int, Meta(ge=0, le=limits.CHECKPOINTS_PER_PROMPT)] = 0
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of an id and, if tokens are left out, a position: int32 each."""
-        return 8 if self.prompt_span else 4
 
     @property
     def machines(self) -> int:
@@ -70,7 +62,7 @@ class Split(msgspec.Struct, frozen=True):
         return _RULES[self.kind].layers_of(self, machine)
 
     def tokens_of(self, machine: int) -> range:
-        """Tokens that a machine computes, by their rows."""
+        """Tokens that a machine computes."""
         return _RULES[self.kind].tokens_of(self, machine)
 
     def chunks_of(self, machine: int) -> list[range]:
@@ -170,10 +162,8 @@ def checked(split: Split) -> Split:
         raise InvalidValue(f"{split.kind} cut at {split.cuts} do not divide {first} to {last}.")
     if split.cached >= split.tokens:
         raise InvalidValue("Nothing of this prompt is left to prefill.")
-    if split.prompt_span and split.prompt_span <= split.tokens:
-        raise InvalidValue(f"{split.tokens} tokens of {split.prompt_span} are kept: nothing is left out.")
     between = all(a < b for a, b in itertools.pairwise((split.cached, *split.places, split.tokens)))
-    if split.places and (split.prompt_span or not between or split.sent > len(split.places)):
+    if split.places and (not between or split.sent > len(split.places)):
         raise InvalidValue(f"States at {split.places}, {split.sent} of them sent, are not of this prompt.")
     inner = split.cuts[:-1] if rules.cut_between_chunks else ()
     if any((cut - split.cached) % split.chunk and cut != split.tokens for cut in inner):
@@ -181,14 +171,14 @@ def checked(split: Split) -> Split:
     return split
 
 
-def prefix_hashes(tokens: bytes, ends: Sequence[int], *, width: int = 4) -> dict[int, bytes]:
+def prefix_hashes(tokens: bytes, ends: Sequence[int]) -> dict[int, bytes]:
     """An 8-byte hash of the tokens before each of the ascending ``ends``.
 
     Args:
-        tokens: ``width`` bytes each, little endian. Rolling: the whole prompt is hashed once.
+        tokens: ``TOKEN_BYTES`` each, little endian. Rolling: the whole prompt is hashed once.
     """
     found, state, at = {}, hashlib.sha256(), 0
     for end in ends:
-        state.update(tokens[at * width : end * width])
+        state.update(tokens[at * TOKEN_BYTES : end * TOKEN_BYTES])
         found[end], at = state.copy().digest()[:8], end
     return found

@@ -309,9 +309,7 @@ class Placer:
                 correction=spec.speed.token_s / chain[0].speed.token_s,
                 kv_bytes=kv_bytes,
             ),
-            planner_facts.prompt(
-                shape, ask.prompt_tokens, cached, MEASURED_TOKENS, kept=kept, sparse=_not_sparse(facts)
-            ),
+            planner_facts.prompt(shape, ask.prompt_tokens, cached, MEASURED_TOKENS, kept=kept),
             spec,
             tuple(helpers),
             self._members.last_prefill.get(model.name) if member.here else None,
@@ -434,11 +432,6 @@ def no_machine(name: str, ways: Ways, why: FleetError | None = None, *, tried: b
         hint="`fleetctl peers` shows what each machine has.",
         param="model",
     )
-
-
-def _not_sparse(facts: Ready | None) -> str:
-    """Why the engine shares no prompts of which tokens are left out; "" if it does, or is not loaded here."""
-    return facts.arithmetic.sparse if facts is not None and facts.arithmetic is not None else ""
 
 
 def alike(own: Card, other: Card, model: str) -> bool:

@@ -38,7 +38,6 @@ def prompt(
     chunk: int,
     *,
     kept: int = 0,
-    sparse: str = "",
     places: Sequence[int] = (),
     states: int = 0,
 ) -> PrefillSize:
@@ -46,21 +45,21 @@ def prompt(
 
     Args:
         kept: how many of them are computed, if tokens are left out; else 0.
-        sparse: why no machine helps with a prompt of which tokens are left out; "" if one may.
         places: after which a chunk ends, and at the last ``states`` of which states may be kept.
     """
     prefilled = max(0, (kept or tokens) - 1)
     if kept and not shape.unshareable:
-        shape = replace(shape, unshareable=sparse)
+        shape = replace(
+            shape, unshareable="A prompt that sparse prefill has cut is prefilled by one machine."
+        )
     return PrefillSize(
         shape,
         tokens=prefilled,
         cached=min(cached, prefilled),
         chunk=max(1, chunk),
         exact_chunks=not shape.any_chunks,
-        prompt_span=tokens - 1 if kept else 0,
         last_layer=LAST_LAYER,
-        places=() if kept else tuple(places),
+        places=tuple(places),
         states=states,
     )
 
@@ -182,8 +181,6 @@ def helper(member: Member, own: ModelCard, pace: float = 1.0, link: LinkSpeed | 
         modelled=is_modelled,
         doubtful=known.speed.doubtful,
         held=part if known.state != "loaded" else None,
-        # A machine that has not loaded the model cannot know yet.
-        sparse=known.sparse or not loaded,
         refusal=refusal,
     )
 

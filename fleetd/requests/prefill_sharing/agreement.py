@@ -123,10 +123,8 @@ class Agreement:
             helper.offer = offer = messages.decode(await require_message(helper.stream), messages.AssistOffer)
             if (offer.input is None) != (helper.rank == 0):
                 raise ProtocolError(f"{helper.name} expects streams that this split does not have.")
-            layers, sparse = terms.split.layers_of(helper.rank), bool(terms.split.prompt_span)
-            return compare(
-                terms.arithmetic, offer.arithmetic, layers, own_chunks=terms.own_chunks, sparse=sparse
-            )
+            layers = terms.split.layers_of(helper.rank)
+            return compare(terms.arithmetic, offer.arithmetic, layers, own_chunks=terms.own_chunks)
 
     async def _connect(self) -> None:
         split = self._terms.split
@@ -197,15 +195,12 @@ def _blaming(helper: AgreedHelper) -> Iterator[None]:
 # ---- Compared before anything is computed ---------------------------------------------------------------
 
 
-def compare(
-    home: Arithmetic, helper: Arithmetic, layers: range, *, own_chunks: bool, sparse: bool = False
-) -> bool:
+def compare(home: Arithmetic, helper: Arithmetic, layers: range, *, own_chunks: bool) -> bool:
     """True if the helper computes for ``layers`` the bytes that home would; False if it rounds otherwise.
 
     Args:
         layers: those that the helper is to compute.
         own_chunks: the split cuts the prompt into the chunks that home would use alone.
-        sparse: tokens of the prompt are left out.
 
     Raises Incompatible, naming the field, if home could not use the helper's rows. Both ends compare, each
     with what the other said of itself, so neither depends on the other's care.
@@ -215,8 +210,6 @@ def compare(
     _same("mlx-lm", home.versions.get("mlx-lm", ""), helper.versions.get("mlx-lm", ""))
     # Between forms, frames would come that are not due.
     _same("states", str(home.states), str(helper.states))
-    if sparse and helper.sparse:
-        raise Incompatible(f"The helper cannot leave out tokens of a prompt. {helper.sparse}", param="sparse")
     missing = [layer for layer in layers if _of(helper, layer) is None]
     if missing:
         raise Incompatible(f"Layer {missing[0]} is not among those that the helper holds.", param="layers")
@@ -241,8 +234,8 @@ def checked_split(split: Split, *, layers: int, context_tokens: int, rank: int |
         raise ProtocolError(f"A split that makes no sense: {error.message}") from None
     if split.layers != layers:
         raise ProtocolError(f"A split of {split.layers} layers; the model has {layers}.")
-    if (longest := max(split.tokens, split.prompt_span)) >= context_tokens:
-        raise ProtocolError(f"A split of {longest} tokens; the model takes {context_tokens}.")
+    if split.tokens >= context_tokens:
+        raise ProtocolError(f"A split of {split.tokens} tokens; the model takes {context_tokens}.")
     if rank is not None and not 0 <= rank < split.helpers:
         raise ProtocolError(f"Rank {rank} is none of the {split.helpers} helpers'.")
     return split

@@ -241,8 +241,6 @@ class SharingRun:
             accepted.prompt_tokens,
             accepted.cached,
             accepted.chunk,
-            kept=accepted.kept,
-            sparse=facts.arithmetic.sparse if facts.arithmetic is not None else "",
             places=accepted.places,
             states=accepted.states,
         )

@@ -111,7 +111,7 @@ def decode(body: bytes, kind: type[_T]) -> _T:
 
 def _check_arithmetic(arithmetic: Arithmetic) -> None:
     """Its struct is the worker's too, which needs no bounds."""
-    texts = [arithmetic.accelerator, arithmetic.dtype, arithmetic.sparse]
+    texts = [arithmetic.accelerator, arithmetic.dtype]
     texts += [*arithmetic.versions, *arithmetic.versions.values()]
     if (
         len(arithmetic.versions) > _VERSIONS

@@ -68,7 +68,7 @@ class AssistServer:
             checked_split(
                 split, layers=facts.shape.layers, context_tokens=facts.shape.context_tokens, rank=rank
             )
-            compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True, sparse=bool(split.prompt_span))
+            compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True)
             job = own_id(ask.id)
             async with aclosing(engine.assist(AssistPrefill(job, split, rank))) as events:
                 if not isinstance(await anext(events, None), Accepted):
