@@ -90,7 +90,7 @@ def test_where_bytes_must_be_equal_one_changed_bit_of_a_state_is_found(
     make_machines: Callable[..., TwoMachines],
 ) -> None:
     machines = make_machines(*of_kind("qwen3_5"))
-    machines.here.scheduler._stored.sharable = SimpleNamespace(any_chunks=True)  # type: ignore[assignment]
+    machines.here.scheduler._beginnings.sharable = SimpleNamespace(any_chunks=True)  # type: ignore[assignment]
 
     def one_bit(number: int, part: int, parts: int, buffer: memoryview) -> None:
         if number == WHOLE + 1 and part == parts - 1:

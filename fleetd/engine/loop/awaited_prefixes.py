@@ -17,10 +17,10 @@ import mlx.core as mx
 
 from fleetd import limits
 from fleetd.engine.failures import require
+from fleetd.engine.loop.phases import Phase
 from fleetd.engine.loop.sequence import AwaitedPrefix, ScheduledSequence
 from fleetd.engine.prefixes.prefix_cache import DENSE, SPARSE, Hit, PrefixCache
 from fleetd.engine.sequence_state.rollback import can_go_back, prefix_copy
-from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 
 
 class AwaitedPrefixes:
@@ -39,15 +39,18 @@ class AwaitedPrefixes:
         awaited = self._leader(sequence)
         return awaited is not None and sequence.slots - 1 - awaited.tokens < limits.SHARE_LEAST_TOKENS
 
-    def admitted(self, sequence: ScheduledSequence) -> None:
-        """Let a prompt that has not begun wait for its leader, or begin at once from what that has. Nothing
-        happens where it has none, or the prefix cache has as much."""
+    def follow(self, sequence: ScheduledSequence) -> bool:
+        """Let a prompt that has not begun wait for its leader, or begin at once from what that has. False if
+        it has none, or the prefix cache has as much."""
         awaited = self._leader(sequence)
-        if awaited is None or awaited.tokens - self._cached(sequence) < limits.FOLLOW_LEAST_TOKENS:
-            return
-        sequence.awaited, sequence.prefill_interleaved = awaited, True
+        cached = sequence.longest_in(self._prefix)
+        if awaited is None or awaited.tokens - cached < limits.FOLLOW_LEAST_TOKENS:
+            return False
+        sequence.prefill_interleaved = True
         if awaited.leader.computed >= awaited.tokens:
-            self._take(sequence, awaited.tokens)
+            return self._copied(sequence, awaited, awaited.tokens)
+        sequence.move(Phase.FOLLOWING, awaited=awaited)
+        return True
 
     def leads(self, sequence: ScheduledSequence) -> bool:
         """True if another prompt waits for this one."""
@@ -61,26 +64,25 @@ class AwaitedPrefixes:
         """Copies for those that would be passed by the next chunk, where the cache cannot go back to them."""
         end = min(leader.computed + chunk, leader.slots - 1)
         for sequence, awaited in self._waiting_for(leader):
-            if end > awaited.tokens and not _with_help(leader) and not can_go_back(_cache(leader)):
-                self._take(sequence, leader.computed)
+            if end > awaited.tokens and leader.shared is None and not can_go_back(_cache(leader)):
+                self._go_on(sequence, awaited, leader.computed)
 
     def after_step(self, leader: ScheduledSequence) -> None:
         """Copies for those whose beginning is computed."""
         for sequence, awaited in self._waiting_for(leader):
             if leader.namespace != DENSE:
-                sequence.awaited = None  # another accelerator had a part in it
+                sequence.move(Phase.READING)  # another accelerator had a part in it
             elif leader.computed >= awaited.tokens:
-                self._take(sequence, awaited.tokens)
+                self._go_on(sequence, awaited, awaited.tokens)
 
-    def ended(self, leader: ScheduledSequence, *, intact: bool) -> None:
+    def end(self, leader: ScheduledSequence, *, intact: bool) -> None:
         """The leader's prefill ends before its time. ``intact``: what it computed is right."""
-        followers = [sequence for sequence, _ in self._waiting_for(leader)]
-        if followers and intact and leader.computed and leader.namespace == DENSE:
-            self._take(followers[0], leader.computed)
-        for sequence in followers:
-            sequence.awaited = None
-            if sequence.prefiller is None:
-                self.admitted(sequence)
+        intact = intact and leader.namespace == DENSE
+        for number, (sequence, awaited) in enumerate(self._waiting_for(leader)):
+            if intact and number == 0 and self._copied(sequence, awaited, leader.computed):
+                continue
+            if not self.follow(sequence):
+                sequence.move(Phase.READING)
 
     def validate(self) -> None:
         """Check that each leader is still there."""
@@ -93,57 +95,50 @@ class AwaitedPrefixes:
         best: AwaitedPrefix | None = None
         least = limits.FOLLOW_LEAST_TOKENS
         for other in itertools.takewhile(lambda other: other is not sequence, self._prefilling):
-            if _scored(sequence) or _scored(other) or other.namespace != DENSE:
+            if sequence.scores_prompt or other.scores_prompt or other.namespace != DENSE:
                 continue
             common = _common(other.slot_tokens, sequence.slot_tokens)
             tokens = min(common, sequence.slots - 1, other.slots - 1)
             # What helpers compute is complete at the end only.
-            whole = not _with_help(other) or other.slots - 1 - tokens < limits.SHARE_LEAST_TOKENS
+            helped = other.phase is Phase.OFFERED or other.shared is not None
+            whole = not helped or other.slots - 1 - tokens < limits.SHARE_LEAST_TOKENS
             if whole and tokens >= least:
                 best, least = AwaitedPrefix(other, tokens), tokens + 1
         return best
 
-    def _cached(self, sequence: ScheduledSequence) -> int:
-        """Tokens of a prompt that the prefix cache has."""
-        return sequence.longest_in(self._prefix)
+    def _go_on(self, sequence: ScheduledSequence, awaited: AwaitedPrefix, tokens: int) -> None:
+        """Read a prompt that has waited, from a copy of its leader's KV if that can be made."""
+        if not self._copied(sequence, awaited, tokens):
+            sequence.move(Phase.READING)
 
-    def _take(self, sequence: ScheduledSequence, tokens: int) -> None:
-        """Begin a prompt from a copy of its leader's KV; without it where that cannot be made.
+    def _copied(self, sequence: ScheduledSequence, awaited: AwaitedPrefix, tokens: int) -> bool:
+        """Begin a prompt from a copy of its leader's KV. False if that cannot be made.
 
         Args:
             tokens: so many if the two have so many in common.
         """
-        awaited, sequence.awaited = sequence.awaited, None
-        if awaited is None or awaited.leader.prefiller is None or not tokens:
-            return
+        if awaited.leader.prefiller is None or not tokens:
+            return False
         # A leader that begins with a longer hit in the prefix cache is past the end of what they share.
         tokens = min(tokens, awaited.tokens)
         try:
             cache = prefix_copy(_cache(awaited.leader), tokens, awaited.leader.computed)
             if cache is None:
-                return
+                return False
             mx.eval([layer.state for layer in cache])
         except Exception:
             # The leader must not fail of it; if memory is short, the prompt's own prefill will say so.
-            return
+            return False
         namespace, origins = DENSE if sequence.kept is None else SPARSE, awaited.leader.origins
         hit = Hit(tokens, cache, namespace, origins=origins)
         sequence.begin_from(self._model, hit, self._prefix.state_bytes)
+        return True
 
     def _waiting_for(self, leader: ScheduledSequence) -> list[tuple[ScheduledSequence, AwaitedPrefix]]:
         return [(s, s.awaited) for s in self._prefilling if s.awaited and s.awaited.leader is leader]
 
     def _shortest(self, sequence: ScheduledSequence) -> int:
         return min([sequence.slots, *(self._shortest(waiting) for waiting, _ in self._waiting_for(sequence))])
-
-
-def _scored(sequence: ScheduledSequence) -> bool:
-    """True for a prompt whose own probabilities are wanted: it computes all of its tokens."""
-    return sequence.prepared.request.echo and sequence.logprobs is not None
-
-
-def _with_help(sequence: ScheduledSequence) -> bool:
-    return sequence.undecided is not None or isinstance(sequence.prefiller, SharedPrefill)
 
 
 def _cache(sequence: ScheduledSequence) -> list[Any]:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from fleetd import limits
 from fleetd.engine.loop.awaited_prefixes import AwaitedPrefixes
+from fleetd.engine.loop.phases import Phase
 from fleetd.engine.loop.sequence import ScheduledSequence
-from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 
 
 class LeftPrompts:
@@ -26,7 +26,7 @@ class LeftPrompts:
 
     def keep(self, sequence: ScheduledSequence) -> bool:
         """Its client leaves. True if it is read on; then it has ``left_s``."""
-        if not _with_help(sequence) or self._others(sequence):
+        if sequence.shared is None or self._others(sequence):
             return False
         sequence.left_s = time.monotonic()
         return True
@@ -43,15 +43,11 @@ class LeftPrompts:
         return [
             each
             for each in self.all
-            if not _with_help(each)
+            if each.shared is None
             or self._others(each)
             or (each.left_s < latest_s and not self._awaited.leads(each))
         ]
 
     def _others(self, sequence: ScheduledSequence) -> bool:
-        others = (each for each in self._prefilling if each is not sequence and each.awaited is None)
-        return self._busy() or any(others)
-
-
-def _with_help(sequence: ScheduledSequence) -> bool:
-    return isinstance(sequence.prefiller, SharedPrefill)
+        others = (each.phase for each in self._prefilling if each is not sequence)
+        return self._busy() or any(phase is not Phase.FOLLOWING for phase in others)

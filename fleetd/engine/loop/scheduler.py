@@ -18,26 +18,22 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.cache.write_behind import WriterFigures
-from fleetd.engine.answer.logprobs import PromptLogprobs
 from fleetd.engine.failures import failed, require
 from fleetd.engine.layers.prefill import Prefiller
-from fleetd.engine.loop.awaited_prefixes import AwaitedPrefixes
+from fleetd.engine.loop.beginnings import Beginnings
 from fleetd.engine.loop.compute_loop import ComputeLoop
 from fleetd.engine.loop.decoding import Decoding
 from fleetd.engine.loop.inbox import Item
 from fleetd.engine.loop.left_prompts import LeftPrompts
+from fleetd.engine.loop.phases import BEFORE_DECODING, Phase
 from fleetd.engine.loop.sequence import ScheduledSequence, new_sequence
-from fleetd.engine.loop.shared_prompts import SharedPrompts
-from fleetd.engine.loop.stored_beginnings import StoredBeginnings
 from fleetd.engine.measure.chunk_size import Chunks
 from fleetd.engine.prefixes.disk_tier import DiskTier
 from fleetd.engine.prefixes.prefix_cache import SPARSE, Hit, PrefixCache
 from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import (
-    Accepted,
     Cancel,
     Delta,
     DraftFor,
@@ -96,7 +92,6 @@ class Scheduler(ComputeLoop):
         self._prefix_bytes = self.prefix.max_bytes
         # Streams of drafts, for and from other machines; ``streams`` has all others.
         self._draft_streams = HandedOverStreams(self.inbox.wake, eager=True)
-        self._shared = SharedPrompts(self.model, self.sharable, self.prefix, self.streams, self.emit)
         self._search = self.search or ProfileSearch(
             model=self.model, tokenizer=self.tokenizer, context_tokens=self.context_tokens
         )
@@ -115,20 +110,23 @@ class Scheduler(ComputeLoop):
         self.guests += [self._scores, self._drafts]
         if self.disk is not None:
             self.disk.wake = self.inbox.wake
-        self._stored = StoredBeginnings(
-            disk=self.disk,
+        self._waiting: list[ScheduledSequence] = []
+        self._prefilling: list[ScheduledSequence] = []
+        self._beginnings = Beginnings(
+            model=self.model,
+            prefilling=self._prefilling,
             prefix=self.prefix,
-            budget=self.budget,
+            disk=self.disk,
             sharable=self.sharable,
+            budget=self.budget,
             streams=self.streams,
             emit=self.emit,
+            chunks=self.chunks,
             chunk_tokens=lambda: self._chunk_tokens,
             wake=self.inbox.wake,
         )
-        self._waiting: list[ScheduledSequence] = []
-        self._prefilling: list[ScheduledSequence] = []
-        self._awaited = AwaitedPrefixes(self._prefilling, self.prefix, self.model)
-        self._left = LeftPrompts(self._prefilling, self._awaited, self._beside_prefill)
+        self._leaders, self._helped = self._beginnings.leaders, self._beginnings.helpers
+        self._left = LeftPrompts(self._prefilling, self._leaders, self._beside_prefill)
         self.decoding = Decoding(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -161,7 +159,13 @@ class Scheduler(ComputeLoop):
         self.budget.validate(running, [task for guests in self.guests for task in guests.ids])
         self.prefix.validate()
         self.decoding.validate(ids)
-        self._awaited.validate()
+        self._leaders.validate()
+        for sequence in known:
+            sequence.validate()
+        groups = (self._waiting, {Phase.WAITING}), (self.decoding.sequences, {Phase.DECODING})
+        for group, phases in (*groups, (self._prefilling, BEFORE_DECODING)):
+            wrong = [(each.id, each.phase.name) for each in group if each.phase not in phases]
+            require(not wrong, f"sequences are where their phase does not belong: {wrong}")
         if not running and not self._occupied:
             require(len(self.streams) == 0, "streams are left of prompts that have ended")
 
@@ -194,9 +198,7 @@ class Scheduler(ComputeLoop):
         self._admit()
         self._attach_drafts()
         for sequence in list(self._prefilling):
-            if self._stored.poll(sequence) and not sequence.accepted:
-                self._accept(sequence)
-            self._shared.poll(sequence)
+            self._beginnings.poll(sequence)
         self._prefill_turn()
         self._turn_guests(self._chunk_tokens)
 
@@ -237,22 +239,15 @@ class Scheduler(ComputeLoop):
         return bool(self._prefilling or self.decoding) or super()._occupied
 
     def _deadlines(self) -> list[float | None]:
-        restores = [s.restoring.due_s for s in self._prefilling if s.restoring is not None]
-        restores += [s.fetching.due_s for s in self._prefilling if s.fetching is not None]
-        shared = [self._shared.due_s(sequence) for sequence in self._prefilling]
-        return [*restores, *shared, *super()._deadlines()]
+        return [*map(self._beginnings.due_s, self._prefilling), *super()._deadlines()]
 
     def _take(self, item: Item) -> None:
         match item:
             case Cancel(request_id):
                 if not self._cancel_guest(request_id):
                     self._cancel(request_id)
-            case PrefillWithHelpers() | PrefillAlone():
-                self._decide(item)
-            case FetchBlocks():
-                for sequence in self._prefilling:
-                    if sequence.id == item.id and sequence.fetching is not None:
-                        sequence.fetching.decide(item)
+            case FetchBlocks() | PrefillWithHelpers() | PrefillAlone():
+                self._beginnings.decide(item.id, item)
             case ScoringLayout():
                 self._scores.begin(item)
             case DraftFor():
@@ -282,16 +277,6 @@ class Scheduler(ComputeLoop):
         self.prefix.trim(self.prefix.max_bytes)
         super()._lose(max(0, n_bytes - self._prefix_bytes))
 
-    def _decide(self, decision: PrefillWithHelpers | PrefillAlone) -> None:
-        """The daemon says how a waiting prompt is prefilled."""
-        sequence = next((s for s in self._prefilling if s.id == decision.id), None)
-        if sequence is None:
-            self.streams.drop(decision.id)
-        elif isinstance(decision, PrefillWithHelpers):
-            self._shared.share(sequence, decision)
-        else:
-            self._shared.alone(sequence, decision.reason)
-
     def _attach_drafts(self) -> None:
         """Give sequences the draft streams that came for them."""
         for request_id in self._draft_streams.jobs(DRAFTS):
@@ -315,49 +300,20 @@ class Scheduler(ComputeLoop):
         # What came in the same moment waits for its turn only.
         self._admit()
         # A prompt that must wait for memory is not offered to other machines.
-        if (
-            request.shared
-            and not self._waiting
-            and (self._fits(sequence) or self._fits_without_left(sequence))
-        ):
+        offered = request.shared and not self._waiting
+        if offered and (self._fits(sequence) or self._fits_without_left(sequence)):
             self._prefilling.append(sequence)
-            if self._awaited.covers(sequence):
-                self._awaited.admitted(sequence)
-                self._emit_accepted(sequence)
-                return
-            # How it is shared depends on what the disk has of it.
-            if not self._stored.begin(sequence):
-                self._accept(sequence)
-            return
-        self._waiting.append(sequence)
-        self._emit_accepted(sequence)
-
-    def _accept(self, sequence: ScheduledSequence) -> None:
-        """Offer an admitted prompt to other machines, or report that it is computed here."""
-        if not self._shared.accept(sequence, self.chunks.size(shared=False)):
-            if sequence.hit is None:
-                self._awaited.admitted(sequence)
-            self._emit_accepted(sequence)
-
-    def _emit_accepted(self, sequence: ScheduledSequence) -> None:
-        sequence.accepted = True
-        self.emit(
-            Accepted(
-                sequence.id,
-                len(sequence.prepared.tokens),
-                kept=len(sequence.kept or ()),
-                dense_reason=sequence.dense_reason,
-            )
-        )
+            self._beginnings.look(sequence)
+        else:
+            self._waiting.append(sequence)
+            self._beginnings.accept(sequence)
 
     def _admit(self) -> None:
         """Move waiting requests to prefill while memory and streams allow, first come first served."""
         while self._waiting and self._fits(self._waiting[0]):
             sequence = self._waiting.pop(0)
             self._prefilling.append(sequence)
-            self._awaited.admitted(sequence)
-            if sequence.awaited is None and sequence.prefiller is None:
-                self._stored.begin(sequence)
+            self._beginnings.look(sequence)
 
     def _fits(self, sequence: ScheduledSequence) -> bool:
         """Reserve a stream and memory. False, and nothing is reserved, if either is short."""
@@ -397,35 +353,35 @@ class Scheduler(ComputeLoop):
     def _prefill(self, sequence: ScheduledSequence) -> Prefiller | SharedPrefill | SparsePrefiller:
         """The next chunk of one prompt."""
         sequence.started_s = sequence.started_s or time.monotonic()
-        prefiller = sequence.prefiller or self._start(sequence)
+        prefiller = sequence.prefiller or self._beginnings.start(sequence)
         self._show_prefill(sequence)
         begun = time.monotonic()
         try:
             context = sequence.slots - sequence.left
             chunk = self.chunks.size(shared=bool(self.decoding), context=context)
-            self._awaited.before_step(sequence, chunk)
+            self._leaders.before_step(sequence, chunk)
             tokens = prefiller.step(chunk)
         except Exception as error:
             if not isinstance(prefiller, SharedPrefill):
                 raise
-            return self._shared.give_up(sequence, error)
+            return self._helped.give_up(sequence, error)
         if tokens:
             if not isinstance(prefiller, SharedPrefill):
                 self.chunks.took(tokens, time.monotonic() - begun)
             self.steps += 1
             self._show_prefill(sequence)
         sequence.prefill_s += time.monotonic() - begun
-        self._awaited.after_step(sequence)
+        self._leaders.after_step(sequence)
         return prefiller
 
     def _show_prefill(self, sequence: ScheduledSequence, *, again: bool = False) -> None:
         """Report progress. It never goes back, even if tokens are computed a second time."""
-        if sequence.prefiller is None and sequence.awaited is None:
+        if sequence.prefiller is None and sequence.phase is not Phase.FOLLOWING:
             return
         done = max(sequence.shown, sequence.progress)
         if again or done > sequence.shown:
             sequence.shown = done
-            self.emit(Prefill(sequence.id, done, sequence.slots, sequence.cached))
+            self.emit(Prefill(sequence.id, done, sequence.slots, sequence.beginning.cached_tokens))
 
     def _choose(self) -> ScheduledSequence | None:
         """The prompt with the least left, for itself or one that waits for it; one that was passed over too
@@ -436,7 +392,7 @@ class Scheduler(ComputeLoop):
         for sequence in ready:
             sequence.turns += 1
         overdue = [a for a in ready if a.turns > PATIENCE_TURNS]
-        chosen = overdue[0] if overdue else min(ready, key=self._awaited.left)
+        chosen = overdue[0] if overdue else min(ready, key=self._leaders.left)
         chosen.turns = 0
         # Those that have begun stand still meanwhile, and this one does while answers go on.
         for sequence in ready:
@@ -444,25 +400,13 @@ class Scheduler(ComputeLoop):
             sequence.prefill_interleaved |= bool(passed or self.decoding or super()._occupied)
         return chosen
 
-    def _start(self, sequence: ScheduledSequence) -> Prefiller | SparsePrefiller:
-        """Begin its prefill on this machine alone."""
-        tokens = sequence.prepared.tokens
-        if sequence.prepared.request.echo and sequence.logprobs is not None:
-            sequence.scored = PromptLogprobs(sequence.logprobs, tokens)
-            cache = make_prompt_cache(self.model)
-            sequence.prefiller = scored = Prefiller(self.model, tokens, cache, score=sequence.scored.add)
-            return scored
-        hit = sequence.hit or sequence.found_in(self.prefix)
-        return sequence.begin_from(self.model, hit, self.prefix.state_bytes)
-
     def _begin_decode(
         self, sequence: ScheduledSequence, prefiller: Prefiller | SharedPrefill | SparsePrefiller
     ) -> None:
         request = sequence.prepared.request
         cache = prefiller.cache
         if isinstance(prefiller, SharedPrefill):
-            self._shared.finish(sequence, prefiller)
-        sequence.prefiller = None
+            self._helped.finish(sequence, prefiller)
         if request.echo:
             self._echo(sequence)
         if sequence.kept is not None:
@@ -470,13 +414,14 @@ class Scheduler(ComputeLoop):
         else:
             states = None if isinstance(prefiller, SparsePrefiller) else prefiller.states
             self.decoding.remember(sequence, prefiller.tokens[:-1], cache, states)
-            self._stored.report_kept(sequence)
+            self._beginnings.report_kept(sequence)
         if sequence.left_s:
             self._ended(sequence)
             return
         if sequence.max_tokens <= 0:
             self._finish(sequence, "length")
             return
+        sequence.move(Phase.DECODING)
         self.decoding.begin(sequence, prefiller.tokens, cache)
 
     def _remember_sparse(self, sequence: ScheduledSequence, kept: list[int], cache: list[Any]) -> None:
@@ -513,21 +458,19 @@ class Scheduler(ComputeLoop):
 
     def _abandon(self, sequence: ScheduledSequence) -> None:
         """End a prefill half way; what was read of it stays useful."""
-        read, states = self._read_so_far(sequence), None
+        read, cached, states = self._read_so_far(sequence), sequence.beginning.cached_tokens, None
         if isinstance(sequence.prefiller, Prefiller):
             states = sequence.prefiller.states
-        self._stored.end(sequence)
-        self._awaited.ended(sequence, intact=True)
-        self._shared.end(sequence)
+        self._beginnings.end(sequence, intact=True)
         tokens = sequence.slot_tokens if read.namespace == SPARSE else sequence.prepared.tokens
-        if read.cache is not None and read.tokens > sequence.cached:
+        if read.cache is not None and read.tokens > cached:
             # Without the room for what is not read any more.
             cache = rollback.compact(read.cache)
             self.decoding.keep(sequence, tokens[: read.tokens], cache, read.namespace, states, read.origins)
         # A few tokens of another machine's are kept, and serve no prompt.
         served = self.prefix.longest(tokens, read.namespace)
-        if isinstance(sequence.prefiller, SharedPrefill) and served <= sequence.cached:
-            self._shared.lost(sequence)
+        if sequence.shared is not None and served <= cached:
+            self._helped.lost(sequence)
 
     def _read_so_far(self, sequence: ScheduledSequence) -> Hit:
         try:
@@ -560,9 +503,7 @@ class Scheduler(ComputeLoop):
         self.emit(sequence.finished(reason))
 
     def _fail(self, sequence: ScheduledSequence, error: Exception) -> None:
-        self._awaited.ended(sequence, intact=False)
-        self._stored.end(sequence)
-        self._shared.end(sequence)
+        self._beginnings.end(sequence, intact=False)
         self._ended(sequence)
         self._heartbeat_at = 0.0
         if not sequence.left_s:
@@ -570,6 +511,7 @@ class Scheduler(ComputeLoop):
 
     def _ended(self, sequence: ScheduledSequence) -> None:
         """Give back what was reserved for a sequence."""
+        sequence.move(Phase.ENDED)
         self.decoding.detach(sequence.id)
         self.budget.give_back(sequence.id)
 
@@ -588,7 +530,7 @@ class Scheduler(ComputeLoop):
         disk = self.disk.figures if self.disk is not None else WriterFigures()
         return msgspec.structs.replace(
             guests,
-            steps=guests.steps + self.steps + self.decoding.steps + self._stored.steps,
+            steps=guests.steps + self.steps + self.decoding.steps + self._beginnings.steps,
             prefilling=len(self._prefilling),
             decoding=len(self.decoding),
             waiting=len(self._waiting),

@@ -11,8 +11,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from fleetd.control.prefill_trace import Speculated
 from fleetd.engine.answer.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.answer.output_text import AnswerText
+from fleetd.engine.failures import require
 from fleetd.engine.guests import can_step
 from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.loop.phases import HELD, HOLDS, NEXT, IllegalMove, Phase
 from fleetd.engine.measure.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefixes.disk_restore import Restoring
 from fleetd.engine.prefixes.peer_fetch import PeerFetch
@@ -41,59 +43,100 @@ class AwaitedPrefix:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class BeginningReport:
+    """What a prompt's prefill began from, and what it took to have it."""
+
+    cached_tokens: int = 0  # that its prefill began from, those of ``front_tokens`` among them
+    front_tokens: int = 0  # computed for it itself, towards those that came from another machine
+    front_s: float = 0.0
+    restored_tokens: int = 0  # from the disk
+    restore_s: float = 0.0  # also if nothing was found
+    fetched_tokens: int = 0  # from another machine
+    fetch_s: float = 0.0  # from the question on, without ``front_s``; also if nothing came
+
+
 @dataclass(slots=True)
 class ScheduledSequence:
+    """``move`` alone changes the phase and what belongs to it: ``awaited`` to ``prefiller``."""
+
     prepared: PreparedPrompt
     text: AnswerText
-    max_tokens: int
-    promised: int  # tokens of KV, prompt included
+    max_tokens: int  # of the answer
+    promised: int  # tokens of KV that memory is reserved for, the prompt's included
     arrived_s: float
     logprobs: Logprobs | None
+    # The prompt's own probabilities, while they are computed.
     scored: PromptLogprobs | None = None
-    # Whether it was reported that it is computed here, unless others are asked.
+    # Accepted was reported, and said that no helper is waited for.
     accepted: bool = False
-    # What the prefix cache had when the prompt was accepted, if that was reported; or what the disk had.
-    hit: Hit | None = None
-    undecided: Undecided | None = None
-    # While its beginning comes from the disk; then the tokens that came, and the seconds that it took.
-    restoring: Restoring | None = None
-    restored: int = 0
-    restore_s: float = 0.0
-    # While it comes from another machine; then the same. The time in which its beginning was computed here
-    # meanwhile is counted apart.
-    fetching: PeerFetch | None = None
-    fetched: int = 0
-    fetch_s: float = 0.0
-    front_s: float = 0.0
+    phase: Phase = Phase.WAITING
     awaited: AwaitedPrefix | None = None
+    restoring: Restoring | None = None
+    fetching: PeerFetch | None = None
+    undecided: Undecided | None = None
+    # The beginning that was found for it, which its prefill takes over; None: what is in memory by then.
+    hit: Hit | None = None
     prefiller: Prefiller | SharedPrefill | SparsePrefiller | None = None
     # Indices of the prompt tokens that are prefilled, ascending; None: all of them. Or why not only those.
     kept: list[int] | None = None
     dense_reason: str = ""
-    # Under which the prefix cache keeps its KV: what its prefill began from, and who took part, decide.
+    # Where the prefix cache keeps its KV: what its prefill began from, and who took part, decide.
     namespace: str = DENSE
     # Labels of the machines that some of it came from, as in a Hit.
     origins: Origins = NO_ORIGINS
     # The drafts' figures; set when it leaves decoding.
     speculated: Speculated | None = None
-    # Tokens that its prefill began from; ``front`` of them were computed for it itself.
-    cached: int = 0
-    front: int = 0
+    beginning: BeginningReport = BeginningReport()
     # When its client left, if it is still read together with helpers: for one that asks again.
     left_s: float = 0.0
     shown: int = -1  # prefilled tokens as last reported; -1 before the first report
-    generated: int = 0
-    turns: int = 0
-    prefill_s: float = 0.0
+    generated: int = 0  # tokens of the answer
+    turns: int = 0  # for which its prefill was passed over
+    prefill_s: float = 0.0  # of its own turns
+    # Others were computed beside it.
     prefill_interleaved: bool = False
     decode_interleaved: bool = False
+    # Of its prefill, its first token and its last one; 0 before that.
     started_s: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
 
+    def move(
+        self,
+        phase: Phase,
+        *,
+        awaited: AwaitedPrefix | None = None,
+        restoring: Restoring | None = None,
+        fetching: PeerFetch | None = None,
+        undecided: Undecided | None = None,
+        prefiller: Prefiller | SharedPrefill | SparsePrefiller | None = None,
+    ) -> None:
+        """Go to ``phase``, with what belongs to it; what belonged to the phase before is let go, but for a
+        ``hit`` on the way to a prefill. Raises IllegalMove for a phase that may not follow."""
+        if phase not in NEXT[self.phase]:
+            raise IllegalMove(f"{self.id} cannot go from {self.phase.name} to {phase.name}.")
+        self.phase = phase
+        self.awaited, self.restoring, self.fetching = awaited, restoring, fetching
+        self.undecided, self.prefiller = undecided, prefiller
+        if prefiller is not None or phase > Phase.READING:
+            self.hit = None
+
+    def validate(self) -> None:
+        """Check that it holds what belongs to its phase."""
+        held = {name for name in HELD if getattr(self, name) is not None}
+        must, may = HOLDS[self.phase]
+        require(must <= held <= must | may, f"{self.id} holds {held} while it is {self.phase.name}")
+        require(self.hit is None or self.prefiller is None, f"{self.id} has a hit that its prefill took over")
+
     @property
     def id(self) -> str:
         return self.prepared.request.id
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if the prompt's own probabilities are wanted: all of its tokens are computed, here."""
+        return self.prepared.request.echo and self.logprobs is not None
 
     @property
     def dense_tokens(self) -> list[int]:
@@ -120,6 +163,11 @@ class ScheduledSequence:
         return self.slots + self.generated
 
     @property
+    def shared(self) -> SharedPrefill | None:
+        """Its prefill, while helpers take part in it."""
+        return self.prefiller if isinstance(self.prefiller, SharedPrefill) else None
+
+    @property
     def left(self) -> int:
         """Tokens to prefill."""
         return self.prefiller.remaining if self.prefiller else self.slots
@@ -128,7 +176,7 @@ class ScheduledSequence:
     def computed(self) -> int:
         """Leading prompt tokens that its prefill has computed or found, and that others may use: with helpers
         none before the end, when all that they sent is checked."""
-        if self.prefiller is None or (isinstance(self.prefiller, SharedPrefill) and self.prefiller.remaining):
+        if self.prefiller is None or (self.shared is not None and self.shared.remaining):
             return 0
         return self.prefiller.done
 
@@ -137,18 +185,14 @@ class ScheduledSequence:
         """Prompt tokens that the work done so far amounts to, for people."""
         if self.awaited is not None:
             return min(self.awaited.leader.progress, self.awaited.tokens)
-        if isinstance(self.prefiller, SharedPrefill):
-            return self.prefiller.progress
-        return self.computed
+        return self.computed if self.shared is None else self.shared.progress
 
     @property
     def ready(self) -> bool:
         """True if a step of its prefill can be taken now."""
-        if any(wait is not None for wait in (self.undecided, self.awaited, self.restoring)):
-            return False
         if self.fetching is not None:
             return self.fetching.computes
-        return can_step(self.prefiller) if isinstance(self.prefiller, SharedPrefill) else True
+        return self.phase is Phase.READING and (self.shared is None or can_step(self.shared))
 
     @property
     def arrived(self) -> bool:
@@ -161,20 +205,23 @@ class ScheduledSequence:
 
         ``state_bytes``: memory for states at earlier tokens of a dense prompt.
         """
-        self.cached, self.front = hit.tokens, hit.front
+        self._begins_from(hit)
         return self.go_on_from(model, hit, state_bytes)
 
     def begin_with(self, shared: SharedPrefill, hit: Hit) -> None:
         """``begin_from``, together with other machines."""
-        self.cached, self.front = hit.tokens, hit.front
-        self.prefiller, self.hit = shared, None
+        self._begins_from(hit)
+        self.move(Phase.READING, prefiller=shared)
         self.namespace, self.origins = shared.namespace, shared.origins
+
+    def _begins_from(self, hit: Hit) -> None:
+        self.beginning = replace(self.beginning, cached_tokens=hit.tokens, front_tokens=hit.front)
 
     def go_on_from(self, model: Any, hit: Hit, state_bytes: int) -> Prefiller | SparsePrefiller:
         """``begin_from``, of a prefill that has begun already: ``hit`` is how far it came."""
         tokens, borders = self.prepared.tokens, self.prepared.borders
         # Tokens that are left out say nothing of whose numbers these are.
-        self.hit, self.namespace = None, DENSE if hit.namespace == SPARSE else hit.namespace
+        self.namespace = DENSE if hit.namespace == SPARSE else hit.namespace
         self.origins = hit.origins
         begun: Prefiller | SparsePrefiller
         if self.kept is not None:
@@ -183,7 +230,7 @@ class ScheduledSequence:
         else:
             cache = hit.cache or make_prompt_cache(model)
             begun = Prefiller(model, tokens, cache, hit.tokens, state_bytes=state_bytes, borders=borders)
-        self.prefiller = begun
+        self.move(Phase.READING, prefiller=begun)
         return begun
 
     def sparse_in(self, prefix: PrefixCache) -> int:
@@ -211,32 +258,33 @@ class ScheduledSequence:
             return self.fetching.cut_short() or self.hit or Hit(0, None)
         if self.prefiller is None:
             return self.hit or Hit(0, None)
-        if isinstance(self.prefiller, SharedPrefill):
-            read = self.prefiller.read_so_far()
+        if self.shared is not None:
+            read = self.shared.read_so_far()
         else:
             read = Hit(self.prefiller.done, self.prefiller.cache, self.namespace, origins=self.origins)
         return read if self.kept is None else replace(read, namespace=SPARSE)
 
     def finished(self, reason: FinishReason) -> Finished:
-        first, started = self.first_s, self.started_s or time.monotonic()
+        first, started, begun = self.first_s, self.started_s or time.monotonic(), self.beginning
+        found_s = begun.restore_s + begun.fetch_s + begun.front_s
         return Finished(
             self.id,
             reason,
             Usage(
                 prompt_tokens=len(self.prepared.tokens),
-                cached_tokens=self.cached - self.front,
+                cached_tokens=begun.cached_tokens - begun.front_tokens,
                 completion_tokens=self.generated,
                 reasoning_tokens=self.text.reasoning_tokens,
             ),
             Timings(
-                queue_s=max(0.0, started - self.arrived_s - self.restore_s - self.fetch_s - self.front_s),
+                queue_s=max(0.0, started - self.arrived_s - found_s),
                 # The last prompt token is computed by the first decode step.
-                prefill_s=self.front_s + (first - started if first else self.prefill_s),
+                prefill_s=begun.front_s + (first - started if first else self.prefill_s),
                 decode_s=self.last_s - first if first else 0.0,
-                restored_tokens=self.restored,
-                restore_s=self.restore_s,
-                fetched_tokens=self.fetched,
-                fetch_s=self.fetch_s,
+                restored_tokens=begun.restored_tokens,
+                restore_s=begun.restore_s,
+                fetched_tokens=begun.fetched_tokens,
+                fetch_s=begun.fetch_s,
                 prefill_interleaved=self.prefill_interleaved,
                 decode_interleaved=self.decode_interleaved,
             ),

@@ -19,7 +19,9 @@ from typing import Any
 from fleetd import limits
 from fleetd.engine.failures import typed
 from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.loop.phases import Phase
 from fleetd.engine.loop.sequence import ScheduledSequence, Undecided
+from fleetd.engine.measure.chunk_size import Chunks
 from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN, Hit, PrefixCache
 from fleetd.engine.protocol import Accepted, PrefillReport, PrefillWithHelpers, Report, StepTime
 from fleetd.engine.sequence_state import checkpoints
@@ -37,6 +39,7 @@ class SharedPrompts:
 
     model: Any
     sharable: Sharable | None
+    chunks: Chunks
     prefix: PrefixCache
     streams: HandedOverStreams
     emit: Callable[[Report], None]
@@ -46,30 +49,27 @@ class SharedPrompts:
     def __post_init__(self) -> None:
         self._lost = deque(maxlen=limits.SHARE_LOST_PROMPTS)
 
-    def accept(self, sequence: ScheduledSequence, chunk: int) -> bool:
+    def offer(self, sequence: ScheduledSequence) -> bool:
         """Report that an admitted prompt waits for the daemon's decision. False if it cannot be shared."""
-        request, tokens = sequence.prepared.request, sequence.prepared.tokens
-        # The prompt's own probabilities need every hidden state after the last layer, here.
-        scored = request.echo and sequence.logprobs is not None
-        if not request.shared or self.sharable is None or scored or sequence.kept is not None:
-            return False
-        if tokens in self._lost:
+        tokens = sequence.prepared.tokens
+        whole = sequence.kept is None and not sequence.scores_prompt
+        if self.sharable is None or not whole or tokens in self._lost:
             return False
         hit = sequence.hit or self.prefix.fetch(tokens, DENSE, PLAN)
         short = len(tokens) - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS
         # A short prompt with another machine's numbers in its prefix is offered too: it is not exact.
         if short and hit.namespace == DENSE:
             return False
-        sequence.hit = hit
-        sequence.undecided = Undecided(self.sharable, time.monotonic() + 2 * limits.SHARE_SETUP_S)
-        sequence.started_s = time.monotonic()
+        sequence.hit, sequence.started_s = hit, time.monotonic()
+        until_s = sequence.started_s + 2 * limits.SHARE_SETUP_S
+        sequence.move(Phase.OFFERED, undecided=Undecided(self.sharable, until_s))
         places, states = self._places(sequence, hit)
         self.emit(
             Accepted(
                 sequence.id,
                 len(tokens),
                 hit.tokens,
-                chunk,
+                self.chunks.size(shared=False),
                 waits=True,
                 exact=hit.namespace == DENSE,
                 places=places,
@@ -102,7 +102,7 @@ class SharedPrompts:
         if sequence.undecided is not None and sequence.undecided.share is None:
             self._begin_alone(sequence)
             self.streams.drop(sequence.id)
-        elif sequence.undecided is not None or isinstance(sequence.prefiller, SharedPrefill):
+        elif sequence.undecided is not None or sequence.shared is not None:
             self.give_up(sequence, PeerUnreachable(reason or "The daemon gave the helpers up."))
 
     def poll(self, sequence: ScheduledSequence) -> None:
@@ -125,14 +125,13 @@ class SharedPrompts:
         """When its wait ends even if nothing arrives; None while it does not wait."""
         if sequence.undecided is not None:
             return sequence.undecided.until_s
-        return sequence.prefiller.due_s if isinstance(sequence.prefiller, SharedPrefill) else None
+        return sequence.shared.due_s if sequence.shared is not None else None
 
     def give_up(self, sequence: ScheduledSequence, error: Exception) -> Prefiller | SparsePrefiller:
         """Go on alone, from what is verified."""
         known = typed(error, "Sharing the prompt failed")
-        shared = sequence.prefiller
         steps: list[StepTime] = []
-        if isinstance(shared, SharedPrefill):
+        if (shared := sequence.shared) is not None:
             verified = shared.read_so_far()
             steps = shared.steps
             shared.close()
@@ -155,14 +154,12 @@ class SharedPrompts:
 
     def end(self, sequence: ScheduledSequence) -> None:
         """Close the streams of a prompt that is done with sharing, or has ended."""
-        sequence.undecided = None
-        if isinstance(sequence.prefiller, SharedPrefill):
-            sequence.prefiller.close()
+        if sequence.shared is not None:
+            sequence.shared.close()
         if sequence.prepared.request.shared:
             self.streams.drop(sequence.id)
 
     def _begin_alone(self, sequence: ScheduledSequence) -> Prefiller | SparsePrefiller:
-        sequence.undecided = None
         return sequence.begin_from(self.model, sequence.hit or Hit(0, None), self.prefix.state_bytes)
 
     def _begin(self, sequence: ScheduledSequence, share: PrefillWithHelpers, sharable: Sharable) -> None:
@@ -184,5 +181,4 @@ class SharedPrompts:
         except Exception as error:
             self.give_up(sequence, error)
             return
-        sequence.undecided = None
         sequence.begin_with(shared, hit)
