@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from fleetd.engine.load.loading import Loaded
     from fleetd.engine.load.model_reading import Device
     from fleetd.engine.load.stage_loading import LoadedPart
-    from fleetd.engine.loop.helper_loop import HelperLoop
+    from fleetd.engine.loop.compute_loop import HelperLoop
     from fleetd.engine.loop.scheduler import Scheduler
     from fleetd.engine.prefixes.disk_tier import DiskTier
     from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
@@ -361,7 +361,7 @@ def import_libraries(cache: str) -> None:
 
 def _helper_loop(part: LoadedPart, emit: Callable[[Report], None]) -> HelperLoop:
     """The loop of a worker that has some layers of a model, and helps with prompts."""
-    from fleetd.engine.loop.helper_loop import HelperLoop
+    from fleetd.engine.loop.compute_loop import HelperLoop
     from fleetd.engine.measure.idle_calibration import IdleCalibration
     from fleetd.engine.measure.memory import KvBudget
     from fleetd.engine.shared_prefill.part_speeds import PartCalibration

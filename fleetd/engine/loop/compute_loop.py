@@ -23,6 +23,8 @@ from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.protocol import (
     AssistPrefill,
     Cancel,
+    DraftFor,
+    Failed,
     FreeMemory,
     Heartbeat,
     Report,
@@ -32,6 +34,7 @@ from fleetd.engine.protocol import (
 from fleetd.engine.shared_prefill.helper_guests import HelperGuests
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.streams.handed_over import HandedOverStreams
+from fleetd.errors import ModelUnsupported
 
 
 @dataclass(kw_only=True)
@@ -187,6 +190,20 @@ class ComputeLoop(ABC):
         for guests in self.guests:
             guests.close()
         self.streams.close()
+
+
+class HelperLoop(ComputeLoop):
+    """The loop of a worker that has some of a model's layers: it only helps other machines."""
+
+    def _take(self, item: Item) -> None:
+        if isinstance(item, DraftFor):
+            self.emit(Failed(item.id, ModelUnsupported.code, "Some layers of a model draft nothing."))
+        else:
+            super()._take(item)
+
+    def _compute(self) -> None:
+        # A split says how its prompt is cut: the size has no effect.
+        self._turn_guests(chunk_tokens=0)
 
 
 def _wait_s(deadlines: Iterable[float | None]) -> float:

@@ -8,14 +8,14 @@ keeps then must be there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from fleetd import limits
 from fleetd.engine.layers.prefill import Prefiller
-from fleetd.engine.measure.turn_time import in_turns
 from fleetd.engine.sequence_state.agreement import alike, same
 from fleetd.engine.sequence_state.array_bytes import all_finite
 from fleetd.engine.sequence_state.kinds import kind_of
@@ -121,3 +121,15 @@ def _lasting(part: Any) -> list[mx.array]:
 
 def _wrong() -> PeerWrong:
     return PeerWrong("Its keys and values are not those that this machine computes.")
+
+
+def in_turns(
+    steps: Iterable[None], seconds: Callable[[], float] = lambda: limits.FETCH_TURN_S
+) -> Iterator[None]:
+    """Take the steps; yields whenever those since the last time have taken so many ``seconds``, so that the
+    work does not hold up the answers that run beside it."""
+    begun_s = time.monotonic()
+    for _ in steps:
+        if time.monotonic() - begun_s >= seconds():
+            yield
+            begun_s = time.monotonic()

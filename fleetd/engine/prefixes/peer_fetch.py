@@ -29,9 +29,8 @@ from fleetd import limits
 from fleetd.cache import block_stream
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.engine.layers.prefill import Prefiller
-from fleetd.engine.measure.turn_time import in_turns
 from fleetd.engine.prefixes.disk_tier import DiskTier
-from fleetd.engine.prefixes.fetched_check import FetchedCheck
+from fleetd.engine.prefixes.fetched_check import FetchedCheck, in_turns
 from fleetd.engine.prefixes.front_prefill import FrontPrefill
 from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN, Hit, Origins
 from fleetd.engine.protocol import FetchBlocks, KvFetched, KvMissing, StreamTag
