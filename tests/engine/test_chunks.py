@@ -67,7 +67,7 @@ def test_sizes_fall_with_the_place_in_the_prompt_and_with_nothing_else() -> None
     sizes = [chunks.size(shared=False, context=context) for context in range(0, 200_000, 10_000)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[-1]
-    chunks.took(1024, 60.0)
+    chunks.learn(1024, 60.0)
     assert [chunks.size(shared=False, context=context) for context in range(0, 200_000, 10_000)] == sizes
 
 
@@ -76,7 +76,7 @@ def test_paced_sizes_follow_a_speed_that_falls_with_the_context() -> None:
     sizes = []
     for tokens_per_s in (500, 300, 200, 100, 50, 20):
         size = chunks.size(shared=False)
-        chunks.took(size, size / tokens_per_s)
+        chunks.learn(size, size / tokens_per_s)
         sizes.append(chunks.size(shared=False))
         assert sizes[-1] / tokens_per_s <= ALONE_S or sizes[-1] == STEP
         assert chunks.size(shared=True) / tokens_per_s <= SHARED_S or chunks.size(shared=True) == STEP
@@ -87,5 +87,5 @@ def test_paced_sizes_follow_a_speed_that_falls_with_the_context() -> None:
 def test_a_prompts_last_few_tokens_do_not_set_the_pace() -> None:
     chunks = PacedChunks()
     before = chunks.size(shared=False)
-    chunks.took(3, 1.0)
+    chunks.learn(3, 1.0)
     assert chunks.size(shared=False) == before

@@ -183,12 +183,12 @@ def test_a_template_has_its_own_bound_and_what_others_are_promised_is_beside_it(
             with address_space.narrowed(GIB):
                 narrow = left()
                 assert narrow < wide - 62 * GIB
-                budget.take("a", 2 * GIB)
+                budget.take_memory("a", 2 * GIB)
                 assert left() == narrow + 2 * GIB
                 budget.give_back("a")
                 # What it had may be mapped still, and is used again.
                 assert left() == narrow + 2 * GIB
-                budget.take("b", GIB)
+                budget.take_memory("b", GIB)
                 assert left() == narrow + 3 * GIB
             with address_space.narrowed(GIB):
                 assert left() == pytest.approx(narrow + GIB, abs=256 * MIB)

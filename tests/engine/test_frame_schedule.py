@@ -174,7 +174,7 @@ def test_what_is_due_passes_in_its_order_and_nothing_after_it() -> None:
     for left, head in zip(reversed(range(len(heads))), heads, strict=True):
         (buffer,) = stream.place(head)
         assert buffer.nbytes == head.nbytes
-        stream.taken(Frame(head, [buffer]), hashes)
+        stream.take_frame(Frame(head, [buffer]), hashes)
         assert stream.left == left
         assert stream.began
     with pytest.raises(ProtocolError, match="after the last"):
@@ -211,7 +211,7 @@ def test_the_size_of_a_state_has_bounds(rows: int, index: int, due_here: bool) -
     for head in heads:
         if head.kind is Kind.STATE:
             break
-        stream.taken(Frame(head, stream.place(head)), hashes)
+        stream.take_frame(Frame(head, stream.place(head)), hashes)
     state = Outgoing.state(head, Shape(32).sizes(rows), index)
     if due_here:
         assert stream.place(state)[0].nbytes == 20 * rows

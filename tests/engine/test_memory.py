@@ -35,7 +35,7 @@ def test_no_sequence_of_promises_exceeds_the_budget(
         else:
             wanted = {**held, name: tokens}
             fits = len(wanted) * max(wanted.values()) * per_token <= budget_bytes
-            assert budget.take(name, tokens) == fits
+            assert budget.take_memory(name, tokens) == fits
             held = wanted if fits else held
         # A batch is padded to its longest member.
         assert budget.used_bytes == len(held) * max(held.values(), default=0) * per_token <= budget_bytes
@@ -48,7 +48,7 @@ def test_no_sequence_of_promises_exceeds_the_budget(
 def test_a_request_alone_at_the_budget_and_one_past_it(tokens: int, fits: bool) -> None:
     budget = KvBudget.of(100 * 7, 7)
     assert budget.capacity_tokens == 100
-    assert budget.take("r", tokens) == fits
+    assert budget.take_memory("r", tokens) == fits
     if fits:
         budget.check_alone(tokens)
     else:
@@ -59,14 +59,14 @@ def test_a_request_alone_at_the_budget_and_one_past_it(tokens: int, fits: bool) 
 def test_a_running_state_is_promised_to_each_request_whatever_its_length() -> None:
     budget = KvBudget.of(1000, 7, fixed_bytes=300)
     assert budget.capacity_tokens == 100
-    assert budget.take("a", 20)
+    assert budget.take_memory("a", 20)
     assert budget.used_bytes == 440
-    assert budget.take("b", 20)
+    assert budget.take_memory("b", 20)
     assert budget.used_bytes == 880
-    assert not budget.take("c", 1)
+    assert not budget.take_memory("c", 1)
     budget.give_back("a")
-    assert budget.take("b", 100)
-    assert not budget.take("b", 101)
+    assert budget.take_memory("b", 100)
+    assert not budget.take_memory("b", 101)
     with pytest.raises(OutOfMemory, match=r"\(100 tokens\)"):
         budget.check_alone(101)
 
@@ -89,14 +89,14 @@ def test_sizes_for_people(n: int, text: str) -> None:
 
 def test_what_is_lent_counts_as_it_is_and_comes_back() -> None:
     budget = KvBudget.of(1000, 1)
-    assert budget.take("answer", 300)
+    assert budget.take_memory("answer", 300)
     budget.lend("assist", 500)
     # Not times two, as a second answer in the batch would be.
     assert budget.used_bytes == 800
     with pytest.raises(OutOfMemory, match="need"):
         budget.lend("another", 201)
-    assert not budget.take("answer", 501)
-    assert budget.take("answer", 500)
+    assert not budget.take_memory("answer", 501)
+    assert budget.take_memory("answer", 500)
     budget.give_back("assist")
     assert budget.used_bytes == 500
     budget.lend("another", 500)
@@ -118,17 +118,17 @@ def test_new_requests_wait_for_what_other_workers_hold_and_none_waits_alone() ->
     told: list[int] = []
     budget = KvBudget(100, StateSizes(1), told.append)
     budget.taken_elsewhere_bytes = 60
-    assert budget.take("a", 30)
-    assert not budget.take("b", 11)
+    assert budget.take_memory("a", 30)
+    assert not budget.take_memory("b", 11)
     # It runs already: its answer is not cut off.
-    assert budget.take("a", 100)
+    assert budget.take_memory("a", 100)
     with pytest.raises(OutOfMemory, match="0 MiB of 0 MiB are free"):
         budget.lend("guest", 1)
     budget.give_back("a")
-    assert budget.take("b", 90), "nothing else runs: it would wait for ever"
+    assert budget.take_memory("b", 90), "nothing else runs: it would wait for ever"
     budget.give_back("b")
     budget.lend("guest", 40)
-    assert not budget.take("c", 1)
+    assert not budget.take_memory("c", 1)
     budget.taken_elsewhere_bytes = 0
-    assert budget.take("c", 60)
+    assert budget.take_memory("c", 60)
     assert told == [30, 100, 0, 90, 0, 40, 100]

@@ -182,7 +182,7 @@ class Beginnings:
             plan=self._takes_plan(sequence),
             exact=self.sharable is not None and self.sharable.any_chunks,
             chunk=self.chunk_tokens,
-            room=lambda more: self.budget.take(sequence.id, sequence.promised + more),
+            room=lambda more: self.budget.take_memory(sequence.id, sequence.promised + more),
             wake=self.wake,
             draw=random.Random(),  # noqa: S311 — which tokens are checked; no sender can foresee it
         )
@@ -222,8 +222,8 @@ class Beginnings:
 
     def _fetched(self, sequence: ScheduledSequence, fetching: PeerFetch) -> bool:
         """Take what has come from another machine. True once nothing more comes."""
-        if (stream := self.streams.take(sequence.id, BLOCKS)) is not None:
-            fetching.take(*stream)
+        if (stream := self.streams.take_stream(sequence.id, BLOCKS)) is not None:
+            fetching.take_stream(*stream)
         if not fetching.ready:
             return False
         ended = fetching.step()
@@ -243,6 +243,6 @@ class Beginnings:
 
     def _close(self, sequence: ScheduledSequence, fetching: PeerFetch) -> None:
         fetching.close()
-        self.budget.take(sequence.id, sequence.promised)
+        self.budget.take_memory(sequence.id, sequence.promised)
         if (report := fetching.report()) is not None:
             self.emit(report)

@@ -39,18 +39,13 @@ from fleetd.errors import ModelUnsupported
 
 @dataclass(kw_only=True)
 class ComputeLoop(ABC):
-    """The loop with guest work only; ``Scheduler`` and ``HelperLoop`` add the rest.
+    """The loop with guest work only; ``Scheduler`` and ``HelperLoop`` add the rest."""
 
-    ``context_tokens`` bounds a prompt and its answer together. ``sharable``: what this worker has of a model
-    that machines can share; None if its model cannot be shared. ``idle``: what is measured while there is
-    nothing else to do.
-    """
-
-    context_tokens: int
+    context_tokens: int  # the most that a prompt and its answer have together
     budget: KvBudget
     emit: Callable[[Report], None]
-    sharable: Sharable | None = None
-    idle: IdleCalibration | None = None
+    sharable: Sharable | None = None  # what this worker can compute for other machines; None: nothing
+    idle: IdleCalibration | None = None  # what is measured while there is nothing else to do
     inbox: Inbox = field(default_factory=Inbox, init=False)
     streams: HandedOverStreams = field(init=False)
     guests: list[Guests[Any, Any]] = field(init=False)
@@ -96,10 +91,10 @@ class ComputeLoop(ABC):
 
         False once the loop is to stop.
         """
-        for item in self.inbox.take(0.0 if self._ready or self._idles else _wait_s(self._deadlines())):
+        for item in self.inbox.take_items(0.0 if self._ready or self._idles else _wait_s(self._deadlines())):
             if isinstance(item, Stop):
                 return False
-            self._take(item)
+            self._take_item(item)
         self._compute()
         if self._idles and self.inbox.empty():
             self._idle_step()
@@ -132,7 +127,7 @@ class ComputeLoop(ABC):
         for guests in self.guests:
             guests.turn(chunk_tokens)
 
-    def _take(self, item: Item) -> None:
+    def _take_item(self, item: Item) -> None:
         """Act on something that has arrived."""
         match item:
             case AssistPrefill():
@@ -195,11 +190,11 @@ class ComputeLoop(ABC):
 class HelperLoop(ComputeLoop):
     """The loop of a worker that has some of a model's layers: it only helps other machines."""
 
-    def _take(self, item: Item) -> None:
+    def _take_item(self, item: Item) -> None:
         if isinstance(item, DraftFor):
             self.emit(Failed(item.id, ModelUnsupported.code, "Some layers of a model draft nothing."))
         else:
-            super()._take(item)
+            super()._take_item(item)
 
     def _compute(self) -> None:
         # A split says how its prompt is cut: the size has no effect.

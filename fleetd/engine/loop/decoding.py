@@ -115,16 +115,16 @@ class Decoding:
             self.model = self.speculation.decoded_by(self.model)
         self.batch: dict[int, DecodingSequence] = {}
         self.apart: list[DecodingSequence] = []
-        # Those of the batch whose first step there is still to come: it is apart from that of the others.
+        # Sequences that have joined the batch, and take their first step there apart from the others.
         self._joining: list[DecodingSequence] = []
         self._sampler = BatchSampler()
         # Steps of the batch since it changed.
         self._settled = 0
-        # By request, of answers that run and of those that are still being prefilled.
+        # The sources of each request's drafts, from the time when its prompt is known here.
         self._sources: dict[str, list[DraftSource]] = {}
         self._ends = frozenset(int(t) for t in self.tokenizer.eos_token_ids)
         self._empty = make_prompt_cache(self.model)
-        # A window's cache lies otherwise in a batch than apart: what has one does not come back from there.
+        # In a batch a window's cache is laid out otherwise: a sequence with one does not come back.
         self._may_return = all_plain(self._empty)
         self._stop_tokens = StopSequences([(t,) for t in sorted(self._ends)])
         self._generator = BatchGenerator(
@@ -545,7 +545,7 @@ class Decoding:
         if sequence.held < sequence.promised:
             return True
         more = min(sequence.promised + GROWTH_TOKENS, sequence.slots + sequence.max_tokens)
-        if not self.budget.take(sequence.id, more):
+        if not self.budget.take_memory(sequence.id, more):
             return False
         sequence.promised = more
         return True

@@ -68,7 +68,7 @@ class Inbox:
 
     # ---- on the compute thread -----------------------------------------------------------------------
 
-    def take(self, wait_s: float) -> Iterator[Item]:
+    def take_items(self, wait_s: float) -> Iterator[Item]:
         """All that has arrived; if nothing has, what arrives first within ``wait_s``."""
         while True:
             try:

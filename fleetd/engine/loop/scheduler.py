@@ -67,24 +67,20 @@ PATIENCE_TURNS = 16
 
 @dataclass(kw_only=True)
 class Scheduler(ComputeLoop):
-    """See the module.
-
-    ``sparse`` is None if all of a prompt must be computed. ``vocab_size``: token ids that the model can take;
-    0 if it neither drafts nor takes drafts from others. ``search``: the model's scoring profile; None starts
-    without one.
-    """
+    """See the module."""
 
     model: Any
     tokenizer: Any
     chunks: Chunks
-    max_streams: int
+    max_streams: int  # sequences that are prefilled or decoded at once
     prefix: PrefixCache
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    sparse: Sparse | None = None
-    speculation: WorkerSpeculation | None = None
+    sparse: Sparse | None = None  # None: all of a prompt must be computed
+    speculation: WorkerSpeculation | None = None  # None: nothing is drafted
+    # Token ids that the model can take; 0: it neither drafts nor takes drafts from others.
     vocab_size: int = 0
-    search: ProfileSearch | None = None
-    disk: DiskTier | None = None
+    search: ProfileSearch | None = None  # of the model's scoring profile; None: it begins without one
+    disk: DiskTier | None = None  # None: prompts are kept in memory only
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -241,7 +237,7 @@ class Scheduler(ComputeLoop):
     def _deadlines(self) -> list[float | None]:
         return [*map(self._beginnings.due_s, self._prefilling), *super()._deadlines()]
 
-    def _take(self, item: Item) -> None:
+    def _take_item(self, item: Item) -> None:
         match item:
             case Cancel(request_id):
                 if not self._cancel_guest(request_id):
@@ -262,7 +258,7 @@ class Scheduler(ComputeLoop):
             case PreparedPrompt():
                 self._begin(item)
             case _:
-                super()._take(item)
+                super()._take_item(item)
 
     def _free_memory(self, prompts: bool) -> None:
         if prompts:
@@ -318,7 +314,7 @@ class Scheduler(ComputeLoop):
     def _fits(self, sequence: ScheduledSequence) -> bool:
         """Reserve a stream and memory. False, and nothing is reserved, if either is short."""
         free = len(self._prefilling) + len(self.decoding) < self.max_streams
-        return free and self.budget.take(sequence.id, sequence.promised)
+        return free and self.budget.take_memory(sequence.id, sequence.promised)
 
     def _fits_without_left(self, sequence: ScheduledSequence) -> bool:
         """``_fits``, once no prompt is read any more whose client has left."""
@@ -331,7 +327,7 @@ class Scheduler(ComputeLoop):
         """End a prefill whose client has left."""
         self._prefilling.remove(sequence)
         self._abandon(sequence)
-        self._ended(sequence)
+        self._release(sequence)
 
     def _prefill_turn(self) -> None:
         if (sequence := self._choose()) is None:
@@ -367,7 +363,7 @@ class Scheduler(ComputeLoop):
             return self._helped.give_up(sequence, error)
         if tokens:
             if not isinstance(prefiller, SharedPrefill):
-                self.chunks.took(tokens, time.monotonic() - begun)
+                self.chunks.learn(tokens, time.monotonic() - begun)
             self.steps += 1
             self._show_prefill(sequence)
         sequence.prefill_s += time.monotonic() - begun
@@ -416,7 +412,7 @@ class Scheduler(ComputeLoop):
             self.decoding.remember(sequence, prefiller.tokens[:-1], cache, states)
             self._beginnings.report_kept(sequence)
         if sequence.left_s:
-            self._ended(sequence)
+            self._release(sequence)
             return
         if sequence.max_tokens <= 0:
             self._finish(sequence, "length")
@@ -495,7 +491,7 @@ class Scheduler(ComputeLoop):
                 reason = "tool_calls"
             if sequence.text.cut_call and sequence.text.stopped_by is None:
                 reason = "length"  # half a call must not look like a whole answer
-        self._ended(sequence)
+        self._release(sequence)
         self._report_end(sequence, reason)
 
     def _report_end(self, sequence: ScheduledSequence, reason: FinishReason) -> None:
@@ -504,12 +500,12 @@ class Scheduler(ComputeLoop):
 
     def _fail(self, sequence: ScheduledSequence, error: Exception) -> None:
         self._beginnings.end(sequence, intact=False)
-        self._ended(sequence)
+        self._release(sequence)
         self._heartbeat_at = 0.0
         if not sequence.left_s:
             self._failed(sequence.id, error)
 
-    def _ended(self, sequence: ScheduledSequence) -> None:
+    def _release(self, sequence: ScheduledSequence) -> None:
         """Give back what was reserved for a sequence."""
         sequence.move(Phase.ENDED)
         self.decoding.detach(sequence.id)

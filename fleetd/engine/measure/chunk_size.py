@@ -49,7 +49,7 @@ class FixedChunks(msgspec.Struct, frozen=True):
     def size(self, *, shared: bool, context: int = 0) -> int:
         return self.shared if shared else self.alone
 
-    def took(self, tokens: int, seconds: float) -> None:
+    def learn(self, tokens: int, seconds: float) -> None:
         """Nothing follows from it."""
 
 
@@ -75,7 +75,7 @@ class MeasuredChunks:
         rates = {n: n / s for n, s in took_s.items() if s <= bound_s or n == smallest}
         return min(n for n, rate in rates.items() if rate >= KNEE * max(rates.values()))
 
-    def took(self, tokens: int, seconds: float) -> None:
+    def learn(self, tokens: int, seconds: float) -> None:
         """Nothing follows from it."""
 
 
@@ -90,7 +90,7 @@ class PacedChunks:
         fitting = self._tokens_per_s * (SHARED_S if shared else ALONE_S)
         return max(STEP, min(self.largest, int(fitting) // STEP * STEP))
 
-    def took(self, tokens: int, seconds: float) -> None:
+    def learn(self, tokens: int, seconds: float) -> None:
         # The few tokens at the end of a prompt say more about fixed costs than about speed.
         if tokens >= STEP and seconds > 0:
             self._tokens_per_s = tokens / seconds

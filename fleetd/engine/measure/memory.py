@@ -92,7 +92,7 @@ class KvBudget:
         """Bytes that ``lend`` has promised to ``name``."""
         return self._lent.get(name, 0)
 
-    def take(self, request: str, tokens: int) -> bool:
+    def take_memory(self, request: str, tokens: int) -> bool:
         """Promise ``tokens`` to a request, new or growing. False, and nothing changes, if they do not fit."""
         waits = request not in self._tokens and (self._tokens or self._lent)
         most = self.budget_bytes - (self.taken_elsewhere_bytes if waits else 0)

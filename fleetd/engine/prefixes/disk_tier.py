@@ -39,15 +39,14 @@ def namespace(arithmetic: str, *, local_only: bool) -> str:
 
 @dataclass
 class DiskTier:
-    """``basis``: decides the bytes besides the tokens; nothing has a name until it is known.
-    ``cost``: of this model's prefill on this machine. ``most_queued_bytes``: of what waits to be written."""
+    """One model's blocks and snapshots; see the module."""
 
     settings: DiskCacheSettings
     model: Any
     model_name: str
-    basis: LateBasis
-    cost: PrefillCost
-    most_queued_bytes: int
+    basis: LateBasis  # decides the bytes besides the tokens; nothing has a name until it is known
+    cost: PrefillCost  # of this model's prefill on this machine, in seconds
+    most_queued_bytes: int  # that may wait to be written
     wake: Callable[[], None] = field(default=lambda: None, init=False)
 
     def __post_init__(self) -> None:

@@ -4,10 +4,11 @@
                    └────── FetchBlocks(n), stream ──► RECEIVING ──►───┘
 
 A thread receives; the compute thread says where to, and makes room layer by layer while others are asked. A
-prompt never waits for more than one late block, nor for all of them longer than the daemon says: what has
-come by then counts, and the rest is computed here. Where a model cannot be cut at a token, two snapshots come
-after the rows: the one at their end, and one before it, by which it is checked. Where that is sooner, the
-last block comes first, and the prompt is computed from its beginning towards them (``front_prefill``).
+prompt never waits for more than one late block, nor for all of them longer than the daemon says: the blocks
+that have come by then are used, and the rest is computed here. If a model cannot be cut at a token, two
+snapshots come after the rows: the one at their end, and one before it, by which it is checked. If that is
+sooner, the last block comes first, and the prompt is computed from its beginning towards them
+(``front_prefill``).
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class PeerFetch:
             self._decided_s = time.monotonic() - decision.since_s
             self._until_s = self._decided_s + decision.within_s if decision.within_s else math.inf
 
-    def take(self, tag: StreamTag, sock: socket.socket) -> None:
+    def take_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Take the stream on which the other machine sends."""
         self._sock, self._tag = sock, tag
 

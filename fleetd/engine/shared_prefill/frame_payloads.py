@@ -60,7 +60,7 @@ class States:
             return running(self._empty[place], shape, frame.buffers)
         return rotated(self._empty[place], shape, frame.head.count, frame.head.index, frame.buffers)
 
-    def taken(self, frame: Frame) -> Any:
+    def checked(self, frame: Frame) -> Any:
         """The same, checked to be a cache after the split's chunks of the frame's tokens."""
         cache = self.received(frame)
         if kind_of(cache).window(cache) is not None:

@@ -243,7 +243,7 @@ class Incoming:
         if not fits or head.index > rows:
             raise ProtocolError(f"On {self._stream} came {head}: not a state of {head.count} tokens.")
 
-    def taken(self, frame: Frame, hashes: dict[int, bytes]) -> None:
+    def take_frame(self, frame: Frame, hashes: dict[int, bytes]) -> None:
         """Count a frame that arrived. Raises ProtocolError if it was computed from other tokens."""
         due = next(self._taken)
         self.left -= 1

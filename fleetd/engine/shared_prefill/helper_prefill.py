@@ -176,9 +176,9 @@ class HelperPrefill:
         while (frame := pipe.receive()) is not None:
             if not incoming.began and name == "home":
                 self._hashes.update(frame_schedule.prefixes(self._split, bytes(frame.buffers[0])))
-            incoming.taken(frame, self._hashes)
+            incoming.take_frame(frame, self._hashes)
             self._times.received += frame.head.nbytes
-            self._work.take(frame)
+            self._work.take_frame(frame)
 
     def _over(self, name: str, pipe: FramePipe) -> bool:
         """True if nothing more is to be received or sent there, so that its other end may close."""

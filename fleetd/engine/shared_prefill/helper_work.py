@@ -35,8 +35,9 @@ from fleetd.plan.prefill.split import Split, SplitKind
 class _HelperWork:
     """What all kinds of split have in common. ``stage`` has the helper's layers, or more.
 
-    Each of them has besides: ``take(frame)`` is given each frame; ``computable``: whether ``compute()``, one
-    bounded step, has what it needs; ``computed``: whether nothing is left; ``fraction``: how much is done.
+    Each of them has besides: ``take_frame(frame)``, which is given each frame; ``computable``: whether
+    ``compute()``, one bounded step, has what it needs; ``computed``: whether nothing is left; ``fraction``:
+    how much is done.
     """
 
     def __init__(self, stage: Stage, layout: KvLayout, split: Split, rank: int) -> None:
@@ -115,7 +116,7 @@ class LayersOfHelper(_HelperWork):
         self._hidden: deque[mx.array] = deque()
         self.allocate(arriving=False)
 
-    def take(self, frame: Frame) -> None:
+    def take_frame(self, frame: Frame) -> None:
         match frame.head.kind:
             case Kind.TOKENS:
                 self.take_tokens(frame)
@@ -185,7 +186,7 @@ class TokensOfHelper(_HelperWork):
         self._arriving = LayersArrived(layout, self.layers)
         self.allocate(arriving=rank > 0)
 
-    def take(self, frame: Frame) -> None:
+    def take_frame(self, frame: Frame) -> None:
         head = frame.head
         if head.kind is Kind.TOKENS:
             self._major = LayerMajor(self.stage, self.take_tokens(frame), self.split.chunks_of(self.rank))
@@ -195,7 +196,7 @@ class TokensOfHelper(_HelperWork):
                 self.row_buffers.pop((head.layer, head.part), None)
         else:
             if head.kind is Kind.STATE:
-                self.caches[head.layer][head.part] = self.states.taken(frame)
+                self.caches[head.layer][head.part] = self.states.checked(frame)
             else:
                 cache = self.caches[head.layer][head.part]
                 kind_of(cache).set_held(cache, self.tokens.start)

@@ -77,7 +77,7 @@ class HomePart(ABC):
             self.row_buffers[layer, part] = RowBuffer(self.caches[layer][part])
 
     @abstractmethod
-    def take(self, rank: int, frame: Frame) -> None:
+    def take_frame(self, rank: int, frame: Frame) -> None:
         """Use a frame of helper ``rank``; its rows are in their buffers already."""
 
     @property

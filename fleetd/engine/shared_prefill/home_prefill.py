@@ -301,11 +301,11 @@ class SharedPrefill:
         try:
             # What a stream does after its last frame is no longer of interest.
             while incoming.left and (frame := pipe.receive()) is not None:
-                incoming.taken(frame, self._hashes)
+                incoming.take_frame(frame, self._hashes)
                 self._times.received += frame.head.nbytes
                 if not frame_payloads.finite(frame, self._layout):
                     raise PeerWrong("It sent numbers that are none (NaN or infinite).", hint=WHAT_TO_SUSPECT)
-                self._work.take(rank, frame)
+                self._work.take_frame(rank, frame)
         except FleetError as error:
             raise from_code(error.code, f"helper{rank}: {error.message}", hint=error.hint) from error
 

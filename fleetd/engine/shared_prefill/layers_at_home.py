@@ -49,14 +49,14 @@ class LayersAtHome(HomePart):
         self._rows = [len(self.places(split.layers_of(rank), in_rows=True)) for rank in range(split.helpers)]
         self._ended = [False] * split.helpers
 
-    def take(self, rank: int, frame: Frame) -> None:
-        if self.snapshots.took(rank, frame):
+    def take_frame(self, rank: int, frame: Frame) -> None:
+        if self.snapshots.take_frame(rank, frame):
             return
         match frame.head.kind:
             case Kind.ROWS:
                 self._arrived[rank] += 1
             case Kind.STATE:
-                self.caches[frame.head.layer][frame.head.part] = self._states.taken(frame)
+                self.caches[frame.head.layer][frame.head.part] = self._states.checked(frame)
             case Kind.HIDDEN:
                 hidden = frame_payloads.hidden_of(frame, self.layout)
                 if self._begin is None:

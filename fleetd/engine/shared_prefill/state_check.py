@@ -36,7 +36,7 @@ class Snapshots:
         self._due = [frozenset(split.states_of(rank)) for rank in range(split.helpers)]
         self._found: dict[tuple[int, int], dict[int, Any]] = {}
 
-    def took(self, rank: int, frame: Frame) -> bool:
+    def take_frame(self, rank: int, frame: Frame) -> bool:
         """True if the frame is one of helper ``rank``'s snapshots, and is kept."""
         head = frame.head
         if head.kind is not Kind.STATE or head.end not in self._due[rank]:

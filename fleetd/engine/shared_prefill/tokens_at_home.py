@@ -42,8 +42,8 @@ class TokensAtHome(HomePart):
         # Caches without a row per token, as they are after each helper's tokens.
         self._after: list[dict[Place, Any]] = [{} for _ in range(split.helpers)]
 
-    def take(self, rank: int, frame: Frame) -> None:
-        if self.snapshots.took(rank, frame):
+    def take_frame(self, rank: int, frame: Frame) -> None:
+        if self.snapshots.take_frame(rank, frame):
             return
         match frame.head.kind:
             case Kind.DONE:
@@ -51,7 +51,7 @@ class TokensAtHome(HomePart):
                 return
             case Kind.STATE:
                 layer, part = frame.head.layer, frame.head.part
-                self._after[rank][layer, part] = cache = self._states.taken(frame)
+                self._after[rank][layer, part] = cache = self._states.checked(frame)
                 if frame.head.end in self._places:
                     self.snapshots.put(frame.head.end, layer, part, kind_of(cache).saved(cache))
         self._frames[rank] += 1

@@ -67,7 +67,7 @@ class HandedOverStreams:
 
         return connect
 
-    def take(self, job: str, name: str) -> tuple[StreamTag, socket.socket] | None:
+    def take_stream(self, job: str, name: str) -> tuple[StreamTag, socket.socket] | None:
         """The socket itself, for a thread that reads from it; None if it has not come."""
         with self._lock:
             found = self._held.pop((job, name), None)
