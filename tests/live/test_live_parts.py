@@ -110,7 +110,7 @@ def test_a_machine_that_has_room_for_half_of_a_model_shares_its_prompts(model: P
     assert 2 <= last <= 6
     (engine,) = fleet["beta"].status()["engines"]
     assert (engine["part_of"], engine["first_layer"], engine["last_layer"]) == (NAME, first, last)
-    assert engine["weights_bytes"] == pytest.approx(weights * last / LAYERS, rel=0.05)
+    assert engine["shape"]["weights_bytes"] == pytest.approx(weights * last / LAYERS, rel=0.05)
     assert engine["speed"]["prefill_tok_s"] > 0
 
     text, plan, shared = asked_until_shared(fleet)

@@ -56,6 +56,7 @@ from fleetd.p2p import node as node_module
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerConnection
 from fleetd.plan.prefill.choice import PlanChoice, PrefillOption
+from fleetd.plan.prefill.schedule import PrefillSize
 from fleetd.process import observe
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.job import Job
@@ -182,9 +183,9 @@ class FaultMachines:
     async def ask(self, *_: Any, **__: Any) -> bytes:
         raise AssertionError("nobody is to be asked to load anything")
 
-    def _choose(self, _own: Any, tokens: int, cached: int, chunk: int, *_: Any) -> PlanChoice:
+    def _choose(self, _own: Any, asked: PrefillSize) -> PlanChoice:
         split = self.scenario.split
-        assert (split.tokens, split.cached, split.chunk) == (tokens - 1, cached, chunk)
+        assert (split.tokens, split.cached, split.chunk) == (asked.tokens, asked.cached, asked.chunk)
         chain = self.helpers[: split.helpers]
         ids, names = tuple(m.node_id for m in chain), tuple(m.name for m in chain)
         kind = split.kind if split.cuts[-2] < split.cuts[-1] else "whole"
