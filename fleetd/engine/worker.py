@@ -356,7 +356,7 @@ def import_libraries(cache: str) -> None:
         from cryptography.hazmat.primitives.kdf import hkdf  # noqa: F401
 
         from fleetd.engine.load import loading, stage_loading  # noqa: F401
-        from fleetd.engine.loop import helper_loop, scheduler  # noqa: F401
+        from fleetd.engine.loop import compute_loop, scheduler  # noqa: F401
 
 
 def _helper_loop(part: LoadedPart, emit: Callable[[Report], None]) -> HelperLoop:
