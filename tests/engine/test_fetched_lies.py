@@ -16,7 +16,7 @@ from two_disks import WHOLE, TwoMachines, damaged, every_byte, first_then, gone
 from wire_changes import changes
 
 from fleetd import limits
-from fleetd.engine.loop import stored_beginnings
+from fleetd.engine.loop import beginnings
 from fleetd.sealed.stream import SealedSender
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient", "short_prompts")
@@ -53,7 +53,7 @@ class Earliest(random.Random):
 def test_attack_the_last_block_is_wrong_and_none_of_it_is_drawn(
     machines: TwoMachines, monkeypatch: pytest.MonkeyPatch, last_first: bool
 ) -> None:
-    monkeypatch.setattr(stored_beginnings.random, "Random", Earliest)
+    monkeypatch.setattr(beginnings.random, "Random", Earliest)
     change = last_block if not last_first else partial(first_sent, last_block)
     machines.ask()
     machines.send(damaged(machines, change), last_first=last_first)

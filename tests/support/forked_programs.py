@@ -414,7 +414,7 @@ def _import_for_programs() -> None:
     products.preload_blas()
     products.preload_blas = lambda: products.exact()  # it insists on being first, and has been
     from fleetd.engine import worker
-    from fleetd.process import lean_imports
+    from fleetd.startup import lean_imports
 
     worker.quiet_libraries()
 
