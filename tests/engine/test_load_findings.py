@@ -102,12 +102,12 @@ def test_layers_that_make_other_numbers_and_files_that_are_unknown_share_no_bloc
 
 _KEYS = """
 import hashlib, sys
-from fleetd.engine import cpu
-if not cpu.preload_blas():
+from fleetd.engine.cpu import products
+if not products.preload_blas():
     sys.exit(print("none"))
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
-cpu.install()
+products.install()
 import tiny_architectures, tiny_models
 from mlx_lm.models.cache import make_prompt_cache
 model = tiny_architectures.tiny("llama", num_hidden_layers=2, vocab_size=tiny_models.VOCAB)

@@ -141,8 +141,8 @@ def test_says_what_it_does(tmp_path: Path) -> None:
 CHILD = """
 import json, sys
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.engine import cpu
-cpu.preload_blas()
+from fleetd.engine.cpu import products
+products.preload_blas()
 import mlx.core as mx
 import psutil
 from fleetd.engine.sequence_state.parts import sizes
@@ -150,7 +150,7 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.stage_loading import load_stage
 mx.set_default_device(mx.cpu)
-cpu.install()
+products.install()
 process, before = psutil.Process(), {}
 
 def read():
