@@ -165,7 +165,7 @@ def test_a_large_agents_prompt_is_rendered_as_without_a_bound() -> None:
 
 
 def test_every_chat_template_is_rendered_within_its_bound() -> None:
-    code = Path(worker.__file__).parent
+    code = Path(address_space.__file__).parents[1]
     found = {file.name for file in code.rglob("*.py") if "apply_chat_template(" in file.read_text("utf-8")}
     assert found == {"chat_template.py"}
 
