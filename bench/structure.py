@@ -45,7 +45,7 @@ TASKS = {
     "files that name the speed figure prefill_context_s": re.compile(r"\bprefill_context_s\b"),
 }
 # The heading of a task in docs/contributing.md, whose table names the files that it touches.
-TABLES = re.compile(r"^## (Add an? .+|Find .+)$")
+TABLES = re.compile(r"^## ((?:Add an?|Find|Constrain|Run) .+)$")
 FILE = re.compile(r"`((?:fleetd|bench|docs)/[\w/.-]+\.(?:py|toml|json|md))`")
 
 Sources = dict[str, str]
