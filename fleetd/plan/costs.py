@@ -12,6 +12,7 @@ over several chunks equals that of one chunk, so only ``fixed`` depends on how a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -24,6 +25,8 @@ MEASURED_TOKENS = 256
 _EXPLAINED = 0.75
 # Prices stay finite whatever speed a card claims.
 SLOWEST_TOK_S = 1e-3
+# By how much one machine's speed against another's is usually misjudged, either way.
+MISJUDGED = 0.1
 
 
 class PrefillSpeed(msgspec.Struct, frozen=True):
@@ -72,6 +75,23 @@ class PrefillSpeed(msgspec.Struct, frozen=True):
 
     def _work_s(self, start: int, count: int) -> float:
         return count * (self.token_s + self.context_s * (start + count / 2))
+
+
+def cautious(speeds: Sequence[PrefillSpeed], tokens: range, chunk: int) -> list[PrefillSpeed]:
+    """The speeds that make cuts between machines last: each is moved away from the mean of all.
+
+    A wrong speed costs more on one side. Work that a slow machine should not have had delays everything by
+    all of the difference, work that a fast one has too much of by a small part. Of two machines, let the slow
+    one have the share x of the work. If its speed is overestimated by e, the end is late by e, and if it is
+    underestimated, by e · x / (1 - x), since that work is then the other's. For errors that are spread evenly
+    the mean delay is least if the speed is taken too low, by 1 - 2x of their bound.
+    """
+    rates = [1 / speed.total(1.0, tokens, chunk) for speed in speeds]
+    mean = sum(rates) / len(rates)
+    return [
+        speed.times(1 + MISJUDGED * (mean - rate) / sum(rates))
+        for speed, rate in zip(speeds, rates, strict=True)
+    ]
 
 
 def modelled(chip: chip_speeds.Hardware, shape: ModelShape) -> PrefillSpeed:

@@ -1,4 +1,4 @@
-"""Whether other machines shorten one prompt's prefill, which of them, and why not otherwise.
+"""Which other machines shorten one prompt's prefill, and why the others do not.
 
     local     all here                     layers   machines take layers, chunk after chunk
     whole     all on others                tokens   machines take tokens, layer after layer
@@ -22,8 +22,8 @@ from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.options import HelperSpec, Load, OptionCode, PlanChoice, PrefillOption
 from fleetd.plan.prefill.schedule import SETUP_ROUND_TRIPS, PrefillSize, Timeline, timeline
-from fleetd.plan.prefill.search import Found, Search, cut_bounds
-from fleetd.plan.prefill.split import Part, Split, SplitKind, checked
+from fleetd.plan.prefill.search import Found, Search
+from fleetd.plan.prefill.split import Part, Split, SplitKind, checked, cut_bounds
 from fleetd.plan.refusals import Refusal
 from fleetd.plan.route import ADVANTAGE, CAUTION, DOUBT, SHARING
 
@@ -44,12 +44,12 @@ __all__ = [
 
 # The plan that the prompt before this one got is priced at this share: two equal plans must not take turns.
 HYSTERESIS = 0.9
-# Only this many machines are combined, the best ones alone first. Three make seven combinations.
+# Only this many helpers are combined: those that are the best ones alone. Three make seven combinations.
 COMBINED = limits.SHARE_MACHINES - 1
 # A machine with this many requests of its own is not asked for help.
 BUSY_FROM = 3
 _UNLIMITED = 1e15
-# What made-up figures raise.
+# Errors that made-up figures on a card raise.
 _NO_PRICE = (ArithmeticError, ValueError, InvalidValue)
 
 
@@ -104,7 +104,7 @@ def _to_first_token(option: PrefillOption, first_s: float) -> PrefillOption:
 
 
 def _refusal(prompt: PrefillSize, machine: HelperSpec) -> Refusal | None:
-    """The first reason, from lasting ones to passing ones."""
+    """The first reason against a helper, lasting reasons before passing ones. None if it may help."""
     new = len(prompt.new)
     if prompt.shape.unshareable:
         return Refusal("unshareable", prompt.shape.unshareable)
@@ -152,7 +152,7 @@ def _ways(prompt: PrefillSize, home: HelperSpec, machines: Sequence[HelperSpec])
 
 
 def _chain(prompt: PrefillSize, machines: Sequence[HelperSpec]) -> Sequence[HelperSpec] | None:
-    """The machines in an order in which each has the layers that it computes; None if there is none."""
+    """The machines in an order in which each has the layers that it computes. None if no order does."""
     # The machine with the slowest link goes first: its last rows travel while the others still compute.
     by_link = sorted(machines, key=lambda m: (m.link.bytes_per_s, m.node_id))
     if all(machine.held is None for machine in machines):
@@ -217,7 +217,10 @@ def _option(
 def _with_states(
     prompt: PrefillSize, split: Split, chain: Sequence[HelperSpec], home: PrefillSpeed, without: Timeline
 ) -> tuple[Split, Timeline]:
-    """The split with states sent at as many of its last places as make it hardly longer than ``without``."""
+    """The split, with states sent at as many of its last places as possible, and its timeline.
+
+    Sending them may take little longer than ``without``, the timeline of the split that sends none.
+    """
     most_s = (1 + limits.SHARE_STATES_SHARE) * without.total_s
     for sent in range(min(prompt.states, len(prompt.places)), 0, -1):
         line = timeline(replace(prompt, states=sent), split, chain, home)
@@ -227,7 +230,10 @@ def _with_states(
 
 
 def _load(prompt: PrefillSize, machine: HelperSpec, layers: range) -> Load:
-    """The whole model if such a prompt fits beside it, because then it can answer too; else these layers."""
+    """What a cold helper should load: the whole model if such a prompt fits beside it, else ``layers``.
+
+    A machine with the whole model can answer, too.
+    """
     beside = (machine.room_bytes - prompt.shape.most_weights_bytes) * (1 - limits.PREFIX_SHARE)
     if prompt.shape.sizes.of(prompt.tokens) <= beside or len(layers) == prompt.shape.layers:
         return Load(machine.node_id)
@@ -245,12 +251,12 @@ def _steps(line: Timeline) -> tuple[tuple[str, float], ...]:
 
 
 def _now(machine: HelperSpec) -> HelperSpec:
-    """A helper with its speed for this prompt: it takes turns with the machine's own requests."""
+    """The helper at its speed for this prompt, which takes turns with the helper's own requests."""
     return replace(machine, speed=machine.speed.times(1.0 + max(0, machine.running)))
 
 
 def _home_now(home: HelperSpec) -> HelperSpec:
-    """The machine that answers with its speed for this prompt, by the same figure as in routing."""
+    """The machine that answers, at its speed for this prompt. Routing counts its requests in the same way."""
     # Too high a price for staying here would send prompts away that are sooner read here.
     return replace(home, speed=home.speed.times(1.0 + SHARING * max(0, home.running)))
 
@@ -258,7 +264,7 @@ def _home_now(home: HelperSpec) -> HelperSpec:
 def _with_link(
     prompt: PrefillSize, home: HelperSpec, machine: HelperSpec, ways: Sequence[PrefillOption], local_s: float
 ) -> list[PrefillOption]:
-    """The same plans. If none pays, but one would over a better link, the link is the reason against them."""
+    """The plans ``ways`` with one helper. Its link is the reason against them if a better one would pay."""
     link, target_s = machine.link, ADVANTAGE * local_s
     if min(way.predicted_s - way.load_s for way in ways) <= target_s:
         return list(ways)
@@ -280,7 +286,7 @@ def _least_rate(
     """The least bytes per second with which a split takes at most ``target_s``."""
     low, high = max(1.0, helper.link.bytes_per_s), _UNLIMITED
     prompt = replace(prompt, states=0)
-    # A precision of one percent is enough for people.
+    # The figure is for people, who need no more than one percent.
     while high > 1.01 * low:
         middle = math.sqrt(low * high)
         link = replace(helper.link, bytes_per_s=middle)
@@ -300,10 +306,10 @@ def plan_prefill(
     helpers: Iterable[HelperSpec],
     previous: PrefillOption | None = None,
 ) -> PlanChoice:
-    """Price every plan and choose one; ``previous`` as in ``choose``.
+    """The choice among all plans; ``previous`` as in ``choose``.
 
-    Figures on a card may be made up, so that sums of them leave the range of numbers. That must cost this
-    machine's requests no more than the help of that machine.
+    A card may have made-up figures, whose sums leave the range of numbers. The planner then goes on without
+    that machine.
     """
     machines = list(helpers)
     try:
@@ -317,7 +323,7 @@ def plan_prefill(
 
 
 def _believed(prompt: PrefillSize, home: HelperSpec, machine: HelperSpec) -> HelperSpec:
-    """The machine, refused if it cannot be priced by itself."""
+    """The machine, with a refusal if it cannot be priced alone."""
     try:
         options(prompt, home, (machine,))
     except _NO_PRICE:
@@ -327,7 +333,11 @@ def _believed(prompt: PrefillSize, home: HelperSpec, machine: HelperSpec) -> Hel
 
 
 def choose(found: Sequence[PrefillOption], previous: PrefillOption | None = None) -> PlanChoice:
-    """The cheapest plan if it is clearly cheaper than local. ``previous``: what the prompt before got."""
+    """The cheapest plan if it is clearly cheaper than local, otherwise local.
+
+    Args:
+        previous: the plan of the prompt before this one.
+    """
     local = next(option for option in found if option.kind == "local")
     able = [option for option in found if option.priced and not option.code and option is not local]
 

@@ -65,7 +65,7 @@ class PrefillSize(msgspec.Struct, frozen=True):
 
     @property
     def whole_bytes(self) -> int:
-        """What is sent of the prompt whole."""
+        """Bytes of the states and windows behind the prompt, which have no row for each token."""
         return self.shape.sizes.whole(self.tokens)
 
     @property
@@ -109,6 +109,9 @@ class Chain:
     def __init__(self, prompt: PrefillSize, helpers: Sequence[HelperSpec], home: PrefillSpeed) -> None:
         self._prompt, self._helpers, self._home = prompt, helpers, home
         self._new = prompt.new
+        self._whole_bytes, self._sent_places = prompt.whole_bytes, prompt.sent_places
+        self._prompt_bytes = TOKEN_BYTES * prompt.tokens
+        self._cached_bytes = prompt.shape.sizes.of(prompt.cached) if prompt.cached else 0
         links = [helper.link for helper in helpers]
         self._between = [a.and_(b) for a, b in itertools.pairwise(links)]
         # All that helpers send to home or get from it passes home's one port.
@@ -119,7 +122,7 @@ class Chain:
         self._home_free_s = self._agreed_s + spot_s
 
     def layers(self, cuts: Sequence[int], chunk: int) -> Timeline:
-        """``cuts`` as in ``Split``; home's part, the last one, may be empty."""
+        """The timeline of a split by layers. ``cuts`` as in ``Split``; home's part may be empty."""
         prompt, new = self._prompt, self._new
         parts = [range(a, b) for a, b in itertools.pairwise(cuts)]
         *shares, home_share = [prompt.share(part) for part in parts]
@@ -135,8 +138,8 @@ class Chain:
                 to_home += prompt.shape.hidden_bytes
             carrying = self._carrying(helper.link, to_home, chunk)
             # States of the last chunk's places and of its end travel behind the rows of the one before.
-            late = 1 + sum(prompt.tokens - at <= chunk for at in prompt.sent_places)
-            carrying.late_s += helper.link.seconds(prompt.whole_bytes * late * kept[i])
+            late = 1 + sum(prompt.tokens - at <= chunk for at in self._sent_places)
+            carrying.late_s += helper.link.seconds(self._whole_bytes * late * kept[i])
             rows.append((len(pipe.stages), carrying))
             if onward is not helper.link or home_share:
                 pipe.stages.append(self._carrying(onward, 2 * prompt.shape.hidden_bytes, chunk))
@@ -156,12 +159,15 @@ class Chain:
         )
 
     def tokens(self, cuts: Sequence[int], chunk: int) -> Timeline:
-        """``cuts`` as in ``Split``. Nothing is exposed: home needs a layer's rows before it computes it."""
+        """The timeline of a split by tokens. ``cuts`` as in ``Split``.
+
+        No hand-off is exposed: home needs a layer's rows before it computes that layer.
+        """
         prompt, layers = self._prompt, self._prompt.shape.layers
         one, last = prompt.share(range(1)), prompt.share(range(layers - 1, layers))
         *parts, home_part = [range(a, b) for a, b in itertools.pairwise(cuts)]
         begun_s = self._agreed_s + self._prefix_s([1.0] * len(parts))
-        row_bytes, state_bytes = prompt.shape.sizes.token_bytes / layers, prompt.whole_bytes / layers
+        row_bytes, state_bytes = prompt.shape.sizes.token_bytes / layers, self._whole_bytes / layers
         home_s = self._home.total(1.0, home_part, chunk)
         port_s = self._port.seconds(
             prompt.shape.sizes.token_bytes * (home_part.start - prompt.cached)
@@ -188,21 +194,24 @@ class Chain:
         )
 
     def _states(self, tokens: range, chunk: int) -> int:
-        """Bytes of the states of all layers that a helper sends home with some tokens: after them, at places,
-        and running ones before its last chunk, if it has several."""
-        prompt = self._prompt
-        times = 1 + sum(tokens.start < at < tokens.stop for at in prompt.sent_places)
-        return prompt.whole_bytes * times + prompt.shape.sizes.state_bytes * (len(tokens) > chunk)
+        """Bytes of the states that a helper sends home with ``tokens``, of all layers.
+
+        It sends all states after the tokens and at places among them. If it computes several chunks, it sends
+        running states before the last one, too.
+        """
+        if not self._whole_bytes:
+            return 0
+        times = 1 + sum(tokens.start < at < tokens.stop for at in self._sent_places)
+        return self._whole_bytes * times + self._prompt.shape.sizes.state_bytes * (len(tokens) > chunk)
 
     def _prefix_s(self, shares: Sequence[float]) -> float:
         """Time to send the tokens, and the rows of cached tokens, to all helpers at once."""
-        prompt, all_bytes, slowest_s = self._prompt, 0.0, 0.0
-        for helper, share in zip(self._helpers, shares, strict=True):
-            kept = prompt.shape.sizes.of(prompt.cached) if prompt.cached else 0
-            n_bytes = TOKEN_BYTES * prompt.tokens + kept * share
-            all_bytes += n_bytes
-            slowest_s = max(slowest_s, helper.link.seconds(n_bytes) + helper.link.one_way_s)
-        return max(slowest_s, self._port.seconds(all_bytes))
+        sent = [self._prompt_bytes + self._cached_bytes * share for share in shares]
+        arrived_s = [
+            helper.link.seconds(n_bytes) + helper.link.one_way_s
+            for helper, n_bytes in zip(self._helpers, sent, strict=True)
+        ]
+        return max(*arrived_s, self._port.seconds(sum(sent)))
 
     def _computing(self, speed: PrefillSpeed, share: float, chunk: int, free_s: float) -> _StageTimeline:
         prompt, rest = self._prompt, len(self._new) % chunk
@@ -224,7 +233,7 @@ class Chain:
 
 
 def _layer_after_layer(stages: Sequence[tuple[float, float]], layers: int) -> float:
-    """How long all layers take through ``stages``: seconds of a layer and of the last one, in order.
+    """Seconds for all layers through ``stages``. Each stage has the seconds of a layer and of the last one.
 
     The longest path stays with the slowest stage that it meets before it goes on to the last layer.
     """
@@ -248,7 +257,7 @@ _PRICED: dict[SplitKind, Callable[[Chain, Sequence[int], int], Timeline]] = {
 
 @dataclass(slots=True)
 class _StageTimeline:
-    """Takes ``first_s + c · growth_s`` for whole chunk c, and ``rest_s`` for the shorter one at the end.
+    """A machine or a link: ``first_s + c · growth_s`` for whole chunk c, ``rest_s`` for a shorter last one.
 
     It begins no sooner than ``free_s``, and its results arrive ``late_s`` after it has computed them.
     """
@@ -262,7 +271,7 @@ class _StageTimeline:
 
 @dataclass(slots=True)
 class _StageDone:
-    """When a stage's results arrive: those of the chunks in ``turns``, and those of the last chunk."""
+    """The times at which a stage's results arrive, of the chunks in ``turns`` and of the last chunk."""
 
     turns_s: list[float]
     end_s: float
@@ -276,7 +285,11 @@ class _PipeTimeline:
         self._chunks, self._rest = chunks, rest
 
     def ends(self, branches: Sequence[tuple[int, _StageTimeline]]) -> tuple[float, float]:
-        """When the last stage ends, and when all ``branches`` end: (number of stages before it, stage)."""
+        """The times at which the last stage and the last branch end.
+
+        Args:
+            branches: of each, the number of stages before it, and the branch as a stage.
+        """
         turns = self._turns()
         done = [_StageDone([0.0] * len(turns), 0.0)]
         for stage in self.stages:

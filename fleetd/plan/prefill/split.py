@@ -18,7 +18,7 @@ from fleetd import limits
 from fleetd.errors import InvalidValue
 
 SplitKind = Literal["layers", "tokens"]
-# Layers, or what else is divided, [first, last).
+# Layers or tokens [first, last).
 Part = tuple[int, int]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 # Of a token's id, an int32.
@@ -26,23 +26,24 @@ TOKEN_BYTES = 4
 
 
 class Split(msgspec.Struct, frozen=True):
-    """``cuts`` has one entry more than there are machines. ``kind`` says what they divide (``_RULES``).
+    """The agreement: which part of the prompt each machine computes, and in which chunks."""
 
-    The part of the last machine, which answers, may be empty: then all of the prefill is done elsewhere.
-    New tokens are [cached, tokens); ``tokens`` is the prompt without its last one, which decoding computes.
-
-    ``places``: numbers of tokens, ascending, after which the machine that answers would keep what cannot be
-    cut at a token. A chunk ends at each, so that chunks are those of a prefill without helpers. At the last
-    ``sent`` of them a helper sends home what it keeps there.
-    """
-
+    # What the cuts divide (``_RULES``).
     kind: SplitKind
+    # Where each part begins, and where the last one ends. The last part is that of the machine that answers;
+    # if it is empty, the whole prefill is done elsewhere.
     cuts: Annotated[tuple[_Count, ...], Meta(min_length=3, max_length=limits.SHARE_MACHINES + 1)]
+    # The number of layers of the model.
     layers: Annotated[int, Meta(ge=1, le=limits.LAYERS)]
+    # New tokens are [cached, tokens). ``tokens`` is the prompt without its last one, which decoding computes.
     cached: _Count
     tokens: _Count
+    # Tokens of one chunk.
     chunk: Annotated[int, Meta(ge=1, le=2**20)]
+    # Numbers of tokens, ascending, after which the machine that answers would keep what cannot be cut at a
+    # token. A chunk ends at each, so that chunks are those of a prefill without helpers.
     places: Annotated[tuple[_Count, ...], Meta(max_length=limits.CHECKPOINTS_PER_PROMPT)] = ()
+    # At this many of the last places a helper sends home what it keeps there.
     sent: Annotated[int, Meta(ge=0, le=limits.CHECKPOINTS_PER_PROMPT)] = 0
 
     @property
@@ -70,15 +71,18 @@ class Split(msgspec.Struct, frozen=True):
         return self.chunks(self.tokens_of(machine))
 
     def chunks(self, tokens: range) -> list[range]:
-        """``tokens``, which begin between chunks, in chunks."""
+        """The chunks of ``tokens``, which begin where a chunk begins."""
         grid = range(self.cached, tokens.stop, self.chunk)
         between = {at for at in (*grid, *self.places) if tokens.start < at < tokens.stop}
         ends = [tokens.start, *sorted(between), tokens.stop]
         return [range(a, b) for a, b in itertools.pairwise(ends) if a < b]
 
     def snapshot_of(self, rank: int) -> int | None:
-        """The token at which the last of helper ``rank``'s chunks begins: running states, which cannot be
-        had from later ones, are sent as they are there, too. None if it has one chunk: home knows them."""
+        """The token at which helper ``rank``'s last chunk begins. None if it has one chunk only.
+
+        The helper sends running states as they are there, too: home cannot get them from later ones. At the
+        beginning of the first chunk home knows them.
+        """
         own = self.chunks_of(rank)
         return own[-1].start if len(own) > 1 else None
 
@@ -88,8 +92,10 @@ class Split(msgspec.Struct, frozen=True):
         return self.places[len(self.places) - self.sent :]
 
     def states_of(self, rank: int) -> list[int]:
-        """The tokens within helper ``rank``'s part after which it sends states, ascending: at places all
-        that has no row per token, before the last chunk running states alone."""
+        """The tokens within helper ``rank``'s part after which it sends states, ascending.
+
+        At places it sends all that has no row per token, before its last chunk running states alone.
+        """
         own, snapshot = self.tokens_of(rank), self.snapshot_of(rank)
         inner = {at for at in self.sent_places if own.start < at < own.stop}
         return sorted(inner if snapshot is None else {*inner, snapshot})
@@ -150,6 +156,23 @@ def halved(kind: SplitKind, layers: int, tokens: range, chunk: int) -> Split:
     step = chunk if rules.cut_between_chunks else 1
     middle = first + (last - first) // 2 // step * step
     return msgspec.structs.replace(undivided, cuts=(first, middle, last))
+
+
+def cut_bounds(layers: int, held: Sequence[Part | None], *, whole: bool = False) -> list[Part] | None:
+    """The layers between which each helper's last cut may lie: every helper must have the layers it computes.
+
+    Args:
+        held: the layers that each helper of a chain has; None if it has all.
+        whole: home computes nothing.
+
+    None if machines with these layers, in this order, cannot form a chain.
+    """
+    firsts, lasts = zip(*(part or (0, layers) for part in held), strict=True)
+    begins, end = (*firsts[1:], layers if whole else 0), layers + 1 if whole else layers
+    lows = itertools.accumulate(begins, lambda low, first: max(low + 1, first), initial=0)
+    highs = itertools.accumulate(reversed(lasts), lambda high, last: min(high - 1, last), initial=end)
+    bounds = list(zip([*lows][1:], [*highs][:0:-1], strict=True))
+    return bounds if firsts[0] == 0 and all(low <= high for low, high in bounds) else None
 
 
 def checked(split: Split) -> Split:
