@@ -66,9 +66,14 @@ class TurnedPair:
         return None
 
     def turn(self, *, helper: bool = True) -> None:
-        self.home.turn()
+        self._turn(self.home)
         if helper:
-            self.helper.turn()
+            self._turn(self.helper)
+
+    def _turn(self, end: TurnedScheduler) -> None:
+        if not end.scheduler._occupied:
+            end.scheduler.inbox.wake()  # or it would wait for work that the other one may have
+        end.turn()
 
     def turn_until(self, done: Callable[[], bool], *, turns: int = 2000) -> None:
         for _ in range(turns):
