@@ -67,7 +67,8 @@ class Family:
     code: tuple[str, ...]
 
 
-_ROOMS = ("answer", "cpu", "daemon_side", "layers", "load", "loop", "measure", "prefixes", "prompt")
+# The engine's rooms that every request passes; the others are features, which their own families name.
+_ROOMS = "answer", "cpu", "daemon_side", "layers", "load", "loop", "measure", "prefixes", "prompt", "sampling"
 _ENGINE = (":(glob)fleetd/engine/*.py", *(f"fleetd/engine/{room}" for room in _ROOMS))
 _REQUESTS = (
     ":(glob)fleetd/requests/*.py",

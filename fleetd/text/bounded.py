@@ -21,7 +21,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 #: A measured figure in any unit.
 Rate = Annotated[float, Meta(ge=0, le=1e12)]
-#: Below 0 where time was lost.
+#: Below 0 if time was lost.
 SignedSeconds = Annotated[float, Meta(ge=-1e9, le=1e9)]
 #: A natural logarithm, with room for rounding.
 Logprob = Annotated[float, Meta(ge=-1e9, le=1)]

@@ -59,3 +59,10 @@ def test_every_path_that_a_family_measures_is_there(name: str) -> None:
     for path in FAMILIES[name].code:
         pattern = path.removeprefix(":(glob)")
         assert list(ROOT.glob(pattern)), f"{name}: nothing matches {path}"
+
+
+def test_every_room_of_the_engine_makes_some_family_old() -> None:
+    named = {path for family in FAMILIES.values() for path in family.code}
+    rooms = {path.parent.name for path in (ROOT / "fleetd" / "engine").glob("*/__init__.py")}
+    assert "loop" in rooms
+    assert not {room for room in rooms if f"fleetd/engine/{room}" not in named}
