@@ -78,20 +78,24 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> d
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """An async test's first case stays on asyncio, the second on uvloop, and so on; marks the rest long."""
-    cases: dict[tuple[Any, str], list[str]] = {}
+    """An async test's first case stays on asyncio, the second on uvloop, and so on; marks the rest long.
+
+    A test with one case runs on both.
+    """
+    # By test: its cases in their order, and their items.
+    tests: dict[tuple[Any, str], dict[str, list[pytest.Item]]] = {}
     for item in items:
         spec = getattr(item, "callspec", None)
         if spec is None or item.get_closest_marker("one_loop") or item.get_closest_marker("long"):
             continue
         loop, _, case = spec.id.partition("-")
-        if loop not in LOOPS or not case:
-            continue
-        known = cases.setdefault((item.parent, item.originalname), [])
-        if case not in known:
-            known.append(case)
-        if list(LOOPS)[known.index(case) % len(LOOPS)] != loop:
-            item.add_marker("long")
+        if loop in LOOPS:
+            tests.setdefault((item.parent, item.originalname), {}).setdefault(case, []).append(item)
+    for cases in tests.values():
+        for number, runs in enumerate(cases.values() if len(cases) > 1 else ()):
+            for item in runs:
+                if not item.callspec.id.startswith(list(LOOPS)[number % len(LOOPS)]):
+                    item.add_marker("long")
 
 
 @pytest.fixture(scope="session", autouse=True)
