@@ -352,6 +352,8 @@ ARGUMENTS_DEPTH = JSON_DEPTH - 16
 # Parts of a schema that are looked at to choose between readings of one value: clients write schemas, and a
 # few lines of one that refers to itself can mean millions of parts.
 SCHEMA_STEPS = 10_000
+# Of a schema or a grammar that an answer is held to. The largest that clients send describe whole APIs.
+CONSTRAINT_CHARS = 1 << 20
 # A load or a download tells its progress so often at most.
 LOADING_EVENTS = 100_000
 # Of a job's id, as the machine that asked for it has it, to be found again here.

@@ -33,6 +33,7 @@ from fleetd import limits
 from fleetd.compression.packed import PackedScores
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.control.prefill_trace import Speculated
+from fleetd.engine.sampling.constraint import Constraint, ConstraintText
 from fleetd.engine.sampling.parameters import Sampling as Sampling
 from fleetd.plan.prefill.split import Split
 from fleetd.text.bounded import Count, Logprob, Natural, Seconds, Text
@@ -64,9 +65,14 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     messages: Annotated[list[dict[str, Any]], Meta(max_length=limits.MESSAGES)]
     tools: Annotated[list[dict[str, Any]], Meta(max_length=limits.TOOLS)] | None = None
-    # "auto" lets the model decide; "none" hides the tools; "required" and {"name": ...} start the answer
-    # inside a tool call.
+    # "auto" lets the model decide; "none" hides the tools; with "required" and {"name": ...} the answer is
+    # calls of tools.
     tool_choice: Literal["auto", "none", "required"] | dict[str, str] = "auto"
+    # Tools whose arguments are held to their schema, or to the grammar that stands here for a tool with one
+    # text; "": to its schema.
+    strict_tools: dict[str, ConstraintText] = {}
+    # Whether one answer may call several tools.
+    parallel_calls: bool = True
     template_kwargs: dict[str, Any] = {}
     cache_marks: Annotated[list[tuple[Natural, Natural]], Meta(max_length=limits.CACHE_MARKS)] = []
 
@@ -140,6 +146,8 @@ class Generate(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     call_pieces: bool = False
     ignore_eos: bool = False
     min_tokens: Natural = 0
+    # What form the answer's text has to have; None: any.
+    constraint: Constraint | None = None
 
 
 class FetchBlocks(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
