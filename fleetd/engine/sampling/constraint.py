@@ -1,7 +1,7 @@
 """The form that an answer's text is held to. Pure.
 
-A constraint is about the text of an answer: what the model thinks before it is outside of it, and so are calls
-of tools, whose arguments ``ChatPrompt.strict_tools`` is about.
+A constraint is about the text of an answer: what the model thinks before it is outside of it, and so are
+calls of tools, whose arguments ``ChatPrompt.strict_tools`` is about.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the text of an answer has to be."""
 
     kind: ConstraintKind
-    #: The schema as JSON, the regular expression, the choices as a JSON list of texts, or the grammar in Lark's
-    #: or in GBNF's notation; "" for a JSON object of any shape.
+    #: The schema as JSON, the regular expression, the choices as a JSON list of texts, or the grammar in
+    #: Lark's or in GBNF's notation; "" for a JSON object of any shape.
     text: ConstraintText = ""
     #: The field of the request that asks for it, for errors.
     where: Annotated[str, Meta(max_length=256)] = ""
