@@ -68,13 +68,13 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     # "auto" lets the model decide; "none" hides the tools; with "required" and {"name": ...} the answer is
     # calls of tools.
     tool_choice: Literal["auto", "none", "required"] | dict[str, str] = "auto"
+    template_kwargs: dict[str, Any] = {}
+    cache_marks: Annotated[list[tuple[Natural, Natural]], Meta(max_length=limits.CACHE_MARKS)] = []
     # Tools whose arguments are held to their schema, or to the grammar that stands here for a tool with one
     # text; "": to its schema.
     strict_tools: dict[str, ConstraintText] = {}
     # Whether one answer may call several tools.
     parallel_calls: bool = True
-    template_kwargs: dict[str, Any] = {}
-    cache_marks: Annotated[list[tuple[Natural, Natural]], Meta(max_length=limits.CACHE_MARKS)] = []
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
