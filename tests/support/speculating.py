@@ -57,9 +57,11 @@ class Run:
         )
         self.decoding = self.scheduler.decoding
 
-    def submit(self, name: str, tokens: Sequence[int], *sources: DraftSource, **fields: Any) -> None:
+    def submit(
+        self, name: str, tokens: Sequence[int], *sources: DraftSource, matcher: Any = None, **fields: Any
+    ) -> None:
         request = Generate(name, TokenPrompt(list(tokens)), **{"sampling": GREEDY, **fields})
-        self.scheduler.inbox.put(PreparedPrompt(request, list(tokens)))
+        self.scheduler.inbox.put(PreparedPrompt(request, list(tokens), matcher=matcher))
         for source in sources:
             self.decoding.attach(name, source)
 

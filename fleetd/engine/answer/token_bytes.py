@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import re
 from typing import Any
 
 _SPM_SPACE = "\u2581".encode()
+# A byte that no other token of SentencePiece has.
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
@@ -20,10 +23,33 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     known = getattr(detokenizer, "tokenmap", None)
     if isinstance(known, list) and int(token) < len(known) and isinstance(known[int(token)], bytes):
         return bytes(known[int(token)]).replace(_SPM_SPACE, b" ")
-    if text.startswith("<0x") and text.endswith(">") and len(text) == 6:
+    if _BYTE.fullmatch(text):
         return bytes([int(text[3:5], 16)])
     decoded: str = tokenizer.decode([int(token)])
     return decoded.encode()
+
+
+def all_token_bytes(tokenizer: Any, count: int) -> list[bytes]:
+    """The bytes of each id below ``count``, with the space that a token of SentencePiece begins with; b"" for
+    an id that is no token."""
+    texts = tokenizer.convert_ids_to_tokens(list(range(count)))
+    added = {int(number): str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    byte_level = getattr(tokenizer.detokenizer, "_decode_bytes", None) is not None
+    found = []
+    for number, text in enumerate(texts):
+        if number in added:
+            found.append(added[number].encode())
+        elif not text:
+            found.append(b"")
+        elif isinstance(text, bytes):
+            found.append(text)
+        elif byte_level:
+            found.append(_byte_level(text))
+        elif _BYTE.fullmatch(text):
+            found.append(bytes([int(text[3:5], 16)]))
+        else:
+            found.append(text.encode().replace(_SPM_SPACE, b" "))
+    return found
 
 
 def shown_length(detokenizer: Any) -> int:

@@ -27,7 +27,9 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.failures import require
+from fleetd.engine.grammar.matcher import AnswerMatcher
 from fleetd.engine.layers.hidden_states import noted_states
+from fleetd.engine.loop.held_rows import HeldRows
 from fleetd.engine.loop.sequence import ScheduledSequence
 from fleetd.engine.measure.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefixes.disk_tier import DiskTier
@@ -52,6 +54,7 @@ from fleetd.engine.speculation.rounds import Rounds
 from fleetd.engine.speculation.sources import DraftSource, HiddenRows
 from fleetd.engine.speculation.speculation import SequenceDrafts, WorkerSpeculation
 from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
+from fleetd.errors import EngineError
 
 # Moving costs a copy of the KV. Sequences leave the batch only after so many steps in which it did not
 # change.
@@ -69,6 +72,8 @@ class DecodingSequence:
     tokens: list[int]
     sampler: Sampler
     processors: list[LogitsProcessor]
+    # What the answer is held to; None: nothing.
+    matcher: AnswerMatcher | None
     drafts: SequenceDrafts | None
     row: VerifyRow | None = None
     uid: int = -1
@@ -127,8 +132,9 @@ class Decoding:
         # In a batch a window's cache is laid out otherwise: a sequence with one does not come back.
         self._may_return = all_plain(self._empty)
         self._stop_tokens = StopSequences([(t,) for t in sorted(self._ends)])
+        self._held = HeldRows(self.model)
         self._generator = BatchGenerator(
-            self.model,
+            self._held,
             completion_batch_size=self.max_streams,
             prefill_batch_size=self.max_streams,
             stream=mx.default_stream(mx.default_device()),
@@ -195,14 +201,16 @@ class Decoding:
 
     def begin(self, sequence: ScheduledSequence, tokens: list[int], cache: list[Any]) -> None:
         """Decode on from ``tokens``, all but the last of which are in ``cache``, which is not written to."""
-        request = sequence.prepared.request
+        request, matcher = sequence.prepared.request, sequence.prepared.matcher
+        # The slots of a sparse prompt are not its positions: only the batch can decode it.
+        drafts = self.speculation is not None and sequence.kept is None
         running = DecodingSequence(
             sequence,
             list(tokens),
             make_sampler(request.sampling, self.defaults),
             self._processors(request, len(tokens)),
-            # The slots of a sparse prompt are not its positions: only the batch can decode it.
-            self.speculation.new_drafts(request) if self.speculation and sequence.kept is None else None,
+            matcher,
+            self.speculation.new_drafts(request, matcher) if self.speculation and drafts else None,
         )
         if running.drafts is not None:
             for source in self._sources.get(sequence.id, []):
@@ -353,6 +361,7 @@ class Decoding:
             running.sampler,
             running.processors,
             running.sequence.generated,
+            running.matcher,
         )
         self.apart.append(running)
 
@@ -405,7 +414,7 @@ class Decoding:
                 saved_s = None if step_s is None else len(p.chosen) * step_s - (now - begun)
                 emitted = [c.token for c in p.chosen]
                 p.running.drafts.verified(p.draft, emitted, p.seconds, saved_s, again=p.again)
-            self._on_tokens(p.running.sequence, p.chosen, now)
+            self._on_tokens(p.running, p.chosen, now)
 
     def _pass(self, running: DecodingSequence, row: VerifyRow, *, moving: bool) -> _SequencePass:
         begun = time.monotonic()
@@ -432,15 +441,20 @@ class Decoding:
         return _SequencePass(running, draft, chosen, again, time.monotonic() - begun)
 
     def _ahead(self, running: DecodingSequence) -> bool:
-        """True if steps are begun ahead. Not where there may be drafts and a pass computes while it is being
-        built, as on a CPU: nothing is gained, and a draft is used a token later."""
+        """True if steps are begun ahead. Not if there may be drafts and a pass computes while it is being
+        built, as on a CPU: nothing is gained, and a draft is used a token later. Nor if the grammar leaves
+        little choice now: what it forces after that is to be drafted at once."""
+        if running.drafts is not None and running.matcher is not None and not running.matcher.open:
+            return False
         return running.drafts is None or (self.speculation is not None and self.speculation.computes_ahead)
 
-    def _on_tokens(self, sequence: ScheduledSequence, chosen: Sequence[Chosen], now: float) -> None:
+    def _on_tokens(self, running: DecodingSequence, chosen: Sequence[Chosen], now: float) -> None:
+        sequence = running.sequence
         for one in chosen:
             ended = one.token in self._ends and not sequence.prepared.request.ignore_eos
             _count(sequence, now)
             try:
+                _check_held(running)
                 if not ended:
                     self._show(sequence, one.token, one)
             except Exception as error:
@@ -476,6 +490,7 @@ class Decoding:
             [*self._joining],
         )
         self._sampler.expect(*([running.sampler for running in group] for group in groups))
+        self._held.expect(*([running.matcher for running in group] for group in groups))
         drafted = [running.drafts for running in self.batch.values() if running.drafts is not None]
         layers = {layer for drafts in drafted for layer in drafts.hidden_layers}
         with noted_states(self.model, layers) as states:
@@ -516,6 +531,7 @@ class Decoding:
             self._on_left(running, response.all_tokens, response.prompt_cache)
         outcome: FinishReason | Exception | None = None
         try:
+            _check_held(running)
             if not ended:
                 self._show(sequence, response.token, response)
         except Exception as error:
@@ -560,6 +576,15 @@ def _give_hidden(
             if running.drafts is not None:
                 own = {layer: noted[call][row, :1] for layer, noted in states.items() if len(noted) > call}
                 running.drafts.hidden = HiddenRows(len(running.tokens) - 1, own)
+
+
+def _check_held(running: DecodingSequence) -> None:
+    """Raises EngineError if an answer's grammar cannot go on: what came is not held to it any more."""
+    if running.matcher is not None and running.matcher.failure:
+        raise EngineError(
+            f"The answer could not be held to its grammar: {running.matcher.failure}",
+            hint="Simplify the schema or the grammar.",
+        )
 
 
 def _count(sequence: ScheduledSequence, now: float) -> None:

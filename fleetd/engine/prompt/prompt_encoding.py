@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from fleetd.engine.answer.answer_parts import Channel
 from fleetd.engine.answer.tool_formats import primed
+from fleetd.engine.grammar.matcher import AnswerMatcher
 from fleetd.engine.prompt import chat_template, contents
 from fleetd.engine.prompt.contents import NotShown
 from fleetd.engine.prompt.control_tokens import ControlTokens, Rendered, control_tokens
@@ -59,6 +60,8 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     dense_reason: str = ""
     #: The result of ``contents.borders`` for a chat; empty if it was not asked for or not found.
     borders: Sequence[int] = ()
+    #: What the answer is held to; None: nothing.
+    matcher: AnswerMatcher | None = None
 
 
 def prepare(

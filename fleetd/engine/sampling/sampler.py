@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Any
 
 import mlx.core as mx
 import msgspec
@@ -30,8 +30,8 @@ from fleetd.engine.sampling.parameters import Sampling, SamplingDefaults
 # (n, V) logits or log-probabilities → (n,) tokens.
 Sampler = Callable[[mx.array], mx.array]
 # (the tokens so far, prompt included, int32; the next token's logits (1, V)) -> (1, V). It is a pure function
-# of both: it is called for drafts that are refused later, and for the same tokens again. ``following`` makes
-# one of a processor that has a state.
+# of both: it is called for drafts that are refused later, and for the same tokens again. What has a state, as
+# a grammar has, is masked before (``masked``).
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 _U64 = (1 << 64) - 1
@@ -43,44 +43,12 @@ GREEDY_TEMPERATURE = 1e-5
 GREEDY_TOP_P = 1e-6
 
 
-class StatefulProcessor(Protocol):
-    """What may come next depends on a state that the answer's tokens move: a grammar, a counter.
-
-    Each answer has an object of its own, which begins with the answer's first token. No method may raise: the
-    other answers of a batch would be lost.
-    """
-
-    def advance(self, token: int) -> bool:
-        """Move the state by a token of the answer, or by a draft. False if the state forbids the token; then
-        nothing has changed."""
-
-    def rollback(self, tokens: int) -> None:
-        """Take back the last so many tokens by which the state was moved: drafts that were refused."""
-
-    def __call__(self, logits: mx.array) -> mx.array:  # (1, V) -> (1, V)
-        """Logits of the token that comes next. Those that ``advance`` would forbid have -inf; at least one
-        token must be left."""
-
-
-def following(processor: StatefulProcessor, prompt_tokens: int) -> LogitsProcessor:
-    """A ``LogitsProcessor`` that moves ``processor`` to the tokens that it is called with."""
-    known = np.empty(0, np.int32)
-
-    def follow(tokens: mx.array, logits: mx.array) -> mx.array:
-        nonlocal known
-        answer = np.array(tokens[prompt_tokens:])
-        both = min(len(known), len(answer))
-        parted = np.flatnonzero(known[:both] != answer[:both])
-        at = int(parted[0]) if len(parted) else both
-        if at < len(known):
-            processor.rollback(len(known) - at)
-        while at < len(answer) and processor.advance(int(answer[at])):
-            at += 1
-        known = answer[:at]
-        # A forbidden draft is refused, and the rows after it do not count.
-        return processor(logits) if at == len(answer) else logits
-
-    return follow
+def masked(logits: mx.array, allowed: np.ndarray[Any, np.dtype[np.bool_]]) -> mx.array:
+    """Logits (n, V), -inf where ``allowed`` (n, v) is False, and for the tokens that it does not tell of."""
+    beyond = logits.shape[-1] - allowed.shape[-1]
+    if beyond > 0:
+        allowed = np.pad(allowed, ((0, 0), (0, beyond)))
+    return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, logits.dtype))
 
 
 def _noise_key(seed: int, index: int) -> list[int]:

@@ -1,21 +1,27 @@
-"""The sources that draft from the text itself. A new one is its class, its name and its line here."""
+"""The sources of drafts by their names, and those that need nothing but the answer itself. A new one is its
+class, its name and its line here."""
 
 from __future__ import annotations
 
-from typing import Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
+from fleetd.engine.speculation.forced import ForcedTokens
 from fleetd.engine.speculation.lookup import PromptLookup
 from fleetd.engine.speculation.sources import DraftSource
 from fleetd.engine.speculation.suffix import SuffixSource
 
+if TYPE_CHECKING:
+    from fleetd.engine.grammar.matcher import AnswerMatcher
+
 # Requests, figures and plans name a source by one of these.
-SourceName = Literal["suffix", "lookup", "drafter"]
+SourceName = Literal["grammar", "suffix", "lookup", "drafter"]
 SOURCE_NAMES: tuple[SourceName, ...] = get_args(SourceName)
 # The source that another worker feeds; it is added to an answer once that worker is found.
 DRAFTER: Final = "drafter"
 LOCAL_NAMES = tuple(name for name in SOURCE_NAMES if name != DRAFTER)
 
 
-def local_sources() -> list[DraftSource]:
-    """New sources for one answer, the preferred one first."""
-    return [SuffixSource(), PromptLookup()]
+def local_sources(matcher: AnswerMatcher | None = None) -> list[DraftSource]:
+    """New sources for one answer, the preferred one first. ``matcher``: of the grammar that it is held to."""
+    forced = [] if matcher is None else [ForcedTokens(matcher)]
+    return [*forced, SuffixSource(), PromptLookup()]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from fleetd import limits
 from fleetd.control.prefill_trace import SourceCounts, Speculated
+from fleetd.engine.grammar.matcher import AnswerMatcher
 from fleetd.engine.protocol import Generate
 from fleetd.engine.speculation.canonical_width import WideSteps
 from fleetd.engine.speculation.controller import Controller, Draft
@@ -48,20 +49,22 @@ class WorkerSpeculation:
         """``model`` as all answers are to be decoded, drafted for or not."""
         return WideSteps(model, self.verdict.context) if self.verdict.rows > 1 else model
 
-    def new_drafts(self, request: Generate) -> SequenceDrafts | None:
-        """The drafts of a new answer; None if nothing is to be drafted for it."""
+    def new_drafts(self, request: Generate, matcher: AnswerMatcher | None = None) -> SequenceDrafts | None:
+        """The drafts of a new answer, with the matcher of its grammar if it has one; None if nothing is to be
+        drafted for it."""
         wanted = request.speculate
         if not self.verdict.exact or self.mode == "off" or (wanted is not None and not wanted.enabled):
             return None
         names = None if wanted is None else wanted.sources
         width = min(self.verdict.width, limits.SPEC_WIDTH, (wanted.width if wanted else 0) or 1 << 30)
         return SequenceDrafts(
-            sources=[source for source in local_sources() if names is None or source.name in names],
+            sources=[source for source in local_sources(matcher) if names is None or source.name in names],
             names=names,
             controller=Controller(
                 self.costs, most=width - 1, always=self.mode == "on", again=self.verdict.again
             ),
             vocab_size=self.vocab_size,
+            matcher=matcher,
         )
 
 
@@ -76,6 +79,8 @@ class SequenceDrafts:
     controller: Controller
     # Token ids of the model are below this.
     vocab_size: int
+    # What the answer is held to: drafts that it forbids are not verified. None: nothing.
+    matcher: AnswerMatcher | None = None
     # What the last pass computed of the layers in ``hidden_layers``.
     hidden: HiddenRows | None = field(init=False, default=None)
 
@@ -95,7 +100,7 @@ class SequenceDrafts:
         context = Context(tokens, self.controller.most, self.hidden)
         for source in list(self.sources):
             try:
-                if known := self._known(source.propose(context)):
+                if known := self._possible(source.propose(context)):
                     found[source.name] = known
             except Exception:
                 self._drop(source)
@@ -155,14 +160,14 @@ class SequenceDrafts:
             except Exception:
                 self._drop(source)
 
-    def _known(self, drafts: Sequence[int]) -> list[int]:
-        """``drafts`` up to the first id that is no token of this model."""
+    def _possible(self, drafts: Sequence[int]) -> list[int]:
+        """``drafts`` up to the first id that is no token of this model, or that the grammar forbids."""
         known = []
         for token in drafts:
             if not 0 <= token < self.vocab_size:
                 break
             known.append(token)
-        return known
+        return known if self.matcher is None else known[: self.matcher.allowed(known)]
 
     def _drop(self, source: DraftSource) -> None:
         traceback.print_exc()

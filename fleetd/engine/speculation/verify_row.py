@@ -13,10 +13,12 @@ computes it again, before the token that is due.
 Without drafts a pass is a single step, and the next one can be begun before its token is read: the device
 computes while the host shows the token. The step over the due token is then ``under_way``.
 
-Tokens are chosen row by row exactly as mlx-lm's batch does it (processors on what the answer has so far, log
-probabilities, sampler), and a seeded sampler's noise belongs to the token's index in the answer. So verifying
-is a test of equality for sampled answers as it is for greedy ones, and every token, its log-probabilities
-included, is what plain decoding gives wherever a block's arithmetic is that of single steps
+An answer that is held to a grammar has a mask for each row, made while the device computes.
+
+Tokens are chosen row by row exactly as mlx-lm's batch does it (mask, processors on what the answer has so
+far, log probabilities, sampler), and a seeded sampler's noise belongs to the token's index in the answer. So
+verifying is a test of equality for sampled answers as it is for greedy ones, and every token, its
+log-probabilities included, is what plain decoding gives wherever a block's arithmetic is that of single steps
 (``exactness_probe.py``).
 """
 
@@ -32,8 +34,9 @@ import numpy as np
 from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 
+from fleetd.engine.grammar.matcher import AnswerMatcher, Mask
 from fleetd.engine.layers.hidden_states import noted_states
-from fleetd.engine.sampling.sampler import LogitsProcessor, Sampler, SeededSampler
+from fleetd.engine.sampling.sampler import LogitsProcessor, Sampler, SeededSampler, masked
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.speculation.sources import HiddenRows
 
@@ -64,6 +67,8 @@ class VerifyRow:
     processors: Sequence[LogitsProcessor] = ()
     # Tokens of the answer.
     generated: int = 0
+    # What the answer is held to; None: nothing.
+    matcher: AnswerMatcher | None = None
     # Tokens before the due one that the next pass computes again.
     pending: int = field(init=False, default=0)
     # Layers whose hidden states passes note; and those of the last pass's tokens that are in the text now.
@@ -100,8 +105,9 @@ class VerifyRow:
         start = self.held
         with noted_states(self.model, self.hidden_layers) as states:
             logits = self.model(mx.array([[*known, *drafts]]), cache=self.cache)  # (1, n, V)
+        masks = self._masks(logits, drafts)
         rows = [logits[:, i, :] for i in range(len(known) - 1, len(known) + len(drafts))]
-        chosen = self._choose(rows, drafts)
+        chosen = self._choose(rows, masks, drafts)
         # The cache has the due token and all drafts; what was accepted is due token and all but the last.
         undone = len(rows) - len(chosen)
         self.hidden = _rows_of(states, start, len(known) + len(chosen) - 1)
@@ -143,18 +149,32 @@ class VerifyRow:
         start = len(self.tokens) - tokens.size + unread
         with noted_states(self.model, self.hidden_layers) as states:
             logits = self.model(tokens[None], cache=self.cache)[:, -1, :]
+        # The token is read first: the device has it before it has what begins now.
+        mask = self._masks(logits, [_id(tokens)] if unread and self.matcher is not None else ())[-1]
         context = self._seen()
         if unread and context is not None:
             context = self._context_with(tokens)
-        logprobs = self._logprobs(logits, context)
+        logprobs = self._logprobs(logits, context, mask)
         chosen = self._sample(logprobs, index)
         mx.async_eval(chosen, logprobs)  # type: ignore[no-untyped-call]
         return chosen, logprobs, _rows_of(states, start, tokens.size)
 
-    def _choose(self, rows: list[mx.array], drafts: Sequence[int]) -> list[Chosen]:
+    def _masks(self, logits: mx.array, drafts: Sequence[int]) -> list[Mask | None]:
+        """The mask of each row: of the due token's, and of those of ``drafts``. Begins to compute ``logits``,
+        unless nothing is masked."""
+        if self.matcher is None:
+            return [None] * (1 + len(drafts))
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        found: list[Mask | None] = [*self.matcher.masks(drafts)]
+        # Behind a draft that is forbidden no row counts.
+        return found + [None] * (1 + len(drafts) - len(found))
+
+    def _choose(
+        self, rows: list[mx.array], masks: Sequence[Mask | None], drafts: Sequence[int]
+    ) -> list[Chosen]:
         if self.sampler is greedy_sampler:
             # Cheap enough to do for rows that may not count; then they are computed together.
-            found = [self._logprobs(row, self._seen(drafts[:i])) for i, row in enumerate(rows)]
+            found = [self._logprobs(row, self._seen(drafts[:i]), masks[i]) for i, row in enumerate(rows)]
             picked = mx.concatenate([self.sampler(logprobs) for logprobs in found])
             mx.eval(picked, found)
             tokens = [int(token) for token in np.array(picked)]
@@ -164,7 +184,7 @@ class VerifyRow:
             return [Chosen(tokens[i], found[i]) for i in range(right + 1)]
         out: list[Chosen] = []
         for i, row in enumerate(rows):
-            logprobs = self._logprobs(row, self._seen(drafts[:i]))
+            logprobs = self._logprobs(row, self._seen(drafts[:i]), masks[i])
             token = self._sample(logprobs, self.generated + i)
             mx.eval(token, logprobs)
             out.append(Chosen(_id(token), logprobs))
@@ -172,8 +192,10 @@ class VerifyRow:
                 break
         return out
 
-    def _logprobs(self, logits: mx.array, context: mx.array | None) -> mx.array:
+    def _logprobs(self, logits: mx.array, context: mx.array | None, mask: Mask | None) -> mx.array:
         """Log-probabilities of the token after ``context``, as ``GenerationBatch._step`` computes them."""
+        if mask is not None:
+            logits = masked(logits, mask[None])
         if context is not None:
             for processor in self.processors:
                 logits = processor(context, logits)
@@ -201,6 +223,8 @@ class VerifyRow:
     def _commit(self, tokens: list[int]) -> None:
         self.tokens += tokens
         self.generated += len(tokens)
+        if self.matcher is not None:
+            self.matcher.consume(tokens)
 
     def taken(self, tokens: int) -> tuple[list[int], list[Any]]:
         """The text's first ``tokens`` tokens, if their rows are known, and those rows. Ends this object.
