@@ -372,9 +372,8 @@ class DaemonParts:
             self.fetch_counts,
             node.name_of,
         )
-        unaided = remote.JobServer(self.runner.run, self._has, node.name_of, unaided=True)
-        node.handle(messages.RUN, remote.JobServer(self.runner.run, self._has, node.name_of))
-        node.handle(messages.RUN_UNAIDED, unaided)
+        for method, unaided in messages.METHODS.items():
+            node.handle(method, remote.JobServer(self.runner.run, self._has, node.name_of, unaided=unaided))
         node.handle(smart_messages.SCORE, ScoreServer(machine.pool, context, machine.ledger))
         node.handle(drafting_messages.FOLLOW, DraftServer(dialer, machine.pool, context))
         node.handle(fetching_messages.FIND, blocks.find)

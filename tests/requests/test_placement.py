@@ -23,6 +23,7 @@ from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import (
     Accepted,
+    ChatPrompt,
     Delta,
     Finished,
     Generate,
@@ -31,6 +32,7 @@ from fleetd.engine.protocol import (
     Timings,
     Usage,
 )
+from fleetd.engine.sampling.constraint import Constraint
 from fleetd.errors import (
     InvalidValue,
     ModelNotFound,
@@ -227,6 +229,26 @@ async def test_a_machine_with_rules_of_its_own_asks_for_an_answer_without_helper
     await collect(make(others, unaided=lambda: unaided).run(job()))
     # A version that does not know the method refuses, and the next machine is asked.
     assert (others.order, others.methods) == (["old", "studio"], [method] * 2)
+
+
+SCHEMA = Constraint("json_schema", '{"type": "integer"}', "response_format")
+
+
+@pytest.mark.parametrize(("unaided", "method"), [(False, "job.run_held"), (True, "job.run_held_unaided")])
+@pytest.mark.parametrize(
+    "changes",
+    [{"constraint": SCHEMA}, {"prompt": ChatPrompt([{"role": "user"}], strict_tools={"look": ""})}],
+    ids=["text", "tools"],
+)
+async def test_an_answer_with_a_form_is_asked_only_of_machines_that_hold_it_to_that(
+    make: Make, changes: dict[str, Any], unaided: bool, method: str
+) -> None:
+    others = FakeOthers(machine("old"), machine("studio"), old=[[NotFound("unknown")]], studio=[WHOLE])
+    held = job()
+    held = replace(held, request=msgspec.structs.replace(held.request, **changes))
+    await collect(make(others, unaided=lambda: unaided).run(held))
+    assert (others.order, others.methods) == (["old", "studio"], [method] * 2)
+    assert messages.METHODS[method] is unaided
 
 
 @pytest.mark.parametrize("unaided", [False, True])

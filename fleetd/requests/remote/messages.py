@@ -1,6 +1,6 @@
 """How a job travels to another machine: one request on a session, its events as messages.
 
-    → RUN or RUN_UNAIDED    RunJob
+    → one of METHODS    RunJob
     ← (b"" | RanAt | Loading | Tokenized | Accepted | Prefill | Delta | ToolCallPiece | ToolCall)*,
       Finished, JobTrace?
 
@@ -38,13 +38,24 @@ from fleetd.requests.remote import message_codec
 from fleetd.text.bounded import is_deeper
 
 RUN = "job.run"
-# The same for a prompt that no third machine may see. Versions that do not know it refuse it.
-RUN_UNAIDED = "job.run_unaided"
+# What of a job a machine has to know, or it must not run it: versions that do not know the method refuse it.
+# UNAIDED: no third machine may see the prompt. HELD: the answer, or calls of tools, are held to a form.
+_UNAIDED, _HELD = "unaided", "held"
+METHODS = {RUN: False, f"{RUN}_{_UNAIDED}": True, f"{RUN}_{_HELD}": False, f"{RUN}_{_HELD}_{_UNAIDED}": True}
+"""Each method, and whether its jobs are unaided."""
 
 # Of a number in a trace: a Unix time, tokens, bytes.
 _MOST = 2.0**53
 
 _Name = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
+
+
+def method(request: Generate, *, unaided: bool) -> str:
+    """The method by which another machine is asked for an answer."""
+    held = request.constraint is not None or (
+        isinstance(request.prompt, ChatPrompt) and request.prompt.strict_tools
+    )
+    return "_".join([RUN, *([_HELD] if held else ()), *([_UNAIDED] if unaided else ())])
 
 
 class RanAt(msgspec.Struct, frozen=True, tag="where", omit_defaults=True):

@@ -54,7 +54,7 @@ class RemoteJob:
         self.busy = busy
         self.prefill_s = prefill_s
         self._load_within_s = load_within_s
-        self._method = messages.RUN_UNAIDED if unaided else messages.RUN
+        self._method = messages.method(job.request, unaided=unaided)
         self._context_tokens = context_tokens
         self._asked = messages.RunJob(
             model, job.request, job.route, digest, where=True, trace=True, tokenized=True
