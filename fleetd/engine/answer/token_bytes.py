@@ -34,7 +34,7 @@ def all_token_bytes(tokenizer: Any, count: int) -> list[bytes]:
     an id that is no token."""
     texts = tokenizer.convert_ids_to_tokens(list(range(count)))
     added = {int(number): str(token) for number, token in tokenizer.added_tokens_decoder.items()}
-    byte_level = getattr(tokenizer.detokenizer, "_decode_bytes", None) is not None
+    byte_level = _is_byte_level(tokenizer)
     found = []
     for number, text in enumerate(texts):
         if number in added:
@@ -50,6 +50,18 @@ def all_token_bytes(tokenizer: Any, count: int) -> list[bytes]:
         else:
             found.append(text.encode().replace(_SPM_SPACE, b" "))
     return found
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    """True if each character of a token's text stands for a byte, as GPT-2 has it."""
+    inner = tokenizer._tokenizer
+    decoder = getattr(getattr(inner, "backend_tokenizer", None), "decoder", None)
+    return (
+        getattr(tokenizer.detokenizer, "_decode_bytes", None) is not None
+        or "ByteLevel" in str(decoder)
+        # A publisher's own class around tiktoken.
+        or hasattr(inner, "byte_encoder")
+    )
 
 
 def shown_length(detokenizer: Any) -> int:

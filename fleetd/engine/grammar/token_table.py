@@ -15,9 +15,12 @@ from typing import Any
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from fleetd.engine.answer.token_bytes import all_token_bytes
+from fleetd.errors import EngineError
 
 # What stands before a text whose tokens are asked for, where a tokenizer would put a space before it.
 _BEFORE = "\n"
+# A text whose tokens must have its bytes.
+_PROBE = '{"a": "b c", "d": [1, 2]}'
 
 
 class TokenTable:
@@ -27,6 +30,9 @@ class TokenTable:
         tokenizer: of mlx-lm.
         vocab_size: tokens that the model has logits for.
         markers: texts that are control tokens if they are tokens at all.
+
+    Raises:
+        EngineError: no answer of this model can be held to a grammar.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, markers: Collection[str]) -> None:
@@ -43,10 +49,16 @@ class TokenTable:
         texts = sorted(self._controls, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
         ends = sorted(int(end) for end in tokenizer.eos_token_ids if int(end) < len(self._bytes))
+        if not ends:
+            raise EngineError("This model has no token that ends an answer, so none can be held to a form.")
+        if not self._encode(_PROBE):
+            raise EngineError(
+                "What the tokens of this model spell is not known, so no answer can be held to a form."
+            )
         self.llg = LLTokenizer(
             TokenizerWrapper(_Tokens(self._bytes, ends, sorted(self._controls.values()), self._encode)),
             n_vocab=len(self._bytes),
-            eos_token=ends or None,
+            eos_token=ends,
         )
 
     def __len__(self) -> int:
@@ -75,7 +87,7 @@ class TokenTable:
             tokens = list(self._tokenizer.encode(before + text, add_special_tokens=False))
             told = b""
             for at, token in enumerate(tokens):
-                if told == before.encode():
+                if told.removeprefix(b" ") == before.encode():
                     rest = [int(each) for each in tokens[at:]]
                     if b"".join(self._of(each) for each in rest) == wanted:
                         return rest
@@ -94,7 +106,7 @@ class _Tokens:
 
     def __init__(self, tokens: list[bytes], ends: list[int], special: list[int], encode: Any) -> None:
         self.tokens = tokens
-        self.eos_token_id = ends[0] if ends else 0
+        self.eos_token_id = ends[0]
         self.special_token_ids = special
         self._encode = encode
 
