@@ -354,6 +354,8 @@ ARGUMENTS_DEPTH = JSON_DEPTH - 16
 SCHEMA_STEPS = 10_000
 # Of a schema or a grammar that an answer is held to. The largest that clients send describe whole APIs.
 CONSTRAINT_CHARS = 1 << 20
+# Texts of which an answer has to be one: as many as a large set of labels.
+CONSTRAINT_CHOICES = 4096
 # A load or a download tells its progress so often at most.
 LOADING_EVENTS = 100_000
 # Of a job's id, as the machine that asked for it has it, to be found again here.

@@ -290,10 +290,6 @@ def test_what_would_change_the_answer_is_refused_by_name() -> None:
     assert "messages.0.content.1: image input is not supported" in refused(messages=[image])
     assert "prefill" in refused(messages=[USER, {"role": "assistant", "content": "The"}])
     assert "'web_search_20250305'" in refused(tools=[{"type": "web_search_20250305", "name": "web_search"}])
-    assert "tools.0.strict" in refused(tools=[{**WEATHER, "strict": True}])
-    schema = {"format": {"type": "json_schema", "schema": {}}}
-    assert "output_config.format" in refused(output_config=schema)
-    assert "output_config.format" in refused(output_format=schema["format"])
     assert "mcp_servers" in refused(mcp_servers=[{"type": "url", "url": "x"}])
     assert "among the tools" in refused(
         InvalidValue, tools=[WEATHER], tool_choice={"type": "tool", "name": "wether"}

@@ -105,13 +105,10 @@ def test_a_prompt_is_a_chat_of_one_message_or_raw() -> None:
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
-        ("format", {"format": "json"}),
-        ("format", {"format": {"type": "object"}}),
         ("logprobs", {"logprobs": True}),
         ("options.mirostat", {"options": {"mirostat": 2}}),
         ("messages", {"messages": [*ASK, {"role": "assistant", "content": "so"}]}),
         ("messages[0].images", {"messages": [{**ASK[0], "images": ["aGk="]}]}),
-        ("tools[0]", {"tools": [{"function": {"name": "f", "strict": True}}]}),
     ],
 )
 def test_what_would_change_a_chat_is_refused_by_name(param: str, fields: dict[str, Any]) -> None:
@@ -120,7 +117,7 @@ def test_what_would_change_a_chat_is_refused_by_name(param: str, fields: dict[st
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("name", ["suffix", "template", "context", "images", "format"])
+@pytest.mark.parametrize("name", ["suffix", "template", "context", "images"])
 def test_what_would_change_a_text_is_refused_by_name(name: str) -> None:
     with pytest.raises(errors.UnsupportedParameter) as caught:
         generate(**{name: [1] if name in ("context", "images") else "x"})

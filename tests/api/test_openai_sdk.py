@@ -287,9 +287,9 @@ def test_an_unknown_model(client: openai.OpenAI) -> None:
     [
         ({"temperature": 9}, "temperature"),
         ({"n": 0}, "n"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"extra_body": {"max_token": 3}}, "max_token"),
-        ({"extra_body": {"guided_regex": "a*"}}, "guided_regex"),
+        ({"extra_body": {"guided_choice": []}}, "guided_choice"),
         ({"messages": []}, "messages"),
     ],
 )

@@ -225,7 +225,6 @@ def test_refusals_name_the_field() -> None:
     assert refused(input=[image]).startswith("input[0].content[0]: content of type 'input_image'")
     assert "whole conversation" in refused(conversation="conv_0")
     assert "web_search" in refused(tool_choice={"type": "web_search"})
-    assert "json_object" in refused(text={"format": {"type": "json_object"}})
     assert "/v1/chat/completions" in refused(include=["message.output_text.logprobs"])
     chat_tool = {"type": "function", "function": {"name": "weather"}}
     assert "beside type" in refused(InvalidValue, tools=[chat_tool])

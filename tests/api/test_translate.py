@@ -145,13 +145,6 @@ def test_no_top_logprobs_need_no_logprobs() -> None:
     assert one(top_logprobs=0).top_logprobs is None
 
 
-def test_strict_arguments_are_refused_by_name() -> None:
-    tool = {"type": "function", "function": {"name": "f", "strict": True}}
-    with pytest.raises(UnsupportedParameter) as refused:
-        one(tools=[tool])
-    assert refused.value.param == "tools[0].function.strict"
-
-
 def test_messages_are_what_templates_read() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     assert messages(
@@ -296,14 +289,6 @@ def test_template_kwargs(fields: dict[str, Any], expected: dict[str, Any]) -> No
 def test_template_kwargs_cannot_replace_the_template_or_its_input(name: str) -> None:
     with pytest.raises(InvalidValue):
         one(chat_template_kwargs={name: "x"})
-
-
-@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_response_format_is_refused_not_ignored(kind: str) -> None:
-    assert one(response_format={"type": "text"}).max_tokens is None
-    with pytest.raises(UnsupportedParameter) as caught:
-        one(response_format={"type": kind, "json_schema": {"name": "x"}})
-    assert caught.value.param == "response_format"
 
 
 def test_numbers_no_worker_could_read_are_refused() -> None:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.api.generation.answer_form import SchemaForm
 from fleetd.api.generation.conversation import StopTexts
 from fleetd.api.generation.fields import LocalOnly, Positive, SmartPrefillField
 from fleetd.api.generation.reasoning import ReasoningFields
@@ -68,10 +69,10 @@ class ToolSelection(msgspec.Struct, frozen=True, rename={"kind": "type"}):
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """``effort`` is a hint: what is none of the words is ignored. ``format`` would change the answer."""
+    """``effort`` is a hint: what is none of the words is ignored."""
 
     effort: Any = None
-    format: Any = None
+    format: SchemaForm | None = None
 
 
 class Conversation(ReasoningFields, frozen=True, kw_only=True):
@@ -83,7 +84,9 @@ class Conversation(ReasoningFields, frozen=True, kw_only=True):
     tools: Annotated[list[ToolDefinition], Meta(max_length=limits.TOOLS)] | None = None
     tool_choice: ToolSelection | None = None
     output_config: OutputConfig | None = None
-    output_format: Any = None
+    output_format: Annotated[
+        SchemaForm | None, Meta(description="The older name of `output_config.format`.")
+    ] = None
     cache_control: dict[str, Any] | None = None
     mcp_servers: list[Any] | None = None
     local_only: LocalOnly = None

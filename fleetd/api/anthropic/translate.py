@@ -18,11 +18,12 @@ from fleetd.api.anthropic.bodies import (
     MessagesBody,
     ToolDefinition,
 )
-from fleetd.api.generation import conversation
+from fleetd.api.generation import answer_form, conversation
 from fleetd.api.generation.conversation import CacheMark, Plain
 from fleetd.api.generation.reasoning import template_kwargs
 from fleetd.api.generation.sampling_fields import sampling
 from fleetd.engine.protocol import ChatPrompt, Generate
+from fleetd.engine.sampling.constraint import Constraint
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
 # Claude Code's first system block, with a number that differs between versions and even requests.
@@ -41,6 +42,7 @@ def generate(body: MessagesBody, request_id: str) -> Generate:
         max_tokens=body.max_tokens,
         stop=conversation.stops(body.stop_sequences),
         call_pieces=bool(body.tools and body.stream),
+        constraint=_form(body),
     )
 
 
@@ -52,7 +54,10 @@ def prompt(body: Conversation) -> ChatPrompt:
             "message.",
             param="messages",
         )
-    _refuse_formats(body)
+    if body.mcp_servers:
+        raise UnsupportedParameter(
+            "mcp_servers: this server calls no tools itself.", hint="Leave it out.", param="mcp_servers"
+        )
     tools = [_tool(each, f"tools.{i}") for i, each in enumerate(body.tools or ())]
     effort = None if body.output_config is None else body.output_config.effort
     messages, marks = _messages(body)
@@ -63,6 +68,12 @@ def prompt(body: Conversation) -> ChatPrompt:
         # Without a word of it Anthropic's models answer at once.
         template_kwargs(body, default=False, effort=effort if isinstance(effort, str) else None),
         marks,
+        answer_form.strict_tools(
+            (each.name, each.input_schema, f"tools.{i}.input_schema")
+            for i, each in enumerate(body.tools or ())
+            if each.strict
+        ),
+        parallel_tools(body),
     )
 
 
@@ -84,17 +95,18 @@ def marks_cache(body: Conversation) -> bool:
     return any(each.cache_control is not None for each in marked)
 
 
-def _refuse_formats(body: Conversation) -> None:
-    if body.output_format or (body.output_config is not None and body.output_config.format):
-        raise UnsupportedParameter(
-            "output_config.format: answers cannot be held to a schema yet.",
-            hint="Ask for JSON in the prompt, or use a tool whose input has the wanted shape.",
-            param="output_config",
+def _form(body: Conversation) -> Constraint | None:
+    """The form that the answer is held to. Raises InvalidValue, UnsupportedParameter."""
+    newer = None if body.output_config is None else body.output_config.format
+    if newer is not None and body.output_format is not None and newer != body.output_format:
+        raise InvalidValue(
+            "output_config.format and output_format differ.",
+            hint="Leave output_format out: it is the older name.",
+            param="output_format",
         )
-    if body.mcp_servers:
-        raise UnsupportedParameter(
-            "mcp_servers: this server calls no tools itself.", hint="Leave it out.", param="mcp_servers"
-        )
+    if newer is not None:
+        return answer_form.of_format(newer, "output_config.format")
+    return answer_form.of_format(body.output_format, "output_format")
 
 
 # ---- Tools -----------------------------------------------------------------------------------------------
@@ -106,10 +118,6 @@ def _tool(tool: ToolDefinition, where: str) -> Plain:
             f"{where}: tools of type {tool.kind[:64]!r} are not supported: this server runs none itself.",
             hint="Leave it out, or define it with a name, a description and an input_schema.",
             param=where,
-        )
-    if tool.strict:
-        raise UnsupportedParameter(
-            f"{where}.strict: arguments cannot be held to a schema yet.", hint="Leave it out.", param=where
         )
     return conversation.tool(tool.name, tool.description, tool.input_schema or {"type": "object"}, where)
 

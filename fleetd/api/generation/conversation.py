@@ -8,7 +8,7 @@ renders to the same tokens in every dialect, and finds the same prefix in the ca
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -18,7 +18,7 @@ from fleetd import limits
 from fleetd.engine.answer.object_text import strict_object
 from fleetd.engine.prompt.template_turns import merged, reminder
 from fleetd.engine.protocol import ChatPrompt
-from fleetd.errors import InvalidValue, UnsupportedParameter
+from fleetd.errors import InvalidValue
 from fleetd.text.bounded import is_deeper
 
 Plain = dict[str, Any]
@@ -87,16 +87,6 @@ def append_instruction(messages: list[Plain], text: str, where: str) -> None:
 def with_system(messages: list[Plain], texts: Sequence[str], where: str) -> list[Plain]:
     """The conversation behind one system message of these texts, if there are any."""
     return [message("system", joined(texts), where), *messages] if texts else messages
-
-
-def refuse_format(kind: str, where: str) -> None:
-    """Raises UnsupportedParameter for an answer that is not to be plain text."""
-    if kind != "text":
-        raise UnsupportedParameter(
-            f"{where} {kind!r} is not supported.",
-            hint="Ask for JSON in the prompt, or use a tool whose parameters have the wanted shape.",
-            param=where,
-        )
 
 
 def needed(call_id: str | None, name: str, where: str) -> str:
@@ -185,15 +175,20 @@ def prompt(
     tool_choice: Any,
     kwargs: Plain | None = None,
     cache_marks: Sequence[CacheMark] = (),
+    strict_tools: Mapping[str, str] = {},
+    parallel_calls: bool = True,
 ) -> ChatPrompt:
-    """The whole conversation. Of ``cache_marks``, as ChatPrompt has them, the last are taken.
+    """The whole conversation. Of ``cache_marks``, as ChatPrompt has them, the last are taken; of
+    ``strict_tools`` those that are among the tools.
 
     Raises InvalidValue if there are too many messages.
     """
     if len(messages) > limits.MESSAGES:
         raise InvalidValue(f"There are more than {limits.MESSAGES} messages.", param="messages")
     marks = list(cache_marks)[-limits.CACHE_MARKS :]
-    return ChatPrompt(messages, tools or None, tool_choice, kwargs or {}, marks)
+    names = {each["function"]["name"] for each in tools or ()}
+    strict = {name: form for name, form in strict_tools.items() if name in names}
+    return ChatPrompt(messages, tools or None, tool_choice, kwargs or {}, marks, strict, parallel_calls)
 
 
 def stops(given: str | Sequence[str] | None) -> list[str]:

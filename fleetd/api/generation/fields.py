@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -39,14 +39,6 @@ SmartPrefillField = Annotated[
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True, rename={"kind": "type"}):
-    """The other kinds are read only to be refused by name."""
-
-    kind: Annotated[
-        Literal["text", "json_object", "json_schema"], Meta(extra_json_schema={"enum": ["text"]})
-    ] = "text"
 
 
 class SpeculateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -57,17 +57,12 @@ GROUPS: tuple[FieldGroup, ...] = (
     FieldGroup(
         "the form of the answer",
         {
-            **_all(
-                "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
-                "grammar", "json_schema",
-            ),
-            "response_format": (None, {"type": "text"}),
             "modalities": (None, [], ["text"]),
-            "audio": _NOTHING,
+            **_all("audio", "grammar_lazy"),
         },
         (
-            "guided_decoding_backend", "guided_whitespace_pattern", "grammar_lazy", "grammar_triggers",
-            "grammar_type", "preserved_tokens",
+            "guided_decoding_backend", "guided_whitespace_pattern", "grammar_triggers", "grammar_type",
+            "preserved_tokens",
         ),
     ),
     FieldGroup(
@@ -161,8 +156,10 @@ GROUPS: tuple[FieldGroup, ...] = (
         "fields of a chat, where another body does not have them",
         {
             **_all(
-                "logprobs", "min_tokens", "ignore_eos", "tools",
+                "logprobs", "min_tokens", "ignore_eos", "tools", "guided_json", "guided_regex",
+                "guided_choice", "guided_grammar", "structured_outputs", "grammar", "json_schema",
             ),
+            "response_format": (None, {"type": "text"}),
             **_SAMPLING,
             "stop": (*_NOTHING, [""]),
             "n": (None, 1),

@@ -14,7 +14,7 @@ _STEPS = re.compile(r"\[[^]]*\]|[^.\[\]]+")
 
 def allowed_words(kind: Any, path: str) -> list[str]:
     """The words at ``path`` of a body of type ``kind``, as msgspec names places, sorted; none if any text may
-    stand there."""
+    stand there. An empty text is no word."""
     places: Sequence[inspect.Type] = [inspect.type_info(kind)]
     steps = _STEPS.findall(path)
     for at, step in enumerate(steps):
@@ -59,4 +59,4 @@ def _tags(places: Sequence[inspect.Type], step: str) -> Iterator[str]:
 def _words(place: inspect.Type) -> Iterator[str]:
     for part in _parts(place):
         if isinstance(part, inspect.LiteralType):
-            yield from (value for value in part.values if isinstance(value, str))
+            yield from (value for value in part.values if isinstance(value, str) and value)

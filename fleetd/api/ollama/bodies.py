@@ -81,8 +81,11 @@ class OllamaBody(ReasoningFields, frozen=True, kw_only=True):
     keep_alive: KeepAlive | None = None
     options: OllamaOptions | None = None
     local_only: LocalOnly = None
-    # Refused unless they are empty.
-    format: Any = None
+    format: Annotated[
+        Literal["json", ""] | dict[str, Any] | None,
+        Meta(description="The answer's form: any JSON object, or a schema."),
+    ] = None
+    # Refused if it is true.
     logprobs: bool | None = None
 
     @property

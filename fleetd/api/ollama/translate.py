@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from fleetd.api.generation import conversation
+from fleetd.api.generation import answer_form, conversation
 from fleetd.api.generation.conversation import Plain
 from fleetd.api.generation.reasoning import template_kwargs
 from fleetd.api.generation.sampling_fields import sampling
@@ -23,6 +23,7 @@ from fleetd.api.ollama.bodies import (
     OllamaTool,
 )
 from fleetd.engine.protocol import Generate, Prompt, TextPrompt
+from fleetd.engine.sampling.constraint import Constraint
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
 # What each has to be where it changes nothing.
@@ -41,7 +42,14 @@ def chat(body: OllamaChatBody, request_id: str) -> Generate:
             param="messages",
         )
     tools = [_tool(each, f"tools[{i}]") for i, each in enumerate(body.tools or ())]
-    prompt = conversation.prompt(_messages(body.messages), tools, "auto", template_kwargs(body))
+    strict = answer_form.strict_tools(
+        (each.function.name, each.function.parameters, f"tools[{i}].function.parameters")
+        for i, each in enumerate(body.tools or ())
+        if each.function.strict
+    )
+    prompt = conversation.prompt(
+        _messages(body.messages), tools, "auto", template_kwargs(body), strict_tools=strict
+    )
     return _generate(body, request_id, prompt)
 
 
@@ -104,12 +112,6 @@ def _seconds(text: str) -> float:
 
 
 def _generate(body: OllamaBody, request_id: str, prompt: Prompt) -> Generate:
-    if body.format not in (None, ""):
-        raise UnsupportedParameter(
-            "format: answers cannot be held to JSON or a schema yet.",
-            hint="Ask for JSON in the prompt, or use a tool whose parameters have the wanted shape.",
-            param="format",
-        )
     if body.logprobs:
         raise UnsupportedParameter(
             "logprobs are not supported here.", hint="/v1/chat/completions has them.", param="logprobs"
@@ -137,17 +139,19 @@ def _generate(body: OllamaBody, request_id: str, prompt: Prompt) -> Generate:
         # 0 and less is "no bound".
         max_tokens=limit if limit is not None and limit > 0 else None,
         stop=conversation.stops(options.stop),
+        constraint=_form(body.format),
     )
+
+
+def _form(asked: str | Plain | None) -> Constraint | None:
+    """The form that the answer is held to. Raises InvalidValue, UnsupportedParameter."""
+    if asked is None or asked == "":
+        return None
+    return answer_form.constraint("json_object" if isinstance(asked, str) else "json_schema", asked, "format")
 
 
 def _tool(tool: OllamaTool, where: str) -> Plain:
     function = tool.function
-    if function.strict:
-        raise UnsupportedParameter(
-            f"{where}.function.strict: arguments cannot be held to a schema yet.",
-            hint="Leave it out.",
-            param=where,
-        )
     return conversation.tool(function.name, function.description, function.parameters, where)
 
 

@@ -9,8 +9,9 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.generation.conversation import StopText, StopTexts
-from fleetd.api.generation.fields import FleetFields, Positive, ResponseFormat, StreamOptions
+from fleetd.api.generation.fields import Positive, StreamOptions
 from fleetd.api.generation.sampling_fields import takes_sampling
+from fleetd.api.openai.forms import FormFields
 from fleetd.engine.protocol import Logprobs
 from fleetd.text.bounded import Natural
 
@@ -120,7 +121,7 @@ Message = SystemMessage | DeveloperMessage | UserMessage | ToolMessage | Assista
 
 
 @takes_sampling("openai")
-class Common(FleetFields, frozen=True, kw_only=True):
+class Common(FormFields, frozen=True, kw_only=True):
     """Fields of both endpoints. Without ``model`` the default model answers."""
 
     model: str | None = None
@@ -151,7 +152,6 @@ class ChatBody(Common, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=limits.TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     verbosity: Annotated[
         Literal["low", "medium", "high"] | None, Meta(description="Changes nothing: no template knows it.")
     ] = None

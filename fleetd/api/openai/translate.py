@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleetd import limits
-from fleetd.api.generation import conversation
+from fleetd.api.generation import answer_form, conversation
 from fleetd.api.generation.conversation import Plain
 from fleetd.api.generation.fields import speculate
 from fleetd.api.generation.reasoning import template_kwargs
@@ -27,7 +27,9 @@ from fleetd.api.openai.bodies import (
     ToolMessage,
     UserMessage,
 )
+from fleetd.api.openai.forms import of_fields
 from fleetd.engine.protocol import Generate, Prompt, TextPrompt, TokenPrompt
+from fleetd.engine.sampling.constraint import Constraint
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
 
@@ -37,17 +39,8 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
     Raises:
         InvalidValue, UnsupportedParameter: what the types of ``ChatBody`` cannot say.
     """
-    if body.response_format is not None:
-        conversation.refuse_format(body.response_format.kind, "response_format")
     if body.top_logprobs and not body.logprobs:
         raise InvalidValue("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
-    for i, each in enumerate(body.tools or ()):
-        if each.function.strict:
-            raise UnsupportedParameter(
-                f"tools[{i}].function.strict: arguments cannot be held to a schema yet.",
-                hint="Leave it out.",
-                param=f"tools[{i}].function.strict",
-            )
     tools = [
         conversation.tool(
             each.function.name, each.function.description, each.function.parameters, f"tools[{i}]"
@@ -60,7 +53,14 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
         tools,
         choice,
         template_kwargs(body),
+        strict_tools=answer_form.strict_tools(
+            (each.function.name, each.function.parameters, f"tools[{i}].function.parameters")
+            for i, each in enumerate(body.tools or ())
+            if each.function.strict
+        ),
+        parallel_calls=body.parallel_tool_calls is not False,
     )
+    form = _form(body)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return [
         Generate(
@@ -74,6 +74,7 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
             call_pieces=bool(tools and body.stream),
             ignore_eos=bool(body.ignore_eos),
             min_tokens=_min_tokens(body, limit),
+            constraint=form,
         )
         for i in range(body.n or 1)
     ]
@@ -97,6 +98,7 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
             param="add_special_tokens",
         )
     prompts = _prompts(body.prompt)
+    form = _form(body)
     # The endpoint's default in OpenAI's API.
     limit = max(16, body.min_tokens or 0) if body.max_tokens is None else body.max_tokens
     if len(prompts) * n > limits.COMPLETIONS_PER_REQUEST:
@@ -117,6 +119,7 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
             speculate=speculate(body.speculate),
             ignore_eos=bool(body.ignore_eos),
             min_tokens=_min_tokens(body, limit),
+            constraint=form,
         )
         for p, prompt in enumerate(prompts)
         for i in range(n)
@@ -124,6 +127,19 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
 
 
 # ---- Pieces ----------------------------------------------------------------------------------------------
+
+
+def _form(body: Common) -> Constraint | None:
+    """The form that the answer is held to. Raises InvalidValue, UnsupportedParameter."""
+    form = of_fields(body)
+    for name in ("ignore_eos", "min_tokens"):
+        if form is not None and getattr(body, name):
+            raise InvalidValue(
+                f"{name} has no place beside {form.where}: such an answer ends where its form does.",
+                hint="Leave one of them out.",
+                param=name,
+            )
+    return form
 
 
 def _min_tokens(body: Common, limit: int | None) -> int:

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.api.generation.fields import FleetFields, Positive, ResponseFormat, StreamOptions
+from fleetd.api.generation.answer_form import TextFormat
+from fleetd.api.generation.fields import FleetFields, Positive, StreamOptions
 from fleetd.api.generation.sampling_fields import takes_sampling
 from fleetd.engine.protocol import Logprobs
 
@@ -74,6 +75,20 @@ class InputItem(msgspec.Struct, frozen=True, rename={"kind": "type"}):
         return self.kind == "item_reference" or (bare and self.id is not None)
 
 
+class FreeInput(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """A custom tool's input is any text."""
+
+
+class GrammarInput(msgspec.Struct, frozen=True, tag_field="type", tag="grammar"):
+    """A custom tool's input is held to a grammar in Lark's notation, or to a regular expression."""
+
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Meta(min_length=1, max_length=limits.CONSTRAINT_CHARS)]
+
+
+InputFormat = FreeInput | GrammarInput
+
+
 class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kind": "type"}):
     """A tool of the client's, or with ``tools`` a namespace of them. Other types are left out."""
 
@@ -82,7 +97,7 @@ class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kin
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    format: dict[str, Any] | None = None
+    format: InputFormat | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=limits.TOOLS)] | None = None
 
 
@@ -99,7 +114,7 @@ class ResponseToolChoice(msgspec.Struct, frozen=True, omit_defaults=True, rename
 class TextConfig(msgspec.Struct, frozen=True):
     """``verbosity`` is taken and changes nothing: no template knows it."""
 
-    format: ResponseFormat | None = None
+    format: TextFormat | None = None
     verbosity: str | None = None
 
 

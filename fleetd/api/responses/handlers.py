@@ -19,7 +19,7 @@ from fleetd.api.http.client_sessions import session_of
 from fleetd.api.http.context import SERVICES
 from fleetd.api.responses import kept
 from fleetd.api.responses.bodies import InputItem, ResponsesBody
-from fleetd.api.responses.objects import InputTokenCount, ReasoningConfig, Response
+from fleetd.api.responses.objects import InputTokenCount, ReasoningConfig, Response, ResponseText
 from fleetd.api.responses.render import ResponseOptions, ResponseStream, ResponseWhole
 from fleetd.api.responses.translate import Translated, translate
 from fleetd.compression.policy import resolve
@@ -102,6 +102,7 @@ def _begun(body: ResponsesBody, asked: Translated, name: str, model: str) -> Res
         reasoning=_reasoning(body),
         store=body.store is not False,
         temperature=asked.generate.sampling.temperature,
+        text=ResponseText(body.text.format) if body.text and body.text.format else ResponseText(),
         tool_choice=body.tool_choice or "auto",
         tools=asked.tools.served,
         top_p=asked.generate.sampling.top_p,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from fleetd.api.generation.fields import ResponseFormat
+from fleetd.api.generation.answer_form import TextForm, TextFormat
 from fleetd.api.responses.bodies import ResponseTool, ResponseToolChoice
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -98,7 +98,7 @@ class IncompleteDetails(Struct, frozen=True):
 
 
 class ResponseText(Struct, frozen=True):
-    format: ResponseFormat = ResponseFormat()
+    format: TextFormat = TextForm()
 
 
 class ReasoningConfig(Struct, frozen=True):

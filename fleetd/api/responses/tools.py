@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fleetd.api.generation import conversation
+from fleetd.api.generation import answer_form, conversation
 from fleetd.api.generation.conversation import Plain
-from fleetd.api.responses.bodies import ResponseTool
-from fleetd.errors import InvalidValue, UnsupportedParameter
+from fleetd.api.responses.bodies import GrammarInput, ResponseTool
+from fleetd.errors import InvalidValue
 
 # The one argument of a custom tool.
 _INPUT = "input"
@@ -36,11 +36,13 @@ class ToolTable:
     definitions: as templates read them.
     served: as the client sent them.
     warnings: what was left out.
+    strict: as ``ChatPrompt.strict_tools`` has them.
     """
 
     definitions: list[Plain] = field(default_factory=list)
     served: list[ResponseTool] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    strict: dict[str, str] = field(default_factory=dict)
     _known: dict[str, ClientTool] = field(default_factory=dict)
 
     def called(self, name: str) -> ClientTool:
@@ -64,17 +66,15 @@ class ToolTable:
                 self.served.append(tool)
 
     def _add(self, tool: ResponseTool, where: str, namespace: str | None) -> None:
-        if tool.strict:
-            raise UnsupportedParameter(
-                f"{where}.strict: arguments cannot be held to a schema yet.",
-                hint="Leave it out.",
-                param=where,
-            )
         name, custom = _named(tool, where), tool.kind == "custom"
         known = full_name(name, namespace)
         self._known[known] = ClientTool(name, namespace, custom)
         description = _described(tool) if custom else tool.description
         parameters = _FREE_TEXT if custom else tool.parameters
+        if custom and isinstance(tool.format, GrammarInput):
+            self.strict[known] = _lark(tool.format)
+        elif tool.strict and not custom:
+            self.strict |= answer_form.strict_tools([(known, parameters, f"{where}.parameters")])
         self.definitions.append(conversation.tool(known, description, parameters, where))
 
 
@@ -160,6 +160,8 @@ _WHOLE = re.compile(
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
 # The first half of a character that has two.
 _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+# A slash of a regular expression, and what is escaped already.
+_SLASH = re.compile(r"\\.|/", re.DOTALL)
 _FREE_TEXT: Plain = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
 
 
@@ -174,9 +176,17 @@ def _named(tool: ResponseTool, where: str) -> str:
 
 
 def _described(tool: ResponseTool) -> str | None:
-    """A description that has the grammar of the input, which the model has to keep by itself."""
-    form = tool.format or {}
-    if not form.get("definition"):
+    """A description that has the grammar of the input. The input is held to it all the same: a model that
+    knows it means the text that it writes."""
+    if not isinstance(tool.format, GrammarInput):
         return tool.description
-    grammar = f"The input has this grammar ({form.get('syntax', 'lark')}):\n{form['definition']}"
+    grammar = f"The input has this grammar ({tool.format.syntax}):\n{tool.format.definition}"
     return "\n\n".join(filter(None, [tool.description, grammar]))
+
+
+def _lark(form: GrammarInput) -> str:
+    """The grammar of a custom tool's input, in Lark's notation, where a slash ends an expression."""
+    if form.syntax == "lark":
+        return form.definition
+    expression = _SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], form.definition)
+    return f"start: /{expression}/"

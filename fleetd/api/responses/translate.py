@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from fleetd.api.generation import conversation
+from fleetd.api.generation import answer_form, conversation
 from fleetd.api.generation.conversation import Plain
 from fleetd.api.generation.fields import speculate
 from fleetd.api.generation.reasoning import template_kwargs
@@ -73,7 +73,14 @@ def translate(
     for i, item in enumerate(body.items if items is None else items):
         talk.add(item, f"input[{i}]")
     offered, choice = _tool_choice(body, tools)
-    prompt = conversation.prompt(talk.messages(), offered, choice, template_kwargs(body))
+    prompt = conversation.prompt(
+        talk.messages(),
+        offered,
+        choice,
+        template_kwargs(body),
+        strict_tools=tools.strict,
+        parallel_calls=body.parallel_tool_calls is not False,
+    )
     return Translated(
         _generate(body, request_id, prompt),
         tools,
@@ -90,6 +97,7 @@ def _generate(body: ResponsesBody, request_id: str, prompt: ChatPrompt) -> Gener
         max_tokens=body.max_output_tokens,
         speculate=speculate(body.speculate),
         call_pieces=bool(prompt.tools and body.stream),
+        constraint=None if body.text is None else answer_form.of_format(body.text.format, "text.format"),
     )
 
 
@@ -124,8 +132,6 @@ def _refuse(body: ResponsesBody) -> None:
         raise UnsupportedParameter(
             "Logprobs are not supported here.", hint="Use /v1/chat/completions.", param="top_logprobs"
         )
-    if body.text is not None and body.text.format is not None:
-        conversation.refuse_format(body.text.format.kind, "text.format")
 
 
 def _tool_choice(body: ResponsesBody, tools: ToolTable) -> tuple[list[Plain], Any]:
