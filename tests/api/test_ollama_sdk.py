@@ -184,8 +184,8 @@ def test_errors_are_the_librarys(ollama_client: ollama.Client, target: Target) -
 
     missing = refused(ollama_client.chat, model="no-such-model-here", messages=ASK)
     assert missing.status_code == 404
-    wrong = refused(ollama_client.chat, model=target.model, messages=ASK, format="xml")
-    assert (wrong.status_code, wrong.error[:7]) == (400, "format:")
+    wrong = refused(ollama_client.chat, model=target.model, messages=ASK, logprobs=True)
+    assert (wrong.status_code, wrong.error[:8]) == (400, "logprobs")
     image: Any = [{**ASK[0], "images": ["aGk="]}]
     assert "image input" in refused(ollama_client.chat, model=target.model, messages=image).error
     for stream in (False, True):
