@@ -21,8 +21,9 @@ from fleetctl.event_stream import Comment
 from fleetctl.exits import ConnectionBroken
 from fleetctl.render.progress_line import Progress
 from fleetctl.render.text import count, duration, listed, one_line, size
+from fleetctl.text_files import SchemaFile
 from fleetd import limits
-from fleetd.errors import InvalidValue
+from fleetd.errors import FleetError, InvalidValue
 from fleetd.text.terminal_text import printable
 
 _KEEPALIVE = re.compile(r"keepalive (\d+)/(\d+)")
@@ -39,7 +40,8 @@ _LOOKS_LIKE_BYTES = 1_000_000
 class Options:
     """The fields of a request besides the messages; None, and an empty model, leave the daemon's default.
 
-    ``smart``: True asks for smart prefill, a number for that share of the tokens.
+    ``smart``: True asks for smart prefill, a number for that share of the tokens. ``schema``: what the answer
+    follows; None leaves it free.
     """
 
     model: str = ""
@@ -50,6 +52,7 @@ class Options:
     stop: tuple[str, ...] = ()
     local_only: bool = False
     smart: bool | float | None = None
+    schema: SchemaFile | None = None
 
     def body(self, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -70,6 +73,9 @@ class Options:
             body["smart_prefill"] = (
                 self.smart if isinstance(self.smart, bool) else {"target_ratio": self.smart}
             )
+        if self.schema is not None:
+            form = {"name": "answer", "strict": True, "schema": self.schema.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": form}
         return body
 
 
@@ -237,6 +243,10 @@ def ask(
                         _chunk(answer, event.text, printer, progress, began)
         except KeyboardInterrupt:
             answer.stopped = True
+        except FleetError as error:
+            if options.schema is not None and (error.param or "").startswith("response_format"):
+                error.message = f"{options.schema.name}: {error.message}"
+            raise
         finally:
             progress.clear()
             printer.end()

@@ -1,9 +1,12 @@
-"""Prompts from files and pipes: UTF-8, and no more than the daemon takes."""
+"""Prompts and schemas from files and pipes: UTF-8, and no more than the daemon takes."""
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 from fleetctl.exits import ClientError
 from fleetd import limits
@@ -15,6 +18,33 @@ def read_text(path: str) -> str:
         return decoded(sys.stdin.buffer.read(limits.HTTP_BODY_BYTES + 1), "stdin")
     with Path(path).open("rb") as file:
         return decoded(file.read(limits.HTTP_BODY_BYTES + 1), path)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaFile:
+    """A JSON schema, and the name of its file for errors."""
+
+    name: str
+    schema: dict[str, Any]
+
+
+def read_schema(path: str) -> SchemaFile:
+    """The JSON schema in a file; ``-`` is stdin. Raises ClientError, OSError."""
+    name = "stdin" if path == "-" else path
+    try:
+        schema = json.loads(read_text(path), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ClientError(f"{name} is not valid JSON: {error}.") from error
+    if not isinstance(schema, dict):
+        raise ClientError(
+            f"{name} holds no JSON schema: a schema is an object.",
+            hint='A small one: {"type": "object", "properties": {"name": {"type": "string"}}}',
+        )
+    return SchemaFile(name, schema)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON's")
 
 
 def decoded(raw: bytes, name: str) -> str:

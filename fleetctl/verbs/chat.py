@@ -12,7 +12,7 @@ import click
 from fleetctl.answer import Options, ask, closing
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import Exit
-from fleetctl.text_files import decoded
+from fleetctl.text_files import decoded, read_schema
 from fleetd import limits
 
 # After so many seconds without input from a pipe, chat says what it is waiting for.
@@ -34,6 +34,7 @@ _STDIN_PATIENCE_S = 2.0
 @click.option(
     "--stop", multiple=True, metavar="TEXT", help="End the answer before this text; may be repeated."
 )
+@click.option("--schema", metavar="FILE", help="The answer follows the JSON schema in FILE (- is stdin).")
 @click.option("--local-only", is_flag=True, help="No other machine sees the prompt or helps with it.")
 @click.option(
     "--smart-prefill", is_flag=True, help="A small model leaves out what does not matter of a long prompt."
@@ -57,6 +58,7 @@ def command(
     max_tokens: int | None,
     seed: int | None,
     stop: tuple[str, ...],
+    schema: str | None,
     local_only: bool,
     smart_prefill: bool,
     keep_ratio: float | None,
@@ -67,8 +69,11 @@ def command(
     Text on stdin follows the PROMPT: `cat report.md | fleetctl chat "summarise"`. Ctrl-C stops an answer.
     """
     smart = keep_ratio or (True if smart_prefill else None)
-    options = Options(model, temperature, top_p, max_tokens, seed, stop, local_only, smart)
-    text = compose(" ".join(prompt), piped_text())
+    if schema == "-" and not prompt:
+        raise click.UsageError("With the schema on stdin the PROMPT has to be an argument.")
+    form = None if schema is None else read_schema(schema)
+    options = Options(model, temperature, top_p, max_tokens, seed, stop, local_only, smart, form)
+    text = compose(" ".join(prompt), None if schema == "-" else piped_text())
     if text is None:
         if session.json:
             raise click.UsageError("--json needs a PROMPT, as an argument or on stdin.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import json
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.control.prefill_plan import OptionView
 from fleetd.engine import protocol as p
+from fleetd.engine.grammar.schemas import enforceable
 from fleetd.requests.job import Job
 
 pytestmark = [browsers.NEEDED, pytest.mark.one_loop]
@@ -189,6 +191,48 @@ def test_a_chat_shows_any_text_as_text_and_stops(world: PageWorld) -> None:
     page.fill("#prompt", "And now?")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=The answer is complete.", state="attached")
+
+
+def test_answers_of_a_chat_follow_a_schema_until_a_new_one(world: PageWorld) -> None:
+    schema = '{"type": "object", "properties": {"2": {"maximum": 12345678901234567890}, "1": {}}}'
+    held: list[str | None] = []
+
+    def script(job: Job) -> Iterable[Step]:
+        held.append(job.request.constraint.text if job.request.constraint else None)
+        return speak(job)
+
+    world.runner.script = script
+    page = world.opened("chat")
+    assert not page.is_visible("#schema")
+    page.click("text=Answer as JSON schema")
+    for text, why in (('{"type": }', "not valid JSON"), ("[1]", "A schema is an object")):
+        page.fill("#schema", text)
+        page.fill("#prompt", "One?")
+        page.click("text=Send")
+        page.wait_for_selector(f"#wrong:has-text('{why}')")
+        page.wait_for_function("document.activeElement.id === 'schema'")
+    assert page.input_value("#prompt") == "One?"
+    assert held == []
+    page.fill("#schema", schema)
+    page.wait_for_selector("#wrong:text-is('')", state="attached")
+    page.click("text=Send")
+    page.wait_for_selector(".assistant >> text=why it took as long")
+    # It stays, also when the field is closed and the view is left.
+    page.click("text=Answer as JSON schema: in use")
+    goto(page, "models")
+    goto(page, "chat")
+    assert not page.is_visible("#schema")
+    page.fill("#prompt", "Two?")
+    page.click("text=Send")
+    page.wait_for_selector(":nth-match(.assistant, 2) >> text=why it took as long")
+    page.click("text=New chat")
+    page.wait_for_selector("summary:text-is('Answer as JSON schema')")
+    page.fill("#prompt", "Three?")
+    page.click("text=Send")
+    page.wait_for_selector(".assistant >> text=why it took as long")
+    exact = enforceable(json.loads(schema), "json_schema")
+    assert held == [exact, exact, None]
+    assert list(json.loads(exact)["properties"]) == ["2", "1"]
 
 
 def test_what_smart_prefill_drops_is_marked(world: PageWorld) -> None:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,77 @@ def test_options_reach_the_daemon(run: Run, daemon: FakeDaemon) -> None:
 def test_impossible_options_never_reach_the_daemon(run: Run, daemon: FakeDaemon, flags: list[str]) -> None:
     assert run("chat", *flags, "hi", home=daemon.home).returncode == Exit.USAGE
     assert daemon.chats == []
+
+
+SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "string"}}}
+
+
+def test_a_schema_from_a_file_or_stdin_reaches_the_daemon(
+    run: Run, daemon: FakeDaemon, tmp_path: Path
+) -> None:
+    file = tmp_path / "point.json"
+    file.write_text(json.dumps(SCHEMA))
+    for path, stdin in ((str(file), None), ("-", json.dumps(SCHEMA))):
+        daemon.chat(answer('{"z": 1', ', "a": "b"}'))
+        done = run("chat", "--schema", path, "a point", home=daemon.home, stdin=stdin)
+        assert (done.returncode, done.stdout) == (0, '{"z": 1, "a": "b"}\n')
+        form = daemon.chats[-1]["response_format"]
+        assert form == {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA},
+        }
+        assert list(form["json_schema"]["schema"]["properties"]) == ["z", "a"]
+        assert user_text(daemon.chats[-1]) == "a point"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"type": }', "is not valid JSON: Expecting value: line 1 column 10"),
+        ('{"maximum": Infinity}', "is not valid JSON: Infinity is no number"),
+        ("[" * 10_000, "is not valid JSON"),
+        ("", "is not valid JSON"),
+        ("true", "holds no JSON schema"),
+        (None, "No such file"),
+    ],
+    ids=lambda value: None if value is None else value[:12],
+)
+def test_a_file_without_a_schema_is_named(
+    run: Run, daemon: FakeDaemon, tmp_path: Path, text: str | None, says: str
+) -> None:
+    file = tmp_path / "point.json"
+    if text is not None:
+        file.write_text(text)
+    done = run("chat", "--schema", str(file), "x", home=daemon.home)
+    assert (done.returncode, daemon.chats) == (Exit.ERROR, [])
+    assert says in done.stderr
+    assert str(file) in done.stderr
+    if text is not None:
+        piped = run("chat", "--schema", "-", "x", home=daemon.home, stdin=text)
+        assert (piped.returncode, daemon.chats) == (Exit.ERROR, [])
+        assert f"stdin {says}" in piped.stderr
+
+
+def test_a_schema_on_stdin_needs_a_prompt(run: Run, daemon: FakeDaemon) -> None:
+    done = run("chat", "--schema", "-", home=daemon.home, stdin=json.dumps(SCHEMA))
+    assert (done.returncode, daemon.chats) == (Exit.USAGE, [])
+    assert "PROMPT has to be an argument" in done.stderr
+
+
+def test_a_schema_that_the_daemon_refuses_is_named_by_its_file(
+    run: Run, daemon: FakeDaemon, tmp_path: Path
+) -> None:
+    file = tmp_path / "point.json"
+    file.write_text('{"not": {}}')
+    error = {
+        "code": "unsupported_parameter",
+        "message": "response_format: 'not' at $ cannot be enforced.",
+        "param": "response_format",
+    }
+    daemon.chat(Reply({"error": error}, 400))
+    done = run("chat", "--schema", str(file), "x", home=daemon.home)
+    assert done.returncode == Exit.REFUSED
+    assert f"{file}: response_format: 'not' at $" in done.stderr
 
 
 def test_json(run: Run, daemon: FakeDaemon) -> None:

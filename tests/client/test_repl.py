@@ -212,6 +212,22 @@ def test_an_error_ends_the_answer_and_not_the_conversation(daemon: FakeDaemon, s
     assert texts(daemon)[-1] == ["two"]
 
 
+def test_every_answer_of_a_conversation_follows_the_schema(
+    daemon: FakeDaemon, start: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "any.json"
+    file.write_text('{"type": "object"}')
+    daemon.chat(answer('{"a": 1}'), answer('{"a": 2}'))
+    child = start("--schema", str(file))
+    for n in (1, 2):
+        child.send(f"{n}\r")
+        child.expect(f'"a": {n}')
+        child.expect(PROMPT)
+    assert leave(child) == 0
+    schemas = [body["response_format"]["json_schema"]["schema"] for body in daemon.chats]
+    assert schemas == [{"type": "object"}] * 2
+
+
 def test_history_is_kept_for_this_user_alone(daemon: FakeDaemon, start: Start, env: dict[str, str]) -> None:
     daemon.chat(answer("fine"))
     child = start()

@@ -7,11 +7,19 @@ import { redraw, say, state } from "/page/store.js";
 import { count, counted, rate, seconds } from "/page/units.js";
 
 const SELECTION_MS = 600_000;
-const chat = { turns: [], model: "", smart: false, abort: null, draft: "" };
+// schema: what answers follow, as text; "" leaves them free. wrong: why it is no schema.
+const chat = { turns: [], model: "", smart: false, schema: "", wrong: "", abort: null, draft: "" };
 
 function begin(event) {
   event.preventDefault();
   if (chat.abort || !chat.draft.trim()) return;
+  chat.wrong = noSchema(chat.schema);
+  if (chat.wrong) {
+    redraw();
+    document.getElementById("form").open = true;
+    document.getElementById("schema").focus();
+    return;
+  }
   const text = chat.draft;
   chat.draft = "";
   send(text);
@@ -25,7 +33,7 @@ async function send(text) {
   redraw();
   try {
     const messages = chat.turns.filter((one) => one !== turn && (one.content || one.role === "user")).map(({ role, content }) => ({ role, content }));
-    const body = { model: chat.model || "default", messages, stream: true, stream_options: { include_usage: true }, ...(chat.smart ? { smart_prefill: true } : {}) };
+    const body = { model: chat.model || "default", messages, stream: true, stream_options: { include_usage: true }, ...(chat.smart ? { smart_prefill: true } : {}), ...(chat.schema.trim() ? { json_schema: chat.schema } : {}) };
     const response = await call("POST", "/v1/chat/completions", body, { signal: abort.signal });
     turn.request = response.headers.get("X-Fleet-Request") ?? "";
     turn.plan = response.headers.get("X-Fleet-Plan") ?? "";
@@ -45,6 +53,23 @@ async function send(text) {
   }
   turn.ended = performance.now();
   chat.abort = null;
+  redraw();
+}
+
+/** Why a text is no JSON schema; "" if it is one, or empty. It is sent as it was typed: a parsed one could have other numbers and another order. */
+function noSchema(text) {
+  if (!text.trim()) return "";
+  try {
+    const schema = JSON.parse(text);
+    return schema !== null && typeof schema === "object" && !Array.isArray(schema) ? "" : "A schema is an object: it begins with { and ends with }.";
+  } catch (error) {
+    return `This is not valid JSON: ${error.message}.`;
+  }
+}
+
+function schemaTyped(event) {
+  chat.schema = event.target.value;
+  if (chat.wrong) chat.wrong = noSchema(chat.schema);
   redraw();
 }
 
@@ -78,8 +103,13 @@ export function chatView() {
           h("option", { value: "" }, `default (${short(state.status.default_model)})`), known().map((name) => h("option", { key: name, value: name }, short(name))))),
         h("label", null, h("input", { type: "checkbox", checked: chat.smart, onchange: (event) => { chat.smart = event.target.checked; } }), " smart prefill"),
         h("span", { class: "grow" }),
-        chat.turns.length > 0 && !chat.abort && h("button", { key: "new", type: "button", class: "plain", onclick: () => { chat.turns = []; redraw(); } }, "New chat"),
-        chat.abort ? h("button", { key: "stop", type: "button", class: "danger", onclick: stop }, "Stop") : h("button", { key: "send" }, "Send"))));
+        chat.turns.length > 0 && !chat.abort && h("button", { key: "new", type: "button", class: "plain", onclick: () => { chat.turns = []; chat.schema = chat.wrong = ""; redraw(); } }, "New chat"),
+        chat.abort ? h("button", { key: "stop", type: "button", class: "danger", onclick: stop }, "Stop") : h("button", { key: "send" }, "Send")),
+      h("details", { id: "form" },
+        h("summary", null, "Answer as JSON schema", chat.schema.trim() && ": in use"),
+        h("label", { for: "schema", class: "unseen" }, "JSON schema"),
+        h("textarea", { id: "schema", rows: 4, spellcheck: "false", value: chat.schema, placeholder: '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}', "aria-invalid": chat.wrong ? "true" : null, "aria-describedby": "wrong", oninput: schemaTyped }),
+        h("p", { id: "wrong", class: "trouble", role: "alert" }, chat.wrong))));
 }
 
 function keyed(event) {
