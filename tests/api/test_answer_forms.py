@@ -400,6 +400,14 @@ def test_the_input_of_a_custom_tool_is_held_to_its_grammar(
     assert format_.get("definition", "") in tool["function"]["description"]
 
 
+def test_the_longest_expression_of_a_custom_tool_reaches_an_engine() -> None:
+    longest = "/" * (limits.CONSTRAINT_CHARS // 4)
+    made = responses(tools=[custom(type="grammar", syntax="regex", definition=longest)])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Generate) == made
+    with pytest.raises(InvalidValue, match="length <="):
+        responses(tools=[custom(type="grammar", syntax="regex", definition=longest + "/")])
+
+
 def test_a_custom_tool_in_a_namespace_is_held_by_its_whole_name() -> None:
     tool = custom(type="grammar", syntax="lark", definition=LARK)
     made = responses(tools=[{"type": "namespace", "name": "fs", "tools": [tool]}])

@@ -83,7 +83,8 @@ class GrammarInput(msgspec.Struct, frozen=True, tag_field="type", tag="grammar")
     """A custom tool's input is held to a grammar in Lark's notation, or to a regular expression."""
 
     syntax: Literal["lark", "regex"]
-    definition: Annotated[str, Meta(min_length=1, max_length=limits.CONSTRAINT_CHARS)]
+    # An expression grows with its escapes, to twice its length at most.
+    definition: Annotated[str, Meta(min_length=1, max_length=limits.CONSTRAINT_CHARS // 4)]
 
 
 InputFormat = FreeInput | GrammarInput
