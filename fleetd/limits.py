@@ -356,6 +356,34 @@ SCHEMA_STEPS = 10_000
 CONSTRAINT_CHARS = 1 << 20
 # Texts of which an answer has to be one: as many as a large set of labels.
 CONSTRAINT_CHOICES = 4096
+# Of a schema that an answer is held to: its subschemas, and how deep its JSON nests. OpenAI takes 5,000
+# properties, ten deep; with what references are written out for, both stay far from the library's own bounds.
+SCHEMA_PARTS, SCHEMA_DEPTH = 5_000, JSON_DEPTH
+# Steps of what allOf, and keywords beside anyOf or a reference, have in common, and of showing that the
+# options of oneOf have nothing in common: a tenth of a second. References that follow each other directly.
+SCHEMA_COMBINATIONS, SCHEMA_REFERENCES_IN_A_ROW = 50_000, 16
+# Values of all enums of a schema, and characters of one of them: a mask takes a millisecond per 4,000.
+SCHEMA_VALUES, SCHEMA_VALUE_CHARS = 10_000, 4_096
+# Properties of one object that may be left out, over all alternatives at one place: each is a state of the
+# parser at once, of which its rows hold 2,000; and all properties of one object.
+SCHEMA_OPTIONAL, SCHEMA_PROPERTIES = 256, 2_000
+# Optional properties of which at least one has to be written: the library writes out each choice.
+SCHEMA_AT_LEAST_ONE = 32
+# minItems and maxItems, which the library writes out; minLength and maxLength, which it counts.
+SCHEMA_ITEMS, SCHEMA_STRING_CHARS = 10_000, 1_000_000
+# Of a pattern: its text, and the characters that its repeats stand for.
+SCHEMA_PATTERN_CHARS, SCHEMA_PATTERN_SIZE = 4_096, 10_000
+# multipleOf, without its decimal point: the automaton has a state for each remainder, and 10,000 take 65 ms.
+SCHEMA_MULTIPLE = 10_000
+# Of a compiled grammar: a state of the parser in a row, a lexer's states (2 kB each), and its symbols.
+GRAMMAR_ROW_ITEMS, GRAMMAR_LEXER_STATES, GRAMMAR_SYMBOLS = 2_000, 30_000, 200_000
+# Its building, 50,000 units a millisecond; one mask of the lexer, 14,000 units a millisecond; one of the
+# parser, 20,000 a millisecond.
+GRAMMAR_LEXER_FUEL, GRAMMAR_STEP_FUEL, GRAMMAR_STEP_ITEMS = 1_000_000, 200_000, 50_000
+# Of the library's own words about a grammar that is malformed.
+GRAMMAR_ERROR_CHARS = 200
+# Digits of a bound behind the decimal point, and the largest whole number of one: what doubles tell apart.
+SCHEMA_DECIMALS, SCHEMA_LARGEST = 15, 2**53
 # A load or a download tells its progress so often at most.
 LOADING_EVENTS = 100_000
 # Of a job's id, as the machine that asked for it has it, to be found again here.

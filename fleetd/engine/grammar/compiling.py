@@ -1,0 +1,81 @@
+"""From the text of a grammar to the matcher that holds an answer to it, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from fleetd import limits
+from fleetd.errors import InvalidValue, UnsupportedParameter
+
+#: How held answers write JSON. Without ``u`` among the escapes each string has one spelling: with it, the
+#: library lets a closed object repeat one of its keys as ``\u0061``.
+JSON_STYLE: Final = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+
+_LIMITS = LLParserLimits(
+    max_items_in_row=limits.GRAMMAR_ROW_ITEMS,
+    initial_lexer_fuel=limits.GRAMMAR_LEXER_FUEL,
+    step_lexer_fuel=limits.GRAMMAR_STEP_FUEL,
+    step_max_items=limits.GRAMMAR_STEP_ITEMS,
+    max_lexer_states=limits.GRAMMAR_LEXER_STATES,
+    max_grammar_size=limits.GRAMMAR_SYMBOLS,
+    verbose_errors=False,
+)
+_TOO_LARGE = re.compile(
+    r"too (large|big|many|complex)|exceed|limit|fuel|determine if regex is empty|max is \d", re.I
+)
+_EMPTY = re.compile(r"unsatisfiable|is empty", re.I)
+_PANIC = re.compile(r"^panic\b")
+
+
+def json_rule(schema_text: str) -> str:
+    """The part of a Lark rule that stands for JSON by a schema, in the style of held answers.
+
+    Args:
+        schema_text: of ``schemas.enforceable`` or ``schemas.lenient``.
+    """
+    schema = json.loads(schema_text)
+    styled = {"x-guidance": JSON_STYLE, **schema}
+    return f"%json {json.dumps(styled, ensure_ascii=False, separators=(',', ':'))}"
+
+
+def validated(grammar: str, tokenizer: LLTokenizer, where: str) -> LLMatcher:
+    """A matcher at its beginning, whose first mask is known to be computable.
+
+    Args:
+        grammar: in Lark's notation.
+        where: the field of the request that asks for it, for errors.
+
+    Raises:
+        UnsupportedParameter: it takes more time or memory than is allowed.
+        InvalidValue: no answer fits it, or it is malformed.
+    """
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), limits=_LIMITS, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise _refusal(matcher.get_error(), where)
+    return matcher
+
+
+def _refusal(error: str, where: str) -> InvalidValue | UnsupportedParameter:
+    line = next((line.strip() for line in error.splitlines() if line.strip()), "")[
+        : limits.GRAMMAR_ERROR_CHARS
+    ]
+    if _PANIC.search(error) or _TOO_LARGE.search(error):
+        return UnsupportedParameter(
+            f"{where}: it takes more time or memory than an answer may.",
+            hint="Make repeats, patterns and lists of alternatives shorter, or fewer.",
+            param=where,
+        )
+    if _EMPTY.search(error):
+        return InvalidValue(f"{where}: no answer can fit it.", param=where)
+    return InvalidValue(f"{where} is malformed: {line}", param=where)
