@@ -30,6 +30,19 @@ _LANGUAGE = re.compile(r"[\w-]*")
 _FENCES = words("```", "~~~")
 
 
+class HeadText(msgspec.Struct, frozen=True):
+    """The heads of an answer's parts, as models write them behind the prompt; {word} stands for one word."""
+
+    thought: str
+    #: Of a text that comes before calls.
+    note: str
+    answer: str
+    #: Of calls; "" if each call has its own.
+    calls: str
+    #: What ends a thought or a note, and begins the next head.
+    next: str
+
+
 class Heads(msgspec.Struct, frozen=True):
     """Heads of channels, as gpt-oss and Muse write them: a head before a text says whom it is for."""
 
@@ -41,6 +54,7 @@ class Heads(msgspec.Struct, frozen=True):
     after: dict[str, tuple[str, ...]]
     #: Words that make a head the head of a thought.
     thought: tuple[str, ...]
+    writes: HeadText
 
 
 class Markers(msgspec.Struct, frozen=True):

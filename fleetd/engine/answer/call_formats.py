@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import msgspec
 
@@ -15,7 +16,13 @@ from fleetd import limits
 from fleetd.engine.answer.call_reader import CallReader, Outcome, tool_name
 from fleetd.engine.answer.dsml import DSML, DSML_END, DSML_START
 from fleetd.engine.answer.object_text import ObjectStyle
-from fleetd.engine.answer.tagged_calls import ArgFormat, TaggedFormat, arg_call, tagged_call
+from fleetd.engine.answer.tagged_calls import (
+    ArgFormat,
+    ParameterText,
+    TaggedFormat,
+    arg_call,
+    tagged_call,
+)
 from fleetd.engine.answer.text_feed import BLANKS, Reading, words
 
 LLAMA3_START = "<|python_tag|>"
@@ -26,24 +33,53 @@ _ID = re.compile(r"[^\s<>{}\[\]]*")
 CallGrammar = Callable[[CallReader], Reading[Outcome]]
 
 
-class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """``start`` and ``end``: of a section. ``end`` is "" where only the end of the answer ends one.
+class CallText(msgspec.Struct, frozen=True, kw_only=True):
+    """What a family writes around the arguments of a call, as chat templates show it to models.
 
-    ``begins``: what a call begins with, whose section may be forgotten. ``lines``: the same, at the beginning
-    of a line only; ``{name}`` in it stands for a tool's. ``closed``: such a call counts once its section is
-    closed. ``bare``: an answer may begin with a call, without a section.
-    ``primes``: what follows ``start`` in a call of one tool that must be made; ``{name}`` stands for it.
-    ``inside``: markers of calls inside of a section, which may end half a call.
+    {name} stands for the tool's name, {json} for the name in quotes, {n} for the number of the call, and {lf}
+    for a line end that some models leave out.
     """
 
+    #: Before the arguments of a call, behind the section's start.
+    head: str
+    #: After its arguments, before the section's end.
+    tail: str = ""
+    #: Between calls.
+    between: str = ""
+    #: Each call has a section of its own.
+    apart: bool = True
+    #: Around all calls of a section.
+    opens: str = ""
+    closes: str = ""
+
+
+class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How a family writes calls, and what else of its models is read as calls."""
+
+    #: Around a section of calls. ``end`` is "" if only the end of the answer ends one.
     start: str
     end: str
+    #: ``end`` may be the token that ends the answer.
+    ends_answer: bool = False
     one: CallGrammar
+    #: What a call begins with, whose section may be forgotten.
     begins: tuple[str, ...] = ()
+    #: The same, at the beginning of a line only; {name} stands for a tool's name.
     lines: tuple[str, ...] = ()
+    #: Such a call counts once its section is closed.
     closed: bool = False
+    #: An answer may begin with a call, without a section.
     bare: bool = False
+    writes: CallText
+    #: What models write whose tokenizer has no token ``newer``.
+    older: CallText | None = None
+    newer: str = ""
+    #: How the arguments are written: as JSON, in braces with keys without quotes, as Python's keywords, or
+    #: each between tags.
+    arguments: Literal["json", "braces", "keywords"] | TaggedFormat | ArgFormat = "json"
+    #: What follows ``start`` in a call of one tool that must be made; {name} stands for its name.
     primes: str
+    #: Markers of calls inside of a section, which may end half a call.
     inside: tuple[str, ...] = ()
     colon: str = ":"
     quote: str = ""
@@ -147,6 +183,7 @@ _KIMI_K3 = TaggedFormat(
     trims="nothing",
     says=("type", "string"),
     whole=f"{_OPEN}json",
+    writes=ParameterText(f'{_OPEN}argument key="{{key}}" type="{{says}}"{_SEP}', f"{_CLOSE}argument{_SEP}"),
 )
 _QWEN = TaggedFormat(
     call="<function",
@@ -155,6 +192,7 @@ _QWEN = TaggedFormat(
     closes="</parameter>",
     section_end="</tool_call>",
     trims="line ends",
+    writes=ParameterText("<parameter={key}>\n", "\n</parameter>", "\n"),
 )
 _MINIMAX = TaggedFormat(
     call="<invoke",
@@ -162,14 +200,23 @@ _MINIMAX = TaggedFormat(
     param="<parameter",
     closes="</parameter>",
     section_end="</minimax:tool_call>",
+    writes=ParameterText('<parameter name="{key}">', "</parameter>", "\n"),
 )
-_MINICPM = TaggedFormat(call="<function", end="</function>", param="<param", closes="</param>", cdata=True)
+_MINICPM = TaggedFormat(
+    call="<function",
+    end="</function>",
+    param="<param",
+    closes="</param>",
+    cdata=True,
+    writes=ParameterText('<param name="{key}">', "</param>"),
+)
 _MUSE = TaggedFormat(
     call="<atem:invoke",
     end="</atem:invoke>",
     param="<atem:parameter",
     closes="</atem:parameter>",
     section_end="</atem:function_calls>",
+    writes=ParameterText('<atem:parameter name="{key}">', "</atem:parameter>", "\n"),
 )
 _DSML = TaggedFormat(
     call=f"<{DSML}invoke",
@@ -179,13 +226,18 @@ _DSML = TaggedFormat(
     section_end=DSML_END,
     trims="nothing",
     says=("string", "true"),
+    writes=ParameterText(f'<{DSML}parameter name="{{key}}" string="{{says}}">', f"</{DSML}parameter>", "\n"),
 )
 
+_GLM_ARGS = ArgFormat("", "</tool_call>")
+_LONGCAT_ARGS = ArgFormat("longcat_", "</longcat_tool_call>")
 _GLM = CallFormat(
     start="<tool_call>",
     end="</tool_call>",
-    one=_args(ArgFormat("", "</tool_call>")),
+    one=_args(_GLM_ARGS),
     lines=("{name}",),
+    arguments=_GLM_ARGS,
+    writes=CallText(head="{name}{lf}", between="\n"),
     primes="{name}\n",
 )
 
@@ -196,6 +248,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         one=_json,
         lines=("{",),
         closed=True,
+        writes=CallText(head='\n{"name": {json}, "arguments": ', tail="}\n", between="\n"),
         primes='\n{"name": {json}, "arguments": ',
     ),
     "llama3": CallFormat(
@@ -205,16 +258,36 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         lines=("{",),
         closed=True,
         bare=True,
+        writes=CallText(head='{"name": {json}, "parameters": ', tail="}", between="; ", apart=False),
         primes='{"name": {json}, "parameters": ',
     ),
     "mistral": CallFormat(
-        start="[TOOL_CALLS]", end="", one=_mistral, lines=("{name}[ARGS]",), primes="{name}[ARGS]"
+        start="[TOOL_CALLS]",
+        end="",
+        one=_mistral,
+        lines=("{name}[ARGS]",),
+        writes=CallText(head="{name}[ARGS]"),
+        older=CallText(
+            opens="[",
+            head='{"name": {json}, "arguments": ',
+            tail="}",
+            between=", ",
+            closes="]",
+            apart=False,
+        ),
+        newer="[ARGS]",
+        primes="{name}[ARGS]",
     ),
     "kimi_k2": CallFormat(
         start="<|tool_calls_section_begin|>",
         end="<|tool_calls_section_end|>",
         one=_kimi_k2,
         begins=("<|tool_call_begin|>",),
+        writes=CallText(
+            head="<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>",
+            tail="<|tool_call_end|>",
+            apart=False,
+        ),
         primes="<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
         inside=("<|tool_call_end|>",),
     ),
@@ -223,13 +296,19 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         end=f"{_CLOSE}tools{_SEP}",
         one=_tagged(_KIMI_K3),
         begins=(_KIMI_K3.call,),
+        arguments=_KIMI_K3,
+        writes=CallText(
+            head=f'{_OPEN}call tool={{json}} index="{{n}}"{_SEP}', tail=_KIMI_K3.end, apart=False
+        ),
         primes=f'{_OPEN}call tool={{json}} index="1"{_SEP}',
         inside=(_KIMI_K3.end,),
     ),
     "harmony": CallFormat(
         start=HARMONY_START,
         end="<|call|>",
+        ends_answer=True,
         one=_json,
+        writes=CallText(head="{name} <|constrain|>json<|message|>", between="<|start|>assistant"),
         primes="{name} <|constrain|>json<|message|>",
         inside=("<|end|>", "<|start|>assistant"),
     ),
@@ -238,6 +317,8 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         end="<tool_call|>",
         one=_braces,
         lines=("call:{name}{",),
+        arguments="braces",
+        writes=CallText(head="call:{name}{", tail="}"),
         primes="call:{name}{",
         quote='<|"|>',
     ),
@@ -246,6 +327,8 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         end="<end_function_call>",
         one=_braces,
         lines=("call:{name}{",),
+        arguments="braces",
+        writes=CallText(head="call:{name}{", tail="}"),
         primes="call:{name}{",
         quote="<escape>",
     ),
@@ -254,6 +337,8 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         end="</tool_call>",
         one=_tagged(_QWEN),
         begins=("<function=",),
+        arguments=_QWEN,
+        writes=CallText(head="\n<function={name}>\n", tail="</function>\n", between="\n"),
         primes="\n<function={name}>\n",
     ),
     "minimax_m2": CallFormat(
@@ -261,6 +346,8 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         end="</minimax:tool_call>",
         one=_tagged(_MINIMAX),
         begins=("<invoke name=",),
+        arguments=_MINIMAX,
+        writes=CallText(head="<invoke name={json}>\n", tail="</invoke>\n", apart=False, opens="\n"),
         primes="\n<invoke name={json}>\n",
     ),
     "minicpm5": CallFormat(
@@ -268,6 +355,8 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         end="",
         one=_tagged(_MINICPM),
         begins=("<function name=",),
+        arguments=_MINICPM,
+        writes=CallText(head="<function name={json}>", tail="</function>"),
         primes="<function name={json}>",
     ),
     "muse_spark": CallFormat(
@@ -275,6 +364,8 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         end="</atem:function_calls>",
         one=_tagged(_MUSE),
         begins=("<atem:invoke name=",),
+        arguments=_MUSE,
+        writes=CallText(head="<atem:invoke name={json}>\n", tail="</atem:invoke>\n", apart=False, opens="\n"),
         primes="\n<atem:invoke name={json}>\n",
     ),
     "deepseek_v32": CallFormat(
@@ -282,6 +373,10 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         end=DSML_END,
         one=_tagged(_DSML),
         begins=(f"<{DSML}invoke name=",),
+        arguments=_DSML,
+        writes=CallText(
+            head=f"<{DSML}invoke name={{json}}>\n", tail=f"</{DSML}invoke>\n", apart=False, opens="\n"
+        ),
         primes=f"\n<{DSML}invoke name={{json}}>\n",
     ),
     "glm47": _GLM,
@@ -289,8 +384,10 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     "longcat": CallFormat(
         start="<longcat_tool_call>",
         end="</longcat_tool_call>",
-        one=_args(ArgFormat("longcat_", "</longcat_tool_call>")),
+        one=_args(_LONGCAT_ARGS),
         lines=("{name}",),
+        arguments=_LONGCAT_ARGS,
+        writes=CallText(head="{name}{lf}", between="\n"),
         primes="{name}\n",
     ),
     "pythonic": CallFormat(
@@ -299,6 +396,8 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         one=_python,
         lines=("[{name}(",),
         closed=True,
+        arguments="keywords",
+        writes=CallText(head="{name}(", tail=")", between=", ", apart=False, opens="[", closes="]"),
         primes="[{name}(",
         colon="=",
     ),

@@ -35,6 +35,16 @@ _NULL = "null"
 Trims = Literal["blanks", "line ends", "nothing"]
 
 
+class ParameterText(msgspec.Struct, frozen=True):
+    """What a family writes around the value of a parameter: {key} stands for its name, {says} for its type in
+    the family's words, and {lf} for a line end that some models leave out."""
+
+    before: str
+    #: What ends the value.
+    closes: str
+    after: str = ""
+
+
 class TaggedFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a family writes calls."""
 
@@ -56,6 +66,7 @@ class TaggedFormat(msgspec.Struct, frozen=True, kw_only=True):
     cdata: bool = False
     #: The beginning of a tag around all arguments as one JSON object.
     whole: str = ""
+    writes: ParameterText
 
 
 class ArgFormat(msgspec.Struct, frozen=True):
@@ -63,6 +74,13 @@ class ArgFormat(msgspec.Struct, frozen=True):
 
     prefix: str
     section_end: str
+    #: Blanks around a value are no part of it.
+    trims: Trims = "blanks"
+
+    @property
+    def writes(self) -> ParameterText:
+        tag = f"{self.prefix}arg"
+        return ParameterText(f"<{tag}_key>{{key}}</{tag}_key>{{lf}}<{tag}_value>", f"</{tag}_value>", "{lf}")
 
 
 class TagValue:
@@ -295,7 +313,7 @@ def arg_call(calls: CallReader, form: ArgFormat) -> Reading[Outcome]:
     signs = words(f"<{tag}_key>", form.section_end)
     if not (yield from feed.starts(signs)):
         return "none"
-    made = _Arguments(calls, calls.begin(name), "blanks")
+    made = _Arguments(calls, calls.begin(name), form.trims)
     while not calls.rest:
         sign = yield from feed.until(signs, lambda _between: None)
         if sign != f"<{tag}_key>":

@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from fleetd.engine.answer.answer_reader import Heads, Markers
+from fleetd.engine.answer.answer_reader import Heads, HeadText, Markers
 from fleetd.engine.answer.call_formats import CALL_FORMATS, HARMONY_START, LLAMA3_START
 from fleetd.engine.answer.dsml import DSML_END, DSML_START, forgiving, is_dsml_template
 from fleetd.models.abilities import of_template
@@ -41,12 +41,26 @@ _HEADS = {
             "<|return|>": ("<|start|>",),
         },
         thought=("analysis",),
+        writes=HeadText(
+            thought="<|channel|>analysis<|message|>",
+            note="<|channel|>commentary<|message|>",
+            answer="<|channel|>final<|message|>",
+            calls="",
+            next="<|end|><|start|>assistant",
+        ),
     ),
     "header": Heads(
-        begins=("<|message|>", " to=", "to="),
-        inside=(),
+        begins=("<|start|>assistant", "<|message|>", " to=", "to="),
+        inside=("<|start|>assistant",),
         after={"<|eom|>": (" to=", "to=", "<|"), "<|eot|>": (" to=", "to=", "<|")},
         thought=("to=self",),
+        writes=HeadText(
+            thought=" to=self<|message|>",
+            note=" to=commentary<|message|>",
+            answer=" to=user<|message|>",
+            calls=" to={word}<|message|>",
+            next="<|eom|><|start|>assistant",
+        ),
     ),
 }
 # As mlx-lm knows a format by which channels are told apart.
