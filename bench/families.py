@@ -26,6 +26,7 @@ from bench.scenarios import (
     fleet_work,
     forks,
     forks_fleet,
+    grammar,
     host_time,
     hybrid_drafts,
     kept_prompts,
@@ -68,7 +69,10 @@ class Family:
 
 
 # The engine's rooms that every request passes; the others are features, which their own families name.
-_ROOMS = "answer", "cpu", "daemon_side", "layers", "load", "loop", "measure", "prefixes", "prompt", "sampling"
+_ROOMS = (
+    *("answer", "cpu", "daemon_side", "grammar", "layers", "load", "loop"),
+    *("measure", "prefixes", "prompt", "sampling"),
+)
 _ENGINE = (":(glob)fleetd/engine/*.py", *(f"fleetd/engine/{room}" for room in _ROOMS))
 _REQUESTS = (
     ":(glob)fleetd/requests/*.py",
@@ -256,6 +260,13 @@ FAMILIES = {
         (*_DRAFTED, *_scenario("drafter_beside_local")),
     ),
     "spec": Family("Speculative decoding", 3, 1, speculation.measure, (*_WORKER, *_scenario("speculation"))),
+    "grammar": Family(
+        "Answers held to a schema",
+        5,
+        1,
+        grammar.measure,
+        (*_WORKER, "bench/children/host_time.py", "bench/children/grammar_masks.py", *_scenario("grammar")),
+    ),
     "states": Family(
         "States of a hybrid at earlier tokens",
         7,

@@ -88,7 +88,12 @@ class _Sides:
     """Both programs over one model. No answer ends by itself: the tokenizer's end tokens are taken away."""
 
     def __init__(self, model: Any, tokenizer: Any, vocabulary: int, *, ahead: bool) -> None:
+        from fleetd.engine.grammar.token_table import TokenTable
+
         self._model, self._tokenizer, self._vocabulary, self._ahead = model, tokenizer, vocabulary, ahead
+        # Answers can be held to a grammar if the model has the tokenizer's vocabulary.
+        whole = vocabulary >= len(tokenizer.get_vocab())
+        self._table = TokenTable(tokenizer, vocabulary, []) if whole else None
         tokenizer.eos_token_ids = set()
         self._drafted = 0
 
@@ -100,7 +105,8 @@ class _Sides:
         self._drafted = 0
         match question["side"]:
             case "fleetd":
-                steps = self._fleetd(prompts, tokens, temperature, drafts=question["drafts"])
+                held = question.get("held", False)
+                steps = self._fleetd(prompts, tokens, temperature, drafts=question["drafts"], held=held)
             case "stream_generate":
                 del prompts[1:]
                 steps = self._stream_generate(prompts[0], tokens, temperature)
@@ -145,7 +151,7 @@ class _Sides:
         return steps
 
     def _fleetd(
-        self, prompts: list[list[int]], tokens: int, temperature: float, *, drafts: bool
+        self, prompts: list[list[int]], tokens: int, temperature: float, *, drafts: bool, held: bool
     ) -> list[Step]:
         from fleetd.engine.loop.scheduler import Scheduler
         from fleetd.engine.measure.chunk_size import FixedChunks
@@ -190,7 +196,8 @@ class _Sides:
                 Sampling(temperature=temperature, seed=SEED + i),
                 max_tokens=tokens,
             )
-            scheduler.inbox.put(PreparedPrompt(request, prompt))
+            matcher = self._any_text() if held else None
+            scheduler.inbox.put(PreparedPrompt(request, prompt, matcher=matcher))
         while len(finished) < len(prompts):
             scheduler.turn()
             scheduler.heartbeat()
@@ -203,6 +210,16 @@ class _Sides:
         reader.wait()
         self._drafted = sum(one.speculation.drafted for one in finished if one.speculation)
         return steps
+
+    def _any_text(self) -> Any:
+        """What holds an answer to text without control tokens."""
+        from llguidance import LLMatcher
+
+        from fleetd.engine.grammar.matcher import AnswerMatcher
+
+        if self._table is None:
+            raise ValueError("this vocabulary is not the tokenizer's")
+        return AnswerMatcher(LLMatcher(self._table.llg, "start: /(?s:.*)/"), len(self._table))
 
 
 if __name__ == "__main__":

@@ -272,6 +272,7 @@ class Front:
                 facts.vocab_size,
                 borders=self._loaded.keeps_states and not request.count_only,
                 model=self._model,
+                grammars=self._loaded.grammars,
             )
         # Files that fleetd did not pull are hashed while their model is in use already.
         self._loaded.basis.look()

@@ -67,6 +67,17 @@ class Markers(msgspec.Struct, frozen=True):
     calls: CallFormat | None = None
     heads: Heads | None = None
 
+    @property
+    def texts(self) -> frozenset[str]:
+        """All of them."""
+        found = [*(self.think or ()), *self.dropped]
+        if self.calls is not None:
+            found += [self.calls.start, self.calls.end, *self.calls.begins, *self.calls.inside]
+            found.append(self.calls.quote)
+        if self.heads is not None:
+            found += [*self.heads.begins, *self.heads.inside, *self.heads.after]
+        return frozenset(filter(None, found))
+
 
 class AnswerReader:
     """Splits one answer into its parts.

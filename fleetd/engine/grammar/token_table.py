@@ -29,7 +29,7 @@ class TokenTable:
     Args:
         tokenizer: of mlx-lm.
         vocab_size: tokens that the model has logits for.
-        markers: texts that are control tokens if they are tokens at all.
+        markers: tokens that stand in these texts are control tokens, if they were added to the vocabulary.
 
     Raises:
         EngineError: no answer of this model can be held to a grammar.
@@ -44,7 +44,7 @@ class TokenTable:
         self._controls = {
             str(token): number
             for number, token in added.items()
-            if number < len(self._bytes) and (getattr(token, "special", True) or str(token) in markers)
+            if number < len(self._bytes) and (getattr(token, "special", True) or _in(markers, str(token)))
         }
         texts = sorted(self._controls, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
@@ -97,6 +97,11 @@ class TokenTable:
 
     def _of(self, token: int) -> bytes:
         return self._bytes[token] if 0 <= token < len(self._bytes) else b""
+
+
+def _in(markers: Collection[str], token: str) -> bool:
+    """True if a token is a marker, or a part of one and no word."""
+    return token in markers or (not token.isalnum() and any(token in each for each in markers))
 
 
 class _Tokens:

@@ -20,6 +20,7 @@ from fleetd.control.model_facts import ModelShape
 from fleetd.engine.answer.tool_formats import has_reasoning
 from fleetd.engine.cpu import products
 from fleetd.engine.failures import over_files
+from fleetd.engine.grammar.grammars import Grammars
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.load_findings import FindingsKey, LoadFindings, block_basis, versions
 from fleetd.engine.load.model_reading import (
@@ -108,6 +109,8 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     basis: LateBasis
     # Whether some layers cannot be taken back to an earlier token, so that states are kept at some.
     keeps_states: bool
+    # What holds answers to their form.
+    grammars: Grammars
 
 
 def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> Loaded:
@@ -149,6 +152,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         chunk_s=found.findings.measured.chunk_s,
         basis=_basis(settings, stats, key, found.sharable),
         keeps_states=checkpoints.needed(make_prompt_cache(read.model)),
+        grammars=Grammars(read.tokenizer, read.vocab_size),
     )
 
 

@@ -13,6 +13,8 @@ from msgspec.structs import replace
 
 from fleetd.engine.answer.answer_parts import Channel
 from fleetd.engine.answer.tool_formats import primed
+from fleetd.engine.grammar.answer_grammar import AnswerForm
+from fleetd.engine.grammar.grammars import Grammars, held_tool
 from fleetd.engine.grammar.matcher import AnswerMatcher
 from fleetd.engine.prompt import chat_template, contents
 from fleetd.engine.prompt.contents import NotShown
@@ -71,16 +73,19 @@ def prepare(
     *,
     borders: bool = False,
     model: str = "This model",
+    grammars: Grammars | None = None,
 ) -> PreparedPrompt:
-    """Render and tokenize. Runs outside the compute thread.
+    """Render and tokenize, and make what holds the answer to its form. Runs outside the compute thread.
 
     Args:
         borders: find where a chat's messages end.
+        grammars: of the model; None: made anew if the answer has a form.
 
     Raises:
         BadRequest: no template, a template that rejects the messages, an empty prompt.
         InvalidValue: a token id outside the vocabulary, in the prompt or in ``logit_bias``.
         UnsupportedParameter: tools for a model that has no format for them.
+        FleetError: what ``Grammars.matcher`` raises.
     """
     match request.prompt:
         case TokenPrompt(tokens):
@@ -111,7 +116,38 @@ def prepare(
     check_ids(prepared.tokens, vocab_size)
     if not prepared.tokens:
         raise BadRequest("The prompt is empty.", hint="Send at least one token.", param="prompt")
-    return prepared
+    form = None if request.count_only else _form(prepared)
+    if form is None:
+        return prepared
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(request, name):
+            raise UnsupportedParameter(
+                f"{name} has no meaning for an answer with a form: it ends where the form does.",
+                hint="Leave it out.",
+                param=name,
+            )
+    grammars = grammars or Grammars(tokenizer, vocab_size)
+    return replace(prepared, matcher=grammars.matcher(form, chat=isinstance(request.prompt, ChatPrompt)))
+
+
+def _form(prepared: PreparedPrompt) -> AnswerForm | None:
+    """What the answer is held to; None if it may be anything that the model says."""
+    request, prompt = prepared.request, prepared.request.prompt
+    if not isinstance(prompt, ChatPrompt) or not prepared.tools:
+        if request.constraint is None:
+            return None
+        return AnswerForm(request.constraint, (), must_call=False, parallel=False, begins=prepared.initial)
+    must_call = prompt.tool_choice not in ("auto", "none")
+    if request.constraint is None and not must_call and not prompt.strict_tools:
+        return None
+    tools = [held_tool(each["function"], prompt.strict_tools) for each in prepared.tools]
+    return AnswerForm(
+        request.constraint,
+        tools,
+        must_call=must_call,
+        parallel=prompt.parallel_calls,
+        begins=prepared.initial,
+    )
 
 
 def check_ids(tokens: Iterable[int], vocab_size: int) -> None:
