@@ -118,14 +118,6 @@ def test_attack_descriptions_and_arguments_of_tools(family: str) -> None:
         return controls(tokenizer, tokens)
 
     assert found(TURNS[family]) == found("Hello")
-    with pytest.raises(InvalidValue) as caught:
-        prepared(
-            tokenizer,
-            talk("Hello"),
-            tools=[{"function": {"name": TURNS[family], "description": "", "parameters": {}}}],
-            tool_choice={"name": TURNS[family]},
-        )
-    assert caught.value.param == "tool_choice"
 
 
 def miniature_with_tools(family: str) -> Any:

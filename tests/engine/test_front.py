@@ -52,6 +52,7 @@ class Ends:
         self.front = worker.Front(self.link, self, self)  # type: ignore[arg-type]  # stands for both
         self.tokenizer = None
         self.keeps_states = True
+        self.grammars = None
         self.basis = LateBasis(lambda: b"")
         self.facts = protocol.Ready(
             "cpu", ModelShape("x", 1, 64, "f32", 1, StateSizes(1)), 8, 1, True, False, False, 0.0, {}

@@ -18,7 +18,6 @@ from fleetd.api.generation import conversation
 from fleetd.engine.answer.call_formats import CALL_FORMATS
 from fleetd.engine.answer.object_text import object_of, strict_object
 from fleetd.engine.answer.output_text import AnswerText
-from fleetd.engine.answer.tool_formats import primed
 from fleetd.engine.protocol import Delta, ToolCall
 from fleetd.text.bounded import is_deeper
 
@@ -210,19 +209,6 @@ def test_each_of_two_calls_is_whole_whatever_stands_between() -> None:
     ):
         text = between.join([sample_call(form, PARIS), sample_call(form, {"city": "Rome"})])
         assert read(form, text)[1] == [("look", PARIS), ("look", {"city": "Rome"})]
-
-
-@every_format
-def test_a_call_that_must_be_made_begins_in_the_prompt(form: str) -> None:
-    whole = sample_call(form, PARIS)
-    begun = primed(spelling(form, []), "look")
-    assert whole.startswith(begun)
-    for words in ([whole[len(begun) :]], list(whole[len(begun) :])):
-        state = AnswerText("r", spelling(form, words), [], TOOLS[:1], primed=begun)
-        events = [e for token in range(len(words)) for e in state.push(token)] + state.finish()
-        ((name, arguments),) = [(e.name, e.arguments) for e in events if isinstance(e, ToolCall)]
-        assert (name, json.loads(arguments)) == ("look", PARIS)
-        assert not any(e.text for e in events if isinstance(e, Delta))
 
 
 @every_format

@@ -132,10 +132,6 @@ ANSWERS = {
     "two calls with words between": (f"A\n{CALL}\n and \n\n{CALL}\nB\n\nC", {"tools": TOOLS}),
     "no call": ("x \n<tool_call>not json</tool_call>\n\ny\nz", {"tools": TOOLS}),
     "a call cut off": ('x\n<tool_call>{"name": "get_', {"tools": TOOLS}),
-    "required": (
-        ' "get_weather", "arguments": {}}</tool_call>',
-        {"tools": TOOLS, "primed": '<tool_call>{"name":'},
-    ),
     "blank": (" \n ", {"tools": TOOLS}),
     "almost a marker": ("a <thin <tool_cal", {"tools": TOOLS}),
 }
@@ -168,7 +164,6 @@ def test_where_tokens_end_changes_nothing(tokenizer: Any, name: str, cuts: list[
         ("two calls with words between", "A andB\n\nC", "", 2),
         ("no call", "x \n<tool_call>not json</tool_call>\n\ny\nz", "", 0),
         ("a call cut off", 'x\n<tool_call>{"name": "get_', "", 0),
-        ("required", "", "", 1),
         ("blank", " \n ", "", 0),
         ("almost a marker", "a <thin <tool_cal", "", 0),
     ],

@@ -7,7 +7,7 @@ import json
 
 import miniature_tokenizers as miniature
 import pytest
-from call_formats import SpelledAnswer, spelling
+from call_formats import SpelledAnswer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,15 +143,6 @@ def test_a_call_is_whole_before_the_next_begins(parser: str, text: str, together
     order = [(e.index, isinstance(e, ToolCall)) for e in seen.events if not isinstance(e, Delta)]
     assert order == sorted(order)
     assert seen.streamed == '{}{"a": 1}'
-
-
-@pytest.mark.parametrize(("words", "said"), [([], ""), (["I", " will not."], "I will not.")])
-def test_the_part_of_a_forced_call_that_stood_in_the_prompt_is_no_text(words: list[str], said: str) -> None:
-    primed = '<tool_call>\n{"name": "look", "arguments": '
-    state = AnswerText("r", spelling("json_tools", words), [], TOOLS, primed=primed)
-    events = [e for token in range(len(words)) for e in state.push(token)] + state.finish()
-    assert "".join(e.text for e in events if isinstance(e, Delta)) == said
-    assert not state.tool_calls
 
 
 def test_a_final_channel_is_the_answer() -> None:

@@ -99,8 +99,6 @@ class AnswerText:
     tools: list[dict[str, Any]] | None = None
     #: "reasoning" if the prompt has opened a thought.
     initial: Channel = "content"
-    #: The beginning of a tool call with which the prompt ends.
-    primed: str = ""
     #: The token before a plain continuation: detokenizers drop the first space of a text, which belongs to
     #: the answer there.
     follows: int | None = None
@@ -132,8 +130,6 @@ class AnswerText:
     # Blank text at the end of what was shown: it is dropped if a tool call follows.
     _blank: list[Said] = field(init=False, default_factory=list)
     _call: _Call | None = field(init=False, default=None)
-    # The parts that the prompt's beginning of a call has.
-    _begun: list[Part] = field(init=False, default_factory=list)
     # Where the last content ended, in all that was written.
     _shown_up_to: int = field(init=False, default=0)
 
@@ -142,8 +138,6 @@ class AnswerText:
         self._stop = StopFilter(self.stops)
         known = Markers() if self.plain else markers(self.tokenizer)
         self._reader = AnswerReader(known, self.tools or (), self.initial)
-        self._begun = self._reader.feed(self.primed)
-        self._written = len(self.primed)
         if self.follows is not None:
             self._decode(self.follows)
             if hasattr(self._detokenizer, "_unflushed"):
@@ -219,8 +213,7 @@ class AnswerText:
         return self._told(self._reader.feed(text)) if text else []
 
     def _told(self, parts: list[Part]) -> list[AnswerPiece]:
-        begun, self._begun = self._begun, []
-        out = [piece for part in [*begun, *parts] for piece in self._part(part)]
+        out = [piece for part in parts for piece in self._part(part)]
         return [*out, *self._piece()]
 
     def _part(self, part: Part) -> list[AnswerPiece]:
@@ -257,7 +250,6 @@ class AnswerText:
         return [ToolCall(self.request_id, index, call.call_id, call.name, "".join(call.pieces))]
 
     def _said(self, said: Said) -> list[AnswerPiece]:
-        said = _behind(said, len(self.primed))
         if not said.text:
             return []
         if said.channel == "reasoning":

@@ -10,7 +10,6 @@ DeepSeek  between tags: dsml.py
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -102,14 +101,6 @@ def markers(tokenizer: Any) -> Markers:
         CALL_FORMATS.get(_format(tokenizer)) if tokenizer.has_tool_calling else None,
         _HEADS.get(str(tokenizer.response_initial_state or "")),
     )
-
-
-def primed(tokenizer: Any, name: str | None) -> str:
-    """The beginning of a call that must be made, of the named tool or of any."""
-    form = CALL_FORMATS[_format(tokenizer)]
-    if name is None:
-        return form.start or form.begins[0]
-    return form.start + form.primes.replace("{json}", json.dumps(name)).replace("{name}", name)
 
 
 def _format(tokenizer: Any) -> str:

@@ -315,7 +315,6 @@ def new_sequence(
             request.stop,
             prepared.tools,
             prepared.initial,
-            prepared.primed,
             None if isinstance(request.prompt, ChatPrompt) else prepared.tokens[-1],
             call_pieces=request.call_pieces,
             min_tokens=request.min_tokens,

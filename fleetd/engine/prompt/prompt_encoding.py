@@ -12,7 +12,6 @@ import msgspec
 from msgspec.structs import replace
 
 from fleetd.engine.answer.answer_parts import Channel
-from fleetd.engine.answer.tool_formats import primed
 from fleetd.engine.grammar.answer_grammar import AnswerForm
 from fleetd.engine.grammar.grammars import Grammars, held_tool
 from fleetd.engine.grammar.matcher import AnswerMatcher
@@ -52,8 +51,6 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     tokens: list[int]
     #: The channel in which the answer begins.
     initial: Channel = "content"
-    #: The beginning of a required tool call, with which the prompt ends.
-    primed: str = ""
     #: The tools that the answer may call.
     tools: list[dict[str, Any]] | None = None
     #: Indices of the tokens that the request's Keep leaves, ascending; None if all tokens are read.
@@ -186,7 +183,7 @@ def _chat(
     *,
     borders: bool,
 ) -> PreparedPrompt:
-    """Messages as the model's template renders them, with the beginning of a tool call that must be made."""
+    """Messages as the model's template renders them."""
     controls = control_tokens(tokenizer)
     needs = template_needs(tokenizer, with_tools=bool(tools))
     # A hash of an id must not be one of a stand-in, which is another one with each rendering.
@@ -200,16 +197,13 @@ def _chat(
         return controls.render(template, messages, tools, prompt.template_kwargs)
 
     rendered = _rendered(partial(render, messages))
-    if isinstance(prompt.tool_choice, dict) and controls.every.search(prompt.tool_choice["name"]):
-        raise InvalidValue("This name spells a control token of the model.", param="tool_choice")
-    begun = _prime(prompt, tokenizer) if tools else ""
     # The template has written the special tokens; a BOS added here would be a second one.
-    text = rendered.text + begun
+    text = rendered.text
     tokens, offsets = _encoded(tokenizer, text, with_offsets=borders)
     if rendered.spelled:
         tokens, offsets = _without_spelled(controls, tokenizer, rendered, text, tokens, offsets)
-    begins: Channel = "content" if begun else _begins(tokenizer, tokens)
-    prepared = PreparedPrompt(request, tokens, begins, begun, _callable_tools(prompt, tools))
+    begins = _begins(tokenizer, tokens)
+    prepared = PreparedPrompt(request, tokens, begins, _callable_tools(prompt, tools))
 
     def again(messages: list[dict[str, Any]]) -> str:
         return render(messages).text
@@ -351,13 +345,6 @@ def _offsets(tokenizer: Any, text: str, tokens: list[int], *, special: bool) -> 
     if list(found["input_ids"]) != tokens:
         raise NotSparse("The model's tokenizer does not give the same tokens with their places.")
     return [(int(start), int(end)) for start, end in found["offset_mapping"]]
-
-
-def _prime(prompt: ChatPrompt, tokenizer: Any) -> str:
-    """The beginning of a tool call that must be made, as text to append to the prompt; "" if none must."""
-    if prompt.tool_choice in ("auto", "none"):
-        return ""
-    return primed(tokenizer, prompt.tool_choice["name"] if isinstance(prompt.tool_choice, dict) else None)
 
 
 def _begins(tokenizer: Any, tokens: list[int]) -> Channel:
