@@ -47,7 +47,8 @@ class ModelDetails(Struct, frozen=True):
     tools: Annotated[
         str,
         Meta(
-            description='The format in which it writes tool calls; "" if it writes none or this is not known.'
+            description='The format in which it writes tool calls; "grammar" if it is told one and held to '
+            'it; "" if it can make none or this is not known.'
         ),
     ] = ""
     thinking: Annotated[bool, Meta(description="The model can reason before it answers.")] = False
@@ -81,7 +82,8 @@ def abilities(
     """What a model can do besides answer: from ``facts`` of a worker that has it loaded, which knows best, or
     else from the files in ``path``."""
     if facts is not None:
-        return ModelAbilities(facts.tool_format if facts.tool_calls else "", facts.reasoning)
+        tools = facts.tool_format if facts.tool_calls else ""
+        return ModelAbilities(tools, facts.reasoning, facts.has_chat_template)
     return of_files(path, entry)
 
 
@@ -159,7 +161,7 @@ def _describe(
             loaded=folder.name in loaded,
             installed=True,
             nodes=[here, *others.get(folder.name, [])],
-            tools=able.tools,
+            tools=able.shown_tools,
             thinking=able.thinking,
         ),
     )
@@ -179,7 +181,7 @@ def _absent(name: str, places: list[ModelPlace]) -> ModelObject:
         loaded=False,
         installed=False,
         nodes=places,
-        tools=able.tools,
+        tools=able.shown_tools,
         thinking=able.thinking,
     )
     return ModelObject(

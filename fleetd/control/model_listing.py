@@ -22,7 +22,8 @@ class InstalledModel(msgspec.Struct, frozen=True):
     pinned: bool = False
     # None: computing it may take minutes, so only ``verify`` does.
     digest: str | None = None
-    # The name of the format in which it writes tool calls; "" if it writes none.
+    # The name of the format in which it writes tool calls; "grammar" if its chat template knows none, and it
+    # is told one and held to it; "" if it has no chat template.
     tools: str = ""
     # It can reason before it answers.
     thinking: bool = False

@@ -393,7 +393,7 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     hint: str = ""
 
 
-class Tokenized(msgspec.Struct, frozen=True, tag=True):
+class Tokenized(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The prompt of a Generate is rendered and tokenized, and neither too long nor too large for the memory.
 
     It comes at once, where Accepted waits until the compute thread has ended the step under way.
@@ -401,6 +401,8 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True):
 
     id: EventId
     prompt_tokens: Natural
+    # The prompt shows tools to a model whose chat template knows none, and a grammar holds its calls.
+    tools_by_grammar: bool = False
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -426,6 +428,8 @@ class Accepted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     places: Annotated[list[Natural], Meta(max_length=limits.CHECKPOINTS_PER_PROMPT)] = []
     # There is room for states at so many of the last ``places``.
     states: Natural = 0
+    # As in Tokenized.
+    tools_by_grammar: bool = False
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

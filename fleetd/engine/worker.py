@@ -239,8 +239,9 @@ class Front:
             cancelled = self._preparing.pop(request.id)
             if outcome is not None and not cancelled and not counts:
                 if isinstance(request, Generate):
-                    tokens = cast("PreparedPrompt", outcome).tokens
-                    self._link.send(protocol.Tokenized(request.id, len(tokens)))
+                    known = cast("PreparedPrompt", outcome)
+                    told = protocol.Tokenized(request.id, len(known.tokens), known.tools_by_grammar)
+                    self._link.send(told)
                 self._compute.tell(outcome)
         if cancelled and failure is None:
             self._link.send(protocol.Finished(request.id, "cancelled"))

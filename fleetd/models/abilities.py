@@ -29,16 +29,25 @@ _FORMATS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|message|>", "<|call|>"), "harmony"),
     (("tool_call", '"parameters": ', "<|start_header_id|>"), "llama3"),
 )
+# What stands in place of a format for a model that is told one.
+BY_GRAMMAR = "grammar"
 _THOUGHTS = ("<think>", "enable_thinking", "reasoning_effort", "<|channel|>", "<|channel>")
 
 
 class ModelAbilities(msgspec.Struct, frozen=True):
     """Abilities of one model."""
 
-    # How it writes tool calls, by the name of the format; "" if it writes none.
+    # How it writes tool calls, by the name of the format; "" if its chat template knows none.
     tools: str = ""
     # True if it can reason before it answers.
     thinking: bool = False
+    # True if it has a chat template.
+    chats: bool = False
+
+    @property
+    def shown_tools(self) -> str:
+        """``tools`` for clients and people: BY_GRAMMAR for a model that is told how to call tools."""
+        return self.tools or (BY_GRAMMAR if self.chats else "")
 
 
 def of_files(path: Path | None, entry: CatalogEntry | None) -> ModelAbilities:
@@ -46,11 +55,16 @@ def of_files(path: Path | None, entry: CatalogEntry | None) -> ModelAbilities:
     templates = read_templates(path) if path is not None else {}
     if templates:
         asked, thoughts = of_template(for_tools(templates)), of_template("".join(templates.values()))
-        return ModelAbilities(asked.tools, thoughts.thinking)
-    return ModelAbilities(entry.tools, entry.thinking) if entry is not None else ModelAbilities()
+        return ModelAbilities(asked.tools, thoughts.thinking, asked.chats)
+    return of_entry(entry) if entry is not None else ModelAbilities()
+
+
+def of_entry(entry: CatalogEntry) -> ModelAbilities:
+    """Abilities by the catalog."""
+    return ModelAbilities(entry.tools, entry.thinking, "chat" in entry.roles)
 
 
 def of_template(template: str) -> ModelAbilities:
     """Abilities by the text of a chat template."""
     tools = next((name for texts, name in _FORMATS if all(text in template for text in texts)), "")
-    return ModelAbilities(tools, any(text in template for text in _THOUGHTS))
+    return ModelAbilities(tools, any(text in template for text in _THOUGHTS), bool(template))

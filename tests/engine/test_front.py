@@ -29,7 +29,7 @@ from fleetd.engine.protocol import (
     TextPrompt,
     Tokenized,
 )
-from fleetd.errors import BadRequest, UnsupportedParameter
+from fleetd.errors import BadRequest
 from fleetd.plan.prefill.split import Split
 
 
@@ -233,11 +233,8 @@ def test_attack_a_template_that_recurses_without_end_is_the_requests_fault() -> 
         prompt_encoding.prepare(Generate("r", ChatPrompt([{"content": deep}])), DeepTemplate(), 8)
 
 
-def test_a_refusal_of_tools_or_of_a_chat_names_the_model() -> None:
-    tools = [{"type": "function", "function": {"name": "look"}}]
-    asked = Generate("r", ChatPrompt([{"role": "user", "content": "x"}], tools))
-    with pytest.raises(UnsupportedParameter, match="org/tiny has no format for tool calls"):
-        prompt_encoding.prepare(asked, DeepTemplate(), 8, model="org/tiny")
+def test_a_refusal_of_a_chat_names_the_model() -> None:
+    asked = Generate("r", ChatPrompt([{"role": "user", "content": "x"}]))
     silent: Any = SimpleNamespace(has_chat_template=False)
     with pytest.raises(BadRequest, match="org/tiny has no chat template"):
         prompt_encoding.prepare(asked, silent, 8, model="org/tiny")

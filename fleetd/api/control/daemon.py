@@ -29,6 +29,7 @@ from fleetd.control.setting_view import SettingsView
 from fleetd.engine.protocol import Ready
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
 from fleetd.models import catalog, file_threads
+from fleetd.models.abilities import of_entry
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import estimated_bytes
 from fleetd.models.weights import unused_files
@@ -112,7 +113,7 @@ def _installed(
                 path=str(folder.path),
                 loaded=folder.name in loaded,
                 pinned=folder.name in services.pinned.names,
-                tools=able.tools,
+                tools=able.shown_tools,
                 thinking=able.thinking,
                 ignored=unused_files(Path(folder.path)),
             )
@@ -137,7 +138,7 @@ def _offered(installed: Set[str], status: DaemonStatus, evictable_bytes: int) ->
                 fits=needed <= status.memory.usable_bytes + evictable_bytes,
                 fits_if_freed=needed <= status.memory.largest_bytes,
                 served=entry.served,
-                tools=entry.tools,
+                tools=of_entry(entry).shown_tools,
                 thinking=entry.thinking,
             )
         )

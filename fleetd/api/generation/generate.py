@@ -33,7 +33,7 @@ from fleetd.api.http.deadlines import is_trusted
 from fleetd.api.http.http_stream import HttpStream
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.smart_prefill_result import SmartPrefillResult
-from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Prompt
+from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Prompt, Tokenized
 from fleetd.errors import EngineError
 from fleetd.requests.job import Job, Origin, Planned
 
@@ -88,16 +88,25 @@ _LOSS: Mapping[str, int] = {"exact": 0, "plan": 1, "lossy": 2}
 
 
 class _Plans:
-    """Where the choices of one request run. Several may run on several machines."""
+    """How the choices of one request are answered. Several may run on several machines."""
 
     def __init__(self) -> None:
         self._latest: dict[int, Planned] = {}
+        # The model is shown tools in a text of fleetd's, and held to their form.
+        self._tools_by_grammar = False
 
     def feed(self, index: int, planned: Planned) -> bool:
         """True if it differs from this choice's plan so far or, at first, from that of another choice."""
         before = self._latest.get(index) or next(iter(self._latest.values()), None)
         self._latest[index] = planned
         return before is None or str(before) != str(planned)
+
+    def learns_of_tools(self, event: Planned | Loading | Event) -> bool:
+        """True if an event is the first that says that tools are by grammar."""
+        told = isinstance(event, Tokenized | Accepted) and event.tools_by_grammar
+        new = told and not self._tools_by_grammar
+        self._tools_by_grammar |= told
+        return new
 
     @property
     def known(self) -> bool:
@@ -118,10 +127,11 @@ class _Plans:
 
     def headers(self, work: GenerationRequest) -> Mapping[str, str]:
         found = list(self._latest.values())
+        tools = {"X-Fleet-Tools": "grammar"} if self._tools_by_grammar else {}
         if not found:
             undecided = {"X-Fleet-Request": work.id, "X-Fleet-Plan": "undecided; nodes="}
             # Parts of the prompt may yet be left out, so "exact" is not promised.
-            return undecided | ({"X-Fleet-Exactness": "lossy"} if work.smart is not None else {})
+            return undecided | ({"X-Fleet-Exactness": "lossy"} if work.smart is not None else {}) | tools
         nodes = dict.fromkeys(node for planned in found for node in planned.nodes)
         kind = found[0].kind if len({planned.kind for planned in found}) == 1 else "mixed"
         return {
@@ -130,6 +140,7 @@ class _Plans:
             "X-Fleet-Plan": f"{kind}; nodes={','.join(quote(node, safe=' ') for node in nodes)}",
             "X-Fleet-Exactness": max((planned.exactness for planned in found), key=_LOSS.__getitem__),
             **smart_prefill_reports.headers(self._results(work.per_prompt)),
+            **tools,
         }
 
 
@@ -141,6 +152,7 @@ async def whole(request: web.Request, work: GenerationRequest, collector: Collec
             index, event = item
             if isinstance(event, Planned):
                 plans.feed(index, event)
+            plans.learns_of_tools(event)
             if not isinstance(event, Loading):
                 collector.feed(index, event)
     return json_answer(collector.whole(), headers=plans.headers(work))
@@ -193,6 +205,7 @@ async def _early(choices: Choices, plans: _Plans, streamer: Streamer) -> Item:
                 break
             index, event = item
             if not isinstance(event, Planned):
+                plans.learns_of_tools(event)
                 return index, event
             plans.feed(index, event)
             streamer.feed(index, event)
@@ -241,6 +254,9 @@ class _Sender:
                 if self._plans.feed(index, event) or event.reason:
                     await self._say(f"plan {event}" + (f": {event.reason}" if event.reason else ""))
                 continue
+            if self._plans.learns_of_tools(event):
+                # The headers are out.
+                await self._say("tools grammar")
             if self._progress.feed(index, event) and time.monotonic() - self._sent_s >= limits.SSE_PROGRESS_S:
                 await self._comment()
             await self._send(self._objects((index, event)))

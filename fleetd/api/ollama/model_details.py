@@ -81,5 +81,5 @@ def capabilities(entry: CatalogEntry | None, able: ModelAbilities) -> list[str]:
     """The model's abilities that Ollama has words for."""
     if entry is not None and "chat" not in entry.roles:
         return ["embedding"]
-    known = {"completion": True, "tools": bool(able.tools), "thinking": able.thinking}
+    known = {"completion": True, "tools": bool(able.shown_tools), "thinking": able.thinking}
     return [name for name, has in known.items() if has]

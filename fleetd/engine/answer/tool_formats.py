@@ -62,6 +62,8 @@ _HEADS = {
         ),
     ),
 }
+# How a model calls tools whose chat template knows none: ``prompt.shown_tools`` tells it.
+_TOLD = "json_tools"
 # As mlx-lm knows a format by which channels are told apart.
 _HARMONY: dict[str, Any] = {"initial_state": "head", "transitions": {"head": [("<|message|>", "reasoning")]}}
 
@@ -93,12 +95,25 @@ def has_reasoning(tokenizer: Any) -> bool:
     return bool(tokenizer.has_thinking) or any(to == "reasoning" for edges in states for _, to in edges)
 
 
+def tools_by_grammar(tokenizer: Any) -> bool:
+    """True if the model's chat template knows no tools: ``prompt.shown_tools`` shows them, and a grammar
+    holds the model to the syntax that it is told there."""
+    return bool(tokenizer.has_chat_template) and not tokenizer.has_tool_calling
+
+
+def call_format(tokenizer: Any) -> str:
+    """The key in CALL_FORMATS of how the model writes its calls; "" if it can make none."""
+    if tokenizer.has_tool_calling:
+        return _format(tokenizer)
+    return _TOLD if tools_by_grammar(tokenizer) else ""
+
+
 def markers(tokenizer: Any) -> Markers:
     """What stands around the parts of this model's answers."""
     return Markers(
         (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None,
         tuple(tokenizer.structural_markers),
-        CALL_FORMATS.get(_format(tokenizer)) if tokenizer.has_tool_calling else None,
+        CALL_FORMATS.get(call_format(tokenizer)),
         _HEADS.get(str(tokenizer.response_initial_state or "")),
     )
 

@@ -115,8 +115,15 @@ class Beginnings:
     def accept(self, sequence: ScheduledSequence) -> None:
         """Report that a prompt is computed here, without helpers."""
         sequence.accepted = True
-        tokens, kept = len(sequence.prepared.tokens), len(sequence.kept or ())
-        self.emit(Accepted(sequence.id, tokens, kept=kept, dense_reason=sequence.dense_reason))
+        self.emit(
+            Accepted(
+                sequence.id,
+                len(sequence.prepared.tokens),
+                kept=len(sequence.kept or ()),
+                dense_reason=sequence.dense_reason,
+                tools_by_grammar=sequence.prepared.tools_by_grammar,
+            )
+        )
 
     def start(self, sequence: ScheduledSequence) -> Prefiller | SparsePrefiller:
         """Begin a prompt's prefill on this machine alone, from what was found or is in memory."""

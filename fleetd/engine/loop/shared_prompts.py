@@ -75,6 +75,7 @@ class SharedPrompts:
                 places=places,
                 states=states,
                 dense_reason=sequence.dense_reason,
+                tools_by_grammar=sequence.prepared.tools_by_grammar,
             )
         )
         return True

@@ -12,10 +12,11 @@ import msgspec
 from msgspec.structs import replace
 
 from fleetd.engine.answer.answer_parts import Channel
+from fleetd.engine.answer.tool_formats import tools_by_grammar
 from fleetd.engine.grammar.answer_grammar import AnswerForm
 from fleetd.engine.grammar.grammars import Grammars, held_tool
 from fleetd.engine.grammar.matcher import AnswerMatcher
-from fleetd.engine.prompt import chat_template, contents
+from fleetd.engine.prompt import chat_template, contents, shown_tools
 from fleetd.engine.prompt.contents import NotShown
 from fleetd.engine.prompt.control_tokens import ControlTokens, Rendered, control_tokens
 from fleetd.engine.prompt.kept_tokens import (
@@ -26,9 +27,9 @@ from fleetd.engine.prompt.kept_tokens import (
     kept_tokens,
 )
 from fleetd.engine.prompt.null_content import with_content
-from fleetd.engine.prompt.template_turns import template_needs
+from fleetd.engine.prompt.template_turns import own_system, template_needs
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
-from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, UnsupportedParameter
+from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue
 from fleetd.models.chat_templates import DEFAULT, TOOL_USE
 
 # What a publisher's template raises where it meets what its author did not think of.
@@ -53,6 +54,8 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     initial: Channel = "content"
     #: The tools that the answer may call.
     tools: list[dict[str, Any]] | None = None
+    #: The prompt shows tools to a model whose chat template knows none.
+    tools_by_grammar: bool = False
     #: Indices of the tokens that the request's Keep leaves, ascending; None if all tokens are read.
     kept: list[int] | None = None
     #: Why a Keep of the request is not followed; "" if it is, or there is none.
@@ -81,7 +84,6 @@ def prepare(
     Raises:
         BadRequest: no template, a template that rejects the messages, an empty prompt.
         InvalidValue: a token id outside the vocabulary, in the prompt or in ``logit_bias``.
-        UnsupportedParameter: tools for a model that has no format for them.
         FleetError: what ``Grammars.matcher`` raises.
     """
     match request.prompt:
@@ -186,11 +188,17 @@ def _chat(
     """Messages as the model's template renders them."""
     controls = control_tokens(tokenizer)
     needs = template_needs(tokenizer, with_tools=bool(tools))
+    by_grammar = tools_by_grammar(tokenizer)
     # A hash of an id must not be one of a stand-in, which is another one with each rendering.
     messages = needs.with_ids(with_content(prompt.messages, tokenizer))
 
     def template(messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
         # Here, so that indices of messages stay those of the request all around.
+        if by_grammar and prompt.tools:
+            messages = shown_tools.history_as_text(messages)
+        if by_grammar and tools:
+            own = partial(own_system, partial(chat_template.rendered, tokenizer, tools=None, **options))
+            messages, tools = shown_tools.with_tools(messages, tools, own), None
         return chat_template.rendered(tokenizer, needs.arranged(messages), tools, **options)
 
     def render(messages: Sequence[dict[str, Any]]) -> Rendered:
@@ -203,7 +211,9 @@ def _chat(
     if rendered.spelled:
         tokens, offsets = _without_spelled(controls, tokenizer, rendered, text, tokens, offsets)
     begins = _begins(tokenizer, tokens)
-    prepared = PreparedPrompt(request, tokens, begins, _callable_tools(prompt, tools))
+    callable_tools = _callable_tools(prompt, tools)
+    shown = by_grammar and bool(tools)
+    prepared = PreparedPrompt(request, tokens, begins, callable_tools, tools_by_grammar=shown)
 
     def again(messages: list[dict[str, Any]]) -> str:
         return render(messages).text
@@ -223,7 +233,7 @@ def _chat(
 
 
 def _offered_tools(prompt: ChatPrompt, tokenizer: Any, model: str) -> list[dict[str, Any]] | None:
-    """The tools that the model may call. Raises BadRequest if it does not chat, or cannot call any."""
+    """The tools that the model may call. Raises BadRequest if it has no template for such a chat."""
     if not tokenizer.has_chat_template:
         raise BadRequest(
             f"{model} has no chat template.",
@@ -232,17 +242,12 @@ def _offered_tools(prompt: ChatPrompt, tokenizer: Any, model: str) -> list[dict[
         )
     tools = prompt.tools if prompt.tools and prompt.tool_choice != "none" else None
     templates: Any = tokenizer.chat_template
-    if isinstance(templates, dict) and DEFAULT not in templates and not (tools and TOOL_USE in templates):
+    usable = {DEFAULT, TOOL_USE} if tools and tokenizer.has_tool_calling else {DEFAULT}
+    if isinstance(templates, dict) and usable.isdisjoint(templates):
         raise BadRequest(
             f"This model's chat templates are for {', '.join(sorted(templates))[:80]}; none is the default.",
             hint="Offer tools if it has a template for them (tool_use), or use /v1/completions.",
             param="messages",
-        )
-    if tools and not tokenizer.has_tool_calling:
-        raise UnsupportedParameter(
-            f"{model} has no format for tool calls.",
-            hint="Leave out tools, or choose a model that was trained with them (fleetctl models).",
-            param="tools",
         )
     return tools
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from fleetd.engine.answer.tool_formats import tools_by_grammar
 from fleetd.engine.prompt import chat_template
 
 Message = dict[str, Any]
@@ -249,11 +250,25 @@ _FOREIGN_IDS = ("", "c1", "call_0123456789abcdef01234567")
 Render = Callable[[Sequence[Message]], str | None]
 
 
+def own_system(render: Render) -> str:
+    """The system text that a template writes if a conversation has none; "" if it writes none, or none that a
+    system message could be in place of. ``render`` may raise."""
+    mark = "\ue000system\ue001"
+    try:
+        without = render([_USER]) or ""
+        before, _, after = (render([_SYSTEM | {"content": mark}, _USER]) or "").partition(mark)
+        found = without.removeprefix(before).removesuffix(after)
+        return found if render([_SYSTEM | {"content": found}, _USER]) == without else ""
+    except Exception:  # templates raise whatever their authors did not think of
+        return ""
+
+
 @functools.lru_cache(maxsize=4)
 def template_needs(tokenizer: Any, *, with_tools: bool = True) -> TemplateNeeds:
     """What the tokenizer's chat template needs, of several the one with tools or the other. The last four
     answers are remembered."""
-    tools = _TOOLS if with_tools or not isinstance(tokenizer.chat_template, dict) else None
+    shown = with_tools or not isinstance(tokenizer.chat_template, dict)
+    tools = _TOOLS if shown and not tools_by_grammar(tokenizer) else None
 
     def render(messages: Sequence[Message]) -> str | None:
         try:
