@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fleetd.limits import GIB
+from fleetd.models.abilities import of_entry
 from fleetd.models.catalog import TIER_MEMORY_BYTES, CatalogEntry, Tier, entries
 
 PAGE = Path(__file__).with_name("catalog.md")
@@ -14,8 +15,9 @@ _INTRO = """\
 (ORGANISATION/NAME), and so does a folder or a GGUF file: [Models](install.md#models).
 
 *Memory* is the weights and room for a few thousand tokens. *Tools* is how the model writes tool calls, by the
-name of the format's parser. *Thinks*: it can reason before it answers. *Draft* is the smallest model
-with the same vocabulary, whose drafts the model can verify; a compressor may be of any family.
+name of the format's parser; *grammar*: it [is told how](http.md#tools-by-grammar). *Thinks*: it can reason
+before it answers. *Draft* is the smallest model with the same vocabulary, whose drafts the model can verify;
+a compressor may be of any family.
 
 *Type* is `model_type` in the config; [Models that machines can share](models.md) says what each can do.
 
@@ -61,7 +63,7 @@ def _row(entry: CatalogEntry) -> str:
         if entry.memory_bytes < 10 * GIB
         else f"{entry.memory_bytes // GIB} GB"
     )
-    tools = f"`{entry.tools}`" if entry.tools else "none"
+    tools = f"`{entry.tools}`" if entry.tools else of_entry(entry).shown_tools or "none"
     draft = f"`{entry.draft}`" if entry.draft else "none"
     repository = f"`{entry.hub_id}`" if entry.hub_id else "in a Python package"
     cells = [

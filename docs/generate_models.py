@@ -17,7 +17,8 @@ PAGE = Path(__file__).with_name("models.md")
 _INTRO = """\
 Any model that mlx-lm runs can answer on one machine, but for `deepseek_v41`, whose cache does not tell how
 much memory a token takes. Models of which mlx-lm can make no batch, such as `gemma2` and `llama4`, answer one
-request at a time.
+request at a time. Every model with a chat template can be offered tools; one whose template knows none gets
+them [by grammar](http.md#tools-by-grammar), and lists of models say `grammar` for the format of its calls.
 
 For several machines to compute one prompt, a model must be cut without changing what it says. What can be cut
 goes by the code that mlx-lm runs, and that goes by `model_type` in the model's `config.json`: a row has all

@@ -16,7 +16,6 @@ from fleetctl.client import Client
 from fleetctl.exits import ClientError, Refused
 from fleetd import limits
 from fleetd.control.daemon_status import ClientSettings
-from fleetd.errors import UnsupportedParameter
 
 _PROBE: Mapping[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}],
@@ -71,16 +70,8 @@ def _models(client: Client, settings: ClientSettings, model: str, agent: Agent) 
     large = model or settings.large
     context = _context(client, large, agent)
     note(f"loading {large}")
-    try:
-        # Rendering tools needs the loaded model; nothing is computed.
-        client.post(
-            "/v1/messages/count_tokens", {"model": large, **_PROBE}, timeout_s=limits.CLIENT_LONG_CALL_S
-        )
-    except UnsupportedParameter as error:
-        raise Refused(
-            f"{large} knows no tool calls, which {agent.program} works with.",
-            hint="Choose another with -m, or set models.large.",
-        ) from error
+    # Rendering tools needs the loaded model; nothing is computed.
+    client.post("/v1/messages/count_tokens", {"model": large, **_PROBE}, timeout_s=limits.CLIENT_LONG_CALL_S)
     # A model that was not on this machine is known only now.
     context = context or _context(client, large, agent)
     return AgentModels(
@@ -108,7 +99,7 @@ def _small(client: Client, small: str, large: str, agent: Agent) -> str:
     if 0 < context < agent.context_tokens:
         reason = f"has a context of {context} tokens, and {agent.program} needs {agent.context_tokens}"
     elif (details := known.get("fleet", {})).get("installed") and not details.get("tools"):
-        reason = f"knows no tool calls, which {agent.program} works with"
+        reason = f"has no chat template, and {agent.program} works with tools"
     else:
         return small
     note(f"{small} (models.small) {reason}: {large} takes its place")

@@ -87,7 +87,7 @@ async def test_models_in_openais_shape() -> None:
                 "loaded": True,
                 "installed": True,
                 "nodes": [{"node": "this", "state": "loaded"}],
-                "tools": "",
+                "tools": "grammar",
                 "thinking": False,
             },
         }

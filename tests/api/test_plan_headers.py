@@ -1,9 +1,10 @@
-"""The plan that a client reads is the one that ran: in the headers if known in time, else in a comment."""
+"""How it was answered is in the headers if known in time, else in a comment: the plan that ran, and whether
+tools are by grammar."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from enum import Enum, auto
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from api_fakes import serve, services, speak
 
 from fleetd import limits
-from fleetd.engine.protocol import Event, Loading
+from fleetd.engine.protocol import Accepted, Event, Loading, Tokenized
 from fleetd.requests.job import LOCAL, Job, Planned
 
 REMOTE = Planned("remote", ("studio",), "plan")
@@ -33,7 +34,7 @@ class Wait(Enum):
 class Planner:
     """Says its plans, then answers; in the order of ``steps``."""
 
-    def __init__(self, *steps: Planned | Wait) -> None:
+    def __init__(self, *steps: Planned | Event | Wait) -> None:
         self.steps = steps
         self.headers_read = asyncio.Event()
 
@@ -50,15 +51,19 @@ class Planner:
             yield event  # type: ignore[misc]
 
 
-async def asked(runner: Planner, **body: Any) -> tuple[str, str, str]:
-    """Plan and exactness of the headers, and the body."""
+async def answer(runner: Planner, **body: Any) -> tuple[Mapping[str, str], str]:
+    """The headers and the body."""
     wanted = {"messages": [{"role": "user", "content": "hi"}], **body}
     async with serve(services(runner)) as site, site.client() as session:
         async with session.post("/v1/chat/completions", json=wanted) as response:
             runner.headers_read.set()
-            headers = response.headers
-            text = (await response.read()).decode()
-            return headers["X-Fleet-Plan"], headers.get("X-Fleet-Exactness", ""), text
+            return response.headers, (await response.read()).decode()
+
+
+async def asked(runner: Planner, **body: Any) -> tuple[str, str, str]:
+    """Plan and exactness of the headers, and the body."""
+    headers, text = await answer(runner, **body)
+    return headers["X-Fleet-Plan"], headers.get("X-Fleet-Exactness", ""), text
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -99,3 +104,28 @@ async def test_an_answer_from_here_is_exact() -> None:
     plan, exactness, text = await asked(Planner(LOCAL), stream=True)
     assert (plan, exactness) == ("local; nodes=this", "exact")
     assert ": plan" not in text
+
+
+GRAMMAR = Tokenized("r", 3, tools_by_grammar=True)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "told", [GRAMMAR, Accepted("r", 3, tools_by_grammar=True)], ids=["early", "accepted"]
+)
+async def test_tools_by_grammar_are_said_in_a_header(
+    monkeypatch: pytest.MonkeyPatch, told: Event, stream: bool
+) -> None:
+    monkeypatch.setattr(limits, "HEADERS_GRACE_S", 60.0)
+    headers, text = await answer(Planner(LOCAL, told), stream=stream)
+    assert headers["X-Fleet-Tools"] == "grammar"
+    assert ": tools" not in text
+    headers, text = await answer(Planner(LOCAL, Tokenized("r", 3)), stream=stream)
+    assert "X-Fleet-Tools" not in headers
+    assert ": tools" not in text
+
+
+async def test_tools_by_grammar_are_said_once_in_a_stream_whose_headers_are_out() -> None:
+    headers, text = await answer(Planner(LOCAL, Wait.HEADERS, GRAMMAR, GRAMMAR), stream=True)
+    assert "X-Fleet-Tools" not in headers
+    assert text.count(": tools grammar\n") == 1

@@ -340,7 +340,7 @@ MODELS = {
             "path": "/m",
             "loaded": True,
             "digest": None,
-            "tools": "",
+            "tools": "grammar",
             "thinking": False,
         }
     ],
@@ -365,7 +365,7 @@ def test_models(run: Run, daemon: FakeDaemon) -> None:
     assert "loaded" in installed
     assert "smollm2-135m" not in catalog
     assert catalog.splitlines()[1].split()[3:6] == ["40,960", "json_tools", "yes"]
-    assert installed.splitlines()[1].split()[5:7] == ["-", "-"]
+    assert installed.splitlines()[1].split()[5:7] == ["grammar", "-"]
     assert [line.split("small")[1].strip() for line in catalog.splitlines()[1:]] == ["no", "not served yet"]
     assert json.loads(run("models", "--json", home=daemon.home).stdout) == MODELS
     assert json.loads(run("models", "list", "--json", home=daemon.home).stdout) == MODELS

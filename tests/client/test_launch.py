@@ -174,9 +174,10 @@ def refusal(daemon: FakeDaemon, run: Run, *arguments: str) -> str:
 
 def test_a_model_that_cannot_is_refused(path: Path, served: FakeDaemon, run: Run) -> None:
     assert "a context of 8192 tokens; claude needs 32768" in refusal(served, run, "-m", "short")
-    error: Any = {"type": "invalid_request_error", "message": "None.", "code": "unsupported_parameter"}
+    said = "org/big has no chat template."
+    error: Any = {"type": "invalid_request_error", "message": said, "code": "invalid_request"}
     served.on("POST", "/v1/messages/count_tokens", Reply({"type": "error", "error": error}, 400))
-    assert "org/big knows no tool calls" in refusal(served, run)
+    assert said in refusal(served, run)
     missing = {"error": {"message": "No model.", "code": "model_not_found", "hint": "Try another."}}
     served.on("GET", "/v1/models/nothing", Reply(missing, 404))
     assert "No model." in refusal(served, run, "-m", "nothing")
@@ -207,7 +208,7 @@ def test_a_context_that_is_known_once_the_model_is_loaded_counts(
         ),
         (
             {"context_length": 65536, "fleet": {"tools": "", "installed": True}},
-            "tiny (models.small) knows no tool calls",
+            "tiny (models.small) has no chat template",
         ),
     ],
 )

@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 
-from fleetd.engine.answer.tool_formats import tools_by_grammar
 from fleetd.engine.prompt import chat_template
 
 Message = dict[str, Any]
@@ -268,7 +267,7 @@ def template_needs(tokenizer: Any, *, with_tools: bool = True) -> TemplateNeeds:
     """What the tokenizer's chat template needs, of several the one with tools or the other. The last four
     answers are remembered."""
     shown = with_tools or not isinstance(tokenizer.chat_template, dict)
-    tools = _TOOLS if shown and not tools_by_grammar(tokenizer) else None
+    tools = _TOOLS if shown and tokenizer.has_tool_calling else None
 
     def render(messages: Sequence[Message]) -> str | None:
         try:

@@ -102,13 +102,17 @@ function pullTyped(event) {
   field.value = "";
 }
 
+function tools(model) {
+  return model.tools === "grammar" ? "tools by grammar" : model.tools && "tools";
+}
+
 function installedRow(model) {
   const engine = state.status.engines.find((one) => one.model === model.name && !one.part_of);
   const at = engine ? (engine.state === "ready" ? "loaded" : engine.state) : "on disk";
   const busy = work.get(model.name)?.text;
   return h("li", { key: model.name },
     h("div", null, h("h3", null, short(model.name)),
-      h("p", { class: "quiet" }, [bytes(model.weights_bytes), `${count(model.context_tokens)} tokens of context`, model.architecture, model.roles.join(", ")].join(" · "))),
+      h("p", { class: "quiet" }, [bytes(model.weights_bytes), `${count(model.context_tokens)} tokens of context`, model.architecture, model.roles.join(", "), tools(model)].filter(Boolean).join(" · "))),
     h("div", null, h("p", null, h("span", { class: `tag ${at}` }, at), model.pinned && h("span", { class: "tag" }, "pinned"), engine?.memory_bytes > 0 && h("span", { class: "quiet" }, ` ${memory(engine.memory_bytes)}`)),
       engine?.state === "loading" && [h("p", { class: "quiet" }, engine.stage), engine.total > 0 && bar(engine.done, engine.total, engine.stage)],
       engine?.error && h("p", { class: "why" }, engine.error), progress(model.name)),
@@ -130,7 +134,7 @@ function offeredRow(model) {
   const others = machines().filter((one) => !one.here && one.state === "usable" && (one.models ?? []).some((each) => each.name === model.name || each.name === model.hub_id));
   const roomy = machines().filter((one) => !one.here && one.state === "usable" && one.total * 0.7 > model.memory_bytes && !others.includes(one));
   return h("li", { key: model.name },
-    h("div", null, h("h3", null, model.name), h("p", { class: "quiet" }, [model.roles.join(", "), `${count(model.context_tokens)} tokens of context`, model.hub_id].filter(Boolean).join(" · "))),
+    h("div", null, h("h3", null, model.name), h("p", { class: "quiet" }, [model.roles.join(", "), `${count(model.context_tokens)} tokens of context`, tools(model), model.hub_id].filter(Boolean).join(" · "))),
     h("div", null, h("p", null, `needs ${memory(model.memory_bytes)}: `, h("span", { class: model.fits ? "tag loaded" : "tag" }, here)),
       others.length > 0 && h("p", { class: "quiet" }, `on ${others.map((one) => one.name).join(", ")}; copied from there`),
       roomy.length > 0 && h("p", { class: "quiet" }, `by their memory also: ${roomy.slice(0, 6).map((one) => one.name).join(", ")}${roomy.length > 6 ? ` and ${roomy.length - 6} more` : ""}`),
