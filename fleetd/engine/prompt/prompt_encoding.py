@@ -29,7 +29,7 @@ from fleetd.engine.prompt.kept_tokens import (
 from fleetd.engine.prompt.null_content import with_content
 from fleetd.engine.prompt.template_turns import own_system, template_needs
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
-from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue
+from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, UnsupportedParameter
 from fleetd.models.chat_templates import DEFAULT, TOOL_USE
 
 # What a publisher's template raises where it meets what its author did not think of.
@@ -137,14 +137,16 @@ def _form(prepared: PreparedPrompt) -> AnswerForm | None:
             return None
         return AnswerForm(request.constraint, (), must_call=False, parallel=False, begins=prepared.initial)
     must_call = prompt.tool_choice not in ("auto", "none")
-    if request.constraint is None and not must_call and not prompt.strict_tools:
+    held = request.constraint is not None or must_call or prompt.strict_tools or prepared.tools_by_grammar
+    if not held:
         return None
-    tools = [held_tool(each["function"], prompt.strict_tools) for each in prepared.tools]
+    # A model that was not trained with tools writes call after call if it may.
+    once = isinstance(prompt.tool_choice, dict) or prepared.tools_by_grammar
     return AnswerForm(
         request.constraint,
-        tools,
+        [held_tool(each["function"], prompt.strict_tools) for each in prepared.tools],
         must_call=must_call,
-        parallel=prompt.parallel_calls,
+        parallel=prompt.parallel_calls and not once,
         begins=prepared.initial,
     )
 
