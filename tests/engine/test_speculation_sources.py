@@ -89,6 +89,8 @@ def test_a_long_prompt_is_taken_up_bit_by_bit_and_only_its_end(
 
 
 def test_the_names_of_sources_are_those_that_requests_may_give() -> None:
-    local = [source.name for source in local_sources()]
+    held: Any = object()
+    local = [source.name for source in local_sources(held)]
+    assert [source.name for source in local_sources()] == local[1:]
     assert tuple(local) == LOCAL_NAMES
     assert {*local, RemoteSource.name} == set(SOURCE_NAMES)

@@ -46,7 +46,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def matcher(self, form: AnswerForm, *, chat: bool) -> AnswerMatcher:
-        """At the beginning of an answer of this form.
+        """A matcher at the beginning of an answer of this form.
 
         Args:
             chat: the answer has a model's markers in it, and is not plain text.

@@ -55,7 +55,7 @@ class AnswerMatcher:
         return bool(self._masks) and 2 * int(np.count_nonzero(self._masks[0])) > self._tokens
 
     def forced(self, most: int) -> list[int]:
-        """At most so many tokens of the text that has to follow, as the tokenizer would write it; empty if
+        """Tokens of the text that has to follow, at most so many, as the tokenizer would write it; empty if
         more than one text can follow. The model may write the same text with other tokens."""
         if self.failure:
             return []
