@@ -90,18 +90,6 @@ def test_what_may_be_an_answer_is_one_unless_its_section_is_closed(form: str) ->
 # ---- Tools that were not offered -------------------------------------------------------------------------
 
 
-@every_format
-def test_without_tools_a_call_is_text(form: str) -> None:
-    text = f"So: {sample_call(form, PARIS)}"
-    assert read(form, text, tools=[]) == (text, [])
-
-
-@every_format
-def test_a_call_of_a_tool_that_was_not_offered_is_text(form: str) -> None:
-    text = f"So: {sample_call(form, PARIS, 'delete_all')}"
-    assert read(form, text) == (text, [])
-
-
 @pytest.mark.parametrize("form", FORGOTTEN)
 def test_a_call_behind_one_that_was_not_offered_is_found(form: str) -> None:
     text = f"{sample_call(form, PARIS, 'delete_all')}\n{sample_call(form, PARIS)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import itertools
 import json
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from mlx_lm.utils import load_model
 from speculating import GREEDY, Run
 
 from fleetd.engine.answer.dsml import DSML
-from fleetd.engine.answer.object_text import escaped
 from fleetd.engine.answer.schema_values import ParameterSchemas
 from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import ChatPrompt, Delta, Generate, ToolCall, ToolCallPiece
@@ -209,48 +207,8 @@ def file_call(parser: str) -> str:
     return tagged(parser, values)
 
 
-@pytest.mark.parametrize("parser", PARSERS)
-def test_a_long_string_is_told_while_it_is_written(parser: str) -> None:
-    whole = answer(parser, file_call(parser))
-    seen = SpelledAnswer(parser, list(whole), STRINGS)
-    value = reading(parser, LONG)
-    assert json.loads(seen.streamed) == {"path": "a.py", "n": 7, "content": value}
-    begin, begun = whole.index(value), seen.streamed.index(escaped(value))
-    told = list(itertools.accumulate(len(text_of(events)) for events in seen.by_word))
-    for letters in range(len(value)):
-        # Blanks and what may begin the tag that ends the value wait for the next letter.
-        certain = value[: max(0, letters - 8)]
-        assert told[begin + letters] >= (begun + len(escaped(certain)) if certain else 0)
-
-
-def text_of(events: Iterable[Any]) -> str:
-    return "".join(e.text for e in events if isinstance(e, ToolCallPiece))
-
-
 def reading(parser: str, text: str) -> str:
     return text if parser in ("gemma4", "qwen3_coder", "deepseek_v32") else text.strip()
-
-
-@pytest.mark.parametrize("parser", PARSERS)
-def test_the_name_is_told_before_the_first_value(parser: str) -> None:
-    whole = answer(parser, file_call(parser))
-    seen = SpelledAnswer(parser, list(whole), STRINGS)
-    first = next(
-        i for i, events in enumerate(seen.by_word) if any(isinstance(e, ToolCallPiece) for e in events)
-    )
-    assert seen.pieces[0].name == "write_file"
-    assert first < whole.index("a.py")
-
-
-@pytest.mark.parametrize("parser", PARSERS)
-def test_half_a_call_is_never_text(parser: str) -> None:
-    whole = answer(parser, file_call(parser))
-    arguments = SpelledAnswer(parser, [whole], STRINGS).calls[0][2]
-    for end in range(whole.index("write_file") + 12, whole.rindex(LONG.strip()) + len(LONG.strip()), 3):
-        seen = SpelledAnswer(parser, list(whole[:end]), STRINGS, cut=True)
-        assert (seen.text, seen.calls) == ("", [])
-        assert arguments.startswith(seen.streamed)
-        assert seen.state.cut_call
 
 
 @pytest.mark.parametrize("parser", PARSERS)
@@ -279,36 +237,11 @@ def test_a_section_that_ends_inside_of_a_value_ends_the_value(parser: str) -> No
     assert found["content"].rstrip() == "def f():"
 
 
-@pytest.mark.parametrize("parser", PARSERS)
-@pytest.mark.parametrize("together", [True, False])
-def test_each_of_several_calls_is_whole_before_the_next_begins(parser: str, together: bool) -> None:
-    texts = [tagged(parser, {"path": string(parser, path)}) for path in ("a", "b")]
-    sections = [answer(parser, *texts)]
-    if parser in ("minimax_m2", "gemma4", "qwen3_coder"):
-        sections.append(answer(parser, "".join(texts)))  # both in one section
-    for whole in sections:
-        seen = SpelledAnswer(parser, [whole] if together else list(whole), STRINGS)
-        found = [(i, name, json.loads(arguments)) for i, name, arguments in seen.calls]
-        assert found == [(i, "write_file", {"path": path}) for i, path in enumerate("ab")]
-        assert seen.streamed == "".join(arguments for _, _, arguments in seen.calls)
-        assert (seen.text, [piece.index for piece in seen.pieces]) == (
-            "",
-            sorted(p.index for p in seen.pieces),
-        )
-
-
 def test_a_call_whose_end_tag_is_left_out_ends_with_its_section() -> None:
     text = tagged("qwen3_coder", {"path": "a.py"}).replace("</function>", "")
     assert SpelledAnswer("qwen3_coder", list(answer("qwen3_coder", text)), STRINGS).calls == [
         (0, "write_file", '{"path": "a.py"}')
     ]
-
-
-def test_the_tag_that_ends_a_call_may_stand_in_a_value() -> None:
-    for parser in ("minimax_m2", "qwen3_coder"):
-        value = f"a {ENDS[parser][1]} b"
-        seen = SpelledAnswer(parser, list(answer(parser, tagged(parser, {"content": value}))), STRINGS)
-        assert seen.calls == [(0, "write_file", json.dumps({"content": value}))]
 
 
 @pytest.mark.parametrize("parser", ["qwen3_coder", "gemma4"])

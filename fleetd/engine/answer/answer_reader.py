@@ -103,6 +103,7 @@ class AnswerReader:
         self._fence = ""
         # The marker that ended a text, before the head of the next.
         self._ended_by = ""
+        self._stopped = False
         # A call ended a thought that was not closed: its closing marker may follow.
         self._thought_open = False
         self._reading = self._read(begins)
@@ -113,9 +114,15 @@ class AnswerReader:
         self._feed.add(text)
         return self._go_on()
 
-    def end(self, *, cut: bool) -> list[Part]:
-        """The last parts. ``cut``: the answer ended before the model ended it."""
-        self._feed.end(cut=cut)
+    def end(self, *, cut: bool, stopped: bool = False) -> list[Part]:
+        """The last parts.
+
+        Args:
+            cut: the answer ended before the model ended it; what may have become a marker is not told.
+            stopped: a stop string ended it: all text before that counts, but for half a call.
+        """
+        self._stopped = stopped
+        self._feed.end(cut=cut or stopped)
         return self._go_on()
 
     @property
@@ -152,9 +159,11 @@ class AnswerReader:
         """Whether a thought begins here, behind blanks."""
         self._feed.mark()
         yield from self._feed.span(BLANKS)
+        self._feed.lacking = False
         found = yield from self._feed.starts(words(opener))
         blanks = self._feed.taken()
-        if not found:
+        half = self._feed.cut and self._feed.lacking and not self._stopped and self._feed.drain()
+        if not found and not half:
             self._say("content", blanks)
         return bool(found)
 
@@ -188,9 +197,12 @@ class AnswerReader:
             if at_line and channel == "content" and self._format is not None:
                 at_line = yield from self._line()
                 continue
-            found = yield from self._feed.until(self._stops(channel), partial(self._say, channel))
+            found = yield from self._feed.until(self._stops(channel), partial(self._say, channel), whole=True)
             at_line = found == "\n"
             if not found:
+                rest = self._feed.drain()
+                if self._stopped:
+                    self._say(channel, rest)
                 return False
             if at_line or (self._fence and found != self._start):
                 self._say(channel, self._feed.take(len(found)))
@@ -242,7 +254,9 @@ class AnswerReader:
     def _ends_text(self, channel: Channel, found: str, follows: tuple[str, ...]) -> Reading[bool]:
         """Whether a marker ends a text, which it does before a head and at the end of the answer."""
         self._feed.take(len(found))
-        if (yield from self._feed.starts(words(*follows))) or not (yield from self._feed.peek()):
+        self._feed.lacking = False
+        head = yield from self._feed.starts(words(*follows))
+        if head or (self._feed.cut and self._feed.lacking) or not (yield from self._feed.peek()):
             self._ended_by = found
             self.channel = "content"
             return True
@@ -327,7 +341,8 @@ class AnswerReader:
             closed = bool(form.end and (yield from feed.skip(words(form.end))))
         if missing and form.closed:
             text = feed.taken()
-            if not made or not (closed or (not form.end and not (yield from feed.peek()))):
+            ended = not (yield from feed.peek())
+            if not closed and not (ended and (feed.cut or (made and not form.end))):
                 parts.drop()
                 self._say(channel, text)
                 return False
@@ -354,23 +369,20 @@ class AnswerReader:
             if (yield from feed.skip(_FENCES)):
                 yield from feed.span(_LANGUAGE)
                 yield from feed.span(BLANKS)
-        if (yield from one(calls)) != "none":
+        outcome = yield from one(calls)
+        if outcome != "none":
             self._say(channel, calls.rest)
+            if outcome == "half" and feed.cut:
+                feed.drain()
             return True
         parts.drop()
         text = feed.taken()
-        if feed.cut and feed.lacking and self._may_be_half(before + text, opener):
+        if feed.cut and feed.lacking:
             feed.drain()
             self.half_call = True
         else:
             self._say(channel, before + text)
         return False
-
-    def _may_be_half(self, text: str, opener: str) -> bool:
-        """Whether a text that was cut may have become a call: it has more than an opener."""
-        if not opener or opener == self._start:
-            return bool(text.replace(opener, "").strip())
-        return any(name in text for name in self._calls.names)
 
 
 def _strict_json(calls: CallReader) -> Reading[Outcome]:

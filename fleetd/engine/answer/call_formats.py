@@ -182,7 +182,7 @@ _KIMI_K3 = TaggedFormat(
     sep=_SEP,
     trims="nothing",
     says=("type", "string"),
-    whole=f"{_OPEN}json",
+    whole=(f"{_OPEN}json", f"{_CLOSE}json{_SEP}"),
     writes=ParameterText(f'{_OPEN}argument key="{{key}}" type="{{says}}"{_SEP}', f"{_CLOSE}argument{_SEP}"),
 )
 _QWEN = TaggedFormat(
@@ -216,6 +216,7 @@ _MUSE = TaggedFormat(
     param="<atem:parameter",
     closes="</atem:parameter>",
     section_end="</atem:function_calls>",
+    trims="nothing",
     writes=ParameterText('<atem:parameter name="{key}">', "</atem:parameter>", "\n"),
 )
 _DSML = TaggedFormat(
@@ -301,7 +302,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             head=f'{_OPEN}call tool={{json}} index="{{n}}"{_SEP}', tail=_KIMI_K3.end, apart=False
         ),
         primes=f'{_OPEN}call tool={{json}} index="1"{_SEP}',
-        inside=(_KIMI_K3.end,),
+        inside=(_KIMI_K3.whole[1], _KIMI_K3.end),
     ),
     "harmony": CallFormat(
         start=HARMONY_START,

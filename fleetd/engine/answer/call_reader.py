@@ -24,6 +24,8 @@ _NAME = re.compile(r"[^\s<>{}()\[\]\"',;=]*")
 _CALL_ID = re.compile(r"[\w.:-]{1,128}")
 _ARGUMENTS = ("arguments", "parameters")
 _NAMES = ("name", "function", "tool", "tool_name")
+# What an object may have that is a call although nothing says so.
+_KEYS = (*_NAMES, *_ARGUMENTS, "type", "id")
 
 
 def tool_name(written: str, names: Sequence[str]) -> str | None:
@@ -76,7 +78,13 @@ class CallReader:
     def name(self) -> Reading[str | None]:
         """The name of a tool that was offered, which comes next."""
         written = yield from self.feed.span(_NAME, limits.TOOL_NAME_CHARS)
+        self.half(written, self.names)
         return tool_name(written, self.names)
+
+    def half(self, written: str, known: Sequence[str]) -> None:
+        """The text may have been cut inside of a word: only if that is the beginning of a known one."""
+        if not any(each.startswith(written) for each in known):
+            self.feed.lacking = False
 
     # ---- Arguments ---------------------------------------------------------------------------------------
 
@@ -138,7 +146,7 @@ class CallReader:
             return "none"
         name, call_id, early, depth = "", "", "", 1
         while depth:
-            key = yield from self._key()
+            key = yield from self._key(_KEYS if strict else ())
             if key is None:
                 return "none"
             if not key:
@@ -149,13 +157,14 @@ class CallReader:
                 self.feed.take(1)
                 depth += 1
             elif sign == '"' and key in _NAMES and not name:
-                name = tool_name((yield from self._short_text()), self.names) or ""
+                known = self.names if strict else ()
+                name = tool_name((yield from self._short_text(known)), self.names) or ""
                 if not name:
                     return "none"
             elif key in _ARGUMENTS and name:
                 outcome = yield from self.arguments(name, call_id)
                 return outcome if outcome != "whole" else (yield from self._after_arguments(depth))
-            elif strict and key not in (*_NAMES, "type", "id"):
+            elif strict and key not in _KEYS:
                 return "none"
             else:
                 text = yield from self.value()
@@ -182,14 +191,15 @@ class CallReader:
             depth -= not key
         return "whole"
 
-    def _key(self) -> Reading[str | None]:
-        """The next key and the colon after it; "" for the end of the object, None for anything else."""
+    def _key(self, known: Sequence[str] = ()) -> Reading[str | None]:
+        """The next key and the colon after it; "" for the end of the object, None for anything else.
+        ``known``: as in ``_short_text``."""
         yield from self.feed.span(_COMMAS)
         if (yield from self.feed.skip(words("}"))):
             return ""
         if (yield from self.feed.peek()) != '"':
             return None
-        key = yield from self._short_text()
+        key = yield from self._short_text(known)
         if not key:
             return None
         yield from self.feed.span(BLANKS)
@@ -198,11 +208,16 @@ class CallReader:
         yield from self.feed.span(BLANKS)
         return key
 
-    def _short_text(self) -> Reading[str]:
-        """A string that is a name; "" for one that is none."""
+    def _short_text(self, known: Sequence[str] = ()) -> Reading[str]:
+        """A string that is a name; "" for one that is none. ``known``: what half of a string may become;
+        anything if it is empty."""
         self.feed.take(1)
         text = yield from self.feed.span(_KEY, limits.TOOL_NAME_CHARS)
-        return text if (yield from self.feed.skip(words('"'))) else ""
+        if (yield from self.feed.skip(words('"'))):
+            return text
+        if known:
+            self.half(text, known)
+        return ""
 
 
 _COMMAS = re.compile(r"[\s,]*")

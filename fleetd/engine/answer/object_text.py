@@ -40,7 +40,7 @@ class ObjectStyle(msgspec.Struct, frozen=True):
 
     #: Markers that end the call, also in the middle of an object.
     closers: tuple[str, ...] = ()
-    #: The sign after a key.
+    #: The sign after a key of the outermost object.
     colon: str = ":"
     #: The quote around a string without escapes; "" if the family has no such strings.
     quote: str = ""
@@ -205,14 +205,15 @@ class ObjectReader:
 
     def _key(self, sign: str) -> Reading[bool]:
         style = self._style
-        if (quote := (yield from self._quote(sign))) is not None:
+        colon = style.colon if len(self._open) == 1 else ":"
+        if quote := (yield from self._quote()):
             if not (yield from self._string(quote, key=True)):
                 return False
-        elif sign == style.colon:
+        elif sign == colon:
             self._feed.take(1)
             return True
         else:
-            word = yield from self._word(style.colon)
+            word = yield from self._word(colon)
             if word is None:
                 return False
             self._put(_JSON.encode(word))
@@ -222,7 +223,7 @@ class ObjectReader:
             return True
         self._gap += _blank((yield from self._feed.span(BLANKS)))
         sign = yield from self._feed.peek()
-        if sign == style.colon:
+        if sign == colon:
             self._feed.take(1)
             self._tell(f"{self._gap}:")
             self._gap = ""
@@ -234,7 +235,7 @@ class ObjectReader:
         return bool(sign)
 
     def _value(self, sign: str) -> Reading[bool]:
-        if (quote := (yield from self._quote(sign))) is not None:
+        if quote := (yield from self._quote()):
             return (yield from self._string(quote))
         if sign in _CLOSING:
             if len(self._open) >= limits.ARGUMENTS_DEPTH:
@@ -279,15 +280,12 @@ class ObjectReader:
 
     # ---- Strings -----------------------------------------------------------------------------------------
 
-    def _quote(self, sign: str) -> Reading[str | None]:
-        """What a string begins with here; None if none begins."""
-        if self._style.quote and (yield from self._feed.starts(words(self._style.quote))):
-            return self._style.quote
-        return sign if sign in "\"'" else None
+    def _quote(self) -> Reading[str]:
+        """Take what a string begins with; "" if none begins here."""
+        return (yield from self._feed.skip(words(self._style.quote, '"', "'")))
 
     def _string(self, quote: str, *, key: bool = False) -> Reading[bool]:
-        """A string. One that nothing but a marker of the call ends goes as far as that."""
-        self._feed.take(len(quote))
+        """A string behind its quote. One that nothing but a marker of the call ends goes as far as that."""
         self._put('"')
         raw = quote == self._style.quote
         signs = words(quote, *self._style.closers, *(() if raw else ("\\",)))
@@ -296,7 +294,10 @@ class ObjectReader:
             if found == quote:
                 self._feed.take(len(quote))
                 gap = yield from self._feed.span(BLANKS)
-                if (yield from self._ends_string(key)):
+                ends = yield from self._ends_string(key)
+                if self._feed.cut and self._feed.lacking:
+                    return self._ends_at_marker()
+                if ends:
                     self._release()
                     self._tell('"')
                     self._gap = _blank(gap)
@@ -338,10 +339,10 @@ class ObjectReader:
 
     def _ends_string(self, key: bool) -> Reading[bool]:
         """Whether what comes after a quote can come after a string: models forget to escape quotes."""
+        self._feed.lacking = False
         sign = yield from self._feed.peek()
         if key or not sign or sign in ",}])":
             return True
-        self._feed.lacking = False
         return bool((yield from self._feed.starts(self._closers))) or self._feed.lacking
 
     def _tell_escaped(self, text: str) -> None:
@@ -380,6 +381,8 @@ class ObjectReader:
                 self._tell(f"\\u{digits}")
                 return True
             if code >= 0xDC00 or not (yield from self._feed.skip(words("\\u"))):
+                if code < 0xDC00 and self._feed.cut and not (yield from self._feed.peek()):
+                    return False
                 self._tell(_REPLACEMENT)
                 return True
             high = digits

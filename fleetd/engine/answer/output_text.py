@@ -198,7 +198,7 @@ class AnswerText:
         # An unfinished code point at the very end is not text.
         text = self._stop.feed(self._detokenizer.last_segment.rstrip("\ufffd"))
         out = self._release(text + self._stop.flush())
-        out += self._told(self._reader.end(cut=cut or self.stopped_by is not None))
+        out += self._told(self._reader.end(cut=cut, stopped=self.stopped_by is not None))
         self.cut_call |= self._reader.half_call
         if self._blank and not self.tool_calls and not self.cut_call:
             out.append(self._shown(self._blank))

@@ -29,8 +29,9 @@ from fleetd.engine.answer.text_feed import BLANKS, Reading, words
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _IN_TAG = re.compile(r"[^<>\n]*")
 _ATTRIBUTE = re.compile(r"(\w*)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'=]+))")
-_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
-_NULL = "null"
+_FIRST_VALUE = re.compile(r"=\s*[\"']?([^\s\"']*)")
+_NULLS = ("null", "none")
+_CDATA, _CDATA_END = words("<![CDATA["), "]]>"
 
 Trims = Literal["blanks", "line ends", "nothing"]
 
@@ -64,8 +65,8 @@ class TaggedFormat(msgspec.Struct, frozen=True, kw_only=True):
     says: tuple[str, str] = ("", "")
     #: A value may stand in a CDATA section.
     cdata: bool = False
-    #: The beginning of a tag around all arguments as one JSON object.
-    whole: str = ""
+    #: The beginning of the tag before all arguments as one JSON object, and the tag after them.
+    whole: tuple[str, str] = ("", "")
     writes: ParameterText
 
 
@@ -110,7 +111,7 @@ class TagValue:
 
     def _begin(self, text: str) -> None:
         begun = self._start(text)
-        if not begun or (self._nullable and _NULL.startswith(begun.strip().lower()) and len(text) < 64):
+        if not begun or (self._nullable and _begins_null(begun) and len(text) < 64):
             self._kept = [text] if begun or self._trims != "blanks" else []
             return
         self._kept, self._begun = [], True
@@ -188,20 +189,16 @@ class _Arguments:
             ends: what ends the call; in a value it is text if the value is closed later.
             says: whether the model says that it is a string; None if it does not say.
         """
-        calls, feed, schemas = self.calls, self.calls.feed, self._schemas
-        schema = schemas.of(key)
+        calls, feed, schemas, trims = self.calls, self.calls.feed, self._schemas, self._trims
         calls.tell(f"{', ' if self._count else ''}{_JSON.encode(key)}: ")
         self._count += 1
-        kinds = schemas.kinds(schema)
-        # One of a few words is told once it is known which.
-        text = (
-            not self._cdata and schemas.allows(schema, "x") and (says is True or kinds <= {"string", "null"})
-        )
-        value = TagValue(calls.tell, self._trims, streams=text, nullable=says is None and "null" in kinds)
+        if self._cdata:
+            yield from feed.span(BLANKS)
+            if (yield from feed.skip(_CDATA)):
+                closes, follows, trims = _CDATA_END, (closes, *ends), "nothing"
+        value = self._begun(key, trims, says)
 
         def read(whole: str) -> str:
-            found = _CDATA.fullmatch(whole) if self._cdata else None
-            whole = found[1] if found else whole
             return schemas.read(whole, key, told=_JSON.encode(whole) if says else None)
 
         signs, state = words(closes, *ends), None
@@ -213,7 +210,10 @@ class _Arguments:
             if sign == closes:
                 gap = yield from feed.span(BLANKS)
                 feed.lacking = False
-                if (yield from feed.starts(words(*follows))) or feed.lacking:
+                followed = yield from feed.starts(words(*follows))
+                if feed.cut and feed.lacking:
+                    break
+                if followed or feed.lacking:
                     if state is not None:
                         feed.taken()
                         calls.parts.release()
@@ -227,6 +227,17 @@ class _Arguments:
                 feed.mark()
             value.add(sign)
         return self._ends_with_call(value, state, read, ends)
+
+    def _begun(self, key: str, trims: Trims, says: bool | None) -> TagValue:
+        """A value that begins here."""
+        schema = self._schemas.of(key)
+        kinds = self._schemas.kinds(schema)
+        nullable = "null" in kinds
+        # One of a few words is told once it is known which.
+        streams = self._schemas.allows(schema, "x") and (
+            says is True or (kinds <= {"string", "null"} and (says is None or not nullable))
+        )
+        return TagValue(self.calls.tell, trims, streams=streams, nullable=nullable and says is None)
 
     def _ends_with_call(
         self,
@@ -250,12 +261,19 @@ class _Arguments:
         return True
 
 
+def _begins_null(text: str) -> bool:
+    """Whether a text may become a word for null."""
+    word = text.strip().lower()
+    return any(null.startswith(word) for null in _NULLS)
+
+
 def _attributes(calls: CallReader, sep: str) -> Reading[dict[str, str] | None]:
     """Take the attributes and the end of a tag whose name was taken; None if the text ends before."""
     text = yield from calls.feed.span(_IN_TAG, limits.TOOL_NAME_CHARS)
     if not (yield from calls.feed.skip(words(sep))) and not (yield from calls.feed.peek()):
         return None
-    return {name: next(filter(None, found), "") for name, *found in _ATTRIBUTE.findall(text)}
+    found = {name: next(filter(None, values), "") for name, *values in _ATTRIBUTE.findall(text)}
+    return {name: value.replace("&quot;", '"').replace("&amp;", "&") for name, value in found.items()}
 
 
 def _named(attributes: dict[str, str] | None) -> str:
@@ -269,13 +287,21 @@ def tagged_call(calls: CallReader, form: TaggedFormat) -> Reading[Outcome]:
     feed = calls.feed
     if not (yield from feed.skip(words(form.call))):
         return "none"
+    feed.mark()
     name = tool_name(_named((yield from _attributes(calls, form.sep))), calls.names)
+    tag = feed.taken()
     if name is None:
+        if begun := _FIRST_VALUE.search(tag):
+            calls.half(begun[1], calls.names)
         return "none"
     yield from feed.span(BLANKS)
-    if (yield from feed.skip(words(form.whole))):
+    if (yield from feed.skip(words(form.whole[0]))):
         yield from _attributes(calls, form.sep)
-        return (yield from calls.arguments(name))
+        outcome = yield from calls.arguments(name)
+        for tag in (form.whole[1], form.end):
+            yield from feed.span(BLANKS)
+            yield from feed.skip(words(tag))
+        return outcome
     signs = words(form.param, form.end, form.section_end)
     if not (yield from feed.starts(signs)):
         return "none"

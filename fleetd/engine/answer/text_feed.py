@@ -112,8 +112,12 @@ class TextFeed:
                 return ""
 
     def skip(self, wanted: Words) -> Reading[str]:
-        """Take the word that ``starts`` finds, and return it."""
-        return self.take(len((yield from self.starts(wanted))))
+        """Take the word that ``starts`` finds, and return it. If a text was cut inside of one, its
+        beginning is taken and not returned."""
+        found = yield from self.starts(wanted)
+        if not found and self.cut and (rest := self._text[self._at :]) in wanted.begun:
+            self.take(len(rest))
+        return self.take(len(found))
 
     def span(self, chars: re.Pattern[str], most: int | None = None) -> Reading[str]:
         """Take the characters that come next and belong to a class, written as ``[…]*``; at most ``most``."""
@@ -134,7 +138,7 @@ class TextFeed:
         word, which is not taken; "" if there is none up to the end.
 
         Args:
-            whole: if the text is cut, an end of it that may have become one of the words is not told.
+            whole: if the text is cut, an end of it that may have become one of the words is not taken.
         """
         while True:
             size = len(self._text)
@@ -148,7 +152,6 @@ class TextFeed:
             if not self._ended and not (yield from self._more()):
                 continue  # what was held back is certain now
             if self._ended and certain == self._at:
-                self.drain()
                 return ""
 
     def _certain(self, wanted: Words, end: int, whole: bool) -> int:
