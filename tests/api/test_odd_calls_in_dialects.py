@@ -84,11 +84,3 @@ def test_pieces_that_are_no_object_fail_no_stream(dialect: str, pieces: list[str
     plain(streamed.feed(0, ToolCall("r", 0, "c", "look", "".join(pieces))))
     plain(streamed.feed(0, Finished("r", "tool_calls")))
     plain(streamed.closing())
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_half_a_call_fails_no_stream(dialect: str) -> None:
-    streamed = DIALECTS[dialect][1]()
-    plain(streamed.feed(0, ToolCallPiece("r", 0, "c", "look", '{"a": "b')))
-    plain(streamed.feed(0, Finished("r", "length")))
-    plain(streamed.closing())
