@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from corpus import Case, CorpusAnswer, Family, families, tools
+from corpus import CorpusAnswer, CorpusCase, Family, families, tools
 from test_odd_calls_in_dialects import DIALECTS, MESSAGES, plain
 
 from fleetd.api.anthropic.render import MessageStream, MessageWhole
@@ -37,7 +37,7 @@ class Told(msgspec.Struct):
     end: str = ""
 
 
-def events_of(family: Family, case: Case, upto: int | None, *, streams: bool) -> list[Event]:
+def events_of(family: Family, case: CorpusCase, upto: int | None, *, streams: bool) -> list[Event]:
     """The engine's events for an answer; it is cut before byte ``upto``."""
     raw, cut = case.bytes[:upto], upto is not None
     size = 8 if cut else 1
@@ -183,7 +183,7 @@ _WHOLE: dict[str, Callable[[Any], Told]] = {
 }
 
 
-def expected(case: Case, end: str) -> Told:
+def expected(case: CorpusCase, end: str) -> Told:
     parts = case.expected
     texts = {kind: "".join(part[1] for part in parts if part[0] == kind) for kind in ("thinks", "says")}
     calls = [[part[1], part[2]] for part in parts if part[0] == "calls"]
@@ -196,7 +196,7 @@ def read(told: Told) -> Told:
 
 @every_case
 @every_dialect
-def test_an_answer_is_the_same_in_a_stream_and_whole(dialect: str, family: Family, case: Case) -> None:
+def test_an_answer_is_the_same_in_a_stream_and_whole(dialect: str, family: Family, case: CorpusCase) -> None:
     events = events_of(family, case, None, streams=True)
     told, pieces = streamed(dialect, events)
     meant = expected(case, WHOLE_ENDS[dialect])
@@ -205,14 +205,14 @@ def test_an_answer_is_the_same_in_a_stream_and_whole(dialect: str, family: Famil
     assert dialect == "ollama" or pieces == sum(isinstance(each, ToolCallPiece) for each in events)
 
 
-def cuts(case: Case) -> Iterator[int]:
-    yield from range(0, len(case.bytes), 1 + len(case.bytes) // 40)
+def cuts(case: CorpusCase) -> Iterator[int]:
+    yield from range(0, len(case.bytes), 1 + len(case.bytes) // 20)
 
 
 @every_case
 @every_dialect
 def test_an_answer_that_is_cut_says_so_and_tells_no_half_of_a_call(
-    dialect: str, family: Family, case: Case
+    dialect: str, family: Family, case: CorpusCase
 ) -> None:
     meant = expected(case, CUT_ENDS[dialect])
     for upto in cuts(case):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from corpus import FILE, Case, CorpusAnswer, Family, families, tools
+from corpus import FILE, CorpusAnswer, CorpusCase, Family, families, tools
 
 from fleetd import limits
 from fleetd.engine.answer.call_formats import CALL_FORMATS
@@ -27,15 +27,17 @@ ALL = tools()
 HELD = len(", -2500.0")
 
 
-def read(family: Family, case: Case, pieces: list[bytes], offered: Any = ALL, **fields: Any) -> CorpusAnswer:
+def read(
+    family: Family, case: CorpusCase, pieces: list[bytes], offered: Any = ALL, **fields: Any
+) -> CorpusAnswer:
     return CorpusAnswer(family, pieces, offered, opened=case.opened, **fields)
 
 
-def by_byte(case: Case) -> list[bytes]:
+def by_byte(case: CorpusCase) -> list[bytes]:
     return [bytes([byte]) for byte in case.bytes]
 
 
-def places(case: Case) -> Iterator[int]:
+def places(case: CorpusCase) -> Iterator[int]:
     """Every byte; in the text of a file only some."""
     raw, file = case.bytes, FILE[:10].encode()
     at = raw.find(file)
@@ -47,23 +49,26 @@ def test_each_format_has_answers() -> None:
 
 
 @every_case
-def test_an_answer_is_the_same_wherever_its_tokens_end(family: Family, case: Case) -> None:
-    raw = case.bytes
-    for pieces in (by_byte(case), *([raw[:at], raw[at:]] for at in places(case))):
-        seen = read(family, case, pieces)
-        assert seen.parts == case.expected
-        assert not seen.state.cut_call
-        calls = [each for each in seen.events if isinstance(each, ToolCall)]
-        assert seen.streamed == {each.index: each.arguments for each in calls}
-        told = [each for each in seen.events if isinstance(each, ToolCall | ToolCallPiece)]
-        assert told == sorted(told, key=lambda each: (each.index, isinstance(each, ToolCall)))
-        assert len({each.call_id for each in told}) == len(calls), "one id for all pieces of a call"
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_an_answer_is_the_same_wherever_its_tokens_end(family: Family, case: CorpusCase, step: int) -> None:
+    """A byte a token, and in two pieces."""
+    raw, bytewise = case.bytes, read(family, case, by_byte(case))
+    assert bytewise.parts == case.expected
+    calls = [each for each in bytewise.events if isinstance(each, ToolCall)]
+    written = [part for part in bytewise.told if part[0] == "writes"]
+    assert written == [("writes", index, each.arguments) for index, each in enumerate(calls)]
+    ids = {each.call_id for each in bytewise.events if isinstance(each, ToolCall | ToolCallPiece)}
+    assert len(ids) == len(calls), "one id for all pieces of a call"
+    told = bytewise.told
+    for at in [*places(case)][::step]:
+        seen = read(family, case, [raw[:at], raw[at:]])
+        assert (seen.told, seen.state.cut_call) == (told, False), at
 
 
 @every_case
 @pytest.mark.parametrize("streams", [True, False])
 def test_the_tokens_of_calls_are_told_while_they_are_written(
-    family: Family, case: Case, streams: bool
+    family: Family, case: CorpusCase, streams: bool
 ) -> None:
     """Without that, a machine that writes a long call could not be told from one that hangs."""
     seen = read(family, case, by_byte(case), streams=streams)
@@ -77,7 +82,7 @@ def test_the_tokens_of_calls_are_told_while_they_are_written(
 
 
 @every_case
-def test_an_answer_that_is_cut_at_any_byte_tells_nothing_else(family: Family, case: Case) -> None:
+def test_an_answer_that_is_cut_at_any_byte_tells_nothing_else(family: Family, case: CorpusCase) -> None:
     """Calls that were whole stay whole, half of one is neither a call nor text, and no marker is text."""
     raw, whole = case.bytes, read(family, case, [case.bytes])
     made = 0
@@ -98,7 +103,7 @@ def test_an_answer_that_is_cut_at_any_byte_tells_nothing_else(family: Family, ca
     assert made == len([part for part in case.expected if part[0] == "calls"])
 
 
-def toolless(family: Family, case: Case) -> str:
+def toolless(family: Family, case: CorpusCase) -> str:
     """What an answer says to which no tool was offered: all of it but thoughts and silent markers."""
     if case.toolless is not None:
         return case.toolless
@@ -119,7 +124,7 @@ def toolless(family: Family, case: Case) -> str:
 @every_case
 @pytest.mark.parametrize("offered", [None, tools("other")], ids=["without tools", "with another tool"])
 def test_calls_of_tools_that_were_not_offered_are_text_to_the_letter(
-    family: Family, case: Case, offered: Any
+    family: Family, case: CorpusCase, offered: Any
 ) -> None:
     for pieces in ([case.bytes], by_byte(case)):
         seen = read(family, case, pieces, offered)
@@ -131,7 +136,7 @@ def test_calls_of_tools_that_were_not_offered_are_text_to_the_letter(
 
 
 @every_case
-def test_arguments_are_told_as_they_are_written(family: Family, case: Case) -> None:
+def test_arguments_are_told_as_they_are_written(family: Family, case: CorpusCase) -> None:
     """A number, the signs between values and what may begin a marker wait for what follows; no more does."""
     seen = read(family, case, by_byte(case))
     lengths = told_lengths(seen)
@@ -160,7 +165,7 @@ def told_lengths(seen: CorpusAnswer) -> dict[tuple[int, int], int]:
     return found
 
 
-def written(case: Case, call: ToolCall) -> Iterator[tuple[str, str]]:
+def written(case: CorpusCase, call: ToolCall) -> Iterator[tuple[str, str]]:
     """Texts that stand in an answer and, maybe escaped, in the arguments of its call: its strings, and all of
     the arguments. Not those with a marker in them, behind which a text waits for the end of its string."""
     strings = [each for each in json.loads(call.arguments).values() if isinstance(each, str)]

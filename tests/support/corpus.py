@@ -51,7 +51,7 @@ def tools(*names: str) -> list[dict[str, Any]]:
     ]
 
 
-class Case(msgspec.Struct, frozen=True):
+class CorpusCase(msgspec.Struct, frozen=True):
     """One answer."""
 
     name: str
@@ -83,7 +83,7 @@ class Family(msgspec.Struct, frozen=True):
 
     #: The name of its format: CALL_FORMATS.
     parser: str
-    case: list[Case]
+    case: list[CorpusCase]
     #: The markers before and after a thought.
     think: tuple[str, str] | None = None
     #: Markers that say nothing.
@@ -134,17 +134,34 @@ class CorpusAnswer:
             yield from events
 
     @property
-    def parts(self) -> list[tuple[Any, ...]]:
-        """As ``Case.expected`` has them."""
+    def told(self) -> list[tuple[Any, ...]]:
+        """All that is told, in order and as text, without where its pieces ended: ("thinks", TEXT), ("says",
+        TEXT), ("writes", INDEX, ARGUMENTS) while a call is written, and ("calls", NAME, ARGUMENTS)."""
         found: list[tuple[Any, ...]] = []
+        before: tuple[Any, ...] = ()
         for each in self.events:
             if isinstance(each, ToolCall):
-                found.append(("calls", each.name, json.loads(each.arguments)))
-            elif isinstance(each, Delta) and each.text:
-                kind = "says" if each.channel == "content" else "thinks"
-                before = found.pop()[1] if found and found[-1][0] == kind else ""
-                found.append((kind, before + each.text))
+                key, text = ("calls", each.name), each.arguments
+            elif isinstance(each, ToolCallPiece):
+                key, text = ("writes", each.index), each.text
+            else:
+                key, text = ("says" if each.channel == "content" else "thinks",), each.text
+            if not text:
+                continue
+            if key == before and key[0] != "calls":
+                text = found.pop()[-1] + text
+            found.append((*key, text))
+            before = key
         return found
+
+    @property
+    def parts(self) -> list[tuple[Any, ...]]:
+        """As ``CorpusCase.expected`` has them."""
+        return [
+            (*part[:-1], json.loads(part[-1])) if part[0] == "calls" else part
+            for part in self.told
+            if part[0] != "writes"
+        ]
 
     @property
     def streamed(self) -> dict[int, str]:
