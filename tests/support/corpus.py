@@ -19,7 +19,7 @@ from fleetd.engine.answer.answer_parts import Channel
 from fleetd.engine.answer.call_formats import CALL_FORMATS
 from fleetd.engine.answer.output_text import AnswerPiece, AnswerText
 from fleetd.engine.answer.token_bytes import _byte_table
-from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
+from fleetd.engine.protocol import ToolCall, ToolCallPiece
 
 FOLDER = Path(__file__).parent / "tool_corpus"
 FILE = "".join(f'def f{n}(x):\n    return {{"<a>": x["é"] - {n}}}  # \\d 日本\n\n' for n in range(12))
