@@ -85,9 +85,17 @@ class AnswerReader:
     Args:
         tools: the tools that were offered.
         begins: "reasoning" if the prompt opened a thought.
+        either: the answer is a text or calls, never both: a text that begins with no call has none in it.
     """
 
-    def __init__(self, markers: Markers, tools: Sequence[Any], begins: Channel = "content") -> None:
+    def __init__(
+        self,
+        markers: Markers,
+        tools: Sequence[Any],
+        begins: Channel = "content",
+        *,
+        either: bool = False,
+    ) -> None:
         #: The answer was cut inside of a text that may have been a call.
         self.half_call = False
         #: The channel of the text that comes next.
@@ -98,6 +106,7 @@ class AnswerReader:
         self._format = markers.calls if tools else None
         style = ObjectStyle() if self._format is None else self._format.style
         self._calls = CallReader(self._feed, self._parts, tools, style)
+        self._either = either
         self._lines = words(*self._line_openers())
         # The fence that opened the block of code in which the text is; "" outside of one.
         self._fence = ""
@@ -153,7 +162,18 @@ class AnswerReader:
             yield from self._bare_calls()
         while think is not None and (yield from self._opened(think[0])):
             yield from self._thought()
+        if self._either:
+            yield from self._decide()
         yield from self._text("content")
+
+    def _decide(self) -> Reading[None]:
+        """Look whether calls come next, or a text in which there are none."""
+        form = self._format
+        self._say("content", (yield from self._feed.span(BLANKS)))
+        while (yield from self._feed.skip(words(*self._markers.dropped))):
+            pass
+        if form is not None and not (yield from self._feed.starts(words(form.start, *form.begins))):
+            self._format = None
 
     def _opened(self, opener: str) -> Reading[bool]:
         """Whether a thought begins here, behind blanks."""
@@ -204,9 +224,10 @@ class AnswerReader:
                 if self._stopped:
                     self._say(channel, rest)
                 return False
-            if at_line or (self._fence and found != self._start):
+            ends = heads is not None and found in heads.after
+            if at_line or (self._fence and found != self._start and not ends):
                 self._say(channel, self._feed.take(len(found)))
-            elif heads is not None and found in heads.after:
+            elif heads is not None and ends:
                 if (yield from self._ends_text(channel, found, heads.after[found])):
                     return True
             elif think is not None and found == think[1]:
@@ -258,6 +279,7 @@ class AnswerReader:
         head = yield from self._feed.starts(words(*follows))
         if head or (self._feed.cut and self._feed.lacking) or not (yield from self._feed.peek()):
             self._ended_by = found
+            self._fence = ""
             self.channel = "content"
             return True
         self._say(channel, found)

@@ -137,7 +137,8 @@ def _kimi_k2(calls: CallReader) -> Reading[Outcome]:
     yield from feed.skip(words("<|tool_call_begin|>"))
     yield from feed.span(BLANKS)
     call_id = yield from feed.span(_ID, limits.TOOL_NAME_CHARS)
-    name = tool_name(call_id.rpartition(":")[0] or call_id, calls.names)
+    written = call_id.removeprefix("functions.")
+    name = tool_name(written.rpartition(":")[0] or written, calls.names)
     yield from feed.span(BLANKS)
     if name is None or not (yield from feed.skip(words("<|tool_call_argument_begin|>"))):
         return "none"

@@ -21,7 +21,7 @@ from fleetd.models.abilities import of_template
 from fleetd.models.chat_templates import for_tools, named
 
 _CHANNELS = ("analysis", "commentary", "final")
-_HEADS = {
+CHANNEL_HEADS = {
     "head": Heads(
         begins=(
             "<|start|>assistant",
@@ -114,7 +114,7 @@ def markers(tokenizer: Any) -> Markers:
         (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else None,
         tuple(tokenizer.structural_markers),
         CALL_FORMATS.get(call_format(tokenizer)),
-        _HEADS.get(str(tokenizer.response_initial_state or "")),
+        CHANNEL_HEADS.get(str(tokenizer.response_initial_state or "")),
     )
 
 

@@ -5,8 +5,8 @@
     [thought] call+                  a tool must be called
     [thought] (constrained | call+)  tools may be called, and the text is held to a constraint
 
-What ``AnswerReader`` would take for something else than text cannot be written as text, neither by its control
-token nor letter by letter.
+What ``AnswerReader`` would take for something else than text cannot be written as text, neither by its
+control token nor letter by letter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
-from llguidance import grammar_from
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
 
 from fleetd.engine.answer.answer_parts import Channel
 from fleetd.engine.answer.answer_reader import Heads, Markers
@@ -27,7 +28,7 @@ from fleetd.engine.grammar.lark_rules import ANY, LarkRules, Spelling, choice, q
 from fleetd.engine.sampling.constraint import Constraint
 
 # What may follow the name of a tool that is written on.
-_NAME_GOES_ON = r"/[^\s<>{}()\[\]\"',;=]*\s*/"
+_NAME_GOES_ON = r"/[A-Za-z0-9_.:\/-]*[ \t\r\n]*/"
 _FENCES = ("```", "~~~")
 
 
@@ -62,7 +63,9 @@ class _AnswerGrammar:
         self._format: CallFormat | None = markers.calls if form.tools else None
         if form.tools and markers.calls is None:
             raise ValueError("this model has no format for tool calls")
-        self._calls = CallGrammar(rules, self._format, form.tools) if self._format else None
+        # A text that is JSON and a call without a marker begin alike.
+        whole = form.constraint is not None and self._format is not None and self._format.bare
+        self._calls = CallGrammar(rules, self._format, form.tools, whole_json=whole) if self._format else None
 
     def whole(self) -> str:
         if self._markers.heads is not None:
@@ -133,9 +136,11 @@ class _AnswerGrammar:
                 return self._rules.json(json.loads(constraint.text))
             case "choice":
                 return choice(map(quoted, json.loads(constraint.text)))
-            case "regex" | "grammar" as kind:
-                whole = json.loads(grammar_from(kind, constraint.text))
+            case "regex":
+                whole = json.loads(LLMatcher.grammar_from_regex(constraint.text))
                 return self._rules.nested(whole["grammars"][0]["lark_grammar"])
+            case "grammar":
+                return self._rules.nested(_lark(constraint.text))
 
     # ---- Texts -------------------------------------------------------------------------------------------
 
@@ -156,6 +161,8 @@ class _AnswerGrammar:
         lines: list[str] = []
         if form is not None and (heads is None or form.begins):
             without += [form.start, *form.begins, form.end if form.closed else ""]
+            if isinstance(form.arguments, ArgFormat):  # a name is a call if one of these follows it
+                without += [form.end, form.arguments.writes.before.partition("{key}")[0]]
             lines = [] if form.closed and form.end else list(self._call_lines(form))
         also = [f"~({each} {ANY})" for each in self._thought_signs()]
         if outside_code:
@@ -176,12 +183,9 @@ class _AnswerGrammar:
         names = [tool.name for tool in self._form.tools]
         for line in form.lines:
             if line == "{":
-                yield f"/\\{{/ {ANY} {_json_name(names)}"
+                yield _json_head(names)
             elif line == "{name}":
-                signs = ["{", form.end]
-                if isinstance(form.arguments, ArgFormat):
-                    signs.append(form.arguments.writes.before.partition("{key}")[0])
-                yield f"{_any_of(names)} {_NAME_GOES_ON} {_any_of(signs)}"
+                yield f'{_any_of(names)} {_NAME_GOES_ON} "{{"'
             else:
                 yield _any_of(line.replace("{name}", name) for name in names)
 
@@ -202,15 +206,25 @@ class _AnswerGrammar:
         return f"({dropped})? ({content}) ({dropped}){{0,2}}" if dropped else f"({content})"
 
 
+def _lark(text: str) -> str:
+    """A client's grammar in Lark's notation. Raises ValueError for one that is in GBNF's and is none."""
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # the converter raises whatever it meets
+        raise ValueError(f"a grammar that is neither Lark nor GBNF: {error}") from None
+
+
 def _any_of(texts: Iterable[str]) -> str:
     return f"({' | '.join(map(quoted, texts))})"
 
 
-def _json_name(names: Sequence[str]) -> str:
-    """A key and a tool's name, as they stand in a call that is JSON."""
+def _json_head(names: Sequence[str]) -> str:
+    """The beginning of a call that is JSON, up to its tool's name. Some models write its type or id first."""
     spelled = "|".join(re.sub(r"([^\w])", r"\\\1", name) for name in names)
-    key = '"(?:name|function|tool|tool_name)"'
-    return rf'/{key}\s*:\s*"(?:[^"\\\n]*[.:\/])?(?i:{spelled})"/'
+    blanks = r"[ \t\r\n]*"
+    first = rf'(?:"(?:type|id)"{blanks}:{blanks}"[^"\n]*"{blanks},{blanks})*'
+    key = rf'"(?:name|function|tool|tool_name)"{blanks}:{blanks}'
+    return rf'/\{{{blanks}{first}(?:{key}\{{{blanks})?{key}"(?i:{spelled})"/'
 
 
 def _closed_code(rules: LarkRules) -> str:

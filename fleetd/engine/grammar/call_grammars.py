@@ -14,6 +14,7 @@ from fleetd.engine.answer.tagged_calls import ArgFormat, TaggedFormat
 from fleetd.engine.grammar.escaped_lark import escaped_lark
 from fleetd.engine.grammar.lark_rules import LarkRules, choice, quoted
 from fleetd.engine.grammar.object_grammar import BracesGrammar, KeywordGrammar
+from fleetd.engine.grammar.schema_branches import moved
 from fleetd.engine.grammar.tagged_grammar import TaggedGrammar
 
 #: The one argument of a tool that takes a text.
@@ -36,18 +37,23 @@ class HeldTool(msgspec.Struct, frozen=True):
 class CallGrammar:
     """The calls of some tools.
 
+    Args:
+        whole_json: a call of a family that writes JSON is one JSON value for the lexer, with its tool's name.
+
     Raises ValueError, also where it is made, for a tool that the family cannot write: its name, the name of a
     required parameter, or its grammar.
     """
 
-    def __init__(self, rules: LarkRules, form: CallFormat, tools: Sequence[HeldTool]) -> None:
+    def __init__(
+        self, rules: LarkRules, form: CallFormat, tools: Sequence[HeldTool], *, whole_json: bool = False
+    ) -> None:
         self._rules = rules
         self._form = form
         newer = form.older is None or rules.spelling.is_token(form.newer)
         self._text: CallText = form.writes if newer or form.older is None else form.older
         #: What every section of calls begins with.
         self.opener = form.start or form.begins[0]
-        self._call = rules.rule(choice(map(self._one, tools)))
+        self._call = rules.rule(choice(map(self._as_json if whole_json else self._one, tools)))
 
     def section(self, *, parallel: bool) -> str:
         """The name of the rule of one section of calls, behind its opener."""
@@ -79,10 +85,25 @@ class CallGrammar:
             call = f"{call} ({marker(text.between)} {call})*"
         return f"{marker(text.opens)} {call} {marker(text.closes)}"
 
+    def _as_json(self, tool: HeldTool) -> str:
+        """A call as one JSON value, in a family that writes its head as the beginning of one."""
+        if tool.lark:
+            return self._one(tool)
+        _check(tool)
+        names = re.findall(r'"(\w+)": ', self._text.head)
+        arguments = moved(_object(json.loads(tool.schema)), f"#/properties/{names[1]}")
+        return self._rules.json(
+            {
+                "type": "object",
+                "properties": {names[0]: {"const": tool.name}, names[1]: arguments},
+                "required": names,
+                "additionalProperties": False,
+            }
+        )
+
     def _one(self, tool: HeldTool) -> str:
         """A call, without its section."""
-        if not _NAME.fullmatch(tool.name):
-            raise ValueError(f"this model cannot write a tool named {tool.name!r}")
+        _check(tool)
         head = self._text.head if self._form.start else self._text.head.removeprefix(self.opener)
         fields = {"name": tool.name, "json": quoted(tool.name)}
         before = self._rules.marker(head, **fields)
@@ -108,6 +129,11 @@ class CallGrammar:
             case _ as never:
                 assert_never(never)
         return made.text(INPUT, rules.nested(tool.lark)) if tool.lark else made.arguments()
+
+
+def _check(tool: HeldTool) -> None:
+    if not _NAME.fullmatch(tool.name):
+        raise ValueError(f"this model cannot write a tool named {tool.name!r}")
 
 
 def _object(schema: Any) -> dict[str, Any]:

@@ -20,7 +20,8 @@ ANY = "/(?s:.*)/"
 _CONTROL = re.compile(r"<\[\d+\]>")
 _BLANK = r"/[\s\x1c-\x1f]/"
 # What may stand at a place of a marker: a line end or none, a number, a word that is not "self".
-_PLACES = {"{lf}": "/\\n?/", "{n}": "/[0-9]{1,3}/", "{word}": "/[\\w-]{1,64}/ & ~/.*self.*/"}
+_PLACES = {"{lf}": "/\\n?/", "{n}": "/[0-9]{1,3}/", "{word}": "/[A-Za-z0-9_-]+/ & ~/.*self.*/"}
+_PLACE = re.compile(f"({'|'.join(map(re.escape, _PLACES))})")
 
 
 class Spelling(Protocol):
@@ -44,6 +45,7 @@ class LarkRules:
         self._names: dict[str, str] = {}
         self._lines: list[str] = []
         self._nested: dict[str, str] = {}
+        self._markers: dict[str, str] = {}
 
     # ---- Names -------------------------------------------------------------------------------------------
 
@@ -101,12 +103,13 @@ class LarkRules:
         """
         for name, value in fields.items():
             text = text.replace(f"{{{name}}}", value)
-        parts = re.split(f"({'|'.join(map(re.escape, _PLACES))})", text)
-        return " ".join(
-            self.terminal(_PLACES[part]) if part in _PLACES else self.spelling.lark(part)
-            for part in parts
-            if part
-        )
+        if text not in self._markers:
+            self._markers[text] = " ".join(
+                self.terminal(_PLACES[part]) if part in _PLACES else self.spelling.lark(part)
+                for part in _PLACE.split(text)
+                if part
+            )
+        return self._markers[text]
 
     def text(
         self, without: Iterable[str] = (), *, lines: Iterable[str] = (), also: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""Arguments in braces with keys and words without quotes, as Gemma writes them, and as Python's keywords. Pure.
+"""Arguments in braces with keys without quotes, as Gemma writes them, and as Python's keywords. Pure.
 
 Gemma's objects follow their schema as far as its types, values, properties and lengths go; what else a schema
 says of an object is for the tool's own checks.

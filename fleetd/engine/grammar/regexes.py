@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
@@ -46,6 +46,33 @@ def regex(pattern: str, flags: int = 0, *, escaped: bool = False) -> str:
     return f"/{_Writer(parsed.state.flags, escaped=escaped).items(list(parsed))}/"
 
 
+def escaped_line(pattern: str, flags: int = 0) -> str:
+    """The body of a rule for an expression that ends with any number of characters, as ``.*`` does, some of
+    which have escapes; "" for any other expression.
+
+    The lexer looks one byte ahead, and a backslash may begin one more such character or what follows them: in
+    a rule each escape is a terminal of its own.
+    """
+    try:
+        items = list(parser.parse(pattern, flags))
+    except (re.error, OverflowError, RecursionError):
+        return ""
+    while len(items) == 1 and items[0][0] is codes.SUBPATTERN and not any(items[0][1][1:3]):
+        items = list(items[0][1][3])
+    if not items or items[-1][0] not in _REPEATS:
+        return ""
+    least, most, inner = items[-1][1]
+    if most is not codes.MAXREPEAT or least > 1 or len(inner) != 1:
+        return ""
+    writer = _Writer(parser.parse(pattern, flags).state.flags, escaped=True)
+    found = writer.signs(*inner[0])
+    if found is None:
+        return ""
+    plain, signs = found
+    before = f"/{writer.items(items[:-1])}/ " if len(items) > 1 else ""
+    return f"{before}(/{plain}+/ | /{'|'.join(signs)}/){'+' if least else '*'}"
+
+
 def search_regex(pattern: str) -> str:
     """A regular expression of Lark for all texts in which a schema's pattern is found; "" if it has none."""
     try:
@@ -68,15 +95,8 @@ class _Writer:
         return "".join(self._item(code, value) for code, value in items)
 
     def _item(self, code: Any, value: Any) -> str:
-        if code is codes.LITERAL:
-            return self._set([(codes.LITERAL, value)])
-        if code is codes.NOT_LITERAL:
-            return self._set([(codes.NEGATE, None), (codes.LITERAL, value)])
-        if code is codes.ANY:
-            lines = [] if self._flags & re.DOTALL else [(codes.LITERAL, ord("\n"))]
-            return self._set([(codes.NEGATE, None), *lines])
-        if code is codes.IN:
-            return self._set(value)
+        if (members := self._members(code, value)) is not None:
+            return self._set(members)
         if code is codes.BRANCH:
             return f"(?:{'|'.join(map(self.items, value[1]))})"
         if code is codes.SUBPATTERN:
@@ -88,24 +108,47 @@ class _Writer:
             return f"(?:{self.items(inner)}){{{least},{end}}}"
         raise ValueError(f"regular expressions with {str(code).lower().replace('_', ' ')}")
 
+    def signs(self, code: Any, value: Any) -> tuple[str, list[str]] | None:
+        """The characters of an item that stand as they are, and the escapes of the others; None for an item
+        that is not one character, or one of a set without any of both."""
+        members = self._members(code, value)
+        if members is None:
+            return None
+        plain, signs = self._split(members)
+        return (plain, signs) if signs else None
+
+    def _members(self, code: Any, value: Any) -> Sequence[tuple[Any, Any]] | None:
+        """The members of the set that an item is one character of; None if it is something else."""
+        if code is codes.LITERAL:
+            return [(codes.LITERAL, value)]
+        if code is codes.NOT_LITERAL:
+            return [(codes.NEGATE, None), (codes.LITERAL, value)]
+        if code is codes.ANY:
+            lines = [] if self._flags & re.DOTALL else [(codes.LITERAL, ord("\n"))]
+            return [(codes.NEGATE, None), *lines]
+        members: Sequence[tuple[Any, Any]] | None = value if code is codes.IN else None
+        return members
+
     def _set(self, members: Sequence[tuple[Any, Any]]) -> str:
         """One character of a set."""
+        if not self._escaped:
+            return self._with_case(self._class(members))
+        plain, signs = self._split(members)
+        if len(signs) == len(members):  # all of them are literals that need an escape
+            return f"(?:{'|'.join(signs)})"
+        return f"(?:{'|'.join([plain, *signs])})"
+
+    def _class(self, members: Sequence[tuple[Any, Any]]) -> str:
         negated = bool(members) and members[0][0] is codes.NEGATE
         inner = "".join(self._member(code, value) for code, value in members[negated:])
-        sign = "^" if negated else ""
-        whole = f"[{sign}{inner}]" if inner else r"(?s:.)" if negated else "[a&&b]"
-        if not self._escaped:
-            return self._with_case(whole)
-        plain = f'[{whole if inner else ""}&&[^"\\\\\\x00-\\x1F]]' if inner else r'[^"\\\x00-\x1F]'
-        holds = self._holds(whole)
-        signs = [_written(escaped_text(char)) for char in _ESCAPED if holds(char)]
-        if not negated and len(signs) == sum(code is codes.LITERAL for code, _ in members) == len(members):
-            return signs[0] if len(signs) == 1 else f"(?:{'|'.join(signs)})"
-        return f"(?:{'|'.join([self._with_case(plain), *signs])})" if signs else self._with_case(plain)
+        return f"[{'^' if negated else ''}{inner}]" if inner else r"[\s\S]"
 
-    def _holds(self, whole: str) -> Callable[[str], bool]:
+    def _split(self, members: Sequence[tuple[Any, Any]]) -> tuple[str, list[str]]:
+        """The characters of a set that stand as they are, and the escapes of the others."""
+        whole = self._class(members)
         found = re.compile(whole, self._flags & (re.ASCII | re.IGNORECASE))
-        return lambda char: found.fullmatch(char) is not None
+        signs = [_written(escaped_text(char)) for char in _ESCAPED if found.fullmatch(char)]
+        return self._with_case(f'[{whole}&&[^"\\\\\\x00-\\x1F]]'), signs
 
     def _with_case(self, text: str) -> str:
         return f"(?i:{text})" if self._flags & re.IGNORECASE else text

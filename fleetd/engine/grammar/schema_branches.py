@@ -52,7 +52,7 @@ class Branches:
         return list(self._split(schema, limits.JSON_DEPTH))
 
     def objects(self) -> list[Schema]:
-        """The alternatives of the whole schema that are objects; one that allows any object if it has none."""
+        """The alternatives of the whole schema that are objects; any object if it has none."""
         found = [each for each in self.of(self.root) if each.get("type", "") == "object"]
         return found or [{"type": "object"}]
 
@@ -106,7 +106,7 @@ class Branches:
         """A part of the schema as a schema of its own, with what its references are about."""
         if '"$ref"' not in json.dumps(schema):
             return schema
-        return {**_moved(schema), "$defs": {"root": _moved(self.root)}}
+        return {**moved(schema, _ROOT), "$defs": {"root": moved(self.root, _ROOT)}}
 
     def parameters(self, schema: Schema) -> tuple[list[Parameter], Any]:
         """The properties of an object, and the schema of others that it may have; False if it may not."""
@@ -133,13 +133,13 @@ def _merged(one: Schema, other: Schema) -> Schema:
     return found
 
 
-def _moved(schema: Any) -> Any:
-    """A schema whose references are about ``_ROOT``."""
+def moved(schema: Any, root: str) -> Any:
+    """A schema for a place in another one, ``root``, where its references find what they are about."""
     match schema:
         case {"$ref": str(name)} if name.startswith("#"):
-            return {**{key: _moved(value) for key, value in schema.items()}, "$ref": _ROOT + name[1:]}
+            return {**{key: moved(value, root) for key, value in schema.items()}, "$ref": root + name[1:]}
         case dict():
-            return {key: _moved(value) for key, value in schema.items()}
+            return {key: moved(value, root) for key, value in schema.items()}
         case list():
-            return [_moved(each) for each in schema]
+            return [moved(each, root) for each in schema]
     return schema
