@@ -225,7 +225,9 @@ class AnswerReader:
                     self._say(channel, rest)
                 return False
             ends = heads is not None and found in heads.after
-            if at_line or (self._fence and found != self._start and not ends):
+            if found in self._markers.dropped:
+                self._feed.take(len(found))
+            elif at_line or (self._fence and found != self._start and not ends):
                 self._say(channel, self._feed.take(len(found)))
             elif heads is not None and ends:
                 if (yield from self._ends_text(channel, found, heads.after[found])):
@@ -236,8 +238,6 @@ class AnswerReader:
                     self.channel = "content"
                     return True
                 self._thought_open = False
-            elif found in self._markers.dropped:
-                self._feed.take(len(found))
             elif (yield from self._section(found, channel)):
                 self._thought_open |= channel == "reasoning" and think is not None
                 self.channel = channel = "content"

@@ -110,6 +110,8 @@ class AnswerText:
     min_tokens: int = 0
     #: The whole answer is text, to the letter.
     plain: bool = False
+    #: The answer is a text that is held to a form, or calls of tools, never both.
+    either: bool = False
     #: Tokens of reasoning so far.
     reasoning_tokens: int = 0
     #: Calls that are whole so far.
@@ -137,7 +139,7 @@ class AnswerText:
         self._detokenizer = self.tokenizer.detokenizer
         self._stop = StopFilter(self.stops)
         known = Markers() if self.plain else markers(self.tokenizer)
-        self._reader = AnswerReader(known, self.tools or (), self.initial)
+        self._reader = AnswerReader(known, self.tools or (), self.initial, either=self.either)
         if self.follows is not None:
             self._decode(self.follows)
             if hasattr(self._detokenizer, "_unflushed"):

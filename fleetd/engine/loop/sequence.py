@@ -319,6 +319,7 @@ def new_sequence(
             call_pieces=request.call_pieces,
             min_tokens=request.min_tokens,
             plain=not isinstance(request.prompt, ChatPrompt),
+            either=request.constraint is not None,
         ),
         max_tokens=max_tokens,
         promised=slots + min(max_tokens, GROWTH_TOKENS),
