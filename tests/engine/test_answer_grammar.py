@@ -131,8 +131,8 @@ def table_of(family: str, controls: bool) -> ByteTable:
     return ByteTable(controls_of(family) if controls else ())
 
 
-def signs(family: str) -> tuple[list[str], list[str]]:
-    """What walks write of a family's own, and what ends things in it, in the order to try."""
+def signs(family: str) -> tuple[list[str], list[str], list[str]]:
+    """What walks write of a family's own: what begins parts of an answer, anything, and what ends parts."""
     form, known = CALL_FORMATS[family], markers_of(family)
     writes = getattr(form.arguments, "writes", None)
     heads = known.heads
@@ -149,15 +149,16 @@ def signs(family: str) -> tuple[list[str], list[str]]:
     ]
     ends += [f"]]>{writes.closes}"] if family == "minicpm5" else []
     closers = [*ends, '"', "}", "]", ")", "\n"]
-    return [*filter(None, [*begins, *ends]), *ODD, *ODD], [*filter(None, closers)]
+    begins = list(filter(None, begins))
+    return begins, [*filter(None, [*begins, *ends]), *ODD, *ODD], [*filter(None, closers)]
 
 
 def walked(family: str, controls: bool, seed: int, **form: Any) -> tuple[str, str, ReadAnswer]:
     """An answer's text, the same with marked control tokens, and what is read of it."""
-    table, (pool, closers) = table_of(family, controls), signs(family)
+    table = table_of(family, controls)
     begins = form.get("begins", "content")
     walk = Walk(
-        table, made(family, controls, form["must_call"], form["parallel"], begins), pool, closers, seed
+        table, made(family, controls, form["must_call"], form["parallel"], begins), *signs(family), seed
     )
     text = table.text(walk.tokens)
     read = ReadAnswer(text, markers_of(family), TOOLS, begins, step=1 + seed % 7)
@@ -223,7 +224,8 @@ def parts(family: str, marked: str, begins: str) -> tuple[str, str]:
     thought, rest = "", marked
     if begins == "reasoning" or rest.startswith(opener):
         thought, _, rest = rest.removeprefix(opener).partition(closer)
-        thought = thought.removeprefix(THINK[0])  # models may repeat what the prompt has
+        if begins == "reasoning":
+            thought = thought.removeprefix(THINK[0])  # models may repeat what the prompt has
     if family == "kimi_k3":
         start, end = "\0<|open|>\0tools\0<|sep|>\0", "\0<|close|>\0tools\0<|sep|>\0"
         rest = re.sub(r"\0<\|(open|close)\|>\0(response|message)\0<\|sep\|>\0", "", rest)
@@ -374,7 +376,8 @@ def test_a_thought_neither_spells_its_end_nor_begins_a_call(family: str) -> None
         ("llama3", 'So:\n{"name": "look"'),
         ("llama3", ' {"type": "function", "function": {"name": "LOOK"'),
         ("json_tools", "{}</tool_call>"),
-        ("pythonic", "[look()]<|tool_call_end|>"),
+        ("json_tools", '{"name": "look"'),
+        ("pythonic", "So:\n [look("),
     ],
 )
 def test_a_call_without_its_opener_is_no_text(family: str, text: str) -> None:

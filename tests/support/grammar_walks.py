@@ -113,7 +113,13 @@ class Walk:
     """One answer that a grammar allows: its tokens, and what is read of it."""
 
     def __init__(
-        self, table: ByteTable, made: LLMatcher, pool: Sequence[str], closers: Sequence[str], seed: int
+        self,
+        table: ByteTable,
+        made: LLMatcher,
+        openers: Sequence[str],
+        pool: Sequence[str],
+        closers: Sequence[str],
+        seed: int,
     ) -> None:
         self.tokens: list[int] = []
         self._table = table
@@ -123,10 +129,13 @@ class Walk:
         size, most = rng.choice([4, 12, 30, 60]), 4000
         for at in range(most):
             ends = made.is_accepting()
-            if made.is_stopped() or (ends and (at > size or rng.random() < 0.1)):
+            if made.is_stopped() or (ends and (at > size or rng.random() < 0.05)):
                 return
             words = [rng.choice(pool) for _ in range(12)]
-            words = [*rng.sample(closers, len(closers)), *words] if at > size else words
+            if at > size:
+                words = [*rng.sample(closers, len(closers)), *words]
+            elif rng.random() < 0.3:
+                words = [rng.choice(openers), *words]
             # A closing tag that is spelled in a string of JSON is not told from one that closes.
             self._step(rng, [word for word in words if "<" not in word] if self._in_json() else words)
         raise AssertionError(f"no end: {bytes(t - 1 for t in self.tokens[-300:] if t < 257)!r}")

@@ -21,7 +21,6 @@ from fleetd.engine.answer.object_text import ObjectStyle
 from fleetd.engine.answer.text_feed import BLANKS, Reading, TextFeed, Words, words
 
 _LINE_ENDS = re.compile(r"\n*")
-_LATE_THOUGHT = re.compile(r"[^<\n]*")
 _INDENT = re.compile(r"[ \t]*")
 _BETWEEN = re.compile(r"[\s,;\]})]*")
 _HEAD = re.compile(r"[\w.=:/ -]*")
@@ -197,8 +196,12 @@ class AnswerReader:
     def _late_thought(self, closer: str) -> Reading[None]:
         """A thought on one line behind the marker that ends it: some models for whom it was opened begin with
         that marker and write it again where they mean it."""
+        if (yield from self._feed.starts(self._lines)):
+            return
         self._feed.mark()
-        text = yield from self._feed.span(_LATE_THOUGHT, limits.LATE_THOUGHT_CHARS)
+        # A call may begin on the same line.
+        thought = re.compile(rf"[^<\n{re.escape(self._start[:1])}]*")
+        text = yield from self._feed.span(thought, limits.LATE_THOUGHT_CHARS)
         found = yield from self._feed.starts(words(closer))
         self._feed.taken()
         if not text or not found:

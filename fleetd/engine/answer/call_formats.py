@@ -77,8 +77,6 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     #: How the arguments are written: as JSON, in braces with keys without quotes, as Python's keywords, or
     #: each between tags.
     arguments: Literal["json", "braces", "keywords"] | TaggedFormat | ArgFormat = "json"
-    #: What follows ``start`` in a call of one tool that must be made; {name} stands for its name.
-    primes: str
     #: Markers of calls inside of a section, which may end half a call.
     inside: tuple[str, ...] = ()
     colon: str = ":"
@@ -240,7 +238,6 @@ _GLM = CallFormat(
     lines=("{name}",),
     arguments=_GLM_ARGS,
     writes=CallText(head="{name}{lf}", between="\n"),
-    primes="{name}\n",
 )
 
 CALL_FORMATS: Mapping[str, CallFormat] = {
@@ -251,7 +248,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         lines=("{",),
         closed=True,
         writes=CallText(head='\n{"name": {json}, "arguments": ', tail="}\n", between="\n"),
-        primes='\n{"name": {json}, "arguments": ',
     ),
     "llama3": CallFormat(
         start=LLAMA3_START,
@@ -261,7 +257,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         closed=True,
         bare=True,
         writes=CallText(head='{"name": {json}, "parameters": ', tail="}", between="; ", apart=False),
-        primes='{"name": {json}, "parameters": ',
     ),
     "mistral": CallFormat(
         start="[TOOL_CALLS]",
@@ -278,7 +273,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             apart=False,
         ),
         newer="[ARGS]",
-        primes="{name}[ARGS]",
     ),
     "kimi_k2": CallFormat(
         start="<|tool_calls_section_begin|>",
@@ -290,7 +284,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             tail="<|tool_call_end|>",
             apart=False,
         ),
-        primes="<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
         inside=("<|tool_call_end|>",),
     ),
     "kimi_k3": CallFormat(
@@ -302,7 +295,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         writes=CallText(
             head=f'{_OPEN}call tool={{json}} index="{{n}}"{_SEP}', tail=_KIMI_K3.end, apart=False
         ),
-        primes=f'{_OPEN}call tool={{json}} index="1"{_SEP}',
         inside=(_KIMI_K3.whole[1], _KIMI_K3.end),
     ),
     "harmony": CallFormat(
@@ -311,7 +303,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         ends_answer=True,
         one=_json,
         writes=CallText(head="{name} <|constrain|>json<|message|>", between="<|start|>assistant"),
-        primes="{name} <|constrain|>json<|message|>",
         inside=("<|end|>", "<|start|>assistant"),
     ),
     "gemma4": CallFormat(
@@ -321,7 +312,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         lines=("call:{name}{",),
         arguments="braces",
         writes=CallText(head="call:{name}{", tail="}"),
-        primes="call:{name}{",
         quote='<|"|>',
     ),
     "function_gemma": CallFormat(
@@ -331,7 +321,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         lines=("call:{name}{",),
         arguments="braces",
         writes=CallText(head="call:{name}{", tail="}"),
-        primes="call:{name}{",
         quote="<escape>",
     ),
     "qwen3_coder": CallFormat(
@@ -341,7 +330,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         begins=("<function=",),
         arguments=_QWEN,
         writes=CallText(head="\n<function={name}>\n", tail="</function>\n", between="\n"),
-        primes="\n<function={name}>\n",
     ),
     "minimax_m2": CallFormat(
         start="<minimax:tool_call>",
@@ -350,7 +338,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         begins=("<invoke name=",),
         arguments=_MINIMAX,
         writes=CallText(head="<invoke name={json}>\n", tail="</invoke>\n", apart=False, opens="\n"),
-        primes="\n<invoke name={json}>\n",
     ),
     "minicpm5": CallFormat(
         start="",
@@ -359,7 +346,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         begins=("<function name=",),
         arguments=_MINICPM,
         writes=CallText(head="<function name={json}>", tail="</function>"),
-        primes="<function name={json}>",
     ),
     "muse_spark": CallFormat(
         start="<atem:function_calls>",
@@ -368,7 +354,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         begins=("<atem:invoke name=",),
         arguments=_MUSE,
         writes=CallText(head="<atem:invoke name={json}>\n", tail="</atem:invoke>\n", apart=False, opens="\n"),
-        primes="\n<atem:invoke name={json}>\n",
     ),
     "deepseek_v32": CallFormat(
         start=DSML_START,
@@ -379,7 +364,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         writes=CallText(
             head=f"<{DSML}invoke name={{json}}>\n", tail=f"</{DSML}invoke>\n", apart=False, opens="\n"
         ),
-        primes=f"\n<{DSML}invoke name={{json}}>\n",
     ),
     "glm47": _GLM,
     "laguna": _GLM,
@@ -390,7 +374,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         lines=("{name}",),
         arguments=_LONGCAT_ARGS,
         writes=CallText(head="{name}{lf}", between="\n"),
-        primes="{name}\n",
     ),
     "pythonic": CallFormat(
         start="<|tool_call_start|>",
@@ -400,7 +383,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         closed=True,
         arguments="keywords",
         writes=CallText(head="{name}(", tail=")", between=", ", apart=False, opens="[", closes="]"),
-        primes="[{name}(",
         colon="=",
     ),
 }

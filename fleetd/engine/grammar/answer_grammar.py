@@ -163,7 +163,7 @@ class _AnswerGrammar:
             without += [form.start, *form.begins, form.end if form.closed else ""]
             if isinstance(form.arguments, ArgFormat):  # a name is a call if one of these follows it
                 without += [form.end, form.arguments.writes.before.partition("{key}")[0]]
-            lines = [] if form.closed and form.end else list(self._call_lines(form))
+            lines = list(self._call_lines(form))
         also = [f"~({each} {ANY})" for each in self._thought_signs()]
         if outside_code:
             also.append(_closed_code(rules))

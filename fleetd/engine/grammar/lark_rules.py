@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-#: The one style of JSON in held answers: white space is bounded, and most of it is forced.
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+from fleetd.engine.grammar.compiling import JSON_STYLE
+
 #: A terminal of any text.
 ANY = "/(?s:.*)/"
 

@@ -22,8 +22,8 @@ _CLASSES = {
     codes.CATEGORY_WORD: r"\w",
     codes.CATEGORY_NOT_WORD: r"\W",
 }
-# Characters that a JSON string has as escapes.
-_ESCAPED = [*map(chr, range(0x20)), '"', "\\"]
+# Characters that a held JSON string has as escapes. Other control characters it has not.
+_ESCAPED = '\b\t\n\f\r"\\'
 _REPEATS = (codes.MAX_REPEAT, codes.MIN_REPEAT)
 _BEGINS = (codes.AT_BEGINNING, codes.AT_BEGINNING_STRING)
 _ENDS = (codes.AT_END, codes.AT_END_STRING)
@@ -134,7 +134,7 @@ class _Writer:
         if not self._escaped:
             return self._with_case(self._class(members))
         plain, signs = self._split(members)
-        if len(signs) == len(members):  # all of them are literals that need an escape
+        if len(signs) == len(members) and all(code is codes.LITERAL for code, _ in members):
             return f"(?:{'|'.join(signs)})"
         return f"(?:{'|'.join([plain, *signs])})"
 
