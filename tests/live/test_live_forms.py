@@ -27,7 +27,7 @@ WEATHER: list[Any] = [
                 "type": "object",
                 "properties": {
                     "city": {"enum": ["Paris", "Rome"]},
-                    "days": {"type": "integer", "maximum": 9},
+                    "days": {"type": "integer", "minimum": 0, "maximum": 9},
                 },
                 "required": ["city", "days"],
                 "additionalProperties": False,
@@ -122,7 +122,6 @@ def test_what_clients_of_vllm_send(
     [
         ({"guided_regex": "(?=a)b"}, "guided_regex"),
         ({"guided_grammar": "start: other"}, "guided_grammar"),
-        ({"guided_regex": "(a{1,1000}){1,1000}b(a{1,1000}){1,1000}"}, "guided_regex"),
     ],
 )
 def test_what_cannot_be_held_is_refused(
