@@ -360,8 +360,8 @@ CONSTRAINT_CHOICES = 4096
 # properties, ten deep; with what references are written out for, both stay far from the library's own bounds.
 SCHEMA_PARTS, SCHEMA_DEPTH = 5_000, JSON_DEPTH
 # Steps of what allOf, and keywords beside anyOf or a reference, have in common, and of showing that the
-# options of oneOf have nothing in common: a tenth of a second. References that follow each other directly.
-SCHEMA_COMBINATIONS, SCHEMA_REFERENCES_IN_A_ROW = 50_000, 16
+# options of oneOf have nothing in common: two tenths of a second. References that follow each other directly.
+SCHEMA_COMBINATIONS, SCHEMA_REFERENCES_IN_A_ROW = 100_000, 16
 # Values of all enums of a schema, and characters of one of them: a mask takes a millisecond per 4,000.
 SCHEMA_VALUES, SCHEMA_VALUE_CHARS = 10_000, 4_096
 # Properties of one object that may be left out, over all alternatives at one place: each is a state of the
@@ -371,10 +371,12 @@ SCHEMA_OPTIONAL, SCHEMA_PROPERTIES = 256, 2_000
 SCHEMA_AT_LEAST_ONE = 32
 # minItems and maxItems, which the library writes out; minLength and maxLength, which it counts.
 SCHEMA_ITEMS, SCHEMA_STRING_CHARS = 10_000, 1_000_000
-# Of a pattern: its text, and the characters that its repeats stand for.
-SCHEMA_PATTERN_CHARS, SCHEMA_PATTERN_SIZE = 4_096, 10_000
+# Of all patterns of a schema: their text, which takes 3 µs a character to read. Of one: the characters that
+# its repeats stand for.
+SCHEMA_PATTERN_CHARS, SCHEMA_PATTERN_SIZE = 32_768, 100_000
 # multipleOf, without its decimal point: the automaton has a state for each remainder, and 10,000 take 65 ms.
-SCHEMA_MULTIPLE = 10_000
+# Digits behind the point.
+SCHEMA_MULTIPLE, SCHEMA_MULTIPLE_DECIMALS = 10_000, 9
 # Of a compiled grammar: a state of the parser in a row, a lexer's states (2 kB each), and its symbols.
 GRAMMAR_ROW_ITEMS, GRAMMAR_LEXER_STATES, GRAMMAR_SYMBOLS = 2_000, 30_000, 200_000
 # Its building, 50,000 units a millisecond; one mask of the lexer, 14,000 units a millisecond; one of the

@@ -29,11 +29,11 @@ _LIMITS = LLParserLimits(
     max_grammar_size=limits.GRAMMAR_SYMBOLS,
     verbose_errors=False,
 )
-_TOO_LARGE = re.compile(
-    r"too (large|big|many|complex)|exceed|limit|fuel|determine if regex is empty|max is \d", re.I
-)
-_EMPTY = re.compile(r"unsatisfiable|is empty", re.I)
-_PANIC = re.compile(r"^panic\b")
+#: What the library's errors are about, by the words at their beginning.
+_PANIC = re.compile(r"panic\b")
+_EMPTY = re.compile(r"unsatisfiable|regex is empty", re.I)
+_UNDECIDED = re.compile(r"determine if regex is empty", re.I)
+_TOO_LARGE = re.compile(r"too (large|big|many|complex)|exceed|limit|fuel|max is \d", re.I)
 
 
 def json_rule(schema_text: str) -> str:
@@ -67,15 +67,20 @@ def validated(grammar: str, tokenizer: LLTokenizer, where: str) -> LLMatcher:
 
 
 def _refusal(error: str, where: str) -> InvalidValue | UnsupportedParameter:
-    line = next((line.strip() for line in error.splitlines() if line.strip()), "")[
-        : limits.GRAMMAR_ERROR_CHARS
-    ]
-    if _PANIC.search(error) or _TOO_LARGE.search(error):
+    lines = (line.strip() for line in error.splitlines())
+    line = next(filter(None, lines), "")[: limits.GRAMMAR_ERROR_CHARS]
+    if _UNDECIDED.search(line):
+        return UnsupportedParameter(
+            f"{where}: a 'pattern' with another, or with 'minLength' or 'maxLength', takes too long.",
+            hint="Say the length in the pattern: {1,20} in place of +.",
+            param=where,
+        )
+    if _EMPTY.search(line):
+        return InvalidValue(f"{where}: no answer can fit it.", param=where)
+    if _PANIC.match(line) or _TOO_LARGE.search(line):
         return UnsupportedParameter(
             f"{where}: it takes more time or memory than an answer may.",
             hint="Make repeats, patterns and lists of alternatives shorter, or fewer.",
             param=where,
         )
-    if _EMPTY.search(error):
-        return InvalidValue(f"{where}: no answer can fit it.", param=where)
     return InvalidValue(f"{where} is malformed: {line}", param=where)

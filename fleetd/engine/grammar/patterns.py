@@ -4,12 +4,16 @@ Schemas write regular expressions as ECMAScript has them; the library reads Rust
 ``.``, ``\\s`` and brackets mean. A pattern is therefore parsed here, and written in the few constructs that
 mean the same in both: characters by their numbers, groups, alternatives, counted repeats. Control characters,
 which JSON text can only write by their numbers, are in no class: held answers never write them.
+
+Validators differ in whether ``\\d``, ``\\w`` and ``\\s`` mean more than ASCII. What is written here allows
+what all of them allow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from fleetd import limits
 
@@ -18,14 +22,16 @@ Ranges = tuple[tuple[int, int], ...]
 
 #: Characters that JSON text can hold as themselves or as an escape with a letter.
 _SPELLED: Ranges = ((8, 10), (12, 13), (0x20, 0x7E), (0x80, 0xD7FF), (0xE000, 0x10FFFF))
+_DIGITS: Ranges = ((48, 57),)
+_WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 # fmt: off
 _SPACES: Ranges = (
     (9, 13), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
-    (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
+    (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000),
 )
 # fmt: on
-_DIGITS: Ranges = ((48, 57),)
-_WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
+#: Letters, digits and what no validator takes for either, beyond ASCII.
+_WIDE_WORD: Ranges = (*_WORD, (0x80, 0x200F), (0x205F, 0x209F), (0x20C0, 0x218F), (0x2400, 0x10FFFF))
 _LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 #: Classes of Unicode that mean the same in both notations.
@@ -343,12 +349,13 @@ class _Parser:
             raise PatternError("it refers back to a group")
         return self._escaped(taken)
 
-    def _escaped(self, taken: str) -> _Characters:
-        """The characters of an escape, ``taken`` being its letter."""
-        sets = {"d": _DIGITS, "w": _WORD, "s": _SPACES}
-        if taken.lower() in sets:
-            ranges = sets[taken.lower()]
-            return _Characters(_spelled(ranges) if taken.islower() else _without(ranges))
+    def _escaped(self, taken: str, *, widest: bool = False) -> _Characters:
+        """The characters of an escape with the letter ``taken``: those on which all validators agree, or, if
+        ``widest``, those that any of them takes."""
+        if taken in "dws":
+            return _Characters(_set_of(taken, widest=widest))
+        if taken in "DWS":
+            return _Characters(_without(_set_of(taken.lower(), widest=not widest)))
         if taken in "pP":
             return self._property(taken)
         if taken in _CONTROLS:
@@ -400,10 +407,10 @@ class _Parser:
         ranges: list[tuple[int, int]] = []
         properties: list[str] = []
         while not self._took("]"):
-            first = self._member()
+            first = self._member(widest=negated)
             if self._peek("-") and not self._peek("-]") and len(first.ranges) <= 1:
                 self._at += 1
-                ranges.append(self._run(first, self._member()))
+                ranges.append(self._run(first, self._member(widest=negated)))
                 continue
             ranges.extend(first.ranges)
             properties.extend(first.properties)
@@ -415,7 +422,7 @@ class _Parser:
             _spelled(ranges) if not properties else _merged(_common(ranges, _SPELLED)), tuple(properties)
         )
 
-    def _member(self) -> _Characters:
+    def _member(self, *, widest: bool) -> _Characters:
         """One member of a class. Control characters are kept: they may be the end of a run."""
         taken = self._next()
         if taken != "\\":
@@ -428,7 +435,7 @@ class _Parser:
         if taken in "xu":
             code = self._hex(2) if taken == "x" else self._unicode()
             return _Characters(((code, code),))
-        return self._escaped(taken)
+        return self._escaped(taken, widest=widest)
 
     @staticmethod
     def _run(first: _Characters, last: _Characters) -> tuple[int, int]:
@@ -441,6 +448,17 @@ class _Parser:
 
 
 # ---- Sets of characters ---------------------------------------------------------------------------------
+
+
+@cache
+def _set_of(letter: str, *, widest: bool) -> Ranges:
+    """What an escape means: to all validators, or to any of them."""
+    if letter == "d":
+        others = ((code, code) for code in range(0x80, 0x20000) if chr(code).isdecimal())
+        return _merged([*_DIGITS, *others]) if widest else _DIGITS
+    if letter == "w":
+        return _WIDE_WORD if widest else _WORD
+    return _merged([*_SPACES, (0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF)]) if widest else _spelled(_SPACES)
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from decimal import ROUND_CEILING, Context, Decimal
 from fractions import Fraction
+from functools import cache
 from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
 
@@ -91,6 +92,7 @@ class SchemaReader:
         self._lenient = lenient
         self._parts = 0
         self._values = 0
+        self._pattern_chars = 0
         #: Pointers of references whose sets are still to be read.
         self._pending: list[str] = []
         #: Paths of oneOf, with the sets of its options.
@@ -359,7 +361,11 @@ class SchemaReader:
         if step <= 0:
             raise self._invalid(f"{path}/multipleOf", "it must be more than 0")
         if decimal_digits(step) is None:
-            self._refuse(path, "multipleOf", f"the number has more digits than {limits.SCHEMA_MULTIPLE:,}")
+            self._refuse(
+                path,
+                "multipleOf",
+                f"the number has more digits than {limits.SCHEMA_MULTIPLE:,} or 0.000000001",
+            )
             return None
         return step
 
@@ -371,7 +377,7 @@ class SchemaReader:
             patterns += self._pattern(schema["pattern"], path, "pattern")
         name = schema.get("format")
         if isinstance(name, str) and name in PATTERNS:
-            patterns += self._pattern(PATTERNS[name], path, "format")
+            patterns.append(_of_format(name))
         if most is not None and least > most:
             return None
         return Strings(least, most, tuple(patterns), None, path)
@@ -380,8 +386,9 @@ class SchemaReader:
         """The pattern for the library; nothing if it is left out."""
         if not isinstance(pattern, str):
             raise self._invalid(f"{path}/{keyword}", "it must be a string")
-        if len(pattern) > limits.SCHEMA_PATTERN_CHARS:
-            self._too_many(f"{path}/{keyword}", limits.SCHEMA_PATTERN_CHARS, "characters in a pattern")
+        self._pattern_chars += len(pattern)
+        if self._pattern_chars > limits.SCHEMA_PATTERN_CHARS:
+            self._too_many(f"{path}/{keyword}", limits.SCHEMA_PATTERN_CHARS, "characters in patterns")
         try:
             return [translated(pattern)]
         except PatternError as error:
@@ -474,6 +481,11 @@ class SchemaReader:
         return objects
 
 
+@cache
+def _of_format(name: str) -> Pattern:
+    return translated(PATTERNS[name])
+
+
 def _union(sets: list[ValueSet]) -> ValueSet:
     return tuple(dict.fromkeys(each for values in sets for each in values))
 
@@ -505,7 +517,7 @@ def decimal_digits(step: Fraction) -> float | None:
     """A step as the library reads it, or None if it would read another number or take too long with it."""
     value = float(step)
     digits, exponent = value, 0
-    while digits % 1 and exponent <= limits.SCHEMA_DECIMALS:
+    while digits % 1 and exponent < limits.SCHEMA_MULTIPLE_DECIMALS:
         digits, exponent = digits * 10, exponent + 1
     exact = Fraction(int(digits), 10**exponent) == step
     return value if exact and digits <= limits.SCHEMA_MULTIPLE else None

@@ -46,6 +46,7 @@ class SchemaWriter:
         self._lenient = lenient
         #: What each reference means, and its name in the text.
         self._targets: dict[Reference, ValueSet] = {}
+        self._names: dict[Reference, str] = {}
         #: References to sets with at least one finite value.
         self._finite: set[Reference] = set()
 
@@ -59,15 +60,12 @@ class SchemaWriter:
                 f"{self._where}: no value is valid by this schema, or none that ends.", param=self._where
             )
         definitions = {
-            self._name(each): self._set(target)
+            self._names[each]: self._set(target)
             for each, target in self._targets.items()
             if each in self._finite
         }
         written = {} if schema is True else schema
         return {**written, "$defs": definitions} if definitions else written
-
-    def _name(self, reference: Reference) -> str:
-        return f"s{list(self._targets).index(reference)}"
 
     # ---- References --------------------------------------------------------------------------------------
 
@@ -79,6 +77,7 @@ class SchemaWriter:
                 if each not in self._targets:
                     for _ in self._algebra.resolved((each,)):
                         pass
+                    self._names[each] = f"s{len(self._names)}"
                     self._targets[each] = self._algebra.target(each)
                     pending.append(self._targets[each])
 
@@ -93,7 +92,7 @@ class SchemaWriter:
 
     def _ends(self, values: ValueSet) -> bool:
         """True if a value of the set is finite."""
-        return values is ANY or any(self._one_ends(each) for each in values)
+        return any(self._one_ends(each) for each in _spoken(values))
 
     def _one_ends(self, alternative: Alternative) -> bool:
         match alternative:
@@ -122,14 +121,9 @@ class SchemaWriter:
     # ---- Sets --------------------------------------------------------------------------------------------
 
     def _set(self, values: ValueSet) -> dict[str, Any] | bool:
-        kept = [each for each in values if self._one_ends(each)]
+        kept = [each for each in _spoken(values) if self._one_ends(each)]
         if set(kept) == set(ANY):
             return True
-        spoken = [each for each in kept if each not in ANY]
-        if {type(each) for each in kept} == {type(each) for each in ANY} and len(kept) - len(spoken) == len(
-            ANY
-        ) - 1:
-            kept = spoken  # the one type that the schema speaks of
         self._check_width(kept)
         written = [self._alternative(each) for each in kept]
         if not written:
@@ -165,7 +159,7 @@ class SchemaWriter:
                 return self._arrays(alternative)
             case Objects():
                 return self._objects(alternative)
-        return {"$ref": f"#/$defs/{self._name(alternative)}"}
+        return {"$ref": f"#/$defs/{self._names[alternative]}"}
 
     def _numbers(self, numbers: Numbers) -> dict[str, Any]:
         if numbers.values is not None:
@@ -230,8 +224,7 @@ class SchemaWriter:
     # ---- Objects -----------------------------------------------------------------------------------------
 
     def _objects(self, objects: Objects) -> dict[str, Any]:
-        names = [name for name, _ in objects.properties]
-        names += [name for name in objects.required if name not in names]
+        names = dict.fromkeys([*(name for name, _ in objects.properties), *objects.required])
         required = set(objects.required)
         properties: dict[str, Any] = {}
         for name in names:
@@ -289,6 +282,14 @@ class SchemaWriter:
                 param=self._where,
             )
         return {}
+
+
+def _spoken(values: ValueSet) -> ValueSet:
+    """The alternatives of the one type that a schema speaks of, if it speaks of one and allows all values of
+    the others: so does a schema without a type."""
+    spoken = tuple(each for each in values if each not in ANY)
+    everything = {type(each) for each in values} == {type(each) for each in ANY}
+    return spoken if everything and spoken and len(values) - len(spoken) == len(ANY) - 1 else values
 
 
 def _references(values: ValueSet) -> list[Reference]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
+from functools import cached_property
 from math import lcm
 
 from fleetd import limits
@@ -95,10 +96,11 @@ class Objects:
 
     def value(self, name: str) -> ValueSet:
         """Set of a property's values. Not for names that a pattern could match."""
-        for each, values in self.properties:
-            if each == name:
-                return values
-        return ANY if self.others is None else self.others
+        return self._by_name.get(name, ANY if self.others is None else self.others)
+
+    @cached_property
+    def _by_name(self) -> dict[str, ValueSet]:
+        return dict(self.properties)
 
     @property
     def closed(self) -> bool:
@@ -109,10 +111,12 @@ class Objects:
 
 @dataclass(frozen=True)
 class Reference:
-    """A named set, or what it has in common with another."""
+    """A named set, or what it has in common with others."""
 
     name: str
-    common: ValueSet | None = None
+    #: What stands before and behind it in the schema, which decides on the order of keys.
+    before: ValueSet = field(default_factory=lambda: ANY)
+    behind: ValueSet = field(default_factory=lambda: ANY)
 
 
 Alternative = Null | Booleans | Numbers | Strings | Arrays | Objects | Reference
@@ -154,19 +158,19 @@ class Algebra:
         if other == ANY:
             return one
         found: dict[Alternative, None] = {}
+        plain = tuple(each for each in one if not isinstance(each, Reference))
         for a in one:
-            for b in other:
-                both = self._both(a, b)
-                if both is not None:
-                    found[both] = None
+            if isinstance(a, Reference):
+                found[replace(a, behind=self.common(a.behind, other))] = None
+        for b in other:
+            if isinstance(b, Reference) and plain:
+                found[replace(b, before=self.common(plain, b.before))] = None
+            elif not isinstance(b, Reference):
+                found |= dict.fromkeys(both for a in plain if (both := self._both(a, b)) is not None)
         return tuple(found)
 
     def _both(self, a: Alternative, b: Alternative) -> Alternative | None:
         self._step(_cost(a) + _cost(b))
-        if isinstance(a, Reference):
-            return replace(a, common=(b,) if a.common is None else self.common(a.common, (b,)))
-        if isinstance(b, Reference):
-            return replace(b, common=(a,) if b.common is None else self.common((a,), b.common))
         match a, b:
             case Null(), Null():
                 return a
@@ -225,8 +229,8 @@ class Algebra:
 
     def target(self, reference: Reference) -> ValueSet:
         """The set that a reference means; itself with references."""
-        values = self.named[reference.name]
-        return values if reference.common is None else self.common(values, reference.common)
+        values = self.common(reference.before, self.named[reference.name])
+        return self.common(values, reference.behind)
 
     def resolved(self, values: ValueSet, seen: frozenset[Reference] = frozenset()) -> Iterator[Alternative]:
         """Alternatives of a set and of the sets that it refers to as a whole.
@@ -240,10 +244,10 @@ class Algebra:
                 continue
             self._step()
             if each in seen or len(seen) > limits.SCHEMA_REFERENCES_IN_A_ROW:
-                raise InvalidValue(
-                    f"{self._where}: the schema at {each.name!r} refers to itself without end.",
-                    param=self._where,
+                what = (
+                    "refers to itself without end" if each in seen else "refers to too many others in a row"
                 )
+                raise InvalidValue(f"{self._where}: the schema at {each.name!r} {what}.", param=self._where)
             yield from self.resolved(self.target(each), seen | {each})
 
     # ---- Whether sets have nothing in common -------------------------------------------------------------
@@ -284,7 +288,7 @@ def _cost(alternative: Alternative) -> int:
         case Numbers(values=values) | Strings(values=values):
             return 1 + len(values or ()) // 16
         case Objects(properties=properties):
-            return 1 + len(properties)
+            return 1 + len(properties) // 4
     return 1
 
 
