@@ -374,11 +374,15 @@ SCHEMA_ITEMS, SCHEMA_STRING_CHARS = 10_000, 1_000_000
 # Of all patterns of a schema: their text, which takes 3 µs a character to read. Of one: the characters that
 # its repeats stand for.
 SCHEMA_PATTERN_CHARS, SCHEMA_PATTERN_SIZE = 32_768, 100_000
+# Patterns of one string at once, by allOf: their automata are multiplied.
+SCHEMA_PATTERNS_AT_ONCE = 4
 # multipleOf, without its decimal point: the automaton has a state for each remainder, and 10,000 take 65 ms.
 # Digits behind the point.
 SCHEMA_MULTIPLE, SCHEMA_MULTIPLE_DECIMALS = 10_000, 9
 # Of a compiled grammar: a state of the parser in a row, a lexer's states (2 kB each), and its symbols.
 GRAMMAR_ROW_ITEMS, GRAMMAR_LEXER_STATES, GRAMMAR_SYMBOLS = 2_000, 30_000, 200_000
+# Rules that refer to each other: the library recurses with them, and 4,000 end 8 MiB of stack.
+GRAMMAR_RULE_DEPTH = 500
 # Its building, 50,000 units a millisecond; one mask of the lexer, 14,000 units a millisecond; one of the
 # parser, 20,000 a millisecond.
 GRAMMAR_LEXER_FUEL, GRAMMAR_STEP_FUEL, GRAMMAR_STEP_ITEMS = 1_000_000, 200_000, 50_000

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from held_answers import byte_tokenizer, held, takes
 
+from fleetd import limits
 from fleetd.engine.grammar.compiling import json_rule, validated
 from fleetd.engine.grammar.schemas import enforceable
 from fleetd.errors import InvalidValue, UnsupportedParameter
@@ -60,11 +61,22 @@ def test_a_pattern_whose_lengths_cannot_be_weighed_is_refused_by_name() -> None:
 
 
 def test_a_grammar_that_is_too_large_is_refused() -> None:
-    rules = [f'x{i}: "a" y{i}\ny{i}: "b" | "c" y{i}' for i in range(3000)]
-    wide = "\n".join([f"start: {' | '.join(f'x{i}' for i in range(3000))}", *rules])
-    for grammar in (f'start: {" ".join(["x"] * 300_000)}\nx: "a"', wide):
-        with pytest.raises(UnsupportedParameter, match="more time or memory"):
-            validated(grammar, byte_tokenizer(), "grammar")
+    doubling = "\n".join(["start: T0", *(f"T{i}: T{i + 1} T{i + 1}" for i in range(60)), 'T60: "a"'])
+    with pytest.raises(UnsupportedParameter, match="more time or memory"):
+        validated(doubling, byte_tokenizer(), "grammar")
+
+
+def test_rules_that_refer_to_each_other_too_deep_are_refused_before_the_library_sees_them() -> None:
+    """It would end the process."""
+
+    def chain(count: int, name: str) -> str:
+        rules = [f"{name}{i}: {name}{i + 1} | /{i}/" for i in range(count)]
+        return "\n".join([f"start: {name}0", *rules, f'{name}{count}: "a"'])
+
+    assert takes(validated(chain(limits.GRAMMAR_RULE_DEPTH - 2, "r"), byte_tokenizer(), "grammar"), "a")
+    for name in ("r", "T"):
+        with pytest.raises(UnsupportedParameter, match="refer to each other more than"):
+            validated(chain(10_000, name), byte_tokenizer(), "grammar")
 
 
 # ---- What would explode ---------------------------------------------------------------------------------

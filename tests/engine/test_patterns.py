@@ -107,7 +107,7 @@ TEXTS += [
 def test_a_pattern_matches_what_validators_match(pattern: str) -> None:
     """Python's expressions differ in ``$`` before a last line end and in ``.``; the texts leave those out."""
     ours = re.compile(
-        re.sub(r"\\x\{([0-9a-f]+)\}", lambda found: python_escape(found[1]), translated(pattern).text)
+        re.sub(r"\\u\{([0-9a-f]+)\}", lambda found: python_escape(found[1]), translated(pattern).text)
     )
     with warnings.catch_warnings(action="ignore"):  # brackets in brackets, which mean themselves
         theirs = re.compile(pattern.replace("$", r"\Z"), re.ASCII)
@@ -182,7 +182,7 @@ def test_classes_that_validators_read_differently_are_read_so_that_all_agree() -
 
 
 def matches(pattern: str, text: str) -> bool:
-    ours = re.sub(r"\\x\{([0-9a-f]+)\}", lambda found: python_escape(found[1]), translated(pattern).text)
+    ours = re.sub(r"\\u\{([0-9a-f]+)\}", lambda found: python_escape(found[1]), translated(pattern).text)
     return re.fullmatch(ours, text) is not None
 
 

@@ -29,6 +29,8 @@ _LIMITS = LLParserLimits(
     max_grammar_size=limits.GRAMMAR_SYMBOLS,
     verbose_errors=False,
 )
+_RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_][A-Za-z0-9_]*)[^\n:\"/]*:", re.M)
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: What the library's errors are about, by the words at their beginning.
 _PANIC = re.compile(r"panic\b")
 _EMPTY = re.compile(r"unsatisfiable|regex is empty", re.I)
@@ -58,12 +60,41 @@ def validated(grammar: str, tokenizer: LLTokenizer, where: str) -> LLMatcher:
         UnsupportedParameter: it takes more time or memory than is allowed.
         InvalidValue: no answer fits it, or it is malformed.
     """
+    if _rule_depth(grammar) > limits.GRAMMAR_RULE_DEPTH:
+        raise UnsupportedParameter(
+            f"{where}: its rules refer to each other more than {limits.GRAMMAR_RULE_DEPTH} deep.",
+            hint="Write chains of rules as one rule, with repeats.",
+            param=where,
+        )
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), limits=_LIMITS, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
         raise _refusal(matcher.get_error(), where)
     return matcher
+
+
+def _rule_depth(grammar: str) -> int:
+    """Most rules that are open at once if each is followed where it is first named. The library recurses with
+    them, and ends the process if its stack ends. Words in texts count as names, too."""
+    found = list(_RULE.finditer(grammar))
+    ends = [*(each.start() for each in found[1:]), len(grammar)]
+    bodies = {each[1]: grammar[each.end() : end] for each, end in zip(found, ends, strict=False)}
+    seen, deepest = set[str](), 0
+    for root in bodies:
+        if root in seen:
+            continue
+        seen.add(root)
+        rules = [_WORD.finditer(bodies[root])]
+        while rules:
+            deepest = max(deepest, len(rules))
+            name = next((each[0] for each in rules[-1] if each[0] in bodies and each[0] not in seen), None)
+            if name is None:
+                rules.pop()
+                continue
+            seen.add(name)
+            rules.append(_WORD.finditer(bodies[name]))
+    return deepest
 
 
 def _refusal(error: str, where: str) -> InvalidValue | UnsupportedParameter:

@@ -224,7 +224,7 @@ def _class_text(characters: _Characters) -> str:
 
 
 def _character(code: int) -> str:
-    return chr(code) if chr(code).isalnum() and code < 128 else f"\\x{{{code:x}}}"
+    return chr(code) if chr(code).isalnum() and code < 128 else f"\\u{{{code:x}}}"
 
 
 # ---- Reading --------------------------------------------------------------------------------------------

@@ -190,6 +190,14 @@ class SchemaWriter:
         patterns, least, most = list(strings.patterns), strings.least, strings.most
         if len(patterns) == 1 and patterns[0].repeated and strings.values is None:
             patterns, least, most = [patterns[0].of_length(least, most)], 0, None
+        if len(patterns) > limits.SCHEMA_PATTERNS_AT_ONCE and not self._lenient:
+            raise UnsupportedParameter(
+                f"{strings.where}: the keyword 'pattern' cannot be enforced more than "
+                f"{limits.SCHEMA_PATTERNS_AT_ONCE} times for one string.",
+                hint="Write one pattern.",
+                param=self._where,
+            )
+        patterns = patterns[: limits.SCHEMA_PATTERNS_AT_ONCE]
         least = 0 if any(each.least >= least for each in patterns) else least
         if any(each.most is not None and most is not None and each.most <= most for each in patterns):
             most = None
