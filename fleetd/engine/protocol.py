@@ -56,6 +56,10 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 )  # fmt: skip
 
 
+# Those by which thinking is switched on and off: templates read one of them, and ignore the other.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+
+
 class ChatPrompt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Messages to be rendered by the model's own chat template (sandboxed, in the worker).
 

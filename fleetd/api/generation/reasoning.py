@@ -34,7 +34,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd.api.generation import conversation
-from fleetd.engine.protocol import RESERVED_TEMPLATE_KWARGS
+from fleetd.engine.protocol import RESERVED_TEMPLATE_KWARGS, THINKING_SWITCHES
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -48,8 +48,6 @@ _LEVELS: Mapping[str, str] = {
     "xhigh": "high",
     "max": "high",
 }
-# Templates read one of the two as the switch, and ignore the other.
-_SWITCHES = ("enable_thinking", "thinking")
 
 
 class ThinkingConfig(msgspec.Struct, frozen=True, rename={"kind": "type"}):
@@ -116,7 +114,7 @@ def template_kwargs(body: ReasoningFields, *, default: bool | None = None, effor
         on = default
     kwargs: dict[str, Any] = {} if level is None else {"reasoning_effort": level}
     if on is not None:
-        kwargs |= dict.fromkeys(_SWITCHES, on)
+        kwargs |= dict.fromkeys(THINKING_SWITCHES, on)
     return conversation.checked({**kwargs, **own}, "chat_template_kwargs")
 
 
@@ -153,7 +151,7 @@ def _readings(body: ReasoningFields) -> Iterator[_Reading]:
 
 def _own_readings(own: Mapping[str, Any]) -> Iterator[_Reading]:
     """What the template's own arguments say; values of other kinds are the template's affair."""
-    for name in (*_SWITCHES, "reasoning_effort"):
+    for name in (*THINKING_SWITCHES, "reasoning_effort"):
         value = own.get(name)
         if isinstance(value, bool) or (isinstance(value, str) and value in (*_LEVELS, "none")):
             yield _read(f"chat_template_kwargs.{name}", value)

@@ -45,6 +45,8 @@ class AnswerForm(msgspec.Struct, frozen=True):
     parallel: bool
     #: "reasoning" if the prompt has opened a thought.
     begins: Channel
+    #: The answer may open a thought itself.
+    may_think: bool = True
 
 
 def answer_grammar(form: AnswerForm, markers: Markers, spelling: Spelling) -> str:
@@ -78,6 +80,8 @@ class _AnswerGrammar:
         gap = self._gap()
         if self._form.begins == "reasoning":
             return self._rules.grammar(f"{thought} {gap} {content}")
+        if not self._form.may_think:
+            return self._rules.grammar(content)
         return self._rules.grammar(f"({self._rules.marker(opener)} {thought} {gap})? {content}")
 
     def _headed(self, heads: Heads) -> str:

@@ -28,7 +28,7 @@ from fleetd.engine.prompt.kept_tokens import (
 )
 from fleetd.engine.prompt.null_content import with_content
 from fleetd.engine.prompt.template_turns import own_system, template_needs
-from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
+from fleetd.engine.protocol import THINKING_SWITCHES, ChatPrompt, Generate, Prompt, TextPrompt, TokenPrompt
 from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, UnsupportedParameter
 from fleetd.models.chat_templates import DEFAULT, TOOL_USE
 
@@ -135,7 +135,14 @@ def _form(prepared: PreparedPrompt) -> AnswerForm | None:
     if not isinstance(prompt, ChatPrompt) or not prepared.tools:
         if request.constraint is None:
             return None
-        return AnswerForm(request.constraint, (), must_call=False, parallel=False, begins=prepared.initial)
+        return AnswerForm(
+            request.constraint,
+            (),
+            must_call=False,
+            parallel=False,
+            begins=prepared.initial,
+            may_think=_may_think(prompt),
+        )
     must_call = prompt.tool_choice not in ("auto", "none")
     held = request.constraint is not None or must_call or prompt.strict_tools or prepared.tools_by_grammar
     if not held:
@@ -148,7 +155,14 @@ def _form(prepared: PreparedPrompt) -> AnswerForm | None:
         must_call=must_call,
         parallel=prompt.parallel_calls and not once,
         begins=prepared.initial,
+        may_think=_may_think(prompt),
     )
+
+
+def _may_think(prompt: Prompt) -> bool:
+    """False if the client has switched thinking off."""
+    switches = prompt.template_kwargs if isinstance(prompt, ChatPrompt) else {}
+    return all(switches.get(name) is not False for name in THINKING_SWITCHES)
 
 
 def check_ids(tokens: Iterable[int], vocab_size: int) -> None:
