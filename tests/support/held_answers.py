@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Decimal, localcontext
 from functools import cache
 from typing import Any
 
@@ -72,7 +72,8 @@ def is_valid(schema: Any, text: str) -> bool:
     """True if a validator takes the text. Numbers are compared as decimals, as JSON has them."""
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     validator = Draft202012Validator(exact, format_checker=Draft202012Validator.FORMAT_CHECKER)
-    return bool(validator.is_valid(json.loads(text, parse_float=Decimal)))
+    with localcontext(prec=1000):  # numbers of any length are divided
+        return bool(validator.is_valid(json.loads(text, parse_float=Decimal)))
 
 
 # ---- Schemas by chance ----------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def translated(pattern: str) -> Pattern:
     group = _Parser(pattern).parsed()
     if _size(group) > limits.SCHEMA_PATTERN_SIZE:
         raise PatternError(f"its repeats stand for more than {limits.SCHEMA_PATTERN_SIZE:,} characters")
-    writer = _Writer()
+    writer = _PatternWriter()
     text = writer.group(group, left=True, right=True)
     least, most = _lengths(group)
     if writer.searched:
@@ -151,7 +151,7 @@ def _lengths(part: _Part) -> tuple[int, int | None]:
 # ---- Writing --------------------------------------------------------------------------------------------
 
 
-class _Writer:
+class _PatternWriter:
     def __init__(self) -> None:
         #: True once a part was not anchored, so that any text may stand beside it.
         self.searched = False

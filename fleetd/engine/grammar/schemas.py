@@ -35,8 +35,8 @@ def enforceable(schema: Any, where: str) -> str:
 
 
 def lenient(schema: Any) -> str:
-    """As much of a schema as a grammar can enforce, as JSON text: keywords that it cannot enforce are left
-    out, and of what is no schema or beyond the bounds all but that it is an object. Never raises."""
+    """What a grammar can enforce of a schema, as JSON text: keywords that it cannot enforce are left out; what
+    is no schema, or beyond the bounds, becomes any object. Never raises."""
     try:
         return _written(schema, "schema", lenient=True)
     except FleetError:
