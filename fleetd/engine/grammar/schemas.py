@@ -35,8 +35,8 @@ def enforceable(schema: Any, where: str) -> str:
 
 
 def lenient(schema: Any) -> str:
-    """What a grammar can enforce of a schema, as JSON text: keywords that it cannot enforce are left out; what
-    is no schema, or beyond the bounds, becomes any object. Never raises."""
+    """What a grammar can enforce of a schema, as JSON text: keywords that it cannot enforce are left out;
+    what is no schema, or beyond the bounds, becomes any object. Never raises."""
     try:
         return _written(schema, "schema", lenient=True)
     except FleetError:
