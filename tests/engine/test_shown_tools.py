@@ -121,8 +121,9 @@ def smol(embedded_model: ModelFolder) -> Any:
 
 def prepared(tokenizer: Any, messages: list[Message], tools: Any = TOOLS, **more: Any) -> PreparedPrompt:
     keep = more.pop("keep", None)
-    prompt = ChatPrompt(messages, tools, **more)
-    return prepare(Generate("r", prompt, keep=keep), tokenizer, 1 << 20, borders=True)
+    # Without what holds the answer, for which a tokenizer needs a token that ends it.
+    request = Generate("r", ChatPrompt(messages, tools, **more), keep=keep, count_only=True)
+    return prepare(request, tokenizer, 1 << 20, borders=True)
 
 
 def rendered(tokenizer: Any, messages: list[Message], tools: Any = TOOLS, **more: Any) -> str:
@@ -332,10 +333,31 @@ def test_calls_are_read_if_tools_were_offered() -> None:
     assert read(text, None) == (text, [])
 
 
-def test_a_required_call_is_begun(smol: Any) -> None:
-    found = prepared(smol, [USER], tool_choice={"name": "look"})
-    assert (found.primed, found.tools_by_grammar) == ('<tool_call>\n{"name": "look", "arguments": ', True)
-    assert found.tools == TOOLS[:1]
+def held_to(smol: Any, text: str, **choice: Any) -> bool:
+    """True if the default model may write ``text`` as its whole answer."""
+    prompt = ChatPrompt([USER], TOOLS, **choice)
+    matcher = prepare(Generate("r", prompt), smol, smol.vocab_size).matcher
+    assert matcher is not None
+    tokens = [*smol.encode(text, add_special_tokens=False), smol.eos_token_id]
+    return matcher.allowed(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "choices"),
+    [
+        ("It is blue.", {"auto"}),
+        (f"I look.\n{CALL}", {"auto"}),
+        (CALL, {"auto", "required", "look"}),
+        (CALL.replace("look", "wait"), {"auto", "required"}),
+        (CALL.replace("look", "delete"), set()),
+        (CALL.replace("</tool_call>", ""), set()),
+    ],
+)
+def test_what_the_default_model_writes_is_held_to_the_form_that_it_was_shown(
+    smol: Any, text: str, choices: set[str]
+) -> None:
+    asked: dict[str, Any] = {"auto": "auto", "required": "required", "look": {"name": "look"}}
+    assert {name for name, choice in asked.items() if held_to(smol, text, tool_choice=choice)} == choices
 
 
 values = st.recursive(

@@ -43,7 +43,6 @@ from fleetd.errors import (
     ModelCorrupt,
     ModelUnsupported,
     OutOfMemory,
-    UnsupportedParameter,
 )
 from fleetd.models.folder import ModelFolder
 
@@ -111,10 +110,15 @@ async def test_endless_template_ends_the_worker_not_the_daemon(
 
 
 @pytest.mark.one_loop
-async def test_tools_for_a_model_without_a_format(pool: EnginePool, tmp_path: Path, chain_path: Path) -> None:
+async def test_a_model_whose_template_knows_no_tools_gets_them_by_grammar(
+    pool: EnginePool, tmp_path: Path, chain_path: Path
+) -> None:
     folder = _variant(chain_path, tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(UnsupportedParameter, match="tool"):
-        await run(pool, folder, ask("<hello>", tools=WEATHER))
+    for name, tools in (("with", WEATHER), ("without", None)):
+        found = await run(pool, folder, ask("<hello>", name, tools=tools, max_tokens=8))
+        told = [e.tools_by_grammar for e in found.events if isinstance(e, Tokenized | Accepted)]
+        assert told == [tools is not None] * 2
+        assert found.text
 
 
 async def test_killed_worker_ends_the_stream_and_the_next_request_works(
