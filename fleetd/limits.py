@@ -115,6 +115,8 @@ COMPLETIONS_PER_REQUEST = 128
 # Jinja renders in the worker: a template that has produced nothing for this long never will.
 RENDER_S = 30.0
 RENDERED_CHARS = 64 * MIB
+# A request that is rendered and tokenized in some 10 ms: those that are larger do not hold it up meanwhile.
+SHORT_PROMPT_BYTES = 32 * KIB
 # Memory beside the model's own that a template may take, and the code that builds a model from its config.
 RENDER_BYTES = GIB
 # Where more is left after a template than the text of a large agent's prompt takes, its garbage refers to

@@ -107,7 +107,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     made = Programs(
         tmp_path_factory.mktemp("programs") / "log",
         limits=set_speeds.LIMITS,
-        install=["set_speeds", "scripted_answers", "found_once"],
+        install=["set_speeds", "scripted_answers", "found_once", "held_prompts"],
     )
     with pytest.MonkeyPatch.context() as patch:
         if forked_programs.AVAILABLE:

@@ -2,7 +2,8 @@
 
     main thread      loads the model, then runs the scheduler: the only thread that computes with MLX
     reader thread    socket → commands; at end of file the daemon is gone and so is this process
-    prompt thread    chat templates and tokenization, so that a long prompt does not hold up decoding
+    prompt threads   chat templates and tokenization, so that a long prompt does not hold up decoding; one for
+                     short prompts and one for long ones, so that it does not hold up a short one either
     writer thread    reports → socket, those that it does not take at once
     channel thread   sockets to other machines' workers, as the daemon hands them over
 
@@ -189,6 +190,7 @@ class Front:
         self._compute = compute
         self._loaded = loaded
         self._prompts = ThreadPoolExecutor(1, thread_name_prefix="prompt")
+        self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="long-prompt")
         self._lock = threading.Lock()
         # Requests whose prompt is being prepared; True once they were cancelled meanwhile.
         self._preparing: dict[str, bool] = {}
@@ -209,7 +211,7 @@ class Front:
                     case Generate() | Score():
                         with self._lock:
                             self._preparing[command.id] = False
-                        self._prompts.submit(self._prepare, command)
+                        self._thread_for(command).submit(self._prepare, command)
                     case Cancel(request_id):
                         with self._lock:
                             if request_id in self._preparing:
@@ -222,6 +224,11 @@ class Front:
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()
+
+    def _thread_for(self, request: Generate | Score) -> ThreadPoolExecutor:
+        """What prepares a request, in the order in which those of its kind came."""
+        size = len(msgspec.msgpack.encode(request))
+        return self._prompts if size <= limits.SHORT_PROMPT_BYTES else self._long_prompts
 
     def _prepare(self, request: Generate | Score) -> None:
         outcome: PreparedPrompt | ScoringLayout | None = None

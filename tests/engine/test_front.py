@@ -70,8 +70,13 @@ class Ends:
     def tell(self, command: Any) -> None:
         self.calls.append(("told", command))
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """Wait until all prompts that came are prepared."""
         self.front._prompts.shutdown()
+        self.front._long_prompts.shutdown()
+
+    def close(self) -> None:
+        self.finish()
         self.daemon.close()
         self.link.flush()
         self.link._socket.close()
@@ -91,7 +96,7 @@ def read(ends: Ends, *frames: bytes) -> None:
     ends.daemon.shutdown(socket.SHUT_WR)
     with pytest.raises(Exited):
         ends.front.read(protocol.commands())
-    ends.front._prompts.shutdown(wait=True)
+    ends.finish()
 
 
 @pytest.mark.parametrize("rubbish", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1", b""])
@@ -124,7 +129,7 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
     with ends.front._lock:
         ends.front._preparing["r"] = True
     cancelled.set()
-    ends.front._prompts.shutdown(wait=True)
+    ends.finish()
     assert [type(r) for r in ends.sent] == [Failed if fails else Finished]
     assert ends.calls == []
 

@@ -19,6 +19,7 @@ import msgspec
 import psutil
 import pytest
 from asking import GREEDY, ask, folder_of, run
+from held_prompts import HeldPrompt
 
 from fleetd import limits
 from fleetd.engine import protocol
@@ -37,6 +38,7 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.worker import EXIT_ORPHANED
 from fleetd.errors import (
     BadRequest,
+    ContextLengthExceeded,
     EngineDied,
     EngineStalled,
     FleetError,
@@ -119,6 +121,23 @@ async def test_a_model_whose_template_knows_no_tools_gets_them_by_grammar(
         told = [e.tools_by_grammar for e in found.events if isinstance(e, Tokenized | Accepted)]
         assert told == [tools is not None] * 2
         assert found.text
+
+
+@pytest.mark.one_loop
+async def test_a_short_prompt_does_not_wait_while_a_long_one_is_tokenized(
+    pool: EnginePool, chain: ModelFolder, tmp_path: Path
+) -> None:
+    held = HeldPrompt(tmp_path)
+    long = ask(held.words + "x" * limits.SHORT_PROMPT_BYTES, "long")
+    reading = asyncio.create_task(run(pool, chain, long))
+    pipe = await asyncio.to_thread(held.wait)
+    try:
+        assert (await run(pool, chain, ask("<hello>", "short"))).text == "Hello there, world!"
+        assert not reading.done()
+    finally:
+        pipe.close()
+    with pytest.raises(ContextLengthExceeded):
+        await reading
 
 
 async def test_killed_worker_ends_the_stream_and_the_next_request_works(

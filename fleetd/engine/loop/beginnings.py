@@ -83,6 +83,7 @@ class Beginnings:
         for phase, source in self._sources.items():
             if phase > sequence.phase and source(sequence):
                 return
+        sequence.known = 0 if sequence.scores_prompt else sequence.longest_in(self.prefix)
         sequence.move(Phase.READING)
 
     def poll(self, sequence: ScheduledSequence) -> None:

@@ -2,7 +2,9 @@
 
 Sequences that are being decoded take their steps together (``decoding.py``). Prompts are prefilled one at a
 time beside them, a chunk between two decode steps: a long prompt slows running answers by a bounded amount
-instead of stopping them. The prompt with the least left to compute goes first, and none waits for ever.
+instead of stopping them. The prompt with the least left to compute goes first, and none waits for ever: one
+that was passed over often has a chunk before shorter ones. But a prompt that takes one chunk never waits for
+more than one of another's.
 
 A prompt may be shared with other machines, and guests' tasks are computed in turns beside it. Shared work
 waits for other machines now and then; a turn goes only to work that can be computed now.
@@ -63,6 +65,8 @@ from fleetd.engine.streams.handed_over import HandedOverStreams
 
 # Turns after which a waiting prompt goes before shorter ones that came later.
 PATIENCE_TURNS = 16
+# Short prompts that are admitted before a longer one which came first and for which memory is short.
+PASSING_MOST = 4
 
 
 @dataclass(kw_only=True)
@@ -107,6 +111,8 @@ class Scheduler(ComputeLoop):
         if self.disk is not None:
             self.disk.wake = self.inbox.wake
         self._waiting: list[ScheduledSequence] = []
+        # The last chunk was one of several that its prompt takes.
+        self._was_long = False
         self._prefilling: list[ScheduledSequence] = []
         self._beginnings = Beginnings(
             model=self.model,
@@ -305,11 +311,24 @@ class Scheduler(ComputeLoop):
             self._beginnings.accept(sequence)
 
     def _admit(self) -> None:
-        """Move waiting requests to prefill while memory and streams allow, first come first served."""
-        while self._waiting and self._fits(self._waiting[0]):
-            sequence = self._waiting.pop(0)
+        """Move waiting requests to prefill while memory and streams allow, first come first served; but a few
+        that take one chunk may pass the first."""
+        while (sequence := self._next_admitted()) is not None:
+            self._waiting.remove(sequence)
             self._prefilling.append(sequence)
             self._beginnings.look(sequence)
+
+    def _next_admitted(self) -> ScheduledSequence | None:
+        """A waiting request for which a stream and memory are reserved now; None if there is none."""
+        if not self._waiting or self._fits(first := self._waiting[0]):
+            return self._waiting[0] if self._waiting else None
+        if first.passed >= PASSING_MOST:
+            return None
+        chunk = self._chunk_tokens
+        short = (each for each in self._waiting[1:] if each.left <= chunk)
+        if (found := next(filter(self._fits, short), None)) is not None:
+            first.passed += 1
+        return found
 
     def _fits(self, sequence: ScheduledSequence) -> bool:
         """Reserve a stream and memory. False, and nothing is reserved, if either is short."""
@@ -380,15 +399,19 @@ class Scheduler(ComputeLoop):
             self.emit(Prefill(sequence.id, done, sequence.slots, sequence.beginning.cached_tokens))
 
     def _choose(self) -> ScheduledSequence | None:
-        """The prompt with the least left, for itself or one that waits for it; one that was passed over too
-        often goes first."""
+        """The prompt with the least left, for itself or one that waits for it. One that was passed over too
+        often goes first, but not behind another long one's chunk and before a prompt that takes one chunk."""
         ready = [sequence for sequence in self._prefilling if sequence.ready]
         if not ready:
+            self._was_long = False
             return None
         for sequence in ready:
             sequence.turns += 1
-        overdue = [a for a in ready if a.turns > PATIENCE_TURNS]
-        chosen = overdue[0] if overdue else min(ready, key=self._leaders.left)
+        chunk = self._chunk_tokens
+        chosen = min(ready, key=self._leaders.left)
+        if not (self._was_long and self._leaders.left(chosen) <= chunk):
+            chosen = next((a for a in ready if a.turns > PATIENCE_TURNS), chosen)
+        self._was_long = self._leaders.left(chosen) > chunk
         chosen.turns = 0
         # Those that have begun stand still meanwhile, and this one does while answers go on.
         for sequence in ready:

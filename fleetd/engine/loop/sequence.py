@@ -93,6 +93,9 @@ class ScheduledSequence:
     shown: int = -1  # prefilled tokens as last reported; -1 before the first report
     generated: int = 0  # tokens of the answer
     turns: int = 0  # for which its prefill was passed over
+    passed: int = 0  # by how many later ones, while it waited for memory
+    # Leading tokens of it that were in memory when its prefill was due.
+    known: int = 0
     prefill_s: float = 0.0  # of its own turns
     # Others were computed beside it.
     prefill_interleaved: bool = False
@@ -169,8 +172,10 @@ class ScheduledSequence:
 
     @property
     def left(self) -> int:
-        """Tokens to prefill."""
-        return self.prefiller.remaining if self.prefiller else self.slots
+        """Tokens to prefill. The last of the prompt is left to decoding."""
+        if self.prefiller is not None:
+            return self.prefiller.remaining
+        return self.slots - 1 - (self.hit.tokens if self.hit is not None else self.known)
 
     @property
     def computed(self) -> int:
