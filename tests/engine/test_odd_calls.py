@@ -15,6 +15,8 @@ from mlx_lm import tool_parsers
 
 from fleetd import limits
 from fleetd.api.generation import conversation
+from fleetd.engine.answer.answer_parts import CallBegun
+from fleetd.engine.answer.answer_reader import AnswerReader, Markers
 from fleetd.engine.answer.call_formats import CALL_FORMATS
 from fleetd.engine.answer.object_text import object_of, strict_object
 from fleetd.engine.answer.output_text import AnswerText
@@ -222,3 +224,32 @@ def test_an_id_that_is_none_or_another_calls_is_made_anew() -> None:
     assert len(set(ids)) == 5
     assert ids[0] == "c-1.a:0"
     assert all(each.startswith("call_") for each in ids[1:])
+
+
+# ---- Names, nested objects, thoughts ---------------------------------------------------------------------
+
+
+def test_a_name_with_dots_is_read_behind_its_namespace() -> None:
+    tools = [{"type": "function", "function": {"name": "mcp.x-y.z", "parameters": SCHEMA}}]
+    text = sample_call("kimi_k2", PARIS, "mcp.x-y.z")
+    assert read("kimi_k2", text, tools=tools) == ("", [("mcp.x-y.z", PARIS)])
+
+
+def test_objects_inside_of_keywords_are_json() -> None:
+    text = '<|tool_call_start|>[look(at={"x": 1, "in": {"y": [2]}})]<|tool_call_end|>'
+    assert read("pythonic", text) == ("", [("look", {"at": {"x": 1, "in": {"y": [2]}}})])
+
+
+def test_a_text_that_ends_in_a_block_of_code_ends_before_the_next_head() -> None:
+    text = (
+        f"<|channel|>commentary<|message|>So:\n```\nx<|end|><|start|>assistant{sample_call('harmony', PARIS)}"
+    )
+    assert read("harmony", text) == ("So:\n```\nx", [("look", PARIS)])
+
+
+@pytest.mark.parametrize("form", ["mistral", "llama3", "pythonic", "gemma4"])
+def test_a_call_behind_an_empty_thought_is_found(form: str) -> None:
+    known = Markers(("<think>", "</think>"), calls=CALL_FORMATS[form])
+    reader = AnswerReader(known, TOOLS, "reasoning")
+    parts = [*reader.feed(f"</think>{sample_call(form, PARIS)}"), *reader.end(cut=False)]
+    assert [part.name for part in parts if isinstance(part, CallBegun)] == ["look"]

@@ -33,7 +33,7 @@ _ID = re.compile(r"[^\s<>{}\[\]]*")
 CallGrammar = Callable[[CallReader], Reading[Outcome]]
 
 
-class CallText(msgspec.Struct, frozen=True, kw_only=True):
+class CallLayout(msgspec.Struct, frozen=True, kw_only=True):
     """What a family writes around the arguments of a call, as chat templates show it to models.
 
     {name} stands for the tool's name, {json} for the name in quotes, {n} for the number of the call, and {lf}
@@ -70,9 +70,9 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
     closed: bool = False
     #: An answer may begin with a call, without a section.
     bare: bool = False
-    writes: CallText
+    writes: CallLayout
     #: What models write whose tokenizer has no token ``newer``.
-    older: CallText | None = None
+    older: CallLayout | None = None
     newer: str = ""
     #: How the arguments are written: as JSON, in braces with keys without quotes, as Python's keywords, or
     #: each between tags.
@@ -237,7 +237,7 @@ _GLM = CallFormat(
     one=_args(_GLM_ARGS),
     lines=("{name}",),
     arguments=_GLM_ARGS,
-    writes=CallText(head="{name}{lf}", between="\n"),
+    writes=CallLayout(head="{name}{lf}", between="\n"),
 )
 
 CALL_FORMATS: Mapping[str, CallFormat] = {
@@ -247,7 +247,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         one=_json,
         lines=("{",),
         closed=True,
-        writes=CallText(head='\n{"name": {json}, "arguments": ', tail="}\n", between="\n"),
+        writes=CallLayout(head='\n{"name": {json}, "arguments": ', tail="}\n", between="\n"),
     ),
     "llama3": CallFormat(
         start=LLAMA3_START,
@@ -256,15 +256,15 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         lines=("{",),
         closed=True,
         bare=True,
-        writes=CallText(head='{"name": {json}, "parameters": ', tail="}", between="; ", apart=False),
+        writes=CallLayout(head='{"name": {json}, "parameters": ', tail="}", between="; ", apart=False),
     ),
     "mistral": CallFormat(
         start="[TOOL_CALLS]",
         end="",
         one=_mistral,
         lines=("{name}[ARGS]",),
-        writes=CallText(head="{name}[ARGS]"),
-        older=CallText(
+        writes=CallLayout(head="{name}[ARGS]"),
+        older=CallLayout(
             opens="[",
             head='{"name": {json}, "arguments": ',
             tail="}",
@@ -279,7 +279,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         end="<|tool_calls_section_end|>",
         one=_kimi_k2,
         begins=("<|tool_call_begin|>",),
-        writes=CallText(
+        writes=CallLayout(
             head="<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>",
             tail="<|tool_call_end|>",
             apart=False,
@@ -292,7 +292,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         one=_tagged(_KIMI_K3),
         begins=(_KIMI_K3.call,),
         arguments=_KIMI_K3,
-        writes=CallText(
+        writes=CallLayout(
             head=f'{_OPEN}call tool={{json}} index="{{n}}"{_SEP}', tail=_KIMI_K3.end, apart=False
         ),
         inside=(_KIMI_K3.whole[1], _KIMI_K3.end),
@@ -302,7 +302,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         end="<|call|>",
         ends_answer=True,
         one=_json,
-        writes=CallText(head="{name} <|constrain|>json<|message|>", between="<|start|>assistant"),
+        writes=CallLayout(head="{name} <|constrain|>json<|message|>", between="<|start|>assistant"),
         inside=("<|end|>", "<|start|>assistant"),
     ),
     "gemma4": CallFormat(
@@ -311,7 +311,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         one=_braces,
         lines=("call:{name}{",),
         arguments="braces",
-        writes=CallText(head="call:{name}{", tail="}"),
+        writes=CallLayout(head="call:{name}{", tail="}"),
         quote='<|"|>',
     ),
     "function_gemma": CallFormat(
@@ -320,7 +320,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         one=_braces,
         lines=("call:{name}{",),
         arguments="braces",
-        writes=CallText(head="call:{name}{", tail="}"),
+        writes=CallLayout(head="call:{name}{", tail="}"),
         quote="<escape>",
     ),
     "qwen3_coder": CallFormat(
@@ -329,7 +329,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         one=_tagged(_QWEN),
         begins=("<function=",),
         arguments=_QWEN,
-        writes=CallText(head="\n<function={name}>\n", tail="</function>\n", between="\n"),
+        writes=CallLayout(head="\n<function={name}>\n", tail="</function>\n", between="\n"),
     ),
     "minimax_m2": CallFormat(
         start="<minimax:tool_call>",
@@ -337,7 +337,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         one=_tagged(_MINIMAX),
         begins=("<invoke name=",),
         arguments=_MINIMAX,
-        writes=CallText(head="<invoke name={json}>\n", tail="</invoke>\n", apart=False, opens="\n"),
+        writes=CallLayout(head="<invoke name={json}>\n", tail="</invoke>\n", apart=False, opens="\n"),
     ),
     "minicpm5": CallFormat(
         start="",
@@ -345,7 +345,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         one=_tagged(_MINICPM),
         begins=("<function name=",),
         arguments=_MINICPM,
-        writes=CallText(head="<function name={json}>", tail="</function>"),
+        writes=CallLayout(head="<function name={json}>", tail="</function>"),
     ),
     "muse_spark": CallFormat(
         start="<atem:function_calls>",
@@ -353,7 +353,9 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         one=_tagged(_MUSE),
         begins=("<atem:invoke name=",),
         arguments=_MUSE,
-        writes=CallText(head="<atem:invoke name={json}>\n", tail="</atem:invoke>\n", apart=False, opens="\n"),
+        writes=CallLayout(
+            head="<atem:invoke name={json}>\n", tail="</atem:invoke>\n", apart=False, opens="\n"
+        ),
     ),
     "deepseek_v32": CallFormat(
         start=DSML_START,
@@ -361,7 +363,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         one=_tagged(_DSML),
         begins=(f"<{DSML}invoke name=",),
         arguments=_DSML,
-        writes=CallText(
+        writes=CallLayout(
             head=f"<{DSML}invoke name={{json}}>\n", tail=f"</{DSML}invoke>\n", apart=False, opens="\n"
         ),
     ),
@@ -373,7 +375,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         one=_args(_LONGCAT_ARGS),
         lines=("{name}",),
         arguments=_LONGCAT_ARGS,
-        writes=CallText(head="{name}{lf}", between="\n"),
+        writes=CallLayout(head="{name}{lf}", between="\n"),
     ),
     "pythonic": CallFormat(
         start="<|tool_call_start|>",
@@ -382,7 +384,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         lines=("[{name}(",),
         closed=True,
         arguments="keywords",
-        writes=CallText(head="{name}(", tail=")", between=", ", apart=False, opens="[", closes="]"),
+        writes=CallLayout(head="{name}(", tail=")", between=", ", apart=False, opens="[", closes="]"),
         colon="=",
     ),
 }

@@ -9,7 +9,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from fleetd.engine.answer.call_formats import CallFormat, CallText
+from fleetd.engine.answer.call_formats import CallFormat, CallLayout
 from fleetd.engine.answer.tagged_calls import ArgFormat, TaggedFormat
 from fleetd.engine.grammar.escaped_lark import escaped_lark
 from fleetd.engine.grammar.lark_rules import LarkRules, choice, quoted
@@ -50,7 +50,7 @@ class CallGrammar:
         self._rules = rules
         self._form = form
         newer = form.older is None or rules.spelling.is_token(form.newer)
-        self._text: CallText = form.writes if newer or form.older is None else form.older
+        self._text: CallLayout = form.writes if newer or form.older is None else form.older
         #: What every section of calls begins with.
         self.opener = form.start or form.begins[0]
         self._call = rules.rule(choice(map(self._as_json if whole_json else self._one, tools)))

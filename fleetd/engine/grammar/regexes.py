@@ -43,7 +43,7 @@ def regex(pattern: str, flags: int = 0, *, escaped: bool = False) -> str:
         parsed = parser.parse(pattern, flags)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"not a regular expression: {error}") from None
-    return f"/{_Writer(parsed.state.flags, escaped=escaped).items(list(parsed))}/"
+    return f"/{_RegexWriter(parsed.state.flags, escaped=escaped).items(list(parsed))}/"
 
 
 def escaped_line(pattern: str, flags: int = 0) -> str:
@@ -64,7 +64,7 @@ def escaped_line(pattern: str, flags: int = 0) -> str:
     least, most, inner = items[-1][1]
     if most is not codes.MAXREPEAT or least > 1 or len(inner) != 1:
         return ""
-    writer = _Writer(parser.parse(pattern, flags).state.flags, escaped=True)
+    writer = _RegexWriter(parser.parse(pattern, flags).state.flags, escaped=True)
     found = writer.signs(*inner[0])
     if found is None:
         return ""
@@ -80,13 +80,13 @@ def search_regex(pattern: str) -> str:
         begun = bool(parsed) and parsed[0][0] is codes.AT and parsed[0][1] in _BEGINS
         parsed = parsed[begun:]
         ended = bool(parsed) and parsed[-1][0] is codes.AT and parsed[-1][1] in _ENDS
-        body = _Writer(re.ASCII, escaped=False).items(parsed[: len(parsed) - ended])
+        body = _RegexWriter(re.ASCII, escaped=False).items(parsed[: len(parsed) - ended])
     except (ValueError, re.error, OverflowError, RecursionError):
         return ""
     return f"/{'' if begun else '(?s:.*)'}{body}{'' if ended else '(?s:.*)'}/"
 
 
-class _Writer:
+class _RegexWriter:
     def __init__(self, flags: int, *, escaped: bool) -> None:
         self._flags = flags
         self._escaped = escaped
@@ -101,7 +101,7 @@ class _Writer:
             return f"(?:{'|'.join(map(self.items, value[1]))})"
         if code is codes.SUBPATTERN:
             _, added, removed, inner = value
-            return f"(?:{_Writer((self._flags | added) & ~removed, escaped=self._escaped).items(inner)})"
+            return f"(?:{_RegexWriter((self._flags | added) & ~removed, escaped=self._escaped).items(inner)})"
         if code in _REPEATS:
             least, most, inner = value
             end = "" if most is codes.MAXREPEAT else most
