@@ -152,7 +152,7 @@ _HOW = (
     "Costs: one process, a model of 2 layers that are 64 wide with the default model's vocabulary, whose "
     f"compute is next to nothing, answers of {TOKENS} tokens with and without a grammar that allows any "
     "text; MLX computes in a thread of its own, as a GPU does. Masks: two schemas and answers to them, "
-    "tokens of the default model, one mask after the other. Answers: a daemon, the default model, a schema of six "
-    "properties, greedy; from the first token to the last, with all drafts, without forced tokens, and "
-    "without drafts."
+    "tokens of the default model, one mask after the other. Answers: a daemon, the default model, a schema "
+    "of six properties, greedy; from the first token to the last, with all drafts, without forced tokens, "
+    "and without drafts."
 )
