@@ -181,3 +181,22 @@ def test_without_a_token_that_ends_an_answer_none_is_held() -> None:
     tokenizer = miniature_tokenizers.qwen3()
     with pytest.raises(EngineError, match="no token that ends"):
         TokenTable(tokenizer, len(tokenizer.get_vocab()), [])
+
+
+def test_what_a_tokenizer_cannot_spell_is_known_before() -> None:
+    whole, few = (
+        TokenTable(made, len(made.get_vocab()), []) for made in (KINDS["bytes"](), KINDS["pieces"]())
+    )
+    assert whole.unspelled("naïve 😀 <|im_end|>") == ""
+    assert few.unspelled('{"name": "bob"}') == ""
+    assert few.unspelled("a 😀") == "😀"
+
+
+def test_an_answer_that_no_token_can_go_on_fails() -> None:
+    tokenizer = KINDS["pieces"]()
+    table = TokenTable(tokenizer, len(tokenizer.get_vocab()), [])
+    held = matcher(table, 'start: "a" /😀/')
+    held.masks()
+    held.consume(tokens_of(table, "a"))
+    assert held.masks()[0].all()
+    assert "No token" in held.failure

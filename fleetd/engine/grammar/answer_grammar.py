@@ -24,7 +24,9 @@ from fleetd.engine.answer.answer_reader import Heads, Markers
 from fleetd.engine.answer.call_formats import CallFormat
 from fleetd.engine.answer.tagged_calls import ArgFormat
 from fleetd.engine.grammar.call_grammars import CallGrammar, HeldTool
+from fleetd.engine.grammar.client_grammars import bounded
 from fleetd.engine.grammar.lark_rules import ANY, LarkRules, Spelling, choice, quoted
+from fleetd.engine.grammar.schemas import enforceable
 from fleetd.engine.sampling.constraint import Constraint
 
 # What may follow the name of a tool that is written on.
@@ -137,14 +139,16 @@ class _AnswerGrammar:
             case "json_object":
                 return self._rules.json({"type": "object"})
             case "json_schema":
-                return self._rules.json(json.loads(constraint.text))
+                # Once more: a request of another machine brings one that was not checked here.
+                schema = enforceable(json.loads(constraint.text), constraint.where)
+                return self._rules.json(json.loads(schema))
             case "choice":
                 return choice(map(quoted, json.loads(constraint.text)))
             case "regex":
                 whole = json.loads(LLMatcher.grammar_from_regex(constraint.text))
                 return self._rules.nested(whole["grammars"][0]["lark_grammar"])
             case "grammar":
-                return self._rules.nested(_lark(constraint.text))
+                return self._rules.nested(bounded(_lark(constraint.text), constraint.where))
 
     # ---- Texts -------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from fleetd.engine.answer.answer_reader import Markers
 from fleetd.engine.answer.tool_formats import markers
 from fleetd.engine.grammar.answer_grammar import AnswerForm, answer_grammar
 from fleetd.engine.grammar.call_grammars import HeldTool
+from fleetd.engine.grammar.client_grammars import bounded
 from fleetd.engine.grammar.compiling import validated
 from fleetd.engine.grammar.matcher import AnswerMatcher
 from fleetd.engine.grammar.schemas import enforceable, lenient
@@ -28,7 +29,8 @@ def held_tool(function: Mapping[str, Any], strict: Mapping[str, str]) -> HeldToo
     """
     name, parameters = function["name"], function.get("parameters") or {"type": "object"}
     if name in strict:
-        return HeldTool(name, enforceable(parameters, f"tools: {name}"), strict[name])
+        where = f"tools: {name}"
+        return HeldTool(name, enforceable(parameters, where), bounded(strict[name], where))
     return HeldTool(name, lenient(parameters))
 
 
@@ -58,6 +60,10 @@ class Grammars:
         with self._lock:
             table = self.table
         where = "tools" if form.constraint is None else form.constraint.where
+        written = [] if form.constraint is None else [form.constraint.text]
+        for text in (*written, *(tool.schema for tool in form.tools)):
+            if missing := table.unspelled(text):
+                raise InvalidValue(f"{where}: this model has no tokens that spell {missing!r}.", param=where)
         try:
             lark = answer_grammar(form, markers(self._tokenizer) if chat else Markers(), table)
         except ValueError as error:

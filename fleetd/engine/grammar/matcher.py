@@ -87,9 +87,12 @@ class AnswerMatcher:
     def _mask(self) -> Mask:
         if not self.failure:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            if not self._matcher.is_error():
-                return np.unpackbits(bits, count=self._tokens, bitorder="little").view(np.bool_)
-            self._fail(self._matcher.get_error())
+            allowed = np.unpackbits(bits, count=self._tokens, bitorder="little").view(np.bool_)
+            if not self._matcher.is_error() and allowed.any():
+                return allowed
+            error = self._matcher.get_error()
+            ended = not error or error.startswith("NoExtension")
+            self._fail("No token of this model spells what has to come next." if ended else error)
         return np.ones(self._tokens, np.bool_)
 
     def _fail(self, reason: str) -> None:

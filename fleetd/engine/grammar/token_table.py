@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator
+from functools import cached_property
 from typing import Any
 
 from llguidance import LLTokenizer, TokenizerWrapper
@@ -68,6 +69,20 @@ class TokenTable:
     def is_token(self, marker: str) -> bool:
         """True if a marker is one control token."""
         return marker in self._controls
+
+    def unspelled(self, text: str) -> str:
+        """The first character of a text that no tokens spell; "" if they spell all of it."""
+        known = self._spelled
+        for char in dict.fromkeys(text):
+            raw = char.encode()
+            if raw not in known and not known.issuperset(raw[at : at + 1] for at in range(len(raw))):
+                return char
+        return ""
+
+    @cached_property
+    def _spelled(self) -> frozenset[bytes]:
+        controls = frozenset(self._controls.values())
+        return frozenset(raw for number, raw in enumerate(self._bytes) if number not in controls)
 
     def lark(self, marker: str) -> str:
         """A marker in Lark's notation: control tokens by their ids, the text between them in quotes."""

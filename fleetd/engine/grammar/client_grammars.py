@@ -1,0 +1,63 @@
+"""Grammars that clients write, within bounds: what the library would take long for is refused. Pure.
+
+A schema inside of a grammar is checked as any other (``schemas.enforceable``). Terminals that are the
+intersection or the complement of others can have a state for each combination of theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from fleetd import limits
+from fleetd.engine.grammar.schemas import enforceable
+from fleetd.errors import InvalidValue, UnsupportedParameter
+
+_PART = re.compile(
+    r"""
+      (?P<text> "(?:[^"\\\n]|\\.)*" | /(?:[^/\\\n]|\\.)+/ | (?://|\#)[^\n]* )
+    | (?P<operator> & | ~(?!\s*\d) )
+    | %(?P<directive> [a-z]+ ) \s*
+    """,
+    re.VERBOSE,
+)
+
+
+def bounded(lark: str, where: str) -> str:
+    """The grammar with its schemas checked, and without the library's own options.
+
+    Args:
+        lark: in Lark's notation.
+        where: the field that it stands in, for errors.
+
+    Raises:
+        UnsupportedParameter: it has more operators than allowed, or a schema that cannot be enforced.
+        InvalidValue: a schema that is none.
+    """
+    found: list[str] = []
+    at = operators = 0
+    while part := _PART.search(lark, at):
+        found.append(lark[at : part.start()])
+        at = part.end()
+        if part["directive"] in ("json", "llguidance"):
+            value, at = _json(lark, at, where)
+            if part["directive"] == "json":
+                found.append(f"%json {enforceable(value, where)}")
+            continue
+        operators += part["operator"] is not None
+        found.append(part[0])
+    if operators > limits.GRAMMAR_OPERATORS:
+        raise UnsupportedParameter(
+            f"{where}: more than {limits.GRAMMAR_OPERATORS} operators & and ~ in one grammar.",
+            hint="Write such terminals as regular expressions.",
+            param=where,
+        )
+    return "".join([*found, lark[at:]])
+
+
+def _json(lark: str, at: int, where: str) -> tuple[object, int]:
+    """The value that begins at a character, and where it ends."""
+    try:
+        return json.JSONDecoder().raw_decode(lark, at)
+    except (json.JSONDecodeError, RecursionError):
+        raise InvalidValue(f"{where}: what follows a directive is no JSON.", param=where) from None
