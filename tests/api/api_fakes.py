@@ -418,7 +418,7 @@ class Target:
     base_url: str
     api_key: str
     model: str
-    # A live model may not know tools.
+    # A live model may say anything else than the call that a test waits for.
     tools: bool
 
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.model, pytest.mark.one_loop]
 
 __all__ = ["async_client", "client"]
 
-# The default model has no tool calls; those of a real engine are tested below.
+# A model of random words calls what it likes; tool calls of a real engine are tested below.
 NOT_HERE = {"test_tool_calls_whole_and_streamed"}
 for _name, _test in list(vars(test_openai_sdk).items()):
     if not _name.startswith("test_") or _name in NOT_HERE:
