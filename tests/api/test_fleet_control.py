@@ -103,7 +103,7 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: ControlledDae
     assert (entries["gpt-oss-20b"]["tools"], entries["gpt-oss-20b"]["thinking"]) == ("harmony", True)
     second = listing["installed"][1]
     assert [(model["tools"], model["thinking"]) for model in (first, second)] == [
-        ("", False),
+        ("grammar", False),
         ("json_tools", True),
     ]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.engine.speculation.automaton import Automaton
-from fleetd.engine.speculation.local_sources import LOCAL_NAMES, SOURCE_NAMES, local_sources
+from fleetd.engine.speculation.local_sources import GRAMMAR, LOCAL_NAMES, SOURCE_NAMES, local_sources
 from fleetd.engine.speculation.lookup import LONGEST, SHORTEST, PromptLookup
 from fleetd.engine.speculation.remote_source import RemoteSource
 from fleetd.engine.speculation.sources import Context
@@ -91,6 +91,6 @@ def test_a_long_prompt_is_taken_up_bit_by_bit_and_only_its_end(
 def test_the_names_of_sources_are_those_that_requests_may_give() -> None:
     held: Any = object()
     local = [source.name for source in local_sources(held)]
-    assert [source.name for source in local_sources()] == local[1:]
-    assert tuple(local) == LOCAL_NAMES
+    assert tuple(source.name for source in local_sources()) == LOCAL_NAMES
+    assert local == [GRAMMAR, *LOCAL_NAMES]
     assert {*local, RemoteSource.name} == set(SOURCE_NAMES)

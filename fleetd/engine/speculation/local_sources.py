@@ -18,7 +18,10 @@ SourceName = Literal["grammar", "suffix", "lookup", "drafter"]
 SOURCE_NAMES: tuple[SourceName, ...] = get_args(SourceName)
 # The source that another worker feeds; it is added to an answer once that worker is found.
 DRAFTER: Final = "drafter"
-LOCAL_NAMES = tuple(name for name in SOURCE_NAMES if name != DRAFTER)
+# The source of an answer that is held to a grammar.
+GRAMMAR: Final = "grammar"
+# Those that every answer has.
+LOCAL_NAMES = tuple(name for name in SOURCE_NAMES if name not in (DRAFTER, GRAMMAR))
 
 
 def local_sources(matcher: AnswerMatcher | None = None) -> list[DraftSource]:
