@@ -21,6 +21,7 @@ from fleetd.engine.sampling.sampler import (
     SeededSampler,
     make_processors,
     make_sampler,
+    masked,
     without_ends,
 )
 
@@ -400,3 +401,15 @@ def test_the_table_has_each_parameter_once_and_agrees_with_the_arithmetic() -> N
     recommended = msgspec.structs.asdict(SamplingDefaults())
     assert {name: table[name].neutral for name in recommended} == recommended
     assert {name for name, each in table.items() if each.alike} == set(sampling._Filters.__struct_fields__)
+
+
+@pytest.mark.parametrize("kind", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 9), (3, 9), (3, 1, 9)])
+def test_a_mask_leaves_what_is_allowed_to_the_bit(kind: mx.Dtype, shape: tuple[int, ...]) -> None:
+    logits = (mx.random.normal(shape, key=mx.random.key(3)) * 50).astype(kind)
+    allowed = np.random.default_rng(2).random((*shape[:-1], 7)) > 0.5
+    whole = mx.array(np.concatenate([allowed, np.zeros((*shape[:-1], 2), np.bool_)], axis=-1))
+    expected = mx.where(whole, logits, mx.array(-mx.inf, kind))
+    found = masked(logits, allowed)
+    assert (found.dtype, found.shape) == (kind, shape)
+    assert mx.array_equal(found, expected)

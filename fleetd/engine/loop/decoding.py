@@ -132,7 +132,7 @@ class Decoding:
         # In a batch a window's cache is laid out otherwise: a sequence with one does not come back.
         self._may_return = all_plain(self._empty)
         self._stop_tokens = StopSequences([(t,) for t in sorted(self._ends)])
-        self._held = HeldRows(self.model)
+        self._held = HeldRows(self.model, lambda: self._generator._generation_batch._current_tokens)
         self._generator = BatchGenerator(
             self._held,
             completion_batch_size=self.max_streams,

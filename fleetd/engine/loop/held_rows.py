@@ -1,13 +1,14 @@
 """Rows of a batch whose answers are held to grammars: their logits come from the model with masks on them.
 
-mlx-lm builds each step of a batch before it reads the tokens of the step before. A mask needs that token, so
-a call with such rows reads the tokens, has the device begin, and makes the masks meanwhile.
+mlx-lm begins each step of a batch before it reads the tokens of the step before. A mask needs that token: a
+call with such rows has the device begin, reads the tokens, which the device had before, and makes the masks
+while the step is computed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -18,10 +19,15 @@ from fleetd.engine.sampling.sampler import masked
 
 
 class HeldRows:
-    """``model`` for mlx-lm's batch. ``expect`` says before each step which rows its calls are for."""
+    """``model`` for mlx-lm's batch. ``expect`` says before each step which rows its calls are for.
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    Args:
+        newest: the batch's tokens (n,) that are the input of the call under way. The call has a view of them,
+            which could be read only after all that the call computes.
+    """
+
+    def __init__(self, model: Any, newest: Callable[[], mx.array]) -> None:
+        self._model, self._newest = model, newest
         self._due: deque[Sequence[AnswerMatcher | None]] = deque()
         self._joining: Sequence[AnswerMatcher | None] = ()
 
@@ -45,11 +51,12 @@ class HeldRows:
             return logits
         if len(rows) != tokens.shape[0]:
             raise RuntimeError(f"{tokens.shape[0]} rows were computed and {len(rows)} expected")
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
         if rows is not self._joining:
-            for matcher, (token,) in zip(rows, np.array(tokens).tolist(), strict=True):
+            read: Any = self._newest().tolist()
+            for matcher, token in zip(rows, read, strict=True):
                 if matcher is not None:
                     matcher.consume([token])
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]
         masks = [None if matcher is None else matcher.masks()[0] for matcher in rows]
         whole = np.ones(logits.shape[-1], np.bool_)
         allowed = [whole if mask is None else np.pad(mask, (0, len(whole) - len(mask))) for mask in masks]

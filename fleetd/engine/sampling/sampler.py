@@ -47,8 +47,22 @@ def masked(logits: mx.array, allowed: np.ndarray[Any, np.dtype[np.bool_]]) -> mx
     """Logits (n, V), -inf where ``allowed`` (n, v) is False, and for the tokens that it does not tell of."""
     beyond = logits.shape[-1] - allowed.shape[-1]
     if beyond > 0:
-        allowed = np.pad(allowed, ((0, 0), (0, beyond)))
-    return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, logits.dtype))
+        allowed = np.pad(allowed, [(0, 0)] * (allowed.ndim - 1) + [(0, beyond)])
+    # A sum with 0 and -inf, whose bits are made here: on a CPU it takes a fifth of the time of mx.where.
+    whole, infinity = _MINUS_INFINITY[logits.dtype]
+    bits = allowed.astype(whole)
+    # In place: memory for another of them takes longer than the arithmetic.
+    np.subtract(bits, whole(1), out=bits)
+    np.bitwise_and(bits, whole(infinity), out=bits)
+    return logits + mx.array(bits).view(logits.dtype)
+
+
+# By the type of logits: the integer of its size, and the bits of -inf.
+_MINUS_INFINITY: dict[mx.Dtype, tuple[Any, int]] = {
+    mx.float32: (np.uint32, 0xFF800000),
+    mx.float16: (np.uint16, 0xFC00),
+    mx.bfloat16: (np.uint16, 0xFF80),
+}
 
 
 def _noise_key(seed: int, index: int) -> list[int]:

@@ -149,8 +149,7 @@ class VerifyRow:
         start = len(self.tokens) - tokens.size + unread
         with noted_states(self.model, self.hidden_layers) as states:
             logits = self.model(tokens[None], cache=self.cache)[:, -1, :]
-        # The token is read first: the device has it before it has what begins now.
-        mask = self._masks(logits, [_id(tokens)] if unread and self.matcher is not None else ())[-1]
+        mask = self._masks(logits, tokens if unread else ())[-1]
         context = self._seen()
         if unread and context is not None:
             context = self._context_with(tokens)
@@ -159,12 +158,15 @@ class VerifyRow:
         mx.async_eval(chosen, logprobs)  # type: ignore[no-untyped-call]
         return chosen, logprobs, _rows_of(states, start, tokens.size)
 
-    def _masks(self, logits: mx.array, drafts: Sequence[int]) -> list[Mask | None]:
+    def _masks(self, logits: mx.array, drafts: Sequence[int] | mx.array) -> list[Mask | None]:
         """The mask of each row: of the due token's, and of those of ``drafts``. Begins to compute ``logits``,
         unless nothing is masked."""
         if self.matcher is None:
             return [None] * (1 + len(drafts))
+        # First, so that the device does not wait. A token that is not read yet is there before them.
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        if isinstance(drafts, mx.array):
+            drafts = [_id(drafts)]
         found: list[Mask | None] = [*self.matcher.masks(drafts)]
         # Behind a draft that is forbidden no row counts.
         return found + [None] * (1 + len(drafts) - len(found))
