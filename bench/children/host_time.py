@@ -24,9 +24,7 @@ from typing import Any
 from bench.harness.child import serve
 from fleetd.engine.cpu import products
 
-# Next to no compute, unless another depth and width are asked for.
-LAYERS, WIDTH = 2, 64
-HEAD_WIDTH = 32
+LAYERS, WIDTH, HEADS = 2, 64, 2
 STREAMS = 4
 SEED = 1
 
@@ -40,7 +38,7 @@ class Step:
     host_s: float = field(default_factory=time.thread_time)
 
 
-def main(mode: str, model_path: Path, vocabulary: int, layers: int = LAYERS, width: int = WIDTH) -> None:
+def main(mode: str, model_path: Path, vocabulary: int) -> None:
     products.preload_blas()
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
     from fleetd.engine.load import model_reading
@@ -53,13 +51,11 @@ def main(mode: str, model_path: Path, vocabulary: int, layers: int = LAYERS, wid
     device = model_reading.pick_device("auto")
     if device == "cpu":
         products.install() if mode == "cured" else mx.disable_compile()
-    sides = _Sides(
-        _model(vocabulary, layers, width), load_tokenizer(model_path), vocabulary, ahead=mode != "cured"
-    )
+    sides = _Sides(_model(vocabulary), load_tokenizer(model_path), vocabulary, ahead=mode != "cured")
     serve(sides.answer)
 
 
-def _model(vocabulary: int, layers: int, width: int) -> Any:
+def _model(vocabulary: int) -> Any:
     import mlx.core as mx
     from mlx_lm.models import llama
 
@@ -67,11 +63,11 @@ def _model(vocabulary: int, layers: int, width: int) -> Any:
     model = llama.Model(
         llama.ModelArgs(
             model_type="llama",
-            hidden_size=width,
-            num_hidden_layers=layers,
-            intermediate_size=2 * width,
-            num_attention_heads=width // HEAD_WIDTH,
-            num_key_value_heads=width // HEAD_WIDTH,
+            hidden_size=WIDTH,
+            num_hidden_layers=LAYERS,
+            intermediate_size=2 * WIDTH,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
             rms_norm_eps=1e-5,
             vocab_size=vocabulary,
             tie_word_embeddings=False,
@@ -227,4 +223,4 @@ class _Sides:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
