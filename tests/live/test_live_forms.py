@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import openai
 import pydantic
 import pytest
+import test_recorded_requests
 from api_fakes import Target
-from live_daemon import LiveDaemon
+from jsonschema import Draft202012Validator
+from live_daemon import WAIT_S, LiveDaemon
 
 pytestmark = [pytest.mark.model, pytest.mark.one_loop]
 
@@ -149,3 +153,30 @@ def test_the_default_model_fills_a_class_and_calls_a_tool(live: LiveDaemon, load
     (call,) = called.parse().choices[0].message.tool_calls or ()
     assert call.type == "function"
     assert json.loads(call.function.arguments)["city"] == "Paris"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "choice"), [("claude-code-first", {"type": "any"}), ("codex-first", "required")]
+)
+def test_an_agents_request_must_be_answered_by_a_call(
+    live: LiveDaemon, loaded_smol: str, recorded: str, choice: Any
+) -> None:
+    """What Claude Code and Codex send, with their tools strict, and one of them to be called."""
+    sent = json.loads(
+        (Path(test_recorded_requests.__file__).parent / f"fixtures/{recorded}.json").read_bytes()
+    )
+    body = sent["body"] | {"model": loaded_smol, "stream": False, "temperature": 0, "tool_choice": choice}
+    body |= {"max_tokens": 120} if choice != "required" else {"max_output_tokens": 120}
+    tools = {tool["name"]: tool for tool in body["tools"] if tool.get("type") in (None, "function")}
+    body["tools"] = [tool | {"strict": True} for tool in tools.values()]
+    headers = {"Authorization": f"Bearer {live.key}"}
+    root = live.base_url.removesuffix("/v1")
+    said = (
+        httpx.post(root + sent["path"], json=body, headers=headers, timeout=WAIT_S).raise_for_status().json()
+    )
+    parts = said.get("content") or said["output"]
+    (call,) = [part for part in parts if part["type"] in ("tool_use", "function_call")]
+    assert [part["type"] for part in parts if part is not call] == []
+    arguments = call["input"] if "input" in call else json.loads(call["arguments"])
+    tool = tools[call["name"]]
+    Draft202012Validator(tool.get("input_schema") or tool["parameters"]).validate(arguments)
