@@ -48,8 +48,8 @@ class SpeculateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sources: Annotated[
         Annotated[list[SourceName], Meta(max_length=len(SOURCE_NAMES))] | None,
         Meta(
-            description="Sources of drafts: the answer's own text (suffix, lookup) or another model "
-            "(drafter). By default all that there are.",
+            description="Sources of drafts: the answer's grammar, its own text (suffix, lookup) or another "
+            "model (drafter). By default all that there are.",
         ),
     ] = None
     width: Annotated[
