@@ -388,6 +388,11 @@ GRAMMAR_RULE_DEPTH = 500
 # Its building, 50,000 units a millisecond; one mask of the lexer, 14,000 units a millisecond; one of the
 # parser, 20,000 a millisecond.
 GRAMMAR_LEXER_FUEL, GRAMMAR_STEP_FUEL, GRAMMAR_STEP_ITEMS = 1_000_000, 200_000, 50_000
+# A forced text that takes longer to find is not drafted any more: it holds up all answers.
+GRAMMAR_FORCED_S = 0.02
+# What the repeats of an expression that a client wrote stand for together, and a text to choose from: what is
+# forced is made whole at each step, and a thousand characters take a millisecond.
+GRAMMAR_REPEATS = 4_096
 # Operators & and ~ of a grammar that a client wrote: twenty patterns joined by & took 4 s and 234 MB.
 GRAMMAR_OPERATORS = 8
 # Of the library's own words about a grammar that is malformed.

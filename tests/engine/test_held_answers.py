@@ -52,7 +52,7 @@ class Rule:
         return len(self.text) % 3 == 1
 
     @property
-    def consumed(self) -> int:
+    def held(self) -> int:
         return len(self.text)
 
     def consume(self, tokens: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ have more than the 64 bits that MessagePack carries.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,9 +15,9 @@ import msgspec
 
 from fleetd import limits
 from fleetd.api.generation.conversation import Plain
-from fleetd.engine.grammar.schemas import enforceable, lenient
+from fleetd.engine.grammar.schemas import enforceable
 from fleetd.engine.sampling.constraint import Constraint, ConstraintKind
-from fleetd.errors import InvalidValue
+from fleetd.errors import InvalidValue, UnsupportedParameter
 
 # ---- Fields ----------------------------------------------------------------------------------------------
 
@@ -72,7 +73,10 @@ def constraint(kind: ConstraintKind, value: Any, where: str) -> Constraint:
         case "json_object":
             return Constraint(kind, where=where)
         case "json_schema":
-            text = enforceable(_decoded(value, where) if isinstance(value, str) else value, where)
+            schema = _decoded(value, where) if isinstance(value, str) else value
+            # The engine writes it anew; here it is only checked, so that a refusal does not wait for a model.
+            enforceable(schema, where)
+            text = _as_text(schema)
         case "choice":
             text = msgspec.json.encode(value).decode()
         case "regex" | "grammar":
@@ -85,14 +89,18 @@ def of_format(form: ResponseFormat | TextFormat | None, where: str) -> Constrain
     match form:
         case None | TextForm():
             return None
-        case ObjectForm(schema=None):
+        case ObjectForm(schema=schema) if not schema:
             return constraint("json_object", None, where)
         case ObjectForm(schema=schema):
             return constraint("json_schema", schema, where)
         case ChatSchemaForm(json_schema=asked) | (SchemaForm() as asked):
             if asked.strict is False:
-                return _bounded("json_schema", lenient(asked.schema), where)
-            return constraint("json_schema", asked.schema, where)
+                return _bounded("json_schema", _as_text(asked.schema), where, lenient=True)
+            try:
+                return constraint("json_schema", asked.schema, where)
+            except UnsupportedParameter as error:
+                hint = f'{error.hint} With "strict": false it is enforced as far as it can be.'
+                raise UnsupportedParameter(error.message, hint=hint, param=error.param) from None
 
 
 def strict_tools(tools: Iterable[tuple[str, Plain | None, str]]) -> dict[str, str]:
@@ -121,10 +129,14 @@ def _decoded(text: str, where: str) -> Any:
         raise InvalidValue(f"{where} is no JSON: {error}.", param=where) from None
 
 
-def _bounded(kind: ConstraintKind, text: str, where: str) -> Constraint:
+def _as_text(schema: Any) -> str:
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+
+
+def _bounded(kind: ConstraintKind, text: str, where: str, *, lenient: bool = False) -> Constraint:
     if len(text) > limits.CONSTRAINT_CHARS:
         raise InvalidValue(
             f"{where} has {len(text)} characters, and {limits.CONSTRAINT_CHARS} at most are taken.",
             param=where,
         )
-    return Constraint(kind, text, where)
+    return Constraint(kind, text, where, lenient)

@@ -189,4 +189,5 @@ def _lark(form: GrammarInput) -> str:
     if form.syntax == "lark":
         return form.definition
     expression = _SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], form.definition)
+    expression = expression.replace("\n", r"\n").replace("\r", r"\r")
     return f"start: /{expression}/"

@@ -33,12 +33,15 @@ def all_token_bytes(tokenizer: Any, count: int) -> list[bytes]:
     """The bytes of each id below ``count``, with the space that a token of SentencePiece begins with; b"" for
     an id that is no token."""
     texts = tokenizer.convert_ids_to_tokens(list(range(count)))
-    added = {int(number): str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    added = {int(number): token for number, token in tokenizer.added_tokens_decoder.items()}
     byte_level = _is_byte_level(tokenizer)
     found = []
     for number, text in enumerate(texts):
         if number in added:
-            found.append(added[number].encode())
+            raw = str(added[number]).encode()
+            # Runs of spaces are added tokens of some.
+            plain = not byte_level and not getattr(added[number], "special", True)
+            found.append(raw.replace(_SPM_SPACE, b" ") if plain else raw)
         elif not text:
             found.append(b"")
         elif isinstance(text, bytes):

@@ -19,14 +19,15 @@ import msgspec
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from fleetd import limits
 from fleetd.engine.answer.answer_parts import Channel
 from fleetd.engine.answer.answer_reader import Heads, Markers
 from fleetd.engine.answer.call_formats import CallFormat
 from fleetd.engine.answer.tagged_calls import ArgFormat
 from fleetd.engine.grammar.call_grammars import CallGrammar, HeldTool
-from fleetd.engine.grammar.client_grammars import bounded
+from fleetd.engine.grammar.client_grammars import bounded, short
 from fleetd.engine.grammar.lark_rules import ANY, LarkRules, Spelling, choice, quoted
-from fleetd.engine.grammar.schemas import enforceable
+from fleetd.engine.grammar.schemas import enforceable, lenient
 from fleetd.engine.sampling.constraint import Constraint
 
 # What may follow the name of a tool that is written on.
@@ -139,13 +140,16 @@ class _AnswerGrammar:
             case "json_object":
                 return self._rules.json({"type": "object"})
             case "json_schema":
-                # Once more: a request of another machine brings one that was not checked here.
-                schema = enforceable(json.loads(constraint.text), constraint.where)
-                return self._rules.json(json.loads(schema))
+                schema = json.loads(constraint.text)
+                known = lenient(schema) if constraint.lenient else enforceable(schema, constraint.where)
+                return self._rules.json(json.loads(known))
             case "choice":
-                return choice(map(quoted, json.loads(constraint.text)))
+                texts = json.loads(constraint.text)
+                if any(len(each) > limits.GRAMMAR_REPEATS for each in texts):
+                    raise ValueError(f"a text to choose has more than {limits.GRAMMAR_REPEATS} characters")
+                return choice(map(quoted, texts))
             case "regex":
-                whole = json.loads(LLMatcher.grammar_from_regex(constraint.text))
+                whole = json.loads(LLMatcher.grammar_from_regex(short(constraint.text, constraint.where)))
                 return self._rules.nested(whole["grammars"][0]["lark_grammar"])
             case "grammar":
                 return self._rules.nested(bounded(_lark(constraint.text), constraint.where))

@@ -23,6 +23,40 @@ _PART = re.compile(
 )
 
 
+_ITEM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
+
+
+def short(text: str, where: str) -> str:
+    """A regular expression without repeats of great length. Raises UnsupportedParameter for another."""
+    if _longest_repeat(text) > limits.GRAMMAR_REPEATS:
+        raise UnsupportedParameter(
+            f"{where}: repeats that stand for more than {limits.GRAMMAR_REPEATS:,} characters.",
+            hint="Repeat fewer times, or without a number.",
+            param=where,
+        )
+    return text
+
+
+def _longest_repeat(expression: str) -> int:
+    """Characters that the longest of an expression's counted repeats stands for."""
+    longest, sizes, last = 0, [0], 0
+    for item in _ITEM.finditer(expression):
+        if item[0] == "(":
+            sizes.append(0)
+        elif item[0] == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif item[1] is not None:
+            times = int(item[2] or item[1])
+            sizes[-1] += last * max(0, times - 1)
+            last *= times
+            longest = max(longest, last)
+        else:
+            last = 1
+            sizes[-1] += 1
+    return longest
+
+
 def bounded(lark: str, where: str) -> str:
     """The grammar with its schemas checked, and without the library's own options.
 
@@ -45,7 +79,7 @@ def bounded(lark: str, where: str) -> str:
                 found.append(f"%json {enforceable(value, where)}")
             continue
         operators += part["operator"] is not None
-        found.append(part[0])
+        found.append(short(part[0], where) if part[0].startswith("/") else part[0])
     if operators > limits.GRAMMAR_OPERATORS:
         raise UnsupportedParameter(
             f"{where}: more than {limits.GRAMMAR_OPERATORS} operators & and ~ in one grammar.",

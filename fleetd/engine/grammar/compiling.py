@@ -60,7 +60,7 @@ def validated(grammar: str, tokenizer: LLTokenizer, where: str) -> LLMatcher:
         UnsupportedParameter: it takes more time or memory than is allowed.
         InvalidValue: no answer fits it, or it is malformed.
     """
-    if _rule_depth(grammar) > limits.GRAMMAR_RULE_DEPTH:
+    if max(map(_rule_depth, _parts(grammar))) > limits.GRAMMAR_RULE_DEPTH:
         raise UnsupportedParameter(
             f"{where}: its rules refer to each other more than {limits.GRAMMAR_RULE_DEPTH} deep.",
             hint="Write chains of rules as one rule, with repeats.",
@@ -72,6 +72,13 @@ def validated(grammar: str, tokenizer: LLTokenizer, where: str) -> LLMatcher:
     if matcher.is_error():
         raise _refusal(matcher.get_error(), where)
     return matcher
+
+
+def _parts(grammar: str) -> list[str]:
+    """The grammars of a whole one that is JSON."""
+    if not grammar.startswith("{"):
+        return [grammar]
+    return [each["lark_grammar"] for each in json.loads(grammar)["grammars"]]
 
 
 def _rule_depth(grammar: str) -> int:

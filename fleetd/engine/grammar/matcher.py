@@ -4,17 +4,20 @@
                                     └────forced────► tokens of the only text that can follow
 
 The state is that after the tokens of the answer so far, and never that after a draft: masks of drafted rows
-are computed on the way there and back. Nothing here raises: an answer shares its batch with others. What goes
+are computed on a copy. Nothing here raises: an answer shares its batch with others. What goes
 wrong is told by ``failure``, and the answer that it belongs to fails.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher
+
+from fleetd import limits
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -30,36 +33,45 @@ class AnswerMatcher:
     def __init__(self, matcher: LLMatcher, tokens: int) -> None:
         self._matcher = matcher
         self._tokens = tokens
-        #: Tokens of the answer so far.
-        self.consumed = 0
+        #: Tokens of the answer so far, and how many of them, from the first on, fit the grammar.
+        self.consumed = self.held = 0
         #: Why the answer cannot go on; "" if it can.
         self.failure = ""
+        #: Most tokens might come next when masks were made last, as inside of a string.
+        self.open = False
         # The drafts that masks were made for last, and these masks: the first is that of the state.
         self._drafts: Sequence[int] = ()
         self._masks: list[Mask] = []
+        # What is forced takes too long to find out.
+        self._slow = False
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Go on behind tokens of the answer."""
         self.consumed += len(tokens)
         known = list(tokens) == list(self._drafts[: len(tokens)])
         self._drafts, self._masks = (), self._masks[len(tokens) : len(tokens) + 1] if known else []
-        if self.failure or self._matcher.try_consume_tokens(list(tokens)) == len(tokens):
+        if self.failure:
+            return
+        fit = int(self._matcher.try_consume_tokens(list(tokens)))
+        self.held += fit
+        if fit == len(tokens):
             return
         # The token that ends a whole answer may be one that the table does not know as an end.
-        if not self._matcher.is_accepting():
-            self._fail("A token does not fit the grammar.")
-
-    @property
-    def open(self) -> bool:
-        """True if most tokens may come next, as inside of a string; False if that is not known yet."""
-        return bool(self._masks) and 2 * int(np.count_nonzero(self._masks[0])) > self._tokens
+        if not self._matcher.is_error() and self._matcher.is_accepting():
+            self.held += 1
+        else:
+            self._fail(self._matcher.get_error() or "A token does not fit the grammar.")
 
     def forced(self, most: int) -> list[int]:
         """Tokens of the text that has to follow, at most so many, as the tokenizer would write it; empty if
         more than one text can follow. The model may write the same text with other tokens."""
-        if self.failure:
+        if self.failure or self._slow:
             return []
-        return [int(token) for token in self._matcher.compute_ff_tokens()[:most]]
+        begun = time.perf_counter()
+        found = self._matcher.compute_ff_tokens()
+        # All of the text is made each time, however long it is.
+        self._slow = time.perf_counter() - begun > limits.GRAMMAR_FORCED_S
+        return [int(token) for token in found[:most]]
 
     def allowed(self, drafts: Sequence[int]) -> int:
         """How many of the drafts, from the first on, the grammar allows."""
@@ -71,29 +83,35 @@ class AnswerMatcher:
     def masks(self, drafts: Sequence[int] = ()) -> list[Mask]:
         """What may follow the answer, the answer and the first draft, and so on: (tokens,), True for each
         token that may. After a draft that the grammar forbids there are no more masks."""
-        found, taken = self._masks[:1] or [self._mask()], 0
-        for draft in drafts:
-            if self.failure or not 0 <= draft < self._tokens:
+        found, taken = self._masks[:1] or [self._mask()], []
+        # A draft may be refused yet: what goes wrong behind it is no failure of the answer.
+        trial = self._matcher.deep_copy() if drafts and not self.failure else self._matcher
+        for draft in () if self.failure else drafts:
+            if not 0 <= draft < self._tokens or trial.is_stopped() or not trial.try_consume_tokens([draft]):
                 break
-            if self._matcher.is_stopped() or not self._matcher.try_consume_tokens([draft]):
+            mask = self._computed(trial)
+            if mask is None:
                 break
-            taken += 1
-            found.append(self._mask())
-        if taken and not self._matcher.rollback(taken):
-            self._fail("The state could not be taken back.")
-        self._drafts, self._masks = tuple(drafts[:taken]), found
+            taken.append(draft)
+            found.append(mask)
+        self._drafts, self._masks = tuple(taken), found
+        self.open = 2 * int(np.count_nonzero(found[-1])) > self._tokens
         return list(found)
 
     def _mask(self) -> Mask:
-        if not self.failure:
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            allowed = np.unpackbits(bits, count=self._tokens, bitorder="little").view(np.bool_)
-            if not self._matcher.is_error() and allowed.any():
-                return allowed
-            error = self._matcher.get_error()
-            ended = not error or error.startswith("NoExtension")
-            self._fail("No token of this model spells what has to come next." if ended else error)
+        found = None if self.failure else self._computed(self._matcher)
+        if found is not None:
+            return found
+        error = self._matcher.get_error()
+        ended = not error or error.startswith("NoExtension")
+        self._fail("No token of this model spells what has to come next." if ended else error)
         return np.ones(self._tokens, np.bool_)
+
+    def _computed(self, matcher: LLMatcher) -> Mask | None:
+        """The mask of a state; None if there is none."""
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, count=self._tokens, bitorder="little").view(np.bool_)
+        return None if matcher.is_error() or not allowed.any() else allowed
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason.partition("\n")[0][:200]

@@ -49,6 +49,9 @@ class SchemaWriter:
         self._names: dict[Reference, str] = {}
         #: References to sets with at least one finite value.
         self._finite: set[Reference] = set()
+        # What ``_one_ends`` has found. Without it each level of an object would be looked at twice, and all
+        # below it as often.
+        self._known: dict[Alternative, bool] = {}
 
     def written(self, values: ValueSet) -> dict[str, Any]:
         """The schema of a set, with the sets that it refers to."""
@@ -88,6 +91,7 @@ class SchemaWriter:
             for each, target in self._targets.items():
                 if each not in self._finite and self._ends(target):
                     self._finite.add(each)
+                    self._known.clear()
                     found = True
 
     def _ends(self, values: ValueSet) -> bool:
@@ -95,6 +99,11 @@ class SchemaWriter:
         return any(self._one_ends(each) for each in _spoken(values))
 
     def _one_ends(self, alternative: Alternative) -> bool:
+        if alternative not in self._known:
+            self._known[alternative] = self._may_end(alternative)
+        return self._known[alternative]
+
+    def _may_end(self, alternative: Alternative) -> bool:
         match alternative:
             case Reference():
                 return alternative in self._finite

@@ -466,7 +466,9 @@ class Decoding:
             if sequence.generated >= sequence.max_tokens:
                 self._end(sequence, "length")
                 return
-        if not self._grow(sequence):
+        if running.matcher is not None and running.matcher.failure:
+            self._end(sequence, _not_held(running.matcher))
+        elif not self._grow(sequence):
             self._end(sequence, self.budget.exhausted(sequence.held))
 
     def _end(self, sequence: ScheduledSequence, outcome: FinishReason | Exception) -> None:
@@ -541,6 +543,8 @@ class Decoding:
                 outcome = "stop"
             elif left:
                 outcome = "length"
+            elif running.matcher is not None and running.matcher.failure:
+                outcome = _not_held(running.matcher)
             elif not self._grow(sequence):
                 outcome = self.budget.exhausted(sequence.held)
         if left and outcome is not None:
@@ -579,12 +583,16 @@ def _give_hidden(
 
 
 def _check_held(running: DecodingSequence) -> None:
-    """Raises EngineError if an answer's grammar cannot go on: what came is not held to it any more."""
-    if running.matcher is not None and running.matcher.failure:
-        raise EngineError(
-            f"The answer could not be held to its grammar: {running.matcher.failure}",
-            hint="Simplify the schema or the grammar.",
-        )
+    """Raises EngineError if the newest token that was counted does not fit the answer's grammar."""
+    if running.matcher is not None and running.sequence.generated > running.matcher.held:
+        raise _not_held(running.matcher)
+
+
+def _not_held(matcher: AnswerMatcher) -> EngineError:
+    return EngineError(
+        f"The answer could not be held to its grammar: {matcher.failure}",
+        hint="Simplify the schema or the grammar.",
+    )
 
 
 def _count(sequence: ScheduledSequence, now: float) -> None:

@@ -21,8 +21,10 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the text of an answer has to be."""
 
     kind: ConstraintKind
-    #: The schema as JSON, the regular expression, the choices as a JSON list of texts, or the grammar in
-    #: Lark's or in GBNF's notation; "" for a JSON object of any shape.
+    #: The schema as JSON, as the client has it, the regular expression, the choices as a JSON list of texts,
+    #: or the grammar in Lark's or in GBNF's notation; "" for a JSON object of any shape.
     text: ConstraintText = ""
     #: The field of the request that asks for it, for errors.
     where: Annotated[str, Meta(max_length=256)] = ""
+    #: Keywords of a schema that cannot be enforced are left out; else they are refused.
+    lenient: bool = False
