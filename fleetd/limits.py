@@ -388,8 +388,8 @@ GRAMMAR_RULE_DEPTH = 500
 # Its building, 50,000 units a millisecond; one mask of the lexer, 14,000 units a millisecond; one of the
 # parser, 20,000 a millisecond.
 GRAMMAR_LEXER_FUEL, GRAMMAR_STEP_FUEL, GRAMMAR_STEP_ITEMS = 1_000_000, 200_000, 50_000
-# A forced text that takes longer to find is not drafted any more: it holds up all answers.
-GRAMMAR_FORCED_S = 0.02
+# Of a forced text that is drafted: it is made whole at each step, which holds up all answers.
+GRAMMAR_FORCED_BYTES = 2_048
 # What the repeats of an expression that a client wrote stand for together, and a text to choose from: what is
 # forced is made whole at each step, and a thousand characters take a millisecond.
 GRAMMAR_REPEATS = 4_096

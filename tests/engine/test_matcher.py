@@ -200,3 +200,10 @@ def test_an_answer_that_no_token_can_go_on_fails() -> None:
     held.consume(tokens_of(table, "a"))
     assert held.masks()[0].all()
     assert "No token" in held.failure
+
+
+def test_a_very_long_forced_text_is_not_drafted(table: TokenTable) -> None:
+    short, long = matcher(table, "start: /a{2000}b/"), matcher(table, "start: /a{3000}b/")
+    assert len(short.forced(5)) == 5
+    assert long.forced(5) == []
+    assert long.masks()[0][tokens_of(table, "a")[0]]

@@ -10,7 +10,6 @@ wrong is told by ``failure``, and the answer that it belongs to fails.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,8 +41,8 @@ class AnswerMatcher:
         # The drafts that masks were made for last, and these masks: the first is that of the state.
         self._drafts: Sequence[int] = ()
         self._masks: list[Mask] = []
-        # What is forced takes too long to find out.
-        self._slow = False
+        # A text was forced that is so long that its tokens are not looked for any more.
+        self._long_forced = False
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Go on behind tokens of the answer."""
@@ -65,13 +64,11 @@ class AnswerMatcher:
     def forced(self, most: int) -> list[int]:
         """Tokens of the text that has to follow, at most so many, as the tokenizer would write it; empty if
         more than one text can follow. The model may write the same text with other tokens."""
-        if self.failure or self._slow:
+        if self.failure or self._long_forced:
             return []
-        begun = time.perf_counter()
-        found = self._matcher.compute_ff_tokens()
-        # All of the text is made each time, however long it is.
-        self._slow = time.perf_counter() - begun > limits.GRAMMAR_FORCED_S
-        return [int(token) for token in found[:most]]
+        # All of the text is made each time, however few of its tokens are wanted.
+        self._long_forced = len(self._matcher.compute_ff_bytes()) > limits.GRAMMAR_FORCED_BYTES
+        return [] if self._long_forced else list(map(int, self._matcher.compute_ff_tokens()[:most]))
 
     def allowed(self, drafts: Sequence[int]) -> int:
         """How many of the drafts, from the first on, the grammar allows."""
