@@ -18,7 +18,9 @@ from fleetd.errors import InvalidValue, UnsupportedParameter
 
 def test_json_stands_in_a_grammar_in_the_style_of_held_answers() -> None:
     schema = {"type": "object", "additionalProperties": {"type": "array", "items": {"type": "integer"}}}
-    grammar = f'start: "<" value ">" | "[" value "]"\nvalue: {json_rule(enforceable(schema, "s"))}'
+    grammar = (
+        f'start: "<" value ">" | "[" value "]"\nvalue: {json_rule(json.loads(enforceable(schema, "s")))}'
+    )
     matcher = validated(grammar, byte_tokenizer(), "s")
     assert takes(matcher, '<{"a": [1, 2], "b": []}>')
     assert takes(matcher, "[{}]")

@@ -63,7 +63,7 @@ def test_masks_are_those_of_the_tokens_before_them(table: TokenTable) -> None:
         expected.append(plain.masks()[0])
         assert expected[-1][token]
         plain.consume([token])
-        assert plain.consumed == at + 1
+        assert plain.held == at + 1
     assert np.array_equal(np.stack(drafted.masks(tokens[:-1])), np.stack(expected))
     drafted.masks(wrong)
     for at in range(0, len(tokens), 2):
@@ -80,7 +80,7 @@ def test_no_row_comes_behind_a_draft_that_is_forbidden(table: TokenTable) -> Non
     assert len(held.masks([*good, *bad, *good])) == len(good) + 1
     assert held.allowed([*good, 10**9]) == 0
     assert held.allowed([-1]) == 0
-    assert (held.consumed, held.failure) == (0, "")
+    assert (held.held, held.failure) == (0, "")
 
 
 def test_forced_tokens_spell_the_one_text_that_can_follow(table: TokenTable) -> None:
@@ -93,7 +93,7 @@ def test_forced_tokens_spell_the_one_text_that_can_follow(table: TokenTable) -> 
     # Inside of the name nothing is forced, and most letters are open.
     held.consume(tokens_of(table, '{"name": "b'))
     assert held.forced(64) == []
-    assert held.consumed == len(tokens_of(table, '{"name": "b'))
+    assert held.held == len(tokens_of(table, '{"name": "b'))
 
 
 def test_a_whole_answer_can_only_end(table: TokenTable) -> None:

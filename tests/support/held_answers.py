@@ -34,7 +34,9 @@ def byte_tokenizer() -> LLTokenizer:
 
 def held(schema: Any) -> LLMatcher:
     """A matcher of the JSON that a client's schema allows."""
-    return validated(f"start: {json_rule(enforceable(schema, 'schema'))}", byte_tokenizer(), "schema")
+    return validated(
+        f"start: {json_rule(json.loads(enforceable(schema, 'schema')))}", byte_tokenizer(), "schema"
+    )
 
 
 def spelled(value: Any) -> str:

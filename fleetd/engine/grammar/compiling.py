@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -38,15 +39,13 @@ _UNDECIDED = re.compile(r"determine if regex is empty", re.I)
 _TOO_LARGE = re.compile(r"too (large|big|many|complex)|exceed|limit|fuel|max is \d", re.I)
 
 
-def json_rule(schema_text: str) -> str:
+def json_rule(schema: Mapping[str, Any]) -> str:
     """The part of a Lark rule that stands for JSON by a schema, in the style of held answers.
 
     Args:
-        schema_text: of ``schemas.enforceable`` or ``schemas.lenient``.
+        schema: of ``schemas.enforceable`` or ``schemas.lenient``.
     """
-    schema = json.loads(schema_text)
-    styled = {"x-guidance": JSON_STYLE, **schema}
-    return f"%json {json.dumps(styled, ensure_ascii=False, separators=(',', ':'))}"
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_STYLE}, ensure_ascii=False)}"
 
 
 def validated(grammar: str, tokenizer: LLTokenizer, where: str) -> LLMatcher:

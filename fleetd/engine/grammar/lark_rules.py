@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from fleetd.engine.grammar.compiling import JSON_STYLE
+from fleetd.engine.grammar.compiling import json_rule
 
 #: A terminal of any text.
 ANY = "/(?s:.*)/"
@@ -142,8 +142,7 @@ class LarkRules:
 
     def json(self, schema: Any) -> str:
         """The name of a rule of the JSON values that a schema allows, in the one style."""
-        held = {**(schema if isinstance(schema, dict) else {}), "x-guidance": JSON_STYLE}
-        return self.rule(f"%json {json.dumps(held, ensure_ascii=False)}")
+        return self.rule(json_rule(schema if isinstance(schema, dict) else {}))
 
 
 def quoted(text: str) -> str:

@@ -4,8 +4,8 @@
                                     └────forced────► tokens of the only text that can follow
 
 The state is that after the tokens of the answer so far, and never that after a draft: masks of drafted rows
-are computed on a copy. Nothing here raises: an answer shares its batch with others. What goes
-wrong is told by ``failure``, and the answer that it belongs to fails.
+are computed on a copy. Nothing here raises: an answer shares its batch with others. What goes wrong is told
+by ``failure``, and the answer that it belongs to fails.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class AnswerMatcher:
     def __init__(self, matcher: LLMatcher, tokens: int) -> None:
         self._matcher = matcher
         self._tokens = tokens
-        #: Tokens of the answer so far, and how many of them, from the first on, fit the grammar.
-        self.consumed = self.held = 0
+        #: Tokens of the answer that fit the grammar, from the first on.
+        self.held = 0
         #: Why the answer cannot go on; "" if it can.
         self.failure = ""
         #: Most tokens might come next when masks were made last, as inside of a string.
@@ -46,7 +46,6 @@ class AnswerMatcher:
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Go on behind tokens of the answer."""
-        self.consumed += len(tokens)
         known = list(tokens) == list(self._drafts[: len(tokens)])
         self._drafts, self._masks = (), self._masks[len(tokens) : len(tokens) + 1] if known else []
         if self.failure:
