@@ -7,10 +7,12 @@ import datetime
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Callable
 
 from bench import results, staleness, table
 from bench.families import FAMILIES, ON_REQUEST
-from bench.figures import Result
+from bench.figures import Figure, Measured, Result, Taking
 from bench.harness import host
 from bench.harness.child import ROOT
 from bench.harness.daemon import fetch_model
@@ -61,30 +63,55 @@ def _run(name: str, quick: bool, wanted_runs: int) -> bool:
     runs = wanted_runs or (family.quick_runs if quick else family.runs)
     print(f"{family.title} ({runs} runs) ...", flush=True)
     load, loop_s, begun = host.load(), host.loop_s(), time.perf_counter()
+    flags = (" --quick" if quick else "") + (f" --runs {wanted_runs}" if wanted_runs else "")
+    command, machine = f"python -m bench{flags} {name}", host.describe()
+
+    def keep(measured: Measured, cut: str = "") -> None:
+        result = Result(
+            family=name,
+            measured=measured,
+            command=command,
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            machine=machine,
+            load=load,
+            runs=runs,
+            # Fewer runs than the family asks for are a look, whichever option said so.
+            quick=runs < family.runs,
+            loop_s=[loop_s, host.loop_s()],
+            cut=cut,
+        )
+        every = results.load(KEPT)
+        every[name] = results.kept(every.get(name), result)
+        results.save(KEPT, every)
+
     try:
-        measured = family.measure(runs)
+        measured = _taken(family.measure(runs), keep)
     except Exception as error:  # one family's boundary: the next one may work
+        traceback.print_exc()
         print(f"  {type(error).__name__}: {error}", file=sys.stderr)
         return False
-    print(table.lines(measured.figures))
     print(f"  took {time.perf_counter() - begun:.0f} s", flush=True)
-    flags = (" --quick" if quick else "") + (f" --runs {wanted_runs}" if wanted_runs else "")
-    result = Result(
-        family=name,
-        measured=measured,
-        command=f"python -m bench{flags} {name}",
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        machine=host.describe(),
-        load=load,
-        runs=runs,
-        # Fewer runs than the family asks for are a look, whichever option said so.
-        quick=runs < family.runs,
-        loop_s=[loop_s, host.loop_s()],
-    )
-    every = results.load(KEPT)
-    every[name] = results.kept(every.get(name), result)
-    results.save(KEPT, every)
+    keep(measured)
     return True
+
+
+def _taken(found: Measured | Taking, keep: Callable[[Measured, str], None]) -> Measured:
+    """All figures, printed. Those of a measurement that ends early are kept before its error goes on."""
+    if isinstance(found, Measured):
+        print(table.lines(found.figures), flush=True)
+        return found
+    had: list[Figure] = []
+    try:
+        for figure in found.figures:
+            had.append(figure)
+            print(table.lines([figure]), flush=True)
+            # Each time: the machine may be gone before the next one.
+            keep(Measured(had, found.how), "the machine was gone")
+    except BaseException as error:
+        if had:
+            keep(Measured(had, found.how), type(error).__name__)
+        raise
+    return Measured(had, found.how)
 
 
 if __name__ == "__main__":

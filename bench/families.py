@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from bench.figures import Measured
+from bench.figures import Measured, Taking
 from bench.harness.machines import why_none
 from bench.harness.samples import merged
 from bench.scenarios import (
@@ -64,7 +64,7 @@ class Family:
     title: str
     runs: int
     quick_runs: int
-    measure: Callable[[int], Measured]
+    measure: Callable[[int], Measured | Taking]
     code: tuple[str, ...]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from typing import Literal, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -56,10 +56,19 @@ class Measured(msgspec.Struct, frozen=True):
     how: str
 
 
+class Taking(NamedTuple):
+    """The same of a family that takes long, or runs on a machine that is there for minutes only: each figure
+    is printed and kept as it comes, also if the measurement fails or is ended after it."""
+
+    figures: Iterator[Figure]
+    how: str
+
+
 class Result(msgspec.Struct, frozen=True):
     """A family's figures with everything needed to judge or repeat them.
 
     ``loop_s``: what ``host.loop_s`` was before and after; empty for results that are older than it.
+    ``cut``: what ended the measurement before its last figure; "" if nothing did.
     """
 
     family: str
@@ -71,6 +80,7 @@ class Result(msgspec.Struct, frozen=True):
     runs: int
     quick: bool
     loop_s: list[float] = []
+    cut: str = ""
 
 
 def at_least(value: float) -> Bar:

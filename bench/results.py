@@ -27,5 +27,7 @@ def save(path: Path, results: dict[str, Result]) -> None:
 
 
 def kept(old: Result | None, new: Result) -> Result:
-    """The newer of two results for one family, except that a quick look never replaces a measurement."""
-    return old if old is not None and new.quick and not old.quick else new
+    """The newer of two results for one family, except that a quick look, or one that was cut short, never
+    replaces a whole measurement."""
+    whole = old is not None and not (old.quick or old.cut)
+    return old if old is not None and whole and (new.quick or new.cut) else new

@@ -64,6 +64,8 @@ def _family(title: str, result: Result, age: int | None) -> Iterator[str]:
     yield f"\n{result.measured.how}\n"
     runs = "one run" if result.runs == 1 else f"{result.runs} runs"
     quick = " (a quick look, not a measurement)" if result.quick else ""
+    if result.cut:
+        yield f"Cut short ({result.cut}): what is missing was not measured.\n"
     pace = f"load average {result.load:.2f} at the start{_loop(result)}"
     yield f"`{result.command}`, {result.date}, {runs}{quick}, {pace}.  "
     yield "; ".join(result.machine) + ".  "

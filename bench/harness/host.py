@@ -15,13 +15,14 @@ from fleetd.limits import GIB
 
 _ROOT = Path(__file__).parents[2]
 _LOOP = 2_000_000
-_PACKAGES = ("mlx", "mlx-lm", "mkl", "xllamacpp")
+_PACKAGES = ("mlx", "mlx-cuda-13", "mlx-lm", "mkl", "onnxruntime", "xllamacpp")
 
 
 def describe() -> list[str]:
     """Processor, memory, system, versions, commit: one phrase each."""
     return [
         _processor(),
+        *_cards(),
         f"{psutil.virtual_memory().total / GIB:.0f} GB memory",
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name))),
@@ -60,6 +61,19 @@ def _processor() -> str:
     return f"{name}, {os.cpu_count()} {shared}"
 
 
+def _cards() -> list[str]:
+    """NVIDIA's cards with their driver."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return []
+    return [
+        f"{name}, driver {driver}"
+        for name, _, driver in (line.partition(", ") for line in done.stdout.splitlines())
+    ]
+
+
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -72,6 +86,7 @@ def _commit() -> str:
         done = subprocess.run(["git", "-C", str(_ROOT), *args], capture_output=True, text=True, check=False)  # noqa: S607
         return done.stdout.strip()
 
-    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    # A copy of the tree without its history is told which one it is.
+    commit = git("rev-parse", "--short", "HEAD") or os.environ.get("BENCH_COMMIT", "unknown")
     changed = " with local changes" if git("status", "--porcelain", "--", "fleetd", "fleetctl") else ""
     return f"commit {commit}{changed}"
