@@ -1,0 +1,144 @@
+"""Models of well-known shapes with random weights, to measure an accelerator. What they say means nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.harness.child import ROOT, Child
+from bench.harness.daemon import MODEL
+
+CONTEXT_TOKENS, VOCABULARY = 262_144, 151_936
+BITS = {"bf16": 0, "4bit": 4}
+# What makes a model small enough to try a measurement on a CPU.
+_SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """``module``: of ``mlx_lm.models``; ``config``: what its ``ModelArgs`` reads."""
+
+    module: str
+    config: Mapping[str, Any]
+
+    def small(self) -> Shape:
+        return Shape(self.module, {k: _SMALL.get(k, v) for k, v in self.config.items()})
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool, **more: Any) -> Shape:
+    config = {
+        "model_type": "qwen3_moe" if more else "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 4 if more else 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": tied,
+    }
+    return Shape(str(config["model_type"]), config | more)
+
+
+SHAPES = {
+    "dense-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "dense-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "dense-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+    "moe-30b-a3b": _qwen3(
+        *(2048, 6144, 48, 32),
+        tied=False,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+    ),
+    "sliding-4b": Shape(
+        "gemma3_text",
+        {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10_240,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 1024,
+            "sliding_window_pattern": 6,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1_000_000.0,
+        },
+    ),
+    "hybrid-4b": Shape(
+        "qwen3_5",
+        {
+            "model_type": "qwen3_5_text",
+            "hidden_size": 2560,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_value_heads": 32,
+            "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 4,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        },
+    ),
+}
+
+
+def small() -> bool:
+    """Whether all shapes are tiny: for trying a measurement, whose figures mean nothing then."""
+    return os.environ.get("BENCH_CARD_SHAPES") == "small"
+
+
+def shape(name: str) -> tuple[Shape, int]:
+    """Of a name such as ``dense-4b-4bit``: the shape, and the bits of a weight (0: bfloat16)."""
+    base, _, kind = name.rpartition("-")
+    found = SHAPES[base]
+    return found.small() if small() else found, BITS[kind]
+
+
+def made(*names: str) -> Path:
+    """A models folder with these, each made on the device the first time.
+
+    ``BENCH_CARD_MODELS`` names another place for them: they are large, and read fastest from memory.
+    """
+    usual = ROOT / ".cache" / "card-models"
+    folder = Path(os.environ.get("BENCH_CARD_MODELS") or usual) / ("small" if small() else "whole")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        # Families may run beside each other.
+        with (folder / f".{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / name / "config.json").exists():
+                Child("card_model", name, str(folder / name), str(MODEL)).close()
+    return folder
