@@ -35,6 +35,10 @@ PIP := set -o pipefail; $(BIN)/python -m pip install --no-input --no-compile --d
 BRIEF := awk '/(Downloading|Using cached) .*\([0-9.]+ (MB|GB)\)/ { print "  " $$2 " " $$3 " " $$4; fflush() } \
 	/^Installing collected/ { print "  installing"; fflush() }'
 
+# The environment alone, for scripts.
+.PHONY: env
+env: $(DEV)
+
 .PHONY: help demo lint test test-long bench eval clean
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile

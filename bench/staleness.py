@@ -76,6 +76,9 @@ def lines(families: Sequence[str], known: Mapping[str, int | None]) -> Iterator[
 
 
 def _git(root: Path, *args: str) -> str | None:
-    """What git prints; None if it fails."""
-    done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=False)  # noqa: S607
+    """What git prints; None if it fails, or is not there."""
+    try:
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=False)  # noqa: S607
+    except OSError:
+        return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -63,15 +63,17 @@ def _processor() -> str:
 
 def _cards() -> list[str]:
     """NVIDIA's cards with their driver."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    told = _said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    return [line.replace(", ", ", driver ") for line in told.splitlines()]
+
+
+def _said(*command: str) -> str:
+    """What a program prints; "" if it fails, or is not there."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
-        return []
-    return [
-        f"{name}, driver {driver}"
-        for name, _, driver in (line.partition(", ") for line in done.stdout.splitlines())
-    ]
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _version(name: str) -> str | None:
@@ -83,8 +85,7 @@ def _version(name: str) -> str | None:
 
 def _commit() -> str:
     def git(*args: str) -> str:
-        done = subprocess.run(["git", "-C", str(_ROOT), *args], capture_output=True, text=True, check=False)  # noqa: S607
-        return done.stdout.strip()
+        return _said("git", "-C", str(_ROOT), *args)
 
     # A copy of the tree without its history is told which one it is.
     commit = git("rev-parse", "--short", "HEAD") or os.environ.get("BENCH_COMMIT", "unknown")

@@ -18,6 +18,8 @@ from fleetd.plan.prefill.split import Split
 
 pytestmark = [
     pytest.mark.one_loop,
+    # A driver that was asked for a GPU does not survive a fork.
+    pytest.mark.usefixtures("own_process"),
     pytest.mark.skipif(
         not mx.is_available(mx.gpu),
         reason="no Metal or CUDA device: the engine's GPU path is NOT tested on this machine",
