@@ -1,5 +1,7 @@
 """``python -m fleetd.proof --home DIR --model NAME``: measure, one JSON object per line on stdout.
 
+With ``--steps decode=6 widths=8`` only these are taken, in this order, each for so many seconds.
+
     {"began": NAME}                                   a step begins
     {"step": {...}, "found": {FIELD: value, ...}}     it ended; fields of ``HardwareProof``
 
@@ -14,7 +16,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +67,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fleetd.proof")
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--share", type=float, default=1.0, help="of each step's time")
+    parser.add_argument(
+        "--steps", nargs="*", type=_budget, default=BUDGETS_S.items(), metavar="NAME=SECONDS",
+        help=f"only these, in this order; of {', '.join(BUDGETS_S)}",
+    )  # fmt: skip
     arguments = parser.parse_args()
     # Libraries print what they like; the lines have the pipe for themselves.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as out:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        return _measure(ProofLines(out), arguments.home, arguments.model, arguments.share)
+        return _measure(ProofLines(out), arguments.home, arguments.model, dict(arguments.steps))
 
 
-def _measure(proof: ProofLines, home: Path, model: str, share: float) -> int:
+def _budget(text: str) -> tuple[str, float]:
+    """A step and its seconds. Raises ValueError for anything else."""
+    name, _, seconds = text.partition("=")
+    if name not in BUDGETS_S:
+        raise ValueError(name)
+    return name, float(seconds)
+
+
+def _measure(proof: ProofLines, home: Path, model: str, budgets_s: Mapping[str, float]) -> int:
     before = CpuReading.now()
     proof.step("sleep assertion", sleep_assertion.measure)
     workers: list[LocalWorker] = []
@@ -91,15 +104,15 @@ def _measure(proof: ProofLines, home: Path, model: str, share: float) -> int:
     # Not before a worker has set up what MLX binds to.
     from fleetd.proof import measurements
 
-    steps: tuple[tuple[str, str, Callable[[LocalWorker, float], Iterable[Any]]], ...] = (
-        ("widths", "widths", measurements.widths),
-        ("chunks", "chunks", measurements.chunks),
-        ("prefill", "speeds", measurements.prefill),
-        ("decode", "speeds", measurements.decode),
-        ("shared", "shared", measurements.shared),
-    )
-    for name, field, measured in steps:
-        within_s = BUDGETS_S[name] * share
+    steps: dict[str, tuple[str, Callable[[LocalWorker, float], Iterable[Any]]]] = {
+        "widths": ("widths", measurements.widths),
+        "chunks": ("chunks", measurements.chunks),
+        "prefill": ("speeds", measurements.prefill),
+        "decode": ("speeds", measurements.decode),
+        "shared": ("shared", measurements.shared),
+    }
+    for name, within_s in budgets_s.items():
+        field, measured = steps[name]
 
         def run(
             field: str = field,

@@ -23,6 +23,8 @@ from fleetd.control.hardware_proof import ChunkProof, SharedProof, SpeedProof, W
 from fleetd.engine.layers.prefill import Prefiller
 from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
 from fleetd.engine.protocol import Accepted
+from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.speculation.exactness_probe import KERNEL_CONTEXTS, KERNEL_STEPS, ProbePlan, probe
 from fleetd.errors import EngineError
 from fleetd.plan.prefill.split import KINDS, Split, SplitKind, halved
@@ -186,11 +188,13 @@ def _local(worker: LocalWorker, tokens: list[int]) -> list[Any]:
 
 
 def _same(mine: list[Any], theirs: list[Any]) -> bool:
-    return all(
-        np.array_equal(_bytes(x), _bytes(y))
-        for a, b in zip(mine, theirs, strict=True)
-        for x, y in zip(a.keys_and_values(), b.keys_and_values(), strict=True)
-    )
+    pairs = zip(_kept(mine), _kept(theirs), strict=True)
+    return all(np.array_equal(_bytes(x), _bytes(y)) for x, y in pairs)
+
+
+def _kept(cache: list[Any]) -> list[mx.array]:
+    """All keys, values and running states."""
+    return [array for part in all_parts(cache) for array in kind_of(part).kept(part) if array is not None]
 
 
 def _bytes(array: mx.array) -> Any:

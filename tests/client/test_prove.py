@@ -188,9 +188,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[HardwareProof, s
     model = sharing.write(folder / "model")
     command = [sys.executable, "-m", "fleetd.proof", "--home", str(folder), "--model", str(model)]
     environ = {**os.environ, "FLEETD_ENGINE_DEVICE": "cpu", "FLEETD_ENGINE_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--share", "0.005"], env=environ, capture_output=True, text=True, timeout=110, check=True
-    )
+    command += ["--steps", "widths=0.9", "chunks=0.45", "prefill=0.45", "decode=0.45", "shared=0.3"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=True)
     sys.stderr.write(done.stderr)  # why a step failed, where one did
     fields = prove.collect(done.stdout.splitlines(), lambda _: None)
     assert [p.name for p in folder.iterdir()] == ["model"], "the home is as it was"
