@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 
 from bench import results, staleness, table
-from bench.families import FAMILIES, ON_REQUEST
+from bench.families import FAMILIES, ON_REQUEST, needs_default_model
 from bench.figures import Figure, Measured, Result, Taking
 from bench.harness import host
 from bench.harness.child import ROOT
@@ -41,7 +41,7 @@ def main() -> int:
     names = args.names or [name for name in FAMILIES if name not in ON_REQUEST]
     # Unwind on SIGTERM: daemons and children are ended and their folders removed on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    if not args.render and set(names) != {"demo"}:
+    if not args.render and any(map(needs_default_model, names)):
         fetch_model()
     failed = [] if args.render else [name for name in names if not _run(name, args.quick, args.runs)]
     titles = {name: family.title for name, family in FAMILIES.items()}
@@ -104,7 +104,7 @@ def _taken(found: Measured | Taking, keep: Callable[[Measured, str], None]) -> M
     try:
         for figure in found.figures:
             had.append(figure)
-            print(table.lines([figure]), flush=True)
+            print(table.lines([figure]) + (f"\n    {figure.note}" if figure.note else ""), flush=True)
             # Each time: the machine may be gone before the next one.
             keep(Measured(had, found.how), "the machine was gone")
     except BaseException as error:

@@ -13,6 +13,8 @@ from bench.scenarios import (
     agent_session,
     batching,
     block_fetching,
+    card_batch,
+    card_models,
     decode,
     demo,
     dialect_sessions,
@@ -32,7 +34,6 @@ from bench.scenarios import (
     kept_prompts,
     modelled,
     never_slower,
-    one_card,
     padding,
     page,
     page_open,
@@ -305,13 +306,25 @@ FAMILIES = {
         padding.measure,
         ("fleetd/engine/cpu/products.py", *_scenario("padding")),
     ),
-    "card": Family(
-        "One machine and its accelerator",
-        3,
+    "card-models": Family(
+        "Models of several kinds on an accelerator",
         1,
-        one_card.measure,
-        ("fleetd/proof", *_ENGINE, *_scenario("one_card")),
+        1,
+        card_models.measure,
+        ("fleetd/proof", *_WORKER, "fleetd/engine/shared_prefill", *_scenario("card_models")),
+    ),
+    "card-batch": Family(
+        "Several answers at once on an accelerator",
+        2,
+        1,
+        card_batch.measure,
+        (*_SERVED, *_scenario("card_batch")),
     ),
 }
-# Measured only when named: one downloads everything anew, the other is for a machine with a GPU.
-ON_REQUEST = {"demo", "card"}
+# Measured only when named: one downloads everything anew, the others are for a machine with a GPU.
+ON_REQUEST = {"demo", "card-models", "card-batch"}
+
+
+def needs_default_model(name: str) -> bool:
+    """Whether a family measures the default model; the others take its tokenizer at most."""
+    return name not in {"demo", "host-time"} and not name.startswith("card-")

@@ -8,11 +8,14 @@ stock-f16  MLX as installed, weights dequantised to f16
 stock-f32  MLX as installed, weights dequantised to f32
 
 ``wrapped`` in a question: this answer has smart prefill's wrapper around every rope, others have none.
+``batch``: prompts that its ``BatchGenerator`` answers together, instead of ``tokens``.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -55,6 +58,8 @@ def main(mode: str, model_path: Path) -> None:
     mx.eval(model.parameters())
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
+        if asked := question.get("batch"):
+            return batched(model, asked, question["max_tokens"])
         wrap(model, wanted=question.get("wrapped", False))
         times: list[float] = []
         said: list[int] = []
@@ -67,6 +72,27 @@ def main(mode: str, model_path: Path) -> None:
         return {"times": times, "tokens": said, "text": tokenizer.decode(said)}
 
     serve(answer)
+
+
+def batched(model: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
+    """Answer prompts together.
+
+    ``tok_s``: tokens per second of all answers, but each one's first, from the first of any to the last one.
+    ``step_s``: the median time from one step's tokens to the next one's.
+    """
+    from mlx_lm.generate import BatchGenerator
+
+    generator = BatchGenerator(model, prefill_batch_size=len(prompts), completion_batch_size=len(prompts))
+    generator.insert(prompts, [max_tokens] * len(prompts))
+    count, times = 0, list[float]()
+    while count < max_tokens * len(prompts):
+        count += len(generator.next_generated())
+        times.append(time.perf_counter())
+    generator.close()
+    return {
+        "tok_s": (count - len(prompts)) / (times[-1] - times[0]),
+        "step_s": statistics.median(now - before for before, now in itertools.pairwise(times)),
+    }
 
 
 def wrap(model: Any, *, wanted: bool) -> None:

@@ -14,6 +14,8 @@ from bench.harness.daemon import MODEL
 
 CONTEXT_TOKENS, VOCABULARY = 262_144, 151_936
 BITS = {"bf16": 0, "4bit": 4}
+# Of an H100: bytes a second that its memory gives, and operations with bfloat16.
+CARD_BYTES_S, CARD_OPS_S = 3.0e12, 790e12
 # What makes a model small enough to try a measurement on a CPU.
 _SMALL = {
     "hidden_size": 128,
@@ -125,6 +127,40 @@ def shape(name: str) -> tuple[Shape, int]:
     base, _, kind = name.rpartition("-")
     found = SHAPES[base]
     return found.small() if small() else found, BITS[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a token costs a model at least: ``bytes`` that are read for it, and ``products`` with weights that
+    it takes as a token of a prompt. ``cuda``: False if the card's floors do not apply."""
+
+    bytes: float
+    products: float
+    cuda: bool
+
+    @classmethod
+    def of(cls, name: str, weights_bytes: int, device: str) -> Reading:
+        found, bits = shape(name)
+        config = found.config
+        # A group of 64 has a scale and a bias of two bytes each.
+        each = bits / 8 + 4 / 64 if bits else 2.0
+        table = VOCABULARY * config["hidden_size"]
+        unread = 0 if config.get("tie_word_embeddings") else table
+        if experts := config.get("num_experts"):
+            idle = experts - config["num_experts_per_tok"]
+            expert = 3 * config["hidden_size"] * config["moe_intermediate_size"]
+            unread += config["num_hidden_layers"] * idle * expert
+        read = weights_bytes - unread * each
+        # The last layer's logits are of the last token only.
+        return cls(read, read / each - table, device == "cuda")
+
+    def bandwidth(self, tok_s: float) -> str:
+        """The share of the card's bandwidth that so many tokens a second need; "" on another device."""
+        return f"{tok_s * self.bytes / CARD_BYTES_S:.0%} of 3.0 TB/s" if self.cuda else ""
+
+    def arithmetic(self, tok_s: float) -> str:
+        """The same of its operations, for tokens of a prompt."""
+        return f"{tok_s * 2 * self.products / CARD_OPS_S:.0%} of 790 TFLOP/s" if self.cuda else ""
 
 
 def made(*names: str) -> Path:

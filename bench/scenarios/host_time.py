@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.figures import Figure, Measured, alternated, at_most
+from bench.figures import Figure, Taking, alternated, at_most
 from bench.harness.child import Child
 from bench.harness.daemon import MODEL
 from bench.harness.samples import Samples
@@ -43,16 +44,19 @@ MODES = (
 )
 
 
-def measure(runs: int) -> Measured:
-    seen, figures = Samples(), list[Figure]()
+def measure(runs: int) -> Taking:
+    return Taking(_taken(runs), _HOW)
+
+
+def _taken(runs: int) -> Iterator[Figure]:
+    seen = Samples()
     for vocabulary in VOCABULARIES:
         with Child("host_time", "async", str(MODEL), str(vocabulary)) as child:
             _warm(child)
             for mode in MODES:
                 for run in range(runs):
                     _ask(child, mode, run, vocabulary, seen)
-                figures += _figures(mode, vocabulary, seen)
-    return Measured(figures, _HOW)
+                yield from _figures(mode, vocabulary, seen)
 
 
 def _figures(mode: Mode, vocabulary: int, seen: Samples) -> list[Figure]:

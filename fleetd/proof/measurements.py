@@ -123,12 +123,12 @@ def decode(worker: LocalWorker, within_s: float) -> Iterator[SpeedProof]:
 def _by_turns(
     mode: str, tokens: int, ours: Callable[[], float], theirs: Callable[[], float], within_s: float
 ) -> SpeedProof:
-    """Medians of alternating runs. The first of each compiles kernels: it counts only if time is up."""
+    """Medians of alternating runs. The first of each compiles kernels: neither it nor its time counts."""
+    ours(), theirs()
     ends = time.monotonic() + within_s
     rates = [(ours(), theirs())]
-    while len(rates) <= RUNS and time.monotonic() < ends:
+    while len(rates) < RUNS and time.monotonic() < ends:
         rates.append((ours(), theirs()))
-    rates = rates[1:] or rates
     medians = [statistics.median(column) for column in zip(*rates, strict=True)]
     return SpeedProof(mode, tokens, len(rates), *medians)
 

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import msgspec
 import pytest
 import sharing
 from fake_daemon import FLEET, STATUS, FakeDaemon, Reply, Run, data, delta, final
+from mlx_lm.models.cache import ArraysCache
 
 from fleetctl.client import Client
 from fleetctl.doctor import prove
@@ -222,6 +224,16 @@ def test_the_real_arithmetic_is_proved(measured: tuple[HardwareProof, str]) -> N
     assert [shared.same for shared in proof.shared] == [True, True]
     assert proof.widths
     assert all(width.same for width in proof.widths)
+
+
+def test_running_states_are_compared_byte_for_byte() -> None:
+    def running(value: float) -> list[ArraysCache]:
+        cache = ArraysCache(size=2)
+        cache[0], cache[1] = mx.ones((1, 3)), mx.array([[value]])
+        return [cache]
+
+    assert measurements._same(running(2.0), running(2.0))
+    assert not measurements._same(running(0.0), running(-0.0))
 
 
 @pytest.mark.parametrize("cached", [0, 1, 200])
