@@ -32,11 +32,9 @@ def main(mode: str, model_path: Path) -> None:
     if mode not in MODES:
         raise SystemExit(f"mode is one of {', '.join(MODES)}")
     cured = not mode.startswith("stock")
-    if cured:
-        if mode == "loose":
-            os.environ["MKL_CBWR"] = "AUTO"
-        if not products.preload_blas() and sys.platform == "linux":
-            raise SystemExit("no BLAS to preload: install mkl")
+    if mode == "loose":
+        os.environ["MKL_CBWR"] = "AUTO"
+    preloaded = cured and products.preload_blas()
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
     from fleetd.engine import worker
     from fleetd.engine.load import model_reading
@@ -47,6 +45,8 @@ def main(mode: str, model_path: Path) -> None:
 
     device = model_reading.pick_device("auto")
     if cured and device == "cpu":
+        if not preloaded and sys.platform == "linux":
+            raise SystemExit("no BLAS to preload: install mkl")
         products.install()
         if mode != "cured":
             products._row_stable = _unpadded

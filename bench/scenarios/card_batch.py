@@ -108,7 +108,7 @@ def _beside(
     tokens: int,
     together: dict[int, list[float]],
 ) -> Iterator[Figure]:
-    with Child("mlx_lm", "stock", str(folder)) as child:
+    with Child("mlx_lm", "cured", str(folder)) as child:
         for count, rates in together.items():
             child.ask(batch=asked[:count], max_tokens=WARM_TOKENS)
             theirs = child.ask(batch=asked[:count], max_tokens=tokens)
