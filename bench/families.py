@@ -14,7 +14,11 @@ from bench.scenarios import (
     batching,
     block_fetching,
     card_batch,
+    card_helper,
     card_models,
+    card_nccl,
+    card_shared,
+    card_smart,
     decode,
     demo,
     dialect_sessions,
@@ -320,9 +324,27 @@ FAMILIES = {
         card_batch.measure,
         (*_SERVED, *_scenario("card_batch")),
     ),
+    "card-shared": Family(
+        "Two daemons on one accelerator",
+        2,
+        1,
+        card_shared.measure,
+        (*_FETCHED, *_SHARED, *_scenario("card_shared")),
+    ),
+    "card-smart": Family(
+        "Smart prefill on an accelerator", 1, 1, card_smart.measure, (*_SCORED, *_scenario("card_smart"))
+    ),
+    "card-helper": Family(
+        "A helper with an accelerator for a home without one",
+        1,
+        1,
+        card_helper.measure,
+        (*_SHARED, *_scenario("card_helper")),
+    ),
+    "card-nccl": Family("mlx.distributed by NCCL", 1, 1, card_nccl.measure, _scenario("card_nccl")),
 }
 # Measured only when named: one downloads everything anew, the others are for a machine with a GPU.
-ON_REQUEST = {"demo", "card-models", "card-batch"}
+ON_REQUEST = {"demo", *(name for name in FAMILIES if name.startswith("card-"))}
 
 
 def needs_default_model(name: str) -> bool:

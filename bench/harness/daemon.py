@@ -49,6 +49,7 @@ class Daemon(Closing):
         enter: what runs a command in another network namespace; the daemon is then asked for answers
             through its Unix socket, which is reached from everywhere.
         tree: the sources that it runs from.
+        module: what is run in place of ``fleetd``.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Daemon(Closing):
         models: Path = MODELS,
         tree: Path | str = ROOT,
         enter: Sequence[str] = (),
+        module: str = "fleetd",
         **settings: str,
     ) -> None:
         # Short, because a Unix socket's path may have about a hundred bytes.
@@ -68,7 +70,7 @@ class Daemon(Closing):
         clean = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
         self._socket = self.home / "fleetd.sock"
         self._elsewhere = bool(enter)
-        command = [*enter, sys.executable, "-m", "fleetd", "run", "--home", str(self.home)]
+        command = [*enter, sys.executable, "-m", module, "run", "--home", str(self.home)]
         command += ["--http", "127.0.0.1:0", "--models-dir", str(models)]
         #: On the clock that all measurements share.
         self.begun = time.perf_counter()
@@ -130,9 +132,9 @@ class Daemon(Closing):
         with self.stream("chat/completions", messages=messages, max_tokens=max_tokens, **body) as stream:
             return stream.hear()
 
-    def warm(self) -> None:
+    def warm(self, model: str = DEFAULT_MODEL) -> None:
         """Load the model (and fetch it, the first time) on this machine and take the first steps."""
-        self.complete([1, 2, 3, 4], 4, local_only=True)
+        self.complete([1, 2, 3, 4], 4, model=model, local_only=True)
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")

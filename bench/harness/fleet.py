@@ -69,7 +69,9 @@ class Fleet(Closing):
     def __getitem__(self, name: str) -> Daemon:
         return self._running[name]
 
-    def start(self, name: str, *, enter: Sequence[str] = (), **settings: str) -> Daemon:
+    def start(
+        self, name: str, *, enter: Sequence[str] = (), module: str = "fleetd", **settings: str
+    ) -> Daemon:
         """Start it, also again, with more settings than the usual ones; returns when it is ready."""
         usual = {
             "FLEETD_FLEET_NAME": name,
@@ -77,7 +79,7 @@ class Fleet(Closing):
             "FLEETD_MODELS_HUB_CACHE": str(self.root / "no-hub"),
         }
         models = self._models.get(name, MODELS)
-        daemon = Daemon(home=self.root / name, models=models, enter=enter, **usual | settings)
+        daemon = Daemon(home=self.root / name, models=models, enter=enter, module=module, **usual | settings)
         self._running[name] = daemon
         return daemon
 
@@ -104,7 +106,7 @@ class Fleet(Closing):
         self._until(at, of, usable=False)
         return time.perf_counter()
 
-    def until_priced(self, at: str, helpers: Sequence[str], tokens: int) -> None:
+    def until_priced(self, at: str, helpers: Sequence[str], tokens: int, model: str = DEFAULT_MODEL) -> None:
         """Until one machine knows its links to the others, and has a price for the help of each of them.
 
         Before, it reads every prompt alone. ``tokens``: of the prompt that is priced.
@@ -113,7 +115,7 @@ class Fleet(Closing):
 
         def known() -> bool:
             nonlocal told
-            told = self[at].control("POST", "/fleet/v1/plan", {"model": DEFAULT_MODEL, "tokens": tokens})
+            told = self[at].control("POST", "/fleet/v1/plan", {"model": model, "tokens": tokens})
             plan = msgspec.json.decode(told, type=PlanView)
             ways = [o for o in plan.options if o.predicted_s is not None and o.kind != "remote"]
             priced = {name for o in ways for name in o.nodes}

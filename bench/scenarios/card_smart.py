@@ -1,0 +1,169 @@
+"""Smart prefill on an accelerator: a model of 0.6 billion parameters scores in front of larger ones.
+
+Weights are random, so what is kept means nothing: only times count.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bench.figures import Figure, Taking, ratios
+from bench.harness import card_models, prompts
+from bench.harness.card_parts import SCORES_NOTHING, NotMeasured, digests, keep_profile, part
+from bench.harness.daemon import MODEL, Daemon
+from bench.harness.samples import Samples
+from fleetd.engine.protocol import Profile
+from fleetd.plan.scoring import EXIT_SHARE
+
+SCORER = "dense-0.6b-bf16"
+TARGETS = ("dense-8b-4bit", "moe-30b-a3b-4bit")
+RATIO = 0.2
+# Of all targets together; no prompt is begun that would probably end later.
+_BUDGET_S = 150.0
+# From one length to the next: twice the tokens, and up to four times the attention.
+_GROWTH = 4.0
+_NEEDLE = " Marta Ellison wrote the number 48213 on the brass plaque of the observatory. "
+_QUESTION = "Which number did Marta Ellison write on the brass plaque of the observatory?"
+_OF_RANDOM = "random weights: what is kept means nothing, only times count"
+
+
+def _lengths() -> tuple[int, ...]:
+    return (2200, 3000) if card_models.small() else (16_000, 32_000, 64_000, 128_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """When the first token came, in seconds, and what the answer's last chunks said."""
+
+    first_s: float
+    said: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """What smart prefill did: the seconds of scoring, and tokens before and after it."""
+
+    form: str
+    score_s: float
+    whole: int
+    kept: int
+
+
+def shortened(said: dict[str, Any]) -> Shortened:
+    """Raises NotMeasured if the prompt was read whole, for whatever reason."""
+    report = said.get("smart_prefill") or {}
+    score_s = float((said.get("timings") or {}).get("score_ms") or 0.0) / 1000
+    if report.get("mode", "full") == "full":
+        raise NotMeasured(f"smart prefill left nothing out: {report.get('skipped') or 'no reason is told'}")
+    whole, kept = int(report["original_tokens"]), int(report["compressed_tokens"])
+    if not 0 < kept < whole or score_s <= 0:
+        raise NotMeasured(f"{kept} of {whole} tokens were kept after {score_s} s of scoring")
+    return Shortened(str(report["mode"]), score_s, whole, kept)
+
+
+def measure(runs: int) -> Taking:
+    return Taking(_figures(runs), _HOW)
+
+
+def _figures(runs: int) -> Iterator[Figure]:
+    begun, lengths = time.perf_counter(), _lengths()
+    for target in TARGETS:
+        with part(target):
+            yield from _target(target, lengths, runs, begun + _BUDGET_S)
+
+
+def _target(target: str, lengths: tuple[int, ...], runs: int, ends: float) -> Iterator[Figure]:
+    models = card_models.made(SCORER, target)
+    known = digests(models, SCORER, target)
+    with Daemon(
+        models=models,
+        FLEETD_CACHE_DISK="off",
+        FLEETD_ENGINE_PREFIX_CACHE_BYTES="1",
+        FLEETD_SPECULATION_MODE="off",
+    ) as daemon:
+        keep_profile(daemon.home, known[SCORER], _profile())
+        keep_profile(daemon.home, known[target], SCORES_NOTHING)
+        for model in (SCORER, target):
+            _ask(daemon, model, 1, 600, smart=False)
+        with part(f"{target}, the first scores"):
+            # Kernels are compiled at their first use.
+            _ask(daemon, target, 2, lengths[0], smart=False)
+            shortened(_ask(daemon, target, 3, lengths[0], smart=True).said)
+        took_s = 0.0
+        for length in lengths:
+            if time.perf_counter() + _GROWTH * took_s > ends:
+                raise NotMeasured(f"no time is left for {length:,} tokens")
+            with part(f"{target}, {length:,} tokens"):
+                at = time.perf_counter()
+                yield from _length(daemon, target, length, runs)
+                took_s = time.perf_counter() - at
+
+
+def _length(daemon: Daemon, target: str, length: int, runs: int) -> Iterator[Figure]:
+    seen, title = Samples(), f"{target}, {length:,} tokens"
+    found: Shortened | None = None
+    for run in range(runs):
+        # No prompt is asked twice: its scores would be remembered.
+        seed = 71_000 + length + 2 * run
+        whole = _ask(daemon, target, seed, length, smart=False)
+        seen.add(whole_s=whole.first_s)
+        smart = _ask(daemon, target, seed + 1, length, smart=True)
+        found = shortened(smart.said)
+        seen.add(smart_s=smart.first_s, score_s=found.score_s, kept=found.kept / found.whole)
+    assert found is not None
+    note = f"{_OF_RANDOM}; {found.kept:,} of {found.whole:,} tokens were kept, form {found.form}"
+    yield Figure(
+        f"Smart prefill over whole, TTFT, {title}", "x", seen.ratios("whole_s", "smart_s"), note=note
+    )
+    yield Figure(f"TTFT, whole, {title}", "s", seen["whole_s"])
+    yield Figure(f"TTFT, smart prefill, {title}", "s", seen["smart_s"])
+    yield Figure(f"The scorer's share of the time, {title}", "%", ratios(seen["score_s"], seen["smart_s"]))
+    yield Figure(f"Share of the tokens that is kept, {title}", "%", seen["kept"])
+
+
+def _profile() -> Profile:
+    """One head of the scorer in each of a few layers, as if a search had found them."""
+    shape, _ = card_models.shape(SCORER)
+    layers, heads = int(shape.config["num_hidden_layers"]), int(shape.config["num_attention_heads"])
+    last = max(1, round(EXIT_SHARE * layers))
+    asked = sorted({(last * (i + 1) // 4 - 1, i % heads) for i in range(4) if last * (i + 1) // 4 >= 1})
+    return Profile(asked, last, rotated=True, layers=layers)
+
+
+def _ask(daemon: Daemon, model: str, seed: int, count: int, *, smart: bool) -> Answered:
+    """Ask for one place in a text of about so many tokens. Raises RuntimeError for an error."""
+    text = prompts.text(MODEL, seed, count)
+    middle = text.rfind(".", 0, len(text) // 2) + 1
+    messages = [
+        {"role": "user", "content": text[:middle] + _NEEDLE + text[middle:]},
+        {"role": "user", "content": _QUESTION},
+    ]
+    body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 2, "local_only": True}
+    if smart:
+        body["smart_prefill"] = {"target_ratio": RATIO, "compressor_model": SCORER}
+    first_s, said = 0.0, dict[str, Any]()
+    with daemon.stream("chat/completions", **body) as stream:
+        for frame in stream.frames():
+            if frame.data is None:
+                continue
+            if "error" in frame.data:
+                raise RuntimeError(f"the daemon said: {json.dumps(frame.data)}")
+            choices: list[Any] = frame.data.get("choices") or [{}]
+            # The first frame has the role: it is sent with the first token.
+            first_s = first_s or (frame.at_s if choices[0].get("delta") else 0.0)
+            said |= {name: frame.data[name] for name in ("smart_prefill", "timings") if frame.data.get(name)}
+    return Answered(first_s, said)
+
+
+_HOW = (
+    f"One daemon on the accelerator: {SCORER} scores, the model in the title answers. Weights are random, "
+    "so scores mean nothing and only times count. The scorer's profile is made up: heads in the first "
+    f"{EXIT_SHARE:.0%} of its layers, the share that the planner assumes. Each prompt is a chat of made-up "
+    f"prose with one sentence that the question is about, `target_ratio` {RATIO}, and is asked once: whole "
+    "and shortened are equally long texts of other words. A request that was not shortened gives no row. "
+    "TTFT is a client's, over HTTP, with everything in it. Nothing is kept of a prompt, and drafts are off."
+)
