@@ -5,8 +5,10 @@ all the same, the file that ``BENCH_PLAN`` names holds one word:
 
     layers, tokens    a helper computes half of them
     fetch             what another machine has read is fetched, whatever that takes
-                      (with any of these, no other machine answers)
+    here              it is read here, alone
     anything else     as the planner decides
+
+With each of the words no other machine answers.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from fleetd import limits
 from fleetd.cli import main
 from fleetd.plan.prefill import choice
 from fleetd.plan.prefill.options import HelperSpec, PlanChoice, PrefillOption
@@ -33,6 +36,7 @@ from fleetd.requests.prefill_sharing import client as sharing
 
 # A fetch may take so long.
 _FETCH_S = 120.0
+_WORDS = (*KINDS, "fetch", "here")
 _choose_place = Placer.choose
 
 
@@ -47,6 +51,8 @@ def plan_prefill(
     chosen = choice.plan_prefill(prompt, home, machines.values(), previous)
     kind = next((kind for kind in KINDS if kind == _word()), None)
     found = choice.options(prompt, home, machines.values())
+    if _word() in ("fetch", "here"):
+        return choice.choose([way for way in found if way.kind == "local"])
     ways = [way for way in found if way.split is not None and len(way.helpers) == 1]
     if kind is None or not ways:
         return chosen
@@ -58,8 +64,8 @@ def plan_prefill(
 
 
 def choose_place(placer: Placer, job: Job, model: WantedModel, **more: Any) -> Placement:
-    """Here if a helper's part or a fetch is asked for, else as the planner decides."""
-    if _word() in (*KINDS, "fetch"):
+    """Here if the file has one of the words, else as the planner decides."""
+    if _word() in _WORDS:
         return Placement(THIS_NODE, Planned("local", LOCAL.nodes, LOCAL.exactness))
     return _choose_place(placer, job, model, **more)
 
@@ -90,6 +96,8 @@ def _word() -> str:
 
 
 if __name__ == "__main__":
+    # How long a way is beside what it saves is no reason not to measure it.
+    setattr(limits, "FETCH_LOOK_SHARE", 1.0)  # noqa: B010
     for name, value in {"choose_fetch": choose_fetch, "within_s": within_s}.items():
         setattr(fetching, name, value)
     setattr(sharing, "plan_prefill", plan_prefill)  # noqa: B010 - mypy knows an assignment for a mistake

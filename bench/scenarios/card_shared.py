@@ -57,7 +57,7 @@ def _figures(runs: int) -> Iterator[Figure]:
 
 
 class Pair(Fleet):
-    """A home, whose plans follow ``plan``, and a helper, which are paired and know their link.
+    """A home, whose plans follow ``plan``, and a helper, which answers alone; both know their link.
 
     Args:
         names: the models that are used.
@@ -68,20 +68,24 @@ class Pair(Fleet):
         self, models: Path, names: Iterable[str], settings: Mapping[str, str], at_home: Mapping[str, str]
     ) -> None:
         super().__init__((HOME, HELPER), models=dict.fromkeys((HOME, HELPER), models), mdns=False)
-        self._plan = self.root / "plan"
+        self._plan, alone = self.root / "plan", self.root / "alone"
         self.plan("")
+        alone.write_text("here", encoding="ascii")
         for name, digest in itertools.product((HOME, HELPER), digests(models, *names).values()):
             keep_profile(self.root / name, digest, SCORES_NOTHING)
         try:
-            helper = self.start(HELPER, **_SETTINGS, **settings)
+            helper = self._begin(HELPER, alone, settings)
             peers = f"127.0.0.1:{helper.status()['fleet']['port']}"
-            more = {"FLEETD_FLEET_PEERS": peers, "BENCH_PLAN": str(self._plan), **at_home}
-            self.start(HOME, module="bench.children.planned_daemon", **_SETTINGS, **settings, **more)
+            self._begin(HOME, self._plan, {**settings, **at_home, "FLEETD_FLEET_PEERS": peers})
             self.until_usable(HOME, HELPER)
             until_linked(self, HOME, HELPER)
         except BaseException:
             self.close()
             raise
+
+    def _begin(self, name: str, plan: Path, settings: Mapping[str, str]) -> Daemon:
+        module = "bench.children.planned_daemon"
+        return self.start(name, module=module, BENCH_PLAN=str(plan), **_SETTINGS, **settings)
 
     def plan(self, word: str) -> None:
         """What home does with prompts from now on; a word of ``planned_daemon``."""
