@@ -106,7 +106,14 @@ class Fleet(Closing):
         self._until(at, of, usable=False)
         return time.perf_counter()
 
-    def until_priced(self, at: str, helpers: Sequence[str], tokens: int, model: str = DEFAULT_MODEL) -> None:
+    def until_priced(
+        self,
+        at: str,
+        helpers: Sequence[str],
+        tokens: int,
+        model: str = DEFAULT_MODEL,
+        within_s: float = _PRICED_WITHIN_S,
+    ) -> None:
         """Until one machine knows its links to the others, and has a price for the help of each of them.
 
         Before, it reads every prompt alone. ``tokens``: of the prompt that is priced.
@@ -126,7 +133,7 @@ class Fleet(Closing):
         def failure() -> str:
             return f"{at} never had a price for help:\n{self[at].peers()}\n{told!r}\n{self[at].log()}"
 
-        wait_for(known, _PRICED_WITHIN_S, _PRICED_POLL_S, failure)
+        wait_for(known, within_s, _PRICED_POLL_S, failure)
 
     def _until(self, at: str, of: str, *, usable: bool) -> None:
         def failure() -> str:

@@ -50,10 +50,13 @@ def measure(runs: int) -> Taking:
 
 def _figures(runs: int) -> Iterator[Figure]:
     models = card_models.made(*MODELS)
-    with part("shared"):
-        yield from _all_shared(models, runs)
-    with part("fetched"):
-        yield from _all_fetched(models, MODELS[0], runs)
+    small, large = MODELS
+    with part(f"{small}, shared"):
+        yield from _all_shared(models, small, runs)
+    with part(f"{small}, fetched"):
+        yield from _all_fetched(models, small, runs)
+    with part(f"{large}, shared"):
+        yield from _all_shared(models, large, runs)
 
 
 class Pair(Fleet):
@@ -95,15 +98,13 @@ class Pair(Fleet):
 # ---- Shared ----------------------------------------------------------------------------------------------
 
 
-def _all_shared(models: Path, runs: int) -> Iterator[Figure]:
+def _all_shared(models: Path, model: str, runs: int) -> Iterator[Figure]:
     settings = {"FLEETD_CACHE_DISK": "off", "FLEETD_ENGINE_PREFIX_CACHE_BYTES": "1"}
-    with Pair(models, MODELS, settings, {}) as pair:
-        for model in MODELS:
-            with part(model):
-                _warm(pair, model)
-                for length in _lengths():
-                    with part(f"{model}, {length:,} tokens"):
-                        yield from _length(pair, model, length, runs)
+    with Pair(models, [model], settings, {}) as pair:
+        _warm(pair, model)
+        for length in _lengths():
+            with part(f"{model}, {length:,} tokens"):
+                yield from _length(pair, model, length, runs)
 
 
 def _warm(pair: Pair, model: str) -> None:
@@ -112,7 +113,7 @@ def _warm(pair: Pair, model: str) -> None:
         pair[name].warm(model)
         for length in _lengths():
             pair[name].complete(prompts.tokens(MODEL, 7, length), 4, model=model, local_only=True)
-    pair.until_priced(HOME, [HELPER], _lengths()[0], model)
+    pair.until_priced(HOME, [HELPER], _lengths()[0], model, _WITHIN_S)
 
 
 def _length(pair: Pair, model: str, length: int, runs: int) -> Iterator[Figure]:
