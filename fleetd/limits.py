@@ -134,6 +134,9 @@ ENGINE_FRAME_BYTES = HTTP_BODY_BYTES + MIB
 # and ENGINE_STALL_S of silence ends it. One prefill chunk on a slow CPU takes about a second.
 ENGINE_BEAT_S = 1.0
 ENGINE_STALL_S = 60.0
+# MLX compiles kernels for CUDA when they are first used: one took 50 s on an H100's host (docs/platforms.md),
+# and may take several times as long on a small one.
+ENGINE_COMPILE_S = 600.0
 # An engine that has work but has not taken a step for this long makes /health say "stalled".
 ENGINE_STALL_REPORT_S = 10.0
 # A stage of a load that says nothing more, though it computes.

@@ -13,6 +13,7 @@ Started by ``supervisor.py`` as ``python -m fleetd.engine.worker --fd N --stream
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import select
 import signal
@@ -329,6 +330,7 @@ def start(
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
         os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)
     emit(protocol.Loading("starting"))
+    keep_kernels(settings.cache)
     products.preload_blas()
 
     import_libraries(settings.cache)
@@ -349,6 +351,18 @@ def start(
         target=receive_sockets, args=(channel, compute.put_stream), name="channel", daemon=True
     ).start()
     return compute, loaded, facts
+
+
+def keep_kernels(cache: str) -> None:
+    """Have MLX and CUDA's driver keep the kernels that they compile in the home's cache folder.
+
+    MLX keeps them in the system's folder for temporary files, which is empty after a start, or after each
+    start of the service, and then a model's first steps take minutes. Where they lie can be told elsewise.
+    """
+    if cache:
+        folder = Path(cache) / "kernels"
+        os.environ.setdefault("MLX_PTX_CACHE_DIR", str(folder / importlib.metadata.version("mlx")))
+        os.environ.setdefault("CUDA_CACHE_PATH", str(folder / "driver"))
 
 
 def import_libraries(cache: str) -> None:
@@ -379,7 +393,11 @@ def _helper_loop(part: LoadedPart, emit: Callable[[Report], None]) -> HelperLoop
 
     def calibration() -> PartCalibration:
         return PartCalibration(
-            sharable.stage, sharable.layout, facts.shape.context_tokens, limits.CALIBRATE_S
+            sharable.stage,
+            sharable.layout,
+            facts.shape.context_tokens,
+            limits.CALIBRATE_S,
+            device=facts.device,
         )
 
     return HelperLoop(

@@ -291,6 +291,34 @@ def test_a_chunk_behind_a_context_tells_what_the_context_costs() -> None:
     assert model.now - 100.0 <= limits.CALIBRATE_S
 
 
+class CompiledLate(Attentive):
+    """One whose first run of each kind takes as long as an H100's host took to compile a kernel."""
+
+    def __init__(self, seconds: Callable[[int], float], context_s: float) -> None:
+        super().__init__(seconds, context_s)
+        self.compiled: set[tuple[int, int]] = set()
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        kind = tokens.shape[1], cache[0].offset if tokens.shape[1] > 1 else 0
+        self.now += 0 if kind in self.compiled else 50
+        self.compiled.add(kind)
+        return super().__call__(tokens, cache)
+
+
+def test_kernels_that_are_compiled_at_their_first_use_change_no_figure() -> None:
+    seconds: Callable[[int], float] = lambda n: 0.01 if n == 1 else 0.01 + n / 4000  # noqa: E731
+    wanted = Attentive(seconds, 1e-6).measure(limits.CALIBRATE_GPU_S, sizes=GPU_CHUNKS)
+    late = CompiledLate(seconds, 1e-6)
+    found = late.measure(limits.CALIBRATE_GPU_S, sizes=GPU_CHUNKS, compiles=True)
+    assert found.chunk_s == pytest.approx(wanted.chunk_s)
+    assert found.speed.prefill_context_s == pytest.approx(wanted.speed.prefill_context_s)
+    # One more token lies before the steps.
+    assert found.speed.decode_tok_s == pytest.approx(wanted.speed.decode_tok_s, rel=1e-3)
+    # As it was measured before: the largest sizes were never reached, and a context seemed dear.
+    misled = CompiledLate(seconds, 1e-6).measure(limits.CALIBRATE_GPU_S, sizes=GPU_CHUNKS)
+    assert max(misled.chunk_s, default=0) < max(wanted.chunk_s)
+
+
 def test_a_context_that_hardly_shows_is_made_longer() -> None:
     model = Attentive(lambda n: 0.001 if n == 1 else n / 10_000, 1e-9)
     assert model.measure(context_tokens=16_384).speed.prefill_context_s == pytest.approx(1e-9)

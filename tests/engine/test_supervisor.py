@@ -153,6 +153,18 @@ async def test_a_worker_without_progress_is_stalled(
 
 
 @pytest.mark.one_loop
+async def test_a_gpu_has_the_time_that_its_kernels_take_to_compile(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An H100's host compiled one for 50 s in the middle of a step; a smaller host takes longer."""
+    behave("says nothing on a GPU")
+    monkeypatch.setattr(limits, "ENGINE_STALL_S", 0.1)
+    monkeypatch.setattr(limits, "ENGINE_COMPILE_S", 0.7)
+    with pytest.raises(EngineStalled, match=r"made no progress for 1 s\."):
+        await drain(watched)
+
+
+@pytest.mark.one_loop
 async def test_a_worker_that_waits_for_other_machines_is_alive(
     watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
 ) -> None:

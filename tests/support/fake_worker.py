@@ -7,6 +7,8 @@ import socket
 import sys
 import time
 
+from msgspec.structs import replace
+
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape, StateSizes
 from fleetd.engine import protocol
 from fleetd.engine.protocol import (
@@ -73,7 +75,8 @@ def main(behaviour: str, fd: int) -> None:
         case "long line on stderr":
             sys.stderr.write("x" * 300_000)
             sys.stderr.flush()
-    send(Loading("reading", 1, 2), READY, Heartbeat(0))
+    ready = replace(READY, device="cuda") if behaviour == "says nothing on a GPU" else READY
+    send(Loading("reading", 1, 2), ready, Heartbeat(0))
     name = request()
     match behaviour:
         case "garbage":
@@ -91,7 +94,7 @@ def main(behaviour: str, fd: int) -> None:
         case "tokenizes, then computes for others":
             send(Tokenized(name, 5))
             hang()
-        case "says nothing":
+        case "says nothing" | "says nothing on a GPU":
             hang()
         case "beats without progress":
             send(Accepted(name, 1))

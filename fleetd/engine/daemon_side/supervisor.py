@@ -416,10 +416,14 @@ class EngineProcess:
                     hint="The model's template is at fault; choose another model.",
                 )
             )
-        elif now - self._progress_at > limits.ENGINE_STALL_S:
-            self.kill(
-                EngineStalled(f"The engine for {name} made no progress for {limits.ENGINE_STALL_S:.0f} s.")
-            )
+        elif now - self._progress_at > (within_s := self._silent_within_s):
+            self.kill(EngineStalled(f"The engine for {name} made no progress for {within_s:.0f} s."))
+
+    @property
+    def _silent_within_s(self) -> float:
+        """Seconds after which a worker that has work and says nothing will say nothing any more."""
+        compiles = self.facts is not None and self.facts.device == "cuda"
+        return limits.ENGINE_COMPILE_S if compiles else limits.ENGINE_STALL_S
 
     async def _check_load(self, pid: int, now: float) -> None:
         """Take over how far the load is by what its process does, or end it."""

@@ -105,7 +105,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
         config = load_config(place)
     report(Loading("measuring"))
     context, weights = context_tokens(config), stage.weights_bytes
-    measured = PartCalibration(stage, sharable.layout, context, limits.CALIBRATE_S).measured()
+    measured = PartCalibration(stage, sharable.layout, context, limits.CALIBRATE_S, device=device).measured()
     keep_weights(device, settings)
     shape = ModelShape(
         architecture=str(config.get("model_type", "unknown")),

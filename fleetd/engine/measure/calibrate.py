@@ -68,10 +68,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 def calibrate(model: Any, device: str, vocab_size: int, context_tokens: int) -> Measurement:
-    """Measure a whole model on a device of this kind.
-
-    The model's kernels have to be compiled: one prefill and one token must have been computed before.
-    """
+    """Measure a whole model on a device of this kind."""
     return calibration(model, device, vocab_size, context_tokens).measured()
 
 
@@ -79,13 +76,26 @@ def calibration(model: Any, device: str, vocab_size: int, context_tokens: int) -
     """The measurement of a whole model, with the time and the sizes of chunks for a device of this kind."""
     if device == "cpu":
         return Calibration(model, vocab_size, context_tokens, limits.CALIBRATE_S)
-    return Calibration(model, vocab_size, context_tokens, limits.CALIBRATE_GPU_S, GPU_CHUNKS)
+    return Calibration(
+        model,
+        vocab_size,
+        context_tokens,
+        limits.CALIBRATE_GPU_S,
+        GPU_CHUNKS,
+        compiles=compiles_late(device),
+    )
+
+
+def compiles_late(device: str) -> bool:
+    """True if MLX compiles kernels on such a device when they are first used, for up to a minute each."""
+    return device == "cuda"
 
 
 class Calibration:
     """One measurement, which may be taken in pieces.
 
     Only the first token is computed without knowing that it fits ``budget_s``. Chunks have ``sizes``.
+    ``compiles``: the first run of each kind compiles its kernels; it counts neither as one nor as time.
     """
 
     def __init__(
@@ -97,8 +107,12 @@ class Calibration:
         sizes: Sequence[int] = CHUNKS,
         clock: Callable[[], float] = time.monotonic,
         load: Callable[[], CpuReading | None] = CpuReading.now,
+        *,
+        compiles: bool = False,
     ) -> None:
-        self._sizes = sizes
+        self._sizes, self._compiles = sizes, compiles
+        # Tokens of a run and of its context, of those whose kernels are there.
+        self._compiled = set[tuple[int, int]]()
         self._model, self._vocab_size, self._context_tokens = model, vocab_size, context_tokens
         self._budget_s, self._clock, self._load = budget_s, clock, load
         self._begun_s, self._load_before = clock(), load()
@@ -111,6 +125,7 @@ class Calibration:
 
     def runs(self) -> Iterator[None]:
         """Measure until all is known or the time is up; yields after each run."""
+        self._compile(1, 0, self._short)
         while len(self._steps) < DECODE_STEPS and (
             not self._steps or self._fits(self._steps[-1], DECODE_SHARE)
         ):
@@ -169,6 +184,7 @@ class Calibration:
 
     def _chunk(self, n: int) -> float:
         """Seconds of a chunk on an empty context."""
+        self._compile(n, 0)
         took_s = self._run(n, make_prompt_cache(self._model))
         self._chunks.setdefault(n, []).append(took_s)
         return took_s
@@ -185,6 +201,8 @@ class Calibration:
         """Find the seconds per token and token before it, by a chunk of ``n``."""
         for context in CONTEXTS:
             fits = context + n <= self._context_tokens and self._fits(BEHIND * self._best_s(n))
+            if fits:
+                self._compile(n, context)
             cache = self._behind(context, n) if fits else None
             if cache is None:
                 break
@@ -228,6 +246,17 @@ class Calibration:
         logits = self._model(tokens, cache=cache)  # (1, n, V); of a prompt they are not computed
         mx.eval([layer.state for layer in cache], *([logits] if n == 1 else []))
         return self._clock() - started
+
+    def _compile(self, n: int, context: int, cache: list[Any] | None = None) -> None:
+        """Have the kernels compiled that a run of ``n`` tokens behind ``context`` needs, if they are not."""
+        if not self._compiles or (n, context) in self._compiled:
+            return
+        self._compiled.add((n, context))
+        begun_s = self._clock()
+        cache = cache or (self._behind(context, n) if context else make_prompt_cache(self._model))
+        if cache is not None:
+            self._run(n, cache)
+        self._begun_s += self._clock() - begun_s
 
     def _fits(self, expected_s: float, share: float = 1.0) -> bool:
         return self._clock() - self._begun_s + expected_s <= share * self._budget_s

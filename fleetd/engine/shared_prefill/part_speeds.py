@@ -12,7 +12,7 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from fleetd.engine.layers.stage import Stage
-from fleetd.engine.measure.calibrate import Calibration, Measurement
+from fleetd.engine.measure.calibrate import Calibration, Measurement, compiles_late
 from fleetd.engine.shared_prefill.fingerprint import probe
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 
@@ -20,9 +20,12 @@ from fleetd.engine.shared_prefill.kv_layout import KvLayout
 class PartCalibration(Calibration):
     """Measures these layers as a model is measured, and tells what the whole one would take."""
 
-    def __init__(self, stage: Stage, layout: KvLayout, context_tokens: int, budget_s: float) -> None:
+    def __init__(
+        self, stage: Stage, layout: KvLayout, context_tokens: int, budget_s: float, *, device: str = "cpu"
+    ) -> None:
         stage = stage.prefilling
-        super().__init__(_PartModel(stage, layout), 1, context_tokens, budget_s)
+        late = compiles_late(device)
+        super().__init__(_PartModel(stage, layout), 1, context_tokens, budget_s, compiles=late)
         self._whole = stage.prefilled / (stage.last - stage.first)
 
     def found(self) -> Measurement:
