@@ -55,9 +55,11 @@ def _model(name: str, runs: int) -> Iterator[Figure]:
     ):
 
         def ask(prompts: Sequence[list[int]], tokens: int) -> list[Heard]:
-            return list(clients.map(lambda p: daemon.complete(p, tokens, speculate=False), prompts))
+            return list(
+                clients.map(lambda p: daemon.complete(p, tokens, model=name, speculate=False), prompts)
+            )
 
-        daemon.warm()
+        daemon.warm(name)
         print(f"  {name}: loaded after {time.monotonic() - begun:.0f} s", flush=True)
         ask(asked[:1], WARM_TOKENS)
         alone = [ask([prompt], tokens)[0] for prompt in asked]

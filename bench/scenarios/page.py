@@ -8,13 +8,14 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from playwright.sync_api import Browser, BrowserContext, Page, Route, sync_playwright
+from typing import TYPE_CHECKING, Any
 
 from bench.figures import Figure, Measured, at_most
 from bench.harness.daemon import Daemon
 from bench.harness.fleet import Fleet
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page, Route
 
 _HERE, _OTHER = "here", "other"
 _MACHINES, _REQUESTS = 64, 1000
@@ -74,6 +75,9 @@ def browsing() -> Iterator[Browser]:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         raise RuntimeError("there is no Chromium on this machine")
+    # Other families are measured on machines that have no browser.
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=[*_FLAGS])
         yield browser
