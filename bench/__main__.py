@@ -86,9 +86,8 @@ def _run(name: str, quick: bool, wanted_runs: int) -> bool:
 
     try:
         measured = _taken(family.measure(runs), keep)
-    except Exception as error:  # one family's boundary: the next one may work
+    except Exception:  # one family's boundary: the next one may work
         traceback.print_exc()
-        print(f"  {type(error).__name__}: {error}", file=sys.stderr)
         return False
     print(f"  took {time.perf_counter() - begun:.0f} s", flush=True)
     keep(measured)
