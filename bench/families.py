@@ -50,6 +50,7 @@ from bench.scenarios import (
     prefill_unequal,
     prefill_workers,
     prompt_states,
+    quantised_cpu,
     scoring,
     sealed_streams,
     service,
@@ -154,6 +155,13 @@ FAMILIES = {
     "decode": Family("Decode through HTTP", 7, 2, decode.measure, (*_SERVED, *_scenario("decode"))),
     "batching": Family("Eight streams at once", 3, 1, batching.measure, (*_SERVED, *_scenario("batching"))),
     "prefill": Family("Prefill on the CPU", 5, 1, prefill.measure, (*_WORKER, *_scenario("prefill"))),
+    "quantised": Family(
+        "Quantised weights on a CPU",
+        3,
+        1,
+        quantised_cpu.measure,
+        (*_WORKER, *_scenario("quantised_cpu"), "bench/harness/random_gguf.py"),
+    ),
     "turns": Family("Second turn of a chat", 5, 1, turns.measure, (*_SERVED, *_scenario("turns"))),
     "dialects": Family(
         "Dialects beside OpenAI's chat",

@@ -63,6 +63,7 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool, **mo
 
 
 SHAPES = {
+    "dense-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "dense-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "dense-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "dense-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
