@@ -194,7 +194,7 @@ def weights_bytes(folder: Path) -> int:
 
 _HOW = (
     "Daemons with one thread for their workers, without drafts and kept prompts, through HTTP; llama.cpp is "
-    "the wheel `xllamacpp`, in a process of its own with one thread, no HTTP, on the GGUF file that the model "
+    "the wheel `xllamacpp`, in a process of its own with one thread, no HTTP, on the file that the model "
     f"was imported from. The default model: {DECODE_TOKENS} tokens after a short prompt, and a prompt of its "
     f"own for each run. {_LARGER} has Qwen3-1.7B's shape and random weights in Q4_0, {_LARGEST} Qwen3-4B's "
     "shape and vocabulary, and random 4-bit weights. Resident memory is the worker's, with the keys and "
