@@ -44,12 +44,13 @@ class Said:
 class Engine:
     """Use as an async context manager. Greedy, one request at a time, nothing cached between prompts.
 
-    ``threads`` that compute; 0 for a thread per core. No answer depends on it.
+    ``threads`` that compute; 0 for a thread per core. No answer depends on it. ``settings``: more of the
+    worker's.
     """
 
-    def __init__(self, model: Path = MODEL, threads: int = 0) -> None:
+    def __init__(self, model: Path = MODEL, threads: int = 0, **settings: Any) -> None:
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        self._starting = worker_on(None, model, threads=threads)
+        self._starting = worker_on(None, model, threads=threads, **settings)
         self._ids = itertools.count()
         #: Which heads find what; every score after the first uses it.
         self.profile: Profile | None = None
