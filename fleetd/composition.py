@@ -429,6 +429,7 @@ def _pool_options(config: Config, home: HomeFolder, blocks: DiskCacheSettings | 
     return PoolOptions(
         device=engine.device,
         threads=engine.threads,
+        cpu_arithmetic=engine.cpu_arithmetic,
         max_memory_bytes=engine.max_memory_bytes,
         memory_fraction=engine.memory_fraction,
         overcommit=engine.overcommit,

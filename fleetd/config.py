@@ -182,6 +182,14 @@ class EngineSettings(msgspec.Struct, frozen=True):
     threads: Annotated[
         int, Meta(ge=0, le=1024, description="CPU threads of an engine worker; 0 means all cores.")
     ] = 0
+    cpu_arithmetic: Annotated[
+        Literal["auto", "float32", "int8"],
+        Meta(
+            description="How a CPU multiplies by weights: float32 unpacks them at load, int8 keeps them "
+            "packed and rounds activations to 8 bits. auto is int8 for quantised weights, and for others "
+            "that would not fit into memory as float32."
+        ),
+    ] = "auto"
 
 
 class FleetSettings(msgspec.Struct, frozen=True):

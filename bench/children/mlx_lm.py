@@ -49,7 +49,7 @@ def main(mode: str, model_path: Path) -> None:
             raise SystemExit("no BLAS to preload: install mkl")
         products.install()
         if mode != "cured":
-            products._row_stable = _unpadded
+            products.row_stable = _unpadded
     model, tokenizer = load(str(model_path))[:2]
     if device == "cpu" and mode != "stock":
         products.to_float32(model)

@@ -40,6 +40,6 @@ def measure(runs: int) -> Measured:
             Figure("Decode, nothing reproducible", "tok/s", rates["loose"]),
         ],
         f"Three processes with `mlx_lm.stream_generate`, {TOKENS} tokens each in turn: the CPU path as "
-        "shipped; the same without padding products to a minimum of rows (`_row_stable`); and that with "
+        "shipped; the same without padding products to a minimum of rows (`row_stable`); and that with "
         "MKL free to choose its kernels. The first is the one whose exactness is tested.",
     )

@@ -78,6 +78,8 @@ class ModelShape(msgspec.Struct, frozen=True, omit_defaults=True):
     context_tokens: Count = 0
     # The type of numbers that it computes with: "bfloat16".
     dtype: Text = ""
+    # How a CPU multiplies by its weights: "float32" or "int8"; "" on a GPU.
+    cpu_arithmetic: Text = ""
     # How many layers a prefill runs, also where only some of them are held.
     layers: Layers = 0
     # Bytes of a sequence's keys, values and states.

@@ -20,6 +20,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     device: Literal["auto", "cpu", "gpu"] = "auto"
     threads: int = 0
+    # Of products with weights on a CPU (``cpu.arithmetic``).
+    cpu_arithmetic: Literal["auto", "float32", "int8"] = "auto"
     max_memory_bytes: int = 0
     memory_fraction: float = 0.85
     overcommit: bool = False

@@ -25,6 +25,8 @@ _CATALOG_BITS = {"quantization": {"bits": 4}}
 _FLOATING = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F16", "BF16", "F32", "F64"})
 # MLX packs no more weights than this with one scale.
 _GROUP_MOST = 128
+# What each block of 32 weights has besides them, packed for products in int8: scales, sums and a zero point.
+_BLOCK_BYTES = 13
 
 
 def needed_bytes(folder: ModelFolder, accelerator: str) -> int:
@@ -49,6 +51,44 @@ def weights_in_memory(path: Path, on_disk: int, config: Mapping[str, Any], accel
     except (ModelCorrupt, OSError):
         return expanded_bytes(on_disk, config, accelerator)
     return max(on_disk, found)
+
+
+def is_packed(config: Mapping[str, Any]) -> bool:
+    """True if a model's weights are quantised, by its config."""
+    return bool(_quantizations(config))
+
+
+def int8_in_memory(path: Path, on_disk: int, config: Mapping[str, Any]) -> int:
+    """Bytes of a folder's weights on a CPU that keeps them packed (``engine/cpu``), by the headers of its
+    files; by the config if they cannot be read."""
+    try:
+        tensors = [read_header(file) for file in weight_files(path)]
+    except (ModelCorrupt, OSError):
+        return 2 * on_disk
+    return sum(int8_bytes(each, _groups(config)) for each in tensors)
+
+
+def int8_bytes(tensors: Mapping[str, TensorInfo], groups: GroupSizes) -> int:
+    """Bytes of the tensors, packed for products. Which of them are tables is not known: they count once."""
+    sizes = dict(groups.named)
+    total = 0
+    for name, info in tensors.items():
+        layer, _, part = name.rpartition(".")
+        packed, scales = tensors.get(f"{layer}.weight"), tensors.get(f"{layer}.scales")
+        is_packed = packed is not None and packed.dtype == "U32" and scales is not None
+        count = math.prod(info.shape)
+        if is_packed and scales is not None and part == "weight":
+            group = sizes.get(layer, groups.default)
+            weights = min(math.prod(scales.shape) * group, 32 * count)
+            bits = 4 if 32 * count <= 4 * weights else 8
+            total += weights * bits // 8 + weights // 32 * _BLOCK_BYTES
+        elif is_packed and part in ("scales", "biases"):
+            continue
+        elif info.dtype in _FLOATING and len(info.shape) == 2:
+            total += count + count // 32 * _BLOCK_BYTES
+        else:
+            total += 4 * count if info.dtype in _FLOATING else info.end - info.begin
+    return total
 
 
 def build_bytes(weights_bytes: int) -> int:

@@ -141,6 +141,7 @@ def _settings(home: paths.HomeFolder, model: str) -> WorkerSettings:
         record=str(store.record_path(folder)),
         device=engine.device,
         threads=engine.threads,
+        cpu_arithmetic=engine.cpu_arithmetic,
         max_memory_bytes=engine.max_memory_bytes,
         memory_fraction=engine.memory_fraction,
         overcommit=engine.overcommit,

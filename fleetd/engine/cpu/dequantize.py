@@ -80,13 +80,13 @@ def _normal(scale: F32, bias: F32, bits: int) -> npt.NDArray[np.bool_]:
 def _in_half(packed: U8, bits: int, scale: F32, bias: F32) -> F32:
     """Groups of weights in f16: ``packed`` (G, bytes), ``scale`` and ``bias`` (G, 1) → (G, N)."""
     q = np.empty((len(packed), packed.shape[1] * 8 // bits), dtype=np.float32)
-    _unpack(packed, bits, q)
+    unpack(packed, bits, q)
     with np.errstate(over="ignore", invalid="ignore"):
         product = q.astype(np.float16) * scale.astype(np.float16)
         return np.asarray(product + bias.astype(np.float16), dtype=np.float32)
 
 
-def _unpack(packed: U8, bits: int, out: F32) -> None:
+def unpack(packed: U8, bits: int, out: F32) -> None:
     """Integers from a stream of bits, the first lowest: ``packed`` (G, bytes) → ``out`` (G, N), in place."""
     if bits == 8:
         np.copyto(out, packed)
@@ -105,7 +105,7 @@ def _unpack(packed: U8, bits: int, out: F32) -> None:
 
 def _block(packed: U8, bits: int, scale: F32, bias: F32, out: F32, scratch: U32, dropped: int) -> None:
     """Groups of weights: ``packed`` (G, bytes), ``scale`` and ``bias`` (G, 1) → ``out`` (G, N), in place."""
-    _unpack(packed, bits, out)
+    unpack(packed, bits, out)
     np.multiply(out, scale, out=out)
     _round(out.view(np.uint32), scratch[: len(out)], dropped)
     np.add(out, bias, out=out)

@@ -134,12 +134,12 @@ def install() -> None:
     stock_linear = nn.Linear.__call__
 
     def linear(self: nn.Linear, x: mx.array) -> mx.array:
-        return _row_stable(lambda rows: stock_linear(self, rows), x)
+        return row_stable(lambda rows: stock_linear(self, rows), x)
 
     stock_head = nn.Embedding.as_linear
 
     def head(self: nn.Embedding, x: mx.array) -> mx.array:
-        return _row_stable(lambda rows: stock_head(self, rows), x)
+        return row_stable(lambda rows: stock_head(self, rows), x)
 
     stock_swiglu: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
 
@@ -158,7 +158,7 @@ def install() -> None:
             module.swiglu = fast_swiglu  # type: ignore[attr-defined]
 
 
-def _row_stable(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+def row_stable(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
     """``product(x)`` for x (..., N), computed with at least ROWS rows."""
     import mlx.core as mx
 
@@ -184,7 +184,7 @@ def to_float32(model: nn.Module) -> None:
             if isinstance(layer, nn.QuantizedLinear)
             else nn.Embedding(1, 1)
         )
-        result.weight = _dequantized(layer)
+        result.weight = dequantized(layer)
         if "bias" in layer:
             result.bias = layer.bias
         mx.eval(result.parameters())
@@ -195,7 +195,7 @@ def to_float32(model: nn.Module) -> None:
     mx.eval(model.parameters())
 
 
-def _dequantized(layer: Any) -> mx.array:
+def dequantized(layer: Any) -> mx.array:
     """The weights of a quantised layer in f32."""
     import mlx.core as mx
 

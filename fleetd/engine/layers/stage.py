@@ -17,10 +17,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from msgspec.structs import replace
 
+from fleetd.engine.cpu.packed_layers import weights_bytes
 from fleetd.engine.layers.architectures import ANY_TEXT, Architecture, architecture_of
 from fleetd.engine.layers.between_layers import BETWEEN, OneState, width_of
 from fleetd.engine.layers.layer_calls import (
@@ -173,24 +173,17 @@ class Stage(msgspec.Struct, frozen=True):
     @property
     def weights_bytes(self) -> int:
         """Memory of the weights once they are read; nothing is read to know it."""
-        return sum(int(array.nbytes) for _, array in tree_flatten(self.weights.parameters()))
+        return weights_bytes(self.weights)
 
     @property
     def outside_bytes(self) -> int:
         """The part of ``weights_bytes`` that belongs to no layer: embedding, norm and head."""
-        in_layers = sum(
-            int(array.nbytes)
-            for _, array in tree_flatten([layer.parameters() for layer in self.weights.layers])
-        )
-        return self.weights_bytes - in_layers
+        return self.weights_bytes - sum(weights_bytes(layer) for layer in self.weights.layers)
 
     @property
     def layer_bytes(self) -> int:
         """The part of ``weights_bytes`` that belongs to the layer with the most."""
-        return max(
-            sum(int(array.nbytes) for _, array in tree_flatten(layer.parameters()))
-            for layer in self.weights.layers
-        )
+        return max(weights_bytes(layer) for layer in self.weights.layers)
 
     def make_caches(self) -> list[Any]:
         """Empty caches for this stage's layers, of the kinds that ``make_prompt_cache`` gives the model.

@@ -30,9 +30,10 @@ _THREADS = ("_NUM_THREADS", "_MAX_THREADS", "_THREAD_LIMIT")
 _BESIDE = ("numpy", "mkl")
 
 
-def versions() -> dict[str, str]:
-    """Versions of the libraries that compute and that make prompts."""
-    return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "transformers")}
+def versions(cpu_arithmetic: str = "") -> dict[str, str]:
+    """Versions of the libraries that compute and that make prompts: two arithmetics have other libraries."""
+    names = ("mlx", "mlx-lm", "transformers", *(("onnxruntime",) if cpu_arithmetic == "int8" else ()))
+    return {name: importlib.metadata.version(name) for name in names}
 
 
 class LoadFindings(msgspec.Struct, frozen=True):

@@ -126,7 +126,9 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     room = memory_budget(device, settings)
     stats = manifest.part_stats(Path(settings.path))
     read = read_model(settings, config, device, room, report)
-    key = FindingsKey.now(VerdictKey.now(_digest(settings), device, accelerator_name(device), versions()))
+    key = FindingsKey.now(
+        VerdictKey.now(_digest(settings), device, accelerator_name(device), versions(read.arithmetic))
+    )
     cached = key.cached(Path(settings.cache))
     found = _find_out(read, cached, report)
 
@@ -164,7 +166,7 @@ def _find_out(
     if known is None:
         report(Loading("measuring"))
     sparse, dense_reason = _sparse(read.model, known)
-    sharable, unshareable = _sharable(read.model, read.device, known)
+    sharable, unshareable = _sharable(read, known)
     if known is None:
         known = LoadFindings(
             together=decodes_together(read.model),
@@ -193,6 +195,7 @@ def _ready(
         weights_bytes=shares.weights,
         context_tokens=read.context_tokens,
         dtype=read.dtype,
+        cpu_arithmetic=read.arithmetic,
         layers=len(read.model.layers),
         sizes=read.sizes,
         unshareable=found.unshareable,
@@ -210,7 +213,7 @@ def _ready(
         tool_format=str(tokenizer.init_kwargs.get("tool_parser_type") or ""),
         reasoning=has_reasoning(tokenizer),
         load_s=load_s,
-        versions=versions(),
+        versions=versions(read.arithmetic),
         speed=findings.measured.speed,
         last_layer=shape.layers,
         speculation=verdict.text,
@@ -224,10 +227,11 @@ def _ready(
     )
 
 
-def _sharable(model: Any, device: Device, known: LoadFindings | None) -> tuple[Sharable | None, str]:
+def _sharable(read: ReadModel, known: LoadFindings | None) -> tuple[Sharable | None, str]:
     """What other machines can help with, or why they cannot."""
+    found = known.arithmetic if known else None
     try:
-        return Sharable.of(Stage.of(model), device, versions(), known.arithmetic if known else None), ""
+        return Sharable.of(Stage.of(read.model), read.device, versions(read.arithmetic), found), ""
     except ModelUnsupported as error:
         reason = error.message
     except (AttributeError, LookupError, TypeError, ValueError) as error:

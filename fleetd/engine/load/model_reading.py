@@ -19,7 +19,10 @@ from mlx_lm.utils import load_config, load_model
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.control.model_facts import StateSizes
 from fleetd.engine.answer.tool_formats import with_format
-from fleetd.engine.cpu import address_space, products
+from fleetd.engine.cpu import address_space, packed_layers, products
+from fleetd.engine.cpu.arithmetic import chosen
+from fleetd.engine.cpu.packed_layers import weights_bytes
+from fleetd.engine.cpu.packed_product import kernels
 from fleetd.engine.failures import over_files
 from fleetd.engine.load.readable_folder import readable
 from fleetd.engine.measure import device_memory
@@ -32,7 +35,13 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
-from fleetd.models.memory_need import build_bytes, weights_in_memory
+from fleetd.models.memory_need import (
+    WORKING_BYTES,
+    build_bytes,
+    int8_in_memory,
+    is_packed,
+    weights_in_memory,
+)
 from fleetd.models.verify import verify
 
 Device = Literal["cpu", "metal", "cuda"]
@@ -52,13 +61,15 @@ class ReadModel(msgspec.Struct, frozen=True):
     tokenizer: Any
     config: dict[str, Any]
     device: Device
+    # "float32" or "int8"; "" on a GPU.
+    arithmetic: str
     sizes: StateSizes
     vocab_size: int
     context_tokens: int
 
     @property
     def weights_bytes(self) -> int:
-        return sum(int(array.nbytes) for _, array in tree_flatten(self.model.parameters()))
+        return weights_bytes(self.model)
 
     @property
     def dtype(self) -> str:
@@ -119,38 +130,98 @@ def read_model(
         ModelUnsupported: an architecture that mlx-lm does not have, or that needs something else.
         OutOfMemory: refused before reading.
     """
-    model, tokenizer = _read(settings, config, device, room, report)
+    # Hub caches hold links; the size that counts is the target's.
+    on_disk = sum(file.stat().st_size for file in Path(settings.path).glob("model*.safetensors"))
+    weights = Weights.of(settings, config, device, room, on_disk)
+    model, tokenizer = _read(settings, config, weights, room, report)
     report(Loading("warming up"))
     sizes = warm_up(model)
-    return ReadModel(model, tokenizer, config, device, sizes, _vocab_size(model), context_tokens(config))
+    return ReadModel(
+        model,
+        tokenizer,
+        config,
+        device,
+        weights.arithmetic,
+        sizes,
+        _vocab_size(model),
+        context_tokens(config),
+    )
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """How a model's weights are held."""
+
+    device: Device
+    # "float32" or "int8"; "" on a GPU.
+    arithmetic: str
+    # Bytes of the files.
+    on_disk: int
+    # Bytes in memory, by the files' headers.
+    expected: int
+
+    @classmethod
+    def of(
+        cls,
+        settings: WorkerSettings,
+        config: dict[str, Any],
+        device: Device,
+        room: MemoryBudget,
+        on_disk: int,
+    ) -> Weights:
+        """What ``settings`` choose for the files of a model, by its config and their headers."""
+        path = Path(settings.path)
+        expected = weights_in_memory(path, on_disk, config, device)
+        if device != "cpu":
+            return cls(device, "", on_disk, expected)
+        arithmetic = chosen(
+            settings.cpu_arithmetic,
+            packed=is_packed(config),
+            possible=bool(kernels()),
+            fits=expected + WORKING_BYTES <= room.usable_bytes,
+        )
+        if arithmetic == "int8":
+            expected = int8_in_memory(path, on_disk, config)
+        return cls(device, arithmetic, on_disk, expected)
+
+    def hold(self, model: nn.Module) -> None:
+        """Read the weights of a model, in place, as they are held."""
+        match self.arithmetic:
+            case "int8":
+                packed_layers.to_int8(model)
+            case "float32":
+                products.to_float32(model)
+        mx.eval(model.parameters())
+
+    def bytes_of(self, model: nn.Module) -> int:
+        """Bytes of a model's weights once they are held; reads none of them."""
+        match self.arithmetic:
+            case "int8":
+                return packed_layers.int8_bytes(model)
+            case "float32":
+                return products.float32_bytes(model)
+        return weights_bytes(model)
 
 
 def _read(
     settings: WorkerSettings,
     config: dict[str, Any],
-    device: Device,
+    weights: Weights,
     room: MemoryBudget,
     report: Callable[[Loading], None],
 ) -> tuple[Any, Any]:
     """The model and its tokenizer. Raises OutOfMemory before reading what does not fit."""
-    path = Path(settings.path)
-    # Hub caches hold links; the size that counts is the target's.
-    files = sorted(path.glob("model*.safetensors"))
-    on_disk = sum(f.stat().st_size for f in files)
-    expected = weights_in_memory(path, on_disk, config, device)
-    admit_weights(settings.name, expected, room)
+    path, on_disk = Path(settings.path), weights.on_disk
+    admit_weights(settings.name, weights.expected, room)
     report(Loading("reading", 0, on_disk))
     with (
         readable(path) as place,
-        little_besides(path, expected, device),
+        little_besides(path, weights.expected, weights.device),
         ThreadPoolExecutor(1, "tokenizer") as aside,
     ):
         reading = aside.submit(_tokenizer, place, config)
         model = lazy_model(place, config)
-        admit_weights(settings.name, memory_bytes(model, device), room)
-        if device == "cpu":
-            products.to_float32(model)
-        mx.eval(model.parameters())
+        admit_weights(settings.name, weights.bytes_of(model), room)
+        weights.hold(model)
         report(Loading("reading", on_disk, on_disk))
         report(Loading("reading the tokenizer"))
         return model, reading.result()
@@ -207,13 +278,6 @@ def lazy_model(path: Path, config: dict[str, Any]) -> Any:
     return model
 
 
-def memory_bytes(weights: nn.Module, device: Device) -> int:
-    """Bytes of the weights once they are read: as on disk, except on a CPU, where everything becomes f32."""
-    if device == "cpu":
-        return products.float32_bytes(weights)
-    return sum(int(array.nbytes) for _, array in tree_flatten(weights.parameters()))
-
-
 def _tokenizer(path: Path, config: dict[str, Any]) -> Any:
     with over_files(f"The tokenizer in {path.name} cannot be read"):
         return with_format(load_tokenizer(path, eos_token_ids=config.get("eos_token_id")))
@@ -248,9 +312,9 @@ def _vocab_size(model: Any) -> int:
     embeddings ends the process.
     """
     tables = [
-        int(module.weight.shape[0])
+        packed_layers.table_rows(module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding) and name.split(".")[-1] in _TOKEN_TABLES
+        if isinstance(module, packed_layers.TABLES) and name.split(".")[-1] in _TOKEN_TABLES
     ]
     # Only its shape is looked at, so that nothing is computed.
     logits = int(model(mx.array([[0]])).shape[-1])

@@ -16,17 +16,16 @@ from mlx_lm.utils import load_config
 
 from fleetd import limits
 from fleetd.control.model_facts import ModelShape, StateSizes
-from fleetd.engine.cpu import products
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.load_findings import versions
 from fleetd.engine.load.model_reading import (
     Device,
+    Weights,
     context_tokens,
     keep_weights,
     lazy_model,
     little_besides,
     memory_budget,
-    memory_bytes,
     verified_config,
 )
 from fleetd.engine.load.readable_folder import readable
@@ -36,7 +35,7 @@ from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.models.memory_need import WORKING_BYTES, weights_in_memory
+from fleetd.models.memory_need import WORKING_BYTES
 
 WARM_UP_TOKENS = 8
 
@@ -45,6 +44,8 @@ class LoadedStage(msgspec.Struct, frozen=True):
     stage: Stage
     # The dtype of hidden states.
     dtype: str
+    # "float32" or "int8"; "" on a GPU.
+    arithmetic: str
     # Of a sequence, over the stage's layers.
     sizes: StateSizes
 
@@ -69,8 +70,9 @@ def load_stage(
     """
     config, path = verified_config(settings, report), Path(settings.path)
     files = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
-    expected = weights_in_memory(path, files, config, device)
-    with readable(path) as place, little_besides(path, expected, device):
+    room = memory_budget(device, settings)
+    weights = Weights.of(settings, config, device, room, files)
+    with readable(path) as place, little_besides(path, weights.expected, device):
         whole = Stage.of(lazy_model(place, config))
         # The embedding decides it; to know it, none is computed.
         dtype = mx.float32 if device == "cpu" else whole.embed(mx.array([[0]])).dtype
@@ -79,19 +81,17 @@ def load_stage(
         on_disk = stage.weights_bytes
         admit_weights(
             f"{settings.name}, layers {first} to {last} of {stage.total},",
-            memory_bytes(stage.weights, device),
-            memory_budget(device, settings),
+            weights.bytes_of(stage.weights),
+            room,
         )
         report(Loading("reading", 0, on_disk))
-        if device == "cpu":
-            products.to_float32(stage.weights)
-        mx.eval(stage.weights.parameters())
+        weights.hold(stage.weights)
         report(Loading("reading", on_disk, on_disk))
     report(Loading("warming up"))
     caches = stage.make_caches()
     inputs = stage.inputs(mx.zeros((1, WARM_UP_TOKENS), mx.int32), 0)
     mx.eval(stage.run(mx.zeros((1, WARM_UP_TOKENS, stage.width), dtype), caches, inputs))
-    return LoadedStage(stage, str(dtype).removeprefix("mlx.core."), sizes_of(caches))
+    return LoadedStage(stage, str(dtype).removeprefix("mlx.core."), weights.arithmetic, sizes_of(caches))
 
 
 def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> LoadedPart:
@@ -100,7 +100,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
     usable = memory_budget(device, settings).usable_bytes
     loaded = load_stage(settings, device, report, first=settings.first_layer, last=settings.last_layer)
     stage = loaded.stage
-    sharable = Sharable.of(stage, device, versions())
+    sharable = Sharable.of(stage, device, versions(loaded.arithmetic))
     with readable(Path(settings.path)) as place:
         config = load_config(place)
     report(Loading("measuring"))
@@ -112,6 +112,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
         weights_bytes=weights,
         context_tokens=context,
         dtype=loaded.dtype,
+        cpu_arithmetic=loaded.arithmetic,
         sizes=loaded.sizes,
     )
     return LoadedPart(
@@ -126,7 +127,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             tool_calls=False,
             reasoning=False,
             load_s=time.monotonic() - begun,
-            versions=versions(),
+            versions=versions(loaded.arithmetic),
             speed=measured.speed,
             first_layer=stage.first,
             last_layer=stage.last,

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from fleetd.engine.cpu.packed_layers import table_rows
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state import row_memory
 from fleetd.engine.sequence_state.kinds import kind_of
@@ -89,7 +90,7 @@ class _HelperWork:
         ids = np.frombuffer(frame.buffers[0], "<i4")
         if self.stage.first == 0:
             # An embedding does not check its indices.
-            vocabulary = self.stage.weights.embed_tokens.weight.shape[0]
+            vocabulary = table_rows(self.stage.weights.embed_tokens)
             if ids.min() < 0 or ids.max() >= vocabulary:
                 raise ProtocolError(f"On home came tokens that a vocabulary of {vocabulary} does not have.")
         self.prompt = prompt = mx.array(ids)[None]

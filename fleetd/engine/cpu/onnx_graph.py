@@ -1,0 +1,86 @@
+"""An ONNX model of one operator, ``MatMulNBits``, as the bytes that onnxruntime loads.
+
+Written field by field: protobuf's encoding is short, and the ``onnx`` package, which also writes it, large.
+The weights are not in it: onnxruntime is given them beside it, by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fleetd.engine.cpu.arithmetic import Kernel
+
+# Numbers of ONNX's formats: types of elements, of an attribute, the place of a tensor's bytes, versions.
+_FLOAT, _UINT8 = 1, 2
+_INT = 2
+_EXTERNAL = 1
+_IR_VERSION, _OPERATORS, _CONTRIBUTED = 10, 21, 1
+# ``accuracy_level`` for activations in 8 bits.
+_INT8 = 4
+
+INPUT, OUTPUT = "x", "y"
+WEIGHTS, SCALES, ZEROS = "weights", "scales", "zeros"
+
+
+def matmul(kernel: Kernel, columns: int, inner: int) -> bytes:
+    """(rows, inner) f32 → (rows, columns) f32, times the transposed packed matrix (columns, inner)."""
+    blocks = inner // kernel.block
+    attributes = {
+        "K": inner,
+        "N": columns,
+        "bits": kernel.bits,
+        "block_size": kernel.block,
+        "accuracy_level": _INT8,
+    }
+    node = b"".join(
+        (
+            *(_field(1, name) for name in (INPUT, WEIGHTS, SCALES, ZEROS)),
+            _field(2, OUTPUT),
+            _field(4, "MatMulNBits"),
+            *(_field(5, _field(1, name) + _field(3, n) + _field(20, _INT)) for name, n in attributes.items()),
+            _field(7, "com.microsoft"),
+        )
+    )
+    graph = b"".join(
+        (
+            _field(1, node),
+            _field(2, "product"),
+            _field(5, _outside(WEIGHTS, _UINT8, (columns, blocks, kernel.block * kernel.bits // 8))),
+            _field(5, _outside(SCALES, _FLOAT, (columns, blocks))),
+            _field(5, _outside(ZEROS, _UINT8, (columns, -(-blocks * kernel.bits // 8)))),
+            _field(11, _rows(INPUT, inner)),
+            _field(12, _rows(OUTPUT, columns)),
+        )
+    )
+    domains = (("", _OPERATORS), ("com.microsoft", _CONTRIBUTED))
+    imports = (_field(8, _field(1, domain) + _field(2, version)) for domain, version in domains)
+    return b"".join((_field(1, _IR_VERSION), _field(7, graph), *imports))
+
+
+def _outside(name: str, kind: int, shape: Sequence[int]) -> bytes:
+    """A tensor whose bytes lie elsewhere; the file that is named is never opened."""
+    sizes = b"".join(_field(1, size) for size in shape)
+    place = _field(13, _field(1, "location") + _field(2, "memory"))
+    return sizes + _field(2, kind) + _field(8, name) + place + _field(14, _EXTERNAL)
+
+
+def _rows(name: str, width: int) -> bytes:
+    """A tensor (any number, width) of f32 that goes in or comes out."""
+    shape = _field(1, _field(2, "rows")) + _field(1, _field(1, width))
+    return _field(1, name) + _field(2, _field(1, _field(1, _FLOAT) + _field(2, shape)))
+
+
+def _field(number: int, value: int | str | bytes) -> bytes:
+    """A field of a protobuf message."""
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    data = value.encode() if isinstance(value, str) else value
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    parts = bytearray()
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*parts, value))

@@ -1,0 +1,175 @@
+"""Products with packed weights through onnxruntime, in which each row has the same bits in any company.
+
+A matrix is prepared once: onnxruntime packs it again, in the order in which its kernel reads it, and the
+original can go. A prepared product belongs to no thread; several may compute with it at once.
+
+Threads are this module's: onnxruntime's own would spin between two products, and each session has its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetd.engine.cpu import onnx_graph
+from fleetd.engine.cpu.arithmetic import BLOCKS, Kernel
+from fleetd.hardware.probe import cores
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+T = TypeVar("T")
+
+# Weights of a matrix from which a product of one row is shared by threads, and weights times rows from which
+# many rows are: less takes no longer than handing it over.
+_MANY_WEIGHTS, _MUCH_WORK = 1 << 22, 1 << 26
+# Rows that one thread computes at least.
+_LEAST_ROWS = 16
+# What is multiplied to find out which kernels are exact: outputs, inputs and the numbers of rows.
+_TRIED_OUTPUTS, _TRIED_INPUTS, _TRIED_ROWS = 48, 512, (1, 2, 3, 4, 7, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix (N, K) of w = scale · (q - zero) in blocks along K, as ``MatMulNBits`` takes it."""
+
+    # (N, K / block, block · bits / 8): integers of 4 bits, the first lowest, or of 8.
+    weights: U8
+    # (N, K / block)
+    scales: F32
+    # (N, bytes): an integer of ``bits`` for each block, the first lowest.
+    zeros: U8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and blocks."""
+        return self.scales.shape[0], self.scales.shape[1]
+
+
+class PackedProduct:
+    """(rows, K) → (rows, N) for one prepared matrix."""
+
+    def __init__(self, packed: Packed, kernel: Kernel) -> None:
+        outputs, blocks = packed.shape
+        self.kernel = kernel
+        self.outputs, self.inputs = outputs, blocks * kernel.block
+        count = threads() if outputs * self.inputs >= _MANY_WEIGHTS else 1
+        # Of each part, its outputs. Kernels take columns by the dozen.
+        step = -(-outputs // (16 * count)) * 16
+        self._bounds = [(at, min(at + step, outputs)) for at in range(0, outputs, step)]
+        self._parts = [_session(packed, kernel, *bounds) for bounds in self._bounds]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the matrix takes, prepared."""
+        return prepared_bytes(self.outputs, self.inputs, self.kernel)
+
+    def __call__(self, x: F32) -> F32:
+        rows = len(x)
+        if rows < self.kernel.least_rows:
+            x = np.concatenate([x, np.zeros((self.kernel.least_rows - rows, self.inputs), np.float32)])
+        if len(self._parts) > 1:
+            return np.concatenate(each_of([partial(_run, part, x) for part in self._parts]), axis=1)[:rows]
+        count = min(threads(), rows // _LEAST_ROWS) if rows * self.outputs * self.inputs >= _MUCH_WORK else 1
+        if count > 1:
+            each = -(-rows // count)
+            tasks = [partial(_run, self._parts[0], x[at : at + each]) for at in range(0, rows, each)]
+            return np.concatenate(each_of(tasks))
+        return _run(self._parts[0], x)[:rows]
+
+
+def prepared_bytes(outputs: int, inputs: int, kernel: Kernel) -> int:
+    """Bytes that a matrix takes, prepared: its integers, and for each block a scale, what its sums are
+    corrected by, and the original's scale and zero point, which onnxruntime keeps."""
+    blocks = outputs * inputs // kernel.block
+    return outputs * inputs * kernel.bits // 8 + 12 * blocks + blocks * kernel.bits // 8
+
+
+def threads() -> int:
+    """How many threads compute products in this process."""
+    return int(os.environ.get("MKL_NUM_THREADS") or cores())
+
+
+@cache
+def kernels() -> tuple[Kernel, ...]:
+    """Kernels of this processor in which a row has the same bits in any company; () without onnxruntime."""
+    try:
+        import onnxruntime  # noqa: F401
+    except ImportError:
+        return ()
+    tried = (_tried(bits, block) for bits in (4, 8) for block in BLOCKS)
+    return tuple(kernel for kernel in tried if kernel is not None)
+
+
+def _tried(bits: int, block: int) -> Kernel | None:
+    """The kernel for blocks of this kind if it is exact, with the fewest rows from which it is.
+
+    Numbers come from integer arithmetic and are uneven, so that sums in another order differ.
+    """
+    shape = (_TRIED_OUTPUTS, _TRIED_INPUTS // block)
+    index = np.arange(_TRIED_OUTPUTS * _TRIED_INPUTS, dtype=np.uint32) * np.uint32(2654435761)
+    uneven = index.astype(np.float32) / np.float32(2**31)
+    scales = uneven[: shape[0] * shape[1]].reshape(shape)
+    weights = (index >> np.uint32(24)).astype(np.uint8)[: index.size * bits // 8]
+    zeros = (index >> np.uint32(16)).astype(np.uint8)[: shape[0] * -(-shape[1] * bits // 8)]
+    packed = Packed(weights.reshape(*shape, -1), scales, zeros.reshape(shape[0], -1))
+    product = PackedProduct(packed, Kernel(bits, block, 1))
+    rows = max(_TRIED_ROWS) + 1
+    x = (uneven[: rows * _TRIED_INPUTS] - np.float32(1)).reshape(rows, -1)
+    whole = product(x)
+    differing = [
+        n for n in _TRIED_ROWS if any((product(x[at : at + n]) != whole[at : at + n]).any() for at in (0, 1))
+    ]
+    least = max(differing, default=0) + 1
+    return Kernel(bits, block, least) if least <= 2 else None
+
+
+def _session(packed: Packed, kernel: Kernel, first: int, last: int) -> Any:
+    """What multiplies by outputs [first, last) of a matrix."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    # An arena keeps what it had once, for every matrix.
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    # The weights are read where they lie; the session copies the rest, and needs none of this later.
+    parts = [np.ascontiguousarray(each[first:last]) for each in (packed.weights, packed.scales, packed.zeros)]
+    names = [onnx_graph.WEIGHTS, onnx_graph.SCALES, onnx_graph.ZEROS]
+    values = [ort.OrtValue.ortvalue_from_numpy(each) for each in parts]
+    options.add_external_initializers(names, values)
+    inner = packed.shape[1] * kernel.block
+    model = onnx_graph.matmul(kernel, last - first, inner)
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def _run(session: Any, x: F32) -> F32:
+    result: F32
+    (result,) = session.run([onnx_graph.OUTPUT], {onnx_graph.INPUT: x})
+    return result
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads(), "product")
+
+
+def each_of(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """Results of independent tasks, one at most of each thread; this thread does the first."""
+    first, *rest = tasks
+    others = [_pool().submit(task) for task in rest]
+    return [first(), *(done.result() for done in others)]
+
+
+def free_unused() -> None:
+    """Give memory that was freed back to the system: glibc keeps what lies between other things."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
