@@ -1,4 +1,4 @@
-"""An ONNX model of one operator, ``MatMulNBits``, as the bytes that onnxruntime loads.
+"""ONNX models of products with packed weights, as the bytes that onnxruntime loads.
 
 Written field by field: protobuf's encoding is short, and the ``onnx`` package, which also writes it, large.
 The weights are not in it: onnxruntime is given them beside it, by their names.
@@ -18,43 +18,53 @@ _IR_VERSION, _OPERATORS, _CONTRIBUTED = 10, 21, 1
 # ``accuracy_level`` for activations in 8 bits.
 _INT8 = 4
 
-INPUT, OUTPUT = "x", "y"
-WEIGHTS, SCALES, ZEROS = "weights", "scales", "zeros"
+# Inputs, what is multiplied by, the output.
+X, SUMS = "x", "sums"
+WEIGHTS, SCALES, ZEROS, REST = "weights", "scales", "zeros", "rest"
+Y = "y"
 
 
-def matmul(kernel: Kernel, columns: int, inner: int) -> bytes:
-    """(rows, inner) f32 → (rows, columns) f32, times the transposed packed matrix (columns, inner)."""
+def product(kernel: Kernel, inner: int, outputs: int, groups: int) -> bytes:
+    """A model: ``Y`` (rows, outputs) is ``X`` (rows, inner) times the packed matrix (outputs, inner) transposed.
+
+    If ``groups``, ``SUMS`` (rows, groups) times ``REST`` (groups, outputs) is added. Numbers are f32.
+    """
     blocks = inner // kernel.block
-    attributes = {
+    sizes = {
         "K": inner,
-        "N": columns,
+        "N": outputs,
         "bits": kernel.bits,
         "block_size": kernel.block,
         "accuracy_level": _INT8,
     }
-    node = b"".join(
-        (
-            *(_field(1, name) for name in (INPUT, WEIGHTS, SCALES, ZEROS)),
-            _field(2, OUTPUT),
-            _field(4, "MatMulNBits"),
-            *(_field(5, _field(1, name) + _field(3, n) + _field(20, _INT)) for name, n in attributes.items()),
-            _field(7, "com.microsoft"),
-        )
+    attributes = b"".join(
+        _field(5, _field(1, name) + _field(3, size) + _field(20, _INT)) for name, size in sizes.items()
     )
-    graph = b"".join(
-        (
-            _field(1, node),
-            _field(2, "product"),
-            _field(5, _outside(WEIGHTS, _UINT8, (columns, blocks, kernel.block * kernel.bits // 8))),
-            _field(5, _outside(SCALES, _FLOAT, (columns, blocks))),
-            _field(5, _outside(ZEROS, _UINT8, (columns, -(-blocks * kernel.bits // 8)))),
-            _field(11, _rows(INPUT, inner)),
-            _field(12, _rows(OUTPUT, columns)),
-        )
-    )
+    main = _node("MatMulNBits", [X, WEIGHTS, SCALES, ZEROS], "main" if groups else Y, "com.microsoft")
+    graph = [
+        _field(1, main + attributes),
+        _field(2, "product"),
+        _field(5, _outside(WEIGHTS, _UINT8, (outputs, blocks, kernel.block * kernel.bits // 8))),
+        _field(5, _outside(SCALES, _FLOAT, (outputs, blocks))),
+        _field(5, _outside(ZEROS, _UINT8, (outputs, -(-blocks * kernel.bits // 8)))),
+        _field(11, _rows(X, inner)),
+        _field(12, _rows(Y, outputs)),
+    ]
+    if groups:
+        graph += [
+            _field(1, _node("MatMul", [SUMS, REST], "more")),
+            _field(1, _node("Add", ["main", "more"], Y)),
+            _field(5, _outside(REST, _FLOAT, (groups, outputs))),
+            _field(11, _rows(SUMS, groups)),
+        ]
     domains = (("", _OPERATORS), ("com.microsoft", _CONTRIBUTED))
     imports = (_field(8, _field(1, domain) + _field(2, version)) for domain, version in domains)
-    return b"".join((_field(1, _IR_VERSION), _field(7, graph), *imports))
+    return b"".join((_field(1, _IR_VERSION), _field(7, b"".join(graph)), *imports))
+
+
+def _node(operator: str, inputs: Sequence[str], output: str, domain: str = "") -> bytes:
+    names = b"".join(_field(1, name) for name in inputs)
+    return names + _field(2, output) + _field(4, operator) + _field(7, domain)
 
 
 def _outside(name: str, kind: int, shape: Sequence[int]) -> bytes:

@@ -1,4 +1,4 @@
-"""Layers that multiply by packed weights, in place of MLX's quantised ones."""
+"""Layers that multiply by packed weights, in place of MLX's, and how a model gets them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from fleetd.engine.cpu import products
+from fleetd.engine.cpu.affine_weights import Affine
 from fleetd.engine.cpu.arithmetic import OWN_BITS, OWN_GROUP, Kernel, kernel_for
-from fleetd.engine.cpu.dequantize import unpack
 from fleetd.engine.cpu.packed_product import (
-    Packed,
     PackedProduct,
     each_of,
     free_unused,
@@ -26,83 +26,60 @@ from fleetd.engine.cpu.packed_product import (
 )
 
 F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
 
-# How far a bias may be from a multiple of its scale, as a share of itself, if rounding both to their type
-# made it so.
-_ROUNDING = {mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7, mx.float32: 2.0**-22}
-
-
-class PackedMatrix:
-    """x (..., K) → (..., N) for weights that are scale · q + bias.
-
-    Where a bias is a whole number of scales, as MLX's quantisation makes it, that is a zero point. Else what
-    is left of the biases is multiplied by the sums of x over groups, in f32.
-    """
-
-    def __init__(self, layer: Any, kernel: Kernel | None) -> None:
-        if kernel is None:
-            raise ValueError("no exact kernel for these weights")
-        packed, rest = _packed(layer, kernel)
-        self._product = PackedProduct(packed, kernel)
-        self._group = int(layer.group_size)
-        # (groups, N), if there is any.
-        self._rest = None if rest is None else mx.array(np.ascontiguousarray(rest.T))
-
-    @property
-    def nbytes(self) -> int:
-        return self._product.nbytes + (0 if self._rest is None else int(self._rest.nbytes))
-
-    def __call__(self, x: mx.array) -> mx.array:
-        rows = np.array(x.astype(mx.float32), copy=False).reshape(-1, x.shape[-1])
-        out = mx.array(self._product(rows)).reshape(*x.shape[:-1], -1)
-        rest = self._rest
-        if rest is None:
-            return out
-        sums = x.reshape(*x.shape[:-1], -1, self._group).sum(axis=-1)
-        return out + products.row_stable(lambda each: each @ rest, sums)
+_LINEAR, _TABLE = (nn.Linear, nn.QuantizedLinear), (nn.Embedding, nn.QuantizedEmbedding)
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]
     """``nn.Linear`` and ``nn.QuantizedLinear`` for packed weights."""
 
-    def __init__(self, matrix: PackedMatrix, bias: mx.array | None) -> None:
+    def __init__(self, matrix: PackedProduct, bias: mx.array | None) -> None:
         super().__init__()
         self.matrix = matrix
         if bias is not None:
             self.bias = bias
 
     def __call__(self, x: mx.array) -> mx.array:
-        out = self.matrix(x)
+        out = _product(self.matrix, x)
         return out + self.bias if "bias" in self else out
 
 
-class PackedTable:
-    """The table of an embedding: as it is read, and packed once it is multiplied by, as a head."""
+class PackedExperts(nn.Module):  # type: ignore[misc]
+    """``QuantizedSwitchLinear`` for packed weights, a matrix for each expert."""
 
-    def __init__(self, layer: nn.Embedding | nn.QuantizedEmbedding) -> None:
-        mx.eval(layer.parameters())
-        self._layer = layer
-        self._matrix: PackedMatrix | None = None
+    def __init__(self, layer: QuantizedSwitchLinear) -> None:
+        super().__init__()
+        self.experts = Experts(layer)
+        if "bias" in layer:
+            self.bias = layer.bias
 
-    @property
-    def rows(self) -> int:
-        return int(self._layer.weight.shape[0])
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """x (..., M, K) by the matrices of ``indices`` → (..., M, N); their shapes are broadcast."""
+        out = self.experts.product(_view(x), np.array(indices, copy=False))
+        return out + mx.expand_dims(self.bias[indices], -2) if "bias" in self else out
+
+
+class Experts:
+    """Matrices of the same shape."""
+
+    def __init__(self, layer: QuantizedSwitchLinear) -> None:
+        weights, kernel = Affine.of(layer), _exact(layer)
+        self.matrices = [PackedProduct(weights[at].packed(kernel)) for at in range(len(weights.scales))]
 
     @property
     def nbytes(self) -> int:
-        held = sum(int(array.nbytes) for _, array in tree_flatten(self._layer.parameters()))
-        return held + (0 if self._matrix is None else self._matrix.nbytes)
+        return sum(each.nbytes for each in self.matrices)
 
-    def rows_of(self, tokens: mx.array) -> mx.array:
-        rows: mx.array = self._layer(tokens).astype(mx.float32)
-        return rows
-
-    def product(self, x: mx.array) -> mx.array:
-        """x times the transposed table."""
-        if self._matrix is None:
-            self._matrix = _matrix(self._layer)
-        return self._matrix(x)
+    def product(self, x: F32, indices: npt.NDArray[Any]) -> mx.array:
+        shape = np.broadcast_shapes(x.shape[:-2], indices.shape)
+        rows = np.broadcast_to(x, (*shape, *x.shape[-2:])).reshape(-1, *x.shape[-2:])
+        chosen = np.broadcast_to(indices, shape).reshape(-1)
+        out = np.empty((*rows.shape[:-1], self.matrices[0].outputs), dtype=np.float32)
+        for expert in np.unique(chosen):
+            places = np.flatnonzero(chosen == expert)
+            given = rows[places].reshape(-1, rows.shape[-1])
+            out[places] = self.matrices[expert](given).reshape(len(places), *out.shape[1:])
+        return mx.array(out.reshape(*shape, *out.shape[1:]))
 
 
 class PackedEmbedding(nn.Module):  # type: ignore[misc]
@@ -116,10 +93,36 @@ class PackedEmbedding(nn.Module):  # type: ignore[misc]
         return self.table.rows_of(tokens)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return self.table.product(x)
+        return _product(self.table.matrix, x)
 
 
-_LINEAR, _TABLE = (nn.Linear, nn.QuantizedLinear), (nn.Embedding, nn.QuantizedEmbedding)
+class PackedTable:
+    """The table of an embedding: as it is read, and packed once it is multiplied by, as a head."""
+
+    def __init__(self, layer: nn.Embedding | nn.QuantizedEmbedding) -> None:
+        mx.eval(layer.parameters())
+        self._layer = layer
+        self._matrix: PackedProduct | None = None
+
+    @property
+    def rows(self) -> int:
+        return int(self._layer.weight.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self._layer) + (0 if self._matrix is None else self._matrix.nbytes)
+
+    def rows_of(self, tokens: mx.array) -> mx.array:
+        rows: mx.array = self._layer(tokens).astype(mx.float32)
+        return rows
+
+    @property
+    def matrix(self) -> PackedProduct:
+        if self._matrix is None:
+            self._matrix = _matrix(self._layer)
+        return self._matrix
+
+
 TABLES = (*_TABLE, PackedEmbedding)
 
 
@@ -129,10 +132,10 @@ def table_rows(table: Any) -> int:
 
 
 def to_int8(model: nn.Module) -> None:
-    """Pack the linear layers and tables of a model for int8 products, in place, a few at a time.
+    """Pack the layers and tables of a model for products in int8, in place, a few at a time.
 
     Weights that are not quantised get ``OWN_BITS``. What has no exact kernel becomes f32, and so does all
-    else.
+    else; experts that are not affine stay MLX's.
     """
     names = [name for name, layer in _leaves(model) if _kernel_of(layer) is not None]
     for at in range(0, len(names), threads()):
@@ -153,29 +156,38 @@ def int8_bytes(model: nn.Module) -> int:
     tied = not any(name.rpartition(".")[2] == "lm_head" for name, _ in leaves)
     found = products.float32_bytes(model)
     for _, layer in leaves:
-        kernel = _kernel_of(layer)
-        if kernel is not None:
-            outputs, inputs = _shape(layer)
-            prepared = prepared_bytes(outputs, inputs, kernel)
-            if isinstance(layer, _TABLE):
-                held = sum(int(array.nbytes) for _, array in tree_flatten(layer.parameters()))
-                prepared = held + (prepared if tied else 0)
-            found += prepared - 4 * outputs * inputs
-    return found
+        if (kernel := _kernel_of(layer)) is None:
+            continue
+        outputs, inputs = _shape(layer)
+        packed = prepared_bytes(outputs, inputs, kernel)
+        if isinstance(layer, QuantizedSwitchLinear):
+            # The other sum has them as they are, with scales in f32.
+            found += packed - layer.weight.nbytes - 4 * (layer.scales.size + layer.biases.size)
+        elif isinstance(layer, _TABLE):
+            found += _nbytes(layer) + packed * tied - 4 * outputs * inputs
+        else:
+            found += packed - 4 * outputs * inputs
+    return int(found)
 
 
 def weights_bytes(model: nn.Module) -> int:
     """Bytes of a model's weights as they are now: parameters, and what is packed for products."""
-    plain = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
-    return plain + sum(each.nbytes for each in _held(model))
+    return _nbytes(model) + sum(each.nbytes for each in _held(model))
 
 
-def _held(model: nn.Module) -> Iterator[PackedMatrix | PackedTable]:
+def _held(model: nn.Module) -> Iterator[PackedProduct | PackedTable | Experts]:
     for _, layer in model.named_modules():
-        if isinstance(layer, PackedLinear):
-            yield layer.matrix
-        elif isinstance(layer, PackedEmbedding):
-            yield layer.table
+        match layer:
+            case PackedLinear():
+                yield layer.matrix
+            case PackedEmbedding():
+                yield layer.table
+            case PackedExperts():
+                yield layer.experts
+
+
+def _nbytes(model: nn.Module) -> int:
+    return sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
 
 
 def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -192,20 +204,28 @@ def _at(model: nn.Module, name: str) -> Any:
 
 
 def _shape(layer: Any) -> tuple[int, int]:
-    """Outputs and inputs of a linear layer or a table."""
-    outputs, inputs = layer.weight.shape
-    return int(outputs), int(inputs) * 32 // int(layer.bits) if hasattr(layer, "bits") else int(inputs)
+    """Outputs, of all experts, and inputs of a layer or a table."""
+    *several, inputs = layer.weight.shape
+    outputs = int(np.prod(several))
+    return outputs, int(inputs) * 32 // int(layer.bits) if hasattr(layer, "bits") else int(inputs)
 
 
 def _kernel_of(layer: nn.Module) -> Kernel | None:
     """How a layer is multiplied by in int8; None if it stays as it is."""
-    if type(layer) not in (*_LINEAR, *_TABLE):
+    if type(layer) not in (*_LINEAR, *_TABLE, QuantizedSwitchLinear):
         return None
     if _is_affine(layer):
         return kernel_for(layer.bits, layer.group_size, kernels())
-    if _shape(layer)[1] % OWN_GROUP:
+    if isinstance(layer, QuantizedSwitchLinear) or _shape(layer)[1] % OWN_GROUP:
         return None
     return kernel_for(OWN_BITS, OWN_GROUP, kernels())
+
+
+def _exact(layer: nn.Module) -> Kernel:
+    kernel = _kernel_of(layer)
+    if kernel is None:
+        raise ValueError("no exact kernel for these weights")
+    return kernel
 
 
 def _is_affine(layer: Any) -> bool:
@@ -213,59 +233,36 @@ def _is_affine(layer: Any) -> bool:
 
 
 def _int8(layer: Any) -> nn.Module:
+    if isinstance(layer, QuantizedSwitchLinear):
+        return PackedExperts(layer)
     if isinstance(layer, _TABLE):
         return PackedEmbedding(layer)
     return PackedLinear(_matrix(layer), layer.get("bias"))
 
 
-def _matrix(layer: Any) -> PackedMatrix:
+def _matrix(layer: Any) -> PackedProduct:
     """The weights of a linear layer or a table, for products."""
-    if not _is_affine(layer):
-        layer = _quantized(layer)
-    return PackedMatrix(layer, _kernel_of(layer))
+    weights = Affine.of(layer if _is_affine(layer) else _quantized(layer))
+    return PackedProduct(weights.packed(_exact(layer)))
 
 
 def _quantized(layer: Any) -> nn.QuantizedLinear:
     """A layer whose weights are of another kind than MLX's affine ones, with weights of ``OWN_BITS``."""
-    wide = products.dequantized(layer) if hasattr(layer, "bits") else layer.weight.astype(mx.float32)
-    found = nn.Linear(1, 1, bias=False)
-    found.weight = wide
-    packed: nn.QuantizedLinear = nn.QuantizedLinear.from_linear(found, OWN_GROUP, OWN_BITS)
+    plain = nn.Linear(1, 1, bias=False)
+    plain.weight = products.dequantized(layer) if hasattr(layer, "bits") else layer.weight.astype(mx.float32)
+    packed: nn.QuantizedLinear = nn.QuantizedLinear.from_linear(plain, OWN_GROUP, OWN_BITS)
     mx.eval(packed.parameters())
     return packed
 
 
-def _packed(layer: Any, kernel: Kernel) -> tuple[Packed, F32 | None]:
-    """The weights of a quantised layer for a kernel, and what its biases are besides zero points
-    (N, groups), if anything."""
-    scales, biases = (np.array(layer[part].astype(mx.float32)) for part in ("scales", "biases"))
-    most = 2**kernel.bits - 1
-    with np.errstate(divide="ignore", invalid="ignore"):
-        zeros = np.clip(np.rint(np.nan_to_num(-biases / scales)), 0, most).astype(np.float32)
-    rest = biases + zeros * scales
-    exact = bool((np.abs(rest) <= _ROUNDING[layer.scales.dtype] * np.abs(biases)).all())
-    repeats = layer.group_size // kernel.block
-    if repeats > 1:
-        scales, zeros = np.repeat(scales, repeats, axis=1), np.repeat(zeros, repeats, axis=1)
-    weights = np.ascontiguousarray(np.array(layer.weight, copy=False)).view(np.uint8)
-    if layer.bits != kernel.bits:
-        weights = _widened(weights, layer.bits, kernel.bits)
-    packed = Packed(weights.reshape(*scales.shape, -1), scales, _nibbles(zeros.astype(np.uint8), kernel.bits))
-    return packed, None if exact else rest
+def _product(matrix: PackedProduct, x: mx.array) -> mx.array:
+    """(..., K) → (..., N)."""
+    given = _view(x)
+    # No operation of MLX's: each would be one more thing to evaluate.
+    return mx.array(matrix(given.reshape(-1, given.shape[-1])).reshape(*given.shape[:-1], -1))
 
 
-def _widened(weights: U8, bits: int, wider: int) -> U8:
-    """Rows of packed integers in wider fields."""
-    count = weights.shape[1] * 8 // bits
-    q = np.empty((len(weights), count), dtype=np.float32)
-    unpack(weights, bits, q)
-    return _nibbles(q.astype(np.uint8), wider)
-
-
-def _nibbles(q: U8, bits: int) -> U8:
-    """Integers (N, count) in bytes, of 4 bits two in each, the first lowest."""
-    if bits == 8:
-        return q
-    if q.shape[1] % 2:
-        q = np.pad(q, ((0, 0), (0, 1)))
-    return np.asarray(q[:, ::2] | q[:, 1::2] << 4, dtype=np.uint8)
+def _view(x: mx.array) -> F32:
+    """An array as f32, without a copy if it is that; evaluates it."""
+    view: F32 = np.array(x if x.dtype == mx.float32 else x.astype(mx.float32), copy=False)
+    return view

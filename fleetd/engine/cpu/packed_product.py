@@ -39,58 +39,68 @@ _TRIED_OUTPUTS, _TRIED_INPUTS, _TRIED_ROWS = 48, 512, (1, 2, 3, 4, 7, 16)
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A matrix (N, K) of w = scale · (q - zero) in blocks along K, as ``MatMulNBits`` takes it."""
+    """A matrix (N, K) of w = scale · (q - zero) in blocks along K, as ``MatMulNBits`` takes it, and what is
+    added to all w of a group."""
 
+    kernel: Kernel
     # (N, K / block, block · bits / 8): integers of 4 bits, the first lowest, or of 8.
     weights: U8
     # (N, K / block)
     scales: F32
     # (N, bytes): an integer of ``bits`` for each block, the first lowest.
     zeros: U8
+    # (groups, N); None adds nothing.
+    rest: F32 | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs and blocks."""
-        return self.scales.shape[0], self.scales.shape[1]
+    def outputs(self) -> int:
+        return int(self.scales.shape[0])
+
+    @property
+    def inner(self) -> int:
+        return int(self.scales.shape[1]) * self.kernel.block
+
+    @property
+    def groups(self) -> int:
+        return 0 if self.rest is None else len(self.rest)
 
 
 class PackedProduct:
-    """(rows, K) → (rows, N) for one prepared matrix."""
+    """Rows (rows, K) → (rows, N) for a prepared matrix, each with the same bits in any company."""
 
-    def __init__(self, packed: Packed, kernel: Kernel) -> None:
-        outputs, blocks = packed.shape
-        self.kernel = kernel
-        self.outputs, self.inputs = outputs, blocks * kernel.block
-        count = threads() if outputs * self.inputs >= _MANY_WEIGHTS else 1
+    def __init__(self, packed: Packed) -> None:
+        self.outputs, self._inner = packed.outputs, packed.inner
+        self.nbytes = prepared_bytes(packed.outputs, packed.inner, packed.kernel, packed.groups)
+        self._groups, self._least_rows = packed.groups, packed.kernel.least_rows
+        count = threads() if self.outputs * self._inner >= _MANY_WEIGHTS else 1
         # Of each part, its outputs. Kernels take columns by the dozen.
-        step = -(-outputs // (16 * count)) * 16
-        self._bounds = [(at, min(at + step, outputs)) for at in range(0, outputs, step)]
-        self._parts = [_session(packed, kernel, *bounds) for bounds in self._bounds]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the matrix takes, prepared."""
-        return prepared_bytes(self.outputs, self.inputs, self.kernel)
+        step = -(-self.outputs // (16 * count)) * 16
+        bounds = [(at, min(at + step, self.outputs)) for at in range(0, self.outputs, step)]
+        self._parts = [_session(packed, *each) for each in bounds]
 
     def __call__(self, x: F32) -> F32:
         rows = len(x)
-        if rows < self.kernel.least_rows:
-            x = np.concatenate([x, np.zeros((self.kernel.least_rows - rows, self.inputs), np.float32)])
+        if rows < self._least_rows:
+            x = np.concatenate([x, np.zeros((self._least_rows - rows, self._inner), np.float32)])
         if len(self._parts) > 1:
-            return np.concatenate(each_of([partial(_run, part, x) for part in self._parts]), axis=1)[:rows]
-        count = min(threads(), rows // _LEAST_ROWS) if rows * self.outputs * self.inputs >= _MUCH_WORK else 1
+            tasks = [partial(_run, part, x, self._groups) for part in self._parts]
+            return np.concatenate(each_of(tasks), axis=1)[:rows]
+        part, count = self._parts[0], 1
+        if rows * self.outputs * self._inner >= _MUCH_WORK:
+            count = max(1, min(threads(), rows // _LEAST_ROWS))
         if count > 1:
-            each = -(-rows // count)
-            tasks = [partial(_run, self._parts[0], x[at : at + each]) for at in range(0, rows, each)]
+            step = -(-rows // count)
+            tasks = [partial(_run, part, x[at : at + step], self._groups) for at in range(0, rows, step)]
             return np.concatenate(each_of(tasks))
-        return _run(self._parts[0], x)[:rows]
+        return _run(part, x, self._groups)[:rows]
 
 
-def prepared_bytes(outputs: int, inputs: int, kernel: Kernel) -> int:
+def prepared_bytes(outputs: int, inner: int, kernel: Kernel, groups: int = 0) -> int:
     """Bytes that a matrix takes, prepared: its integers, and for each block a scale, what its sums are
     corrected by, and the original's scale and zero point, which onnxruntime keeps."""
-    blocks = outputs * inputs // kernel.block
-    return outputs * inputs * kernel.bits // 8 + 12 * blocks + blocks * kernel.bits // 8
+    blocks = outputs * inner // kernel.block
+    integers = (outputs * inner + blocks) * kernel.bits // 8
+    return integers + 12 * blocks + 4 * groups * outputs
 
 
 def threads() -> int:
@@ -120,8 +130,10 @@ def _tried(bits: int, block: int) -> Kernel | None:
     scales = uneven[: shape[0] * shape[1]].reshape(shape)
     weights = (index >> np.uint32(24)).astype(np.uint8)[: index.size * bits // 8]
     zeros = (index >> np.uint32(16)).astype(np.uint8)[: shape[0] * -(-shape[1] * bits // 8)]
-    packed = Packed(weights.reshape(*shape, -1), scales, zeros.reshape(shape[0], -1))
-    product = PackedProduct(packed, Kernel(bits, block, 1))
+    any_rows = Kernel(bits, block, 1)
+    product = PackedProduct(
+        Packed(any_rows, weights.reshape(*shape, -1), scales, zeros.reshape(shape[0], -1))
+    )
     rows = max(_TRIED_ROWS) + 1
     x = (uneven[: rows * _TRIED_INPUTS] - np.float32(1)).reshape(rows, -1)
     whole = product(x)
@@ -132,7 +144,7 @@ def _tried(bits: int, block: int) -> Kernel | None:
     return Kernel(bits, block, least) if least <= 2 else None
 
 
-def _session(packed: Packed, kernel: Kernel, first: int, last: int) -> Any:
+def _session(packed: Packed, first: int, last: int) -> Any:
     """What multiplies by outputs [first, last) of a matrix."""
     import onnxruntime as ort
 
@@ -141,19 +153,26 @@ def _session(packed: Packed, kernel: Kernel, first: int, last: int) -> Any:
     # An arena keeps what it had once, for every matrix.
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    # The weights are read where they lie; the session copies the rest, and needs none of this later.
-    parts = [np.ascontiguousarray(each[first:last]) for each in (packed.weights, packed.scales, packed.zeros)]
-    names = [onnx_graph.WEIGHTS, onnx_graph.SCALES, onnx_graph.ZEROS]
-    values = [ort.OrtValue.ortvalue_from_numpy(each) for each in parts]
-    options.add_external_initializers(names, values)
-    inner = packed.shape[1] * kernel.block
-    model = onnx_graph.matmul(kernel, last - first, inner)
+    given = {
+        onnx_graph.WEIGHTS: packed.weights[first:last],
+        onnx_graph.SCALES: packed.scales[first:last],
+        onnx_graph.ZEROS: packed.zeros[first:last],
+    }
+    if packed.rest is not None:
+        given[onnx_graph.REST] = packed.rest[:, first:last]
+    # The integers are read where they lie; the session copies the rest, and needs none of this later.
+    values = [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(each)) for each in given.values()]
+    options.add_external_initializers(list(given), values)
+    model = onnx_graph.product(packed.kernel, packed.inner, last - first, packed.groups)
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def _run(session: Any, x: F32) -> F32:
+def _run(session: Any, x: F32, groups: int) -> F32:
+    given = {onnx_graph.X: x}
+    if groups:
+        given[onnx_graph.SUMS] = np.add.reduce(x.reshape(len(x), groups, -1), axis=2)
     result: F32
-    (result,) = session.run([onnx_graph.OUTPUT], {onnx_graph.INPUT: x})
+    (result,) = session.run([onnx_graph.Y], given)
     return result
 
 
