@@ -25,7 +25,7 @@ Y = "y"
 
 
 def product(kernel: Kernel, inner: int, outputs: int, groups: int) -> bytes:
-    """A model: ``Y`` (rows, outputs) is ``X`` (rows, inner) times the packed matrix (outputs, inner) transposed.
+    """A model: ``Y`` (rows, outputs) is ``X`` (rows, inner) times the transposed matrix (outputs, inner).
 
     If ``groups``, ``SUMS`` (rows, groups) times ``REST`` (groups, outputs) is added. Numbers are f32.
     """
