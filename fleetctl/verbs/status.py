@@ -177,7 +177,8 @@ def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
     if engine.get("restarts"):
         work.append(f"{engine['restarts']} restarts")
     shape, speed = engine.get("shape") or {}, engine.get("speed") or {}
-    device = " ".join(str(each) for each in (engine.get("device"), shape.get("dtype")) if each)
+    arithmetic = shape.get("cpu_arithmetic") or shape.get("dtype")
+    device = " ".join(str(each) for each in (engine.get("device"), arithmetic) if each)
     kv = f"{size(engine.get('kv_bytes'))} of {size(engine.get('kv_budget_bytes'))}"
     return (
         _model(engine),

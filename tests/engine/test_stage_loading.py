@@ -23,11 +23,11 @@ from tiny_architectures import VOCAB, tiny, write
 
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.control.model_facts import StateSizes
-from fleetd.engine.cpu import products
+from fleetd.engine.cpu.arithmetic import Setting
 from fleetd.engine.layers.architectures import CUT
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load import loading
-from fleetd.engine.load.model_reading import Device, lazy_model, memory_bytes
+from fleetd.engine.load.model_reading import Device, ReadModel, Weights, lazy_model
 from fleetd.engine.load.stage_loading import LoadedStage, load_stage
 from fleetd.engine.measure.memory import admit_weights
 from fleetd.engine.protocol import Loading
@@ -60,15 +60,23 @@ def exact(array: mx.array) -> Any:
     return np.array(array.astype(mx.float32))
 
 
-def assert_equals_the_whole(path: Path, device: Device, cuts: tuple[int, ...] = (1, 3)) -> None:
+def as_held(device: Device, arithmetic: str) -> Weights:
+    return Weights(device, arithmetic if device == "cpu" else "", 0, 0)
+
+
+def assert_equals_the_whole(
+    path: Path, device: Device, cuts: tuple[int, ...] = (1, 3), arithmetic: Setting = "float32"
+) -> None:
     """Stages read one by one, against the model as a worker would have it."""
     model = lazy_model(path, read_config(path))
-    if device == "cpu":
-        products.to_float32(model)
+    as_held(device, arithmetic).hold(model)
     cache = make_prompt_cache(model)
     expected = [model(prompt(40), cache=cache), model(prompt(1), cache=cache)]
 
-    loaded = [load(path, a, b, device) for a, b in itertools.pairwise([0, *cuts, LAYERS])]
+    loaded = [
+        load(path, a, b, device, cpu_arithmetic=arithmetic) for a, b in itertools.pairwise([0, *cuts, LAYERS])
+    ]
+    assert {part.arithmetic for part in loaded} == {as_held(device, arithmetic).arithmetic}
     caches = [part.stage.make_caches() for part in loaded]
     for start, n, logits in zip((0, 40), (40, 1), expected, strict=True):
         hidden = loaded[0].stage.embed(prompt(n))
@@ -98,12 +106,19 @@ def assert_equals_the_whole(path: Path, device: Device, cuts: tuple[int, ...] = 
         ("gemma3n", {"dtype": mx.bfloat16}),
         ("hunyuan", {"dtype": mx.bfloat16}),
         ("kimi_k3", {"dtype": mx.bfloat16}),
+        ("llama", {"arithmetic": "int8"}),
+        ("llama", {"tie_word_embeddings": True, "bits": 4, "arithmetic": "int8"}),
+        ("phi3", {"dtype": mx.bfloat16, "bits": 8, "arithmetic": "int8"}),
+        ("qwen3_moe", {"bits": 4, "arithmetic": "int8"}),
+        ("deepseek_v3", {"arithmetic": "int8"}),
     ],
 )
 def test_stages_read_one_by_one_give_the_bytes_of_the_model_read_whole(
     tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
-    assert_equals_the_whole(write(tmp_path, name, **options), "cpu")
+    options = dict(options)
+    arithmetic = options.pop("arithmetic", "float32")
+    assert_equals_the_whole(write(tmp_path, name, **options), "cpu", arithmetic=arithmetic)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
@@ -123,7 +138,7 @@ def is_module(node: Any) -> bool:
 
 def test_on_a_cpu_everything_is_f32(tmp_path: Path) -> None:
     path = write(tmp_path, "llama", dtype=mx.bfloat16, bits=4)
-    stage = load(path, 2, 4).stage
+    stage = load(path, 2, 4, cpu_arithmetic="float32").stage
     assert {array.dtype for _, array in tree_flatten(stage.weights.parameters())} == {mx.float32}
 
 
@@ -213,12 +228,20 @@ def test_half_of_the_layers_takes_half_of_the_reading_and_of_the_memory(large: P
 
 def test_a_stage_is_admitted_by_its_own_size(tmp_path: Path) -> None:
     path = write(tmp_path, "llama")
-    room = WORKING_BYTES + load(path, 0, 2).stage.weights_bytes
-    load(path, 0, 2, max_memory_bytes=room)
+    in_f32: dict[str, Any] = {"cpu_arithmetic": "float32"}
+    room = WORKING_BYTES + load(path, 0, 2, **in_f32).stage.weights_bytes
+    load(path, 0, 2, max_memory_bytes=room, **in_f32)
     with pytest.raises(OutOfMemory, match="layers 0 to 2 of 4"):
-        load(path, 0, 2, max_memory_bytes=room - 1)
+        load(path, 0, 2, max_memory_bytes=room - 1, **in_f32)
     with pytest.raises(OutOfMemory, match="layers 0 to 4 of 4"):
-        load(path, 0, 4, max_memory_bytes=room)
+        load(path, 0, 4, max_memory_bytes=room, **in_f32)
+
+
+def test_weights_that_do_not_fit_in_f32_are_packed(tmp_path: Path) -> None:
+    path = write(tmp_path, "llama")
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert load(path, 0, 4, max_memory_bytes=WORKING_BYTES + size).arithmetic == "float32"
+    assert load(path, 0, 4, max_memory_bytes=WORKING_BYTES + size // 2).arithmetic == "int8"
 
 
 # ---- What is refused -------------------------------------------------------------------------------------
@@ -242,7 +265,8 @@ def test_a_model_whose_layers_cannot_be_run_apart_is_loaded_and_not_shared(
 ) -> None:
     """As in a newer mlx-lm, which may call its layers otherwise."""
     monkeypatch.setitem(CUT, "llama", msgspec.structs.replace(CUT["llama"], call=call))
-    sharable, why = loading._sharable(tiny("llama"), "cpu", None)
+    read = ReadModel(tiny("llama"), None, {}, "cpu", "float32", StateSizes(), VOCAB, 0)
+    sharable, why = loading._sharable(read, None)
     assert sharable is None
     assert why.startswith("Its layers cannot be run apart (")
 
@@ -268,18 +292,18 @@ def mixed(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("device", "arithmetic"), [("cpu", "float32"), ("cpu", "int8"), ("cuda", "")])
 @pytest.mark.parametrize("name", ["mixed", "llama", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_what_a_part_needs_is_known_to_the_byte_before_it_is_read(
-    tmp_path: Path, name: str, device: Device
+    tmp_path: Path, name: str, device: Device, arithmetic: str
 ) -> None:
     """The estimate by the size on the disk was 40 % off for groups of 32: more was asked than was planned."""
     bits = 4 if name in ("llama", "qwen3_moe") else 0
     path = mixed(tmp_path) if name == "mixed" else write(tmp_path, name, dtype=mx.bfloat16, bits=bits)
-    needed, home = read(path, 0, LAYERS, device)
+    needed, home = read(path, 0, LAYERS, device, arithmetic)
     assert needed == home.weights_bytes
     for first, last in ((0, 1), (0, 3), (1, 3), (3, 4)):
-        needed, part = read(path, first, last, device)
+        needed, part = read(path, first, last, device, arithmetic)
         assert needed == part.weights_bytes, (first, last)
         # What the home plans with: its own weights, as it holds them.
         assert needed <= home.outside_bytes + (last - first) * home.layer_bytes, (first, last)
@@ -287,19 +311,21 @@ def test_what_a_part_needs_is_known_to_the_byte_before_it_is_read(
 
 def test_admission_of_a_part_asks_for_what_it_needs_and_no_more(tmp_path: Path) -> None:
     path = mixed(tmp_path)
-    needed, _ = read(path, 0, 2, "cpu")
+    needed, _ = read(path, 0, 2, "cpu", "int8")
     load(path, 0, 2, max_memory_bytes=needed + WORKING_BYTES)
     with pytest.raises(OutOfMemory):
         load(path, 0, 2, max_memory_bytes=needed + WORKING_BYTES - 1)
 
 
-def read(path: Path, first: int, last: int, device: Device) -> tuple[int, Stage]:
+def read(path: Path, first: int, last: int, device: Device, arithmetic: str = "float32") -> tuple[int, Stage]:
     """What admission takes the weights of some layers to need, and these, read as the device has them."""
     part = Stage.of(lazy_model(path, read_config(path))).part(first, last)
-    needed = memory_bytes(part.weights, device)
-    if device == "cpu":
-        products.to_float32(part.weights)
-    mx.eval(part.weights.parameters())
+    weights = as_held(device, arithmetic)
+    needed = weights.bytes_of(part.weights, tied=part.is_tied)
+    weights.hold(part.weights)
+    if part.is_tied:
+        # A head that is a table is packed when it is first used.
+        mx.eval(part.finish(mx.zeros((1, 1, part.width))))
     return needed, part
 
 
@@ -330,7 +356,7 @@ def test_the_planner_gives_a_helper_no_more_than_its_admission_takes(tmp_path: P
                 part = whole.part(layers.start, layers.stop)
                 admit_weights(
                     "part",
-                    memory_bytes(part.weights, "cuda"),
+                    as_held("cuda", "").bytes_of(part.weights, tied=part.is_tied),
                     MemoryBudget(usable_bytes=room + WORKING_BYTES),
                 )
                 given.add(len(layers))

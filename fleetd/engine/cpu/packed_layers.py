@@ -27,6 +27,11 @@ from fleetd.engine.cpu.packed_product import (
 
 F32 = npt.NDArray[np.float32]
 
+# How mlx-lm's models call the embedding of tokens; those of positions have other names.
+TOKEN_TABLES = frozenset(
+    {"embed_tokens", "word_embeddings", "embeddings", "embedding", "embed", "wte"}
+    | {"tok_embeddings", "token_embeddings"}
+)
 _LINEAR, _TABLE = (nn.Linear, nn.QuantizedLinear), (nn.Embedding, nn.QuantizedEmbedding)
 
 
@@ -147,15 +152,16 @@ def to_int8(model: nn.Module) -> None:
     free_unused()
 
 
-def int8_bytes(model: nn.Module) -> int:
+def int8_bytes(model: nn.Module, *, tied: bool) -> int:
     """Bytes that the weights take after ``to_int8``; reads none of them.
 
-    A table counts twice where there is no other head. What biases are besides zero points does not count.
+    What biases are besides zero points does not count.
+
+    Args:
+        tied: the table of tokens is the head, too, and is there twice once that was used.
     """
-    leaves = _leaves(model)
-    tied = not any(name.rpartition(".")[2] == "lm_head" for name, _ in leaves)
     found = products.float32_bytes(model)
-    for _, layer in leaves:
+    for name, layer in _leaves(model):
         if (kernel := _kernel_of(layer)) is None:
             continue
         outputs, inputs = _shape(layer)
@@ -164,7 +170,8 @@ def int8_bytes(model: nn.Module) -> int:
             # The other sum has them as they are, with scales in f32.
             found += packed - layer.weight.nbytes - 4 * (layer.scales.size + layer.biases.size)
         elif isinstance(layer, _TABLE):
-            found += _nbytes(layer) + packed * tied - 4 * outputs * inputs
+            is_head = tied and name.rpartition(".")[2] in TOKEN_TABLES
+            found += _nbytes(layer) + packed * is_head - 4 * outputs * inputs
         else:
             found += packed - 4 * outputs * inputs
     return int(found)

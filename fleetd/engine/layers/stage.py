@@ -176,6 +176,11 @@ class Stage(msgspec.Struct, frozen=True):
         return weights_bytes(self.weights)
 
     @property
+    def is_tied(self) -> bool:
+        """True if the table of the embedding is the head, and this stage has it."""
+        return self.last == self.total and "lm_head" not in self.weights
+
+    @property
     def outside_bytes(self) -> int:
         """The part of ``weights_bytes`` that belongs to no layer: embedding, norm and head."""
         return self.weights_bytes - sum(weights_bytes(layer) for layer in self.weights.layers)

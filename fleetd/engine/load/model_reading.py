@@ -47,11 +47,6 @@ from fleetd.models.verify import verify
 Device = Literal["cpu", "metal", "cuda"]
 # A context can be huge and memory small; without a stated context this is what llama-family models had.
 FALLBACK_CONTEXT = 4096
-# How mlx-lm's models call the embedding of tokens; those of positions have other names.
-_TOKEN_TABLES = frozenset(
-    {"embed_tokens", "word_embeddings", "embeddings", "embedding", "embed", "wte"}
-    | {"tok_embeddings", "token_embeddings"}
-)
 
 
 class ReadModel(msgspec.Struct, frozen=True):
@@ -192,11 +187,11 @@ class Weights(msgspec.Struct, frozen=True):
                 products.to_float32(model)
         mx.eval(model.parameters())
 
-    def bytes_of(self, model: nn.Module) -> int:
-        """Bytes of a model's weights once they are held; reads none of them."""
+    def bytes_of(self, model: nn.Module, *, tied: bool) -> int:
+        """Bytes of a model's weights once they are held; reads none. ``tied``: its head is a table."""
         match self.arithmetic:
             case "int8":
-                return packed_layers.int8_bytes(model)
+                return packed_layers.int8_bytes(model, tied=tied)
             case "float32":
                 return products.float32_bytes(model)
         return weights_bytes(model)
@@ -220,7 +215,8 @@ def _read(
     ):
         reading = aside.submit(_tokenizer, place, config)
         model = lazy_model(place, config)
-        admit_weights(settings.name, weights.bytes_of(model), room)
+        tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
+        admit_weights(settings.name, weights.bytes_of(model, tied=tied), room)
         weights.hold(model)
         report(Loading("reading", on_disk, on_disk))
         report(Loading("reading the tokenizer"))
@@ -314,7 +310,7 @@ def _vocab_size(model: Any) -> int:
     tables = [
         packed_layers.table_rows(module)
         for name, module in model.named_modules()
-        if isinstance(module, packed_layers.TABLES) and name.split(".")[-1] in _TOKEN_TABLES
+        if isinstance(module, packed_layers.TABLES) and name.split(".")[-1] in packed_layers.TOKEN_TABLES
     ]
     # Only its shape is looked at, so that nothing is computed.
     logits = int(model(mx.array([[0]])).shape[-1])

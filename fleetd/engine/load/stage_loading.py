@@ -81,7 +81,7 @@ def load_stage(
         on_disk = stage.weights_bytes
         admit_weights(
             f"{settings.name}, layers {first} to {last} of {stage.total},",
-            weights.bytes_of(stage.weights),
+            weights.bytes_of(stage.weights, tied=stage.is_tied),
             room,
         )
         report(Loading("reading", 0, on_disk))
