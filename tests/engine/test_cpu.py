@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import blas_threads
@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 import pytest
+import tiny_architectures
 import tiny_models
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import activations
@@ -175,6 +176,11 @@ def run(model: Any, tokens: list[int], sizes: list[int]) -> tuple[F32, list[F32]
     return np.concatenate(rows), kv
 
 
+def smollm2_in_int8() -> Any:
+    return tiny_architectures.in_int8(tiny_models.smollm2())
+
+
+BOTH = pytest.mark.parametrize("make", [tiny_models.smollm2, smollm2_in_int8])
 # Whole; as a worker under load; a verified block in the middle; one by one across the last bounds.
 CHUNKS = [[1030], [64], [1, 15, 1, 111, 1, 63, 1, 300], [1015, 1]]
 
@@ -184,6 +190,7 @@ CHUNKS = [[1030], [64], [1, 15, 1, 111, 1, 63, 1, 300], [1015, 1]]
     ("make", "chunks"),
     [
         (tiny_models.smollm2, CHUNKS),
+        (smollm2_in_int8, CHUNKS),
         (tiny_models.qwen3_06b, CHUNKS[2:3]),
         pytest.param(tiny_models.qwen3_06b, CHUNKS[:2] + CHUNKS[3:], marks=pytest.mark.long),
     ],
@@ -197,18 +204,20 @@ def test_a_model_gives_the_same_bits_in_any_chunks(make: Any, chunks: list[list[
         assert all(np.array_equal(a, b) for a, b in zip(kv, other_kv, strict=True)), CHANGED
 
 
+@BOTH
 @pytest.mark.usefixtures("cpu_installed")
-def test_decoding_one_by_one_has_the_bits_of_a_block() -> None:
-    model = tiny_models.smollm2()
+def test_decoding_one_by_one_has_the_bits_of_a_block(make: Callable[[], Any]) -> None:
+    model = make()
     tokens = tiny_models.prompt(200)
     block, _ = run(model, tokens, [180, 8])
     single, _ = run(model, tokens, [180, 1])
     assert np.array_equal(block, single), CHANGED
 
 
+@BOTH
 @pytest.mark.usefixtures("cpu_installed")
-def test_an_answer_has_the_same_bits_alone_and_in_a_batch() -> None:
-    model = tiny_models.smollm2()
+def test_an_answer_has_the_same_bits_alone_and_in_a_batch(make: Callable[[], Any]) -> None:
+    model = make()
     prompts = [tiny_models.prompt(n, seed=n) for n in (3, 14, 125, 190, 382)]
 
     def answer(prompts: list[list[int]]) -> dict[int, list[tuple[int, bytes]]]:

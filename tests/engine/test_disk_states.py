@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,19 @@ def test_every_family_is_restored_byte_for_byte(kind: str, settings: DiskCacheSe
     assert answer(model, hit.cache, rest) == answer(model, known.cache, rest)
 
 
-def test_quantised_rows_are_restored_byte_for_byte(settings: DiskCacheSettings) -> None:
-    model, tokens = tiny_architectures.tiny("llama"), prompt_of(2 * BLOCK + 20)
+def _with_quantised_rows() -> Any:
+    model = tiny_architectures.tiny("llama")
     model.make_cache = lambda: [QuantizedKVCache(group_size=32, bits=8) for _ in model.layers]
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [_with_quantised_rows, lambda: tiny_architectures.in_int8(tiny_architectures.tiny("llama"))]
+)
+def test_rows_of_quantised_models_are_restored_byte_for_byte(
+    make: Callable[[], Any], settings: DiskCacheSettings
+) -> None:
+    model, tokens = make(), prompt_of(2 * BLOCK + 20)
     memory = kept(model, settings, tokens)
     hit, known = restored(model, settings, tokens), memory.fetch(tokens[: 2 * BLOCK + 1])
     assert hit.tokens == known.tokens == 2 * BLOCK

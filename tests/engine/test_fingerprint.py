@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from family_params import each
-from tiny_architectures import FAMILIES, tiny
+from tiny_architectures import FAMILIES, in_int8, tiny
 
 from fleetd.engine.cpu import products
 from fleetd.engine.layers.stage import Stage
@@ -41,6 +42,16 @@ def test_a_weight_that_differs_in_one_bit_shows_in_its_layer_only(weight: str) -
     linear.weight = bits.view(mx.float32)
     after = hashes(model)
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, True, False, True]
+
+
+def test_another_arithmetic_shows() -> None:
+    packed = in_int8(tiny("llama"))
+    plain = tiny("llama")
+    nn.quantize(plain, group_size=32, bits=4)
+    products.to_float32(plain)
+    before = hashes(packed)
+    assert hashes(packed) == before
+    assert not set(before) & set(hashes(plain))
 
 
 def test_another_dtype_shows() -> None:

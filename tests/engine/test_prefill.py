@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 from mlx_lm.models.cache import make_prompt_cache
+from tiny_architectures import in_int8
 
 from fleetd.engine.layers.prefill import SCORED_TOKENS, Prefiller
 from fleetd.engine.prefixes.prefix_cache import PrefixCache
@@ -19,11 +20,13 @@ from fleetd.engine.sequence_state.copies import copy_on_write
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+@pytest.fixture(scope="module", params=["float32", "int8"])
+def model(request: pytest.FixtureRequest) -> Any:
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
     made = tiny_models.smollm2()
+    if request.param == "int8":
+        made = in_int8(made)
     mx.set_default_device(before)
     return made
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache
 from shared_runs import LAYERS, SharedRun, as_bytes, prompt
-from tiny_architectures import FAMILIES, LONG, WITHOUT_EXPERTS, config_of, tiny
+from tiny_architectures import FAMILIES, LONG, WITHOUT_EXPERTS, config_of, in_int8, tiny
 
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.prefixes.prefix_cache import PrefixCache
@@ -49,8 +49,8 @@ KINDS = ["llama", "gemma3_text", "deepseek_v32", "qwen3_5", "falcon_h1", "mixtra
 OTHERS = sorted(set(FAMILIES) - set(KINDS))
 
 
-def check_splits(name: str, *kinds: str) -> None:
-    model = tiny(name)
+def check_splits(name: str, *kinds: str, int8: bool = False) -> None:
+    model = in_int8(tiny(name)) if int8 else tiny(name)
     for kind in kinds:
         run = SharedRun(model, checked(SPLITS[kind]))
         run.check(run.finish().cache)
@@ -81,6 +81,11 @@ def test_any_split_gives_the_bytes_of_local_prefill(name: str, way: str) -> None
 @pytest.mark.parametrize("name", [*KINDS, *(pytest.param(n, marks=pytest.mark.long) for n in OTHERS)])
 def test_one_helper_gives_the_bytes_of_local_prefill(name: str) -> None:
     check_splits(name, "half the layers after a prefix", "all elsewhere", "half the tokens after a prefix")
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_5"])
+def test_any_split_gives_the_bytes_of_local_prefill_in_int8(name: str) -> None:
+    check_splits(name, "all layers with helpers", "half the tokens after a prefix", int8=True)
 
 
 @pytest.mark.parametrize(

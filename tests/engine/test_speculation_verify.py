@@ -34,9 +34,10 @@ SAMPLED = Sampling(temperature=1.0, seed=7, top_p=0.95)
 PENALISED = Sampling(temperature=0.8, seed=9, repetition_penalty=1.3, presence_penalty=0.5, logit_bias={5: 2})
 
 
-@pytest.fixture
-def llama() -> Any:
-    return tiny_architectures.tiny("llama")
+@pytest.fixture(params=["float32", "int8"])
+def llama(request: pytest.FixtureRequest) -> Any:
+    made = tiny_architectures.tiny("llama")
+    return tiny_architectures.in_int8(made) if request.param == "int8" else made
 
 
 def row(model: Any, sampling: Sampling, cache: list[Any] | None = None) -> VerifyRow:

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import _get_classes
 
+from fleetd.engine.cpu import packed_layers
 from fleetd.engine.layers.architectures import ANY_TEXT, CUT, Architecture
 
 VOCAB = 256
@@ -703,6 +704,13 @@ def tiny(model_type: str, **changes: Any) -> Any:
     model.update(tree_map(mx.array, _weights(json.dumps(config))))
     model.eval()
     mx.eval(model.parameters())
+    return model
+
+
+def in_int8(model: Any, bits: int = 4) -> Any:
+    """The model with quantised weights, as a CPU computes with them."""
+    nn.quantize(model, group_size=32, bits=bits)
+    packed_layers.to_int8(model)
     return model
 
 
