@@ -142,12 +142,12 @@ def test_the_arithmetic_goes_by_the_setting_the_weights_and_the_memory(
     assert chosen(setting, packed=packed, possible=False, fits=fits) == "float32"
 
 
-def test_blocks_are_the_largest_for_which_single_rows_need_no_company() -> None:
-    ways = [Kernel(4, 128, 2), Kernel(4, 64, 2), Kernel(4, 32, 1), Kernel(8, 64, 1), Kernel(8, 32, 1)]
-    assert kernel_for(4, 128, ways) == Kernel(4, 32, 1)
-    assert kernel_for(3, 64, ways[:2]) == Kernel(4, 64, 2)
+def test_blocks_are_the_largest_that_divide_a_group() -> None:
+    ways = [Kernel(4, 64, 2), Kernel(4, 32, 1), Kernel(8, 64, 1), Kernel(8, 32, 1)]
+    assert kernel_for(4, 128, ways) == kernel_for(3, 64, ways) == Kernel(4, 64, 2)
+    assert kernel_for(4, 32, ways) == Kernel(4, 32, 1)
     assert kernel_for(6, 128, ways) == Kernel(8, 64, 1)
-    assert kernel_for(4, 32, ways[:2]) is None
+    assert kernel_for(4, 32, ways[:1]) is None
 
 
 # ---- Layers ------------------------------------------------------------------------------------------------

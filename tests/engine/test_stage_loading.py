@@ -27,7 +27,7 @@ from fleetd.engine.cpu.arithmetic import Setting
 from fleetd.engine.layers.architectures import CUT
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load import loading
-from fleetd.engine.load.model_reading import Device, ReadModel, Weights, lazy_model
+from fleetd.engine.load.model_reading import Device, HeldWeights, ReadModel, lazy_model
 from fleetd.engine.load.stage_loading import LoadedStage, load_stage
 from fleetd.engine.measure.memory import admit_weights
 from fleetd.engine.protocol import Loading
@@ -60,8 +60,8 @@ def exact(array: mx.array) -> Any:
     return np.array(array.astype(mx.float32))
 
 
-def as_held(device: Device, arithmetic: str) -> Weights:
-    return Weights(device, arithmetic if device == "cpu" else "", 0, 0)
+def as_held(device: Device, arithmetic: str) -> HeldWeights:
+    return HeldWeights(device, arithmetic if device == "cpu" else "", 0, 0)
 
 
 def assert_equals_the_whole(

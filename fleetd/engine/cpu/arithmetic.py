@@ -17,8 +17,9 @@ Setting = Literal["auto", "float32", "int8"]
 WIDER = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}
 # Bits to which weights are quantised that were not, in groups of so many.
 OWN_BITS, OWN_GROUP = 8, 32
-# Weights that share a scale. For blocks of 16, scales would take as many bytes as the weights.
-BLOCKS = (128, 64, 32)
+# Weights that share a scale, and numbers of a row that are rounded to 8 bits together. In blocks of 16,
+# scales would take as many bytes as weights; of 128, one large number costs too many others their bits.
+BLOCKS = (64, 32)
 
 
 class Kernel(NamedTuple):
@@ -49,8 +50,8 @@ def chosen(setting: Setting, *, packed: bool, possible: bool, fits: bool) -> Ari
 def kernel_for(bits: int, group: int, kernels: Collection[Kernel]) -> Kernel | None:
     """How weights with one scale for each ``group`` are multiplied by; None if there is no exact way.
 
-    Blocks divide the group, with its scale in each of them. Ways that need no second row come first, then
-    those with fewer scales.
+    Blocks divide the group, with its scale in each of them. The largest block has the fewest scales, which
+    are read with the weights; a second row, where it takes one, costs little beside that.
     """
     fitting = [each for each in kernels if each.bits == WIDER[bits] and group % each.block == 0]
-    return min(fitting, key=lambda each: (each.least_rows, -each.block), default=None)
+    return max(fitting, key=lambda each: each.block, default=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,11 +52,11 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
 class PackedExperts(nn.Module):  # type: ignore[misc]
     """``QuantizedSwitchLinear`` for packed weights, a matrix for each expert."""
 
-    def __init__(self, layer: QuantizedSwitchLinear) -> None:
+    def __init__(self, matrices: Sequence[PackedProduct], bias: mx.array | None) -> None:
         super().__init__()
-        self.experts = Experts(layer)
-        if "bias" in layer:
-            self.bias = layer.bias
+        self.experts = Experts(matrices)
+        if bias is not None:
+            self.bias = bias
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """x (..., M, K) by the matrices of ``indices`` → (..., M, N); their shapes are broadcast."""
@@ -67,9 +67,8 @@ class PackedExperts(nn.Module):  # type: ignore[misc]
 class Experts:
     """Matrices of the same shape."""
 
-    def __init__(self, layer: QuantizedSwitchLinear) -> None:
-        weights, kernel = Affine.of(layer), _exact(layer)
-        self.matrices = [PackedProduct(weights[at].packed(kernel)) for at in range(len(weights.scales))]
+    def __init__(self, matrices: Sequence[PackedProduct]) -> None:
+        self.matrices = matrices
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +104,6 @@ class PackedTable:
     """The table of an embedding: as it is read, and packed once it is multiplied by, as a head."""
 
     def __init__(self, layer: nn.Embedding | nn.QuantizedEmbedding) -> None:
-        mx.eval(layer.parameters())
         self._layer = layer
         self._matrix: PackedProduct | None = None
 
@@ -124,7 +122,9 @@ class PackedTable:
     @property
     def matrix(self) -> PackedProduct:
         if self._matrix is None:
-            self._matrix = _matrix(self._layer)
+            layer = self._layer
+            weights = Affine.of(layer if _is_affine(layer) else _quantized(layer))
+            self._matrix = PackedProduct(weights.packed(_exact(layer)))
         return self._matrix
 
 
@@ -146,7 +146,9 @@ def to_int8(model: nn.Module) -> None:
     for at in range(0, len(names), threads()):
         layers = [_at(model, name) for name in names[at : at + threads()]]
         mx.eval([layer.parameters() for layer in layers])
-        for name, made in zip(names[at:], each_of([partial(_int8, layer) for layer in layers]), strict=False):
+        # MLX computes in this thread only: it leaves threads behind in any other.
+        tasks = [partial(_int8, layer, _exact(layer), _affine(layer)) for layer in layers]
+        for name, made in zip(names[at:], each_of(tasks), strict=False):
             model.update_modules(tree_unflatten([(name, made)]))
     products.to_float32(model)
     free_unused()
@@ -239,18 +241,21 @@ def _is_affine(layer: Any) -> bool:
     return hasattr(layer, "bits") and layer.mode == "affine"
 
 
-def _int8(layer: Any) -> nn.Module:
-    if isinstance(layer, QuantizedSwitchLinear):
-        return PackedExperts(layer)
-    if isinstance(layer, _TABLE):
+def _int8(layer: Any, kernel: Kernel, weights: Affine | None) -> nn.Module:
+    """The layer that takes the place of ``layer``; computes nothing with MLX."""
+    if weights is None:
         return PackedEmbedding(layer)
-    return PackedLinear(_matrix(layer), layer.get("bias"))
+    if isinstance(layer, QuantizedSwitchLinear):
+        each = (weights[at] for at in range(len(weights.scales)))
+        return PackedExperts([PackedProduct(one.packed(kernel)) for one in each], layer.get("bias"))
+    return PackedLinear(PackedProduct(weights.packed(kernel)), layer.get("bias"))
 
 
-def _matrix(layer: Any) -> PackedProduct:
-    """The weights of a linear layer or a table, for products."""
-    weights = Affine.of(layer if _is_affine(layer) else _quantized(layer))
-    return PackedProduct(weights.packed(_exact(layer)))
+def _affine(layer: Any) -> Affine | None:
+    """The weights of an evaluated layer; None of a table, which is packed when it is first multiplied by."""
+    if isinstance(layer, _TABLE):
+        return None
+    return Affine.of(layer if _is_affine(layer) else _quantized(layer))
 
 
 def _quantized(layer: Any) -> nn.QuantizedLinear:

@@ -127,7 +127,7 @@ def read_model(
     """
     # Hub caches hold links; the size that counts is the target's.
     on_disk = sum(file.stat().st_size for file in Path(settings.path).glob("model*.safetensors"))
-    weights = Weights.of(settings, config, device, room, on_disk)
+    weights = HeldWeights.of(settings, config, device, room, on_disk)
     model, tokenizer = _read(settings, config, weights, room, report)
     report(Loading("warming up"))
     sizes = warm_up(model)
@@ -143,7 +143,7 @@ def read_model(
     )
 
 
-class Weights(msgspec.Struct, frozen=True):
+class HeldWeights(msgspec.Struct, frozen=True):
     """How a model's weights are held."""
 
     device: Device
@@ -162,7 +162,7 @@ class Weights(msgspec.Struct, frozen=True):
         device: Device,
         room: MemoryBudget,
         on_disk: int,
-    ) -> Weights:
+    ) -> HeldWeights:
         """What ``settings`` choose for the files of a model, by its config and their headers."""
         path = Path(settings.path)
         expected = weights_in_memory(path, on_disk, config, device)
@@ -200,7 +200,7 @@ class Weights(msgspec.Struct, frozen=True):
 def _read(
     settings: WorkerSettings,
     config: dict[str, Any],
-    weights: Weights,
+    weights: HeldWeights,
     room: MemoryBudget,
     report: Callable[[Loading], None],
 ) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.load_findings import versions
 from fleetd.engine.load.model_reading import (
     Device,
-    Weights,
+    HeldWeights,
     context_tokens,
     keep_weights,
     lazy_model,
@@ -71,7 +71,7 @@ def load_stage(
     config, path = verified_config(settings, report), Path(settings.path)
     files = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
     room = memory_budget(device, settings)
-    weights = Weights.of(settings, config, device, room, files)
+    weights = HeldWeights.of(settings, config, device, room, files)
     with readable(path) as place, little_besides(path, weights.expected, device):
         whole = Stage.of(lazy_model(place, config))
         # The embedding decides it; to know it, none is computed.
