@@ -7,6 +7,7 @@ The weights are not in it: onnxruntime is given them beside it, by their names.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from fleetd.engine.cpu.arithmetic import Kernel
 
@@ -24,6 +25,7 @@ WEIGHTS, SCALES, ZEROS, REST = "weights", "scales", "zeros", "rest"
 Y = "y"
 
 
+@cache
 def product(kernel: Kernel, inner: int, outputs: int, groups: int) -> bytes:
     """A model: ``Y`` (rows, outputs) is ``X`` (rows, inner) times the transposed matrix (outputs, inner).
 
