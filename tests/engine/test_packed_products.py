@@ -231,3 +231,39 @@ def test_a_model_has_the_bytes_that_are_counted_before() -> None:
     packed_layers.to_int8(model)
     mx.eval(model(mx.array([[1, 2, 3]])))
     assert packed_layers.weights_bytes(model) == counted
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(64, 96, bias=True), nn.Linear(64, 32, bias=False)
+        self.v_proj, self.o_proj = nn.Linear(64, 32, bias=False), nn.Linear(96, 64, bias=False)
+        nn.quantize(self, group_size=32, bits=4)
+        # One of them with biases that are no whole numbers of scales.
+        self.k_proj.biases = self.k_proj.biases + self.k_proj.scales / 3
+
+
+def test_layers_with_the_same_input_are_computed_at_once_and_have_the_bits_of_each_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Attention()
+    names = ("q_proj", "k_proj", "v_proj")
+    alone = {name: product_of(model[name]) for name in names}
+    bias = np.array(model.q_proj.bias)
+    packed_layers.to_int8(model)
+    runs: list[int] = []
+    run = PackedProduct.__call__
+    monkeypatch.setattr(PackedProduct, "__call__", lambda self, x: runs.append(len(x)) or run(self, x))
+
+    def check(name: str, x: mx.array) -> None:
+        expected = run(alone[name], np.array(x)) + (bias if name == "q_proj" else 0)
+        assert np.array_equal(np.array(model[name](x)), expected)
+
+    x, other = (mx.array(draw(seed, 3, 64)) for seed in (8, 9))
+    for name in names:
+        check(name, x)
+    assert runs == [3]
+    # In any order, from other inputs, one of them only, and again.
+    for name, given in (("v_proj", x), ("q_proj", other), ("k_proj", x), ("k_proj", x), ("q_proj", x)):
+        check(name, given)
+    assert runs == [3] * 5

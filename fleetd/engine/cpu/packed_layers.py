@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from fleetd.engine.cpu import products
 from fleetd.engine.cpu.affine_weights import Affine
 from fleetd.engine.cpu.arithmetic import OWN_BITS, OWN_GROUP, Kernel, kernel_for
 from fleetd.engine.cpu.packed_product import (
+    Packed,
     PackedProduct,
     each_of,
     free_unused,
@@ -35,18 +37,52 @@ TOKEN_TABLES = frozenset(
 _LINEAR, _TABLE = (nn.Linear, nn.QuantizedLinear), (nn.Embedding, nn.QuantizedEmbedding)
 
 
+# How mlx-lm calls linear layers of a block that are given the same input.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
 class PackedLinear(nn.Module):  # type: ignore[misc]
     """``nn.Linear`` and ``nn.QuantizedLinear`` for packed weights."""
 
-    def __init__(self, matrix: PackedProduct, bias: mx.array | None) -> None:
+    def __init__(self, products: Together, index: int, bias: mx.array | None) -> None:
         super().__init__()
-        self.matrix = matrix
+        self.products, self.index = products, index
         if bias is not None:
             self.bias = bias
 
     def __call__(self, x: mx.array) -> mx.array:
-        out = _product(self.matrix, x)
+        out = self.products.of(self.index, x)
         return out + self.bias if "bias" in self else out
+
+
+class Together:
+    """Products of one or several linear layers with the same input, of which one run makes all."""
+
+    def __init__(self, matrices: Sequence[Packed]) -> None:
+        self._product = PackedProduct(Packed.stacked(matrices))
+        self._ends = list(itertools.accumulate(each.outputs for each in matrices))
+        # The last input, and what is not asked for yet.
+        self._x: mx.array | None = None
+        self._left: dict[int, mx.array] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self._product.nbytes
+
+    def of(self, index: int, x: mx.array) -> mx.array:
+        """x (..., K) times the matrix at ``index``."""
+        if len(self._ends) == 1:
+            return _product(self._product, x)
+        if x is not self._x or index not in self._left:
+            given = _view(x)
+            out = self._product(given.reshape(-1, given.shape[-1])).reshape(*given.shape[:-1], -1)
+            each = itertools.pairwise([0, *self._ends])
+            self._left = {at: mx.array(out[..., first:last]) for at, (first, last) in enumerate(each)}
+            self._x = x
+        found = self._left.pop(index)
+        if not self._left:
+            self._x = None
+        return found
 
 
 class PackedExperts(nn.Module):  # type: ignore[misc]
@@ -142,14 +178,15 @@ def to_int8(model: nn.Module) -> None:
     Weights that are not quantised get ``OWN_BITS``. What has no exact kernel becomes f32, and so does all
     else; experts that are not affine stay MLX's.
     """
-    names = [name for name, layer in _leaves(model) if _kernel_of(layer) is not None]
-    for at in range(0, len(names), threads()):
-        layers = [_at(model, name) for name in names[at : at + threads()]]
-        mx.eval([layer.parameters() for layer in layers])
+    runs = _runs(model)
+    for at in range(0, len(runs), threads()):
+        some = runs[at : at + threads()]
+        layers = [[_at(model, name) for name in names] for names in some]
+        mx.eval([layer.parameters() for each in layers for layer in each])
         # MLX computes in this thread only: it leaves threads behind in any other.
-        tasks = [partial(_int8, layer, _exact(layer), _affine(layer)) for layer in layers]
-        for name, made in zip(names[at:], each_of(tasks), strict=False):
-            model.update_modules(tree_unflatten([(name, made)]))
+        tasks = [partial(_int8, each, _exact(each[0]), [_affine(layer) for layer in each]) for each in layers]
+        for names, made in zip(some, each_of(tasks), strict=True):
+            model.update_modules(tree_unflatten(list(zip(names, made, strict=True))))
     products.to_float32(model)
     free_unused()
 
@@ -181,14 +218,14 @@ def int8_bytes(model: nn.Module, *, tied: bool) -> int:
 
 def weights_bytes(model: nn.Module) -> int:
     """Bytes of a model's weights as they are now: parameters, and what is packed for products."""
-    return _nbytes(model) + sum(each.nbytes for each in _held(model))
+    return _nbytes(model) + sum({id(each): each.nbytes for each in _held(model)}.values())
 
 
-def _held(model: nn.Module) -> Iterator[PackedProduct | PackedTable | Experts]:
+def _held(model: nn.Module) -> Iterator[Together | PackedTable | Experts]:
     for _, layer in model.named_modules():
         match layer:
             case PackedLinear():
-                yield layer.matrix
+                yield layer.products
             case PackedEmbedding():
                 yield layer.table
             case PackedExperts():
@@ -202,6 +239,33 @@ def _nbytes(model: nn.Module) -> int:
 def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     return found
+
+
+def _runs(model: nn.Module) -> list[list[str]]:
+    """Names of the layers that are packed, those together that one run multiplies by."""
+    layers = {name: layer for name, layer in _leaves(model) if _kernel_of(layer) is not None}
+    runs, taken = [], set()
+    for name in layers:
+        block = name.removesuffix(name.rpartition(".")[2])
+        names = next(
+            (
+                found
+                for several in _TOGETHER
+                if name in (found := [f"{block}{each}" for each in several])
+                and all(type(layers.get(each)) in _LINEAR for each in found)
+                and len({(_kernel_of(layers[each]), _form(layers[each])) for each in found}) == 1
+            ),
+            [name],
+        )
+        if name not in taken:
+            runs.append(names)
+            taken.update(names)
+    return runs
+
+
+def _form(layer: Any) -> tuple[int, int]:
+    """Inputs, and how many of them share a scale."""
+    return _shape(layer)[1], int(layer.group_size) if _is_affine(layer) else OWN_GROUP
 
 
 def _at(model: nn.Module, name: str) -> Any:
@@ -241,14 +305,17 @@ def _is_affine(layer: Any) -> bool:
     return hasattr(layer, "bits") and layer.mode == "affine"
 
 
-def _int8(layer: Any, kernel: Kernel, weights: Affine | None) -> nn.Module:
-    """The layer that takes the place of ``layer``; computes nothing with MLX."""
-    if weights is None:
-        return PackedEmbedding(layer)
-    if isinstance(layer, QuantizedSwitchLinear):
-        each = (weights[at] for at in range(len(weights.scales)))
-        return PackedExperts([PackedProduct(one.packed(kernel)) for one in each], layer.get("bias"))
-    return PackedLinear(PackedProduct(weights.packed(kernel)), layer.get("bias"))
+def _int8(layers: Sequence[Any], kernel: Kernel, weights: Sequence[Affine | None]) -> list[nn.Module]:
+    """The layers that take the place of those of a run; computes nothing with MLX."""
+    first, affine = layers[0], [each for each in weights if each is not None]
+    if not affine:
+        return [PackedEmbedding(first)]
+    if isinstance(first, QuantizedSwitchLinear):
+        (several,) = affine
+        each = (several[at] for at in range(len(several.scales)))
+        return [PackedExperts([PackedProduct(one.packed(kernel)) for one in each], first.get("bias"))]
+    together = Together([each.packed(kernel) for each in affine])
+    return [PackedLinear(together, at, layer.get("bias")) for at, layer in enumerate(layers)]
 
 
 def _affine(layer: Any) -> Affine | None:

@@ -52,6 +52,19 @@ class Packed:
     # (groups, N); None adds nothing.
     rest: F32 | None = None
 
+    @classmethod
+    def stacked(cls, matrices: Sequence[Packed]) -> Packed:
+        """One matrix of the outputs of several, for one kernel, of as many groups."""
+        first, *others = matrices
+        if not others:
+            return first
+        parts = [(each.weights, each.scales, each.zeros) for each in matrices]
+        weights, scales, zeros = (np.concatenate(each) for each in zip(*parts, strict=True))
+        groups = max(each.groups for each in matrices)
+        rests = [np.zeros((groups, m.outputs), np.float32) if m.rest is None else m.rest for m in matrices]
+        rest = np.concatenate(rests, axis=1) if groups else None
+        return cls(first.kernel, weights, scales, zeros, rest)
+
     @property
     def outputs(self) -> int:
         return int(self.scales.shape[0])
