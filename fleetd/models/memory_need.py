@@ -65,11 +65,14 @@ def int8_in_memory(path: Path, on_disk: int, config: Mapping[str, Any]) -> int:
         tensors = [read_header(file) for file in weight_files(path)]
     except (ModelCorrupt, OSError):
         return 2 * on_disk
-    return sum(int8_bytes(each, _groups(config)) for each in tensors)
+    return sum(int8_bytes(each, _groups(config), plain=not is_packed(config)) for each in tensors)
 
 
-def int8_bytes(tensors: Mapping[str, TensorInfo], groups: GroupSizes) -> int:
-    """Bytes of the tensors, packed for products. Which of them are tables is not known: they count once."""
+def int8_bytes(tensors: Mapping[str, TensorInfo], groups: GroupSizes, *, plain: bool) -> int:
+    """Bytes of the tensors, packed for products, and if ``plain`` those that are not quantised, too.
+
+    Which of them are tables is not known: they count once.
+    """
     sizes = dict(groups.named)
     total = 0
     for name, info in tensors.items():
@@ -84,7 +87,7 @@ def int8_bytes(tensors: Mapping[str, TensorInfo], groups: GroupSizes) -> int:
             total += weights * bits // 8 + weights // 32 * _BLOCK_BYTES
         elif is_packed and part in ("scales", "biases"):
             continue
-        elif info.dtype in _FLOATING and len(info.shape) == 2:
+        elif plain and info.dtype in _FLOATING and len(info.shape) == 2:
             total += count + count // 32 * _BLOCK_BYTES
         else:
             total += 4 * count if info.dtype in _FLOATING else info.end - info.begin

@@ -138,8 +138,7 @@ def test_without_onnxruntime_there_are_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_arithmetic_goes_by_the_setting_the_weights_and_the_memory(
     setting: Setting, packed: bool, fits: bool, expected: str
 ) -> None:
-    assert chosen(setting, packed=packed, possible=True, fits=fits) == expected
-    assert chosen(setting, packed=packed, possible=False, fits=fits) == "float32"
+    assert chosen(setting, packed=packed, fits=fits) == expected
 
 
 def test_blocks_are_the_largest_that_divide_a_group() -> None:
@@ -183,8 +182,8 @@ def test_layers_and_tables_of_any_kind_are_packed(quantised: dict[str, Any]) -> 
     model, expected = Layers(**quantised), Layers(**quantised)
     expected.update(model.parameters())
     products.to_float32(expected)
-    counted = packed_layers.int8_bytes(model, tied=False)
-    packed_layers.to_int8(model)
+    counted = packed_layers.int8_bytes(model, plain=not quantised, tied=False)
+    packed_layers.to_int8(model, plain=not quantised)
     assert [type(each) for each in (model.embed, *model.layers)] == [
         packed_layers.PackedEmbedding,
         packed_layers.PackedLinear,
@@ -200,6 +199,14 @@ def test_layers_and_tables_of_any_kind_are_packed(quantised: dict[str, Any]) -> 
     assert packed_layers.table_rows(model.embed) == packed_layers.table_rows(expected.embed) == 64
 
 
+def test_what_a_publisher_left_as_it_is_among_quantised_layers_stays_so() -> None:
+    model = Layers(bits=4, group_size=64)
+    model.layers.append(nn.Linear(128, 8))
+    packed_layers.to_int8(model, plain=False)
+    assert type(model.layers[-1]) is nn.Linear
+    assert type(model.layers[0]) is packed_layers.PackedLinear
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_experts_give_what_mlx_gives(tokens: int, bias: bool) -> None:
@@ -213,8 +220,8 @@ def test_experts_give_what_mlx_gives(tokens: int, bias: bool) -> None:
     x = mx.array(draw(8, 1, tokens, 64))
     chosen_experts = mx.random.randint(0, 6, (1, tokens, 2), key=mx.random.key(1))
     expected = np.array(glu(x, chosen_experts))
-    counted = packed_layers.int8_bytes(glu, tied=False)
-    packed_layers.to_int8(glu)
+    counted = packed_layers.int8_bytes(glu, plain=False, tied=False)
+    packed_layers.to_int8(glu, plain=False)
     assert not any(isinstance(layer, QuantizedSwitchLinear) for layer in glu.leaf_modules().values())
     assert packed_layers.weights_bytes(glu) == counted
     found = np.array(glu(x, chosen_experts))
@@ -227,8 +234,8 @@ def test_experts_give_what_mlx_gives(tokens: int, bias: bool) -> None:
 def test_a_model_has_the_bytes_that_are_counted_before() -> None:
     model = tiny_architectures.tiny("llama", tie_word_embeddings=True)
     nn.quantize(model, group_size=32, bits=4)
-    counted = packed_layers.int8_bytes(model, tied=True)
-    packed_layers.to_int8(model)
+    counted = packed_layers.int8_bytes(model, plain=False, tied=True)
+    packed_layers.to_int8(model, plain=False)
     mx.eval(model(mx.array([[1, 2, 3]])))
     assert packed_layers.weights_bytes(model) == counted
 
@@ -250,7 +257,7 @@ def test_layers_with_the_same_input_are_computed_at_once_and_have_the_bits_of_ea
     names = ("q_proj", "k_proj", "v_proj")
     alone = {name: product_of(model[name]) for name in names}
     bias = np.array(model.q_proj.bias)
-    packed_layers.to_int8(model)
+    packed_layers.to_int8(model, plain=False)
     runs: list[int] = []
     run = PackedProduct.__call__
     monkeypatch.setattr(PackedProduct, "__call__", lambda self, x: runs.append(len(x)) or run(self, x))

@@ -26,7 +26,7 @@ from fleetd.control.model_facts import StateSizes
 from fleetd.engine.cpu.arithmetic import Setting
 from fleetd.engine.layers.architectures import CUT
 from fleetd.engine.layers.stage import Stage
-from fleetd.engine.load import loading
+from fleetd.engine.load import loading, model_reading
 from fleetd.engine.load.model_reading import Device, HeldWeights, ReadModel, lazy_model
 from fleetd.engine.load.stage_loading import LoadedStage, load_stage
 from fleetd.engine.measure.memory import admit_weights
@@ -60,8 +60,9 @@ def exact(array: mx.array) -> Any:
     return np.array(array.astype(mx.float32))
 
 
-def as_held(device: Device, arithmetic: str) -> HeldWeights:
-    return HeldWeights(device, arithmetic if device == "cpu" else "", 0, 0)
+def as_held(device: Device, arithmetic: str, path: Path) -> HeldWeights:
+    packed = "quantization" in read_config(path)
+    return HeldWeights(device, arithmetic if device == "cpu" else "", packed, 0, 0)
 
 
 def assert_equals_the_whole(
@@ -69,14 +70,14 @@ def assert_equals_the_whole(
 ) -> None:
     """Stages read one by one, against the model as a worker would have it."""
     model = lazy_model(path, read_config(path))
-    as_held(device, arithmetic).hold(model)
+    as_held(device, arithmetic, path).hold(model)
     cache = make_prompt_cache(model)
     expected = [model(prompt(40), cache=cache), model(prompt(1), cache=cache)]
 
     loaded = [
         load(path, a, b, device, cpu_arithmetic=arithmetic) for a, b in itertools.pairwise([0, *cuts, LAYERS])
     ]
-    assert {part.arithmetic for part in loaded} == {as_held(device, arithmetic).arithmetic}
+    assert {part.arithmetic for part in loaded} == {as_held(device, arithmetic, path).arithmetic}
     caches = [part.stage.make_caches() for part in loaded]
     for start, n, logits in zip((0, 40), (40, 1), expected, strict=True):
         hidden = loaded[0].stage.embed(prompt(n))
@@ -237,6 +238,12 @@ def test_a_stage_is_admitted_by_its_own_size(tmp_path: Path) -> None:
         load(path, 0, 4, max_memory_bytes=room, **in_f32)
 
 
+def test_without_kernels_a_cpu_computes_in_f32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_reading, "kernels", lambda: ())
+    path = write(tmp_path, "llama", bits=4)
+    assert load(path, 0, 4, cpu_arithmetic="int8").arithmetic == "float32"
+
+
 def test_weights_that_do_not_fit_in_f32_are_packed(tmp_path: Path) -> None:
     path = write(tmp_path, "llama")
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -320,7 +327,7 @@ def test_admission_of_a_part_asks_for_what_it_needs_and_no_more(tmp_path: Path) 
 def read(path: Path, first: int, last: int, device: Device, arithmetic: str = "float32") -> tuple[int, Stage]:
     """What admission takes the weights of some layers to need, and these, read as the device has them."""
     part = Stage.of(lazy_model(path, read_config(path))).part(first, last)
-    weights = as_held(device, arithmetic)
+    weights = as_held(device, arithmetic, path)
     needed = weights.bytes_of(part.weights, tied=part.is_tied)
     weights.hold(part.weights)
     if part.is_tied:
@@ -356,7 +363,7 @@ def test_the_planner_gives_a_helper_no_more_than_its_admission_takes(tmp_path: P
                 part = whole.part(layers.start, layers.stop)
                 admit_weights(
                     "part",
-                    as_held("cuda", "").bytes_of(part.weights, tied=part.is_tied),
+                    as_held("cuda", "", path).bytes_of(part.weights, tied=part.is_tied),
                     MemoryBudget(usable_bytes=room + WORKING_BYTES),
                 )
                 given.add(len(layers))

@@ -710,7 +710,7 @@ def tiny(model_type: str, **changes: Any) -> Any:
 def in_int8(model: Any, bits: int = 4) -> Any:
     """The model with quantised weights, as a CPU computes with them."""
     nn.quantize(model, group_size=32, bits=bits)
-    packed_layers.to_int8(model)
+    packed_layers.to_int8(model, plain=False)
     return model
 
 

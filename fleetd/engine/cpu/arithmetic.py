@@ -32,19 +32,16 @@ class Kernel(NamedTuple):
     least_rows: int
 
 
-def chosen(setting: Setting, *, packed: bool, possible: bool, fits: bool) -> Arithmetic:
-    """What a load computes with.
+def chosen(setting: Setting, *, packed: bool, fits: bool) -> Arithmetic:
+    """What a load computes with, where there are kernels for it.
 
     Args:
         packed: the model's weights are quantised.
-        possible: int8 can be computed here.
         fits: the weights fit into memory as float32.
     """
-    if setting == "float32" or not possible:
-        return "float32"
-    if setting == "int8" or packed or not fits:
-        return "int8"
-    return "float32"
+    if setting == "auto":
+        return "int8" if packed or not fits else "float32"
+    return setting
 
 
 def kernel_for(bits: int, group: int, kernels: Collection[Kernel]) -> Kernel | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -160,7 +160,7 @@ class PackedTable:
         if self._matrix is None:
             layer = self._layer
             weights = Affine.of(layer if _is_affine(layer) else _quantized(layer))
-            self._matrix = PackedProduct(weights.packed(_exact(layer)))
+            self._matrix = PackedProduct(weights.packed(_kernel_of(layer)))
         return self._matrix
 
 
@@ -172,37 +172,40 @@ def table_rows(table: Any) -> int:
     return table.table.rows if isinstance(table, PackedEmbedding) else int(table.weight.shape[0])
 
 
-def to_int8(model: nn.Module) -> None:
+def to_int8(model: nn.Module, *, plain: bool) -> None:
     """Pack the layers and tables of a model for products in int8, in place, a few at a time.
 
-    Weights that are not quantised get ``OWN_BITS``. What has no exact kernel becomes f32, and so does all
-    else; experts that are not affine stay MLX's.
+    What has no exact kernel becomes f32, and so does all else; experts that are not affine stay MLX's.
+
+    Args:
+        plain: weights that are not quantised get ``OWN_BITS``. Where others are, their publisher left them
+            as they are.
     """
-    runs = _runs(model)
+    runs = _runs(_packable(model, plain=plain))
     for at in range(0, len(runs), threads()):
         some = runs[at : at + threads()]
         layers = [[_at(model, name) for name in names] for names in some]
         mx.eval([layer.parameters() for each in layers for layer in each])
         # MLX computes in this thread only: it leaves threads behind in any other.
-        tasks = [partial(_int8, each, _exact(each[0]), [_affine(layer) for layer in each]) for each in layers]
+        tasks = [partial(_int8, each, [_affine(layer) for layer in each]) for each in layers]
         for names, made in zip(some, each_of(tasks), strict=True):
             model.update_modules(tree_unflatten(list(zip(names, made, strict=True))))
     products.to_float32(model)
     free_unused()
 
 
-def int8_bytes(model: nn.Module, *, tied: bool) -> int:
+def int8_bytes(model: nn.Module, *, plain: bool, tied: bool) -> int:
     """Bytes that the weights take after ``to_int8``; reads none of them.
 
     What biases are besides zero points does not count.
 
     Args:
+        plain: as of ``to_int8``.
         tied: the table of tokens is the head, too, and is there twice once that was used.
     """
     found = products.float32_bytes(model)
-    for name, layer in _leaves(model):
-        if (kernel := _kernel_of(layer)) is None:
-            continue
+    for name, layer in _packable(model, plain=plain).items():
+        kernel = _kernel_of(layer)
         outputs, inputs = _shape(layer)
         packed = prepared_bytes(outputs, inputs, kernel)
         if isinstance(layer, QuantizedSwitchLinear):
@@ -236,14 +239,19 @@ def _nbytes(model: nn.Module) -> int:
     return sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
 
 
-def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    return found
+def _packable(model: nn.Module, *, plain: bool) -> dict[str, Any]:
+    """The layers that are packed, by their names."""
+    kinds = (*_LINEAR, *_TABLE, QuantizedSwitchLinear)
+    leaves = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    return {
+        name: layer
+        for name, layer in leaves
+        if type(layer) in kinds and (plain or hasattr(layer, "bits")) and _exact_kernel(layer) is not None
+    }
 
 
-def _runs(model: nn.Module) -> list[list[str]]:
-    """Names of the layers that are packed, those together that one run multiplies by."""
-    layers = {name: layer for name, layer in _leaves(model) if _kernel_of(layer) is not None}
+def _runs(layers: Mapping[str, Any]) -> list[list[str]]:
+    """Names of layers, those together that one run multiplies by."""
     runs, taken = [], set()
     for name in layers:
         block = name.removesuffix(name.rpartition(".")[2])
@@ -283,10 +291,15 @@ def _shape(layer: Any) -> tuple[int, int]:
     return outputs, int(inputs) * 32 // int(layer.bits) if hasattr(layer, "bits") else int(inputs)
 
 
-def _kernel_of(layer: nn.Module) -> Kernel | None:
-    """How a layer is multiplied by in int8; None if it stays as it is."""
-    if type(layer) not in (*_LINEAR, *_TABLE, QuantizedSwitchLinear):
-        return None
+def _kernel_of(layer: Any) -> Kernel:
+    kernel = _exact_kernel(layer)
+    if kernel is None:
+        raise ValueError("no exact kernel for these weights")
+    return kernel
+
+
+def _exact_kernel(layer: Any) -> Kernel | None:
+    """How a layer is multiplied by in int8; None if there is no exact way."""
     if _is_affine(layer):
         return kernel_for(layer.bits, layer.group_size, kernels())
     if isinstance(layer, QuantizedSwitchLinear) or _shape(layer)[1] % OWN_GROUP:
@@ -294,22 +307,16 @@ def _kernel_of(layer: nn.Module) -> Kernel | None:
     return kernel_for(OWN_BITS, OWN_GROUP, kernels())
 
 
-def _exact(layer: nn.Module) -> Kernel:
-    kernel = _kernel_of(layer)
-    if kernel is None:
-        raise ValueError("no exact kernel for these weights")
-    return kernel
-
-
 def _is_affine(layer: Any) -> bool:
     return hasattr(layer, "bits") and layer.mode == "affine"
 
 
-def _int8(layers: Sequence[Any], kernel: Kernel, weights: Sequence[Affine | None]) -> list[nn.Module]:
+def _int8(layers: Sequence[Any], weights: Sequence[Affine | None]) -> list[nn.Module]:
     """The layers that take the place of those of a run; computes nothing with MLX."""
     first, affine = layers[0], [each for each in weights if each is not None]
     if not affine:
         return [PackedEmbedding(first)]
+    kernel = _kernel_of(first)
     if isinstance(first, QuantizedSwitchLinear):
         (several,) = affine
         each = (several[at] for at in range(len(several.scales)))

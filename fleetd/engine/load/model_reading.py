@@ -149,6 +149,8 @@ class HeldWeights(msgspec.Struct, frozen=True):
     device: Device
     # "float32" or "int8"; "" on a GPU.
     arithmetic: str
+    # Whether weights are quantised in the files.
+    packed: bool
     # Bytes of the files.
     on_disk: int
     # Bytes in memory, by the files' headers.
@@ -164,25 +166,21 @@ class HeldWeights(msgspec.Struct, frozen=True):
         on_disk: int,
     ) -> HeldWeights:
         """What ``settings`` choose for the files of a model, by its config and their headers."""
-        path = Path(settings.path)
+        path, packed = Path(settings.path), is_packed(config)
         expected = weights_in_memory(path, on_disk, config, device)
         if device != "cpu":
-            return cls(device, "", on_disk, expected)
-        arithmetic = chosen(
-            settings.cpu_arithmetic,
-            packed=is_packed(config),
-            possible=bool(kernels()),
-            fits=expected + WORKING_BYTES <= room.usable_bytes,
-        )
-        if arithmetic == "int8":
-            expected = int8_in_memory(path, on_disk, config)
-        return cls(device, arithmetic, on_disk, expected)
+            return cls(device, "", packed, on_disk, expected)
+        fits = expected + WORKING_BYTES <= room.usable_bytes
+        # To know the kernels takes a third of a second.
+        if chosen(settings.cpu_arithmetic, packed=packed, fits=fits) == "float32" or not kernels():
+            return cls(device, "float32", packed, on_disk, expected)
+        return cls(device, "int8", packed, on_disk, int8_in_memory(path, on_disk, config))
 
     def hold(self, model: nn.Module) -> None:
         """Read the weights of a model, in place, as they are held."""
         match self.arithmetic:
             case "int8":
-                packed_layers.to_int8(model)
+                packed_layers.to_int8(model, plain=not self.packed)
             case "float32":
                 products.to_float32(model)
         mx.eval(model.parameters())
@@ -191,7 +189,7 @@ class HeldWeights(msgspec.Struct, frozen=True):
         """Bytes of a model's weights once they are held; reads none. ``tied``: its head is a table."""
         match self.arithmetic:
             case "int8":
-                return packed_layers.int8_bytes(model, tied=tied)
+                return packed_layers.int8_bytes(model, plain=not self.packed, tied=tied)
             case "float32":
                 return products.float32_bytes(model)
         return weights_bytes(model)
