@@ -236,6 +236,7 @@ class Daemon:
             token=token if http.require_token else "",
             version=__version__,
             names=self._config.models.names,
+            weight_rules=machine.weight_rules,
             hosts=frozenset(http.allowed_hosts),
             origins=frozenset(http.allowed_origins),
             fleet=self._fleet or DisabledFleet(),

@@ -27,8 +27,10 @@ from fleetd.fleet.own_card import CardMaker, Readings
 from fleetd.fleet.service import Fleet, default_name
 from fleetd.hardware.memory import machine_budget
 from fleetd.hardware.probe import HardwareProbe
+from fleetd.models import cpu_arithmetic
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
+from fleetd.models.memory_need import WeightRules, needed_bytes
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
 from fleetd.models.pull_lines import PullProgress
@@ -103,7 +105,7 @@ class MachineParts:
             _pool_options(config, home, self.disk_cache.for_workers),
             record_path=self.models.record_path,
             pressure=lambda: self.prober.read().pressure,
-            accelerator=lambda: self.prober.read().accelerator,
+            weight_rules=self.weight_rules,
             load_s=lambda folder: self.load_times.seconds(folder.name, folder.weights_bytes),
             pinned=lambda: self.pinned.names,
             ended=self._worker_ended,
@@ -121,6 +123,16 @@ class MachineParts:
             fraction=self._engine.memory_fraction,
             max_bytes=self._engine.max_memory_bytes,
             overcommit=self._engine.overcommit,
+        )
+
+    def weight_rules(self, machine: HardwareReading | None = None) -> WeightRules:
+        """What decides how models are held here; by a reading of this moment if none is given."""
+        machine = machine or self.prober.read()
+        return WeightRules.of(
+            machine.accelerator,
+            self._engine.cpu_arithmetic,
+            self.memory_budget(machine, machine.model_available_bytes),
+            available=cpu_arithmetic.installed(),
         )
 
     def _worker_ended(self, pid: int) -> None:
@@ -228,6 +240,7 @@ class DaemonParts:
         readings = Readings(
             machine=machine.prober.read,
             budget=machine.memory_budget,
+            weight_rules=machine.weight_rules,
             engines=machine.pool.status,
             counts=lambda: self.runner.counts,
             unread_tokens=lambda: self.runner.unread_tokens,
@@ -313,7 +326,13 @@ class DaemonParts:
     def _placer(self) -> Placer:
         request = self.fleet.request if self.fleet else DisabledFleet().request
         wake = self.fleet.waker.wake if self.fleet else None
-        return Placer(self.members, request, lambda model: self.machine.pool.facts(model), wake)
+        return Placer(
+            self.members,
+            request,
+            lambda model: self.machine.pool.facts(model),
+            wake,
+            needed_bytes=lambda folder: needed_bytes(folder, self.machine.weight_rules()),
+        )
 
     def _compression(self) -> CompressionService:
         machine = self.machine

@@ -23,7 +23,7 @@ from fleetd.limits import MIB
 from fleetd.models import file_threads
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import needed_bytes
+from fleetd.models.memory_need import WORKING_BYTES, WeightRules, held_weights
 from fleetd.models.model_store import ModelStore
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.load_times import LoadTimes
@@ -60,6 +60,8 @@ class Readings(msgspec.Struct, frozen=True):
     # Of the prompts of running requests, the tokens that are not prefilled yet.
     unread_tokens: Callable[[], int]
     draining: Callable[[], bool]
+    # What decides how that machine holds weights.
+    weight_rules: Callable[[HardwareReading], WeightRules] = lambda machine: WeightRules(machine.accelerator)
 
 
 class CardMaker:
@@ -113,13 +115,13 @@ class CardMaker:
         idle = [engine for engine in engines.values() if engine.evictable]
         parts = _parts(engines.values())
         self._seed(engines.values())
-        counts = self._now.counts()
+        counts, rules = self._now.counts(), self._now.weight_rules(machine)
         return replace(
             self._bare,
             sequence=self._sequence,
             machine=facts(machine),
             models=[
-                self._model(folder, machine.accelerator, engines.get(folder.name), parts.get(folder.name))
+                self._model(folder, rules, engines.get(folder.name), parts.get(folder.name))
                 for folder in self._installed
             ],
             available_bytes=self._available_bytes,
@@ -247,7 +249,9 @@ class CardMaker:
             # Some layers decode nothing, and their fingerprint is not that of the whole model.
             speed = replace(speed, decode_tok_s=self._speeds.of(name).decode_tok_s)
             known = self._shapes.get(name, ModelShape())
-            self._shapes[name] = replace(known, dtype=engine.shape.dtype)
+            self._shapes[name] = replace(
+                known, dtype=engine.shape.dtype, cpu_arithmetic=engine.shape.cpu_arithmetic
+            )
         else:
             if new_load:
                 load_s = sum(step.seconds for step in engine.load_steps)
@@ -257,9 +261,11 @@ class CardMaker:
         self._speeds.seed(name, speed, now_s=self._monotonic())
 
     def _model(
-        self, folder: ModelFolder, accelerator: str, engine: EngineStatus | None, part: EngineStatus | None
+        self, folder: ModelFolder, rules: WeightRules, engine: EngineStatus | None, part: EngineStatus | None
     ) -> ModelCard:
         entry, files = find(folder.name), folder.shape
+        held = held_weights(folder.path, folder.weights_bytes, folder.config, rules)
+        known = self._shapes.get(folder.name, files)
         state = {"ready": "loaded", "loading": "loading"}.get(engine.state if engine else "", "installed")
         helping = part if part is not None and state == "installed" else None
         holder = engine if state == "loaded" else helping
@@ -269,14 +275,16 @@ class CardMaker:
             revision=folder.revision,
             source=folder.source,
             roles=list(entry.roles) if entry is not None else ["chat"],
-            memory_bytes=needed_bytes(folder, accelerator),
+            memory_bytes=held.n_bytes + WORKING_BYTES,
             state=state,  # type: ignore[arg-type]  # the values of the mapping above
             # A worker's weights may take more in memory than in the files, which are the same everywhere.
             shape=replace(
-                self._shapes.get(folder.name, files),
+                known,
                 architecture=files.architecture,
                 weights_bytes=files.weights_bytes,
                 context_tokens=files.context_tokens,
+                # A load that is still to come will choose it.
+                cpu_arithmetic=known.cpu_arithmetic or held.arithmetic,
             ),
             speed=self._speeds.of(folder.name).rounded(),
             kv_budget_bytes=holder.kv_budget_bytes if holder is not None else 0,

@@ -24,8 +24,8 @@ OWN_BITS, OWN_GROUP = 8, 32
 # What each block has besides its integers and a zero point: its scale, what its sums are corrected by, and
 # the scale that onnxruntime's node keeps.
 _BLOCK_BYTES = 3 * FLOAT_BYTES
-# No kernel has larger blocks.
-_BLOCK_MOST = 128
+# No kernel is used with other blocks.
+_BLOCK_LEAST, _BLOCK_MOST = 32, 64
 
 
 @cache
@@ -54,27 +54,29 @@ def chosen(
     return "float32"
 
 
-def prepared_bytes(weights: int, bits: int, block: int) -> int:
+def prepared_bytes(weights: int, bits: int, block: int, added: int = 0) -> int:
     """Bytes of a matrix that onnxruntime has prepared for products.
 
     Args:
         weights: their number.
         bits: of the field that one is computed in, 4 or 8.
         block: weights that share a scale and a zero point.
+        added: float32 numbers besides, each added to the weights of a group.
     """
     blocks = -(-weights // block)
-    return weights * bits // 8 + blocks * _BLOCK_BYTES + -(-blocks * bits // 8)
+    return (weights + blocks) * bits // 8 + blocks * _BLOCK_BYTES + added * FLOAT_BYTES
 
 
 def weight_bytes(weights: int, *, bits: int, group: int, block: int = 0) -> int:
-    """The most bytes that a packed matrix takes for products in int8.
+    """Bytes that a packed matrix takes for products in int8.
+
+    Only the weights tell whether a group's bias is more than a zero point; what it is besides does not count.
 
     Args:
         weights: their number.
         bits: of one, as MLX packs it.
         group: weights that share a scale and a bias.
-        block: the kernel's; 0 is the group, which is as it was found on x86-64.
+        block: the kernel's; 0 is the group, as it was found on x86-64.
     """
-    # What a group's bias is besides a zero point. Only the weights tell whether it is anything.
-    rest = FLOAT_BYTES * -(-weights // group)
-    return prepared_bytes(weights, FIELD_BITS[bits], block or min(group, _BLOCK_MOST)) + rest
+    block = block or min(max(group, _BLOCK_LEAST), _BLOCK_MOST)
+    return prepared_bytes(weights, FIELD_BITS.get(bits, 8), block)

@@ -3,95 +3,128 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from fleetd import limits
+from fleetd.control.daemon_status import MemoryBudget
 from fleetd.errors import ModelCorrupt
 from fleetd.limits import MIB
 from fleetd.models.catalog import CatalogEntry
+from fleetd.models.cpu_arithmetic import (
+    FLOAT_BYTES,
+    OWN_BITS,
+    OWN_GROUP,
+    CpuArithmetic,
+    CpuSetting,
+    chosen,
+    prepared_bytes,
+    weight_bytes,
+)
 from fleetd.models.folder import ModelFolder
 from fleetd.models.safetensors_header import TensorInfo, read_header
 from fleetd.models.weights import weight_files
 
 # Memory of a forward pass besides weights and KV: activations of one chunk, logits, allocator slack.
 WORKING_BYTES = 512 * MIB
+# How mlx-lm's models call the embedding of tokens; those of positions have other names.
+TOKEN_TABLES = frozenset(
+    {"embed_tokens", "word_embeddings", "embeddings", "embedding", "embed", "wte"}
+    | {"tok_embeddings", "token_embeddings"}
+)
 # Most models of the catalog have weights of 4 bits.
 _CATALOG_BITS = {"quantization": {"bits": 4}}
 _FLOATING = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F16", "BF16", "F32", "F64"})
 # MLX packs no more weights than this with one scale.
 _GROUP_MOST = 128
-# What each block of 32 weights has besides them, packed for products in int8: scales, sums and a zero point.
-_BLOCK_BYTES = 13
+# Of a group that nothing is known of: most have so many weights, and its scale and bias have so many bits.
+_GROUP_USUAL, _GROUP_BITS = 64, 32
 
 
-def needed_bytes(folder: ModelFolder, accelerator: str) -> int:
-    """Bytes that must be free for the weights and the work of a forward pass.
+class WeightRules(msgspec.Struct, frozen=True):
+    """What decides how a machine holds the weights of its models."""
 
-    Args:
-        accelerator: metal, cuda or cpu.
-    """
-    return weights_in_memory(folder.path, folder.weights_bytes, folder.config, accelerator) + WORKING_BYTES
+    # metal, cuda or cpu.
+    accelerator: str = ""
+    # ``engine.cpu_arithmetic``.
+    setting: CpuSetting = "auto"
+    # Whether int8 can be computed here on a CPU.
+    available: bool = False
+    # Bytes that weights may take while no other model is loaded.
+    budget_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls, accelerator: str, setting: CpuSetting, budget: MemoryBudget, *, available: bool
+    ) -> WeightRules:
+        return cls(accelerator, setting, available, max(0, budget.largest_bytes - WORKING_BYTES))
+
+    def held(self, on_disk: int, config: Mapping[str, Any], sizes: Callable[[], CpuSizes]) -> HeldWeights:
+        """How weights are held. ``sizes`` is asked on a CPU only."""
+        if self.accelerator != "cpu":
+            return HeldWeights("", on_disk)
+        found = sizes()
+        arithmetic = chosen(
+            self.setting,
+            quantised=is_quantised(config),
+            available=self.available,
+            float32_bytes=found.float32,
+            budget_bytes=self.budget_bytes,
+        )
+        return HeldWeights(arithmetic, getattr(found, arithmetic))
 
 
-def weights_in_memory(path: Path, on_disk: int, config: Mapping[str, Any], accelerator: str) -> int:
-    """Bytes of a folder's weights in memory, by the headers of its files.
+class HeldWeights(msgspec.Struct, frozen=True):
+    """How weights are held in memory."""
+
+    # "" on a GPU.
+    arithmetic: CpuArithmetic | Literal[""]
+    # Of all of them.
+    n_bytes: int
+
+
+class CpuSizes(msgspec.Struct, frozen=True):
+    """Bytes of weights in the memory of a CPU, in each arithmetic."""
+
+    float32: int
+    int8: int
+
+
+def needed_bytes(folder: ModelFolder, rules: WeightRules) -> int:
+    """Bytes that must be free for the weights and the work of a forward pass."""
+    return held_weights(folder.path, folder.weights_bytes, folder.config, rules).n_bytes + WORKING_BYTES
+
+
+def held_weights(path: Path, on_disk: int, config: Mapping[str, Any], rules: WeightRules) -> HeldWeights:
+    """How a folder's weights are held, by the headers of its files.
 
     The config decides if the headers cannot be read; such a model is refused when it is loaded.
     """
-    if accelerator != "cpu":
-        return on_disk
-    try:
-        states = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in weight_files(path))
-        found = _float32_bytes(states, _groups(config))
-    except (ModelCorrupt, OSError):
-        return expanded_bytes(on_disk, config, accelerator)
-    return max(on_disk, found)
+
+    def sizes() -> CpuSizes:
+        try:
+            states = tuple(
+                (file, file.stat().st_mtime_ns, file.stat().st_size) for file in weight_files(path)
+            )
+            if states:
+                return _sizes_in_files(states, _groups(config), plain=not is_quantised(config))
+            return sizes_by_config(on_disk, config)
+        except (ModelCorrupt, OSError):
+            return sizes_by_config(on_disk, config)
+
+    return rules.held(on_disk, config, sizes)
 
 
-def is_packed(config: Mapping[str, Any]) -> bool:
-    """True if a model's weights are quantised, by its config."""
-    return bool(_quantizations(config))
-
-
-def int8_in_memory(path: Path, on_disk: int, config: Mapping[str, Any]) -> int:
-    """Bytes of a folder's weights on a CPU that keeps them packed (``engine/cpu``), by the headers of its
-    files; by the config if they cannot be read."""
-    try:
-        tensors = [read_header(file) for file in weight_files(path)]
-    except (ModelCorrupt, OSError):
-        return 2 * on_disk
-    return sum(int8_bytes(each, _groups(config), plain=not is_packed(config)) for each in tensors)
-
-
-def int8_bytes(tensors: Mapping[str, TensorInfo], groups: GroupSizes, *, plain: bool) -> int:
-    """Bytes of the tensors, packed for products, and if ``plain`` those that are not quantised, too.
-
-    Which of them are tables is not known: they count once.
-    """
-    sizes = dict(groups.named)
-    total = 0
-    for name, info in tensors.items():
-        layer, _, part = name.rpartition(".")
-        packed, scales = tensors.get(f"{layer}.weight"), tensors.get(f"{layer}.scales")
-        is_packed = packed is not None and packed.dtype == "U32" and scales is not None
-        count = math.prod(info.shape)
-        if is_packed and scales is not None and part == "weight":
-            group = sizes.get(layer, groups.default)
-            weights = min(math.prod(scales.shape) * group, 32 * count)
-            bits = 4 if 32 * count <= 4 * weights else 8
-            total += weights * bits // 8 + weights // 32 * _BLOCK_BYTES
-        elif is_packed and part in ("scales", "biases"):
-            continue
-        elif plain and info.dtype in _FLOATING and len(info.shape) == 2:
-            total += count + count // 32 * _BLOCK_BYTES
-        else:
-            total += 4 * count if info.dtype in _FLOATING else info.end - info.begin
-    return total
+def estimated(entry: CatalogEntry, rules: WeightRules) -> HeldWeights:
+    """How weights would be held whose files are not on this machine yet."""
+    return rules.held(
+        entry.memory_bytes, _CATALOG_BITS, lambda: sizes_by_config(entry.memory_bytes, _CATALOG_BITS)
+    )
 
 
 def build_bytes(weights_bytes: int) -> int:
@@ -110,28 +143,106 @@ class GroupSizes(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=256)
-def _float32_bytes(states: tuple[tuple[Path, int, int], ...], groups: GroupSizes) -> int:
-    """Bytes of these files' tensors as f32, cached by the files' times and sizes. Raises ModelCorrupt."""
-    return sum(float32_bytes(read_header(file), groups) for file, _, _ in states)
+def _sizes_in_files(
+    states: tuple[tuple[Path, int, int], ...], groups: GroupSizes, *, plain: bool
+) -> CpuSizes:
+    """By the headers of these files, cached by the files' times and sizes. Raises ModelCorrupt."""
+    return cpu_sizes(ChainMap(*(read_header(file) for file, _, _ in states)), groups, plain=plain)
 
 
-def float32_bytes(tensors: Mapping[str, TensorInfo], groups: GroupSizes) -> int:
-    """Bytes of the tensors if floating ones become f32 and packed ones are unpacked."""
+def cpu_sizes(tensors: Mapping[str, TensorInfo], groups: GroupSizes, *, plain: bool) -> CpuSizes:
+    """Bytes of a model's tensors in the memory of a CPU.
+
+    Args:
+        plain: weights that are not quantised are quantised for products in int8. Where others are, their
+            publisher left them as they are.
+    """
     sizes = dict(groups.named)
-    total = 0
+    tied = not any(name.endswith("lm_head.weight") for name in tensors)
+    float32 = int8 = 0
     for name, info in tensors.items():
         layer, _, part = name.rpartition(".")
-        packed, scales = tensors.get(f"{layer}.weight"), tensors.get(f"{layer}.scales")
-        is_packed = packed is not None and packed.dtype == "U32" and scales is not None
-        count = math.prod(info.shape)
-        if is_packed and scales is not None and part == "weight":
-            # At least a bit each, whatever the scales say.
-            total += 4 * min(math.prod(scales.shape) * sizes.get(layer, groups.default), 32 * count)
-        elif is_packed and part in ("scales", "biases"):
+        weight, scales, biases = (tensors.get(f"{layer}.{each}") for each in ("weight", "scales", "biases"))
+        stored = _Tensor(info, part, weight, scales, affine=biases is not None)
+        group = sizes.get(layer, groups.default)
+        # Packed matrices of experts are not unpacked.
+        float32 += stored.unpacked_bytes(group) if stored.in_matrix else stored.plain_bytes
+        if not stored.stays_packed and not (plain and stored.in_matrix):
+            int8 += stored.plain_bytes
             continue
-        else:
-            total += 4 * count if info.dtype in _FLOATING else info.end - info.begin
-    return total
+        # A table is read as it is stored, and multiplied by as a head if there is no other.
+        is_table = layer.rpartition(".")[2] in TOKEN_TABLES
+        int8 += stored.on_disk if is_table else 0
+        int8 += stored.product_bytes(group) if tied or not is_table else 0
+    return CpuSizes(float32, int8)
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    """A tensor of a file, and the weights and scales of the layer that it belongs to, if there are any."""
+
+    info: TensorInfo
+    # Of the layer: "weight".
+    part: str
+    weight: TensorInfo | None
+    scales: TensorInfo | None
+    # Whether the layer has biases beside scales.
+    affine: bool
+
+    @property
+    def on_disk(self) -> int:
+        return self.info.end - self.info.begin
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.info.shape)
+
+    @property
+    def is_packed(self) -> bool:
+        """True if it belongs to packed weights, of any shape."""
+        packed = self.weight is not None and self.weight.dtype == "U32" and self.scales is not None
+        return packed and self.part in ("weight", "scales", "biases")
+
+    @property
+    def in_matrix(self) -> bool:
+        """True for weights that a CPU multiplies by, and what they are packed with."""
+        if self.weight is None or len(self.weight.shape) != 2:
+            return False
+        floating = self.part == "weight" and self.info.dtype in _FLOATING
+        return self.is_packed or (floating and self.weight.shape[1] % OWN_GROUP == 0)
+
+    @property
+    def stays_packed(self) -> bool:
+        """True for packed weights of one matrix, or affine ones of several, which experts have."""
+        dimensions = len(self.weight.shape) if self.weight is not None else 0
+        return self.is_packed and (dimensions == 2 or (dimensions == 3 and self.affine))
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of its elements, as f32 if they are floating."""
+        return FLOAT_BYTES * self.count if self.info.dtype in _FLOATING else self.on_disk
+
+    def _weights(self, group: int) -> int:
+        """How many weights are packed: at least a bit each, whatever the scales say."""
+        scales = self.scales.shape if self.scales is not None else ()
+        return min(math.prod(scales) * group, 32 * self.count)
+
+    def unpacked_bytes(self, group: int) -> int:
+        """Bytes of a part of a matrix that is held in f32."""
+        if not self.is_packed:
+            return self.plain_bytes
+        return max(self.on_disk, FLOAT_BYTES * self._weights(group)) if self.part == "weight" else 0
+
+    def product_bytes(self, group: int) -> int:
+        """Bytes of a part of a matrix that is multiplied by in int8."""
+        if self.part != "weight":
+            return 0
+        if not self.is_packed:
+            return prepared_bytes(self.count, OWN_BITS, OWN_GROUP)
+        weights = self._weights(group)
+        if not self.affine:
+            return prepared_bytes(weights, OWN_BITS, OWN_GROUP)
+        bits = 32 * self.count // max(1, weights)
+        return max(self.on_disk, weight_bytes(weights, bits=bits, group=group))
 
 
 def _groups(config: Mapping[str, Any]) -> GroupSizes:
@@ -148,22 +259,21 @@ def _groups(config: Mapping[str, Any]) -> GroupSizes:
     return GroupSizes(size_of(found[0]), tuple(sorted(named.items())))
 
 
-def estimated_bytes(entry: CatalogEntry, accelerator: str) -> int:
-    """Bytes of weights in memory for a model whose files are not on this machine yet."""
-    return expanded_bytes(entry.memory_bytes, _CATALOG_BITS, accelerator)
-
-
-def expanded_bytes(on_disk: int, config: Mapping[str, Any], accelerator: str) -> int:
-    """Bytes of weights in memory: the same as on disk, except on a CPU, which computes in f32."""
-    if accelerator != "cpu":
-        return on_disk
+def sizes_by_config(on_disk: int, config: Mapping[str, Any]) -> CpuSizes:
+    """Bytes of weights in the memory of a CPU, by the bytes of their files and how they are packed."""
     # The packing comes first: torch_dtype, as publishers write it, is the dtype of the unpacked model.
     if bits := _least_bits(config):
-        # Scales and biases add about half a bit per weight.
-        return max(on_disk, int(on_disk * 32 / (bits + 0.5)))
-    if config.get("torch_dtype", config.get("dtype")) == "float32":
-        return on_disk
-    return on_disk * 2  # 16 bits in practice
+        weights = int(on_disk * 8 / (bits + _GROUP_BITS / _GROUP_USUAL))
+        packed = weight_bytes(weights, bits=bits, group=_GROUP_USUAL)
+        return CpuSizes(max(on_disk, FLOAT_BYTES * weights), max(on_disk, packed))
+    is_float32 = config.get("torch_dtype", config.get("dtype")) == "float32"
+    weights = on_disk // (4 if is_float32 else 2)  # 16 bits in practice
+    return CpuSizes(FLOAT_BYTES * weights, prepared_bytes(weights, OWN_BITS, OWN_GROUP))
+
+
+def is_quantised(config: Mapping[str, Any]) -> bool:
+    """True if a model's weights are packed, by its config."""
+    return bool(_quantizations(config))
 
 
 def _least_bits(config: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ model measures its speed, and a measurement always replaces the estimate.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 
@@ -27,10 +28,12 @@ ENGINE_START_S = 3.0
 
 
 class Hardware(msgspec.Struct, frozen=True):
-    """Peak memory bandwidth, and peak half-precision matrix arithmetic."""
+    """Peak memory bandwidth, and peak matrix arithmetic: in half precision, or as a CPU computes."""
 
     bytes_per_s: float
     flops: float
+    # The same of attention, if that is computed in another precision; 0 if it is not.
+    attention_flops: float = 0.0
 
     def prefill_tok_s(self, weights_bytes: int) -> float:
         weights = max(1, weights_bytes) * 8 / BITS_PER_WEIGHT
@@ -42,7 +45,8 @@ class Hardware(msgspec.Struct, frozen=True):
         Args:
             hidden_width: of one hidden state; all heads together are assumed to be as wide.
         """
-        return 4 * layers * hidden_width / (PREFILL_SHARE * ATTENTION_SHARE * self.flops)
+        flops = self.attention_flops or self.flops
+        return 4 * layers * hidden_width / (PREFILL_SHARE * ATTENTION_SHARE * flops)
 
     def decode_tok_s(self, weights_bytes: int) -> float:
         return DECODE_SHARE * self.bytes_per_s / max(1, weights_bytes)
@@ -80,10 +84,11 @@ _NEWEST = max(generation for generation, _ in APPLE)
 GB10 = _of(273, 100)
 # Any GPU that is not in the table: the figures of a modest one.
 CUDA = _of(270, 30)
-# Two channels of memory and AVX2, through BLAS, with weights in single precision: several times the bytes of
-# the file.
-CPU_BYTES_PER_S = 10e9
-CPU_FLOPS_PER_CORE = 50e9
+# Two channels of memory (70 GB/s) and AVX2. Weights that the file has in 4 bits take seven times its bytes as
+# float32, and a fourth more than it packed for int8. In int8 a core multiplies two and a half times as much
+# as through BLAS, as it did on x86-64 with AVX-512. Attention is float32's.
+CPU_BYTES_PER_S = {"float32": 10e9, "int8": 55e9}
+CPU_FLOPS_PER_CORE = {"float32": 50e9, "int8": 125e9}
 CPU_CORES = 16
 
 # The fastest machines of each kind that are sold, or will be within some years: twice an M5 Ultra; a B200;
@@ -91,22 +96,33 @@ CPU_CORES = 16
 ANY_METAL = _of(2000, 250)
 ANY_CUDA = _of(8000, 2500)
 ANY_CPU_BYTES_PER_S = 400e9
-ANY_CPU_FLOPS_PER_CORE = 200e9
+ANY_CPU_FLOPS_PER_CORE = {"float32": 200e9, "int8": 600e9}
 ANY_CPU_CORES = 256
 
 _APPLE_CHIP = re.compile(r"\bM([1-9]\d?)(?: (Pro|Max|Ultra))?\b")
 
 
-def hardware_of(chip: str, accelerator: str, cores: int) -> Hardware:
-    """The figures of a chip, by its name in the operating system or driver; modest ones if it is unknown."""
+def hardware_of(chip: str, accelerator: str, cores: int, arithmetic: str = "") -> Hardware:
+    """The figures of a chip, by its name in the operating system or driver; modest ones if it is unknown.
+
+    Args:
+        arithmetic: of a CPU with a model (``ModelShape.cpu_arithmetic``); "" counts as float32.
+    """
     if accelerator == "metal":
         return _apple(chip)
     if accelerator == "cuda":
         return GB10 if "GB10" in chip else CUDA
-    return Hardware(CPU_BYTES_PER_S, CPU_FLOPS_PER_CORE * min(max(1, cores), CPU_CORES))
+    most = min(max(1, cores), CPU_CORES)
+    flops, attention = (_of_cpu(CPU_FLOPS_PER_CORE, each) * most for each in (arithmetic, "float32"))
+    return Hardware(_of_cpu(CPU_BYTES_PER_S, arithmetic), flops, attention)
 
 
-def most_of(chip: str, accelerator: str, cores: int) -> Hardware:
+def _of_cpu(figures: Mapping[str, float], arithmetic: str) -> float:
+    """A CPU's figure; the one for float32 if a card names another arithmetic."""
+    return figures.get(arithmetic, figures["float32"])
+
+
+def most_of(chip: str, accelerator: str, cores: int, arithmetic: str = "") -> Hardware:
     """What such hardware can do at most. A chip that is not in the table: the fastest one of its kind."""
     if accelerator == "metal":
         found = _APPLE_CHIP.search(chip)
@@ -115,7 +131,8 @@ def most_of(chip: str, accelerator: str, cores: int) -> Hardware:
     if accelerator == "cuda" and "GB10" in chip:
         return GB10
     if accelerator == "cpu":
-        return Hardware(ANY_CPU_BYTES_PER_S, ANY_CPU_FLOPS_PER_CORE * min(max(1, cores), ANY_CPU_CORES))
+        flops = _of_cpu(ANY_CPU_FLOPS_PER_CORE, arithmetic) * min(max(1, cores), ANY_CPU_CORES)
+        return Hardware(ANY_CPU_BYTES_PER_S, flops)
     return ANY_CUDA
 
 

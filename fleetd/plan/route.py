@@ -118,7 +118,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def hardware(self) -> chip_speeds.Hardware:
-        return chip_speeds.hardware_of(self.chip, self.accelerator, self.cores)
+        return chip_speeds.hardware_of(self.chip, self.accelerator, self.cores, self.shape.cpu_arithmetic)
 
 
 class RouteQuestion(msgspec.Struct, frozen=True):
@@ -263,18 +263,23 @@ def decode_tok_s(c: Candidate) -> float:
 
 def like_their_twins(machines: list[Candidate]) -> list[Candidate]:
     """A machine where the model was never run is as fast as one of the same kind where it was."""
-    measured: dict[tuple[str, str, int], Candidate] = {}
+    measured: dict[tuple[str, str, int, str], Candidate] = {}
     for c in machines:
         if not c.absent and c.speed.prefill_tok_s and c.speed.decode_tok_s:
-            measured.setdefault((c.chip, c.accelerator, c.cores), c)
+            measured.setdefault(_kind(c), c)
 
     def estimated(c: Candidate) -> Candidate:
-        twin = measured.get((c.chip, c.accelerator, c.cores))
+        twin = measured.get(_kind(c))
         if c.absent or twin is None or not c.chip:
             return c
         return replace(c, speed=c.speed.completed(twin.speed))
 
     return [estimated(c) for c in machines]
+
+
+def _kind(c: Candidate) -> tuple[str, str, int, str]:
+    """Machines of one kind are equally fast."""
+    return c.chip, c.accelerator, c.cores, c.shape.cpu_arithmetic
 
 
 def _rank(c: Candidate, cost: RoutePrice, *, stays: bool, doubt: bool) -> tuple[bool, bool, bool, float]:

@@ -22,6 +22,7 @@ from fleetd.errors import ModelCorrupt
 from fleetd.fleet.own_card import CardMaker, Readings, _key
 from fleetd.hardware.memory import MemoryReading, budget
 from fleetd.models.folder import ModelFolder
+from fleetd.models.memory_need import WORKING_BYTES, WeightRules
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -50,7 +51,14 @@ def part(pid: int, first: int, last: int, **fields: Any) -> EngineStatus:
 class CardDaemon:
     """A card maker with everything it looks at."""
 
-    def __init__(self, profiles: ProfileStore | None = None, *, alone: bool = False, **limits: Any) -> None:
+    def __init__(
+        self,
+        profiles: ProfileStore | None = None,
+        *,
+        alone: bool = False,
+        rules: WeightRules = WeightRules("cpu"),  # noqa: B008  # frozen
+        **limits: Any,
+    ) -> None:
         self.engines: list[EngineStatus] = []
         self.listing = asyncio.Event()
         # The folder's profile is known, which is looked up after it is listed.
@@ -73,6 +81,7 @@ class CardDaemon:
                 counts=RequestCounts,
                 unread_tokens=lambda: self.unread_tokens,
                 draining=lambda: False,
+                weight_rules=lambda machine: rules,
             ),
             speeds=self.speeds,
             profiles=profiles,
@@ -218,20 +227,43 @@ async def test_what_a_model_computes_in_is_known_after_it_was_unloaded() -> None
 
 
 @pytest.mark.one_loop
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (WeightRules("metal", available=True), ""),
+        (WeightRules("cpu", available=True, budget_bytes=1 << 30), "float32"),
+        (WeightRules("cpu", available=True), "int8"),
+        (WeightRules("cpu", "int8", available=True, budget_bytes=1 << 30), "int8"),
+        (WeightRules("cpu", "int8"), "float32"),
+    ],
+)
+async def test_a_card_tells_what_a_load_would_compute_with(rules: WeightRules, expected: str) -> None:
+    """The folder's weights have 16 bits each."""
+    daemon = CardDaemon(rules=rules)
+    await daemon.listed()
+    assert daemon.model.shape.cpu_arithmetic == expected
+    held = {"": 1000, "float32": 2000, "int8": 708}[expected]
+    assert daemon.model.memory_bytes == held + WORKING_BYTES
+    # What a load has chosen counts, once there was one.
+    daemon.engines = [engine(7, shape=ModelShape(cpu_arithmetic="int8"))]
+    assert daemon.model.shape.cpu_arithmetic == "int8"
+
+
+@pytest.mark.one_loop
 async def test_what_a_load_took_and_what_a_prefill_consists_of_is_known_after_it_was_unloaded() -> None:
     """Other machines price a load, and the help that this machine would get, by these."""
     daemon = CardDaemon()
     await daemon.listed()
     assert daemon.model.load_s == pytest.approx(chip_speeds.load_s(1000), rel=0.1)
-    assert daemon.model.shape == FOLDER.shape
+    assert daemon.model.shape == replace(FOLDER.shape, cpu_arithmetic="float32")
     took = [StepView("verifying", 33.0), StepView("reading", 8.0)]
     sizes = StateSizes(9, 6, 5, 4)
-    told = ModelShape("llama", 1000, 2048, "float32", 30, sizes, 8, 3, 7, 5, any_chunks=True)
+    told = ModelShape("llama", 1000, 2048, "float32", "int8", 30, sizes, 8, 3, 7, 5, any_chunks=True)
     # Weights may take more memory than they have in the files.
     daemon.engines = [engine(7, shape=replace(told, weights_bytes=2000), load_steps=took)]
     assert daemon.model.shape == told
     assert daemon.model.load_s == 41
-    daemon.engines = [part(8, 0, 14, layers=30, load_steps=took[1:], token_bytes=4)]
+    daemon.engines = [part(8, 0, 14, layers=30, load_steps=took[1:], token_bytes=4, cpu_arithmetic="int8")]
     cold = daemon.model
     assert (cold.state, cold.load_s) == ("installed", 41)
     assert cold.shape == told

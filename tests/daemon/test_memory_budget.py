@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ from fleetd.control.daemon_status import HardwareReading
 from fleetd.hardware.memory import MemoryReading, budget, machine_budget, metal_limit
 from fleetd.limits import GIB, MIB
 from fleetd.models import catalog
-from fleetd.models.memory_need import estimated_bytes, expanded_bytes
+from fleetd.models.memory_need import (
+    WORKING_BYTES,
+    CpuSizes,
+    HeldWeights,
+    WeightRules,
+    estimated,
+    sizes_by_config,
+)
 
 SIZES = st.integers(0, 1 << 50)
 
@@ -109,20 +117,62 @@ def test_the_gpu_of_a_mac_may_not_hold_everything(total_gib: int, wired_mib: int
     assert metal_limit(total_gib * GIB, wired_mib * MIB) == int(limit_gib * GIB)
 
 
-def test_a_cpu_computes_in_f32_so_a_quantised_model_needs_seven_times_its_files() -> None:
+def test_a_cpu_holds_a_quantised_model_packed_and_in_float32_takes_seven_times_its_files() -> None:
     entry = catalog.find("qwen3-4b")
     assert entry is not None
-    assert estimated_bytes(entry, "metal") == entry.memory_bytes
-    assert estimated_bytes(entry, "cpu") == pytest.approx(7.1 * entry.memory_bytes, rel=0.01)
-    assert expanded_bytes(100, {}, "cpu") == 200
-    assert expanded_bytes(100, {"torch_dtype": "float32"}, "cpu") == 100
-    packed = {"torch_dtype": "float32", "quantization": {"bits": 4}}
-    assert expanded_bytes(100, packed, "cpu") == 711  # the unpacked model's type says nothing of the files
-    assert expanded_bytes(100, {"quantization": {"bits": 8, "head": {"bits": 4}}}, "cpu") == 711
-    assert expanded_bytes(100, {"quantization": {"bits": 4096}}, "cpu") == 200
+    on_disk, room = entry.memory_bytes, budget(MemoryReading(24 * GIB, 22 * GIB), fraction=0.85)
+    of = partial(WeightRules.of, budget=room)
+    assert estimated(entry, of("metal", "auto", available=True)) == HeldWeights("", on_disk)
+    packed = estimated(entry, of("cpu", "auto", available=True))
+    assert packed.arithmetic == "int8"
+    assert packed.n_bytes == pytest.approx(1.235 * on_disk, rel=0.01)
+    wide = estimated(entry, of("cpu", "float32", available=True))
+    assert wide == estimated(entry, of("cpu", "auto", available=False))
+    assert wide.arithmetic == "float32"
+    assert wide.n_bytes == pytest.approx(7.1 * on_disk, rel=0.01)
+
+
+def test_a_model_that_a_machine_without_onnxruntime_cannot_hold_fits_in_int8() -> None:
+    entry = catalog.find("qwen3-8b")
+    assert entry is not None
+    room = budget(MemoryReading(24 * GIB, 22 * GIB), fraction=0.85)
+    without, packed = (
+        estimated(entry, WeightRules.of("cpu", "auto", room, available=here)).n_bytes + WORKING_BYTES
+        for here in (False, True)
+    )
+    assert packed < 12 * GIB < room.usable_bytes < without
+
+
+def test_the_config_tells_the_sizes_of_weights_whose_headers_cannot_be_read() -> None:
+    def float32(config: dict[str, Any]) -> int:
+        return sizes_by_config(9000, config).float32
+
+    assert float32({}) == 18_000
+    assert float32({"torch_dtype": "float32"}) == 9000
+    # The unpacked model's type says nothing of the files.
+    assert float32({"torch_dtype": "float32", "quantization": {"bits": 4}}) == 64_000
+    assert float32({"quantization": {"bits": 8, "head": {"bits": 4}}}) == 64_000
+    assert float32({"quantization": {"bits": 4096}}) == 18_000
     # What a publisher wrote there is not believed to be a mapping, or a number.
-    assert expanded_bytes(100, {"quantization": [4]}, "cpu") == 200
-    assert expanded_bytes(100, {"quantization": {"bits": "4"}}, "cpu") == 200
+    assert float32({"quantization": [4]}) == 18_000
+    assert float32({"quantization": {"bits": "4"}}) == 18_000
+    # 16 bits become 8 and a scale; 4 stay as they are, and no width takes less than it takes in the files.
+    assert 4500 < sizes_by_config(9000, {}).int8 < 9000
+    for bits in (2, 3, 4, 5, 6, 8):
+        assert 9000 <= sizes_by_config(9000, {"quantization": {"bits": bits}}).int8 <= 30_000
+
+
+def test_what_is_free_at_the_moment_does_not_choose_the_arithmetic() -> None:
+    """Two loads of one model would compute different bytes otherwise."""
+    one, other = (
+        WeightRules.of("cpu", "auto", budget(MemoryReading(24 * GIB, free), held_bytes=held), available=True)
+        for free, held in ((20 * GIB, 0), (GIB, 12 * GIB))
+    )
+    assert one == other
+    sizes = CpuSizes(float32=16 * GIB, int8=4 * GIB)
+    assert one.held(8 * GIB, {}, lambda: sizes) == HeldWeights("float32", 16 * GIB)
+    more = CpuSizes(float32=24 * GIB, int8=6 * GIB)
+    assert one.held(12 * GIB, {}, lambda: more) == HeldWeights("int8", 6 * GIB)
 
 
 def test_people_see_the_parts_of_the_figure_and_a_warning() -> None:

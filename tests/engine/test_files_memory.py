@@ -31,14 +31,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fleetd import limits
 from fleetd.control.model_facts import StateSizes
 from fleetd.engine import worker
-from fleetd.engine.cpu import address_space, products
+from fleetd.engine.cpu import address_space, packed_layers, products
 from fleetd.engine.load import loading, model_reading, stage_loading
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prompt import chat_template
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import FleetError, ModelCorrupt, OutOfMemory
 from fleetd.limits import GIB, MIB
-from fleetd.models.memory_need import GroupSizes, float32_bytes, weights_in_memory
+from fleetd.models.memory_need import GroupSizes, WeightRules, cpu_sizes, held_weights
 from fleetd.models.safetensors_header import DTYPE_BYTES, TensorInfo, parse, read_header
 from fleetd.models.verify import _COUNTED, check_configs
 
@@ -235,13 +235,16 @@ def test_headers_tell_what_a_model_takes_in_memory(tmp_path: Path, bits: int, gr
         model.set_dtype(mx.bfloat16)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights, {"format": "mlx"})
-    found = float32_bytes(read_header(tmp_path / "model.safetensors"), GroupSizes(group or 128))
-    assert found == products.float32_bytes(model)
+    found = cpu_sizes(read_header(tmp_path / "model.safetensors"), GroupSizes(group or 128))
+    assert found.float32 == products.float32_bytes(model)
+    tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
+    assert found.int8 == pytest.approx(packed_layers.int8_bytes(model, tied=tied), rel=0.001)
     # Whatever the config says of the unpacked model or of bits.
     for config in ({"torch_dtype": "float32"}, {"quantization": {"bits": 32, "group_size": group}}):
         on_disk = (tmp_path / "model.safetensors").stat().st_size
-        assert weights_in_memory(tmp_path, on_disk, config, "cpu") >= products.float32_bytes(model)
-        assert weights_in_memory(tmp_path, on_disk, config, "metal") == on_disk
+        wide = held_weights(tmp_path, on_disk, config, WeightRules("cpu", "float32"))
+        assert wide.n_bytes >= products.float32_bytes(model)
+        assert held_weights(tmp_path, on_disk, config, WeightRules("metal")).n_bytes == on_disk
 
 
 names = st.sampled_from(["a.weight", "a.scales", "a.biases", "b.weight", "b.scales", "weight", "c"])
@@ -259,8 +262,9 @@ tensors = st.dictionaries(
 @given(tensors, st.integers(1, 128))
 def test_any_header_has_a_size(found: dict[str, TensorInfo], group: int) -> None:
     """At most a bit for each weight, so it is bounded by the size of the file."""
-    total = float32_bytes(found, GroupSizes(group))
-    assert 0 <= total <= sum(128 * max(1, info.end) for info in found.values())
+    sizes = cpu_sizes(found, GroupSizes(group))
+    for total in (sizes.float32, sizes.int8):
+        assert 0 <= total <= sum(128 * max(1, info.end) for info in found.values())
 
 
 @given(st.binary(max_size=60), st.integers(0, 1 << 20))

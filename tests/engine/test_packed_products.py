@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 
 from fleetd.engine.cpu import packed_layers, packed_product, products
 from fleetd.engine.cpu.affine_weights import Affine
-from fleetd.engine.cpu.arithmetic import Kernel, Setting, chosen, kernel_for
+from fleetd.engine.cpu.arithmetic import Kernel, kernel_for
 from fleetd.engine.cpu.packed_product import PackedProduct
 
 F32 = npt.NDArray[np.float32]
@@ -123,22 +123,6 @@ def test_without_onnxruntime_there_are_none(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # ---- The choice --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("setting", "packed", "fits", "expected"),
-    [
-        ("auto", True, True, "int8"),
-        ("auto", False, True, "float32"),
-        ("auto", False, False, "int8"),
-        ("int8", False, True, "int8"),
-        ("float32", True, False, "float32"),
-    ],
-)
-def test_the_arithmetic_goes_by_the_setting_the_weights_and_the_memory(
-    setting: Setting, packed: bool, fits: bool, expected: str
-) -> None:
-    assert chosen(setting, packed=packed, fits=fits) == expected
 
 
 def test_blocks_are_the_largest_that_divide_a_group() -> None:

@@ -23,7 +23,6 @@ from tiny_architectures import VOCAB, tiny, write
 
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.control.model_facts import StateSizes
-from fleetd.engine.cpu.arithmetic import Setting
 from fleetd.engine.layers.architectures import CUT
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load import loading, model_reading
@@ -35,6 +34,7 @@ from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import sizes
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import InvalidValue, OutOfMemory
+from fleetd.models.cpu_arithmetic import CpuSetting
 from fleetd.models.folder import read_config
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
@@ -66,7 +66,7 @@ def as_held(device: Device, arithmetic: str, path: Path) -> HeldWeights:
 
 
 def assert_equals_the_whole(
-    path: Path, device: Device, cuts: tuple[int, ...] = (1, 3), arithmetic: Setting = "float32"
+    path: Path, device: Device, cuts: tuple[int, ...] = (1, 3), arithmetic: CpuSetting = "float32"
 ) -> None:
     """Stages read one by one, against the model as a worker would have it."""
     model = lazy_model(path, read_config(path))

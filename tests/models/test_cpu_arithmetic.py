@@ -35,8 +35,10 @@ def test_a_packed_matrix_takes_its_integers_and_some_bytes_for_each_block() -> N
     # Of 4 bits, two blocks to a byte of zero points.
     assert prepared_bytes(64, 4, 32) == 32 + 2 * 12 + 1
     assert prepared_bytes(64, 8, 64) == 64 + 12 + 1
-    assert weight_bytes(128, bits=4, group=64) == prepared_bytes(128, 4, 64) + 2 * 4
-    assert weight_bytes(128, bits=4, group=64, block=32) == prepared_bytes(128, 4, 32) + 2 * 4
+    # And what is added to the weights of a group, if anything is.
+    assert prepared_bytes(64, 8, 64, added=2) == 64 + 12 + 1 + 2 * 4
+    assert weight_bytes(128, bits=4, group=64) == prepared_bytes(128, 4, 64)
+    assert weight_bytes(128, bits=4, group=64, block=32) == prepared_bytes(128, 4, 32)
 
 
 @pytest.mark.parametrize(("bits", "field"), [(2, 4), (3, 4), (4, 4), (5, 8), (6, 8), (8, 8)])

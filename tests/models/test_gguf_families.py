@@ -18,12 +18,12 @@ from support import gguf_kinds
 from support.gguf_models import CONFIGS, drawn, floats, logits, model_of, write
 
 from fleetd import limits
-from fleetd.engine.cpu import products
+from fleetd.engine.cpu import packed_layers, products
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models.folder import read_folder
 from fleetd.models.gguf.conversion import import_gguf, read_plan
 from fleetd.models.gguf.families import FAMILIES
-from fleetd.models.memory_need import WORKING_BYTES, needed_bytes
+from fleetd.models.memory_need import WORKING_BYTES, WeightRules, needed_bytes
 from fleetd.models.verify import verify
 
 FAMILIES_HERE = sorted(CONFIGS)
@@ -215,11 +215,13 @@ def test_headers_tell_what_an_imported_model_takes(tmp_path: Path, arch: str) ->
     found = read_folder(folder, name="x", source="gguf", revision=None)
     # The file of the weights has a header too.
     assert 0 <= found.weights_bytes - read_plan(file).size_bytes < 16_384
-    assert needed_bytes(found, "metal") - WORKING_BYTES == found.weights_bytes
+    assert needed_bytes(found, WeightRules("metal")) - WORKING_BYTES == found.weights_bytes
     model, _ = mlx_utils.load_model(folder)
-    # Experts stay packed on a CPU, which a header does not tell.
-    estimated, built = needed_bytes(found, "cpu") - WORKING_BYTES, products.float32_bytes(model)
-    assert estimated == built if arch == "llama" else estimated > built
+    # Experts stay packed on a CPU.
+    assert needed_bytes(found, WeightRules("cpu")) - WORKING_BYTES == products.float32_bytes(model)
+    packed = needed_bytes(found, WeightRules("cpu", available=True)) - WORKING_BYTES
+    tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
+    assert packed == pytest.approx(packed_layers.int8_bytes(model, tied=tied), rel=0.001)
 
 
 def test_a_model_spread_over_several_files_is_one_model(tmp_path: Path) -> None:

@@ -40,6 +40,19 @@ def test_other_machines() -> None:
     assert hardware_of("x", "cpu", 10**6) == hardware_of("x", "cpu", chip_speeds.CPU_CORES)
 
 
+def test_a_cpu_that_computes_with_packed_weights_is_faster_at_products_and_not_at_attention() -> None:
+    wide, packed = (hardware_of("x", "cpu", 8, each) for each in ("float32", "int8"))
+    weights = 2 * GIB
+    assert packed.decode_tok_s(weights) > 4 * wide.decode_tok_s(weights)
+    assert packed.prefill_tok_s(weights) == 2.5 * wide.prefill_tok_s(weights)
+    assert packed.prefill_context_s(36, 2560) == wide.prefill_context_s(36, 2560)
+    assert hardware_of("x", "cpu", 8) == hardware_of("x", "cpu", 8, "a word of a newer daemon") == wide
+    # GPUs have one arithmetic.
+    assert hardware_of("Apple M4", "metal", 8, "int8") == APPLE[4, ""]
+    most = chip_speeds.most_of("x", "cpu", 8, "int8")
+    assert most.flops > chip_speeds.most_of("x", "cpu", 8).flops > packed.flops
+
+
 def test_within_a_generation_more_is_more() -> None:
     for generation in range(1, 6):
         family = [APPLE[generation, v] for v in ("", "Pro", "Max", "Ultra") if (generation, v) in APPLE]

@@ -509,6 +509,17 @@ def test_what_a_machine_has_measured_of_its_prefill_is_not_mixed_with_its_twin_s
     assert found["a"].decode_s == found["b"].decode_s
 
 
+def test_a_cpu_that_computes_in_another_arithmetic_is_no_twin() -> None:
+    cpu = {"chip": "x", "accelerator": "cpu", "cores": 8}
+    unknown = {"prefill_tok_s": 0.0, "decode_tok_s": 0.0}
+    measured = peer("a", **cpu, **speed(1), cpu_arithmetic="int8")
+    cold = [peer(f"b {each}", **cpu, **unknown, cpu_arithmetic=each) for each in ("int8", "float32")]
+    found = {p.node_id: p.price for p in route(ASK, [measured, *cold]).placements}
+    assert found["b int8"] == found["a"]
+    assert found["b float32"].modelled
+    assert found["b float32"].total_s > found["a"].total_s
+
+
 def test_a_doubtful_speed_here_makes_other_machines_dearer_and_not_this_one() -> None:
     """Its session is elsewhere, where it cannot run now."""
     machines = [here(doubt="busy"), peer("a", **speed(1.1)), peer("b", session=True, **speed(0.5))]

@@ -96,6 +96,27 @@ def test_layers_beyond_the_model_on_a_hostile_card_make_no_split() -> None:
         assert option.split is None or option.split.cuts[-1] == MODEL.shape.layers
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "refused"),
+    [("int8", "float32", True), ("int8", "int8", False), ("int8", "", False), ("", "float32", False)],
+)
+def test_cpus_that_multiply_in_different_arithmetics_do_not_help_each_other(
+    theirs: str, ours: str, refused: bool
+) -> None:
+    own = changed(loaded(card("home")), cpu_arithmetic=ours)
+    member = Member(card(cpu_arithmetic=theirs), "mini", "", True, 0.001, 1e9)
+    refusal = planner_facts.helper(member, own).refusal
+    assert (refusal is not None and refusal.code == "dtype") is refused
+
+
+def test_a_shape_that_another_machine_told_keeps_the_arithmetic_of_this_one() -> None:
+    bare, other = card("home", cpu_arithmetic="int8"), card("other")
+    shape = replace(MODEL.shape, cpu_arithmetic="float32", unshareable="")
+    loaded_there = replace(other, models=[replace(other.models[0], shape=shape)])
+    member = Member(loaded_there, "other", "", True, 0.001, 1e9)
+    assert planner_facts.as_told(bare.models[0], [member]).shape == replace(shape, cpu_arithmetic="int8")
+
+
 def test_a_machine_that_nobody_measured_keeps_the_pace_of_this_one() -> None:
     """By the makers' figures the Max is 16/4.2 times as fast, whatever both really make of this model."""
     own = card("home", prefill_tok_s=100.0)

@@ -31,7 +31,7 @@ from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
 from fleetd.models import catalog, file_threads
 from fleetd.models.abilities import of_entry
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import estimated_bytes
+from fleetd.models.memory_need import WeightRules, estimated
 from fleetd.models.weights import unused_files
 from fleetd.text.host_port import host_port
 
@@ -83,7 +83,8 @@ def _listing(
     folders = list(services.models.installed())
     evictable = sum(engine.memory_bytes for engine in status.engines if engine.evictable)
     installed = _installed(services, folders, loaded, facts)
-    offered = _offered({folder.name for folder in folders}, status, evictable)
+    rules = services.weight_rules(status.machine)
+    offered = _offered({folder.name for folder in folders}, status, evictable, rules)
     importable = [
         ImportableModel(found.name, found.program, str(found.path), found.size_bytes)
         for found in services.models.importable()
@@ -121,11 +122,13 @@ def _installed(
     return found
 
 
-def _offered(installed: Set[str], status: DaemonStatus, evictable_bytes: int) -> list[OfferedModel]:
+def _offered(
+    installed: Set[str], status: DaemonStatus, evictable_bytes: int, rules: WeightRules
+) -> list[OfferedModel]:
     """The catalog, and which of it fits into the memory now, or once other models are unloaded."""
     found = []
     for entry in catalog.entries():
-        needed = estimated_bytes(entry, status.machine.accelerator)
+        needed = estimated(entry, rules).n_bytes
         found.append(
             OfferedModel(
                 name=entry.name,

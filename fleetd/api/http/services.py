@@ -13,13 +13,14 @@ from fleetd.api.kept_answers import KeptAnswers
 from fleetd.cache.service import DiskCache
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.cache_report import MachineFetches
-from fleetd.control.daemon_status import DaemonStatus
+from fleetd.control.daemon_status import DaemonStatus, HardwareReading
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.control.setting_view import SettingView
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.fleet.service import Fleet
+from fleetd.models.memory_need import WeightRules
 from fleetd.models.model_names import ModelNames
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
@@ -61,6 +62,8 @@ class Services(msgspec.Struct, frozen=True):
     hosts: frozenset[str] = msgspec.field(default_factory=frozenset)
     #: Web origins that may call from a browser. Without any there are no CORS headers.
     origins: frozenset[str] = msgspec.field(default_factory=frozenset)
+    #: What decides how this machine, as it was read, holds the weights of models.
+    weight_rules: Callable[[HardwareReading], WeightRules] = lambda machine: WeightRules(machine.accelerator)
     fleet: Fleet | DisabledFleet = msgspec.field(default_factory=DisabledFleet)
     #: The newest traces, at most so many, or those of one request.
     traces: Callable[[int, str], TracesView] = lambda last, request_id: TracesView([])

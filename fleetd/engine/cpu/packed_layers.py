@@ -16,24 +16,20 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from fleetd.engine.cpu import products
 from fleetd.engine.cpu.affine_weights import Affine
-from fleetd.engine.cpu.arithmetic import OWN_BITS, OWN_GROUP, Kernel, kernel_for
+from fleetd.engine.cpu.arithmetic import Kernel, kernel_for
 from fleetd.engine.cpu.packed_product import (
     Packed,
     PackedProduct,
     each_of,
     free_unused,
     kernels,
-    prepared_bytes,
     threads,
 )
+from fleetd.models.cpu_arithmetic import OWN_BITS, OWN_GROUP, prepared_bytes, weight_bytes
+from fleetd.models.memory_need import TOKEN_TABLES
 
 F32 = npt.NDArray[np.float32]
 
-# How mlx-lm's models call the embedding of tokens; those of positions have other names.
-TOKEN_TABLES = frozenset(
-    {"embed_tokens", "word_embeddings", "embeddings", "embedding", "embed", "wte"}
-    | {"tok_embeddings", "token_embeddings"}
-)
 _LINEAR, _TABLE = (nn.Linear, nn.QuantizedLinear), (nn.Embedding, nn.QuantizedEmbedding)
 
 
@@ -207,7 +203,7 @@ def int8_bytes(model: nn.Module, *, plain: bool, tied: bool) -> int:
     for name, layer in _packable(model, plain=plain).items():
         kernel = _kernel_of(layer)
         outputs, inputs = _shape(layer)
-        packed = prepared_bytes(outputs, inputs, kernel)
+        packed = _packed_bytes(layer, outputs * inputs, kernel)
         if isinstance(layer, QuantizedSwitchLinear):
             # The other sum has them as they are, with scales in f32.
             found += packed - layer.weight.nbytes - 4 * (layer.scales.size + layer.biases.size)
@@ -217,6 +213,13 @@ def int8_bytes(model: nn.Module, *, plain: bool, tied: bool) -> int:
         else:
             found += packed - 4 * outputs * inputs
     return int(found)
+
+
+def _packed_bytes(layer: Any, weights: int, kernel: Kernel) -> int:
+    """The most bytes of a layer's weights, packed for products."""
+    if not _is_affine(layer):
+        return prepared_bytes(weights, kernel.bits, kernel.block)
+    return weight_bytes(weights, bits=layer.bits, group=layer.group_size, block=kernel.block)
 
 
 def weights_bytes(model: nn.Module) -> int:

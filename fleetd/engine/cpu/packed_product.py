@@ -23,6 +23,7 @@ import numpy.typing as npt
 from fleetd.engine.cpu import onnx_graph
 from fleetd.engine.cpu.arithmetic import BLOCKS, Kernel
 from fleetd.hardware.probe import cores
+from fleetd.models.cpu_arithmetic import prepared_bytes
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -83,7 +84,8 @@ class PackedProduct:
 
     def __init__(self, packed: Packed) -> None:
         self.outputs, self._inner = packed.outputs, packed.inner
-        self.nbytes = prepared_bytes(packed.outputs, packed.inner, packed.kernel, packed.groups)
+        weights, kernel = packed.outputs * packed.inner, packed.kernel
+        self.nbytes = prepared_bytes(weights, kernel.bits, kernel.block, packed.groups * packed.outputs)
         self._groups, self._least_rows = packed.groups, packed.kernel.least_rows
         count = threads() if self.outputs * self._inner >= _MANY_WEIGHTS else 1
         # Of each part, its outputs. Kernels take columns by the dozen.
@@ -106,14 +108,6 @@ class PackedProduct:
             tasks = [partial(_run, part, x[at : at + step], self._groups) for at in range(0, rows, step)]
             return np.concatenate(each_of(tasks))
         return _run(part, x, self._groups)[:rows]
-
-
-def prepared_bytes(outputs: int, inner: int, kernel: Kernel, groups: int = 0) -> int:
-    """Bytes that a matrix takes, prepared: its integers, and for each block a scale, what its sums are
-    corrected by, and the original's scale and zero point, which onnxruntime keeps."""
-    blocks = outputs * inner // kernel.block
-    integers = (outputs * inner + blocks) * kernel.bits // 8
-    return integers + 12 * blocks + 4 * groups * outputs
 
 
 def threads() -> int:

@@ -30,7 +30,7 @@ from fleetd.engine.settings import WorkerOptions, WorkerSettings
 from fleetd.errors import EngineDied, FleetError, OutOfMemory
 from fleetd.limits import MIB
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import weights_in_memory
+from fleetd.models.memory_need import WeightRules, held_weights
 from fleetd.plan import chip_speeds, load_times
 
 log = structlog.get_logger(__name__)
@@ -68,8 +68,8 @@ class EnginePool:
     record_path: Callable[[ModelFolder], Path | None] = lambda folder: None
     # How short the system is of memory.
     pressure: Callable[[], Pressure] = lambda: ""
-    # What models compute on: metal, cuda or cpu.
-    accelerator: Callable[[], str] = lambda: "cpu"
+    # What decides how loads hold weights; on a CPU as f32, for a pool that is alone.
+    weight_rules: Callable[[], WeightRules] = lambda: WeightRules("cpu")
     # About how many seconds a load of a model takes here.
     load_s: Callable[[ModelFolder], float] = lambda folder: chip_speeds.load_s(folder.weights_bytes)
     # Models that stay loaded unless the system is critically short of memory.
@@ -458,12 +458,13 @@ class EnginePool:
     def _new_workers(self, wanted: _WantedLayers) -> Sequence[EngineProcess]:
         """What is to compute it, not started: one worker."""
         folder = wanted.folder
-        device = "cpu" if self.options.device == "cpu" else self.accelerator()
+        rules = self.weight_rules()
+        held = held_weights(folder.path, folder.weights_bytes, folder.config, rules)
         worker = EngineProcess(
             self._settings(wanted),
-            weights_bytes=weights_in_memory(folder.path, folder.weights_bytes, folder.config, device),
+            weights_bytes=held.n_bytes,
             load_within_s=load_times.stall_s(self.load_s(folder)),
-            is_bounded=address_space.is_bounded(device),
+            is_bounded=address_space.is_bounded(rules.accelerator),
             restarts=self._deaths.get(wanted.name, 0),
             on_work=self._end_idle_time,
         )

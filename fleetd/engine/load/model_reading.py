@@ -15,12 +15,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
+from msgspec.structs import replace
 
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.control.model_facts import StateSizes
 from fleetd.engine.answer.tool_formats import with_format
 from fleetd.engine.cpu import address_space, packed_layers, products
-from fleetd.engine.cpu.arithmetic import chosen
 from fleetd.engine.cpu.packed_layers import weights_bytes
 from fleetd.engine.cpu.packed_product import kernels
 from fleetd.engine.failures import over_files
@@ -36,11 +36,11 @@ from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
 from fleetd.models.memory_need import (
-    WORKING_BYTES,
+    TOKEN_TABLES,
+    WeightRules,
     build_bytes,
-    int8_in_memory,
-    is_packed,
-    weights_in_memory,
+    held_weights,
+    is_quantised,
 )
 from fleetd.models.verify import verify
 
@@ -166,15 +166,15 @@ class HeldWeights(msgspec.Struct, frozen=True):
         on_disk: int,
     ) -> HeldWeights:
         """What ``settings`` choose for the files of a model, by its config and their headers."""
-        path, packed = Path(settings.path), is_packed(config)
-        expected = weights_in_memory(path, on_disk, config, device)
-        if device != "cpu":
-            return cls(device, "", packed, on_disk, expected)
-        fits = expected + WORKING_BYTES <= room.usable_bytes
+        path, rules = (
+            Path(settings.path),
+            WeightRules.of(device, settings.cpu_arithmetic, room, available=True),
+        )
+        held = held_weights(path, on_disk, config, rules)
         # To know the kernels takes a third of a second.
-        if chosen(settings.cpu_arithmetic, packed=packed, fits=fits) == "float32" or not kernels():
-            return cls(device, "float32", packed, on_disk, expected)
-        return cls(device, "int8", packed, on_disk, int8_in_memory(path, on_disk, config))
+        if held.arithmetic == "int8" and not kernels():
+            held = held_weights(path, on_disk, config, replace(rules, available=False))
+        return cls(device, held.arithmetic, is_quantised(config), on_disk, held.n_bytes)
 
     def hold(self, model: nn.Module) -> None:
         """Read the weights of a model, in place, as they are held."""
@@ -308,7 +308,7 @@ def _vocab_size(model: Any) -> int:
     tables = [
         packed_layers.table_rows(module)
         for name, module in model.named_modules()
-        if isinstance(module, packed_layers.TABLES) and name.split(".")[-1] in packed_layers.TOKEN_TABLES
+        if isinstance(module, packed_layers.TABLES) and name.split(".")[-1] in TOKEN_TABLES
     ]
     # Only its shape is looked at, so that nothing is computed.
     logits = int(model(mx.array([[0]])).shape[-1])

@@ -39,11 +39,13 @@ def believed(card: Card, own: Card | None = None) -> Card:
 
 def _believed(card: Card, model: ModelCard, own: Card | None, same: ModelCard | None) -> ModelCard:
     facts, claimed = card.machine, same if same is not None else model
+    arithmetic = model.shape.cpu_arithmetic
     weights_bytes = max(_WEIGHTS_BYTES, claimed.shape.weights_bytes)
-    most = chip_speeds.most_of(facts.chip, facts.accelerator, facts.cores)
+    most = chip_speeds.most_of(facts.chip, facts.accelerator, facts.cores, arithmetic)
     prefill_gain = decode_gain = _SPARSEST
     if own is not None and same is not None:
-        mine = chip_speeds.hardware_of(own.machine.chip, own.machine.accelerator, own.machine.cores)
+        here = own.machine
+        mine = chip_speeds.hardware_of(here.chip, here.accelerator, here.cores, same.shape.cpu_arithmetic)
         prefill_gain = _gain(same.speed.prefill_tok_s, mine.prefill_tok_s(weights_bytes))
         decode_gain = _gain(same.speed.decode_tok_s, mine.decode_tok_s(weights_bytes))
     told = model.speed

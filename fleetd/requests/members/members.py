@@ -98,10 +98,10 @@ class Member(msgspec.Struct, frozen=True):
         """The path from this machine; None for this machine itself."""
         return None if self.here else LinkSpeed(self.bytes_per_s, self.rtt_s)
 
-    @property
-    def chip(self) -> chip_speeds.Hardware:
+    def chip(self, arithmetic: str) -> chip_speeds.Hardware:
+        """Its published figures, with a model that a CPU multiplies by in this arithmetic."""
         facts = self.card.machine
-        return chip_speeds.hardware_of(facts.chip, facts.accelerator, facts.cores)
+        return chip_speeds.hardware_of(facts.chip, facts.accelerator, facts.cores, arithmetic)
 
     def model(self, name: str) -> ModelCard | None:
         return next((model for model in self.card.models if model.name == name), None)

@@ -17,7 +17,6 @@ from fleetd.engine.protocol import Ready
 from fleetd.errors import FleetError, NoMachine, from_code
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import needed_bytes
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.beginnings import Beginning, KeptBeginning, from_disk, from_peer
@@ -111,6 +110,7 @@ class Placer:
         request: begins a request at another machine: its id, a method and a body.
         facts: what the engine of a model that is loaded here says of it.
         wake: returns once a sleeping machine is awake, or raises PeerUnreachable.
+        needed_bytes: of memory, that a model which is installed here needs.
     """
 
     def __init__(
@@ -119,11 +119,13 @@ class Placer:
         request: Callable[[str, str, bytes], PeerStream],
         facts: Callable[[str], Ready | None] = lambda model: None,
         wake: Callable[[str], Awaitable[None]] | None = None,
+        needed_bytes: Callable[[ModelFolder], int] = lambda folder: folder.weights_bytes,
     ) -> None:
         self.request = request
         self.wake = wake
         self._members = members
         self._facts = facts
+        self._needed_bytes = needed_bytes
 
     def choose(
         self,
@@ -397,7 +399,7 @@ class Placer:
         facts = self._facts(model.name)
         return ModelCard(
             model.name,
-            memory_bytes=needed_bytes(model.folder, member.card.machine.accelerator),
+            memory_bytes=self._needed_bytes(model.folder),
             state="installed" if facts is None else "loaded",
             shape=model.folder.shape,
             speed=facts.speed if facts is not None else MeasuredSpeed(),

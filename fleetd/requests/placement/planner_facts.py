@@ -79,7 +79,8 @@ def as_told(model: ModelCard, helping: Iterable[Member]) -> ModelCard:
     others = (member.model_with(model.digest) for member in helping)
     shapes = itertools.chain([model.shape], (card.shape for card in others if card is not None))
     if (shape := next(filter(_divisible, shapes), None)) is not None:
-        return replace(model, shape=shape)
+        # Each machine has an arithmetic of its own.
+        return replace(model, shape=replace(shape, cpu_arithmetic=model.shape.cpu_arithmetic))
     why = model.shape.unshareable or "No machine has said yet how this model can be divided."
     return replace(model, shape=replace(model.shape, layers=max(1, model.shape.layers), unshareable=why))
 
@@ -94,7 +95,7 @@ def _divisible(shape: ModelShape) -> bool:
 
 def home(here: Member, own: ModelCard) -> HelperSpec:
     """The machine that answers: this one, or another that the planner looks at as if it were this one."""
-    speed, is_modelled = _speed(here, own.speed, own.shape)
+    speed, is_modelled = _speed(here, own, own.shape)
     first_s = 1 / own.speed.decode_tok_s if own.speed.decode_tok_s > 0 else 0.0
     # More requests than it runs at once are waited for, which routing prices.
     running = min(here.card.running, max(1, here.card.max_streams) - 1)
@@ -149,7 +150,8 @@ def pace(here: Member, own: ModelCard) -> float:
     tok_s = own.speed.prefill_tok_s
     if tok_s <= 0:
         return 1.0
-    return min(_PACE_MOST, max(1 / _PACE_MOST, here.chip.prefill_tok_s(own.shape.weights_bytes) / tok_s))
+    chip = here.chip(own.shape.cpu_arithmetic)
+    return min(_PACE_MOST, max(1 / _PACE_MOST, chip.prefill_tok_s(own.shape.weights_bytes) / tok_s))
 
 
 def helper(member: Member, own: ModelCard, pace: float = 1.0, link: LinkSpeed | None = None) -> HelperSpec:
@@ -162,11 +164,11 @@ def helper(member: Member, own: ModelCard, pace: float = 1.0, link: LinkSpeed | 
     """
     card, shape = member.card, own.shape
     known = member.model_with(own.digest) or ModelCard(own.name)
-    speed, is_modelled = _speed(member, known.speed, shape)
+    speed, is_modelled = _speed(member, known, shape)
     part = (known.part_first, known.part_last) if known.part_last > known.part_first else None
     loaded = known.state == "loaded" or part is not None
     refusal = eligible(member, own.digest)
-    if refusal is None and "" not in (known.shape.dtype, shape.dtype) and known.shape.dtype != shape.dtype:
+    if refusal is None and _precisions_differ(known.shape, shape):
         refusal = Refusal("dtype", f"{member.name} computes in another precision.")
     return HelperSpec(
         member.node_id,
@@ -183,6 +185,12 @@ def helper(member: Member, own: ModelCard, pace: float = 1.0, link: LinkSpeed | 
         held=part if known.state != "loaded" else None,
         refusal=refusal,
     )
+
+
+def _precisions_differ(one: ModelShape, other: ModelShape) -> bool:
+    """False as long as either is not known."""
+    pairs = ((one.dtype, other.dtype), (one.cpu_arithmetic, other.cpu_arithmetic))
+    return any("" not in pair and pair[0] != pair[1] for pair in pairs)
 
 
 def _room_bytes(card: Card, known: ModelCard, *, loaded: bool) -> int:
@@ -202,15 +210,16 @@ def with_context(member: Member, known: MeasuredSpeed, shape: ModelShape) -> Mea
 
     It is 0 if calibration had no time to measure behind a context, or the context made no difference.
     """
-    context_s = known.prefill_context_s or member.chip.prefill_context_s(shape.layers, shape.hidden_width)
+    chip = member.chip(shape.cpu_arithmetic)
+    context_s = known.prefill_context_s or chip.prefill_context_s(shape.layers, shape.hidden_width)
     return replace(known, prefill_context_s=context_s)
 
 
-def _speed(member: Member, known: MeasuredSpeed, shape: ModelShape) -> tuple[PrefillSpeed, bool]:
+def _speed(member: Member, known: ModelCard, shape: ModelShape) -> tuple[PrefillSpeed, bool]:
     """The machine's speed, and True if it is not measured but comes from its chip's published figures."""
-    if known.prefill_tok_s <= 0:
-        return modelled(member.chip, shape), True
-    return PrefillSpeed.of(with_context(member, known, shape)), False
+    if known.speed.prefill_tok_s <= 0:
+        return modelled(member.chip(known.shape.cpu_arithmetic), shape), True
+    return PrefillSpeed.of(with_context(member, known.speed, shape)), False
 
 
 class PartOfSplit(msgspec.Struct, frozen=True):

@@ -260,7 +260,7 @@ class Scorers:
         member, model = holder.member, holder.model
         measured, weights_bytes = speed_of(model), model.shape.weights_bytes
         typical = ModelShape(weights_bytes=max(1, weights_bytes), layers=_LAYERS, hidden_width=_WIDTH)
-        speed = measured or modelled(member.chip, typical)
+        speed = measured or modelled(member.chip(model.shape.cpu_arithmetic), typical)
         correction = self._members.correction(member.node_id, holder.key, speed, "score")
         profile = self._profiles.get(holder.key)
         return Scorer(
