@@ -26,10 +26,11 @@ MLX_S = 60.0
 #
 # The CUDA build and the CPU's have a file of the same name: where both are installed, the later one has won.
 _MLX_PROBE = """
-import importlib.metadata, json
+import importlib.metadata, importlib.util, json
 from fleetd.engine.cpu.products import preload_blas
 blas = preload_blas()
 import mlx.core as mx
+from fleetd.engine.cpu.packed_product import kernels
 right = mx.sum(mx.ones((64, 64)) @ mx.ones((64, 64))).item() == 64.0 ** 3
 device = mx.default_device().type.name
 covered = [
@@ -38,6 +39,8 @@ covered = [
     for file in build.files or () if file.name == "libmlx.so" and file.size != file.locate().stat().st_size
 ]
 found = {"blas": blas, "device": device, "version": mx.__version__, "right": right, "covered": covered}
+found["onnxruntime"] = importlib.util.find_spec("onnxruntime") is not None
+found["packed"] = device == "cpu" and bool(kernels())
 print(json.dumps(found))
 """
 
@@ -78,7 +81,10 @@ def mlx(program: list[str] | None = None, timeout_s: float = MLX_S) -> list[Find
         fix = shlex.join([sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-deps", *covered])
         return [fail("mlx", "The CPU's build of MLX lies over its CUDA build.", fix)]
     if found["device"] == "cpu":
-        findings.append(_cpu(fast=found["blas"]))
+        findings += [
+            _cpu(fast=found["blas"]),
+            _weights(packed=found["packed"], onnxruntime=found["onnxruntime"]),
+        ]
     return findings
 
 
@@ -103,6 +109,19 @@ def _cpu(*, fast: bool) -> Finding:
             "Install it where fleetd is: pip install mkl.",
         )
     return ok("cpu math", "MKL does not exist for this machine")
+
+
+def _weights(*, packed: bool, onnxruntime: bool) -> Finding:
+    """How a CPU holds quantised weights."""
+    if packed:
+        return ok("cpu weights", "quantised weights stay packed")
+    if onnxruntime:
+        return ok("cpu weights", "onnxruntime is not exact on this processor: weights become 32-bit floats")
+    return warn(
+        "cpu weights",
+        "There is no onnxruntime: weights become 32-bit floats, several times their size.",
+        "Install it where fleetd is: pip install onnxruntime.",
+    )
 
 
 def installation(program: Path, home: Path, *, installed: bool = True) -> list[Finding]:

@@ -176,7 +176,8 @@ def child(code: str) -> list[str]:
 
 
 def report(**changes: Any) -> list[str]:
-    found = {"blas": True, "device": "gpu", "version": "9.9", "right": True, "covered": [], **changes}
+    found = {"blas": True, "device": "gpu", "version": "9.9", "right": True, "covered": []}
+    found |= {"onnxruntime": True, "packed": True, **changes}
     return child(f"print({json.dumps(json.dumps(found))})")
 
 
@@ -184,7 +185,7 @@ def report(**changes: Any) -> list[str]:
     ("program", "expected", "words"),
     [
         (report(), ["ok"], "mlx 9.9 on the gpu"),
-        (report(device="cpu"), ["ok", "ok"], "on the cpu"),
+        (report(device="cpu"), ["ok", "ok", "ok"], "on the cpu"),
         (report(right=False), ["fail"], "wrong product"),
         (report(device="cpu", covered=["mlx-cuda-13==9.9"]), ["fail"], "over its CUDA build"),
         (child("raise ImportError('no mlx here')"), ["fail"], "ImportError: no mlx here"),
@@ -222,6 +223,21 @@ def test_missing_mkl(
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(platform_module, "machine", lambda: machine)
     assert level(checks_machine.mlx(program)[1]) == expected
+
+
+@pytest.mark.parametrize(
+    ("onnxruntime", "packed", "expected", "words"),
+    [
+        (True, True, "ok", "stay packed"),
+        (True, False, "ok", "not exact on this processor"),
+        (False, False, "warn", "no onnxruntime"),
+    ],
+)
+def test_how_a_cpu_holds_weights(onnxruntime: bool, packed: bool, expected: str, words: str) -> None:
+    program = report(device="cpu", onnxruntime=onnxruntime, packed=packed)
+    finding = checks_machine.mlx(program)[2]
+    assert level(finding) == expected
+    assert words in finding.what
 
 
 def test_the_real_mlx_probe_answers() -> None:

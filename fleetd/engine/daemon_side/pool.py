@@ -29,6 +29,7 @@ from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Q
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
 from fleetd.errors import EngineDied, FleetError, OutOfMemory
 from fleetd.limits import MIB
+from fleetd.models import cpu_arithmetic
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WeightRules, held_weights
 from fleetd.plan import chip_speeds, load_times
@@ -39,6 +40,7 @@ A = TypeVar("A")
 
 _CHECK_S = 1.0
 _HELD_STEP_BYTES = 256 * MIB
+_ANY_BYTES = 1 << 50
 
 
 class PoolOptions(WorkerOptions, frozen=True, kw_only=True):
@@ -68,8 +70,10 @@ class EnginePool:
     record_path: Callable[[ModelFolder], Path | None] = lambda folder: None
     # How short the system is of memory.
     pressure: Callable[[], Pressure] = lambda: ""
-    # What decides how loads hold weights; on a CPU as f32, for a pool that is alone.
-    weight_rules: Callable[[], WeightRules] = lambda: WeightRules("cpu")
+    # What decides how loads hold weights; without a daemon, on a CPU with memory for any model.
+    weight_rules: Callable[[], WeightRules] = lambda: WeightRules(
+        "cpu", available=cpu_arithmetic.installed(), budget_bytes=_ANY_BYTES
+    )
     # About how many seconds a load of a model takes here.
     load_s: Callable[[ModelFolder], float] = lambda folder: chip_speeds.load_s(folder.weights_bytes)
     # Models that stay loaded unless the system is critically short of memory.
@@ -460,6 +464,8 @@ class EnginePool:
         folder = wanted.folder
         rules = self.weight_rules()
         held = held_weights(folder.path, folder.weights_bytes, folder.config, rules)
+        if held.arithmetic == "float32" and not rules.available:
+            log.info("engine.float32", model=folder.name, reason="onnxruntime is not installed")
         worker = EngineProcess(
             self._settings(wanted),
             weights_bytes=held.n_bytes,
