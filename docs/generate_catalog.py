@@ -14,7 +14,8 @@ _INTRO = """\
 `fleetctl models pull NAME` gets a model by the name in this table. Any other MLX model works by its hub id
 (ORGANISATION/NAME), and so does a folder or a GGUF file: [Models](install.md#models).
 
-*Memory* is the weights and room for a few thousand tokens. *Tools* is how the model writes tool calls, by the
+*Memory* is the weights and room for a few thousand tokens; on a CPU they take
+[a fourth more](operations.md#memory-for-models). *Tools* is how the model writes tool calls, by the
 name of the format's parser; *grammar*: it [is told how](http.md#tools-by-grammar). *Thinks*: it can reason
 before it answers. *Draft* is the smallest model with the same vocabulary, whose drafts the model can verify;
 a compressor may be of any family.
