@@ -23,7 +23,7 @@ from fleetd.limits import MIB
 from fleetd.models import file_threads
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import WORKING_BYTES, WeightRules, held_weights
+from fleetd.models.memory_need import WORKING_BYTES, WeightRules, weight_need
 from fleetd.models.model_store import ModelStore
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.load_times import LoadTimes
@@ -264,7 +264,7 @@ class CardMaker:
         self, folder: ModelFolder, rules: WeightRules, engine: EngineStatus | None, part: EngineStatus | None
     ) -> ModelCard:
         entry, files = find(folder.name), folder.shape
-        held = held_weights(folder.path, folder.weights_bytes, folder.config, rules)
+        need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
         known = self._shapes.get(folder.name, files)
         state = {"ready": "loaded", "loading": "loading"}.get(engine.state if engine else "", "installed")
         helping = part if part is not None and state == "installed" else None
@@ -275,7 +275,7 @@ class CardMaker:
             revision=folder.revision,
             source=folder.source,
             roles=list(entry.roles) if entry is not None else ["chat"],
-            memory_bytes=held.n_bytes + WORKING_BYTES,
+            memory_bytes=need.n_bytes + WORKING_BYTES,
             state=state,  # type: ignore[arg-type]  # the values of the mapping above
             # A worker's weights may take more in memory than in the files, which are the same everywhere.
             shape=replace(
@@ -284,7 +284,7 @@ class CardMaker:
                 weights_bytes=files.weights_bytes,
                 context_tokens=files.context_tokens,
                 # A load that is still to come will choose it.
-                cpu_arithmetic=known.cpu_arithmetic or held.arithmetic,
+                cpu_arithmetic=known.cpu_arithmetic or need.arithmetic,
             ),
             speed=self._speeds.of(folder.name).rounded(),
             kv_budget_bytes=holder.kv_budget_bytes if holder is not None else 0,

@@ -64,10 +64,10 @@ class WeightRules(msgspec.Struct, frozen=True):
     ) -> WeightRules:
         return cls(accelerator, setting, available, max(0, budget.largest_bytes - WORKING_BYTES))
 
-    def held(self, on_disk: int, config: Mapping[str, Any], sizes: Callable[[], CpuSizes]) -> HeldWeights:
-        """How weights are held. ``sizes`` is asked on a CPU only."""
+    def need(self, on_disk: int, config: Mapping[str, Any], sizes: Callable[[], CpuSizes]) -> WeightNeed:
+        """What weights need. ``sizes`` is asked on a CPU only."""
         if self.accelerator != "cpu":
-            return HeldWeights("", on_disk)
+            return WeightNeed("", on_disk)
         found = sizes()
         arithmetic = chosen(
             self.setting,
@@ -76,13 +76,13 @@ class WeightRules(msgspec.Struct, frozen=True):
             float32_bytes=found.float32,
             budget_bytes=self.budget_bytes,
         )
-        return HeldWeights(arithmetic, getattr(found, arithmetic))
+        return WeightNeed(arithmetic, getattr(found, arithmetic))
 
 
-class HeldWeights(msgspec.Struct, frozen=True):
-    """How weights are held in memory."""
+class WeightNeed(msgspec.Struct, frozen=True):
+    """What a model's weights need of a machine's memory, and the arithmetic that decides it."""
 
-    # "" on a GPU.
+    # Of products with them on a CPU; "" on a GPU.
     arithmetic: CpuArithmetic | Literal[""]
     # Of all of them.
     n_bytes: int
@@ -97,11 +97,11 @@ class CpuSizes(msgspec.Struct, frozen=True):
 
 def needed_bytes(folder: ModelFolder, rules: WeightRules) -> int:
     """Bytes that must be free for the weights and the work of a forward pass."""
-    return held_weights(folder.path, folder.weights_bytes, folder.config, rules).n_bytes + WORKING_BYTES
+    return weight_need(folder.path, folder.weights_bytes, folder.config, rules).n_bytes + WORKING_BYTES
 
 
-def held_weights(path: Path, on_disk: int, config: Mapping[str, Any], rules: WeightRules) -> HeldWeights:
-    """How a folder's weights are held, by the headers of its files.
+def weight_need(path: Path, on_disk: int, config: Mapping[str, Any], rules: WeightRules) -> WeightNeed:
+    """What a folder's weights need, by the headers of its files.
 
     The config decides if the headers cannot be read; such a model is refused when it is loaded.
     """
@@ -117,12 +117,12 @@ def held_weights(path: Path, on_disk: int, config: Mapping[str, Any], rules: Wei
         except (ModelCorrupt, OSError):
             return sizes_by_config(on_disk, config)
 
-    return rules.held(on_disk, config, sizes)
+    return rules.need(on_disk, config, sizes)
 
 
-def estimated(entry: CatalogEntry, rules: WeightRules) -> HeldWeights:
-    """How weights would be held whose files are not on this machine yet."""
-    return rules.held(
+def estimated(entry: CatalogEntry, rules: WeightRules) -> WeightNeed:
+    """What weights would need whose files are not on this machine yet."""
+    return rules.need(
         entry.memory_bytes, _CATALOG_BITS, lambda: sizes_by_config(entry.memory_bytes, _CATALOG_BITS)
     )
 
@@ -146,7 +146,7 @@ class GroupSizes(msgspec.Struct, frozen=True):
 def _sizes_in_files(
     states: tuple[tuple[Path, int, int], ...], groups: GroupSizes, *, plain: bool
 ) -> CpuSizes:
-    """By the headers of these files, cached by the files' times and sizes. Raises ModelCorrupt."""
+    """What the headers of these files tell, cached by the files' times and sizes. Raises ModelCorrupt."""
     return cpu_sizes(ChainMap(*(read_header(file) for file, _, _ in states)), groups, plain=plain)
 
 

@@ -18,7 +18,7 @@ from fleetd.models import catalog
 from fleetd.models.memory_need import (
     WORKING_BYTES,
     CpuSizes,
-    HeldWeights,
+    WeightNeed,
     WeightRules,
     estimated,
     sizes_by_config,
@@ -122,7 +122,7 @@ def test_a_cpu_holds_a_quantised_model_packed_and_in_float32_takes_seven_times_i
     assert entry is not None
     on_disk, room = entry.memory_bytes, budget(MemoryReading(24 * GIB, 22 * GIB), fraction=0.85)
     of = partial(WeightRules.of, budget=room)
-    assert estimated(entry, of("metal", "auto", available=True)) == HeldWeights("", on_disk)
+    assert estimated(entry, of("metal", "auto", available=True)) == WeightNeed("", on_disk)
     packed = estimated(entry, of("cpu", "auto", available=True))
     assert packed.arithmetic == "int8"
     assert packed.n_bytes == pytest.approx(1.235 * on_disk, rel=0.01)
@@ -170,9 +170,9 @@ def test_what_is_free_at_the_moment_does_not_choose_the_arithmetic() -> None:
     )
     assert one == other
     sizes = CpuSizes(float32=16 * GIB, int8=4 * GIB)
-    assert one.held(8 * GIB, {}, lambda: sizes) == HeldWeights("float32", 16 * GIB)
+    assert one.need(8 * GIB, {}, lambda: sizes) == WeightNeed("float32", 16 * GIB)
     more = CpuSizes(float32=24 * GIB, int8=6 * GIB)
-    assert one.held(12 * GIB, {}, lambda: more) == HeldWeights("int8", 6 * GIB)
+    assert one.need(12 * GIB, {}, lambda: more) == WeightNeed("int8", 6 * GIB)
 
 
 def test_people_see_the_parts_of_the_figure_and_a_warning() -> None:

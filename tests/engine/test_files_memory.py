@@ -38,7 +38,7 @@ from fleetd.engine.prompt import chat_template
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import FleetError, ModelCorrupt, OutOfMemory
 from fleetd.limits import GIB, MIB
-from fleetd.models.memory_need import GroupSizes, WeightRules, cpu_sizes, held_weights
+from fleetd.models.memory_need import GroupSizes, WeightRules, cpu_sizes, weight_need
 from fleetd.models.safetensors_header import DTYPE_BYTES, TensorInfo, parse, read_header
 from fleetd.models.verify import _COUNTED, check_configs
 
@@ -242,9 +242,9 @@ def test_headers_tell_what_a_model_takes_in_memory(tmp_path: Path, bits: int, gr
     # Whatever the config says of the unpacked model or of bits.
     for config in ({"torch_dtype": "float32"}, {"quantization": {"bits": 32, "group_size": group}}):
         on_disk = (tmp_path / "model.safetensors").stat().st_size
-        wide = held_weights(tmp_path, on_disk, config, WeightRules("cpu", "float32"))
+        wide = weight_need(tmp_path, on_disk, config, WeightRules("cpu", "float32"))
         assert wide.n_bytes >= products.float32_bytes(model)
-        assert held_weights(tmp_path, on_disk, config, WeightRules("metal")).n_bytes == on_disk
+        assert weight_need(tmp_path, on_disk, config, WeightRules("metal")).n_bytes == on_disk
 
 
 names = st.sampled_from(["a.weight", "a.scales", "a.biases", "b.weight", "b.scales", "weight", "c"])

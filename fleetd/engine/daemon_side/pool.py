@@ -31,7 +31,7 @@ from fleetd.errors import EngineDied, FleetError, OutOfMemory
 from fleetd.limits import MIB
 from fleetd.models import cpu_arithmetic
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import WeightRules, held_weights
+from fleetd.models.memory_need import WeightRules, weight_need
 from fleetd.plan import chip_speeds, load_times
 
 log = structlog.get_logger(__name__)
@@ -463,12 +463,12 @@ class EnginePool:
         """What is to compute it, not started: one worker."""
         folder = wanted.folder
         rules = self.weight_rules()
-        held = held_weights(folder.path, folder.weights_bytes, folder.config, rules)
-        if held.arithmetic == "float32" and not rules.available:
+        need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
+        if need.arithmetic == "float32" and not rules.available:
             log.info("engine.float32", model=folder.name, reason="onnxruntime is not installed")
         worker = EngineProcess(
             self._settings(wanted),
-            weights_bytes=held.n_bytes,
+            weights_bytes=need.n_bytes,
             load_within_s=load_times.stall_s(self.load_s(folder)),
             is_bounded=address_space.is_bounded(rules.accelerator),
             restarts=self._deaths.get(wanted.name, 0),

@@ -39,8 +39,8 @@ from fleetd.models.memory_need import (
     TOKEN_TABLES,
     WeightRules,
     build_bytes,
-    held_weights,
     is_quantised,
+    weight_need,
 )
 from fleetd.models.verify import verify
 
@@ -166,15 +166,13 @@ class HeldWeights(msgspec.Struct, frozen=True):
         on_disk: int,
     ) -> HeldWeights:
         """What ``settings`` choose for the files of a model, by its config and their headers."""
-        path, rules = (
-            Path(settings.path),
-            WeightRules.of(device, settings.cpu_arithmetic, room, available=True),
-        )
-        held = held_weights(path, on_disk, config, rules)
+        path = Path(settings.path)
+        rules = WeightRules.of(device, settings.cpu_arithmetic, room, available=True)
+        need = weight_need(path, on_disk, config, rules)
         # To know the kernels takes a third of a second.
-        if held.arithmetic == "int8" and not kernels():
-            held = held_weights(path, on_disk, config, replace(rules, available=False))
-        return cls(device, held.arithmetic, is_quantised(config), on_disk, held.n_bytes)
+        if need.arithmetic == "int8" and not kernels():
+            need = weight_need(path, on_disk, config, replace(rules, available=False))
+        return cls(device, need.arithmetic, is_quantised(config), on_disk, need.n_bytes)
 
     def hold(self, model: nn.Module) -> None:
         """Read the weights of a model, in place, as they are held."""
