@@ -78,8 +78,6 @@ class ModelShape(msgspec.Struct, frozen=True, omit_defaults=True):
     context_tokens: Count = 0
     # The type of numbers that it computes with: "bfloat16".
     dtype: Text = ""
-    # How a CPU multiplies by its weights: "float32" or "int8"; "" on a GPU.
-    cpu_arithmetic: Text = ""
     # How many layers a prefill runs, also where only some of them are held.
     layers: Layers = 0
     # Bytes of a sequence's keys, values and states.
@@ -97,6 +95,8 @@ class ModelShape(msgspec.Struct, frozen=True, omit_defaults=True):
     any_chunks: bool = False
     # Why no other machine can help with its prefill, as a sentence; "" if they can.
     unshareable: Text = ""
+    # How a CPU multiplies by its weights, "float32" or "int8", or before a load how it would; "" on a GPU.
+    cpu_arithmetic: Text = ""
 
     @property
     def most_weights_bytes(self) -> int:

@@ -221,7 +221,7 @@ def test_headers_tell_what_an_imported_model_takes(tmp_path: Path, arch: str) ->
     assert needed_bytes(found, WeightRules("cpu")) - WORKING_BYTES == products.float32_bytes(model)
     packed = needed_bytes(found, WeightRules("cpu", available=True)) - WORKING_BYTES
     tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
-    assert packed == pytest.approx(packed_layers.int8_bytes(model, tied=tied), rel=0.001)
+    assert packed == pytest.approx(packed_layers.int8_bytes(model, plain=False, tied=tied), rel=0.001)
 
 
 def test_a_model_spread_over_several_files_is_one_model(tmp_path: Path) -> None:
