@@ -113,13 +113,14 @@ def _price(folder: Path) -> None:
 def _loaded(folder: Path) -> Loaded:
     products.preload_blas()
     from fleetd.engine import worker
+    from fleetd.engine.cpu import mlx_functions
     from fleetd.engine.load import loading, model_reading
     from fleetd.engine.settings import WorkerSettings
 
     worker.quiet_libraries()
     device = model_reading.pick_device("auto")
     if device == "cpu":
-        products.install()
+        mlx_functions.install()
     if not digests.remembered(folder, None):
         raise SystemExit(f"{folder} has no manifest: install it with `fleetctl models pull`.")
     settings = WorkerSettings(name=folder.name, path=str(folder), speculation="off")

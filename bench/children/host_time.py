@@ -41,6 +41,7 @@ class Step:
 def main(mode: str, model_path: Path, vocabulary: int) -> None:
     products.preload_blas()
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
+    from fleetd.engine.cpu import mlx_functions
     from fleetd.engine.load import model_reading
     from fleetd.engine.worker import quiet_libraries
 
@@ -50,7 +51,7 @@ def main(mode: str, model_path: Path, vocabulary: int) -> None:
 
     device = model_reading.pick_device("auto")
     if device == "cpu":
-        products.install() if mode == "cured" else mx.disable_compile()
+        mlx_functions.install() if mode == "cured" else mx.disable_compile()
     sides = _Sides(_model(vocabulary), load_tokenizer(model_path), vocabulary, ahead=mode != "cured")
     serve(sides.answer)
 

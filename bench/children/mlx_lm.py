@@ -37,6 +37,7 @@ def main(mode: str, model_path: Path) -> None:
     preloaded = cured and products.preload_blas()
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
     from fleetd.engine import worker
+    from fleetd.engine.cpu import mlx_functions
     from fleetd.engine.load import model_reading
 
     worker.quiet_libraries()
@@ -47,7 +48,7 @@ def main(mode: str, model_path: Path) -> None:
     if cured and device == "cpu":
         if not preloaded and sys.platform == "linux":
             raise SystemExit("no BLAS to preload: install mkl")
-        products.install()
+        mlx_functions.install()
         if mode != "cured":
             products.row_stable = _unpadded
     model, tokenizer = load(str(model_path))[:2]

@@ -15,11 +15,12 @@ def load_as_worker(path: Path) -> Any:
         raise SystemExit("no BLAS to preload: install mkl")
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
     from fleetd.engine import worker
+    from fleetd.engine.cpu import mlx_functions
     from fleetd.engine.load import loading, model_reading
     from fleetd.engine.settings import WorkerSettings
 
     worker.quiet_libraries()
     device = model_reading.pick_device("auto")
     if device == "cpu":
-        products.install()
+        mlx_functions.install()
     return loading.load(WorkerSettings("bench", str(path)), device, lambda report: None)

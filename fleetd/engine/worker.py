@@ -338,7 +338,9 @@ def start(
 
     device = model_reading.pick_device(settings.device)
     if device == "cpu":
-        products.install()
+        from fleetd.engine.cpu import mlx_functions
+
+        mlx_functions.install()
     compute: Scheduler | HelperLoop
     loaded: Loaded | None = None
     if settings.last_layer:

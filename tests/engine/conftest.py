@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from two_disks import PROMPT, TwoMachines
 
 from fleetd import limits
-from fleetd.engine.cpu import products
+from fleetd.engine.cpu import mlx_functions, products
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.models.folder import ModelFolder
 
@@ -127,14 +127,13 @@ def cpu_installed(on_cpu: None) -> Iterator[None]:
         for name, m in list(sys.modules.items())
         if name.startswith("mlx_lm.models.") and hasattr(m, "swiglu")
     }
-    attention, linear, head = (
-        mx.fast.scaled_dot_product_attention,
-        nn.Linear.__call__,
-        nn.Embedding.as_linear,
-    )
-    products.install()
+    stock = {name: getattr(mx.fast, name) for name in ("scaled_dot_product_attention", "rms_norm", "rope")}
+    linear, head = nn.Linear.__call__, nn.Embedding.as_linear
+    mlx_functions.install()
     yield
     mx.enable_compile()
-    mx.fast.scaled_dot_product_attention, nn.Linear.__call__, nn.Embedding.as_linear = attention, linear, head
+    for name, function in stock.items():
+        setattr(mx.fast, name, function)
+    nn.Linear.__call__, nn.Embedding.as_linear = linear, head
     for module, function in modules.items():
         module.swiglu = function

@@ -106,8 +106,9 @@ from fleetd.engine.cpu import products
 if not products.preload_blas():
     sys.exit(print("none"))
 import mlx.core as mx
+from fleetd.engine.cpu import mlx_functions
 mx.set_default_device(mx.cpu)
-products.install()
+mlx_functions.install()
 import tiny_architectures, tiny_models
 from mlx_lm.models.cache import make_prompt_cache
 model = tiny_architectures.tiny("llama", num_hidden_layers=2, vocab_size=tiny_models.VOCAB)

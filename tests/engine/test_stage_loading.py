@@ -165,8 +165,9 @@ from fleetd.engine.sequence_state.parts import sizes
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.stage_loading import load_stage
+from fleetd.engine.cpu import mlx_functions
 mx.set_default_device(mx.cpu)
-products.install()
+mlx_functions.install()
 process, before = psutil.Process(), {}
 
 def read():

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from fleetd.engine.cpu import products
+from fleetd.engine.cpu import computed, products
 from fleetd.engine.cpu.affine_weights import Affine
 from fleetd.engine.cpu.arithmetic import Kernel, kernel_for
 from fleetd.engine.cpu.packed_product import (
@@ -73,7 +73,7 @@ class Together:
             given = _view(x)
             out = self._product(given.reshape(-1, given.shape[-1])).reshape(*given.shape[:-1], -1)
             each = itertools.pairwise([0, *self._ends])
-            self._left = {at: mx.array(out[..., first:last]) for at, (first, last) in enumerate(each)}
+            self._left = {at: computed.array(out[..., first:last]) for at, (first, last) in enumerate(each)}
             self._x = x
         found = self._left.pop(index)
         if not self._left:
@@ -115,7 +115,7 @@ class Experts:
             places = np.flatnonzero(chosen == expert)
             given = rows[places].reshape(-1, rows.shape[-1])
             out[places] = self.matrices[expert](given).reshape(len(places), *out.shape[1:])
-        return mx.array(out.reshape(*shape, *out.shape[1:]))
+        return computed.array(out.reshape(*shape, *out.shape[1:]))
 
 
 class PackedEmbedding(nn.Module):  # type: ignore[misc]
@@ -348,10 +348,10 @@ def _product(matrix: PackedProduct, x: mx.array) -> mx.array:
     """(..., K) → (..., N)."""
     given = _view(x)
     # No operation of MLX's: each would be one more thing to evaluate.
-    return mx.array(matrix(given.reshape(-1, given.shape[-1])).reshape(*given.shape[:-1], -1))
+    return computed.array(matrix(given.reshape(-1, given.shape[-1])).reshape(*given.shape[:-1], -1))
 
 
 def _view(x: mx.array) -> F32:
     """An array as f32, without a copy if it is that; evaluates it."""
-    view: F32 = np.array(x if x.dtype == mx.float32 else x.astype(mx.float32), copy=False)
-    return view
+    found: F32 = computed.view(x if x.dtype == mx.float32 else x.astype(mx.float32))
+    return found

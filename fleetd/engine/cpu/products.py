@@ -6,7 +6,8 @@ Stock MLX on a CPU links the reference BLAS, multiplies f16 and quantised weight
 - ``preload_blas``: load MKL with RTLD_GLOBAL before the first ``import mlx.core``; its symbols then win.
 - ``to_float32``: weights and activations in f32, quantised layers dequantised at load.
 - ``scaled_dot_product_attention``: blocked causal attention in NumPy over zero-copy views.
-- ``swiglu``: the same for the activation between the MLP's matrices.
+
+``mlx_functions.install`` puts attention, and what else stands between products, in place of MLX's.
 
 Exactness: MKL runs in its strict reproducible mode, in which one row of a product has the same bits however
 many rows are computed with it, from ``ROWS`` rows and ``COLUMNS`` columns up, and zeros at the end of a sum
@@ -45,6 +46,9 @@ COLUMNS = 32
 # Queries per block of attention: few enough that a block's scores stay near the core that computes them. A
 # block of LEAST_BLOCK takes up to a fifth longer for each query than a whole one.
 BLOCK, LEAST_BLOCK = 64, 16
+# Multiplications of one attention from which MKL's threads share its products. They spin for a while after
+# each, so a small one costs other processes more than it gains.
+SHARED_WORK = 1 << 22
 # Sums over keys are formed in pieces of this length, one after the other: MKL adds up to 192 terms in one
 # run, and splits longer sums in a way that depends on their length.
 PIECE = 192
@@ -97,65 +101,6 @@ def _start_threads(blas: ctypes.CDLL) -> None:
         _threads = ThreadPoolExecutor(
             threads, "attention", initializer=blas.MKL_Set_Num_Threads_Local, initargs=(ctypes.c_int(1),)
         )
-
-
-def install() -> None:
-    """Replace MLX's attention, its linear layers' call and mlx-lm's ``swiglu``. Once, on a CPU device.
-
-    Also turns off ``mx.compile``, which on a CPU runs the system's C++ compiler for half a second for every
-    new constant (each ``top_p`` a client thinks of), and loads what it built from a well-known place in /tmp.
-    """
-    import mlx.core as mx
-    import mlx.nn as nn
-    from mlx_lm.models import activations, switch_layers
-
-    mx.disable_compile()
-    stock_attention = mx.fast.scaled_dot_product_attention
-
-    def attention(
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        *,
-        scale: float,
-        mask: Any = None,
-        sinks: Any = None,
-        **rest: Any,
-    ) -> mx.array:
-        known = sinks is None and not rest and q.dtype == k.dtype == v.dtype == mx.float32
-        rows = _view(mask) if known and isinstance(mask, mx.array) else mask
-        out = scaled_dot_product_attention(_view(q), _view(k), _view(v), scale, rows) if known else None
-        return (
-            stock_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)
-            if out is None
-            else mx.array(out)
-        )
-
-    stock_linear = nn.Linear.__call__
-
-    def linear(self: nn.Linear, x: mx.array) -> mx.array:
-        return row_stable(lambda rows: stock_linear(self, rows), x)
-
-    stock_head = nn.Embedding.as_linear
-
-    def head(self: nn.Embedding, x: mx.array) -> mx.array:
-        return row_stable(lambda rows: stock_head(self, rows), x)
-
-    stock_swiglu: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
-
-    def fast_swiglu(gate: mx.array, x: mx.array) -> mx.array:
-        if gate.dtype != mx.float32 or x.dtype != mx.float32:
-            return stock_swiglu(gate, x)
-        return mx.array(swiglu(_view(gate), _view(x)))
-
-    mx.fast.scaled_dot_product_attention = attention
-    nn.Linear.__call__ = linear
-    nn.Embedding.as_linear = head
-    activations.swiglu = switch_layers.swiglu = fast_swiglu
-    # Model modules import the function by name; those already imported hold the old one.
-    for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and getattr(module, "swiglu", None) is stock_swiglu:
-            module.swiglu = fast_swiglu  # type: ignore[attr-defined]
 
 
 def row_stable(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
@@ -290,6 +235,9 @@ def scaled_dot_product_attention(
                     visible=None if visible is None else visible[t : t + n],
                 )
             )
+    if _blas is not None:
+        # Of this thread; 0 stands for as many as the process has.
+        _blas.MKL_Set_Num_Threads_Local(ctypes.c_int(0 if B * T * H * S * D >= SHARED_WORK else 1))
     _all(tasks, wide=T >= BLOCK)
     return out
 
@@ -350,55 +298,55 @@ def _block(
         by_query[..., S - n : S][..., np.triu(np.ones((n, n), dtype=np.bool_), 1)] = -np.inf
     elif visible is not None:
         by_query[..., :S][..., ~visible] = -np.inf
-    scores -= scores.max(axis=-1, keepdims=True)
+    scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     np.exp(scores, out=scores)
-    pieces = scores.reshape(K, rows, width // PIECE, PIECE).sum(axis=-1)
+    pieces = np.add.reduce(scores.reshape(K, rows, width // PIECE, PIECE), axis=-1)
     total = np.add.accumulate(pieces, axis=-1)[..., -1:]
-    result = np.zeros((K, rows, v.shape[2]), dtype=np.float32)
-    for at in range(0, v.shape[1], PIECE):
-        end = min(at + PIECE, v.shape[1])
-        _product(scores[..., at:end], v[:, at:end], result, transposed=False, add=True)
+    result = np.empty((K, rows, v.shape[2]), dtype=np.float32)
+    _product(scores[..., : v.shape[1]], v, result, transposed=False)
     result /= total
     out[...] = result[:, : G * n].reshape(K, G, n, -1)
 
 
-def _product(a: F32, b: F32, out: F32, *, transposed: bool, add: bool = False) -> None:
-    """a (K, M, I) times b (K, I, N), or b (K, N, I) transposed, into or onto out (K, M, N)."""
+def _product(a: F32, b: F32, out: F32, *, transposed: bool) -> None:
+    """a (K, M, I) times b (K, I, N), or b (K, N, I) transposed, into out (K, M, N).
+
+    Sums over I are formed in pieces, unless ``b`` is transposed.
+    """
+    inner = a.shape[2]
+    piece = inner if transposed else PIECE
     if _blas is None or any(x.strides[2] != 4 for x in (a, b, out)):
-        product = np.matmul(a, b.transpose(0, 2, 1) if transposed else b)
-        np.add(out, product, out=out) if add else np.copyto(out, product)
+        for at in range(0, inner, piece):
+            part = b.transpose(0, 2, 1) if transposed else b[:, at : at + piece]
+            product = np.matmul(a[..., at : at + piece], part)
+            np.add(out, product, out=out) if at else np.copyto(out, product)
         return
     row_major, plain, swapped = 101, 111, 112
-    K, M, I = a.shape  # noqa: E741
-    _blas.cblas_sgemm_batch_strided(
-        row_major,
-        plain,
-        swapped if transposed else plain,
-        M,
-        out.shape[2],
-        I,
-        1.0,
-        a.ctypes.data,
-        a.strides[1] // 4,
-        a.strides[0] // 4,
-        b.ctypes.data,
-        b.strides[1] // 4,
-        b.strides[0] // 4,
-        1.0 if add else 0.0,
-        out.ctypes.data,
-        out.strides[1] // 4,
-        out.strides[0] // 4,
-        K,
-    )
+    (a_at, a_batch, a_row), (b_at, b_batch, b_row), (out_at, out_batch, out_row) = map(_place, (a, b, out))
+    for at in range(0, inner, piece):
+        _blas.cblas_sgemm_batch_strided(
+            row_major,
+            plain,
+            swapped if transposed else plain,
+            a.shape[1],
+            out.shape[2],
+            min(piece, inner - at),
+            1.0,
+            a_at + 4 * at,
+            a_row,
+            a_batch,
+            b_at + 4 * at * b_row,
+            b_row,
+            b_batch,
+            1.0 if at else 0.0,
+            out_at,
+            out_row,
+            out_batch,
+            a.shape[0],
+        )
 
 
-def swiglu(gate: F32, x: F32) -> F32:
-    """silu(gate) · x, elementwise."""
-    out = np.negative(gate)
-    # exp overflows to inf for very negative gates, which is the right limit: silu → -0.
-    with np.errstate(over="ignore"):
-        np.exp(out, out=out)
-    out += 1.0
-    np.divide(gate, out, out=out)
-    out *= x
-    return out
+def _place(x: F32) -> tuple[int, int, int]:
+    """The address of a (K, M, N) in memory, and how many elements the next of K and of M are away."""
+    batch, row, _ = x.strides
+    return x.ctypes.data, batch // 4, row // 4
