@@ -38,7 +38,7 @@ from together import shared_and_alone
 LONG_TEXT = REPO / "LICENSE"
 # (the question, whether it is about the long text). The third needs little of the second's work again.
 QUESTIONS = (
-    ("What is the capital of France?", False),
+    ("What is 2+2?", False),
     ("Does this license provide a warranty? Answer in one sentence.", True),
     ("What is the name of this license?", True),
 )

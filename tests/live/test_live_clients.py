@@ -53,18 +53,18 @@ def test_the_suite_of_the_scripted_daemon_runs_here() -> None:
 
 def test_a_real_answer(client: openai.OpenAI, loaded_smol: str) -> None:
     reply = client.chat.completions.create(
-        model=loaded_smol, messages=said("What is the capital of France?"), temperature=0, max_tokens=20
+        model=loaded_smol, messages=said("What is 2+2?"), temperature=0, max_tokens=20
     )
-    assert reply.choices[0].message.content == "The capital of France is Paris."
+    assert reply.choices[0].message.content == "The answer to this classic math problem is 4."
     assert reply.choices[0].finish_reason == "stop"
 
 
 @pytest.mark.usefixtures("loaded_smol")
 def test_the_default_model_needs_no_name(client: openai.OpenAI) -> None:
-    fields: Any = {"messages": said("What is the capital of France?"), "temperature": 0, "max_tokens": 7}
+    fields: Any = {"messages": said("What is 2+2?"), "temperature": 0, "max_tokens": 20}
     for model in ("default", ""):
         reply = client.chat.completions.create(model=model, **fields)
-        assert reply.choices[0].message.content == "The capital of France is Paris."
+        assert reply.choices[0].message.content == "The answer to this classic math problem is 4."
 
 
 def test_tool_calls_of_a_real_engine(client: openai.OpenAI) -> None:

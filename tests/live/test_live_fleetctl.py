@@ -19,12 +19,14 @@ from live_daemon import FLEETCTL, REPO, LiveDaemon, until
 pytestmark = pytest.mark.model
 
 SMOL = "smollm2-135m"
-QUESTION = ("chat", "--temperature", "0", "What is the capital of France?")
+QUESTION = ("chat", "--temperature", "0", "What is 2+2?")
 
 
 def test_a_question_and_the_same_again(live: LiveDaemon) -> None:
     done = live.fleetctl(*QUESTION)
-    assert (done.returncode, done.stdout) == (0, "The capital of France is Paris.\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "The answer to this classic math problem is 4.\n"), (
+        done.stderr
+    )
     last = done.stderr.splitlines()[-1]
     assert SMOL in last
     assert "tok/s" in last
@@ -66,12 +68,12 @@ def conversation(live: LiveDaemon) -> Iterator[pexpect.spawn]:
 
 def test_the_second_turn_is_computed_on_top_of_the_first(conversation: pexpect.spawn) -> None:
     conversation.expect(READY)
-    conversation.send("What is the capital of France?\r")
-    conversation.expect("The capital of France is Paris.")
+    conversation.send("What is 2+2?\r")
+    conversation.expect("The answer to this classic math problem is 4.")
     conversation.expect("prompt tokens")
     conversation.expect(READY)
-    conversation.send("And of Germany?\r")
-    conversation.expect("Berlin")
+    conversation.send("What is 3+3?\r")
+    conversation.expect("The answer to this classic math problem is 6.")
     conversation.expect(r"(\d+) prompt tokens \((\d+) cached\)")
     prompt, cached = map(int, conversation.match.groups())
     # All of the first turn but the mark that ends its answer.
