@@ -40,7 +40,7 @@ def test_a_norm_is_mlxs_and_does_not_depend_on_other_rows(width: int) -> None:
 @pytest.mark.parametrize("more", [{"base": 10000.0, "scale": 1.0}, {"base": 5e5, "scale": 0.25}, FREQS])
 @pytest.mark.parametrize(("dims", "width"), [(8, 8), (8, 24)])
 def test_a_rotation_has_mlxs_bits(traditional: bool, more: dict[str, Any], dims: int, width: int) -> None:
-    for offset in (0, 5, 1020, 90000, mx.array([3, 2050]), mx.array(7), -2, mx.array([-1, 4])):
+    for offset in (0, 5, 1020, 90000, mx.array([3, 2050]), mx.array(7), mx.array([7]), -2, mx.array([-1, 4])):
         for n in (1, 2, 300):
             x = mx.array(draw(n, 2, n, 3, width)).transpose(0, 2, 1, 3)
             expected = stock_rope(x, dims, traditional=traditional, offset=offset, **more)
@@ -110,8 +110,8 @@ def test_a_small_attention_keeps_other_threads_asleep(monkeypatch: pytest.Monkey
         cblas_sgemm_batch_strided = blas.cblas_sgemm_batch_strided
 
         @staticmethod
-        def MKL_Set_Num_Threads_Local(threads: Any) -> None:  # noqa: N802
-            asked.append(threads.value)
+        def MKL_Set_Num_Threads_Local(threads: int) -> None:  # noqa: N802
+            asked.append(threads)
             blas.MKL_Set_Num_Threads_Local(threads)
 
     monkeypatch.setattr(products, "_blas", Noting)

@@ -82,6 +82,7 @@ def preload_blas() -> bool:
             i, f, p = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
             _blas.cblas_sgemm_batch_strided.argtypes = [i, i, i, i, i, i, f, p, i, i, p, i, i, f, p, i, i, i]
             _blas.cblas_sgemm_batch_strided.restype = None
+            _blas.MKL_Set_Num_Threads_Local.argtypes = [i]
             _start_threads(_blas)
             return True
     return False
@@ -99,7 +100,7 @@ def _start_threads(blas: ctypes.CDLL) -> None:
     if threads > 1:
         _thread_count = threads
         _threads = ThreadPoolExecutor(
-            threads, "attention", initializer=blas.MKL_Set_Num_Threads_Local, initargs=(ctypes.c_int(1),)
+            threads, "attention", initializer=blas.MKL_Set_Num_Threads_Local, initargs=(1,)
         )
 
 
@@ -237,7 +238,7 @@ def scaled_dot_product_attention(
             )
     if _blas is not None:
         # Of this thread; 0 stands for as many as the process has.
-        _blas.MKL_Set_Num_Threads_Local(ctypes.c_int(0 if B * T * H * S * D >= SHARED_WORK else 1))
+        _blas.MKL_Set_Num_Threads_Local(0 if B * T * H * S * D >= SHARED_WORK else 1)
     _all(tasks, wide=T >= BLOCK)
     return out
 

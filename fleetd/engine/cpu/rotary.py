@@ -53,18 +53,22 @@ class Rotation:
         None for positions before 0.
         """
         n = x.shape[2]
-        firsts = np.asarray(offset).reshape(-1)
-        if firsts.min() < 0:
+        at: Any
+        if isinstance(offset, int) or offset.size == 1:
+            first = last = offset if isinstance(offset, int) else int(offset.item())
+            at = slice(first, first + n)
+        else:
+            first, last = int(offset.min()), int(offset.max())
+            at = offset.reshape(-1, 1, 1) + np.arange(n)
+        if first < 0:
             return None
-        self._reach(int(firsts.max()) + n)
-        at: Any = slice(first := int(firsts[0]), first + n)
-        if len(firsts) > 1:
-            at = firsts[:, None, None] + np.arange(n)
+        self._reach(last + n)
         out: F32 = np.empty(x.shape, dtype=np.float32)
-        if self._dims < x.shape[3]:
-            out[..., self._dims :] = x[..., self._dims :]
-        pairs = x[..., : self._dims].reshape(*x.shape[:3], *self._pairs)
-        rotated = out[..., : self._dims].reshape(*x.shape[:3], *self._pairs)
+        turned, rest = x[..., : self._dims], x[..., self._dims :]
+        if rest.size:
+            out[..., self._dims :] = rest
+        shape = (*x.shape[:3], *self._pairs)
+        pairs, rotated = turned.reshape(shape), out[..., : self._dims].reshape(shape)
         np.multiply(pairs, self._own[at], out=rotated)
         rotated += (pairs[..., ::-1] if self._axis == -1 else pairs[..., ::-1, :]) * self._other[at]
         return out
