@@ -1,7 +1,7 @@
 """``python -m eval.arithmetic [--tasks N]``: what int8 changes in what a CPU says, against float32.
 
 Perplexity on texts that stay as they are, and the share of answers that the model finds in a whole prompt.
-Each arithmetic has a process of its own. docs/models.md quotes what it prints.
+Each arithmetic has a process of its own. Decision 60 quotes what it prints.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_a_small_attention_keeps_other_threads_asleep(monkeypatch: pytest.Monkey
     asked: list[int] = []
     blas: Any = products._blas
 
-    class Noting:
+    class NotingBlas:
         cblas_sgemm_batch_strided = blas.cblas_sgemm_batch_strided
 
         @staticmethod
@@ -114,7 +114,7 @@ def test_a_small_attention_keeps_other_threads_asleep(monkeypatch: pytest.Monkey
             asked.append(threads)
             blas.MKL_Set_Num_Threads_Local(threads)
 
-    monkeypatch.setattr(products, "_blas", Noting)
+    monkeypatch.setattr(products, "_blas", NotingBlas)
     for keys in (300, 9000):
         q, kv = draw(1, 1, 9, 1, 64), draw(2, 1, 3, keys, 64)
         products.scaled_dot_product_attention(q, kv, kv, 0.1, None)
