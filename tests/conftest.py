@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import gc
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,26 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+_exit_code: int | None = None
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    global _exit_code
+    _exit_code = int(exitstatus)
+
+
+@atexit.register
+def _leave() -> None:
+    """End without the destructors of MLX, MKL and onnxruntime: a process hung in them after its last test.
+
+    Registered first, so it runs after all else that is registered.
+    """
+    if _exit_code is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_code)
 
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
