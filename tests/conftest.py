@@ -74,6 +74,17 @@ def pytest_sessionfinish(exitstatus: int) -> None:
     _exit_code = int(exitstatus)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_unconfigure() -> Iterator[None]:
+    """What fails only here, after the tests, is an error all the same."""
+    global _exit_code
+    try:
+        return (yield)
+    except BaseException:
+        _exit_code = None
+        raise
+
+
 @atexit.register
 def _leave() -> None:
     """End without the destructors of MLX, MKL and onnxruntime: a process hung in them after its last test.
