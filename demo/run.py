@@ -133,7 +133,7 @@ def main() -> None:
         facts = fleetctl(first, "status", limit_s=30)["machine"]
         say(
             f"ready after {time.monotonic() - began:.1f} s · all three on this {facts['cpu']} with "
-            f"{facts['cores']} cores and {facts['memory_bytes'] / 2**30:.0f} GiB"
+            f"{facts['cores']} cores and {facts['memory_bytes'] / 1e9:.0f} GB"
         )
         say("pairing them")
         begun = time.monotonic()

@@ -14,8 +14,8 @@ _INTRO = """\
 `fleetctl models pull NAME` gets a model by the name in this table. Any other MLX model works by its hub id
 (ORGANISATION/NAME), and so does a folder or a GGUF file: [Models](install.md#models).
 
-*Memory* is the weights and room for a few thousand tokens; on a CPU they take
-[a fourth more](operations.md#memory-for-models). *Tools* is how the model writes tool calls, by the
+*Memory* is the weights and room for a few thousand tokens, in GB of 10^9 bytes; on a CPU they take
+[a fourth more](operations.md#memory-for-models). [Which model for which memory](choose.md) says what fits. *Tools* is how the model writes tool calls, by the
 name of the format's parser; *grammar*: it [is told how](http.md#tools-by-grammar). *Thinks*: it can reason
 before it answers. *Draft* is the smallest model with the same vocabulary, whose drafts the model can verify;
 a compressor may be of any family.
@@ -59,11 +59,8 @@ def page() -> str:
 
 
 def _row(entry: CatalogEntry) -> str:
-    memory = (
-        f"{entry.memory_bytes / GIB:.2g} GB"
-        if entry.memory_bytes < 10 * GIB
-        else f"{entry.memory_bytes // GIB} GB"
-    )
+    memory_gb = entry.memory_bytes / 1e9
+    memory = f"{memory_gb:.2g} GB" if memory_gb < 10 else f"{memory_gb:.0f} GB"
     tools = f"`{entry.tools}`" if entry.tools else of_entry(entry).shown_tools or "none"
     draft = f"`{entry.draft}`" if entry.draft else "none"
     repository = f"`{entry.hub_id}`" if entry.hub_id else "in a Python package"

@@ -1,6 +1,7 @@
-"""Write docs/pictures/demo.svg, a picture of a real `make demo`: `python docs/generate_demo_picture.py`.
+"""Write two pictures of a real `make demo` into docs/pictures: `python docs/generate_demo_picture.py`.
 
-It runs `make demo` in a pseudo-terminal (two to four minutes) and draws what stands on the screen at the end.
+It runs `make demo` in a pseudo-terminal (two to four minutes). demo.svg is the screen at the end; gain.svg
+has two bars: how long the first token of the shared prompt took together, and alone.
 `--keep FILE` also saves the bytes that the terminal received; `--from FILE` draws such bytes without a run.
 """
 
@@ -18,6 +19,7 @@ import pexpect
 
 REPO = Path(__file__).resolve().parents[1]
 PICTURE = Path(__file__).parent / "pictures" / "demo.svg"
+GAIN = PICTURE.with_name("gain.svg")
 COMMAND = "make demo"
 LIMIT_S = 1200
 # Wide enough for the demo's lines; the tables of fleetctl fit themselves to it.
@@ -36,6 +38,9 @@ BUTTONS = ("#ec6a5e", "#f4bf4f", "#61c554")
 # The terminal's eight colours, by the last digit of their code.
 COLOURS = ("#5c6370", "#e8737d", "#8fc379", "#e0bb6f", "#69aef0", "#c58ae0", "#5cbcc8", "#e6e8ec")
 
+# What the demo says of its last two answers, and of what they show.
+_TIMED = re.compile(r"^ +(together|alone) +first token after ([\d.]+) s · ([\d,]+) tokens", re.MULTILINE)
+_VERDICT = re.compile(r"the first token came [\d.]+ times as fast; the answers are identical")
 _PIECE = re.compile(r"\x1b\[(?P<arguments>[0-9;?]*)(?P<verb>[A-Za-z])|\x1b[^\[]|(?P<text>.)", re.DOTALL)
 
 
@@ -150,6 +155,60 @@ def draw(text: str) -> str:
 """  # noqa: E501
 
 
+@dataclass(frozen=True)
+class Gain:
+    """Seconds to the first token of the demo's shared prompt, and the tokens that it has."""
+
+    together_s: float
+    alone_s: float
+    tokens: int
+
+    @property
+    def times(self) -> float:
+        return self.alone_s / self.together_s
+
+
+def gain(text: str) -> Gain:
+    """What a run of the demo showed. Raises SystemExit if it was slower together, or its answers differ."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)
+    timed = {
+        name: (float(seconds), int(tokens.replace(",", "")))
+        for name, seconds, tokens in _TIMED.findall(plain)
+    }
+    if set(timed) != {"together", "alone"} or not _VERDICT.search(plain):
+        raise SystemExit("this run of the demo shows no gain: no picture")
+    return Gain(timed["together"][0], timed["alone"][0], timed["alone"][1])
+
+
+def draw_gain(shown: Gain) -> str:
+    """Two bars, one below the other, as long as the seconds that they stand for."""
+    left, room, width, height = 150, 470, 760, 150
+    bars = []
+    for row, (name, seconds, colour) in enumerate(
+        (("one machine", shown.alone_s, COLOURS[0]), ("two machines", shown.together_s, COLOURS[2]))
+    ):
+        y = 52 + 42 * row
+        length = room * seconds / shown.alone_s
+        bars.append(
+            f'<text x="{left - 12}" y="{y + 18}" text-anchor="end">{name}</text>'
+            f'<rect x="{left}" y="{y}" width="{length:.1f}" height="26" rx="4" fill="{colour}"/>'
+            f'<text x="{left + length + 10:.1f}" y="{y + 18}" font-weight="bold">{seconds:.1f} s</text>'
+        )
+    words = f"{shown.times:.2f} times as soon, and the same answer"
+    return f"""\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">
+<title>{shown.tokens:,} tokens: first token after {shown.together_s:.1f} s on two machines, {shown.alone_s:.1f} s on one</title>
+<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="9" fill="{GROUND}" stroke="{EDGE}"/>
+<g font-family="system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif" font-size="15" fill="{PLAIN}">
+<text x="{MARGIN}" y="30" fill="{FAINT}">Until the first word of an answer about {shown.tokens:,} tokens · {COMMAND}</text>
+{bars[0]}
+{bars[1]}
+<text x="{width - MARGIN}" y="{height - 8}" text-anchor="end" font-size="13" fill="{COLOURS[2]}">{words}</text>
+</g>
+</svg>
+"""  # noqa: E501
+
+
 def _spans(line: list[Cell]) -> str:
     """One tspan per run of cells in one style, without the blanks around its text.
 
@@ -182,6 +241,7 @@ def main() -> None:
         raise SystemExit(f"the picture has {len(picture.encode())} bytes, more than {LARGEST_BYTES}")
     PICTURE.parent.mkdir(exist_ok=True)
     PICTURE.write_text(picture, encoding="utf-8")
+    GAIN.write_text(draw_gain(gain(text)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -245,7 +245,9 @@ def test_every_error_has_a_code_of_its_own() -> None:
 # ---- Pages -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["catalog", "errors", "gguf", "http", "models", "protocol", "settings"])
+@pytest.mark.parametrize(
+    "name", ["catalog", "choose", "errors", "gguf", "http", "links", "macs", "models", "protocol", "settings"]
+)
 def test_the_generated_page_is_up_to_date(name: str) -> None:
     script = f"docs/generate_{name}.py"
     page = runpy.run_path(str(REPO / script))["page"]()
@@ -280,11 +282,22 @@ def test_every_file_that_a_page_names_exists() -> None:
     assert missing == []
 
 
-def test_the_list_of_pages_has_them_all() -> None:
+def test_the_lists_of_pages_have_them_all() -> None:
+    """One list in docs, and one of the decisions."""
     docs = REPO / "docs"
-    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} - {"README.md"}
+    decisions = {path.name for path in (docs / "decisions").glob("*.md")} - {"README.md"}
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    pages -= {"README.md", *(f"decisions/{name}" for name in decisions)}
     listed = LINK.findall((docs / "README.md").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(pages)
+    rows = (docs / "decisions" / "README.md").read_text(encoding="utf-8").partition("|---|---|")[2]
+    assert LINK.findall(rows) == sorted(decisions)
+
+
+def test_twelve_pages_come_first() -> None:
+    text = (REPO / "docs" / "README.md").read_text(encoding="utf-8")
+    first = text.partition("## The twelve pages to read first")[2].partition("\n## ")[0]
+    assert len(LINK.findall(first)) == 12
 
 
 def test_every_class_of_the_glossary_is_where_it_says() -> None:
@@ -305,7 +318,7 @@ def test_every_class_of_the_glossary_is_where_it_says() -> None:
 
 
 def test_decisions_are_numbered_without_gaps_and_all_say_the_same_four_things() -> None:
-    records = sorted((REPO / "docs" / "decisions").glob("*.md"))
+    records = sorted((REPO / "docs" / "decisions").glob("[0-9]*.md"))
     assert [path.name[:4] for path in records] == [f"{i:04}" for i in range(1, len(records) + 1)]
     for path in records:
         text = path.read_text(encoding="utf-8")

@@ -1,0 +1,137 @@
+"""What a second machine would give, by the planner's own prices: `python -m bench.pairs`.
+
+Nothing is measured here. The speeds of the chips are their makers' figures (``fleetd/plan/chip_speeds.py``),
+and the links carry what is usual for their kind. The tables stand in docs/macs.md and docs/links.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleetd.control.model_facts import ModelShape, StateSizes
+from fleetd.limits import KIB
+from fleetd.models import catalog
+from fleetd.plan.chip_speeds import APPLE, GB10, Hardware
+from fleetd.plan.costs import LinkSpeed, modelled
+from fleetd.plan.prefill.choice import HelperSpec, PrefillOption, PrefillSize, choose, options
+
+#: Tokens of one chunk on a GPU.
+CHUNK = 2048
+#: The share of a machine's memory that its GPU may hold, roughly as Metal recommends it.
+GPU_SHARE = 2 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine as it is sold. ``memory_gb``: its whole memory."""
+
+    name: str
+    memory_gb: int
+    hardware: Hardware
+
+
+MACBOOK = Machine("MacBook Air M4", 16, APPLE[4, ""])
+STUDIO = Machine("Mac Studio M4 Max", 64, APPLE[4, "Max"])
+SPARK = Machine("DGX Spark", 128, GB10)
+
+
+def _shape(weights_gb: float, layers: int, width: int, kv_kib: int) -> ModelShape:
+    """``kv_kib``: KiB of keys and values of one token, over all layers."""
+    return ModelShape(
+        weights_bytes=int(weights_gb * 1e9),
+        layers=layers,
+        sizes=StateSizes(kv_kib * KIB),
+        hidden_bytes=2 * width,
+        hidden_width=width,
+    )
+
+
+#: Models of the catalog whose layers all keep keys and values, in 4 bits: by the configs of their publishers.
+MODELS = {
+    "qwen3-4b": _shape(2.3, 36, 2560, 144),
+    "qwen3-8b": _shape(4.6, 36, 4096, 144),
+    "qwen3-14b": _shape(8.3, 40, 5120, 160),
+    "llama-3.3-70b": _shape(39.7, 80, 8192, 320),
+}
+#: Bytes per second that usually get through, and seconds of a round trip.
+LINKS = {
+    "Thunderbolt 4 or 5, bridge": LinkSpeed(2e9, 0.3e-3),
+    "10 Gbit/s Ethernet": LinkSpeed(1.1e9, 0.3e-3),
+    "2.5 Gbit/s Ethernet": LinkSpeed(280e6, 0.4e-3),
+    "1 Gbit/s Ethernet": LinkSpeed(112e6, 0.5e-3),
+    "Wi-Fi, same room": LinkSpeed(60e6, 4e-3),
+    "Wi-Fi, next room, or a VPN": LinkSpeed(20e6, 10e-3),
+}
+ETHERNET = "1 Gbit/s Ethernet"
+
+
+def alone_s(machine: Machine, model: str, tokens: int) -> float:
+    """Seconds in which the machine reads a prompt without help."""
+    shape = MODELS[model]
+    return modelled(machine.hardware, shape).total(1.0, range(tokens), CHUNK)
+
+
+def together(home: Machine, helper: Machine, link: str, model: str, tokens: int) -> PrefillOption:
+    """The plan that ``home`` would take for a prompt, with ``helper`` at the other end of the link."""
+    shape = MODELS[model]
+    here, there = (modelled(machine.hardware, shape) for machine in (home, helper))
+    prompt = PrefillSize(shape, tokens, 0, CHUNK)
+    # Not loaded, at no cost: so that the weights count among what it has room for.
+    room = int(helper.memory_gb * 1e9 * GPU_SHARE)
+    spec = HelperSpec("helper", helper.name, there, LINKS[link], loaded=False, room_bytes=room)
+    return choose(options(prompt, HelperSpec("", home.name, here), [spec])).best
+
+
+def seconds(value: float) -> str:
+    """Two digits are more than a model of speeds is good for; more would promise too much."""
+    return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
+
+
+def macs() -> str:
+    """The table of docs/macs.md: a small Mac, a large one, and both."""
+    rows = [
+        "| model | prompt | MacBook alone | Studio alone | both, over 1 Gbit/s | both, over Thunderbolt |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model in ("qwen3-4b", "qwen3-8b", "qwen3-14b", "llama-3.3-70b"):
+        for tokens in (4_000, 16_000):
+            small = seconds(alone_s(MACBOOK, model, tokens)) if _fits(MACBOOK, model) else "does not fit"
+            studio_s = alone_s(STUDIO, model, tokens)
+            both = [
+                _gain(together(STUDIO, MACBOOK, link, model, tokens), studio_s)
+                for link in (ETHERNET, "Thunderbolt 4 or 5, bridge")
+            ]
+            rows.append(f"| `{model}` | {tokens:,} | {small} | {seconds(studio_s)} | {' | '.join(both)} |")
+    return "\n".join(rows)
+
+
+def links() -> str:
+    """The table of docs/links.md: the gain of one prompt by the link that two machines have."""
+    rows = [
+        "| link | carries | a Spark helps, 4,000 tokens | 16,000 tokens | second Studio helps, 4,000 tokens "
+        "| 16,000 tokens |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, link in LINKS.items():
+        cells = []
+        for helper in (SPARK, STUDIO):
+            for tokens in (4_000, 16_000):
+                local_s = alone_s(STUDIO, "qwen3-8b", tokens)
+                cells.append(_gain(together(STUDIO, helper, name, "qwen3-8b", tokens), local_s))
+        rows.append(f"| {name} | {link.bytes_per_s / 1e6:,.0f} MB/s | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _fits(machine: Machine, model: str) -> bool:
+    entry = catalog.find(model)
+    return entry is not None and entry.memory_gib <= machine.memory_gb * GPU_SHARE
+
+
+def _gain(plan: PrefillOption, local_s: float) -> str:
+    if plan.kind == "local":
+        return "no help: not clearly faster"
+    return f"{seconds(plan.predicted_s)}, {local_s / plan.predicted_s:.2f}×"  # noqa: RUF001
+
+
+if __name__ == "__main__":
+    print(f"{macs()}\n\n{links()}")

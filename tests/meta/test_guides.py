@@ -1,0 +1,94 @@
+"""The README's figures agree with each other, and guides name models and pages that are there."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+from fleetd.models import catalog
+
+REPO = Path(__file__).parents[2]
+DOCS = REPO / "docs"
+README = (REPO / "README.md").read_text(encoding="utf-8")
+# What Codex, Claude Code and opencode need of a model's context (docs/claude-code.md).
+AGENT_TOKENS = 32_768
+ANCHOR = re.compile(r"\]\((?P<page>(?!https?://)[^)#\s]*)#(?P<name>[^)\s]+)\)")
+
+
+def test_the_first_figure_of_the_readme_is_the_demo_s_and_the_bench_s() -> None:
+    first = README.partition("\n## ")[0]
+    told = re.search(r"the first word comes ([\d.]+) times as soon", first)
+    drawn = re.search(r"after ([\d.]+) s on two machines, ([\d.]+) s on one", picture("gain"))
+    measured = re.search(r"first token \| ([\d.]+)\S as soon", README)
+    assert told
+    assert drawn
+    assert measured
+    together_s, alone_s = map(float, drawn.groups())
+    assert abs(alone_s / together_s - float(told[1])) < 0.1
+    assert abs(float(measured[1]) - float(told[1])) < 0.1
+
+
+def test_both_pictures_are_of_one_run() -> None:
+    drawn = re.search(r"after ([\d.]+) s on two machines, ([\d.]+) s on one", picture("gain"))
+    assert drawn
+    shown = {
+        f"{float(seconds):.1f}" for seconds in re.findall(r"first token after ([\d.]+) s", picture("demo"))
+    }
+    assert set(drawn.groups()) <= shown
+
+
+def picture(name: str) -> str:
+    return (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+
+
+def test_a_newcomer_reads_what_was_not_tried_and_what_has_to_fit() -> None:
+    first = README.partition("\n## ")[0]
+    assert "A model must fit on one machine" in first
+    assert "has not run on a Mac" in first
+
+
+def test_the_models_for_agents_fit_and_can_do_it() -> None:
+    room = runpy.run_path(str(DOCS / "generate_choose.py"))["room_gib"]
+    text = (DOCS / "claude-code.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) GB \| `([\w.-]+)`", text, re.MULTILINE)
+    assert len(rows) >= 5
+    for memory, name in rows:
+        entry = catalog.find(name)
+        assert entry is not None, name
+        assert entry.memory_gib <= room(int(memory)), name
+        assert entry.context_tokens >= AGENT_TOKENS, name
+        assert entry.tools, name
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings, and the anchors that it has itself."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    names = set(re.findall(r'<a id="([^"]+)"', text))
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        bare = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        names.add(re.sub(r"[^\w\- ]", "", bare).strip().replace(" ", "-"))
+    return names
+
+
+def test_links_into_a_page_lead_to_a_heading() -> None:
+    pages = [*REPO.glob("*.md"), *DOCS.rglob("*.md")]
+    links = [
+        (page, page.parent / found["page"] if found["page"] else page, found["name"])
+        for page in pages
+        for found in ANCHOR.finditer(page.read_text(encoding="utf-8"))
+    ]
+    assert len(links) > 30
+    broken = [
+        f"{page.relative_to(REPO)} → {target.name}#{name}"
+        for page, target, name in links
+        if target.suffix == ".md" and name not in anchors(target)
+    ]
+    assert broken == []
+
+
+def test_pages_for_users_give_memory_in_gb() -> None:
+    """Memory is in GB of 10^9 bytes. Pages with figures of benches, and settings as they are typed, are left out."""
+    left_out = {"benchmarks.md", "settings.md", "platforms.md", "threat-model.md", "CHANGELOG.md"}
+    pages = [*REPO.glob("*.md"), *DOCS.glob("*.md")]
+    assert [p.name for p in pages if p.name not in left_out and "GiB" in p.read_text(encoding="utf-8")] == []
