@@ -288,7 +288,7 @@ class SpeculationSettings(msgspec.Struct, frozen=True):
 
     mode: Annotated[
         Literal["auto", "on", "off"],
-        Meta(description="auto verifies drafts where that pays, on wherever there are some, off never."),
+        Meta(description="When drafts are verified: auto if it saves time, on always, off never."),
     ] = "auto"
     draft_model: Annotated[
         str,
@@ -310,12 +310,16 @@ class PowerSettings(msgspec.Struct, frozen=True):
     ] = True
     least_battery: Annotated[
         float,
-        Meta(ge=0, le=1, description="On battery below this share it may sleep all the same; 1 is always."),
+        Meta(
+            ge=0,
+            le=1,
+            description="Below this charge the machine may sleep even while it computes; 1 is always.",
+        ),
     ] = 0.3
     wake: Annotated[
         bool,
         Meta(
-            description="Wakes a paired machine that sleeps (Wake on LAN) where its answer still comes "
+            description="Wakes a paired machine that sleeps (Wake on LAN) if its answer still comes "
             "first, and lets others wake this one."
         ),
     ] = True

@@ -88,7 +88,7 @@ def test_links_into_a_page_lead_to_a_heading() -> None:
 
 
 def test_pages_for_users_give_memory_in_gb() -> None:
-    """Memory is in GB of 10^9 bytes. Pages with figures of benches, and settings as they are typed, are left out."""
+    """Of 10^9 bytes. Pages with figures of benches, and settings as they are typed, are left out."""
     left_out = {"benchmarks.md", "settings.md", "platforms.md", "threat-model.md", "CHANGELOG.md"}
     pages = [*REPO.glob("*.md"), *DOCS.glob("*.md")]
     assert [p.name for p in pages if p.name not in left_out and "GiB" in p.read_text(encoding="utf-8")] == []
