@@ -18,7 +18,8 @@ _INTRO = """\
 [a fourth more](operations.md#memory-for-models). [Which model for which memory](choose.md) says what fits.
 *Tools* is how the model writes tool calls, by the name of the format's parser; *grammar*: it
 [is told how](http.md#tools-by-grammar). *Thinks*: it can reason before it answers.
-*Draft* is the smallest model with the same vocabulary, whose drafts the model can verify; a compressor may be of any family.
+*Draft* is the smallest model with the same vocabulary, whose drafts the model can verify;
+a compressor may be of any family.
 
 *Type* is `model_type` in the config; [Models that machines can share](models.md) says what each can do.
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from fleetd.models import catalog
 
@@ -59,6 +65,18 @@ def test_the_models_for_agents_fit_and_can_do_it() -> None:
         assert entry.memory_gib <= room(int(memory)), name
         assert entry.context_tokens >= AGENT_TOKENS, name
         assert entry.tools, name
+
+
+def test_settings_to_copy_can_be_read_by_their_programs() -> None:
+    text = (DOCS / "clients.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(json|yaml|toml)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert {kind for kind, _ in blocks} == {"json", "yaml", "toml"}
+    readers: dict[str, Callable[[str], Any]] = {
+        "json": json.loads,
+        "yaml": yaml.safe_load,
+        "toml": tomllib.loads,
+    }
+    assert all(readers[kind](block) for kind, block in blocks)
 
 
 def anchors(page: Path) -> set[str]:
