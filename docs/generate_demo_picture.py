@@ -200,7 +200,7 @@ def draw_gain(shown: Gain) -> str:
 <title>{shown.tokens:,} tokens: first token after {shown.together_s:.1f} s on two machines, {shown.alone_s:.1f} s on one</title>
 <rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="9" fill="{GROUND}" stroke="{EDGE}"/>
 <g font-family="system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif" font-size="15" fill="{PLAIN}">
-<text x="{MARGIN}" y="30" fill="{FAINT}">Until the first word of an answer about {shown.tokens:,} tokens · {COMMAND}</text>
+<text x="{MARGIN}" y="30" fill="{FAINT}">Until the first word about {shown.tokens:,} tokens · {COMMAND}, each machine is one CPU core</text>
 {bars[0]}
 {bars[1]}
 <text x="{width - MARGIN}" y="{height - 8}" text-anchor="end" font-size="13" fill="{COLOURS[2]}">{words}</text>

@@ -77,8 +77,8 @@ _OTHERS = """\
 Other types are refused too until a small model of theirs passes the test: they need a line in
 `fleetd/engine/layers/architectures.py` and a config in `tests/support/tiny_architectures.py`."""
 
-_WITHIN = {"no": "yes", "where set": "yes; in windows where layers have such", "yes": "in windows"}
-_ANY = {"any": "yes", "unless windows": "yes; no where layers have sliding windows", "same": "no"}
+_WITHIN = {"no": "yes", "where set": "yes; in windows if layers have such", "yes": "in windows"}
+_ANY = {"any": "yes", "unless windows": "yes; no if layers have sliding windows", "same": "no"}
 
 
 _BORROWS = re.compile(r"^from \.(\w+) import Model\b(?! as)", re.MULTILINE)
