@@ -149,7 +149,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     overcommit: Annotated[
         bool,
         Meta(
-            description="Load models as if all memory were free; the machine may swap, or a load fail late."
+            description="Load models as if all memory were free; the machine may swap, or a load fail halfway."
         ),
     ] = False
     wire_weights: Annotated[
@@ -342,7 +342,7 @@ class CacheSettings(msgspec.Struct, frozen=True):
         Meta(
             ge=0,
             le=_MOST_BYTES,
-            description="Room for it; 0 is a tenth of the free disk, and no more than 32 GiB.",
+            description="Room for it; 0 is a tenth of the free disk, and no more than 34 GB.",
         ),
     ] = 0
 

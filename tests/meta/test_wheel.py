@@ -81,7 +81,8 @@ def test_the_wheel_holds_no_tests_models_or_caches(built: Built) -> None:
 
 
 def test_the_sdist_can_be_developed_from(built: Built) -> None:
-    needed = {"Makefile", "pyproject.toml", "uv.lock", "demo/run.py", ".ci/run", "tests/conftest.py"}
+    needed = {"Makefile", "Dockerfile", ".dockerignore", "pyproject.toml", "uv.lock"}
+    needed |= {"demo/run.py", ".ci/run", "tests/conftest.py"}
     assert needed <= built.sources
     assert not [name for name in built.sources if name.startswith((".venv", ".cache", "dist"))]
 
