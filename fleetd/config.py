@@ -149,7 +149,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     overcommit: Annotated[
         bool,
         Meta(
-            description="Load models as if all memory were free; the machine may swap, or a load fail halfway."
+            description="Load models as if all memory were free; the machine may swap, or a load may fail "
+            "halfway."
         ),
     ] = False
     wire_weights: Annotated[
