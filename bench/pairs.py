@@ -116,6 +116,9 @@ def links() -> str:
         cells = []
         for helper in (SPARK, STUDIO):
             for tokens in (4_000, 16_000):
+                if helper is SPARK and name.startswith("Thunderbolt"):
+                    cells.append("has no such port")
+                    continue
                 local_s = alone_s(STUDIO, "qwen3-8b", tokens)
                 cells.append(_gain(together(STUDIO, helper, name, "qwen3-8b", tokens), local_s))
         rows.append(f"| {name} | {link.bytes_per_s / 1e6:,.0f} MB/s | {' | '.join(cells)} |")
