@@ -48,7 +48,7 @@ a file of several kinds, as Q4_K_M, has each kind's error for its part. Measured
 `tests/support/gguf_kinds.py` writes and gguf's own `dequantize` reads."""
 
 _SIX = """\
-Q6_K gets 8 bits where it is a part of a file, as in Q4_K_M and Q5_K_M, and 6 bits where a file holds little
+Q6_K gets 8 bits if it is a part of a file, as in Q4_K_M and Q5_K_M, and 6 bits if a file holds little
 else and would grow by more than a quarter."""
 
 _REFUSED = """\

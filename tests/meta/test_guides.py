@@ -8,11 +8,12 @@ import runpy
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from fleetd.models import catalog
+from fleetd.plan.refusals import Code
 
 REPO = Path(__file__).parents[2]
 DOCS = REPO / "docs"
@@ -65,6 +66,13 @@ def test_the_models_for_agents_fit_and_can_do_it() -> None:
         assert entry.memory_gib <= room(int(memory)), name
         assert entry.context_tokens >= AGENT_TOKENS, name
         assert entry.tools, name
+
+
+def test_every_reason_against_a_machine_has_advice() -> None:
+    text = (DOCS / "trouble.md").read_text(encoding="utf-8")
+    table = text.partition("## The second machine never helps")[2].partition("\n## ")[0]
+    named = [code for row in re.findall(r"^\|.*\| (.+) \|$", table, re.MULTILINE) for code in row.split(", ")]
+    assert sorted(code.strip("`") for code in named if code.startswith("`")) == sorted(get_args(Code))
 
 
 def test_settings_to_copy_can_be_read_by_their_programs() -> None:
