@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +68,36 @@ def test_the_verdict_claims_no_more_than_was_seen(
 ) -> None:
     together = answered(demo, plan, together_s, content)
     assert said in demo.verdict(answered(demo, ALONE, 35.0), together)
+
+
+def picture_maker() -> dict[str, Any]:
+    return runpy.run_path(str(REPO / "docs" / "generate_demo_picture.py"))
+
+
+def test_the_picture_of_the_gain_is_read_from_what_the_demo_prints(demo: Any) -> None:
+    machine = SimpleNamespace(name="studio")
+    together, alone = answered(demo, LAYERS, 20.0), answered(demo, ALONE, 35.0)
+    printed = (
+        f"  together   {demo.line(together, machine)}\n"
+        f"  alone      {demo.line(alone, machine)}\n"
+        f"  {demo.verdict(alone, together)}\n"
+    )
+    maker = picture_maker()
+    gain = maker["gain"](f"\x1b[2m{printed}\x1b[0m".replace("\n", "\r\n"))
+    assert (gain.together_s, gain.alone_s, gain.tokens) == (20.0, 35.0, 4600)
+    drawn = maker["draw_gain"](gain)
+    assert "first token after 20.0 s on two machines, 35.0 s on one" in drawn
+    long, short = (float(width) for width in re.findall(r'<rect x="150" [^>]*width="([\d.]+)"', drawn))
+    assert short / long == pytest.approx(20 / 35, abs=0.001)
+
+
+@pytest.mark.parametrize(("plan", "together_s"), [(LAYERS, 70.0), (ALONE, 20.0)])
+def test_a_run_without_a_gain_makes_no_picture(demo: Any, plan: str, together_s: float) -> None:
+    machine = SimpleNamespace(name="studio")
+    together, alone = answered(demo, plan, together_s), answered(demo, ALONE, 35.0)
+    printed = f"  together   {demo.line(together, machine)}\n  alone      {demo.line(alone, machine)}\n"
+    with pytest.raises(SystemExit, match="no gain"):
+        picture_maker()["gain"](f"{printed}  {demo.verdict(alone, together)}\n")
 
 
 def test_the_prompt_begins_unlike_any_other(demo: Any) -> None:
