@@ -463,6 +463,16 @@ SHARE_SETUP_S = 2.0
 SHARE_LATE, SHARE_GRACE_S = 2.0, 2.0
 # Prompts of others that one machine helps with at once: each holds KV, and they slow each other.
 ASSISTS = 2
+# Of a group of machines that hold one model: rows of one step, tokens of one chunk of a prompt, what a member
+# keeps under numbers of their own, changes of that in one message, and the message.
+GROUP_STREAMS, GROUP_TOKENS, GROUP_HELD, GROUP_CHANGES = 64, 8192, 4096, 4096
+GROUP_MESSAGE_BYTES = 256 * KIB
+# Groups that one worker has layers for; each has memory of its own.
+GROUPS = 2
+# Chunks of prompts that are on their way through a member before the machine that answers computes the next.
+GROUP_FRAMES = 3
+# One step of a member may take so long before it counts as lost; its daemon notices most losses in a moment.
+GROUP_STEP_S = 300.0
 # Bytes that wait to be sent on one stream before its sender computes no further.
 SHARE_QUEUED_BYTES = 64 * MIB
 # One message of an agreement: 8 bytes for each of 4096 layers, a dozen versions, and room.

@@ -77,3 +77,14 @@ def require(condition: bool, message: str) -> None:
     """Raise AssertionError unless the condition holds. For the ``validate`` methods that tests call."""
     if not condition:
         raise AssertionError(message)
+
+
+class MemberLost(BaseException):
+    """A member is gone, or sent what is not due: the worker ends, as all that it holds is useless.
+
+    No ``Exception``: it is not the failure of one request, nor of the model's files.
+    """
+
+    def __init__(self, error: FleetError) -> None:
+        super().__init__(str(error))
+        self.error = error

@@ -11,6 +11,7 @@ unknown tags are a bug and raise.
                       Tokenized, Accepted (KvMissing and KvFetched before it or after it), Prefill*,
                       PrefillReport?, KvStored?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
                       for each AssistPrefill: Accepted, Assisted | Failed
+                      for each ServeStage: Accepted, Failed
                       for each Question: Accepted, Prefill*, its answer | Failed
                       for each DraftFor: Accepted, DraftReport | Failed
                       and Heartbeat at least every ``limits.ENGINE_BEAT_S``
@@ -210,6 +211,17 @@ class AssistPrefill(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
+class ServeStage(msgspec.Struct, frozen=True, tag=True):
+    """Run layers [first, last) for a worker of another machine that has the rest of the model, until that is
+    gone or this is cancelled; answered by Accepted once the memory for ``tokens`` is reserved, and by Failed
+    if the other worker goes. Its stream is "stage"."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
+    first: Natural
+    last: Natural
+    tokens: Natural
+
+
 class Profile(msgspec.Struct, frozen=True):
     """Which heads of a model find what a question asks for, as (layer, query head), ascending, and how many
     of its ``layers`` (0 if that is not told) are run to ask them. ``rotated``: queries and keys are compared
@@ -239,9 +251,13 @@ class DraftFor(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 BLOCKS: Literal["blocks"] = "blocks"
 
 
+#: The stream between a worker that answers and one of a ServeStage.
+STAGE: Literal["stage"] = "stage"
+
+
 class StreamTag(msgspec.Struct, frozen=True):
     """What a socket that is handed to a worker is for: ``job`` is the id of a PrefillWithHelpers,
-    an AssistPrefill or a DraftFor, or of an answer, for its drafts."""
+    an AssistPrefill, a ServeStage or a DraftFor, of an answer, for its drafts, or of a group, for a member."""
 
     job: str
     name: str
@@ -392,6 +408,8 @@ class MeasuredAgain(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """Why the worker ends: its model cannot be loaded, or a machine that has some of it is lost."""
+
     code: str
     message: str
     hint: str = ""
@@ -716,6 +734,7 @@ Command = (
     | PrefillAlone
     | FetchBlocks
     | AssistPrefill
+    | ServeStage
     | DraftFor
     | Score
     | Cancel

@@ -37,6 +37,16 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     blocks: DiskCacheSettings | None = None
 
 
+class GroupMember(msgspec.Struct, frozen=True):
+    """Layers [first, last) of a group's model, which another machine has. ``stream``: the id under which the
+    socket to it is handed over."""
+
+    first: int
+    last: int
+    stream: str
+    name: str = ""
+
+
 class WorkerSettings(WorkerOptions, frozen=True):
     """One worker's model, and how to run it."""
 
@@ -51,3 +61,7 @@ class WorkerSettings(WorkerOptions, frozen=True):
     last_layer: int = 0
     # Then the model's own name; ``name`` tells this part of it from others.
     part_of: str = ""
+    # The other machines of a group, whose model this worker answers with: it has the layers before the first
+    # of them, the embedding and the head. Rows of so many tokens have room with each of them.
+    group: tuple[GroupMember, ...] = ()
+    group_tokens: int = 0

@@ -33,7 +33,7 @@ import msgspec
 from fleetd import limits
 from fleetd.engine import protocol
 from fleetd.engine.cpu import address_space, openmp_file, products
-from fleetd.engine.failures import failed, typed
+from fleetd.engine.failures import MemberLost, failed, typed
 from fleetd.engine.measure.chunk_size import Chunks, FixedChunks, MeasuredChunks, PacedChunks
 from fleetd.engine.protocol import (
     AssistPrefill,
@@ -51,17 +51,20 @@ from fleetd.engine.protocol import (
     Ready,
     Report,
     Score,
+    ServeStage,
     Shutdown,
+    StreamTag,
     TakenElsewhere,
     WriteNow,
 )
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.streams.channel import receive_sockets
-from fleetd.errors import EngineError
+from fleetd.errors import EngineError, FleetError
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.startup import collector, import_index
 
 if TYPE_CHECKING:
+    from fleetd.engine.load.group_members import GroupMembers
     from fleetd.engine.load.loading import Loaded
     from fleetd.engine.load.model_reading import Device
     from fleetd.engine.load.stage_loading import LoadedPart
@@ -221,6 +224,8 @@ class Front:
                         self._compute.tell(command)
                     case PrefillWithHelpers() | PrefillAlone() | FetchBlocks() | AssistPrefill() | DraftFor():
                         self._compute.tell(command)
+                    case ServeStage():
+                        self._compute.tell(command)
                     case IdleTime() | FreeMemory() | TakenElsewhere() | ForgetOrigins() | WriteNow():
                         self._compute.tell(command)
                     case Shutdown():
@@ -304,22 +309,29 @@ def main() -> int:
     try:
         with link.watched():
             compute, loaded, facts = start(settings, link.send, socket.socket(fileno=arguments.streams_fd))
-    except (Exception, SystemExit) as error:
-        known = typed(error, f"{settings.name} could not be loaded: {error}")
-        link.send(LoadFailed(known.code, known.message, known.hint))
-        link.flush()
-        return EXIT_LOAD_FAILED
+    except (Exception, SystemExit, MemberLost) as error:
+        known = error.error if isinstance(error, MemberLost) else error
+        return _failed(link, typed(known, f"{settings.name} could not be loaded: {known}"))
     front = Front(link, compute, loaded, settings.name)
     threading.Thread(target=front.read, args=(protocol.commands(),), name="reader", daemon=True).start()
     link.send(facts)
     try:
         compute.run()
+    except MemberLost as lost:
+        return _failed(link, lost.error)
     except Exception:
         traceback.print_exc()
         link.flush()
         return EXIT_CRASHED
     link.flush()
     return EXIT_OK
+
+
+def _failed(link: DaemonSocket, error: FleetError) -> int:
+    """Tell the daemon why the worker ends; returns its exit status."""
+    link.send(LoadFailed(error.code, error.message, error.hint))
+    link.flush()
+    return EXIT_LOAD_FAILED
 
 
 def start(
@@ -343,16 +355,34 @@ def start(
         mlx_functions.install()
     compute: Scheduler | HelperLoop
     loaded: Loaded | None = None
+    members = _members(settings, channel)
     if settings.last_layer:
         part = stage_loading.load_part(settings, device, emit)
         compute, facts = _helper_loop(part, emit), part.facts
     else:
-        loaded = loading.load(settings, device, emit)
+        loaded = loading.load(settings, device, emit, members)
         compute, facts = _scheduler(settings, loaded, device, emit), loaded.facts
-    threading.Thread(
-        target=receive_sockets, args=(channel, compute.put_stream), name="channel", daemon=True
-    ).start()
+    if members is not None:
+        members.others = compute.put_stream
+    else:
+        _receive_streams(channel, compute.put_stream)
     return compute, loaded, facts
+
+
+def _receive_streams(channel: socket.socket, put: Callable[[StreamTag, socket.socket], None]) -> None:
+    """Take the sockets that the daemon hands over, on a thread of their own."""
+    threading.Thread(target=receive_sockets, args=(channel, put), name="channel", daemon=True).start()
+
+
+def _members(settings: WorkerSettings, channel: socket.socket) -> GroupMembers | None:
+    """The other machines of a group, whose streams come while the model is loaded; None if it has none."""
+    if not settings.group:
+        return None
+    from fleetd.engine.load.group_members import GroupMembers
+
+    members = GroupMembers(settings.group)
+    _receive_streams(channel, members.put)
+    return members
 
 
 def keep_kernels(cache: str) -> None:

@@ -84,19 +84,7 @@ def split_of(kind: str, accepted: Accepted, cuts: Sequence[float] = (0.5,), chun
 async def workers(path: Path, count: int = 2, **settings: Any) -> AsyncIterator[list[EngineProcess]]:
     """Loaded ones; the first answers."""
     made = [
-        EngineProcess(
-            WorkerSettings(
-                **{
-                    "name": f"worker{number}",
-                    "path": str(path),
-                    "device": "cpu",
-                    "threads": 1,
-                    "max_memory_bytes": 2 << 30,
-                    "prefill_chunk_tokens": CHUNK,
-                    **settings,
-                }
-            )
-        )
+        EngineProcess(worker_settings(path, **{"name": f"worker{number}", **settings}))
         for number in range(count)
     ]
     try:
@@ -107,6 +95,20 @@ async def workers(path: Path, count: int = 2, **settings: Any) -> AsyncIterator[
         for relay in list(Relay.open):
             relay.close()
         await asyncio.gather(*(engine.stop() for engine in made))
+
+
+def worker_settings(path: Path, **settings: Any) -> WorkerSettings:
+    return WorkerSettings(
+        **{
+            "name": "worker",
+            "path": str(path),
+            "device": "cpu",
+            "threads": 1,
+            "max_memory_bytes": 2 << 30,
+            "prefill_chunk_tokens": CHUNK,
+            **settings,
+        }
+    )
 
 
 async def start(engine: EngineProcess) -> None:

@@ -50,6 +50,7 @@ from fleetd.engine.protocol import (
     Question,
     Ready,
     ScoringState,
+    ServeStage,
     Shutdown,
     StreamTag,
     TakenElsewhere,
@@ -274,6 +275,13 @@ class EngineProcess:
         """
         return self._exchange(assist, Assisted)
 
+    def serve(self, stage: ServeStage) -> AsyncGenerator[Event, None]:
+        """Accepted once there is memory for it. Closing the generator ends it.
+
+        Raises as ``stream``, and PeerError if the other worker goes.
+        """
+        return self._exchange(stage, Finished)
+
     async def ask(self, question: Question[A], progress: Callable[[Prefill], None] = no_progress) -> A:
         """The answer, once there is memory for the work and that is done. Cancelling cancels it.
 
@@ -340,7 +348,9 @@ class EngineProcess:
 
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Hand a connected socket to the worker; it is closed here in any case. Raises EngineDied."""
-        if self.state != "ready" or self._socket_sender is None:
+        # One that answers for a group connects to the others while it loads.
+        waits = self.state == "loading" and self.settings.group
+        if not (self.state == "ready" or waits) or self._socket_sender is None:
             sock.close()
             raise self._not_running()
         await self._socket_sender.give(tag, sock)
@@ -358,7 +368,7 @@ class EngineProcess:
 
     async def _exchange(
         self,
-        command: Generate | AssistPrefill | Question[Any] | DraftFor,
+        command: Generate | AssistPrefill | ServeStage | Question[Any] | DraftFor,
         last: type[Any],
     ) -> AsyncGenerator[Event, None]:
         if self.state != "ready" or self._writer is None:

@@ -71,10 +71,11 @@ class Prefiller:
             n = min(n, self._places[0] - self.done)
         chunk = mx.array(self.tokens[self.done : self.done + n])[None]  # (1, n)
         with growth.at_once(self.cache, self.remaining):
-            logits = self.model(chunk, cache=self.cache)  # (1, n, V); lazy: not computed unless scored
-        if self.score is not None:
-            logits = logits[0].astype(mx.float32)
-            self.score(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+            if self.score is None:
+                read(self.model, chunk, self.cache, self.remaining)
+            else:
+                logits = self.model(chunk, cache=self.cache)[0].astype(mx.float32)  # (n, V)
+                self.score(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.eval([layer.state for layer in self.cache])
         self.done += n
         if self._places and self.done == self._places[0]:
@@ -87,6 +88,17 @@ class Prefiller:
         # If they do not all fit, the later ones are of more use: a conversation is edited at its end.
         while sum(checkpoints.nbytes(state) for state in self.states.values()) > self.state_bytes:
             del self.states[min(self.states)]
+
+
+def read(model: Any, tokens: mx.array, cache: list[Any], room: int) -> None:
+    """Have ``cache`` hold what a model keeps of ``tokens`` (1, n), behind which ``room`` - n follow. Lazy.
+
+    A model over several machines would wait for logits that nobody wants.
+    """
+    if hasattr(model, "read"):
+        model.read(tokens, cache, room)
+    else:
+        model(tokens, cache=cache)
 
 
 def give_back(*, done: bool) -> None:

@@ -123,11 +123,11 @@ class Stage(msgspec.Struct, frozen=True):
         weights.layers = self.weights.layers[inner]
         ends = last == self.total
         wanted = {
-            "embed_tokens": first == 0 or self._per_layer or (ends and "lm_head" not in self.weights),
+            "embed_tokens": first == 0 or self.takes_tokens or (ends and "lm_head" not in self.weights),
             "positions": first == 0 and "positions" in self.weights,
             "norm": ends,
             "lm_head": ends and "lm_head" in self.weights,
-            **dict.fromkeys(PER_LAYER_MODULES, self._per_layer),
+            **dict.fromkeys(PER_LAYER_MODULES, self.takes_tokens),
             **{name: first == 0 and name in self.weights for name in self._between.first},
             **{name: ends and name in self.weights for name in self._between.last},
         }
@@ -135,6 +135,14 @@ class Stage(msgspec.Struct, frozen=True):
             if needed:
                 weights[name] = self.weights[name]
         return replace(self, first=first, last=last, weights=weights, empty=self.empty[inner])
+
+    def with_ends(self, last: int) -> Stage:
+        """Layers [0, last) of a whole model, the embedding, and what follows its last layer."""
+        front, back = self.part(0, last), self.part(self.total - 1, self.total)
+        for name, module in back.weights.items():
+            if name != "layers" and name not in front.weights:
+                front.weights[name] = module
+        return front
 
     @property
     def width(self) -> int:
@@ -156,7 +164,7 @@ class Stage(msgspec.Struct, frozen=True):
         return BETWEEN[self.architecture.between]
 
     @property
-    def _per_layer(self) -> bool:
+    def takes_tokens(self) -> bool:
         """True if each layer has an input of its own, which every stage makes of the tokens."""
         return PER_LAYER_MODULES[0] in self.weights
 
@@ -178,7 +186,7 @@ class Stage(msgspec.Struct, frozen=True):
     @property
     def is_tied(self) -> bool:
         """True if the table of the embedding is the head, and this stage has it."""
-        return self.last == self.total and "lm_head" not in self.weights
+        return "norm" in self.weights and "lm_head" not in self.weights
 
     @property
     def outside_bytes(self) -> int:
@@ -199,7 +207,7 @@ class Stage(msgspec.Struct, frozen=True):
 
     def inputs(self, tokens: mx.array, start: int) -> PassInputs:
         """What of ``tokens`` (B, T), the first at position ``start``, enters layers besides hidden states."""
-        if not self._per_layer:
+        if not self.takes_tokens:
             return PassInputs(start)
         return PassInputs(start, per_layer_inputs(self.architecture, self.weights, self.args, tokens))
 
@@ -241,8 +249,8 @@ class Stage(msgspec.Struct, frozen=True):
         return self._between.packed(self.args, self.total, state)
 
     def finish(self, hidden: mx.array) -> mx.array:
-        """Hidden states (B, T, D) after the last layer to logits (B, T, V), in the last stage."""
-        if self.last != self.total:
+        """Hidden states (B, T, D) after the last layer to logits (B, T, V), in a stage that has the head."""
+        if "norm" not in self.weights:
             raise ValueError(f"logits come after layer {self.total - 1}; this stage ends before {self.last}")
         hidden = self.weights.norm(self._between.ended(self.args, self.total, self.weights, hidden))
         head = self.weights.lm_head if "lm_head" in self.weights else self.weights.embed_tokens.as_linear

@@ -16,12 +16,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from fleetd import limits
 from fleetd.cache.block_names import LateBasis
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.control.model_facts import ModelShape
+from fleetd.control.model_facts import ModelShape, StateSizes
 from fleetd.engine.answer.tool_formats import has_reasoning
 from fleetd.engine.cpu import products
 from fleetd.engine.failures import over_files
 from fleetd.engine.grammar.grammars import Grammars
+from fleetd.engine.groups.group_model import GroupModel
 from fleetd.engine.layers.stage import Stage
+from fleetd.engine.load.group_members import GroupMembers
 from fleetd.engine.load.load_findings import FindingsKey, LoadFindings, block_basis, versions
 from fleetd.engine.load.model_reading import (
     Device,
@@ -53,6 +55,8 @@ from fleetd.storage.cached_results import CachedResult
 # largest.
 _UNEQUAL, _ROUNDING = ([3, 4, 5, 6, 7], [8]), 0.03
 # A token's id and the length of its text.
+# Why neither tokens of a prompt can be left out of a model's prefill nor parts of it be shared.
+_SEVERAL = "Its layers are on several machines."
 _ENTRY = struct.Struct("<iI")
 
 
@@ -64,8 +68,14 @@ class MemoryShares(msgspec.Struct, frozen=True):
     sequences: int
 
     @classmethod
-    def of(cls, weights: int, room: MemoryBudget, settings: WorkerSettings) -> MemoryShares:
+    def of(
+        cls, weights: int, sizes: StateSizes, room: MemoryBudget, settings: WorkerSettings
+    ) -> MemoryShares:
+        """``sizes``: of a sequence."""
         left = max(0, room.usable_bytes - weights - WORKING_BYTES)
+        if settings.group:
+            # Other machines have room for the rows of so many tokens.
+            left = min(left, sizes.of(settings.group_tokens))
         # However much the owner gives to old prompts, new ones get the part that old ones have otherwise.
         most = left - int(left * limits.PREFIX_SHARE)
         prefix = min(settings.prefix_cache_bytes, most) or int(left * limits.PREFIX_SHARE)
@@ -113,8 +123,13 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     grammars: Grammars
 
 
-def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> Loaded:
-    """Verify, read, warm up and measure.
+def load(
+    settings: WorkerSettings,
+    device: Device,
+    report: Callable[[Loading], None],
+    members: GroupMembers | None = None,
+) -> Loaded:
+    """Verify, read, warm up and measure. ``members``: the other machines that have layers of it; None: none.
 
     Raises:
         ModelCorrupt, ModelRefused: from ``verify``; ModelCorrupt also for files that libraries cannot use.
@@ -125,7 +140,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     config = verified_config(settings, report)
     room = memory_budget(device, settings)
     stats = manifest.part_stats(Path(settings.path))
-    read = read_model(settings, config, device, room, report)
+    read = read_model(settings, config, device, room, report, members)
     key = FindingsKey.now(
         VerdictKey.now(_digest(settings), device, accelerator_name(device), versions(read.arithmetic))
     )
@@ -137,7 +152,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
 
     verdict = _verdict(read, settings, key.model, found.findings.measured.speed.decode_tok_s, report)
     keep_weights(device, settings)
-    shares = MemoryShares.of(read.weights_bytes, room, settings)
+    shares = MemoryShares.of(read.weights_bytes, read.sizes, room, settings)
     search = _profile_search(read, settings, key.model.digest)
     return Loaded(
         model=read.model,
@@ -230,6 +245,8 @@ def _ready(
 def _sharable(read: ReadModel, known: LoadFindings | None) -> tuple[Sharable | None, str]:
     """What other machines can help with, or why they cannot."""
     found = known.arithmetic if known else None
+    if isinstance(read.model, GroupModel):
+        return None, _SEVERAL
     try:
         return Sharable.of(Stage.of(read.model), read.device, versions(read.arithmetic), found), ""
     except ModelUnsupported as error:
@@ -244,6 +261,8 @@ def _sparse(model: Any, known: LoadFindings | None) -> tuple[Sparse | None, str]
     """How prompts are prefilled in part, or why they cannot be. Wraps the model's ropes."""
     if known is not None and known.dense_reason:
         return None, known.dense_reason
+    if isinstance(model, GroupModel):
+        return None, _SEVERAL
     try:
         return Sparse.of(model, checked=known is not None), ""
     except ModelUnsupported as error:

@@ -24,6 +24,8 @@ from fleetd.engine.cpu import address_space, packed_layers, products
 from fleetd.engine.cpu.packed_layers import weights_bytes
 from fleetd.engine.cpu.packed_product import kernels
 from fleetd.engine.failures import over_files
+from fleetd.engine.groups.group_model import GroupModel
+from fleetd.engine.load.group_members import GroupMembers
 from fleetd.engine.load.readable_folder import readable
 from fleetd.engine.measure import device_memory
 from fleetd.engine.measure.memory import admit_weights, human
@@ -117,8 +119,10 @@ def read_model(
     device: Device,
     room: MemoryBudget,
     report: Callable[[Loading], None],
+    members: GroupMembers | None = None,
 ) -> ReadModel:
-    """Read a whole model and its tokenizer, and warm up.
+    """Read a whole model and its tokenizer, and warm up. Of a model over several machines this one's part is
+    read, and ``members`` gives the others.
 
     Raises:
         ModelCorrupt: its files cannot be used.
@@ -129,6 +133,9 @@ def read_model(
     on_disk = sum(file.stat().st_size for file in Path(settings.path).glob("model*.safetensors"))
     weights = HeldWeights.of(settings, config, device, room, on_disk)
     model, tokenizer = _read(settings, config, weights, room, report)
+    if members is not None:
+        report(Loading("connecting"))
+        model.join(members.of(model))
     report(Loading("warming up"))
     sizes = warm_up(model)
     return ReadModel(
@@ -202,7 +209,8 @@ def _read(
 ) -> tuple[Any, Any]:
     """The model and its tokenizer. Raises OutOfMemory before reading what does not fit."""
     path, on_disk = Path(settings.path), weights.on_disk
-    admit_weights(settings.name, weights.expected, room)
+    if not settings.group:
+        admit_weights(settings.name, weights.expected, room)
     report(Loading("reading", 0, on_disk))
     with (
         readable(path) as place,
@@ -211,6 +219,8 @@ def _read(
     ):
         reading = aside.submit(_tokenizer, place, config)
         model = lazy_model(place, config)
+        if settings.group:
+            model = GroupModel.front_of(model, settings.group[0].first, on_cpu=weights.device == "cpu")
         tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
         admit_weights(settings.name, weights.bytes_of(model, tied=tied), room)
         weights.hold(model)

@@ -16,11 +16,13 @@ from typing import Any
 import mlx.core as mx
 
 from fleetd import limits
+from fleetd.engine.groups.member_guests import MemberGuests
 from fleetd.engine.guests import Guests
 from fleetd.engine.loop.inbox import Inbox, Item, Stop
 from fleetd.engine.measure.idle_calibration import IdleCalibration
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.protocol import (
+    STAGE,
     AssistPrefill,
     Cancel,
     DraftFor,
@@ -28,6 +30,7 @@ from fleetd.engine.protocol import (
     FreeMemory,
     Heartbeat,
     Report,
+    ServeStage,
     StreamTag,
     TakenElsewhere,
 )
@@ -60,7 +63,12 @@ class ComputeLoop(ABC):
             streams=self.streams,
             emit=self.emit,
         )
-        self.guests = [self._helpers]
+        # A step of a model over several machines waits for each of them: short frames go at once.
+        self._stage_streams = HandedOverStreams(self.inbox.wake, eager=True)
+        self._stages = MemberGuests(
+            sharable=self.sharable, budget=self.budget, streams=self._stage_streams, emit=self.emit
+        )
+        self.guests = [self._helpers, self._stages]
 
     # ---- from other threads ----------------------------------------------------------------------------
 
@@ -69,7 +77,7 @@ class ComputeLoop(ABC):
 
     def put_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Take a connected socket that the daemon hands over."""
-        self.streams.put(tag, sock)
+        (self._stage_streams if tag.name == STAGE else self.streams).put(tag, sock)
 
     def stop(self) -> None:
         self.inbox.put(Stop())
@@ -132,6 +140,8 @@ class ComputeLoop(ABC):
         match item:
             case AssistPrefill():
                 self._helpers.begin(item)
+            case ServeStage():
+                self._stages.begin(item)
             case Cancel(task_id):
                 self._cancel_guest(task_id)
             case FreeMemory(prompts):
@@ -171,6 +181,7 @@ class ComputeLoop(ABC):
 
     def _sweep(self) -> None:
         self.streams.sweep()
+        self._stage_streams.sweep()
 
     def _figures(self) -> Heartbeat:
         return Heartbeat(
@@ -185,6 +196,7 @@ class ComputeLoop(ABC):
         for guests in self.guests:
             guests.close()
         self.streams.close()
+        self._stage_streams.close()
 
 
 class HelperLoop(ComputeLoop):

@@ -18,6 +18,7 @@ from fleetd.engine.protocol import (
     IdleTime,
     PrefillAlone,
     PrefillWithHelpers,
+    ServeStage,
     TakenElsewhere,
     WriteNow,
 )
@@ -35,6 +36,7 @@ Item = (
     | PrefillAlone
     | FetchBlocks
     | AssistPrefill
+    | ServeStage
     | DraftFor
     | FreeMemory
     | TakenElsewhere

@@ -144,7 +144,10 @@ class Scheduler(ComputeLoop):
         )
 
     def put_stream(self, tag: StreamTag, sock: socket.socket) -> None:
-        (self._draft_streams if tag.name == DRAFTS else self.streams).put(tag, sock)
+        if tag.name == DRAFTS:
+            self._draft_streams.put(tag, sock)
+        else:
+            super().put_stream(tag, sock)
 
     @property
     def busy(self) -> bool:

@@ -37,6 +37,10 @@ class Kind(IntEnum):
     COMMIT = 6
     # How it may go on.
     DRAFT = 7
+    # In a group of machines (``groups.messages``): hidden states for a member's layers.
+    STAGE = 8
+    # What came out of them.
+    STAGED = 9
 
 
 _HEAD = struct.Struct("<BHBIII8sQQ")

@@ -1,0 +1,107 @@
+"""A model of which this machine has the first layers, the embedding and the head, and other machines the rest.
+
+    tokens ─► embedding, own layers ─► member ─► member ─► norm, head ─► logits
+
+For all that calls it, it is one of mlx-lm's models. A chunk of a prompt is sent on and not waited for, so
+that every machine computes a chunk of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from fleetd.engine.groups.remote_stage import RemoteRows, RemoteStage
+from fleetd.engine.layers.layer_calls import PassInputs
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.sequence_state.kinds import all_plain, first_held
+from fleetd.errors import ModelUnsupported
+
+
+class GroupModel(nn.Module):  # type: ignore[misc]
+    """Layers [0, ``first``) of a whole model and both of its ends; ``join`` gives it the rest.
+
+    ``dtype``: of hidden states.
+
+    Raises ModelUnsupported for a model that cannot be run in parts.
+    """
+
+    def __init__(self, whole: Stage, first: int, dtype: mx.Dtype) -> None:
+        super().__init__()
+        if not all_plain([cache for cache in whole.empty if cache is not None]):
+            raise ModelUnsupported(
+                "Models that keep windows or running states do not run on several machines yet.",
+                hint="Choose a model that fits one machine (fleetctl models).",
+            )
+        self._front = whole.with_ends(first)
+        self.weights = self._front.weights
+        self.dtype = dtype
+        self.takes_tokens, self.width = whole.takes_tokens, whole.width
+        self._members: tuple[RemoteStage, ...] = ()
+
+    @classmethod
+    def front_of(cls, model: Any, first: int, *, on_cpu: bool) -> GroupModel:
+        """Of one of mlx-lm's models, of which nothing is read yet."""
+        whole = Stage.of(model)
+        # A CPU computes in f32; elsewhere the embedding decides it.
+        return cls(whole, first, mx.float32 if on_cpu else whole.embed(mx.array([[0]])).dtype)
+
+    def join(self, members: Sequence[RemoteStage]) -> None:
+        """Have the layers behind this machine's run by ``members``, in this order.
+
+        Raises ValueError if these are not all of them.
+        """
+        ends = [self._front.last, *(member.last for member in members)]
+        if [member.first for member in members] != ends[:-1] or ends[-1] != self._front.total:
+            raise ValueError(f"layers {ends} of {self._front.total} are in this group")
+        self._members = tuple(members)
+
+    @property
+    def layers(self) -> list[Any]:
+        """One entry for each layer of the whole model; None for those of other machines."""
+        own = list(self._front.weights.layers)
+        return own + [None] * (self._front.total - len(own))
+
+    def make_cache(self) -> list[Any]:
+        """What this machine's layers keep, then an entry for each other machine."""
+        own = [cache for cache in self._front.make_caches() if cache is not None]
+        return own + [member.rows() for member in self._members]
+
+    def __call__(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:  # (B, T) -> (B, T, V)
+        hidden = self._through(tokens, cache or self.make_cache(), wanted=True)
+        return self._front.finish(hidden)
+
+    def read(self, tokens: mx.array, cache: list[Any], room: int = 0) -> None:
+        """Have all layers keep what they keep of ``tokens``; nothing comes back.
+
+        ``room``: so many tokens follow, with these.
+        """
+        self._through(tokens, cache, wanted=False, room=room)
+
+    def settle(self) -> None:
+        """Wait until every machine has computed what it was sent."""
+        for member in self._members:
+            member.settle()
+
+    def _through(self, tokens: mx.array, cache: list[Any], *, wanted: bool, room: int = 0) -> mx.array:
+        own, rest = cache[: len(cache) - len(self._members)], cache[len(cache) - len(self._members) :]
+        start = (first_held(own) or 0) if tokens.shape[0] == 1 else 0
+        inputs = self._front.inputs(tokens, start) if self.takes_tokens else PassInputs(start)
+        hidden = self._front.run(self._front.embed(tokens), self._front.spread(own), inputs)
+        for member, rows in zip(self._members, rest, strict=True):
+            # No wait for another machine may lie within what a device computes.
+            mx.eval(hidden)
+            if not wanted and member is self._members[-1]:
+                member.read(hidden, _remote(rows), tokens, room=room)
+            else:
+                hidden = member.run(hidden, _remote(rows), tokens, room=room)
+        return hidden
+
+
+def _remote(rows: Any) -> RemoteRows:
+    if not isinstance(rows, RemoteRows):
+        raise TypeError(f"a member's rows are no {type(rows).__name__}")
+    return rows

@@ -1,0 +1,77 @@
+"""What a member keeps of a group's sequences: for each number, the caches of its layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetd import limits
+from fleetd.engine.groups.messages import Change, Copy, Drop, Extend, Extract, Filter, Merge, Trim
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.sequence_state import batches, rollback
+from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.errors import ProtocolError
+
+
+class MemberRows:
+    """Changed as the answering worker tells."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        # Of layers that keep something.
+        self._held: dict[int, list[Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all of it; what two numbers share counts twice."""
+        return sum(int(cache.nbytes) for caches in self._held.values() for cache in caches)
+
+    def caches(self, number: int) -> list[Any]:
+        """The caches of a number, one for each layer that keeps something; new ones if it has none yet."""
+        if number not in self._held:
+            self._keep(number, [cache for cache in self._stage.make_caches() if cache is not None])
+        return self._held[number]
+
+    def change(self, change: Change) -> None:
+        """Raises ProtocolError for a change of what is not there."""
+        match change:
+            case Copy(old, new, tokens):
+                self._keep(new, self._copy(self._known(old), tokens))
+            case Trim(held, tokens):
+                rollback.take_back(self._known(held), tokens)
+            case Merge(sequences, new):
+                self._keep(new, batches.merged([self.caches(each) for each in sequences]))
+            case Extend(batch, other):
+                for mine, theirs in zip(self._known(batch), self._known(other), strict=True):
+                    mine.extend(theirs)
+            case Filter(batch, rows):
+                for cache in self._known(batch):
+                    cache.filter(rows)
+            case Extract(batch, row, new):
+                self._keep(new, batches.extracted(self._known(batch), row))
+            case Drop(held):
+                # One that no tokens came for was never here.
+                self._held.pop(held, None)
+
+    def _copy(self, caches: list[Any], tokens: int) -> list[Any]:
+        if tokens < 0:
+            return [copy_on_write(cache) for cache in caches]
+        stored = rollback.held(caches)
+        found = None
+        if stored is not None and tokens <= stored:
+            found = rollback.prefix_copy(caches, tokens, stored)
+        if found is None:
+            raise ProtocolError(f"The first {tokens} tokens of {stored} cannot be had here.")
+        return found
+
+    def _known(self, number: int) -> list[Any]:
+        if number not in self._held:
+            raise ProtocolError(f"Nothing is kept here under {number}.")
+        return self._held[number]
+
+    def _keep(self, number: int, caches: list[Any]) -> None:
+        if number in self._held or len(self._held) >= limits.GROUP_HELD:
+            raise ProtocolError(f"Nothing more can be kept here under {number}.")
+        self._held[number] = caches

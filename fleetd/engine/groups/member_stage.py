@@ -1,0 +1,117 @@
+"""A member's part of a group: its layers, run on what comes, frame by frame.
+
+STAGE ─► changes of what is kept ─► layers ─► STAGED, in the order in which they came
+"""
+
+from __future__ import annotations
+
+import time
+
+import mlx.core as mx
+import numpy as np
+
+from fleetd import limits
+from fleetd.engine.groups import messages
+from fleetd.engine.groups.member_rows import MemberRows
+from fleetd.engine.groups.messages import RunStage, StageDone
+from fleetd.engine.layers.layer_calls import PassInputs
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.protocol import STAGE
+from fleetd.engine.sequence_state import growth
+from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
+from fleetd.engine.sequence_state.kinds import first_held
+from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
+from fleetd.errors import FleetError, OutOfMemory, ProtocolError
+
+
+class MemberStage:
+    """``stage``: the member's layers. ``dtype``: of hidden states. ``most_bytes``: for all that is kept."""
+
+    def __init__(self, stage: Stage, dtype: mx.Dtype, most_bytes: int, connect: Connect) -> None:
+        self._stage, self._dtype, self._most_bytes = stage, dtype, most_bytes
+        self.rows = MemberRows(stage)
+        self._next: Frame | None = None
+        self._broken: FleetError | None = None
+        self._pipe = connect(STAGE, self._place)
+
+    # ---- guest work ------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        if self._next is None and self._broken is None:
+            try:
+                self._next = self._pipe.receive()
+            except FleetError as error:
+                self._broken = error
+        return self._next is not None or self._broken is not None
+
+    @property
+    def due_s(self) -> None:
+        """It waits until the group ends."""
+        return None
+
+    def step(self) -> None:
+        """Run the layers on what came first. Raises what the stream broke with, and FleetError."""
+        if not self.ready:
+            return
+        if self._next is None:
+            raise self._broken or ProtocolError("The stream of a group has ended.")
+        frame, self._next = self._next, None
+        begun = time.monotonic()
+        command = messages.decode(frame.buffers[0], RunStage)
+        for change in command.changes:
+            self.rows.change(change)
+        if not command.tokens or not command.batch:
+            return
+        out = self._run(command, frame)
+        done = memoryview(messages.encode(StageDone(time.monotonic() - begun)))
+        payload = [] if out is None else [buffer_of(as_bytes(out))]
+        sizes = done.nbytes, sum(part.nbytes for part in payload)
+        head = FrameHeader(Kind.STAGED, count=command.tokens, sizes=sizes)
+        self._pipe.send(head, done, *payload)
+
+    def close(self) -> None:
+        self._pipe.close()
+
+    # ---- the layers ------------------------------------------------------------------------------------
+
+    def _run(self, command: RunStage, frame: Frame) -> mx.array | None:
+        caches = self.rows.caches(command.held)
+        hidden = self._hidden(command, frame)
+        ids = mx.array(command.ids).reshape(command.batch, -1) if command.ids else None
+        start = _start(caches, command.batch)
+        inputs = PassInputs(start) if ids is None else self._stage.inputs(ids, start)
+        with growth.at_once(caches, command.room or command.tokens):
+            out = self._stage.run(hidden, self._stage.spread(caches), inputs)
+        mx.eval(out, [cache.state for cache in caches])
+        if not command.wanted:
+            mx.clear_cache()
+        if (kept := self.rows.nbytes) > self._most_bytes:
+            raise OutOfMemory(f"A group keeps {kept} bytes here; {self._most_bytes} were promised.")
+        return out if command.wanted else None
+
+    def _hidden(self, command: RunStage, frame: Frame) -> mx.array:
+        shape = (command.batch, command.tokens, self._stage.width)
+        expected = command.batch * command.tokens * self._stage.width * self._dtype.size
+        if frame.head.sizes[1] != expected:
+            raise ProtocolError(
+                f"Hidden states of {frame.head.sizes[1]} bytes came where {expected} were due."
+            )
+        data = np.frombuffer(frame.buffers[1], np.uint8).reshape(*shape[:2], -1)
+        return of_bytes(data, self._dtype)
+
+    # ---- what arrives ----------------------------------------------------------------------------------
+
+    def _place(self, head: FrameHeader) -> list[memoryview]:
+        first, second = head.sizes
+        most = limits.GROUP_TOKENS * self._stage.width * self._dtype.size
+        if head.kind is not Kind.STAGE or first > limits.GROUP_MESSAGE_BYTES or second > most:
+            raise ProtocolError(
+                f"A {head.kind.name} of {first} and {second} bytes came where a STAGE was due."
+            )
+        return [memoryview(bytearray(first)), memoryview(bytearray(second))]
+
+
+def _start(caches: list[object], batch: int) -> int:
+    """The position of the first token. In a batch each row has its own, which its caches know."""
+    return (first_held(caches) or 0) if batch == 1 else 0

@@ -1,0 +1,120 @@
+"""What the worker that answers and a member say to each other, on one stream.
+
+    answering ─► STAGE   a message, hidden states (B, T, D)      run the member's layers on them
+    answering ◄─ STAGED  a message, hidden states or nothing     once that is done, in the same order
+
+What a member keeps of sequences has numbers, which the answering worker gives. What happens to it (copies,
+tokens taken back, batches) is told in the order in which it happens, with the next STAGE. So a member is
+never asked, and none of this waits for an answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.errors import ProtocolError
+
+_Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
+_Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Rows = Annotated[list[_Number], Meta(min_length=1, max_length=limits.GROUP_STREAMS)]
+
+
+class Copy(msgspec.Struct, frozen=True, tag="copy", array_like=True):
+    """``new`` holds what ``old`` holds of its first ``tokens``; all of it if that is -1."""
+
+    old: _Number
+    new: _Number
+    tokens: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
+
+
+class Trim(msgspec.Struct, frozen=True, tag="trim", array_like=True):
+    """The last ``tokens`` of it are undone."""
+
+    held: _Number
+    tokens: _Count
+
+
+class Merge(msgspec.Struct, frozen=True, tag="merge", array_like=True):
+    """``new`` is a batch of these sequences, which stay as they are."""
+
+    sequences: _Rows
+    new: _Number
+
+
+class Extend(msgspec.Struct, frozen=True, tag="extend", array_like=True):
+    """The batch gets the rows of ``other`` behind its own."""
+
+    batch: _Number
+    other: _Number
+
+
+class Filter(msgspec.Struct, frozen=True, tag="filter", array_like=True):
+    """The batch keeps these of its rows, in this order."""
+
+    batch: _Number
+    rows: _Rows
+
+
+class Extract(msgspec.Struct, frozen=True, tag="extract", array_like=True):
+    """``new`` is the sequence in a row of the batch, which stays as it is."""
+
+    batch: _Number
+    row: Annotated[int, Meta(ge=0, lt=limits.GROUP_STREAMS)]
+    new: _Number
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop", array_like=True):
+    """It is needed no more."""
+
+    held: _Number
+
+
+Change = Copy | Trim | Merge | Extend | Filter | Extract | Drop
+
+
+class RunStage(msgspec.Struct, frozen=True, array_like=True):
+    """Make these changes, then run the layers on hidden states (``batch``, ``tokens``, D); on none, and with
+    no answer, if these are 0.
+
+    ``held``: what the layers keep of the sequences, which is new if the number is. ``ids``: the tokens
+    themselves, row by row, if the layers take them; else none. ``wanted``: what comes out is sent back.
+    ``room``: for so many tokens more there shall be room in what is kept, made at once.
+    """
+
+    changes: Annotated[list[Change], Meta(max_length=limits.GROUP_CHANGES)]
+    held: _Number = 0
+    batch: Annotated[int, Meta(ge=0, le=limits.GROUP_STREAMS)] = 0
+    tokens: Annotated[int, Meta(ge=0, le=limits.GROUP_TOKENS)] = 0
+    wanted: bool = False
+    room: _Count = 0
+    ids: Annotated[list[_Number], Meta(max_length=limits.GROUP_TOKENS)] = []
+
+
+class StageDone(msgspec.Struct, frozen=True, array_like=True):
+    """``seconds``: what the layers took."""
+
+    seconds: Annotated[float, Meta(ge=0)]
+
+
+_T = TypeVar("_T", RunStage, StageDone)
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (RunStage, StageDone)
+}
+
+
+def encode(message: RunStage | StageDone) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview, kind: type[_T]) -> _T:
+    """Raises ProtocolError for what is no such message."""
+    try:
+        found: _T = _decoders[kind].decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"A machine of a group sent no {kind.__name__}: {error}.") from None
+    return found

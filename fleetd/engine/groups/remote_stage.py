@@ -1,0 +1,286 @@
+"""A member's layers as the worker that answers sees them, and what they keep of its sequences.
+
+Nothing is asked of a member: a cache here counts tokens, and tells with the next run what becomes of the one
+there. So a ``RemoteRows`` stands in a sequence's list of caches for all layers of a member, and is copied,
+cut and batched by whoever does that with the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from fleetd import limits
+from fleetd.control.model_facts import StateSizes
+from fleetd.engine.failures import MemberLost
+from fleetd.engine.groups import messages
+from fleetd.engine.groups.messages import (
+    Change,
+    Copy,
+    Drop,
+    Extend,
+    Extract,
+    Filter,
+    Merge,
+    RunStage,
+    StageDone,
+    Trim,
+)
+from fleetd.engine.protocol import STAGE
+from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
+from fleetd.engine.sequence_state.kinds import Rows, register
+from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
+from fleetd.errors import FleetError, PeerLost, ProtocolError
+
+
+class RemoteStage:
+    """Layers [first, last), on another machine.
+
+    Args:
+        connect: opens the stream to it.
+        moved: set whenever something came on any member's stream.
+        width, dtype: of the hidden states.
+        ids: whether the layers take the tokens themselves.
+        name: of the machine, for people.
+    """
+
+    def __init__(
+        self,
+        connect: Connect,
+        moved: threading.Event,
+        *,
+        first: int,
+        last: int,
+        width: int,
+        dtype: mx.Dtype,
+        ids: bool = False,
+        name: str = "",
+    ) -> None:
+        self.first, self.last, self.name, self.takes_ids = first, last, name, ids
+        # Seconds that the member's layers took of the last run that was wanted.
+        self.took_s = 0.0
+        self._width, self._dtype = width, dtype
+        self._numbers = itertools.count(1)
+        # Appended to wherever a cache is thrown away.
+        self._changes: deque[Change] = deque()
+        # Of each frame that was sent and not answered: the sequences that come back, 0 for none, and tokens.
+        self._due: deque[tuple[int, int]] = deque()
+        self._moved = moved
+        self._pipe = connect(STAGE, self._place)
+
+    def rows(self) -> RemoteRows:
+        """What the layers keep of a sequence of which no token came yet."""
+        return RemoteRows(self)
+
+    def run(self, hidden: mx.array, rows: RemoteRows, tokens: mx.array, *, room: int = 0) -> mx.array:
+        """Hidden states (B, T, D) of ``tokens`` (B, T) to the same after the last layer. Raises MemberLost."""
+        self._begin(hidden, rows, tokens, wanted=True, room=room)
+        while len(self._due) > 1:
+            self._take()
+        found = self._take()
+        if found is None:
+            raise MemberLost(ProtocolError(f"{self.name} sent no hidden states."))
+        return found
+
+    def read(self, hidden: mx.array, rows: RemoteRows, tokens: mx.array, *, room: int = 0) -> None:
+        """The same with nothing coming back. Nothing is waited for but what was sent
+        ``limits.GROUP_FRAMES`` before. Raises MemberLost."""
+        self._begin(hidden, rows, tokens, wanted=False, room=room)
+        while len(self._due) > limits.GROUP_FRAMES:
+            self._take()
+
+    def _begin(
+        self, hidden: mx.array, rows: RemoteRows, tokens: mx.array, *, wanted: bool, room: int
+    ) -> None:
+        batch, count = tokens.shape
+        ids = np.array(tokens).reshape(-1).tolist() if self.takes_ids else []
+        self._send(RunStage(self._told(), rows.number, batch, count, wanted, room, ids), hidden)
+        rows.grow(count)
+        self._due.append((batch if wanted else 0, count))
+
+    def _told(self) -> list[Change]:
+        """The changes that were not sent yet, the last of which go with a run."""
+        while len(self._changes) > limits.GROUP_CHANGES:
+            self._send(RunStage([self._changes.popleft() for _ in range(limits.GROUP_CHANGES)]))
+        # Others may be added meanwhile, of caches that are thrown away.
+        return [self._changes.popleft() for _ in range(len(self._changes))]
+
+    def _send(self, command: RunStage, hidden: mx.array | None = None) -> None:
+        message = memoryview(messages.encode(command))
+        payload = [] if hidden is None else [buffer_of(as_bytes(hidden))]
+        sizes = message.nbytes, sum(part.nbytes for part in payload)
+        self._pipe.send(FrameHeader(Kind.STAGE, count=command.tokens, sizes=sizes), message, *payload)
+
+    def settle(self) -> None:
+        """Wait until the layers have run on all that was sent. Raises MemberLost."""
+        while self._due:
+            self._take()
+
+    def tell(self, change: Change) -> None:
+        self._changes.append(change)
+
+    def number(self) -> int:
+        """One that is not in use."""
+        return next(self._numbers)
+
+    def close(self) -> None:
+        self._pipe.close()
+
+    # ---- what comes back -------------------------------------------------------------------------------
+
+    def _take(self) -> mx.array | None:
+        batch, count = self._due[0]
+        frame = self._wait()
+        self._due.popleft()
+        try:
+            done = messages.decode(frame.buffers[0], StageDone)
+        except ProtocolError as error:
+            raise MemberLost(error) from error
+        if not batch:
+            return None
+        self.took_s = done.seconds
+        data = np.frombuffer(frame.buffers[1], np.uint8).reshape(batch, count, -1)
+        return of_bytes(data, self._dtype)
+
+    def _wait(self) -> Frame:
+        while True:
+            self._moved.clear()
+            try:
+                if (frame := self._pipe.receive()) is not None:
+                    return frame
+            except FleetError as error:
+                raise MemberLost(PeerLost(f"{self.name} left the group: {error.message}")) from error
+            if not self._moved.wait(limits.GROUP_STEP_S):
+                late = f"{self.name} computed nothing for {limits.GROUP_STEP_S:.0f} s."
+                raise MemberLost(PeerLost(late))
+
+    def _place(self, head: FrameHeader) -> list[memoryview]:
+        first, second = head.sizes
+        # The thread that reads may be ahead of what was taken, never of what was sent.
+        most = limits.GROUP_STREAMS * limits.GROUP_TOKENS * self._width * self._dtype.size
+        if head.kind is not Kind.STAGED or first > limits.GROUP_MESSAGE_BYTES or second > most:
+            raise ProtocolError(
+                f"A {head.kind.name} of {first} and {second} bytes came where a STAGED was due."
+            )
+        return [memoryview(bytearray(first)), memoryview(bytearray(second))]
+
+
+class RemoteRows:
+    """What a member's layers keep of one sequence, or of a batch; as mlx-lm's caches are used.
+
+    ``offset``: its tokens; of a batch, of its longest sequence.
+    """
+
+    def __init__(self, stage: RemoteStage, offset: int = 0) -> None:
+        self.stage, self.offset, self.number = stage, offset, stage.number()
+        weakref.finalize(self, stage.tell, Drop(self.number)).atexit = False
+
+    def grow(self, tokens: int) -> None:
+        self.offset += tokens
+
+    def copy(self, tokens: int = -1) -> RemoteRows:
+        """One of the first ``tokens``, or of all."""
+        found = RemoteRows(self.stage, self.offset if tokens < 0 else tokens)
+        if self.offset:
+            self.stage.tell(Copy(self.number, found.number, tokens))
+        return found
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> RemoteRows:
+        return self.copy()
+
+    # ---- as mlx-lm calls it ----------------------------------------------------------------------------
+
+    @property
+    def state(self) -> tuple[()]:
+        """Nothing that could be evaluated here."""
+        return ()
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes there counts there."""
+        return 0
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, tokens: int) -> int:
+        undone = min(tokens, self.offset)
+        if undone:
+            self.offset -= undone
+            self.stage.tell(Trim(self.number, undone))
+        return undone
+
+    def empty(self) -> bool:
+        return not self.offset
+
+    @classmethod
+    def merge(cls, sequences: Sequence[RemoteRows]) -> RemoteBatch:
+        stage = sequences[0].stage
+        found = RemoteBatch(stage, max(each.offset for each in sequences))
+        stage.tell(Merge([each.number for each in sequences], found.number))
+        found.offsets = [each.offset for each in sequences]
+        return found
+
+
+class RemoteBatch(RemoteRows):
+    """Of a batch. ``offsets``: the tokens of each of its sequences."""
+
+    offsets: list[int]
+
+    def copy(self, tokens: int = -1) -> RemoteBatch:
+        found = RemoteBatch(self.stage, self.offset)
+        found.offsets = [*self.offsets]
+        self.stage.tell(Copy(self.number, found.number, tokens))
+        return found
+
+    def grow(self, tokens: int) -> None:
+        super().grow(tokens)
+        self.offsets = [each + tokens for each in self.offsets]
+
+    def extend(self, other: RemoteBatch) -> None:
+        self.stage.tell(Extend(self.number, other.number))
+        self.offsets += other.offsets
+        self.offset = max(self.offsets)
+
+    def filter(self, rows: Sequence[int]) -> None:
+        kept = [int(row) for row in rows]
+        self.stage.tell(Filter(self.number, kept))
+        self.offsets = [self.offsets[row] for row in kept]
+        self.offset = max(self.offsets)
+
+    def extract(self, row: int) -> RemoteRows:
+        found = RemoteRows(self.stage, self.offsets[row])
+        self.stage.tell(Extract(self.number, row, found.number))
+        return found
+
+
+class _Remote(Rows):
+    """Rows on another machine."""
+
+    def cut(self, cache: RemoteRows, stored: int, tokens: int) -> RemoteRows:
+        return cache.copy(-1 if tokens == cache.offset else tokens)
+
+    def compact(self, cache: RemoteRows) -> RemoteRows:
+        return cache.copy(cache.offset)
+
+    def arrays(self, cache: RemoteRows) -> tuple[()]:
+        return ()
+
+    def kept(self, cache: RemoteRows) -> tuple[()]:
+        return ()
+
+    def rows(self, cache: RemoteRows, start: int, count: int) -> None:
+        return None
+
+    def sizes(self, cache: RemoteRows) -> StateSizes:
+        return StateSizes(0)
+
+
+register(RemoteRows, _Remote())

@@ -1,0 +1,58 @@
+"""The other machines of a group, from the sockets that the daemon hands over."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from fleetd import limits
+from fleetd.engine.groups.group_model import GroupModel
+from fleetd.engine.groups.remote_stage import RemoteStage
+from fleetd.engine.protocol import STAGE, StreamTag
+from fleetd.engine.settings import GroupMember
+from fleetd.engine.streams.handed_over import HandedOverStreams
+from fleetd.errors import PeerLost
+
+
+class GroupMembers:
+    """Streams may come before or after ``of`` asks for them, on another thread."""
+
+    def __init__(self, members: Sequence[GroupMember]) -> None:
+        self._members = members
+        self._moved = threading.Event()
+        self._streams = HandedOverStreams(self._moved.set, eager=True)
+
+        # Takes what is for no member, once the model is loaded.
+        self.others: Callable[[StreamTag, socket.socket], None] = self._streams.put
+
+    def put(self, tag: StreamTag, sock: socket.socket) -> None:
+        """Take a connected socket, to a member or for something else."""
+        ours = any(member.stream == tag.job for member in self._members)
+        (self._streams.put if ours else self.others)(tag, sock)
+
+    def of(self, model: GroupModel) -> list[RemoteStage]:
+        """All of them, for the model whose layers they have. Raises PeerLost if one does not connect."""
+        until_s = time.monotonic() + limits.TICKET_S
+        for member in self._members:
+            while not self._streams.complete(member.stream, (STAGE,)):
+                left_s = until_s - time.monotonic()
+                self._moved.clear()
+                if left_s <= 0:
+                    raise PeerLost(f"{member.name} did not connect within {limits.TICKET_S:.0f} s.")
+                if not self._streams.complete(member.stream, (STAGE,)):
+                    self._moved.wait(left_s)
+        return [
+            RemoteStage(
+                self._streams.connect(member.stream),
+                self._moved,
+                first=member.first,
+                last=member.last,
+                width=model.width,
+                dtype=model.dtype,
+                ids=model.takes_tokens,
+                name=member.name,
+            )
+            for member in self._members
+        ]

@@ -1,0 +1,93 @@
+"""A model over several workers: real processes, real sockets; only the daemons are played here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from request_events import RequestEvents
+from sharing import LAYERS, prompt, tcp_pair, worker_settings, workers, write
+
+from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.protocol import STAGE, Accepted, Generate, ServeStage, StreamTag
+from fleetd.engine.settings import GroupMember
+from fleetd.errors import FleetError
+
+pytestmark = pytest.mark.one_loop
+TOKENS = 4096
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("tiny"))
+
+
+@asynccontextmanager
+async def group(path: Path, *cuts: int, **settings: Any) -> AsyncIterator[tuple[EngineProcess, ...]]:
+    """The worker that answers and the members, which have only their own layers."""
+    ends = [*cuts, LAYERS]
+    parts = list(zip(cuts, ends[1:], strict=True))
+    async with AsyncExitStack() as stack:
+        members = []
+        for first, last in parts:
+            made = await stack.enter_async_context(
+                workers(path, 1, first_layer=first, last_layer=last, part_of="tiny", **settings)
+            )
+            members += made
+        streams = []
+        for number, (member, (first, last)) in enumerate(zip(members, parts, strict=True)):
+            near, far = tcp_pair()
+            events = member.serve(ServeStage(f"job{number}", first, last, TOKENS))
+            await stack.enter_async_context(aclosing(events))
+            assert isinstance(await anext(events), Accepted)
+            key = os.urandom(32)
+            await member.give_stream(StreamTag(f"job{number}", STAGE, key, "acceptor"), near)
+            streams.append((StreamTag(f"member{number}", STAGE, key, "connector"), far))
+        asked = tuple(GroupMember(*part, f"member{n}", f"machine {n}") for n, part in enumerate(parts))
+        front = await stack.enter_async_context(_front(path, asked, streams, **settings))
+        yield front, *members
+
+
+@asynccontextmanager
+async def _front(
+    path: Path, members: tuple[GroupMember, ...], streams: Sequence[tuple[StreamTag, Any]], **settings: Any
+) -> AsyncIterator[EngineProcess]:
+    front = EngineProcess(worker_settings(path, group=members, group_tokens=TOKENS, **settings))
+    try:
+        await front.start()
+        for tag, sock in streams:
+            await front.give_stream(tag, sock)
+        async for _ in front.loaded():
+            pass
+        yield front
+    finally:
+        await front.stop()
+
+
+async def answered(engine: EngineProcess, request: Generate) -> RequestEvents:
+    told = RequestEvents()
+    try:
+        async for event in engine.stream(request):
+            told.events.append(event)
+    except FleetError as error:
+        told.error = error
+    return told
+
+
+@pytest.mark.parametrize("cuts", [(2,), (1, 3)])
+async def test_a_group_of_workers_answers_as_the_whole_model(model: Path, cuts: tuple[int, ...]) -> None:
+    requests = [prompt(f"r{n}", 100 + 50 * n, seed=n, shared=False, max_tokens=12) for n in range(4)]
+    async with workers(model, 1) as (whole,):
+        expected = [(await answered(whole, request)).numbers for request in requests]
+    async with group(model, *cuts) as (front, *_):
+        for request, right in zip(requests, expected, strict=True):
+            told = await answered(front, request)
+            assert told.error is None
+            assert told.numbers == right
+        several = await asyncio.gather(*(answered(front, request) for request in requests))
+        assert [told.numbers for told in several] == expected

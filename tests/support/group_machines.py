@@ -1,0 +1,94 @@
+"""A group of machines in one process: a member computes whenever the worker that answers waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pipes import Events, MemoryPipe
+from typing import Any
+
+import mlx.core as mx
+
+from fleetd.engine.groups.group_model import GroupModel
+from fleetd.engine.groups.member_stage import MemberStage
+from fleetd.engine.groups.remote_stage import RemoteStage
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.streams.frames import Connect, Frame, Place
+
+MOST_BYTES = 1 << 30
+
+
+@dataclass
+class AnsweringPipe(MemoryPipe):
+    """The end of the worker that answers."""
+
+    member: MemberStage | None = None
+
+    def receive(self) -> Frame | None:
+        while (frame := super().receive()) is None:
+            assert self.member is not None
+            assert self.member.ready, "both ends wait"
+            self.member.step()
+        return frame
+
+
+@dataclass
+class Group:
+    """``model`` is what the worker that answers computes with."""
+
+    model: GroupModel
+    members: list[MemberStage]
+    pipes: list[AnsweringPipe]
+    events: Events
+
+
+def group_of(whole: Any, *cuts: int, most_bytes: int = MOST_BYTES) -> Group:
+    """A model over len(cuts) + 1 machines, cut before these layers."""
+    stage = Stage.of(whole)
+    events = Events()
+    ends = [*cuts, stage.total]
+    members: list[MemberStage] = []
+    pipes: list[AnsweringPipe] = []
+    remote = []
+    for first, last in zip(cuts, ends[1:], strict=True):
+        own = stage.part(first, last)
+        dtype = stage.embed(mx.array([[0]])).dtype
+        remote.append(
+            RemoteStage(
+                _answering(events, pipes),
+                threading.Event(),
+                first=first,
+                last=last,
+                width=own.width,
+                dtype=dtype,
+                ids=own.takes_tokens,
+                name=f"machine {len(members) + 1}",
+            )
+        )
+
+        def connect(name: str, place: Place, pipe: AnsweringPipe = pipes[-1]) -> MemoryPipe:
+            assert name == "stage"
+            end = MemoryPipe(place, events)
+            end.join(pipe)
+            return end
+
+        members.append(MemberStage(own, dtype, most_bytes, connect))
+        pipes[-1].member = members[-1]
+    model = GroupModel(stage, cuts[0], stage.embed(mx.array([[0]])).dtype)
+    model.join(remote)
+    return Group(model, members, pipes, events)
+
+
+def _answering(events: Events, pipes: list[AnsweringPipe]) -> Connect:
+    def connect(name: str, place: Place) -> AnsweringPipe:
+        assert name == "stage"
+        pipes.append(AnsweringPipe(place, events))
+        return pipes[-1]
+
+    return connect
+
+
+def rows_held(group: Group) -> Sequence[int]:
+    """How many sequences and batches each member keeps something of."""
+    return [len(member.rows) for member in group.members]
