@@ -45,6 +45,9 @@ from fleetd.requests.concurrency import BackgroundTasks
 from fleetd.requests.drafting import messages as drafting_messages
 from fleetd.requests.drafting.client import AnswerDrafting
 from fleetd.requests.drafting.server import DraftServer
+from fleetd.requests.groups import messages as group_messages
+from fleetd.requests.groups.planning import FleetGroups
+from fleetd.requests.groups.server import StageServer
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.kv_fetching import messages as fetching_messages
 from fleetd.requests.kv_fetching.client import BlockFetching
@@ -191,6 +194,8 @@ class DaemonParts:
         self.survey = self._survey(self.fleet) if self.fleet else None
         self.fetching = self._block_fetching(self.fleet) if self.fleet else None
         self.sharing = self._prefill_sharing(self.fleet) if self.fleet else None
+        if self.fleet is not None:
+            self.machine.pool.groups = FleetGroups(self.fleet, self.members, self._room_bytes)
         self.drafting = self._drafter_service()
         self.placer = self._placer()
         self.compressing = self._compression()
@@ -305,6 +310,10 @@ class DaemonParts:
             return None
         return BlockFetching(fleet, self.machine.pool, self.members, self.fetch_counts, self.origins.label)
 
+    def _room_bytes(self) -> int:
+        """What one model may take of this machine's memory, once all others are unloaded."""
+        return self.machine.weight_rules().budget_bytes
+
     def _prefill_sharing(self, fleet: Fleet) -> PrefillSharing:
         machine = self.machine
         return PrefillSharing(
@@ -400,6 +409,7 @@ class DaemonParts:
         node.handle(fetching_messages.FETCH, blocks.fetch)
         node.handle(sharing_messages.ASSIST, assists.assist)
         node.handle(sharing_messages.WARM, assists.warm)
+        node.handle(group_messages.SERVE, StageServer(dialer, machine.pool, context))
         return assists
 
     def _sees_prompts(self, node_id: str) -> bool:

@@ -340,6 +340,12 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
     states: Natural = 0
 
     @property
+    def kind(self) -> str:
+        """Short; equal if two workers compute with the same code on devices of one kind."""
+        parts = (self.accelerator, self.dtype, sorted(self.versions.items()))
+        return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()[:16]
+
+    @property
     def text(self) -> str:
         """Short; equal where two workers compute the same bytes with the same layers. "" if unknown."""
         if not self.layers:

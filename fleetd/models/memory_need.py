@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -13,7 +14,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.errors import ModelCorrupt
+from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.limits import MIB
 from fleetd.models.catalog import CatalogEntry
 from fleetd.models.cpu_arithmetic import (
@@ -42,6 +43,8 @@ _CATALOG_BITS = {"quantization": {"bits": 4}}
 _FLOATING = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F16", "BF16", "F32", "F64"})
 # MLX packs no more weights than this with one scale.
 _GROUP_MOST = 128
+# A layer's number in the name of a weight.
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 # Of a group that nothing is known of: most have so many weights, and its scale and bias have so many bits.
 _GROUP_USUAL, _GROUP_BITS = 64, 32
 
@@ -95,6 +98,15 @@ class CpuSizes(msgspec.Struct, frozen=True):
     int8: int
 
 
+class LayerBytes(msgspec.Struct, frozen=True):
+    """What a model's layers need of a machine's memory, each for itself, and all that belongs to none."""
+
+    layers: tuple[int, ...]
+    outside: int
+    # That one layer keeps of a token, about.
+    row: int
+
+
 def needed_bytes(folder: ModelFolder, rules: WeightRules) -> int:
     """Bytes that must be free for the weights and the work of a forward pass."""
     return weight_need(folder.path, folder.weights_bytes, folder.config, rules).n_bytes + WORKING_BYTES
@@ -118,6 +130,39 @@ def weight_need(path: Path, on_disk: int, config: Mapping[str, Any], rules: Weig
             return sizes_by_config(on_disk, config)
 
     return rules.need(on_disk, config, sizes)
+
+
+def layer_bytes(path: Path, config: Mapping[str, Any], arithmetic: CpuArithmetic | Literal[""]) -> LayerBytes:
+    """The same, by the headers of a folder's files. ``arithmetic``: as ``WeightNeed`` has it.
+
+    Raises ModelCorrupt; ModelUnsupported if the names of the weights tell no layers.
+    """
+    tensors = ChainMap(*(read_header(file) for file in weight_files(path)))
+    layers: dict[int, dict[str, TensorInfo]] = {}
+    outside: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        found = _LAYER.search(name)
+        (layers.setdefault(int(found[1]), {}) if found else outside)[name] = info
+    if sorted(layers) != list(range(len(layers))) or not layers:
+        raise ModelUnsupported(f"The weights of {path.name} are not named by layers: it runs whole.")
+    groups, plain = _groups(config), not is_quantised(config)
+
+    def size(part: Mapping[str, TensorInfo]) -> int:
+        if not arithmetic:
+            return sum(info.end - info.begin for info in part.values())
+        return int(getattr(cpu_sizes(part, groups, plain=plain), arithmetic))
+
+    each = tuple(size(layers[index]) for index in range(len(layers)))
+    return LayerBytes(each, size(outside), _row_bytes(config, FLOAT_BYTES if arithmetic else 2))
+
+
+def _row_bytes(config: Mapping[str, Any], width: int) -> int:
+    """Bytes of a token's keys and values in one layer, of numbers of ``width`` bytes, by the usual names."""
+    text = {**config, **(config.get("text_config") or {})}
+    heads = int(text.get("num_attention_heads") or 1)
+    kept = int(text.get("num_key_value_heads") or heads)
+    head = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
+    return max(1, 2 * kept * head * width)
 
 
 def estimated(entry: CatalogEntry, rules: WeightRules) -> WeightNeed:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import structlog
@@ -23,6 +23,7 @@ import structlog
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, Pressure
 from fleetd.engine.cpu import address_space, openmp_file
+from fleetd.engine.daemon_side.group_front import Group, GroupFront
 from fleetd.engine.daemon_side.loaded_model import LoadedModel
 from fleetd.engine.daemon_side.supervisor import EngineProcess, no_progress
 from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Question, Ready
@@ -30,6 +31,7 @@ from fleetd.engine.settings import WorkerOptions, WorkerSettings
 from fleetd.errors import EngineDied, FleetError, OutOfMemory
 from fleetd.limits import MIB
 from fleetd.models import cpu_arithmetic
+from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WeightRules, weight_need
 from fleetd.plan import chip_speeds, load_times
@@ -78,6 +80,10 @@ class EnginePool:
     load_s: Callable[[ModelFolder], float] = lambda folder: chip_speeds.load_s(folder.weights_bytes)
     # Models that stay loaded unless the system is critically short of memory.
     pinned: Callable[[], Collection[str]] = frozenset
+    # The other machines for a model that does not fit this one, given how it would be held; None: none.
+    groups: Callable[[ModelFolder, CpuArithmetic | Literal[""]], Group | None] = lambda folder, arithmetic: (
+        None
+    )
     # Told the id of each worker's process once that has ended.
     ended: Callable[[int], None] = lambda pid: None
     _models: dict[str, LoadedModel] = field(default_factory=dict, init=False)
@@ -288,14 +294,21 @@ class EnginePool:
         return engine.facts if engine is not None else None
 
     @asynccontextmanager
-    async def assisting(self, folder: ModelFolder, first: int, last: int) -> AsyncIterator[EngineProcess]:
+    async def assisting(
+        self,
+        folder: ModelFolder,
+        first: int,
+        last: int,
+        *,
+        progress: Callable[[Loading], None] = no_progress,
+    ) -> AsyncIterator[EngineProcess]:
         """A ready worker that has layers [first, last), not unloaded for others meanwhile.
 
         One is loaded if need be, with these layers alone (with the whole model where ``last`` is 0): whoever
         asks for some has found that its prompts do not fit beside all of them. No model makes room for other
-        machines' prompts. Raises as ``stream``.
+        machines' prompts. ``progress`` is told of the load. Raises as ``stream``.
         """
-        name = await self._with_layers(folder, first, last)
+        name = await self._with_layers(folder, first, last, progress)
         with self._claim(name):
             yield self._models[name].first
 
@@ -322,7 +335,9 @@ class EnginePool:
                 return name
         return None
 
-    async def _with_layers(self, folder: ModelFolder, first: int, last: int) -> str:
+    async def _with_layers(
+        self, folder: ModelFolder, first: int, last: int, progress: Callable[[Loading], None]
+    ) -> str:
         """The name of a worker that has these layers; loads one if there is none."""
         if (name := self._holder(folder, first, last)) is not None:
             return name
@@ -330,14 +345,17 @@ class EnginePool:
         if whole is not None and whole.state == "loading":
             first = last = 0
         wanted = _WantedLayers(folder, first, last)
-        await self._load_beside(wanted)
+        await self._load_beside(wanted, progress)
         return wanted.name
 
-    async def _load_beside(self, wanted: _WantedLayers) -> None:
+    async def _load_beside(
+        self, wanted: _WantedLayers, progress: Callable[[Loading], None] = no_progress
+    ) -> None:
         """Load it if it fits beside what is loaded. Raises as ``stream``."""
         try:
-            async for _ in self._acquire(wanted, evict=False):
-                pass
+            async for step in self._acquire(wanted, evict=False):
+                if isinstance(step, Loading):
+                    progress(step)
         except OutOfMemory:
             # No request of this machine asked for it: the failure is not shown here.
             if (model := self._models.get(wanted.name)) is not None and model.state == "failed":
@@ -466,15 +484,19 @@ class EnginePool:
         need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
         if need.arithmetic == "float32" and not rules.available:
             log.info("engine.float32", model=folder.name, reason="onnxruntime is not installed")
-        worker = EngineProcess(
-            self._settings(wanted),
-            weights_bytes=need.n_bytes,
-            load_within_s=load_times.stall_s(self.load_s(folder)),
-            is_bounded=address_space.is_bounded(rules.accelerator),
-            restarts=self._deaths.get(wanted.name, 0),
-            on_work=self._end_idle_time,
-        )
-        return [worker]
+        options: dict[str, Any] = {
+            "weights_bytes": need.n_bytes,
+            "load_within_s": load_times.stall_s(self.load_s(folder)),
+            "is_bounded": address_space.is_bounded(rules.accelerator),
+            "restarts": self._deaths.get(wanted.name, 0),
+            "on_work": self._end_idle_time,
+        }
+        group = None
+        if not wanted.last and need.n_bytes > rules.budget_bytes:
+            group = self.groups(folder, need.arithmetic)
+        if group is not None:
+            return [GroupFront(self._settings(wanted), group, **options)]
+        return [EngineProcess(self._settings(wanted), **options)]
 
     def _settings(self, wanted: _WantedLayers) -> WorkerSettings:
         folder = wanted.folder

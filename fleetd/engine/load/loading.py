@@ -34,7 +34,7 @@ from fleetd.engine.load.model_reading import (
     verified_config,
 )
 from fleetd.engine.measure.calibrate import Measurement, calibrate
-from fleetd.engine.protocol import Loading, Ready
+from fleetd.engine.protocol import Arithmetic, Loading, Ready
 from fleetd.engine.sampling.parameters import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.engine.scoring.profile_search import ProfileSearch
@@ -236,10 +236,17 @@ def _ready(
         speculation_context=verdict.context,
         sparse=found.dense_reason,
         sparse_tail=found.sparse.tail if found.sparse else 0,
-        arithmetic=sharable.arithmetic if sharable is not None else None,
+        arithmetic=sharable.arithmetic if sharable is not None else _of_front(read),
         scoring=search.state,
         vocabulary=findings.vocabulary,
     )
+
+
+def _of_front(read: ReadModel) -> Arithmetic | None:
+    """What a group's other machines are held against: no layer of it is computed alone here."""
+    if not isinstance(read.model, GroupModel):
+        return None
+    return Arithmetic(accelerator_name(read.device), read.dtype, versions(read.arithmetic))
 
 
 def _sharable(read: ReadModel, known: LoadFindings | None) -> tuple[Sharable | None, str]:

@@ -1,0 +1,90 @@
+"""The worker that answers with a model over several machines: started once the others have their layers.
+
+start ──► form: every member loads ──► spawn ──► connect ──► loaded ──► ready
+            │                                                             └ a member leaves: killed
+            └ one cannot: failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.protocol import Loading
+from fleetd.engine.settings import GroupMember, WorkerSettings
+from fleetd.errors import EngineDied, FleetError
+
+
+class Group(Protocol):
+    """``requests.groups.client.FleetGroup``: the other machines."""
+
+    @property
+    def members(self) -> tuple[GroupMember, ...]: ...
+    @property
+    def tokens(self) -> int: ...
+    async def form(self, told: Callable[[Loading], None]) -> None: ...
+    async def connect(self, engine: EngineProcess) -> None: ...
+    async def watch(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class GroupFront(EngineProcess):
+    """An EngineProcess whose ``start`` returns before its process runs. ``options``: as EngineProcess."""
+
+    def __init__(self, settings: WorkerSettings, group: Group, **options: Any) -> None:
+        settings = msgspec.structs.replace(settings, group=group.members, group_tokens=group.tokens)
+        super().__init__(settings, **options)
+        self._group = group
+        self._life: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._life = asyncio.create_task(self._live(), name=f"group-{self.settings.name}")
+
+    async def _live(self) -> None:
+        """From the first member's load to the end of the group."""
+        try:
+            await self._group.form(self._tell)
+            await super().start()
+            await self._group.connect(self)
+            await self._group.watch()
+        except FleetError as error:
+            await self._lost(error)
+        finally:
+            self._group.close()
+
+    async def _lost(self, error: FleetError) -> None:
+        """End the worker because of what a member failed with."""
+        if self.pid is None and self.state == "loading":
+            self.error, self.state = error, "failed"
+            await self._notify()
+            if self.on_exit is not None:
+                self.on_exit(self)
+        else:
+            self.kill(error)
+
+    async def _gone(self, process: asyncio.subprocess.Process) -> None:
+        await super()._gone(process)
+        if self._life is not None:
+            # The members hold memory for nothing.
+            self._life.cancel()
+
+    def _tell(self, progress: Loading) -> None:
+        self.loading = progress
+        # ``loaded`` wakes by itself only for what the worker says.
+        self._telling = asyncio.create_task(self._notify())
+
+    async def stop(self) -> None:
+        if self.state == "loading" and self.pid is None:
+            self.state = "stopping"
+            self.error = self.error or EngineDied(f"{self.settings.name} was unloaded.")
+            await self._notify()
+        if self._life is not None:
+            self._life.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._life
+        await super().stop()

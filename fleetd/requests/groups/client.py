@@ -1,0 +1,125 @@
+"""One group seen from the machine that answers: which machines hold what, and whether they still do.
+
+    planned ──► every member at once: its layers are loaded ──► streams to the engine here ──► watched
+
+The engine's process asks for all of this when it starts (``engine.daemon_side.group_front``).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fleetd import limits
+from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.protocol import STAGE, Loading, StreamTag
+from fleetd.engine.settings import GroupMember
+from fleetd.errors import FleetError, PeerLost, ProtocolError
+from fleetd.p2p.link_prober import Invitation
+from fleetd.p2p.session.transport import PeerStream
+from fleetd.plan.group_cut import GroupCut, GroupPart
+from fleetd.requests.concurrency import gather_or_cancel
+from fleetd.requests.groups import messages
+from fleetd.requests.groups.messages import StageQuestion, StageTold
+from fleetd.requests.ports import FleetPort
+from fleetd.requests.remote.peer_stream import next_message, said_by
+
+
+@dataclass(slots=True)
+class _Held:
+    """A member and what it was asked."""
+
+    part: GroupPart
+    member: GroupMember
+    stream: PeerStream | None = None
+    invitation: Invitation | None = None
+    arithmetic: str = field(default="")
+
+    @property
+    def name(self) -> str:
+        return self.part.machine.name
+
+
+class FleetGroup:
+    """Args:
+    model, digest: as the members are to find it.
+    """
+
+    def __init__(self, partners: FleetPort, model: str, digest: str, planned: GroupCut) -> None:
+        self._partners, self._model, self._digest, self._planned = partners, model, digest, planned
+        self._id = secrets.token_hex(8)
+        self._held = [
+            _Held(part, GroupMember(part.first, part.last, f"{self._id}.{number}", part.machine.name))
+            for number, part in enumerate(planned.parts[1:])
+        ]
+
+    @property
+    def members(self) -> tuple[GroupMember, ...]:
+        return tuple(held.member for held in self._held)
+
+    @property
+    def tokens(self) -> int:
+        """Whose keys and values have room everywhere."""
+        return self._planned.tokens
+
+    async def form(self, told: Callable[[Loading], None]) -> None:
+        """Have every member load its layers. Raises the first failure, naming its machine."""
+        await gather_or_cancel(*(self._ask(held, told) for held in self._held))
+
+    async def connect(self, engine: EngineProcess) -> None:
+        """Give the engine its streams to the members. Raises PeerError, EngineDied."""
+        await gather_or_cancel(*(self._dial(held, engine) for held in self._held))
+
+    async def watch(self) -> None:
+        """Does not return by itself. Raises why a member has left, naming it."""
+        await gather_or_cancel(*(self._watch(held) for held in self._held))
+
+    def close(self) -> None:
+        """The members may let go of their layers; idempotent."""
+        for held in self._held:
+            if held.stream is not None:
+                held.stream.cancel()
+
+    # ---- one member --------------------------------------------------------------------------------------
+
+    async def _ask(self, held: _Held, told: Callable[[Loading], None]) -> None:
+        part = held.part
+        ask = StageQuestion(self._model, self._digest, self._id, part.first, part.last, self._planned.tokens)
+        try:
+            node_id = part.machine.node_id
+            held.stream = self._partners.request(node_id, messages.SERVE, messages.encode(ask))
+            while held.invitation is None:
+                answer = await self._told(held.stream)
+                held.invitation, held.arithmetic = answer.stream, answer.arithmetic
+                if answer.stream is None:
+                    where = f"{answer.stage}: layers {part.first} to {part.last} on {held.name}"
+                    told(Loading(where[: limits.CARD_TEXT_CHARS], answer.done, answer.total))
+        except FleetError as error:
+            raise said_by(held.name, error) from error
+
+    async def _told(self, stream: PeerStream) -> StageTold:
+        if (body := await next_message(stream)) is None:
+            raise ProtocolError("It ended its part in the group without a word.")
+        return messages.decode(body, StageTold)
+
+    async def _dial(self, held: _Held, engine: EngineProcess) -> None:
+        if held.invitation is None:
+            raise PeerLost(f"{held.name} is not in the group.")
+        try:
+            sock = await self._partners.connect(held.part.machine.node_id, held.invitation)
+        except FleetError as error:
+            raise said_by(held.name, error) from error
+        await engine.give_stream(StreamTag(held.member.stream, STAGE, held.invitation.key, "connector"), sock)
+
+    async def _watch(self, held: _Held) -> None:
+        try:
+            if held.stream is not None and await next_message(held.stream) is None:
+                raise PeerLost("It has left the group.")
+        except FleetError as error:
+            raise said_by(held.name, error) from error
+        raise ProtocolError(f"{held.name} said more than that it is alive.")
+
+
+def names(members: Sequence[GroupMember]) -> str:
+    return ", ".join(member.name for member in members)

@@ -1,0 +1,70 @@
+"""How machines agree on one model over them: a request per member on its session, opened by the machine that
+answers, which stays open for as long as the model is loaded.
+
+    → SERVE   StageQuestion           which layers, and for how many tokens
+    ← StageTold*                      they are loaded; the last one says where the stream is expected
+    ← b""*                            they stay
+
+Errors and cancellation are the stream's own. All messages are bounded before they are decoded.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.control.model_facts import Text
+from fleetd.errors import ProtocolError
+from fleetd.p2p.link_prober import Invitation
+from fleetd.requests.remote import message_codec
+from fleetd.requests.remote.message_codec import Digest, ModelName, RequestId
+
+SERVE = "group.serve"
+
+_Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class StageQuestion(msgspec.Struct, frozen=True):
+    """Asks a machine to hold layers [``first``, ``last``) of a model."""
+
+    model: ModelName
+    digest: Digest
+    # Of the group, on the machine that answers.
+    id: RequestId
+    first: _Layer
+    last: _Layer
+    # Whose keys and values must have room.
+    tokens: _Count
+
+
+class StageTold(msgspec.Struct, frozen=True):
+    """Progress of the load, as ``engine.protocol.Loading`` has it; at the end where the stream is expected."""
+
+    stage: Text = ""
+    done: _Count = 0
+    total: _Count = 0
+    stream: Invitation | None = None
+    # Equal on machines that compute the same bytes with these layers.
+    arithmetic: Text = ""
+
+
+_T = TypeVar("_T")
+_kinds = message_codec.MessageKinds(limits.SHARE_MESSAGE_BYTES, StageQuestion, StageTold)
+
+
+def encode(message: StageQuestion | StageTold) -> bytes:
+    return message_codec.encode(message)
+
+
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """Raises ProtocolError for anything that is not one honest message of this kind."""
+    message = _kinds.decode(body, kind)
+    if isinstance(message, StageQuestion):
+        message_codec.check_name(message.model)
+        if message.first >= message.last:
+            raise ProtocolError(f"A peer asked for layers {message.first} to {message.last}, which are none.")
+    return message

@@ -1,0 +1,79 @@
+"""Holding layers of other machines' models: what a member may ask for, and how long they stay here.
+
+    StageQuestion ──► digest checked, layers loaded beside what runs ──► their memory reserved
+        ──► StageTold with a stream ──► stream to the engine ──► alive, alive …
+
+The request's stream is the life of it: when the machine that asked is gone, so is everything begun for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fleetd import limits
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.protocol import STAGE, Accepted, Event, Loading, Prefill, ServeStage, StreamTag
+from fleetd.errors import EngineDied
+from fleetd.p2p.session.transport import PeerStream
+from fleetd.requests.admission import ConcurrencyLimit, ServingContext
+from fleetd.requests.concurrency import with_heartbeats
+from fleetd.requests.groups import messages
+from fleetd.requests.groups.messages import StageQuestion, StageTold
+from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
+from fleetd.requests.remote.message_codec import ALIVE
+from fleetd.requests.remote.peer_stream import own_id
+
+
+class StageServer:
+    """The handler of ``messages.SERVE``."""
+
+    def __init__(self, dialer: BulkDialer, pool: EnginePool, context: ServingContext) -> None:
+        self._dialer = dialer
+        self._pool = pool
+        self._context = context
+        self._limit = ConcurrencyLimit(context, "group", limits.GROUPS, f"is in {limits.GROUPS} groups")
+
+    async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
+        """Raises FleetError: what the other side is told."""
+        ask = messages.decode(body, StageQuestion)
+        with self._limit.serving(peer, ask.id):
+            async with (
+                aclosing(self._hold(ask, stream)) as told,
+                aclosing(with_heartbeats(told, limits.JOB_ALIVE_S)) as beats,
+            ):
+                async for message in beats:
+                    stream.send(ALIVE if message is None else messages.encode(message))
+
+    async def _hold(self, ask: StageQuestion, stream: PeerStream) -> AsyncGenerator[StageTold, None]:
+        """What the other machine is told, while the layers are here; does not end by itself."""
+        folder = await self._context.model_by_digest(ask.model, ask.digest)
+
+        def loading(step: Loading | Prefill) -> None:
+            if isinstance(step, Loading):
+                stream.send(messages.encode(StageTold(step.stage, step.done, step.total)))
+
+        async with self._pool.assisting(folder, ask.first, ask.last, progress=loading) as engine:
+            served = ServeStage(own_id(ask.id), ask.first, ask.last, ask.tokens)
+            async with aclosing(engine.serve(served)) as events:
+                if not isinstance(await anext(events, None), Accepted):
+                    raise EngineDied(f"The engine for {folder.name} did not take the work.")
+                with self._dialer.expect() as expected:
+                    yield StageTold(stream=invitation(expected), arithmetic=_arithmetic(engine))
+                    sock = await expected.socket()
+                await engine.give_stream(StreamTag(served.id, STAGE, expected.key, "acceptor"), sock)
+                await _ended(events)
+        raise EngineDied(f"The engine for {folder.name} ended its part.")
+
+
+async def _ended(events: AsyncGenerator[Event, None]) -> None:
+    """Wait until the layers are not run any more. Raises why."""
+    async for _ in events:
+        await asyncio.sleep(0)
+
+
+def _arithmetic(engine: EngineProcess) -> str:
+    facts = engine.facts
+    return facts.arithmetic.kind if facts is not None and facts.arithmetic is not None else ""
