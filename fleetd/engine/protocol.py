@@ -257,7 +257,7 @@ STAGE: Literal["stage"] = "stage"
 
 class StreamTag(msgspec.Struct, frozen=True):
     """What a socket that is handed to a worker is for: ``job`` is the id of a PrefillWithHelpers,
-    an AssistPrefill, a ServeStage or a DraftFor, of an answer, for its drafts, or of a group, for a member."""
+    an AssistPrefill, a ServeStage or a DraftFor, of an answer, for its drafts, or of a group's member."""
 
     job: str
     name: str

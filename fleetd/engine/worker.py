@@ -53,18 +53,16 @@ from fleetd.engine.protocol import (
     Score,
     ServeStage,
     Shutdown,
-    StreamTag,
     TakenElsewhere,
     WriteNow,
 )
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.streams.channel import receive_sockets
+from fleetd.engine.streams.channel import ChannelThread
 from fleetd.errors import EngineError, FleetError
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.startup import collector, import_index
 
 if TYPE_CHECKING:
-    from fleetd.engine.load.group_members import GroupMembers
     from fleetd.engine.load.loading import Loaded
     from fleetd.engine.load.model_reading import Device
     from fleetd.engine.load.stage_loading import LoadedPart
@@ -341,12 +339,15 @@ def start(
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
         os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)
+    # The daemon waits until a socket is taken: not for imports.
+    handed_over = ChannelThread(channel)
     emit(protocol.Loading("starting"))
     keep_kernels(settings.cache)
     products.preload_blas()
 
     import_libraries(settings.cache)
     from fleetd.engine.load import loading, model_reading, stage_loading
+    from fleetd.engine.load.group_members import GroupMembers
 
     device = model_reading.pick_device(settings.device)
     if device == "cpu":
@@ -355,7 +356,10 @@ def start(
         mlx_functions.install()
     compute: Scheduler | HelperLoop
     loaded: Loaded | None = None
-    members = _members(settings, channel)
+    members = None
+    if settings.group:
+        members = GroupMembers(settings.group)
+        handed_over.give_to(members.put)
     if settings.last_layer:
         part = stage_loading.load_part(settings, device, emit)
         compute, facts = _helper_loop(part, emit), part.facts
@@ -365,24 +369,8 @@ def start(
     if members is not None:
         members.others = compute.put_stream
     else:
-        _receive_streams(channel, compute.put_stream)
+        handed_over.give_to(compute.put_stream)
     return compute, loaded, facts
-
-
-def _receive_streams(channel: socket.socket, put: Callable[[StreamTag, socket.socket], None]) -> None:
-    """Take the sockets that the daemon hands over, on a thread of their own."""
-    threading.Thread(target=receive_sockets, args=(channel, put), name="channel", daemon=True).start()
-
-
-def _members(settings: WorkerSettings, channel: socket.socket) -> GroupMembers | None:
-    """The other machines of a group, whose streams come while the model is loaded; None if it has none."""
-    if not settings.group:
-        return None
-    from fleetd.engine.load.group_members import GroupMembers
-
-    members = GroupMembers(settings.group)
-    _receive_streams(channel, members.put)
-    return members
 
 
 def keep_kernels(cache: str) -> None:

@@ -27,12 +27,11 @@ def same(ours: mx.array, theirs: mx.array) -> bool:
 def test_any_cut_gives_the_logits_of_the_whole_model(family: str, on_cpu: None) -> None:
     whole = tiny_architectures.tiny(family)
     total = len(whole.layers)
-    expected = []
+    chunks = (TOKENS, mx.array([[3]]), mx.array([[4, 9]]))
     cache = make_prompt_cache(whole)
-    for chunk in (TOKENS, mx.array([[3]]), mx.array([[4, 9]])):
-        expected.append(whole(chunk, cache=cache))
+    expected = [whole(chunk, cache=cache) for chunk in chunks]
     for cuts in [(at,) for at in range(1, total)] + [(1, 2), (1, 3)]:
         group = group_of(whole, *cuts)
         cache = group.model.make_cache()
-        for chunk, right in zip((TOKENS, mx.array([[3]]), mx.array([[4, 9]])), expected, strict=True):
+        for chunk, right in zip(chunks, expected, strict=True):
             assert same(group.model(chunk, cache), right), cuts

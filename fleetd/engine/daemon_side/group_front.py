@@ -13,11 +13,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
+import structlog
 
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import GroupMember, WorkerSettings
 from fleetd.errors import EngineDied, FleetError
+
+log = structlog.get_logger(__name__)
 
 
 class Group(Protocol):
@@ -53,6 +56,7 @@ class GroupFront(EngineProcess):
             await self._group.connect(self)
             await self._group.watch()
         except FleetError as error:
+            log.warning("group.lost", model=self.settings.name, code=error.code, reason=error.message)
             await self._lost(error)
         finally:
             self._group.close()

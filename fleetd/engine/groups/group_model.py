@@ -1,4 +1,4 @@
-"""A model of which this machine has the first layers, the embedding and the head, and other machines the rest.
+"""A model of which this machine has the first layers, the embedding and the head, and others have the rest.
 
     tokens ─► embedding, own layers ─► member ─► member ─► norm, head ─► logits
 

@@ -80,7 +80,7 @@ class RemoteStage:
         return RemoteRows(self)
 
     def run(self, hidden: mx.array, rows: RemoteRows, tokens: mx.array, *, room: int = 0) -> mx.array:
-        """Hidden states (B, T, D) of ``tokens`` (B, T) to the same after the last layer. Raises MemberLost."""
+        """Hidden states (B, T, D) of ``tokens`` (B, T) to those behind the last layer. Raises MemberLost."""
         self._begin(hidden, rows, tokens, wanted=True, room=room)
         while len(self._due) > 1:
             self._take()

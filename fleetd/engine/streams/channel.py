@@ -69,3 +69,30 @@ def receive_sockets(channel: socket.socket, taken: Callable[[StreamTag, socket.s
             sock.close()
             raise ProtocolError(f"A message about a stream cannot be read: {error}.") from None
         taken(tag, sock)
+
+
+class ChannelThread:
+    """Takes what ``receive_sockets`` brings, on a thread of its own, and holds it until ``give_to``."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._lock = threading.Lock()
+        self._held: list[tuple[StreamTag, socket.socket]] = []
+        self._take: Callable[[StreamTag, socket.socket], None] = self._hold
+        threading.Thread(
+            target=receive_sockets, args=(channel, self._taken), name="channel", daemon=True
+        ).start()
+
+    def give_to(self, take: Callable[[StreamTag, socket.socket], None]) -> None:
+        """From now on ``take`` is called with each stream, and now with those that came before."""
+        with self._lock:
+            held, self._held = self._held, []
+            for tag, sock in held:
+                take(tag, sock)
+            self._take = take
+
+    def _hold(self, tag: StreamTag, sock: socket.socket) -> None:
+        self._held.append((tag, sock))
+
+    def _taken(self, tag: StreamTag, sock: socket.socket) -> None:
+        with self._lock:
+            self._take(tag, sock)

@@ -42,7 +42,7 @@ class StageQuestion(msgspec.Struct, frozen=True):
 
 
 class StageTold(msgspec.Struct, frozen=True):
-    """Progress of the load, as ``engine.protocol.Loading`` has it; at the end where the stream is expected."""
+    """Progress of the load, as ``engine.protocol.Loading`` has it; at last where the stream is expected."""
 
     stage: Text = ""
     done: _Count = 0

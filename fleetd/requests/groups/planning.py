@@ -58,9 +58,9 @@ class FleetGroups:
         if own is None or not own.digest:
             return None
         others = [
-            (member, found)
+            (member, model)
             for member in self._members.others("prefill")
-            if eligible(member, own.digest) is None and (found := member.model_with(own.digest)) is not None
+            if eligible(member, own.digest) is None and (model := member.model_with(own.digest)) is not None
         ]
         if not others:
             return None
@@ -70,7 +70,7 @@ class FleetGroups:
         except (ModelCorrupt, ModelUnsupported, OSError):
             return None
         here = self._members.here()
-        machines = [_machine(member, found, sizes, bare) for member, found in others]
+        machines = [_machine(member, model, sizes, bare) for member, model in others]
         found = cut(
             GroupModelSize(len(sizes.layers), sizes.outside, sizes.row),
             GroupMachine(
