@@ -470,6 +470,8 @@ GROUP_MESSAGE_BYTES = 256 * KIB
 # A group must have room for the keys and values of so many tokens, and takes no more than for so many prompts
 # of the model's whole context.
 GROUP_LEAST_TOKENS, GROUP_STREAM_CONTEXTS = 2048, 2
+# So often an answer is begun if machines of its group leave.
+GROUP_TRIES = 3
 # Groups that one worker has layers for; each has memory of its own.
 GROUPS = 2
 # Chunks of prompts that are on their way through a member before the machine that answers computes the next.

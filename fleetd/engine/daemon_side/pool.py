@@ -25,10 +25,11 @@ from fleetd.control.daemon_status import EngineStatus, Pressure
 from fleetd.engine.cpu import address_space, openmp_file
 from fleetd.engine.daemon_side.group_front import Group, GroupFront
 from fleetd.engine.daemon_side.loaded_model import LoadedModel
+from fleetd.engine.daemon_side.replay import Replay
 from fleetd.engine.daemon_side.supervisor import EngineProcess, no_progress
 from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Question, Ready
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
-from fleetd.errors import EngineDied, FleetError, OutOfMemory
+from fleetd.errors import EngineDied, FleetError, OutOfMemory, PeerError
 from fleetd.limits import MIB
 from fleetd.models import cpu_arithmetic
 from fleetd.models.cpu_arithmetic import CpuArithmetic
@@ -235,17 +236,33 @@ class EnginePool:
 
         Raises FleetError: why the load or the request failed. Closing the generator cancels the request.
         """
+        replay = Replay(request)
         with self._claim(folder.name):
-            async for item in self._acquire(_WantedLayers(folder)):
-                if not isinstance(item, EngineProcess):
-                    yield item
-                    continue
-                events = item.stream(request)
+            while True:
                 try:
-                    async for event in events:
-                        yield event
-                finally:
-                    await events.aclose()
+                    async with aclosing(self._streamed(folder, replay)) as events:
+                        async for event in events:
+                            passed = event if isinstance(event, Loading) else replay.passed(event)
+                            if passed is not None:
+                                yield passed
+                except PeerError as error:
+                    # Only a model over several machines fails with another machine's fault.
+                    replay.again(error)
+                    log.warning("group.again", model=folder.name, reason=error.message)
+                    yield Loading(f"going on: {error.message}"[: limits.CARD_TEXT_CHARS])
+                else:
+                    return
+
+    async def _streamed(self, folder: ModelFolder, replay: Replay) -> AsyncGenerator[Loading | Event, None]:
+        """The same, as long as the model stays loaded."""
+        async for item in self._acquire(_WantedLayers(folder)):
+            if not isinstance(item, EngineProcess):
+                yield item
+                continue
+            request = replay.repeatable if isinstance(item, GroupFront) else replay.request
+            async with aclosing(item.stream(request)) as events:
+                async for event in events:
+                    yield event
 
     async def ask(
         self,
