@@ -212,6 +212,8 @@ class DaemonParts:
             config.smart_prefill.policy,
             self.survey,
         )
+        # What holds layers for other machines' models; None without a fleet.
+        self.stages: StageServer | None = None
         self.assists = self._serve_peers(self.node) if self.node is not None else None
 
     @property
@@ -222,7 +224,15 @@ class DaemonParts:
 
     async def close(self) -> None:
         """End what requests still do beside the engines; the runner has ended before."""
-        features = (self.sharing, self.assists, self.drafting, self.fetching, self.kept, self.origins)
+        features = (
+            self.sharing,
+            self.assists,
+            self.stages,
+            self.drafting,
+            self.fetching,
+            self.kept,
+            self.origins,
+        )
         for feature in features:
             if feature is not None:
                 await feature.close()
@@ -409,7 +419,8 @@ class DaemonParts:
         node.handle(fetching_messages.FETCH, blocks.fetch)
         node.handle(sharing_messages.ASSIST, assists.assist)
         node.handle(sharing_messages.WARM, assists.warm)
-        node.handle(group_messages.SERVE, StageServer(dialer, machine.pool, context))
+        self.stages = StageServer(dialer, machine.pool, context)
+        node.handle(group_messages.SERVE, self.stages)
         return assists
 
     def _sees_prompts(self, node_id: str) -> bool:

@@ -35,7 +35,8 @@
     └─ PeerError                    another machine is at fault, or the way to it
        ├─ PeerUnreachable           no address of it answers
        ├─ PeerLost                  it went away, or fell silent, in the middle of something
-       │  └─ PeerLate               it takes much longer than was planned with
+       │  ├─ PeerLate               it takes much longer than was planned with
+       │  └─ GroupLost              it held some of the layers of a model that is on several machines
        ├─ PeerWrong                 it computed something else than this machine does
        ├─ NotPaired                 it does not know this machine, or this machine does not know it
        ├─ VersionMismatch           it speaks no protocol version that this one speaks
@@ -230,6 +231,10 @@ class PeerLost(PeerError):
 
 class PeerLate(PeerLost):
     code, status = "peer_late", 504
+
+
+class GroupLost(PeerLost):
+    code, status = "group_lost", 502
 
 
 class PeerWrong(PeerError):

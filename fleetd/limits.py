@@ -472,12 +472,15 @@ GROUP_MESSAGE_BYTES = 256 * KIB
 GROUP_LEAST_TOKENS, GROUP_STREAM_CONTEXTS = 2048, 2
 # So often an answer is begun if machines of its group leave.
 GROUP_TRIES = 3
+# Others may need so long to free what they held for the group that has ended.
+GROUP_AGAIN_S = 15.0
 # Groups that one worker has layers for; each has memory of its own.
 GROUPS = 2
 # Chunks of prompts that are on their way through a member before the machine that answers computes the next.
 GROUP_FRAMES = 3
-# One step of a member may take so long before it counts as lost; its daemon notices most losses in a moment.
-GROUP_STEP_S = 300.0
+# A member shows so often that its process runs, and one that is silent for so long is lost. One that computes
+# a step for so long is lost, too; its own daemon ends it before.
+GROUP_BEAT_S, GROUP_SILENT_S, GROUP_STEP_S = 0.5, 2.5, 300.0
 # Bytes that wait to be sent on one stream before its sender computes no further.
 SHARE_QUEUED_BYTES = 64 * MIB
 # One message of an agreement: 8 bytes for each of 4096 layers, a dozen versions, and room.

@@ -45,6 +45,7 @@ class MemoryPipe:
     broken: FleetError | None = None
     ended: bool = False
     closed: bool = False
+    heard_s: float = 0.0
     sent: list[FrameHeader] = field(default_factory=list)
     # Frames sent before the other end was opened.
     early: list[tuple[FrameHeader, list[memoryview]]] = field(default_factory=list)

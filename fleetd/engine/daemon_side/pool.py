@@ -29,7 +29,7 @@ from fleetd.engine.daemon_side.replay import Replay
 from fleetd.engine.daemon_side.supervisor import EngineProcess, no_progress
 from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Question, Ready
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
-from fleetd.errors import EngineDied, FleetError, OutOfMemory, PeerError
+from fleetd.errors import EngineDied, FleetError, GroupLost, OutOfMemory
 from fleetd.limits import MIB
 from fleetd.models import cpu_arithmetic
 from fleetd.models.cpu_arithmetic import CpuArithmetic
@@ -236,7 +236,8 @@ class EnginePool:
 
         Raises FleetError: why the load or the request failed. Closing the generator cancels the request.
         """
-        replay = Replay(request)
+        replay, lost_s = Replay(request), -math.inf
+        clock = asyncio.get_running_loop().time
         with self._claim(folder.name):
             while True:
                 try:
@@ -245,11 +246,17 @@ class EnginePool:
                             passed = event if isinstance(event, Loading) else replay.passed(event)
                             if passed is not None:
                                 yield passed
-                except PeerError as error:
-                    # Only a model over several machines fails with another machine's fault.
+                except GroupLost as error:
                     replay.again(error)
+                    lost_s = clock()
                     log.warning("group.again", model=folder.name, reason=error.message)
                     yield Loading(f"going on: {error.message}"[: limits.CARD_TEXT_CHARS])
+                except OutOfMemory:
+                    # The others of a group that has just lost a machine have yet to free their parts of it.
+                    if clock() - lost_s > limits.GROUP_AGAIN_S:
+                        raise
+                    yield Loading("waiting for memory on other machines")
+                    await asyncio.sleep(_CHECK_S)
                 else:
                     return
 
@@ -328,6 +335,14 @@ class EnginePool:
         name = await self._with_layers(folder, first, last, progress)
         with self._claim(name):
             yield self._models[name].first
+
+    async def let_go(self, folder: ModelFolder, first: int, last: int) -> None:
+        """End a worker that has layers [first, last) and not the others, unless somebody uses it."""
+        name = _WantedLayers(folder, first, last).name
+        model = self._models.get(name)
+        if model is not None and model.first.settings.part_of and not self._in_use(name):
+            log.info("engine.unload", model=name, reason="no machine needs these layers")
+            await self.unload(name)
 
     def part(self, folder: ModelFolder) -> tuple[int, int] | None:
         """Layers [first, last) of a model that a worker has, or is loading, which has not all of it."""

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.engine.protocol import Delta, Event, Finished, Generate, ToolCall, ToolCallPiece
-from fleetd.errors import EngineError, PeerError
+from fleetd.errors import EngineError, GroupLost
 
 _ANSWER = (Delta, ToolCallPiece, ToolCall)
 
@@ -38,7 +38,7 @@ class Replay:
         # Ids of tool calls of the present try, and those that they had in the first.
         self._call_ids: dict[str, str] = {}
 
-    def again(self, error: PeerError) -> None:
+    def again(self, error: GroupLost) -> None:
         """Begin another try. Raises ``error`` if there were enough."""
         if self._tries >= limits.GROUP_TRIES:
             raise error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from fleetd.engine.protocol import STAGE
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
 from fleetd.engine.sequence_state.kinds import Rows, register
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
-from fleetd.errors import FleetError, PeerLost, ProtocolError
+from fleetd.errors import FleetError, GroupLost, ProtocolError
 
 
 class RemoteStage:
@@ -150,16 +151,21 @@ class RemoteStage:
         return of_bytes(data, self._dtype)
 
     def _wait(self) -> Frame:
+        began_s = time.monotonic()
         while True:
             self._moved.clear()
             try:
                 if (frame := self._pipe.receive()) is not None:
                     return frame
             except FleetError as error:
-                raise MemberLost(PeerLost(f"{self.name} left the group: {error.message}")) from error
-            if not self._moved.wait(limits.GROUP_STEP_S):
-                late = f"{self.name} computed nothing for {limits.GROUP_STEP_S:.0f} s."
-                raise MemberLost(PeerLost(late))
+                raise MemberLost(GroupLost(f"{self.name} left the group: {error.message}")) from error
+            self._moved.wait(limits.GROUP_BEAT_S)
+            now_s = time.monotonic()
+            silent_s = now_s - max(began_s, self._pipe.heard_s)
+            if silent_s > limits.GROUP_SILENT_S:
+                raise MemberLost(GroupLost(f"{self.name} was silent for {silent_s:.1f} s."))
+            if now_s - began_s > limits.GROUP_STEP_S:
+                raise MemberLost(GroupLost(f"{self.name} took {limits.GROUP_STEP_S:.0f} s for a step."))
 
     def _place(self, head: FrameHeader) -> list[memoryview]:
         first, second = head.sizes

@@ -13,7 +13,7 @@ from fleetd.engine.groups.remote_stage import RemoteStage
 from fleetd.engine.protocol import STAGE, StreamTag
 from fleetd.engine.settings import GroupMember
 from fleetd.engine.streams.handed_over import HandedOverStreams
-from fleetd.errors import PeerLost
+from fleetd.errors import GroupLost
 
 
 class GroupMembers:
@@ -33,14 +33,14 @@ class GroupMembers:
         (self._streams.put if ours else self.others)(tag, sock)
 
     def of(self, model: GroupModel) -> list[RemoteStage]:
-        """All of them, for the model whose layers they have. Raises PeerLost if one does not connect."""
+        """All of them, for the model whose layers they have. Raises GroupLost if one does not connect."""
         until_s = time.monotonic() + limits.TICKET_S
         for member in self._members:
             while not self._streams.complete(member.stream, (STAGE,)):
                 left_s = until_s - time.monotonic()
                 self._moved.clear()
                 if left_s <= 0:
-                    raise PeerLost(f"{member.name} did not connect within {limits.TICKET_S:.0f} s.")
+                    raise GroupLost(f"{member.name} did not connect within {limits.TICKET_S:.0f} s.")
                 if not self._streams.complete(member.stream, (STAGE,)):
                     self._moved.wait(left_s)
         return [

@@ -64,7 +64,7 @@ class ComputeLoop(ABC):
             emit=self.emit,
         )
         # A step of a model over several machines waits for each of them: short frames go at once.
-        self._stage_streams = HandedOverStreams(self.inbox.wake, eager=True)
+        self._stage_streams = HandedOverStreams(self.inbox.wake, eager=True, beat_s=limits.GROUP_BEAT_S)
         self._stages = MemberGuests(
             sharable=self.sharable, budget=self.budget, streams=self._stage_streams, emit=self.emit
         )

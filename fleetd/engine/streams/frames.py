@@ -41,6 +41,8 @@ class Kind(IntEnum):
     STAGE = 8
     # What came out of them.
     STAGED = 9
+    # Nothing, but that the process on the other side runs.
+    ALIVE = 10
 
 
 _HEAD = struct.Struct("<BHBIII8sQQ")
@@ -109,6 +111,9 @@ Place = Callable[[FrameHeader], list[memoryview]]
 
 class FramePipe(Protocol):
     """One stream to one other worker. No method waits."""
+
+    # When anything came from the other side last, by the monotonic clock.
+    heard_s: float
 
     def send(self, head: FrameHeader, *payload: memoryview) -> None:
         """Queue a frame. ``payload`` is any number of buffers, ``head.nbytes`` together; they must not change

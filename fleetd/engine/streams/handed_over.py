@@ -21,7 +21,7 @@ from fleetd.engine.streams.pipe import SocketPipe
 class HandedOverStreams:
     """``wake`` is called, on any thread, when a stream came, and whenever one that was taken moved.
 
-    ``eager``: as ``SocketPipe`` has it.
+    ``eager``, ``beat_s``: as ``SocketPipe`` has them.
     """
 
     def __init__(
@@ -30,9 +30,10 @@ class HandedOverStreams:
         clock: Callable[[], float] = time.monotonic,
         *,
         eager: bool = False,
+        beat_s: float = 0.0,
     ) -> None:
         self._wake = wake
-        self._eager = eager
+        self._eager, self._beat_s = eager, beat_s
         self._clock = clock
         self._lock = threading.Lock()
         self._held: dict[tuple[str, str], tuple[StreamTag, socket.socket, float]] = {}
@@ -63,7 +64,15 @@ class HandedOverStreams:
         def connect(name: str, place: Place) -> SocketPipe:
             with self._lock:
                 tag, sock, _ = self._held.pop((job, name))
-            return SocketPipe(sock, tag.key, tag.role, place=place, wake=self._wake, eager=self._eager)
+            return SocketPipe(
+                sock,
+                tag.key,
+                tag.role,
+                place=place,
+                wake=self._wake,
+                eager=self._eager,
+                beat_s=self._beat_s,
+            )
 
         return connect
 

@@ -15,11 +15,12 @@ import queue
 import select
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 
 from fleetd import limits
-from fleetd.engine.streams.frames import HEAD_BYTES, Frame, FrameHeader, Place
+from fleetd.engine.streams.frames import HEAD_BYTES, Frame, FrameHeader, Kind, Place
 from fleetd.errors import EngineError, FleetError, ProtocolError
 from fleetd.sealed.chunks import Role
 from fleetd.sealed.stream import SealedReceiver, SealedSender
@@ -39,7 +40,8 @@ class SocketPipe:
     """The ``frames.FramePipe`` on a connected socket, which is its own from now on.
 
     ``place`` is called on the reader thread; ``wake`` on both threads whenever something arrived, was sent,
-    or broke. ``eager``: short frames do not wait for the writer thread if nothing is queued.
+    or broke. ``eager``: short frames do not wait for the writer thread if nothing is queued. ``beat_s``: an
+    ALIVE is sent whenever nothing was for so long; 0 is never.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class SocketPipe:
         place: Place,
         wake: Callable[[], None],
         eager: bool = False,
+        beat_s: float = 0.0,
     ) -> None:
         with contextlib.suppress(OSError):  # not TCP
             # A last, short frame must not wait for the one before it to be acknowledged.
@@ -66,6 +69,11 @@ class SocketPipe:
         self._out: queue.SimpleQueue[tuple[memoryview, ...] | None] = queue.SimpleQueue()
         self._in: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        # Held while something is written: a frame of the compute thread, or a beat.
+        self._writing = threading.Lock()
+        self._beat_s = beat_s
+        # When the other side was heard last, by the monotonic clock.
+        self.heard_s = time.monotonic()
         self._backlog = 0
         self._broken: FleetError | None = None
         self._closed = False
@@ -128,10 +136,14 @@ class SocketPipe:
             return False
         if _cost(parts) > EAGER_BYTES or not self._writable.poll(0):
             return False
+        if not self._writing.acquire(blocking=False):
+            return False
         try:
             self._sender.send(b"".join(parts))
         except FleetError as error:
             self._break(error)
+        finally:
+            self._writing.release()
         return True
 
     def _queue(self, parts: tuple[memoryview, ...]) -> None:
@@ -146,12 +158,14 @@ class SocketPipe:
     def _write(self) -> None:
         scratch = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
         try:
-            while (parts := self._out.get()) is not None:
+            while (parts := self._next_out()) is not None:
                 if parts:
                     for piece in _gathered(parts, scratch):
-                        self._sender.send(piece)
+                        with self._writing:
+                            self._sender.send(piece)
                 else:
-                    self._sender.finish()
+                    with self._writing:
+                        self._sender.finish()
                 with self._lock:
                     if self._broken is None:
                         self._backlog -= _cost(parts)
@@ -163,11 +177,26 @@ class SocketPipe:
             traceback.print_exc()
             self._break(EngineError(f"A frame could not be sent ({type(error).__name__})."))
 
+    def _next_out(self) -> tuple[memoryview, ...] | None:
+        """What is to be written next; None to end. Beats while there is nothing."""
+        while self._beat_s:
+            with contextlib.suppress(queue.Empty):
+                return self._out.get(timeout=self._beat_s)
+            if self._writable.poll(0) and self._writing.acquire(blocking=False):
+                try:
+                    self._sender.send(FrameHeader(Kind.ALIVE).pack())
+                finally:
+                    self._writing.release()
+        return self._out.get()
+
     def _read(self) -> None:
         head_bytes = memoryview(bytearray(HEAD_BYTES))
         try:
             while self._next(head_bytes):
                 head = FrameHeader.unpack(head_bytes)
+                self.heard_s = time.monotonic()
+                if head.kind is Kind.ALIVE and not head.nbytes:
+                    continue
                 buffers = self._place(head)
                 if (room := sum(buffer.nbytes for buffer in buffers)) != head.nbytes:
                     raise ProtocolError(f"A frame of {head.nbytes} bytes came where {room} were due.")

@@ -15,7 +15,7 @@ from fleetd import limits
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Loading, StreamTag
 from fleetd.engine.settings import GroupMember
-from fleetd.errors import FleetError, PeerLost, ProtocolError
+from fleetd.errors import FleetError, GroupLost, PeerLost, ProtocolError
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.group_cut import GroupCut, GroupPart
@@ -109,7 +109,7 @@ class FleetGroup:
         try:
             sock = await self._partners.connect(held.part.machine.node_id, held.invitation)
         except FleetError as error:
-            raise said_by(held.name, error) from error
+            raise _left(held, error) from error
         await engine.give_stream(StreamTag(held.member.stream, STAGE, held.invitation.key, "connector"), sock)
 
     async def _watch(self, held: _Held) -> None:
@@ -117,8 +117,14 @@ class FleetGroup:
             if held.stream is not None and await next_message(held.stream) is None:
                 raise PeerLost("It has left the group.")
         except FleetError as error:
-            raise said_by(held.name, error) from error
-        raise ProtocolError(f"{held.name} said more than that it is alive.")
+            raise _left(held, error) from error
+        raise GroupLost(f"{held.name} said more than that it is alive.")
+
+
+def _left(held: _Held, error: FleetError) -> GroupLost:
+    return GroupLost(
+        f"{held.name}: {error.message}", hint="Send the request again: others may have its layers."
+    )
 
 
 def names(members: Sequence[GroupMember]) -> str:

@@ -19,7 +19,7 @@ from fleetd.engine.protocol import STAGE, Accepted, Event, Loading, Prefill, Ser
 from fleetd.errors import EngineDied
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
-from fleetd.requests.concurrency import with_heartbeats
+from fleetd.requests.concurrency import BackgroundTasks, with_heartbeats
 from fleetd.requests.groups import messages
 from fleetd.requests.groups.messages import StageQuestion, StageTold
 from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
@@ -35,6 +35,7 @@ class StageServer:
         self._pool = pool
         self._context = context
         self._limit = ConcurrencyLimit(context, "group", limits.GROUPS, f"is in {limits.GROUPS} groups")
+        self._background = BackgroundTasks()
 
     async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """Raises FleetError: what the other side is told."""
@@ -55,17 +56,25 @@ class StageServer:
             if isinstance(step, Loading):
                 stream.send(messages.encode(StageTold(step.stage, step.done, step.total)))
 
-        async with self._pool.assisting(folder, ask.first, ask.last, progress=loading) as engine:
-            served = ServeStage(own_id(ask.id), ask.first, ask.last, ask.tokens)
-            async with aclosing(engine.serve(served)) as events:
-                if not isinstance(await anext(events, None), Accepted):
-                    raise EngineDied(f"The engine for {folder.name} did not take the work.")
-                with self._dialer.expect() as expected:
-                    yield StageTold(stream=invitation(expected), arithmetic=_arithmetic(engine))
-                    sock = await expected.socket()
-                await engine.give_stream(StreamTag(served.id, STAGE, expected.key, "acceptor"), sock)
-                await _ended(events)
-        raise EngineDied(f"The engine for {folder.name} ended its part.")
+        try:
+            async with self._pool.assisting(folder, ask.first, ask.last, progress=loading) as engine:
+                served = ServeStage(own_id(ask.id), ask.first, ask.last, ask.tokens)
+                async with aclosing(engine.serve(served)) as events:
+                    if not isinstance(await anext(events, None), Accepted):
+                        raise EngineDied(f"The engine for {folder.name} did not take the work.")
+                    with self._dialer.expect() as expected:
+                        yield StageTold(stream=invitation(expected), arithmetic=_arithmetic(engine))
+                        sock = await expected.socket()
+                    await engine.give_stream(StreamTag(served.id, STAGE, expected.key, "acceptor"), sock)
+                    await _ended(events)
+            raise EngineDied(f"The engine for {folder.name} ended its part.")
+        finally:
+            # The next group may be cut elsewhere, and needs the memory for that.
+            self._background.start(self._pool.let_go(folder, ask.first, ask.last))
+
+    async def close(self) -> None:
+        """End what still runs in the background."""
+        await self._background.close()
 
 
 async def _ended(events: AsyncGenerator[Event, None]) -> None:
