@@ -46,6 +46,7 @@ from fleetd.requests.drafting import messages as drafting_messages
 from fleetd.requests.drafting.client import AnswerDrafting
 from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.groups import messages as group_messages
+from fleetd.requests.groups.labels import GroupLabels
 from fleetd.requests.groups.planning import FleetGroups
 from fleetd.requests.groups.server import StageServer
 from fleetd.requests.job import THIS_NAME
@@ -375,7 +376,8 @@ class DaemonParts:
     def _runner(self) -> RequestRunner:
         machine = self.machine
         kept = self.kept if self.fleet else None
-        features = (kept, self.fetching, self.sharing, self.drafting)
+        groups = GroupLabels(machine.pool) if self.fleet else None
+        features = (groups, kept, self.fetching, self.sharing, self.drafting)
         return RequestRunner(
             machine.pool,
             self.locator,

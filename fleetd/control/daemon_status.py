@@ -91,6 +91,15 @@ class MemoryBudget(msgspec.Struct, frozen=True):
     largest_bytes: int = 0
 
 
+class HeldLayers(msgspec.Struct, frozen=True):
+    """Layers [``first``, ``last``) of a model, on another machine."""
+
+    # The machine's.
+    name: str
+    first: int
+    last: int
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
     """One worker."""
 
@@ -137,6 +146,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     part_of: str = ""
     first_layer: int = 0
     last_layer: int = 0
+    # Of a model over several machines, what the others hold.
+    members: list[HeldLayers] = []
     # Requests by what is done for them; ``assisting``: parts of other machines' prompts.
     prefilling: int = 0
     decoding: int = 0

@@ -16,7 +16,7 @@ from fleetd.plan.prefill.options import Way
 
 Origin = Literal["socket", "http", "peer"]
 Exactness = Literal["exact", "plan", "lossy"]
-PlanKind = Literal[Way, "remote"]
+PlanKind = Literal[Way, "remote", "group"]
 
 
 # English text in common tokenizers; only prices depend on it.
@@ -72,7 +72,8 @@ class Planned(msgspec.Struct, frozen=True):
     """Comes before anything of the answer, and again when the job moves or goes on without its helpers.
 
     ``nodes`` are names for people, "this" for the machine that was asked: of "remote" the machine that
-    answers, then its helpers; of a shared prefill the helpers, then "this".
+    answers, then its helpers; of a shared prefill the helpers, then "this"; of a "group", whose machines hold
+    one model together, "this", then the others in the order of their layers.
     ``reason``: why it changed. ``smart``: what came of smart prefill, if it was asked for.
     """
 
@@ -91,7 +92,7 @@ class Planned(msgspec.Struct, frozen=True):
 
     @property
     def shared(self) -> bool:
-        return self.kind not in ("local", "remote")
+        return self.kind not in ("local", "remote", "group")
 
     @property
     def helpers(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
+from fleetd.control.daemon_status import EngineStatus, HeldLayers
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import GroupMember, WorkerSettings
@@ -30,6 +31,8 @@ class Group(Protocol):
     def members(self) -> tuple[GroupMember, ...]: ...
     @property
     def tokens(self) -> int: ...
+    @property
+    def kinds(self) -> frozenset[str]: ...
     async def form(self, told: Callable[[Loading], None]) -> None: ...
     async def connect(self, engine: EngineProcess) -> None: ...
     async def watch(self) -> None: ...
@@ -44,6 +47,17 @@ class GroupFront(EngineProcess):
         super().__init__(settings, **options)
         self._group = group
         self._life: asyncio.Task[None] | None = None
+
+    @property
+    def exact(self) -> bool:
+        """True if all machines compute with the same code on devices of one kind."""
+        arithmetic = self.facts.arithmetic if self.facts is not None else None
+        return arithmetic is not None and self._group.kinds <= {arithmetic.kind}
+
+    @property
+    def status(self) -> EngineStatus:
+        members = [HeldLayers(each.name, each.first, each.last) for each in self.settings.group]
+        return msgspec.structs.replace(super().status, members=members)
 
     async def start(self) -> None:
         self._life = asyncio.create_task(self._live(), name=f"group-{self.settings.name}")

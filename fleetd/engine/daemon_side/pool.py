@@ -29,7 +29,7 @@ from fleetd.engine.daemon_side.replay import Replay
 from fleetd.engine.daemon_side.supervisor import EngineProcess, no_progress
 from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Question, Ready
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
-from fleetd.errors import EngineDied, FleetError, GroupLost, OutOfMemory
+from fleetd.errors import EngineDied, FleetError, GroupLost, NoMachine, OutOfMemory
 from fleetd.limits import MIB
 from fleetd.models import cpu_arithmetic
 from fleetd.models.cpu_arithmetic import CpuArithmetic
@@ -266,7 +266,14 @@ class EnginePool:
             if not isinstance(item, EngineProcess):
                 yield item
                 continue
-            request = replay.repeatable if isinstance(item, GroupFront) else replay.request
+            request = replay.request
+            if isinstance(item, GroupFront):
+                if request.local_only:
+                    raise NoMachine(
+                        f"{folder.name} is on several machines, and this request stays on one.",
+                        hint="Choose a model that fits this machine (fleetctl models).",
+                    )
+                request = replay.repeatable
             async with aclosing(item.stream(request)) as events:
                 async for event in events:
                     yield event

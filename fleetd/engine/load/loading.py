@@ -34,7 +34,7 @@ from fleetd.engine.load.model_reading import (
     verified_config,
 )
 from fleetd.engine.measure.calibrate import Measurement, calibrate
-from fleetd.engine.protocol import Arithmetic, Loading, Ready
+from fleetd.engine.protocol import Arithmetic, Loading, Ready, ScoringState
 from fleetd.engine.sampling.parameters import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.engine.scoring.profile_search import ProfileSearch
@@ -237,7 +237,8 @@ def _ready(
         sparse=found.dense_reason,
         sparse_tail=found.sparse.tail if found.sparse else 0,
         arithmetic=sharable.arithmetic if sharable is not None else _of_front(read),
-        scoring=search.state,
+        # It would have to see into layers of other machines.
+        scoring=ScoringState("unable") if isinstance(read.model, GroupModel) else search.state,
         vocabulary=findings.vocabulary,
     )
 

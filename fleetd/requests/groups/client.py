@@ -63,6 +63,11 @@ class FleetGroup:
         """Whose keys and values have room everywhere."""
         return self._planned.tokens
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """How the members compute, as ``Arithmetic.kind`` has it."""
+        return frozenset(held.arithmetic for held in self._held)
+
     async def form(self, told: Callable[[Loading], None]) -> None:
         """Have every member load its layers. Raises the first failure, naming its machine."""
         await gather_or_cancel(*(self._ask(held, told) for held in self._held))
