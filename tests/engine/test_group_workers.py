@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -14,9 +15,10 @@ from request_events import RequestEvents
 from sharing import LAYERS, prompt, tcp_pair, worker_settings, workers, write
 
 from fleetd.engine.daemon_side.supervisor import EngineProcess
-from fleetd.engine.protocol import STAGE, Accepted, Generate, ServeStage, StreamTag
+from fleetd.engine.protocol import STAGE, Accepted, Delta, Generate, ServeStage, StreamTag
+from fleetd.engine.sampling.parameters import Sampling
 from fleetd.engine.settings import GroupMember
-from fleetd.errors import FleetError
+from fleetd.errors import FleetError, GroupLost
 
 pytestmark = pytest.mark.one_loop
 TOKENS = 4096
@@ -91,3 +93,49 @@ async def test_a_group_of_workers_answers_as_the_whole_model(model: Path, cuts: 
             assert told.numbers == right
         several = await asyncio.gather(*(answered(front, request) for request in requests))
         assert [told.numbers for told in several] == expected
+
+
+async def test_sampled_answers_are_those_of_the_whole_model(model: Path) -> None:
+    asked = [
+        prompt(f"s{n}", 90, seed=n, shared=False, max_tokens=10, sampling=Sampling(temperature=1.0, seed=n))
+        for n in range(3)
+    ]
+    async with workers(model, 1) as (whole,):
+        expected = [(await answered(whole, request)).numbers for request in asked]
+    async with group(model, 2) as (front, *_):
+        assert [(await answered(front, request)).numbers for request in asked] == expected
+        several = await asyncio.gather(*(answered(front, request) for request in asked))
+        assert [told.numbers for told in several] == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_member_that_is_gone_ends_the_answer_with_its_name(model: Path, number: int) -> None:
+    async with group(model, 2) as (front, member):
+        told = RequestEvents()
+
+        async def ask() -> None:
+            try:
+                async for event in front.stream(prompt("long", 50, shared=False, max_tokens=2000)):
+                    told.events.append(event)
+                    if len(told.of(Delta)) == 3 and member.pid is not None:
+                        os.kill(member.pid, number)
+            except FleetError as error:
+                told.error = error
+
+        await asyncio.wait_for(ask(), 60)
+        assert isinstance(told.error, GroupLost)
+        assert "machine 0" in told.error.message
+        assert front.state == "failed"
+        member.kill()
+
+
+async def test_a_cancelled_answer_frees_the_members_for_the_next(model: Path) -> None:
+    async with group(model, 2) as (front, _):
+        events = front.stream(prompt("long", 50, shared=False, max_tokens=2000))
+        async for event in events:
+            if isinstance(event, Delta):
+                break
+        await events.aclose()
+        told = await answered(front, prompt("next", 60, shared=False))
+        assert told.error is None
+        assert told.finished.reason == "length"
