@@ -1,18 +1,22 @@
 """What a second machine would give, by the planner's own prices: `python -m bench.pairs`.
 
 Nothing is measured here. The speeds of the chips are their makers' figures (``fleetd/plan/chip_speeds.py``),
-and the links carry what is usual for their kind. The tables stand in docs/macs.md and docs/links.md.
+and the links carry what is usual for their kind. The tables stand in docs/macs.md, docs/links.md and
+docs/large-models.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fleetd import limits
 from fleetd.control.model_facts import ModelShape, StateSizes
 from fleetd.limits import KIB
 from fleetd.models import catalog
+from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.plan.chip_speeds import APPLE, GB10, Hardware
 from fleetd.plan.costs import LinkSpeed, modelled
+from fleetd.plan.group_cut import GroupMachine, GroupModelSize, Shortage, cut, step_s
 from fleetd.plan.prefill.choice import HelperSpec, PrefillOption, PrefillSize, choose, options
 
 #: Tokens of one chunk on a GPU.
@@ -125,6 +129,54 @@ def links() -> str:
     return "\n".join(rows)
 
 
+#: Models that fit no machine of a kind: bytes of the files, of what a token reads of them, layers, width.
+_LARGE = {
+    "llama-3.3-70b": (39.7e9, 39.7e9, 80, 8192, 4096),
+    "qwen3-235b-a22b": (132e9, 12.4e9, 94, 4096, 2048),
+}
+#: Several of one kind, and the model that they hold together.
+_SEVERAL = (
+    ("llama-3.3-70b", 2, Machine("32 GB, M4", 32, APPLE[4, ""])),
+    ("llama-3.3-70b", 2, Machine("48 GB, M4 Pro", 48, APPLE[4, "Pro"])),
+    ("qwen3-235b-a22b", 3, Machine("96 GB, M3 Ultra", 96, APPLE[3, "Ultra"])),
+    ("qwen3-235b-a22b", 2, Machine("DGX Spark", 128, GB10)),
+)
+
+
+def together_tok_s(model: str, count: int, machine: Machine, link: LinkSpeed) -> float:
+    """Tokens per second of one answer of a model that ``count`` equal machines hold; 0 if they do not."""
+    weights, read, layers, width, row = _LARGE[model]
+    room = int(machine.memory_gb * 1e9 * GPU_SHARE) - WORKING_BYTES
+    bytes_per_s = machine.hardware.decode_tok_s(1) * weights / read
+    each = [
+        GroupMachine(str(number), machine.name, room, bytes_per_s, int(weights / layers))
+        for number in range(count)
+    ]
+    size = GroupModelSize(layers, 0, row)
+    found = cut(size, each[0], each[1:], least_tokens=limits.GROUP_LEAST_TOKENS, most_tokens=8192)
+    if isinstance(found, Shortage):
+        return 0.0
+    hop_s = link.rtt_s / 2 + 2 * width / link.bytes_per_s
+    return 1 / step_s(found, 2 * (len(found.parts) - 1) * hop_s)
+
+
+def groups() -> str:
+    """The table of docs/large-models.md: how fast several machines write with a model that none holds."""
+    heads = (
+        f"{count} × {machine.name}: `{model}`"  # noqa: RUF001
+        for model, count, machine in _SEVERAL
+    )
+    rows = [
+        f"| link | {' | '.join(heads)} |",
+        f"|---|{'---|' * len(_SEVERAL)}",
+    ]
+    for name, link in LINKS.items():
+        found = (together_tok_s(*each, link) for each in _SEVERAL)
+        cells = (f"{speed:.1f} tok/s" if speed else "does not fit" for speed in found)
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def _fits(machine: Machine, model: str) -> bool:
     entry = catalog.find(model)
     return entry is not None and entry.memory_gib <= machine.memory_gb * GPU_SHARE
@@ -137,4 +189,4 @@ def _gain(plan: PrefillOption, local_s: float) -> str:
 
 
 if __name__ == "__main__":
-    print(f"{macs()}\n\n{links()}")
+    print(f"{macs()}\n\n{links()}\n\n{groups()}")

@@ -93,6 +93,18 @@ def cut(
     return Shortage(missing)
 
 
+def step_s(found: GroupCut, hops_s: float) -> float:
+    """Seconds of one token of one answer, if ``bytes_per_s`` are bytes per second that steps read of weights.
+
+    Args:
+        hops_s: what hidden states take from machine to machine and back, over all of them.
+    """
+    parts = (
+        (part.last - part.first) * part.machine.layer_bytes / part.machine.bytes_per_s for part in found.parts
+    )
+    return sum(parts) + hops_s
+
+
 def _most_layers(model: GroupModelSize, machine: GroupMachine, tokens: int, *, ends: bool = False) -> int:
     room = machine.room_bytes - (model.outside_bytes if ends else 0)
     each = machine.layer_bytes + tokens * model.row_bytes

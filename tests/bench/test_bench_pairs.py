@@ -37,3 +37,14 @@ def test_the_helper_never_gets_more_than_it_has_room_for() -> None:
     assert (
         share * pairs.MODELS["llama-3.3-70b"].weights_bytes < pairs.MACBOOK.memory_gb * 1e9 * pairs.GPU_SHARE
     )
+
+
+def test_a_group_is_as_fast_as_its_machines_read_weights_less_the_links() -> None:
+    model, count, machine = "llama-3.3-70b", 2, pairs.Machine("48 GB, M4 Pro", 48, pairs.APPLE[4, "Pro"])
+    fast, slow = (
+        pairs.together_tok_s(model, count, machine, pairs.LINKS[name])
+        for name in ("Thunderbolt 4 or 5, bridge", "Wi-Fi, next room, or a VPN")
+    )
+    whole = machine.hardware.decode_tok_s(int(39.7e9))
+    assert 0.9 * whole < slow < fast < whole
+    assert pairs.together_tok_s(model, 2, pairs.MACBOOK, pairs.LINKS[pairs.ETHERNET]) == 0.0

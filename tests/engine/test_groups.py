@@ -18,7 +18,7 @@ from turned_scheduler import TinyFamily, Turned, drawn, family
 
 from fleetd.engine.failures import MemberLost
 from fleetd.engine.groups import messages
-from fleetd.engine.groups.messages import Copy, Extract, Filter, RunStage, StageDone, Trim
+from fleetd.engine.groups.messages import Copy, Extract, Filter, RunStage, StageRan, Trim
 from fleetd.engine.protocol import Cancel, Finished
 from fleetd.engine.sequence_state.kinds import all_plain
 from fleetd.engine.streams.frames import FrameHeader, Kind
@@ -183,7 +183,7 @@ def test_a_stream_that_breaks_loses_the_member(pair: Group) -> None:
     assert "machine 1 left the group" in lost.value.error.message
 
 
-@pytest.mark.parametrize("data", [b"", b"\x01", messages.encode(StageDone(1.0))])
+@pytest.mark.parametrize("data", [b"", b"\x01", messages.encode(StageRan(1.0))])
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         messages.decode(data, RunStage)

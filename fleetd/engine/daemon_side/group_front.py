@@ -24,7 +24,7 @@ from fleetd.errors import EngineDied, FleetError
 log = structlog.get_logger(__name__)
 
 
-class Group(Protocol):
+class GroupLife(Protocol):
     """``requests.groups.client.FleetGroup``: the other machines."""
 
     @property
@@ -42,7 +42,7 @@ class Group(Protocol):
 class GroupFront(EngineProcess):
     """An EngineProcess whose ``start`` returns before its process runs. ``options``: as EngineProcess."""
 
-    def __init__(self, settings: WorkerSettings, group: Group, **options: Any) -> None:
+    def __init__(self, settings: WorkerSettings, group: GroupLife, **options: Any) -> None:
         settings = msgspec.structs.replace(settings, group=group.members, group_tokens=group.tokens)
         super().__init__(settings, **options)
         self._group = group
@@ -63,7 +63,7 @@ class GroupFront(EngineProcess):
         self._life = asyncio.create_task(self._live(), name=f"group-{self.settings.name}")
 
     async def _live(self) -> None:
-        """From the first member's load to the end of the group."""
+        """Form the group, start the worker, and watch the members until one leaves."""
         try:
             await self._group.form(self._tell)
             await super().start()

@@ -23,7 +23,7 @@ import structlog
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, Pressure
 from fleetd.engine.cpu import address_space, openmp_file
-from fleetd.engine.daemon_side.group_front import Group, GroupFront
+from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife
 from fleetd.engine.daemon_side.loaded_model import LoadedModel
 from fleetd.engine.daemon_side.replay import Replay
 from fleetd.engine.daemon_side.supervisor import EngineProcess, no_progress
@@ -82,8 +82,8 @@ class EnginePool:
     # Models that stay loaded unless the system is critically short of memory.
     pinned: Callable[[], Collection[str]] = frozenset
     # The other machines for a model that does not fit this one, given how it would be held; None: none.
-    groups: Callable[[ModelFolder, CpuArithmetic | Literal[""]], Group | None] = lambda folder, arithmetic: (
-        None
+    groups: Callable[[ModelFolder, CpuArithmetic | Literal[""]], GroupLife | None] = (
+        lambda folder, arithmetic: None
     )
     # Told the id of each worker's process once that has ended.
     ended: Callable[[int], None] = lambda pid: None

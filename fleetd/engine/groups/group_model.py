@@ -44,7 +44,7 @@ class GroupModel(nn.Module):  # type: ignore[misc]
 
     @classmethod
     def front_of(cls, model: Any, first: int, *, on_cpu: bool) -> GroupModel:
-        """Of one of mlx-lm's models, of which nothing is read yet."""
+        """The first layers of one of mlx-lm's models, of which nothing is read yet."""
         whole = Stage.of(model)
         # A CPU computes in f32; elsewhere the embedding decides it.
         return cls(whole, first, mx.float32 if on_cpu else whole.embed(mx.array([[0]])).dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleetd import limits
-from fleetd.engine.groups.messages import Change, Copy, Drop, Extend, Extract, Filter, Merge, Trim
+from fleetd.engine.groups.messages import Change, Copy, Extend, Extract, Filter, Forget, Merge, Trim
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state import batches, rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
@@ -51,7 +51,7 @@ class MemberRows:
                     cache.filter(rows)
             case Extract(batch, row, new):
                 self._keep(new, batches.extracted(self._known(batch), row))
-            case Drop(held):
+            case Forget(held):
                 # One that no tokens came for was never here.
                 self._held.pop(held, None)
 

@@ -13,7 +13,7 @@ import numpy as np
 from fleetd import limits
 from fleetd.engine.groups import messages
 from fleetd.engine.groups.member_rows import MemberRows
-from fleetd.engine.groups.messages import RunStage, StageDone
+from fleetd.engine.groups.messages import RunStage, StageRan
 from fleetd.engine.layers.layer_calls import PassInputs
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import STAGE
@@ -64,7 +64,7 @@ class MemberStage:
         if not command.tokens or not command.batch:
             return
         out = self._run(command, frame)
-        done = memoryview(messages.encode(StageDone(time.monotonic() - begun)))
+        done = memoryview(messages.encode(StageRan(time.monotonic() - begun)))
         payload = [] if out is None else [buffer_of(as_bytes(out))]
         sizes = done.nbytes, sum(part.nbytes for part in payload)
         head = FrameHeader(Kind.STAGED, count=command.tokens, sizes=sizes)

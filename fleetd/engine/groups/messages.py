@@ -67,13 +67,13 @@ class Extract(msgspec.Struct, frozen=True, tag="extract", array_like=True):
     new: _Number
 
 
-class Drop(msgspec.Struct, frozen=True, tag="drop", array_like=True):
+class Forget(msgspec.Struct, frozen=True, tag="forget", array_like=True):
     """It is needed no more."""
 
     held: _Number
 
 
-Change = Copy | Trim | Merge | Extend | Filter | Extract | Drop
+Change = Copy | Trim | Merge | Extend | Filter | Extract | Forget
 
 
 class RunStage(msgspec.Struct, frozen=True, array_like=True):
@@ -94,20 +94,20 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     ids: Annotated[list[_Number], Meta(max_length=limits.GROUP_TOKENS)] = []
 
 
-class StageDone(msgspec.Struct, frozen=True, array_like=True):
+class StageRan(msgspec.Struct, frozen=True, array_like=True):
     """``seconds``: what the layers took."""
 
     seconds: Annotated[float, Meta(ge=0)]
 
 
-_T = TypeVar("_T", RunStage, StageDone)
+_T = TypeVar("_T", RunStage, StageRan)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (RunStage, StageDone)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (RunStage, StageRan)
 }
 
 
-def encode(message: RunStage | StageDone) -> bytes:
+def encode(message: RunStage | StageRan) -> bytes:
     return _encoder.encode(message)
 
 

@@ -25,13 +25,13 @@ from fleetd.engine.groups import messages
 from fleetd.engine.groups.messages import (
     Change,
     Copy,
-    Drop,
     Extend,
     Extract,
     Filter,
+    Forget,
     Merge,
     RunStage,
-    StageDone,
+    StageRan,
     Trim,
 )
 from fleetd.engine.protocol import STAGE
@@ -141,7 +141,7 @@ class RemoteStage:
         frame = self._wait()
         self._due.popleft()
         try:
-            done = messages.decode(frame.buffers[0], StageDone)
+            done = messages.decode(frame.buffers[0], StageRan)
         except ProtocolError as error:
             raise MemberLost(error) from error
         if not batch:
@@ -181,20 +181,20 @@ class RemoteStage:
 class RemoteRows:
     """What a member's layers keep of one sequence, or of a batch; as mlx-lm's caches are used.
 
-    ``offset``: its tokens; of a batch, of its longest sequence.
+    ``tokens``: that it holds; of a batch, its longest sequence's.
     """
 
-    def __init__(self, stage: RemoteStage, offset: int = 0) -> None:
-        self.stage, self.offset, self.number = stage, offset, stage.number()
-        weakref.finalize(self, stage.tell, Drop(self.number)).atexit = False
+    def __init__(self, stage: RemoteStage, tokens: int = 0) -> None:
+        self.stage, self.tokens, self.number = stage, tokens, stage.number()
+        weakref.finalize(self, stage.tell, Forget(self.number)).atexit = False
 
     def grow(self, tokens: int) -> None:
-        self.offset += tokens
+        self.tokens += tokens
 
     def copy(self, tokens: int = -1) -> RemoteRows:
         """One of the first ``tokens``, or of all."""
-        found = RemoteRows(self.stage, self.offset if tokens < 0 else tokens)
-        if self.offset:
+        found = RemoteRows(self.stage, self.tokens if tokens < 0 else tokens)
+        if self.tokens:
             self.stage.tell(Copy(self.number, found.number, tokens))
         return found
 
@@ -202,6 +202,11 @@ class RemoteRows:
         return self.copy()
 
     # ---- as mlx-lm calls it ----------------------------------------------------------------------------
+
+    @property
+    def offset(self) -> int:
+        """Where the next token goes."""
+        return self.tokens
 
     @property
     def state(self) -> tuple[()]:
@@ -217,14 +222,14 @@ class RemoteRows:
         return True
 
     def trim(self, tokens: int) -> int:
-        undone = min(tokens, self.offset)
+        undone = min(tokens, self.tokens)
         if undone:
-            self.offset -= undone
+            self.tokens -= undone
             self.stage.tell(Trim(self.number, undone))
         return undone
 
     def empty(self) -> bool:
-        return not self.offset
+        return not self.tokens
 
     @classmethod
     def merge(cls, sequences: Sequence[RemoteRows]) -> RemoteBatch:
@@ -236,12 +241,12 @@ class RemoteRows:
 
 
 class RemoteBatch(RemoteRows):
-    """Of a batch. ``offsets``: the tokens of each of its sequences."""
+    """Rows of a batch. ``offsets``: the tokens of each of its sequences."""
 
     offsets: list[int]
 
     def copy(self, tokens: int = -1) -> RemoteBatch:
-        found = RemoteBatch(self.stage, self.offset)
+        found = RemoteBatch(self.stage, self.tokens)
         found.offsets = [*self.offsets]
         self.stage.tell(Copy(self.number, found.number, tokens))
         return found
@@ -253,13 +258,13 @@ class RemoteBatch(RemoteRows):
     def extend(self, other: RemoteBatch) -> None:
         self.stage.tell(Extend(self.number, other.number))
         self.offsets += other.offsets
-        self.offset = max(self.offsets)
+        self.tokens = max(self.offsets)
 
     def filter(self, rows: Sequence[int]) -> None:
         kept = [int(row) for row in rows]
         self.stage.tell(Filter(self.number, kept))
         self.offsets = [self.offsets[row] for row in kept]
-        self.offset = max(self.offsets)
+        self.tokens = max(self.offsets)
 
     def extract(self, row: int) -> RemoteRows:
         found = RemoteRows(self.stage, self.offsets[row])

@@ -83,7 +83,7 @@ class ChannelThread:
         ).start()
 
     def give_to(self, take: Callable[[StreamTag, socket.socket], None]) -> None:
-        """From now on ``take`` is called with each stream, and now with those that came before."""
+        """Call ``take`` with each stream from now on, and with those that came before."""
         with self._lock:
             held, self._held = self._held, []
             for tag, sock in held:

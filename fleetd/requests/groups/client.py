@@ -27,7 +27,7 @@ from fleetd.requests.remote.peer_stream import next_message, said_by
 
 
 @dataclass(slots=True)
-class _Held:
+class _AskedMember:
     """A member and what it was asked."""
 
     part: GroupPart
@@ -50,7 +50,7 @@ class FleetGroup:
         self._partners, self._model, self._digest, self._planned = partners, model, digest, planned
         self._id = secrets.token_hex(8)
         self._held = [
-            _Held(part, GroupMember(part.first, part.last, f"{self._id}.{number}", part.machine.name))
+            _AskedMember(part, GroupMember(part.first, part.last, f"{self._id}.{number}", part.machine.name))
             for number, part in enumerate(planned.parts[1:])
         ]
 
@@ -88,7 +88,7 @@ class FleetGroup:
 
     # ---- one member --------------------------------------------------------------------------------------
 
-    async def _ask(self, held: _Held, told: Callable[[Loading], None]) -> None:
+    async def _ask(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
         part = held.part
         ask = StageQuestion(self._model, self._digest, self._id, part.first, part.last, self._planned.tokens)
         try:
@@ -108,7 +108,7 @@ class FleetGroup:
             raise ProtocolError("It ended its part in the group without a word.")
         return messages.decode(body, StageTold)
 
-    async def _dial(self, held: _Held, engine: EngineProcess) -> None:
+    async def _dial(self, held: _AskedMember, engine: EngineProcess) -> None:
         if held.invitation is None:
             raise PeerLost(f"{held.name} is not in the group.")
         try:
@@ -117,7 +117,7 @@ class FleetGroup:
             raise _left(held, error) from error
         await engine.give_stream(StreamTag(held.member.stream, STAGE, held.invitation.key, "connector"), sock)
 
-    async def _watch(self, held: _Held) -> None:
+    async def _watch(self, held: _AskedMember) -> None:
         try:
             if held.stream is not None and await next_message(held.stream) is None:
                 raise PeerLost("It has left the group.")
@@ -126,7 +126,7 @@ class FleetGroup:
         raise GroupLost(f"{held.name} said more than that it is alive.")
 
 
-def _left(held: _Held, error: FleetError) -> GroupLost:
+def _left(held: _AskedMember, error: FleetError) -> GroupLost:
     return GroupLost(
         f"{held.name}: {error.message}", hint="Send the request again: others may have its layers."
     )

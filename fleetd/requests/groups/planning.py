@@ -53,7 +53,7 @@ class FleetGroups:
         return FleetGroup(self._partners, folder.name, planned.digest, planned.found)
 
     def plan(self, folder: ModelFolder, arithmetic: Arithmetic) -> GroupPlan | None:
-        """As ``__call__``, with nothing begun."""
+        """The cut that a group would have; None if there are no others to ask. Nothing is begun."""
         own = self._members.here().model(folder.name)
         if own is None or not own.digest:
             return None

@@ -1,0 +1,22 @@
+"""Write the table of docs/large-models.md by the planner's prices: `python docs/generate_large_models.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench import pairs
+
+PAGE = Path(__file__).with_name("large-models.md")
+_BEGIN = "<!-- docs/generate_large_models.py writes the table; a test fails when it is out of date. -->"
+
+_END = "<!-- End of the table. -->"
+
+
+def page() -> str:
+    """The page with a new table."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    return f"{before}{_BEGIN}\n\n{pairs.groups()}\n\n{_END}{rest.partition(_END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
