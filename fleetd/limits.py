@@ -890,3 +890,6 @@ PULL_SILENCE_S = 60.0
 PULL_LINE_BYTES = 512 * KIB
 # No new byte from the source for this long ends a download; it can be resumed.
 PULL_STALL_S = 120.0
+# A person waits for a search of the hub.
+HUB_SEARCH_S = 20.0
+HUB_SEARCH_CHARS = 100

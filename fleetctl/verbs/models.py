@@ -1,51 +1,148 @@
-"""`fleetctl models`: list, pull, add, verify, load, unload, pin and remove models."""
+"""`fleetctl models`: list, search, pull, add, verify, load, unload, pin and remove models."""
 
 from __future__ import annotations
 
 import os
 import sys
 from typing import Any
+from urllib.parse import quote
 
 import click
 
 from fleetctl.cli import CliSession, json_option, note, pass_session
+from fleetctl.client import Client
 from fleetctl.exits import ClientError, ConnectionBroken, Exit
-from fleetctl.render.memory import memory_lines
+from fleetctl.render.columns import terminal_width
+from fleetctl.render.models_table import fit_words, found_page, models_page, recommended_line
 from fleetctl.render.progress_line import Progress
-from fleetctl.render.text import count, one_line, size, table
+from fleetctl.render.text import one_line, size
 from fleetctl.replies import read
 from fleetd import limits
-from fleetd.control.model_listing import InstalledModel, ModelListing, ModelVerdict, OfferedModel
+from fleetd.control.model_listing import FoundModel, FoundModels, ModelListing, ModelVerdict, OfferedModel
+from fleetd.errors import FleetError
+
+_all_option = click.option("--all", "everything", is_flag=True, help="Also models that do not fit here.")
 
 
 @click.group("models", invoke_without_command=True)
+@_all_option
 @json_option
 @click.pass_context
-def command(context: click.Context) -> None:
-    """List models; pull, add, verify, load, unload, pin or remove one."""
+def command(context: click.Context, everything: bool) -> None:
+    """List, search, pull, add, load or remove models."""
     if context.invoked_subcommand is None:
-        context.invoke(list_models)
+        context.invoke(list_models, everything=everything)
 
 
 @command.command("list")
+@_all_option
 @json_option
 @pass_session
-def list_models(session: CliSession) -> None:
-    """List installed models and the catalog (the default)."""
+def list_models(session: CliSession, everything: bool) -> None:
+    """List installed models, and those that fit here (the default).
+
+    Recommended ones have a star. What fits is decided by what models may take of this machine's memory, and
+    not by what is free at the moment.
+    """
     models = session.client().get("/fleet/v1/models")
-    session.emit(models, lambda: render(read(models, ModelListing)))
+    width = terminal_width()
+    session.emit(models, lambda: models_page(read(models, ModelListing), width, everything=everything))
+
+
+@command.command("search")
+@click.argument("words", nargs=-1, required=True)
+@json_option
+@pass_session
+def search(session: CliSession, words: tuple[str, ...]) -> None:
+    """Search the Hugging Face hub for models that can be loaded.
+
+    The daemon asks the hub, and only now. Models that fit here come first.
+    """
+    found = _search(session.client(), " ".join(words))
+    session.emit(found, lambda: found_page(read(found, FoundModels), terminal_width()))
+
+
+def _search(client: Client, words: str) -> Any:
+    path = f"/fleet/v1/models/search?words={quote(words)}"
+    return client.call("GET", path, timeout_s=limits.HUB_SEARCH_S + limits.CLIENT_CALL_S)
 
 
 @command.command("pull")
-@click.argument("name")
+@click.argument("name", required=False, default="")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @json_option
 @pass_session
-def pull(session: CliSession, name: str) -> int:
+def pull(session: CliSession, name: str, yes: bool) -> int:
     """Download a model: a catalog name or a hub id such as mlx-community/Qwen3-0.6B-4bit.
 
-    Ctrl-C stops it; pulling again continues where it stopped.
+    Without a name it is the one that is recommended here. It asks before it downloads what cannot be loaded
+    on this machine. Ctrl-C stops it; pulling again continues where it stopped.
     """
+    if name.startswith(("/", "~")):
+        return _bring(session, "/fleet/v1/models/pull", {"model": name}, name)
+    client = session.client()
+    models = read(client.get("/fleet/v1/models"), ModelListing)
+    asks = not (yes or session.json) and sys.stdin.isatty()
+    if name:
+        _warn(name, _needs(client, models, name), models, yes=yes, asks=asks)
+    else:
+        name = _recommended(models, yes=yes, asks=asks)
     return _bring(session, "/fleet/v1/models/pull", {"model": name}, name)
+
+
+def _recommended(models: ModelListing, *, yes: bool, asks: bool) -> str:
+    """The model to pull if none is named. Raises ClientError if there is none or it is not wanted."""
+    line = recommended_line(models)
+    missing = [entry for entry in models.catalog if entry.recommended and not entry.installed]
+    if not line:
+        raise ClientError("No model of the catalog fits this machine.", hint="`fleetctl models --all`")
+    if not missing:
+        raise ClientError(f"{line} They are here already.", hint="`fleetctl models` lists others.")
+    best = missing[0]
+    if not yes and not asks:
+        raise click.UsageError(
+            f"{line} Name one: fleetctl models pull {best.name} (--yes alone downloads this one)."
+        )
+    note(f"{line} {best.name}: {best.note}.")
+    if not yes and not click.confirm(f"Download {best.name}, {size(best.download_bytes)}?", err=True):
+        raise ClientError("Nothing was downloaded.")
+    return best.name
+
+
+def _needs(client: Client, models: ModelListing, name: str) -> OfferedModel | FoundModel | None:
+    """What is known of a model that is not here: by the catalog, or for a hub id by the hub."""
+    for entry in models.catalog:
+        if name.lower() in {each.lower() for each in (entry.name, entry.hub_id or "", *entry.aliases)}:
+            return None if entry.installed else entry
+    if "/" not in name or any(model.name == name for model in models.installed):
+        return None
+    try:
+        found = read(_search(client, name), FoundModels)
+    except FleetError:
+        return None  # the download says what is wrong
+    return next((model for model in found.models if model.hub_id.lower() == name.lower()), None)
+
+
+def _warn(
+    name: str, model: OfferedModel | FoundModel | None, models: ModelListing, *, yes: bool, asks: bool
+) -> None:
+    """Ask before a download of what cannot be loaded here. Raises ClientError if it is not wanted."""
+    if model is None or model.fit.where == "here":
+        return
+    if model.fit.where == "freed":
+        note(f"{name} loads here once {size(model.fit.short_bytes)} more of memory are free.")
+        return
+    need, most = size(model.memory_bytes), size(models.memory.largest_bytes)
+    elsewhere = f" It {fit_words(model)}." if model.fit.machines else ""
+    text = f"{name} will not load here: it needs {need}, and models may take {most}.{elsewhere}"
+    if yes:
+        note(text)
+    elif not asks:
+        raise click.UsageError(f"{text} Say --yes to download it all the same.")
+    else:
+        note(text)
+        if not click.confirm(f"Download {size(model.download_bytes)} all the same?", err=True):
+            raise ClientError(f"{name} was not downloaded.")
 
 
 @command.command("add")
@@ -174,65 +271,3 @@ def remove(session: CliSession, name: str, yes: bool) -> int:
     done = session.client().post("/fleet/v1/models/remove", {"model": name}, timeout_s=limits.DRAIN_S)
     session.emit(done, f"{name} is removed.")
     return Exit.OK
-
-
-def render(models: ModelListing) -> str:
-    """Two tables: installed models, and what the catalog offers besides."""
-    offered = [entry for entry in models.catalog if not entry.installed]
-    parts = []
-    if models.installed:
-        header = ("INSTALLED", "ARCHITECTURE", "WEIGHTS", "CONTEXT", "TOOLS", "THINKS", "ROLES", "SOURCE", "")
-        parts.append(table(header, [_installed(model) for model in models.installed], right=(2, 3)))
-    else:
-        parts.append("No model is installed yet; the default one is fetched with the first request.")
-    for model in models.installed:
-        if model.ignored:
-            unused = one_line(", ".join(model.ignored))
-            parts.append(f"{one_line(model.name)} answers without {unused}: fuse it first, with mlx_lm.fuse.")
-    if models.unlisted:
-        parts.append(f"Not listed: {len(models.unlisted)} more. `fleetctl doctor` says why.")
-    if models.importable:
-        found = [(one_line(file.name), size(file.size_bytes), file.program) for file in models.importable]
-        parts.append(table(("OF OTHER PROGRAMS", "SIZE", "PROGRAM"), found, right=(1,)))
-        parts.append("Import one with `fleetctl models add NAME`; the other program's file stays as it is.")
-    if offered:
-        columns = ("CATALOG", "MEMORY", "CONTEXT", "TOOLS", "THINKS", "ROLES", "TIER", "FITS HERE")
-        parts.append(table(columns, [_offered(entry) for entry in offered], right=(1, 2)))
-        parts.append("\n".join(memory_lines(models.memory, models.evictable_bytes)))
-        parts.append("Get one with `fleetctl models pull NAME`; any MLX model of the hub works by its id.")
-    return "\n\n".join(parts)
-
-
-def _abilities(model: InstalledModel | OfferedModel) -> tuple[str, str]:
-    return model.tools or "-", "yes" if model.thinking else "-"
-
-
-def _installed(model: InstalledModel) -> tuple[str, ...]:
-    return (
-        model.name,
-        model.architecture or "?",
-        size(model.weights_bytes),
-        count(model.context_tokens),
-        *_abilities(model),
-        ", ".join(model.roles) or "-",
-        model.source or "-",
-        ", ".join(word for word, is_so in (("loaded", model.loaded), ("pinned", model.pinned)) if is_so),
-    )
-
-
-def _offered(entry: OfferedModel) -> tuple[str, ...]:
-    return (
-        entry.name,
-        size(entry.memory_bytes),
-        count(entry.context_tokens),
-        *_abilities(entry),
-        ", ".join(entry.roles) or "-",
-        entry.tier or "-",
-        _fits(entry),
-    )
-
-
-def _fits(entry: OfferedModel) -> str:
-    if not entry.served:
-        return "not served yet"
-    return "yes" if entry.fits else "if memory is freed" if entry.fits_if_freed else "no"

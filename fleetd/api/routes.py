@@ -316,6 +316,7 @@ FLEET: tuple[Route, ...] = (
     _get("/fleet/v1/status", daemon.status, CONTROL, page=True),
     _get("/fleet/v1/events", events.events, CONTROL, page=True),
     _get("/fleet/v1/models", daemon.models, CONTROL, page=True),
+    _get("/fleet/v1/models/search", daemon.search, CONTROL, page=True),
     _get("/fleet/v1/usage", daemon.usage, CONTROL, page=True),
     _get("/fleet/v1/settings", daemon.settings, CONTROL, page=True),
     _get("/fleet/v1/env", daemon.env, CONTROL),

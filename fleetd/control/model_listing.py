@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from fleetd.control.daemon_status import MemoryBudget
+
+#: Where a model can run: "here"; here once memory is "freed"; only "elsewhere", on another paired machine; or
+#: on "none" of the fleet's machines.
+FitWhere = Literal["here", "freed", "elsewhere", "none"]
+
+
+class ModelFit(msgspec.Struct, frozen=True):
+    """Where a model has room, by what machines may hold at most; what is free parts here from freed."""
+
+    where: FitWhere = "here"
+    # Other paired machines that have room for it, by name.
+    machines: list[str] = []
+    # Bytes that are missing here: that have to be freed or, with all memory free, that this machine lacks.
+    short_bytes: int = 0
+
+    @property
+    def loads_here(self) -> bool:
+        """True if it can be loaded here, at once or with more memory free."""
+        return self.where in ("here", "freed")
 
 
 class InstalledModel(msgspec.Struct, frozen=True):
@@ -35,17 +56,22 @@ class OfferedModel(msgspec.Struct, frozen=True):
     """A model of the catalog."""
 
     name: str = ""
+    aliases: list[str] = []
     hub_id: str | None = None
+    # What it is good for: "chat", "coding", "compressor", "draft".
     roles: list[str] = []
+    # A remark for people.
+    note: str = ""
+    # Bytes that a pull fetches, about.
+    download_bytes: int = 0
     # What it needs here, as an estimate.
     memory_bytes: int = 0
     context_tokens: int = 0
     tier: str = ""
     installed: bool = False
-    # That much is usable now, or unloading idle models would make it so.
-    fits: bool = False
-    # It would fit if all memory of this machine were free.
-    fits_if_freed: bool = False
+    fit: ModelFit = ModelFit()
+    # For which of "chat", "coding" and "draft" this is the one to take on this machine.
+    recommended: list[str] = []
     # fleetd can answer with it.
     served: bool = True
     # As an installed model has them.
@@ -73,13 +99,46 @@ class ModelListing(msgspec.Struct, frozen=True):
     """All models that this machine has or could have."""
 
     installed: list[InstalledModel] = []
+    # First those that fit here, recommended ones before others and larger ones before smaller ones.
     catalog: list[OfferedModel] = []
-    # What ``fits`` is judged by.
+    # Why models need more memory here than their files have, as a sentence; "" if they do not.
+    memory_reason: str = ""
+    # What ``fit`` is judged by.
     memory: MemoryBudget = MemoryBudget()
     # Bytes that idle models would give back.
     evictable_bytes: int = 0
     importable: list[ImportableModel] = []
     unlisted: list[UnlistedModel] = []
+
+
+class FoundModel(msgspec.Struct, frozen=True):
+    """A model of the hub, as a search has found it."""
+
+    hub_id: str = ""
+    # Its files: "mlx", "safetensors" or "gguf".
+    files: str = ""
+    # ``model_type`` of its config, or the architecture of its GGUF files.
+    architecture: str = ""
+    # Bytes that a pull fetches, about; 0 if the hub does not say.
+    download_bytes: int = 0
+    # What it needs here, as an estimate; 0 if its size is not known.
+    memory_bytes: int = 0
+    fit: ModelFit = ModelFit()
+    # How often it was downloaded in the last month.
+    downloads: int = 0
+    # The hub gives it only to people who have accepted its terms.
+    gated: bool = False
+    installed: bool = False
+
+
+class FoundModels(msgspec.Struct, frozen=True):
+    """The body of GET /fleet/v1/models/search: models of the hub that can be read here, by words."""
+
+    words: str = ""
+    # Those that fit here first, then by downloads.
+    models: list[FoundModel] = []
+    # How many more the hub had, of files that are not read or types that are not known.
+    others: int = 0
 
 
 class ModelVerdict(msgspec.Struct, frozen=True):

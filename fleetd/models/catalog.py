@@ -18,7 +18,9 @@ import msgspec
 from fleetd.errors import ModelUnsupported
 from fleetd.limits import GIB
 
-Role = Literal["chat", "compressor", "draft", "embedding"]
+Role = Literal["chat", "coding", "compressor", "draft", "embedding"]
+# Work for which models are compared: the catalog marks the candidates.
+Purpose = Literal["chat", "coding"]
 Tier = Literal["tiny", "small", "standard", "large"]
 Source = Literal["embedded", "hub"]
 Checked = Literal["", "repository", "size", "size and context", "run"]
@@ -42,12 +44,16 @@ class CatalogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tier: Tier
     # Weights, and working room for a few thousand tokens of context, in GiB.
     memory_gib: float
+    # GB that a pull fetches, about.
+    download_gb: float
     # The longest context, in tokens.
     context_tokens: int
     # One line for people: what it is good for.
     note: str
     # Its repository on the hub; None for a model that comes in a Python package.
     hub_id: str | None = None
+    # For which work it is recommended on machines where no larger one so marked fits.
+    recommended: tuple[Purpose, ...] = ()
     # The commit that is pulled; None leaves it to the first download, whose manifest keeps it.
     revision: str | None = None
     # Other names for it.
@@ -64,6 +70,10 @@ class CatalogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * GIB)
+
+    @property
+    def download_bytes(self) -> int:
+        return int(self.download_gb * 1e9)
 
     @property
     def source(self) -> Source:

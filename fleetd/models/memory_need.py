@@ -166,10 +166,15 @@ def _row_bytes(config: Mapping[str, Any], width: int) -> int:
 
 
 def estimated(entry: CatalogEntry, rules: WeightRules) -> WeightNeed:
-    """What weights would need whose files are not on this machine yet."""
-    return rules.need(
-        entry.memory_bytes, _CATALOG_BITS, lambda: sizes_by_config(entry.memory_bytes, _CATALOG_BITS)
-    )
+    """What a model would need whose files are not on this machine yet, with room for some context."""
+    on_disk = entry.download_bytes
+    weights = rules.need(on_disk, _CATALOG_BITS, lambda: sizes_by_config(on_disk, _CATALOG_BITS))
+    return WeightNeed(weights.arithmetic, weights.n_bytes + entry.memory_bytes - on_disk)
+
+
+def estimated_files(on_disk: int, config: Mapping[str, Any], rules: WeightRules) -> int:
+    """Bytes that files of this size would need, which are not on this machine yet, to load."""
+    return rules.need(on_disk, config, lambda: sizes_by_config(on_disk, config)).n_bytes + WORKING_BYTES
 
 
 def build_bytes(weights_bytes: int) -> int:

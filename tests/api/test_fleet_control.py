@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,16 @@ from api_fakes import (
     status,
 )
 from fakes import FakeModels, FakePool, FakePullStep
+from msgspec.structs import replace
 
 from fleetd import errors, limits
 from fleetd.api.app import build_app
 from fleetd.api.http.deadlines import BoundedRunner
 from fleetd.control.daemon_status import DaemonStatus, HttpAddress
+from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.models import catalog
+from fleetd.models.hub_search import HubModel, HubPage
+from fleetd.models.memory_need import WORKING_BYTES
 
 
 @dataclass
@@ -41,6 +45,12 @@ class ControlledDaemon:
     pool: FakePool
     verified: list[Any]
     status: DaemonStatus
+    found: HubPage = field(default_factory=lambda: HubPage([]))
+    searched: list[str] = field(default_factory=list)
+
+    async def search(self, words: str) -> HubPage:
+        self.searched.append(words)
+        return self.found
 
     async def get(self, path: str, expected: int = 200) -> Any:
         async with self.session.get(path) as response:
@@ -63,7 +73,10 @@ async def daemon(tmp_path: Path) -> AsyncIterator[ControlledDaemon]:
     def current() -> DaemonStatus:
         return daemon.status
 
-    given = services(FakeRunner(), models=models, pool=pool, verify=verify, status=current)
+    async def search(words: str) -> HubPage:
+        return await daemon.search(words)
+
+    given = services(FakeRunner(), models=models, pool=pool, verify=verify, status=current, search=search)
     async with serve_unix(given, tmp_path / "s") as site, site.client(headers={}) as session:
         daemon = ControlledDaemon(
             session, models, pool, verified, status(engines=[engine(memory_bytes=1 << 30)])
@@ -87,18 +100,23 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: ControlledDae
     assert len(listing["catalog"]) == len(catalog.entries())
     entries = {entry["name"]: entry for entry in listing["catalog"]}
     assert entries[MODEL]["installed"]
-    assert entries[MODEL]["fits"]
     # Four of sixteen GiB are free, and the idle model would give one more back.
-    fits = {entry["name"]: (entry["fits"], entry["fits_if_freed"]) for entry in listing["catalog"]}
-    assert fits["qwen3-4b"] == (True, True)
-    assert fits["qwen3-8b"] == (False, True)
-    assert fits["qwen3-30b-a3b"] == (False, False)
+    fits = {entry["name"]: entry["fit"] for entry in listing["catalog"]}
+    assert fits[MODEL] == fits["qwen3-4b"] == {"where": "here", "machines": [], "short_bytes": 0}
+    assert fits["qwen3-8b"] == {"where": "freed", "machines": [], "short_bytes": 2 << 30}
+    assert fits["qwen3-30b-a3b"] == {"where": "none", "machines": [], "short_bytes": 5 << 30}
+    assert listing["memory_reason"] == ""
+    assert [(name, each["recommended"]) for name, each in entries.items() if each["recommended"]] == [
+        ("gpt-oss-20b", ["chat", "coding"]),
+    ]
+    assert entries["qwen3-4b"]["note"] == "the best answers that fit 8 GB; does not think aloud"
+    assert entries["qwen3-4b"]["download_bytes"] == 2_300_000_000
     assert listing["memory"]["usable_bytes"] == 4 << 30
     assert listing["evictable_bytes"] == 1 << 30
     assert [name for name, entry in entries.items() if not entry["served"]] == ["qwen3-embedding-0.6b"]
     assert set(entries[MODEL]) == {
-        "name", "hub_id", "roles", "memory_bytes", "context_tokens", "tier", "installed", "fits", "served",
-        "fits_if_freed", "tools", "thinking",
+        "name", "aliases", "hub_id", "roles", "note", "download_bytes", "memory_bytes", "context_tokens",
+        "tier", "installed", "fit", "recommended", "served", "tools", "thinking",
     }  # fmt: skip
     assert (entries["gpt-oss-20b"]["tools"], entries["gpt-oss-20b"]["thinking"]) == ("harmony", True)
     second = listing["installed"][1]
@@ -106,6 +124,57 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: ControlledDae
         ("grammar", False),
         ("json_tools", True),
     ]
+
+
+async def test_a_model_that_is_too_large_here_fits_on_a_paired_machine_by_its_memory(
+    daemon: ControlledDaemon,
+) -> None:
+    peers = [
+        PeerView("a", "a", "studio", "usable", accelerator="metal", memory_bytes=64 << 30),
+        PeerView("b", "b", "box", "usable", accelerator="cpu", memory_bytes=96 << 30),
+        PeerView("c", "c", "unknown", "unreachable"),
+    ]
+    fleet = FleetView(True, "me", "me", "mini", peers=peers)
+    daemon.status = replace(daemon.status, fleet=fleet)
+    entries = {each["name"]: each["fit"] for each in (await daemon.get("/fleet/v1/models"))["catalog"]}
+    # Of 64 GiB a Mac's GPU may hold three quarters, and models take 85 % of that.
+    elsewhere = {"where": "elsewhere", "short_bytes": 6 << 30}
+    assert entries["qwen3-32b"] == {**elsewhere, "machines": ["studio", "box"]}
+    assert entries["llama-3.3-70b"] == {**elsewhere, "machines": ["box"], "short_bytes": 30 << 30}
+    assert entries["gpt-oss-120b"]["where"] == "none"
+    assert entries["qwen3-8b"]["machines"] == ["studio", "box"]
+
+
+async def test_the_hub_is_searched_by_name_and_what_fits_comes_first(daemon: ControlledDaemon) -> None:
+    gib = 1 << 30
+    daemon.found = HubPage(
+        [
+            HubModel("org/Large-4bit", "mlx", "llama", 40 * gib, 4, 900),
+            HubModel("org/Small-GGUF", "gguf", "llama", 2 * gib, 4, 800, gated=True),
+            HubModel("mlx-community/Qwen3-8B-4bit", "mlx", "qwen3", 2 * gib, 4, 3),
+            HubModel("org/Odd", "safetensors", "llama"),
+        ],
+        others=7,
+    )
+    found = await daemon.get("/fleet/v1/models/search?words=small%20%20llama")
+    assert daemon.searched == ["small llama"]
+    assert (found["words"], found["others"]) == ("small llama", 7)
+    assert [(each["hub_id"], each["fit"]["where"]) for each in found["models"]] == [
+        ("mlx-community/Qwen3-8B-4bit", "here"),
+        ("org/Small-GGUF", "here"),
+        ("org/Odd", "here"),
+        ("org/Large-4bit", "none"),
+    ]
+    assert found["models"][1]["gated"]
+    assert found["models"][1]["memory_bytes"] == 2 * gib + WORKING_BYTES
+    assert (found["models"][2]["download_bytes"], found["models"][2]["memory_bytes"]) == (0, 0)
+
+
+@pytest.mark.parametrize("words", ["", "x", "x" * 101])
+async def test_a_search_needs_words(daemon: ControlledDaemon, words: str) -> None:
+    error = await daemon.get(f"/fleet/v1/models/search?words={words}", expected=400)
+    assert error["error"]["param"] == "words"
+    assert daemon.searched == []
 
 
 async def test_load_and_unload(daemon: ControlledDaemon) -> None:

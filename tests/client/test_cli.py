@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import pytest
 from fake_daemon import FLEET, FLEETCTL, STATUS, FakeDaemon, Reply, Run, data
 
 from fleetctl.cli import VERBS, fleetctl
 from fleetctl.exits import Exit
+from fleetctl.render.models_table import models_page
 from fleetd import errors
+from fleetd.control.model_listing import ModelListing
 
 NOT_FOUND = Reply(
     {"error": {"message": "Unknown model foo.", "code": "model_not_found", "hint": "Try bar."}}, 404
@@ -346,13 +349,22 @@ MODELS = {
     ],
     "catalog": [
         {"name": "smollm2-135m", "hub_id": "a/b", "roles": ["chat"], "memory_bytes": 1, "context_tokens": 1}
-        | {"tier": "tiny", "installed": True, "fits": True},
-        {"name": "qwen3-1.7b", "hub_id": "c/d", "roles": ["compressor"], "memory_bytes": 2_100_000_000}
-        | {"context_tokens": 40960, "tier": "small", "installed": False, "fits": False}
-        | {"tools": "json_tools", "thinking": True},
+        | {"tier": "tiny", "installed": True},
+        {"name": "qwen3.5-4b", "hub_id": "c/d", "roles": ["chat", "coding"], "memory_bytes": 4_300_000_000}
+        | {"download_bytes": 3_000_000_000, "context_tokens": 262_144, "recommended": ["chat", "coding"]}
+        | {"note": "a hybrid: its KV cache stays small, so long prompts fit 8 GB"},
+        {"name": "qwen3-8b", "hub_id": "g/h", "roles": ["chat"], "memory_bytes": 7_500_000_000}
+        | {"fit": {"where": "freed", "short_bytes": 2_500_000_000}, "note": "for 16 GB machines"},
+        {"name": "qwen3-32b", "aliases": ["big"], "hub_id": "i/j", "roles": ["chat", "compressor"]}
+        | {"fit": {"where": "elsewhere", "machines": ["studio"], "short_bytes": 12_000_000_000}}
+        | {"memory_bytes": 24_000_000_000, "download_bytes": 18_400_000_000, "note": "dense"},
+        {"name": "llama-3.3-70b", "hub_id": "k/l", "roles": ["chat"], "memory_bytes": 49_000_000_000}
+        | {"fit": {"where": "none", "short_bytes": 37_000_000_000}},
         {"name": "vectors", "hub_id": "e/f", "roles": ["embedding"], "memory_bytes": 2_100_000_000}
-        | {"context_tokens": 40960, "tier": "small", "installed": False, "fits": True, "served": False},
+        | {"context_tokens": 40960, "tier": "small", "served": False},
     ],
+    "memory": {"total_bytes": 16_000_000_000, "usable_bytes": 5_000_000_000, "largest_bytes": 12_000_000_000},
+    "memory_reason": "On this machine's CPU weights take more.",
 }
 
 
@@ -360,15 +372,111 @@ def test_models(run: Run, daemon: FakeDaemon) -> None:
     daemon.on("GET", "/fleet/v1/models", Reply(MODELS))
     listed = run("models", home=daemon.home)
     assert listed.stdout == run("models", "list", home=daemon.home).stdout
-    installed, catalog = listed.stdout.split("\n\n")[:2]
-    assert "smollm2-135m" in installed
-    assert "loaded" in installed
-    assert "smollm2-135m" not in catalog
-    assert catalog.splitlines()[1].split()[3:6] == ["40,960", "json_tools", "yes"]
+    installed, fits, freed, remarks = listed.stdout.strip().split("\n\n")
+    assert installed.splitlines()[1].split()[:2] == ["smollm2-135m", "chat"]
     assert installed.splitlines()[1].split()[5:7] == ["grammar", "-"]
-    assert [line.split("small")[1].strip() for line in catalog.splitlines()[1:]] == ["no", "not served yet"]
+    assert installed.splitlines()[1].endswith("loaded")
+    assert [line.split()[:4] for line in fits.splitlines()[1:]] == [["*", "qwen3.5-4b", "chat,", "coding"]]
+    assert "3.0 GB  4.3 GB  a hybrid: its KV cache stays small" in fits
+    assert freed.startswith("   FITS WHEN MEMORY IS FREED")
+    assert freed.splitlines()[1].endswith("free 2.5 GB first; for 16 GB machines")
+    assert remarks.startswith("* Recommended here: qwen3.5-4b for chat and coding.\n")
+    assert remarks.count("On this machine's CPU weights take more.") == 1
+    assert "3 more do not fit here: `fleetctl models --all`" in remarks
+    everything = run("models", "--all", home=daemon.home).stdout
+    assert everything == run("models", "list", "--all", home=daemon.home).stdout
+    assert "fits on studio; dense" in everything
+    assert "  37.0 GB short" in everything
+    assert "not served yet" in everything
     assert json.loads(run("models", "--json", home=daemon.home).stdout) == MODELS
     assert json.loads(run("models", "list", "--json", home=daemon.home).stdout) == MODELS
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_models_fit_a_narrow_terminal(everything: bool) -> None:
+    lines = models_page(msgspec.convert(MODELS, ModelListing), 80, everything=everything).splitlines()
+    assert max(len(line) for line in lines) <= 80
+    (row,) = [line for line in lines if "qwen3.5-4b" in line and "GB" in line]
+    assert "  a hybrid: its KV " in row
+    assert row.endswith("…")
+
+
+def test_the_hub_is_searched_by_words(run: Run, daemon: FakeDaemon) -> None:
+    found = {
+        "words": "qwen 8b",
+        "others": 3,
+        "models": [
+            {"hub_id": "mlx-community/Qwen3-8B-4bit", "files": "mlx", "architecture": "qwen3"}
+            | {"download_bytes": 4_600_000_000, "memory_bytes": 5_100_000_000, "installed": True},
+            {"hub_id": "org/Big", "files": "gguf", "gated": True}
+            | {"fit": {"where": "elsewhere", "machines": ["studio", "box"], "short_bytes": 1}},
+        ],
+    }
+    daemon.on("GET", "/fleet/v1/models/search", Reply(found))
+    listed = run("models", "search", "qwen", "8b", home=daemon.home).stdout
+    assert daemon.seen[-1].path == "/fleet/v1/models/search?words=qwen%208b"
+    _, first, second = listed.split("\n\n")[0].splitlines()
+    assert first.split() == ["mlx-community/Qwen3-8B-4bit", "4.6", "GB", "5.1", "GB", "mlx", "installed"]
+    assert second.endswith("gguf   fits on studio and box; accept its terms first")
+    assert "3 more are of types or files that fleetd does not read." in listed
+    assert json.loads(run("models", "search", "x", "--json", home=daemon.home).stdout) == found
+    daemon.on("GET", "/fleet/v1/models/search", Reply({"words": "none", "models": []}))
+    assert "nothing under 'none'" in run("models", "search", "none", home=daemon.home).stdout
+
+
+# ---- pull ------------------------------------------------------------------------------------------------
+
+
+def pulls(daemon: FakeDaemon) -> list[Any]:
+    return [seen.body["model"] for seen in daemon.seen if seen.path == "/fleet/v1/models/pull"]
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b", "BIG", "i/j"])
+def test_a_pull_asks_before_it_fetches_what_cannot_be_loaded(run: Run, daemon: FakeDaemon, name: str) -> None:
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS))
+    daemon.on("POST", "/fleet/v1/models/pull", pulling(data({"done": True, "name": "qwen3-32b"})))
+    refused = run("models", "pull", name, home=daemon.home)
+    assert refused.returncode == Exit.USAGE
+    told = f"{name} will not load here: it needs 24.0 GB, and models may take 12.0 GB. It fits on studio."
+    assert told in " ".join(refused.stderr.split())
+    assert pulls(daemon) == []
+    done = run("models", "pull", name, "--yes", home=daemon.home)
+    assert (done.returncode, pulls(daemon)) == (0, [name])
+    assert told in done.stderr
+
+
+def test_a_pull_says_what_has_to_be_freed_and_goes_on(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS))
+    daemon.on("POST", "/fleet/v1/models/pull", pulling(data({"done": True, "name": "qwen3-8b"})))
+    done = run("models", "pull", "qwen3-8b", home=daemon.home)
+    assert done.returncode == 0
+    assert "qwen3-8b loads here once 2.5 GB more of memory are free." in done.stderr
+
+
+def test_a_model_of_the_hub_is_judged_by_what_the_hub_tells(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS))
+    daemon.on("POST", "/fleet/v1/models/pull", pulling(data({"done": True, "name": "org/Big"})))
+    too_large = {"hub_id": "org/Big", "memory_bytes": 99_000_000_000, "fit": {"where": "none"}}
+    daemon.on("GET", "/fleet/v1/models/search", Reply({"models": [too_large]}))
+    refused = run("models", "pull", "org/Big", home=daemon.home)
+    assert refused.returncode == Exit.USAGE
+    assert "it needs 99.0 GB" in " ".join(refused.stderr.split())
+    # Without an answer of the hub's the download says what is wrong.
+    daemon.on("GET", "/fleet/v1/models/search", FAILED)
+    assert run("models", "pull", "org/Big", home=daemon.home).returncode == 0
+    assert pulls(daemon) == ["org/Big"]
+
+
+def test_a_pull_without_a_name_recommends_one(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS))
+    daemon.on("POST", "/fleet/v1/models/pull", pulling(data({"done": True, "name": "qwen3.5-4b"})))
+    refused = run("models", "pull", home=daemon.home)
+    assert refused.returncode == Exit.USAGE
+    assert "Recommended here: qwen3.5-4b for chat and coding." in refused.stderr
+    assert "fleetctl models pull qwen3.5-4b" in refused.stderr
+    assert pulls(daemon) == []
+    assert run("models", "pull", "--yes", home=daemon.home).returncode == 0
+    assert pulls(daemon) == ["qwen3.5-4b"]
 
 
 def pulling(*tail: str | threading.Event) -> Reply:
@@ -382,6 +490,7 @@ def pulling(*tail: str | threading.Event) -> Reply:
 
 
 def test_pull(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS))
     daemon.on("POST", "/fleet/v1/models/pull", pulling(data({"done": True, "name": "smollm2-135m"})))
     done = run("models", "pull", "smollm2-135m", home=daemon.home)
     assert (done.returncode, done.stdout) == (0, "smollm2-135m is ready to use.\n")
@@ -428,6 +537,7 @@ def test_models_says_what_is_not_listed_and_what_is_not_used(run: Run, daemon: F
 
 def test_pull_that_fails_in_the_middle(run: Run, daemon: FakeDaemon) -> None:
     error = {"error": {"message": "The hub answered 503.", "code": "download_failed", "hint": "Try later."}}
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS))
     daemon.on("POST", "/fleet/v1/models/pull", pulling(data(error)))
     done = run("models", "pull", "x", home=daemon.home)
     assert (done.returncode, done.stdout) == (Exit.FAILED, "")
@@ -435,6 +545,7 @@ def test_pull_that_fails_in_the_middle(run: Run, daemon: FakeDaemon) -> None:
 
 
 def test_pull_that_ends_early(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS))
     daemon.on("POST", "/fleet/v1/models/pull", pulling())
     done = run("models", "pull", "x", home=daemon.home)
     assert done.returncode == Exit.FAILED
@@ -443,6 +554,7 @@ def test_pull_that_ends_early(run: Run, daemon: FakeDaemon) -> None:
 
 def test_ctrl_c_stops_a_pull(daemon: FakeDaemon, env: dict[str, str]) -> None:
     reply = pulling(threading.Event())
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS))
     daemon.on("POST", "/fleet/v1/models/pull", reply)
     command = [*FLEETCTL, "--home", str(daemon.home), "models", "pull", "x"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

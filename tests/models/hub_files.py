@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from model_files import make_folder
 
@@ -56,6 +56,11 @@ class Hub:
     stalled: threading.Event = field(default_factory=threading.Event)
     stall_after: dict[str, int] = field(default_factory=dict)
     asked: list[tuple[str, str]] = field(default_factory=list)
+    # What a search finds, by the filter that it has or "", and the searches.
+    listed: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    searched: list[dict[str, list[str]]] = field(default_factory=list)
+    # Searches are not answered until this is set.
+    answers: threading.Event | None = None
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -70,12 +75,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        if (match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path)) is not None:
+        if path == "/api/models":
+            self._search(parse_qs(urlsplit(self.path).query))
+        elif (match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path)) is not None:
             self._info(match[1], match[2] or "main")
         elif (match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)) is not None:
             self._file(match[1], match[2], match[3])
         else:
             self._fail(404, "EntryNotFound")
+
+    def _search(self, asked: dict[str, list[str]]) -> None:
+        self.hub.searched.append(asked)
+        if self.hub.answers is not None:
+            self.hub.answers.wait(30)
+        found = self.hub.listed.get("".join(asked.get("filter", [])), [])
+        self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
     def _fail(self, status: int, code: str) -> None:
         self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})

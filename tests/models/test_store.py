@@ -37,6 +37,8 @@ def test_catalog_serves_every_tier_and_names_nothing_twice() -> None:
         assert (entry.hub_id is None) == (entry.name in catalog.wheels())
         limit = catalog.TIER_MEMORY_BYTES.get(entry.tier)
         assert limit is None or entry.memory_bytes < limit
+        assert 0 < entry.download_bytes < entry.memory_bytes
+        assert {*entry.recommended} <= {*entry.roles}
 
 
 MODEL_TABLE = """
@@ -46,6 +48,7 @@ model_type = "llama"
 roles = ["chat"]
 tier = "tiny"
 memory_gib = 1.5
+download_gb = 1.25
 context_tokens = 8192
 note = "a model"
 """
@@ -54,6 +57,7 @@ note = "a model"
 def test_a_model_is_added_by_a_table_of_the_file() -> None:
     [entry] = catalog.parse(f"{MODEL_TABLE}\n[wheels]\n".encode()).models
     assert (entry.name, entry.memory_bytes, entry.source) == ("one", 1536 * MIB, "embedded")
+    assert (entry.download_bytes, entry.recommended) == (1_250_000_000, ())
     assert (entry.hub_id, entry.aliases, entry.tools, entry.checked) == (None, (), "", "")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +11,8 @@ from typing import Annotated
 import msgspec
 from aiohttp import web
 
+from fleetd import limits
+from fleetd.api.control.offered import Rooms, found_models, offered
 from fleetd.api.http.body import json_answer, parse, read
 from fleetd.api.http.context import SERVICES
 from fleetd.api.http.relay import relay
@@ -22,16 +24,14 @@ from fleetd.control.model_listing import (
     InstalledModel,
     ModelListing,
     ModelVerdict,
-    OfferedModel,
     UnlistedModel,
 )
 from fleetd.control.setting_view import SettingsView
 from fleetd.engine.protocol import Ready
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
 from fleetd.models import catalog, file_threads
-from fleetd.models.abilities import of_entry
+from fleetd.models.catalog import CatalogEntry
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import WeightRules, estimated
 from fleetd.models.weights import unused_files
 from fleetd.text.host_port import host_port
 
@@ -81,16 +81,21 @@ def _listing(
 ) -> ModelListing:
     """What is here and what could be. A digest may cost minutes of reading, so it is left to verify."""
     folders = list(services.models.installed())
-    evictable = sum(engine.memory_bytes for engine in status.engines if engine.evictable)
-    installed = _installed(services, folders, loaded, facts)
-    rules = services.weight_rules(status.machine)
-    offered = _offered({folder.name for folder in folders}, status, evictable, rules)
+    rooms = _rooms(services, status)
     importable = [
         ImportableModel(found.name, found.program, str(found.path), found.size_bytes)
         for found in services.models.importable()
     ]
     unlisted = [UnlistedModel(str(each.path), each.reason) for each in services.models.unlisted()]
-    return ModelListing(installed, offered, status.memory, evictable, importable, unlisted)
+    return ModelListing(
+        installed=_installed(services, folders, loaded, facts),
+        catalog=offered({folder.name for folder in folders}, rooms),
+        memory_reason=rooms.memory_reason,
+        memory=status.memory,
+        evictable_bytes=sum(engine.memory_bytes for engine in status.engines if engine.evictable),
+        importable=importable,
+        unlisted=unlisted,
+    )
 
 
 def _installed(
@@ -122,30 +127,26 @@ def _installed(
     return found
 
 
-def _offered(
-    installed: Set[str], status: DaemonStatus, evictable_bytes: int, rules: WeightRules
-) -> list[OfferedModel]:
-    """The catalog, and which of it fits into the memory now, or once other models are unloaded."""
-    found = []
-    for entry in catalog.entries():
-        needed = estimated(entry, rules).n_bytes
-        found.append(
-            OfferedModel(
-                name=entry.name,
-                hub_id=entry.hub_id,
-                roles=list(entry.roles),
-                memory_bytes=needed,
-                context_tokens=entry.context_tokens,
-                tier=entry.tier,
-                installed=entry.name in installed or entry.hub_id in installed,
-                fits=needed <= status.memory.usable_bytes + evictable_bytes,
-                fits_if_freed=needed <= status.memory.largest_bytes,
-                served=entry.served,
-                tools=of_entry(entry).shown_tools,
-                thinking=entry.thinking,
-            )
-        )
-    return found
+async def search(request: web.Request) -> web.StreamResponse:
+    """Models of the hub by words of their names; only a person's question gets here, and only it is sent."""
+    services = request.app[SERVICES]
+    words = " ".join(request.query.get("words", "").split())
+    if not 2 <= len(words) <= limits.HUB_SEARCH_CHARS:
+        raise InvalidValue(f"words has to have 2 to {limits.HUB_SEARCH_CHARS} characters.", param="words")
+    page = await services.search(words)
+    folders = await file_threads.look(lambda: list(services.models.installed()))
+    names = {folder.name for folder in folders} | {entry.hub_id or "" for entry in _entries(folders)}
+    return json_answer(found_models(words, page, names, _rooms(services, services.status())))
+
+
+def _entries(folders: Sequence[ModelFolder]) -> list[CatalogEntry]:
+    """The entries of those folders that hold models of the catalog."""
+    return [entry for folder in folders if (entry := catalog.find(folder.name)) is not None]
+
+
+def _rooms(services: Services, status: DaemonStatus) -> Rooms:
+    evictable = sum(engine.memory_bytes for engine in status.engines if engine.evictable)
+    return Rooms(status, services.weight_rules(status.machine), evictable)
 
 
 async def usage(request: web.Request) -> web.StreamResponse:

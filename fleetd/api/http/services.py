@@ -20,6 +20,8 @@ from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.control.setting_view import SettingView
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.fleet.service import Fleet
+from fleetd.models import hub_search
+from fleetd.models.hub_search import HubPage
 from fleetd.models.memory_need import WeightRules
 from fleetd.models.model_names import ModelNames
 from fleetd.models.model_store import ModelStore
@@ -62,6 +64,8 @@ class Services(msgspec.Struct, frozen=True):
     hosts: frozenset[str] = msgspec.field(default_factory=frozenset)
     #: Web origins that may call from a browser. Without any there are no CORS headers.
     origins: frozenset[str] = msgspec.field(default_factory=frozenset)
+    #: Models of the hub by words of their names. Raises DownloadFailed.
+    search: Callable[[str], Awaitable[HubPage]] = hub_search.search
     #: What decides how this machine, as it was read, holds the weights of models.
     weight_rules: Callable[[HardwareReading], WeightRules] = lambda machine: WeightRules(machine.accelerator)
     fleet: Fleet | DisabledFleet = msgspec.field(default_factory=DisabledFleet)

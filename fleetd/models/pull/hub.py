@@ -58,7 +58,7 @@ def pull_hub(
     """
     staged = install.partial_folder(models_dir, folder)
     with install.clean_on_full_disk(models_dir, staged):
-        with _typed_failures(hub_id):
+        with typed_failures(hub_id):
             commit, files = _listing(hub_id, revision, staged)
         install.resume(staged, commit, [file.name for file in files])
         total = sum(file.size_bytes for file in files)
@@ -189,7 +189,7 @@ def _fetch(hub_id: str, commit: str, file: RemoteFile, staged: Path, advance: An
     with partial.open("ab") as out:
         advance(have)
         bar = _Bar.reporting(advance, have)
-        with _typed_failures(hub_id):
+        with typed_failures(hub_id):
             if have < file.size_bytes:
                 http_get(
                     hf_hub_url(hub_id, file.name, revision=commit),
@@ -252,12 +252,17 @@ def _has_its_hash(path: Path, file: RemoteFile) -> bool:
 
 
 @contextlib.contextmanager
-def _typed_failures(hub_id: str) -> Iterator[None]:
+def typed_failures(hub_id: str, resumes: str = "Pull again; what has arrived is kept.") -> Iterator[None]:
+    """Raises FleetError in place of the library's errors.
+
+    Args:
+        hub_id: the repository, or whatever else is asked for.
+        resumes: how to go on after an error that may pass.
+    """
     from huggingface_hub import errors
 
     # The library's own HTTP client: httpx, and httpx2 from its version 2 on.
     http = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])
-    resumes = "Pull again; what has arrived is kept."
     try:
         yield
     except errors.GatedRepoError:

@@ -1,0 +1,180 @@
+"""Models for people: what is here, what there is room for, and what a search has found. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from fleetctl.render.columns import Column, drawn, fitted, shortened, total
+from fleetctl.render.memory import memory_lines
+from fleetctl.render.text import count, listed, one_line, size, wrapped
+from fleetd.control.model_listing import FoundModel, FoundModels, InstalledModel, ModelListing, OfferedModel
+
+_GROUPS = {
+    "here": "FITS HERE",
+    "freed": "FITS WHEN MEMORY IS FREED",
+    "elsewhere": "FITS ON OTHER MACHINES",
+    "none": "TOO LARGE",
+}
+_WORDS = {"chat": "chat", "coding": "coding", "draft": "drafts"}
+# A remark that is cut shorter than this tells nothing.
+_REMARK_CHARS = 16
+
+
+def models_page(models: ModelListing, width: int | None, *, everything: bool = False) -> str:
+    """What is here, and the catalog's models: those that load here, or ``everything``."""
+    parts = [*_installed(models, width), *_of_others(models, width)]
+    offered = [entry for entry in models.catalog if not entry.installed]
+    hidden = 0
+    for where, title in _GROUPS.items():
+        group = [entry for entry in offered if entry.fit.where == where]
+        if not everything:
+            shown = [entry for entry in group if entry.fit.loads_here and entry.served]
+            hidden += len(group) - len(shown)
+            group = shown
+        if group:
+            parts.append(_offered_table(title, group, width))
+    parts.append("\n".join(wrapped(line, width) for line in _remarks(models, hidden)))
+    return "\n\n".join(parts)
+
+
+def recommended_line(models: ModelListing) -> str:
+    """The models to take here, in a sentence; "" if the machine is too small for any."""
+    chosen = [
+        f"{entry.name} for {listed([_WORDS[work] for work in entry.recommended])}"
+        for entry in models.catalog
+        if entry.recommended
+    ]
+    return f"Recommended here: {', '.join(chosen)}." if chosen else ""
+
+
+def fit_words(entry: OfferedModel | FoundModel) -> str:
+    """Where a model has room, as a part of a sentence; "" if it does here and now."""
+    fit = entry.fit
+    if fit.where == "elsewhere":
+        return f"fits on {one_line(listed(fit.machines))}"
+    return {"freed": f"free {size(fit.short_bytes)} first", "none": f"{size(fit.short_bytes)} short"}.get(
+        fit.where, ""
+    )
+
+
+def found_page(found: FoundModels, width: int | None) -> str:
+    """The models of a search."""
+    others = f"{count(found.others)} more are of types or files that fleetd does not read."
+    if not found.models:
+        words = one_line(found.words)
+        return f"The hub has nothing under {words!r} that fleetd can load." + (
+            f" {others}" if found.others else ""
+        )
+    columns = [
+        Column("MODEL", [one_line(model.hub_id) for model in found.models], 9),
+        Column("DOWNLOAD", [_known(model.download_bytes) for model in found.models], 8, right=True),
+        Column("MEMORY", [_known(model.memory_bytes) for model in found.models], 7, right=True),
+        Column("FILES", [model.files for model in found.models], 5),
+    ]
+    parts = ["\n".join(_with_remarks(columns, found.models, _found_remark, width))]
+    hint = "Get one with `fleetctl models pull MODEL`."
+    parts.append(wrapped(f"{hint} {others}" if found.others else hint, width))
+    return "\n\n".join(parts)
+
+
+def _installed(models: ModelListing, width: int | None) -> Iterable[str]:
+    if not models.installed:
+        yield wrapped("No model is installed yet; the default one is fetched with the first request.", width)
+        return
+    shown = models.installed
+    columns = [
+        Column("INSTALLED", [model.name for model in shown], 9),
+        Column("FOR", [_roles(model) for model in shown], 6),
+        Column("WEIGHTS", [size(model.weights_bytes) for model in shown], 7, right=True),
+        Column("CONTEXT", [count(model.context_tokens) for model in shown], 8, right=True),
+        Column("TOOLS", [model.tools or "-" for model in shown], 5),
+        Column("THINKS", ["yes" if model.thinking else "-" for model in shown], 4),
+        Column("ARCHITECTURE", [model.architecture or "?" for model in shown], 2),
+        Column("SOURCE", [model.source or "-" for model in shown], 1),
+        Column("", [_state(model) for model in shown], 8),
+    ]
+    yield "\n".join(drawn(fitted(columns, width)))
+    for model in shown:
+        if model.ignored:
+            unused = one_line(", ".join(model.ignored))
+            text = f"{one_line(model.name)} answers without {unused}: fuse it first, with mlx_lm.fuse."
+            yield wrapped(text, width)
+    if models.unlisted:
+        yield f"Not listed: {len(models.unlisted)} more. `fleetctl doctor` says why."
+
+
+def _of_others(models: ModelListing, width: int | None) -> Iterable[str]:
+    if models.importable:
+        columns = [
+            Column("OF OTHER PROGRAMS", [one_line(file.name) for file in models.importable], 9),
+            Column("SIZE", [size(file.size_bytes) for file in models.importable], 8, right=True),
+            Column("PROGRAM", [file.program for file in models.importable], 7),
+        ]
+        yield "\n".join(drawn(fitted(columns, width)))
+        text = "Import one with `fleetctl models add NAME`; the other program's file stays as it is."
+        yield wrapped(text, width)
+
+
+def _offered_table(title: str, group: Sequence[OfferedModel], width: int | None) -> str:
+    columns = [
+        Column(" ", ["*" if entry.recommended else " " for entry in group], 9),
+        Column(title, [entry.name for entry in group], 9),
+        Column("FOR", [_roles(entry) for entry in group], 8),
+        Column("DOWNLOAD", [size(entry.download_bytes) for entry in group], 8, right=True),
+        Column("MEMORY", [size(entry.memory_bytes) for entry in group], 8, right=True),
+    ]
+    return "\n".join(_with_remarks(columns, group, _offered_remark, width))
+
+
+def _with_remarks(
+    columns: Sequence[Column],
+    rows: Sequence[OfferedModel] | Sequence[FoundModel],
+    remark: Callable[[OfferedModel | FoundModel], str],
+    width: int | None,
+) -> list[str]:
+    """The table with a remark on each row, cut to what room is left; without them if there is too little."""
+    columns = fitted(columns, width)
+    left = None if width is None else width - total(columns) - 2
+    remarks = [remark(row) for row in rows]
+    if left is None or left >= _REMARK_CHARS:
+        cut = remarks if left is None else [shortened(each, left) for each in remarks]
+        columns = [*columns, Column("REMARK", cut, 1)]
+    return drawn(columns)
+
+
+def _offered_remark(entry: OfferedModel | FoundModel) -> str:
+    served = "" if not isinstance(entry, OfferedModel) or entry.served else "not served yet"
+    note = entry.note if isinstance(entry, OfferedModel) else ""
+    return "; ".join(filter(None, (fit_words(entry), served, note)))
+
+
+def _found_remark(entry: OfferedModel | FoundModel) -> str:
+    gated = "accept its terms first" if isinstance(entry, FoundModel) and entry.gated else ""
+    return "; ".join(filter(None, ("installed" if entry.installed else "", fit_words(entry), gated)))
+
+
+def _remarks(models: ModelListing, hidden: int) -> Iterable[str]:
+    """What is to be said below the tables."""
+    if chosen := recommended_line(models):
+        yield f"* {chosen}"
+    yield from memory_lines(models.memory, models.evictable_bytes)
+    if models.memory_reason:
+        yield models.memory_reason
+    if hidden:
+        yield f"{hidden} more do not fit here: `fleetctl models --all` shows them, and where they do."
+    yield (
+        "Get one with `fleetctl models pull NAME`; `fleetctl models search WORDS` finds others on the "
+        "Hugging Face hub."
+    )
+
+
+def _roles(model: InstalledModel | OfferedModel) -> str:
+    return ", ".join(role for role in model.roles if role in _WORDS) or ", ".join(model.roles) or "-"
+
+
+def _state(model: InstalledModel) -> str:
+    return ", ".join(word for word, is_so in (("loaded", model.loaded), ("pinned", model.pinned)) if is_so)
+
+
+def _known(n_bytes: int) -> str:
+    return size(n_bytes) if n_bytes else "?"
