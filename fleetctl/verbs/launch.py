@@ -10,12 +10,15 @@ from typing import Any
 import click
 
 from fleetctl import client_settings
+from fleetctl.agent_models import how_to_start
 from fleetctl.agents import AGENTS, Agent, AgentModels
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.client import Client
 from fleetctl.exits import ClientError, Refused
+from fleetctl.render.text import count
+from fleetctl.replies import read
 from fleetd import limits
-from fleetd.control.daemon_status import ClientSettings
+from fleetd.control.model_listing import ModelListing
 
 _PROBE: Mapping[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}],
@@ -30,19 +33,21 @@ _PROBE: Mapping[str, Any] = {
 @json_option
 @pass_session
 def command(session: CliSession, model: str, agent: str, arguments: tuple[str, ...]) -> None:
-    """Start a coding agent with the models of this machine: fleetctl launch claude [ARGUMENTS].
+    """Start a coding agent with this machine's models.
 
-    It checks that the model knows tools and has context enough, and loads it; where the model of models.small
-    does not, the large one takes its place. The agent's settings are in its environment and arguments; its
-    files stay as they are. --json before the agent's name shows them and starts nothing.
+    It checks that the model knows tools and has context enough, names one that has if not, and loads it. If
+    the model of models.small has too little, the large one takes its place. The agent's settings are in its
+    environment and arguments; its files stay as they are. --json before the agent's name shows them and
+    starts nothing.
     """
-    found = AGENTS[agent]
+    found, client = AGENTS[agent], session.client()
+    settings, base_url = client_settings.fetch(client)
+    large = model or settings.large
+    context = _context(client, large, found)
     path = shutil.which(found.program)
     if path is None:
         raise ClientError(f"{found.program} is not on the PATH.", hint=f"Install it: {found.install}")
-    client = session.client()
-    settings, base_url = client_settings.fetch(client)
-    start = found.start(settings, base_url, _models(client, settings, model, found))
+    start = found.start(settings, base_url, _models(client, model or settings.small, large, context, found))
     given = [*start.arguments, *arguments]
     changes = {**start.environment, **_not_elsewhere(found, base_url)}
     if session.json:
@@ -65,27 +70,26 @@ def _not_elsewhere(agent: Agent, base_url: str) -> Mapping[str, str]:
     return {**dict.fromkeys(removed, ""), **proxies}
 
 
-def _models(client: Client, settings: ClientSettings, model: str, agent: Agent) -> AgentModels:
-    """Raises FleetError for a model that the agent cannot use."""
-    large = model or settings.large
-    context = _context(client, large, agent)
+def _models(client: Client, small: str, large: str, context: int, agent: Agent) -> AgentModels:
+    """Load the large model. ``context``: its tokens, 0 if that is not known. Raises FleetError for a model
+    that the agent cannot use."""
     note(f"loading {large}")
     # Rendering tools needs the loaded model; nothing is computed.
     client.post("/v1/messages/count_tokens", {"model": large, **_PROBE}, timeout_s=limits.CLIENT_LONG_CALL_S)
     # A model that was not on this machine is known only now.
     context = context or _context(client, large, agent)
-    return AgentModels(
-        large, _small(client, model or settings.small, large, agent), context or agent.context_tokens
-    )
+    return AgentModels(large, _small(client, small, large, agent), context or agent.context_tokens)
 
 
 def _context(client: Client, model: str, agent: Agent) -> int:
     """Tokens; 0 while they are not known. Raises Refused if they are too few for the agent."""
     context = int(client.get(f"/v1/models/{model}").get("context_length") or 0)
     if 0 < context < agent.context_tokens:
+        models = read(client.get("/fleet/v1/models"), ModelListing)
         raise Refused(
-            f"{model} has a context of {context} tokens; {agent.program} needs {agent.context_tokens}.",
-            hint="Choose another with -m, or set models.large. `fleetctl models` shows what fits here.",
+            f"{model} has a context of {count(context)} tokens; {agent.program} needs "
+            f"{count(agent.context_tokens)}.",
+            hint=how_to_start(models, agent.program, agent.context_tokens),
         )
     return context
 

@@ -7,17 +7,30 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fake_daemon import FakeDaemon, Reply, Run
 
+from fleetctl.agent_models import how_to_start
 from fleetctl.agents import AGENTS
 from fleetctl.exits import Exit
+from fleetd.control.model_listing import ModelListing
 
 AGENT = """#!/bin/sh
 printf '%s\\n' "$*"
 env | grep -Ei '^(ANTHROPIC|CLAUDE|API_TIMEOUT|FLEETD_API|OPENCODE|[a-z]*_proxy)' | sort
 exit 5
 """
+
+
+LISTING: dict[str, Any] = {
+    "installed": [{"name": "short", "context_tokens": 8192, "roles": ["chat"], "tools": "grammar"}],
+    "catalog": [
+        {"name": "huge", "roles": ["chat", "coding"], "context_tokens": 262_144, "fit": {"where": "none"}},
+        {"name": "qwen3-8b", "roles": ["chat"], "context_tokens": 40_960},
+        {"name": "qwen3.5-4b", "roles": ["chat", "coding"], "context_tokens": 262_144},
+    ],
+}
 
 
 @pytest.fixture
@@ -46,6 +59,7 @@ def served(daemon: FakeDaemon) -> FakeDaemon:
     daemon.on("GET", "/v1/models/short", Reply({"id": "short", "context_length": 8192}))
     daemon.on("GET", "/v1/models/tiny", Reply({"id": "tiny", "fleet": {"tools": "", "installed": False}}))
     daemon.on("POST", "/v1/messages/count_tokens", Reply({"input_tokens": 99}))
+    daemon.on("GET", "/fleet/v1/models", Reply(LISTING))
     return daemon
 
 
@@ -173,7 +187,9 @@ def refusal(daemon: FakeDaemon, run: Run, *arguments: str) -> str:
 
 
 def test_a_model_that_cannot_is_refused(path: Path, served: FakeDaemon, run: Run) -> None:
-    assert "a context of 8192 tokens; claude needs 32768" in refusal(served, run, "-m", "short")
+    told = refusal(served, run, "-m", "short")
+    assert "short has a context of 8,192 tokens; claude needs 32,768." in told
+    assert "fleetctl models pull qwen3.5-4b && fleetctl launch -m qwen3.5-4b claude" in told
     said = "org/big has no chat template."
     error: Any = {"type": "invalid_request_error", "message": said, "code": "invalid_request"}
     served.on("POST", "/v1/messages/count_tokens", Reply({"type": "error", "error": error}, 400))
@@ -196,7 +212,7 @@ def test_a_context_that_is_known_once_the_model_is_loaded_counts(
     paths = [each.path for each in served.seen]
     assert paths[-3:] == ["/v1/models/new", "/v1/messages/count_tokens", "/v1/models/new"]
     after_load(4096)
-    assert "a context of 4096 tokens; claude needs 32768" in refusal(served, run, "-m", "new")
+    assert "a context of 4,096 tokens; claude needs 32,768" in refusal(served, run, "-m", "new")
 
 
 @pytest.mark.parametrize(
@@ -228,10 +244,34 @@ def test_json_shows_what_would_be_started(path: Path, served: FakeDaemon, run: R
     assert shown["environment"]["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "org/big"
 
 
-def test_an_agent_that_is_not_installed(
+def test_an_agent_that_is_not_installed_is_missed_after_a_model_that_cannot(
     served: FakeDaemon, run: Run, env: dict[str, str], tmp_path: Path
 ) -> None:
     env["PATH"] = str(tmp_path)
     done = run("launch", "claude", home=served.home)
     assert done.returncode == Exit.ERROR
     assert "npm install -g @anthropic-ai/claude-code" in done.stderr
+    assert not [seen for seen in served.seen if seen.method == "POST"], "nothing is loaded for it"
+    assert "qwen3.5-4b can" in refusal(served, run, "-m", "short")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"recommended": ["coding"]}, "fleetctl models pull qwen3-8b && fleetctl launch -m qwen3-8b codex"),
+        ({"recommended": ["coding"], "installed": True}, "qwen3-8b can: fleetctl launch -m qwen3-8b codex"),
+        ({}, "fleetctl models pull qwen3.5-4b && fleetctl launch -m qwen3.5-4b codex"),
+        ({"context_tokens": 300_000}, "No model of the catalog fits this machine"),
+    ],
+)
+def test_the_best_model_that_fits_is_named_with_the_line_to_type(changes: dict[str, Any], line: str) -> None:
+    huge, first, second = LISTING["catalog"]
+    models = msgspec.convert({**LISTING, "catalog": [huge, {**first, **changes}, second]}, ModelListing)
+    context = 300_001 if "context_tokens" in changes else 32_768
+    assert line in how_to_start(models, "codex", context)
+
+
+def test_an_installed_model_with_tools_and_context_comes_before_a_download_that_is_not_recommended() -> None:
+    mine = {"name": "mine", "context_tokens": 65_536, "roles": ["chat"], "tools": "json_tools"}
+    models = msgspec.convert({**LISTING, "installed": [mine]}, ModelListing)
+    assert how_to_start(models, "claude", 32_768) == "mine can: fleetctl launch -m mine claude"
