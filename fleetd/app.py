@@ -241,6 +241,7 @@ class Daemon:
             origins=frozenset(http.allowed_origins),
             fleet=self._fleet or DisabledFleet(),
             plan=parts.plans.plan,
+            added=parts.plans.added,
             pinned=machine.pinned,
             traces=machine.traces.newest,
             smart_defaults=self._config.smart_prefill.policy,

@@ -8,13 +8,14 @@ from typing import Any
 import click
 
 from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.render.added_page import added_page
 from fleetctl.render.columns import Column, drawn, fitted, terminal_width
 from fleetctl.render.options_table import options_table
 from fleetctl.render.plan_words import division, drafts_line, local_s, prompt
 from fleetctl.render.text import brief, one_line, size, wrapped
 from fleetctl.replies import read
 from fleetctl.text_files import read_text
-from fleetd.control.prefill_plan import PlanView, StepView
+from fleetd.control.prefill_plan import AddedView, KnownMachines, PlanView, StepView
 
 
 @click.command("plan")
@@ -35,6 +36,18 @@ from fleetd.control.prefill_plan import PlanView, StepView
     type=click.FloatRange(0, 1, min_open=True),
     help="The same, keeping this share of the tokens.",
 )
+@click.option(
+    "--with",
+    "machine",
+    metavar="MACHINE",
+    help="What one more machine would give, as 'Mac mini M4, 16 GB'; list names those that are known.",
+)
+@click.option(
+    "--link",
+    type=click.Choice(["wired", "wifi", "thunderbolt"]),
+    default="wired",
+    help="How that machine would be connected; wired is gigabit Ethernet.",
+)
 @json_option
 @pass_session
 def command(
@@ -45,15 +58,23 @@ def command(
     cached: int,
     smart: bool,
     ratio: float | None,
+    machine: str | None,
+    link: str,
 ) -> None:
-    """Show how a prompt would be answered, here or elsewhere, and why not otherwise.
+    """Show how a prompt would be answered, and why so.
 
     The prompt is the text in FILE (- is stdin), or any one with --tokens. Nothing is computed or loaded:
     these are the prices by which a request would be placed now, and who would draft for its answer.
-    `fleetctl trace` shows what came of past ones.
+    `fleetctl trace` shows what came of past ones. With --with no prompt is named: the times are those of
+    prompts of many lengths, modelled, with one machine more.
     """
+    if machine is not None:
+        if file is not None or tokens is not None:
+            raise click.UsageError("--with shows prompts of many lengths: leave FILE and --tokens out.")
+        _with_machine(session, model, machine, link)
+        return
     if (file is None) == (tokens is None):
-        raise click.UsageError("Give a FILE (- is stdin) or --tokens.")
+        raise click.UsageError("Give a FILE (- is stdin), --tokens or --with.")
     body: dict[str, Any] = {"model": model, "cached": cached}
     body |= {"tokens": tokens} if file is None else {"text": read_text(file)}
     if smart or ratio:
@@ -61,6 +82,17 @@ def command(
     found = session.client().post("/fleet/v1/plan", body)
     estimated = file is not None
     session.emit(found, lambda: render(read(found, PlanView), terminal_width(), estimated=estimated))
+
+
+def _with_machine(session: CliSession, model: str, machine: str, link: str) -> None:
+    client = session.client()
+    if machine.strip().lower() == "list":
+        known = client.get("/fleet/v1/plan/machines")
+        session.emit(known, lambda: "\n".join(read(known, KnownMachines).machines))
+        return
+    body = {"model": model, "machine": machine, "link": link}
+    found = client.post("/fleet/v1/plan/added", body)
+    session.emit(found, lambda: added_page(read(found, AddedView), terminal_width()))
 
 
 def render(plan: PlanView, width: int | None, *, estimated: bool = False) -> str:

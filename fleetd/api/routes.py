@@ -338,6 +338,8 @@ FLEET: tuple[Route, ...] = (
     _post("/fleet/v1/join", peers.join, CONTROL, page=True),
     _post("/fleet/v1/unpair", peers.unpair, CONTROL, page=True),
     _post("/fleet/v1/plan", plan.plan, CONTROL, page=True),
+    _post("/fleet/v1/plan/added", plan.added, CONTROL, page=True),
+    _get("/fleet/v1/plan/machines", plan.machines, CONTROL, page=True),
     _get("/fleet/v1/traces", plan.traces, CONTROL, page=True),
     _post("/fleet/v1/page/ticket", access.ticket, CONTROL),
     _post("/fleet/v1/page/session", access.login, CONTROL, open=True),

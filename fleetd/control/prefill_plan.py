@@ -5,7 +5,7 @@ Times are seconds. Machines have their names; "this" is the one that answers.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,51 @@ class PlanQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str | None = None
     cached: _Tokens = 0
     smart: Annotated[float, Meta(ge=0, le=1)] | None = None
+
+
+class AddedQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /fleet/v1/plan/added: what another machine would give."""
+
+    model: _Text = ""
+    # One of ``KnownMachines``; "": this fleet as it is.
+    machine: _Text = ""
+    # How the machine would be connected to this one.
+    link: Literal["wired", "wifi", "thunderbolt"] = "wired"
+
+
+class AddedPoint(msgspec.Struct, frozen=True):
+    """Modelled seconds to the first token of a prompt, with the model loaded and no other request."""
+
+    tokens: int = 0
+    # On this machine alone.
+    alone_s: float = 0.0
+    # With the machines of the fleet as it is.
+    fleet_s: float = 0.0
+    # With the added machine too; None if the question names none.
+    added_s: float | None = None
+    # The best way with all machines: its kind, and their names in the order of the chain.
+    kind: str = ""
+    nodes: list[str] = []
+
+
+class AddedView(msgspec.Struct, frozen=True):
+    """The answer, by prices of the planner: nothing of it was measured on the added machine."""
+
+    model: str = ""
+    machine: str = ""
+    link: str = ""
+    # How many of the model's layers the added machine has room for, of how many; (0, 0) without a machine.
+    layers_held: int = 0
+    layers: int = 0
+    # This machine's own speed comes from its chip's published figures, too.
+    modelled_here: bool = False
+    points: list[AddedPoint] = []
+
+
+class KnownMachines(msgspec.Struct, frozen=True):
+    """The body of GET /fleet/v1/plan/machines: the machines that can be added in thought."""
+
+    machines: list[str] = []
 
 
 class StepView(msgspec.Struct, frozen=True, omit_defaults=True):

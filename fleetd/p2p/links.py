@@ -37,6 +37,13 @@ _USUAL: dict[str, tuple[float, float]] = {
     "virtual": (0.005, 20e6),
     "tailscale": (0.010, 10e6),
 }
+
+
+def usual_speed(kind: Kind) -> tuple[float, float]:
+    """A round trip in seconds and the bytes per second of a path of this kind, until it is measured."""
+    return _USUAL[kind]
+
+
 # A path is left only for a clearly better one, or two similar paths would alternate for ever.
 _FASTER, _NEARER, _NEARER_S = 1.5, 0.5, 0.0005
 _REASONS_SHOWN = 3
@@ -96,12 +103,12 @@ class PeerPath:
 
     @property
     def expected_rtt_s(self) -> float:
-        return self.rtt_s or _USUAL[self.kind][0]
+        return self.rtt_s or usual_speed(self.kind)[0]
 
     @property
     def usual_bytes_per_s(self) -> float:
         """Bytes per second that are usual for this kind of path."""
-        return _USUAL[self.kind][1]
+        return usual_speed(self.kind)[1]
 
     @property
     def expected_bytes_per_s(self) -> float:

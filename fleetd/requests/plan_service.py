@@ -8,11 +8,19 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.control.prefill_plan import PlanQuestion, PlanView
+from fleetd.control.prefill_plan import AddedPoint, AddedQuestion, AddedView, PlanQuestion, PlanView
 from fleetd.engine.protocol import ChatPrompt, Generate
-from fleetd.errors import ContextLengthExceeded, FleetError
+from fleetd.errors import (
+    ContextLengthExceeded,
+    FleetError,
+    InvalidValue,
+    ModelNotFound,
+    ModelUnsupported,
+)
 from fleetd.models import file_threads
+from fleetd.plan import known_machines, what_if
 from fleetd.plan.beginnings import KeptBeginning
+from fleetd.plan.known_machines import KnownMachine
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import RouteQuestion
 from fleetd.plan.ways import Ways
@@ -20,6 +28,7 @@ from fleetd.requests.drafting.client import AnswerDrafting
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, prompt_text
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
 from fleetd.requests.members.members import Member
+from fleetd.requests.placement.added_machine import added_member
 from fleetd.requests.placement.placement import (
     ANSWER_TOKENS,
     KnownTokens,
@@ -28,7 +37,7 @@ from fleetd.requests.placement.placement import (
     PromptPlaces,
     no_machine,
 )
-from fleetd.requests.placement.way_views import way_views
+from fleetd.requests.placement.way_views import way_view, way_views
 from fleetd.requests.request import LocatedModel
 from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
 
@@ -95,6 +104,53 @@ class PlanService:
             raise _nowhere(model, whole)
         return view if model.folder is None else await self._drafting.plan(view, model.folder)
 
+    async def added(self, question: AddedQuestion) -> AddedView:
+        """How soon first tokens would come with one more machine. Nothing is loaded, asked or sent.
+
+        Raises:
+            InvalidValue: no machine of this name is known.
+            ModelNotFound, ModelUnsupported: the model is not here, or machines cannot share its prefill.
+        """
+        machine = _known_machine(question.machine)
+        model = await file_threads.look(self._locate, question.model)
+        own = self._placer.model_here(model.wanted)
+        if own is None:
+            raise model.missing or ModelNotFound(f"{model.name} is not on this machine.")
+        if own.shape.unshareable:
+            hint = f"If it was never loaded: fleetctl models load {model.name}"
+            raise ModelUnsupported(own.shape.unshareable, hint=hint, param="model")
+        added = [] if machine is None else [added_member(machine, question.link, own)]
+        points = []
+        for tokens in what_if.lengths(own.shape.context_tokens):
+            points.append(self._point(model, tokens, added))
+            await asyncio.sleep(0)  # requests are planned on this loop
+        held = added[0].card.models[0] if added else None
+        return AddedView(
+            model.name,
+            machine.name if machine is not None else "",
+            question.link if machine is not None else "",
+            layers_held=0 if held is None else held.part_last or own.shape.layers,
+            layers=own.shape.layers if added else 0,
+            modelled_here=own.speed.prefill_tok_s <= 0,
+            points=points,
+        )
+
+    def _point(self, model: LocatedModel, tokens: int, added: Sequence[Member]) -> AddedPoint:
+        ask = RouteQuestion(model.name, tokens, ANSWER_TOKENS, counted=True)
+        today = self._placer.ways(ask, model.wanted)
+        alone, fleet = what_if.alone(today), what_if.soonest(what_if.all_ways(today))
+        if alone is None or fleet is None:
+            raise _nowhere(model, today)
+        best, added_s = fleet, None
+        if added:
+            ways = what_if.all_ways(self._placer.ways(ask, model.wanted, added=added))
+            best = what_if.soonest([fleet, *ways]) or fleet
+            added_s = what_if.warm_s(best)
+        shown = way_view(best)
+        return AddedPoint(
+            tokens, what_if.warm_s(alone), what_if.warm_s(fleet), added_s, shown.kind, shown.nodes
+        )
+
     async def _places(self, prompts: Sequence[str], model: str) -> PromptPlaces:
         """What machines keep of a text in one of its forms."""
         if self._survey is None:
@@ -104,6 +160,19 @@ class PlanService:
             for node_id, kept in places.items():
                 found[node_id] = _more(kept, found.get(node_id, kept))
         return found
+
+
+def _known_machine(name: str) -> KnownMachine | None:
+    """The machine of this name; None for "". Raises InvalidValue with the nearest names."""
+    if not name or (found := known_machines.find(name)) is not None:
+        return found if name else None
+    near = known_machines.nearest(name)
+    hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise InvalidValue(
+        f"No machine is known as {name!r}.",
+        hint=hint + "Names are like 'Mac mini M4, 16 GB'; `fleetctl plan --with list` lists them.",
+        param="machine",
+    )
 
 
 def _more(a: KeptBeginning, b: KeptBeginning) -> KeptBeginning:

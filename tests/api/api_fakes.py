@@ -27,7 +27,7 @@ from fleetd.compression.selection import Selection
 from fleetd.control import fleet_view, pairing_events
 from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HardwareReading, HttpAddress
 from fleetd.control.network_diagnosis import NetworkDiagnosis, PeerPortView
-from fleetd.control.prefill_plan import PlanQuestion, PlanView
+from fleetd.control.prefill_plan import AddedQuestion, AddedView, PlanQuestion, PlanView
 from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
@@ -278,6 +278,10 @@ def engine(**changes: Any) -> EngineStatus:
     return EngineStatus(**{"model": MODEL, "state": "ready", "progress_age_s": 0.1, **changes})
 
 
+async def no_added(question: AddedQuestion) -> AddedView:
+    raise AssertionError("no machine is added")
+
+
 async def no_plan(question: PlanQuestion) -> PlanView:
     raise AssertionError("nothing is planned")
 
@@ -296,6 +300,7 @@ def services(runner: Any = None, **changes: Any) -> Services:
         version="0.1.0",
         names=ModelNames(MODEL),
         plan=no_plan,
+        added=no_added,
         pinned=FakePinned(),
         compressing=FakeCompressing(),
     )

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from shares import LAYERS, LOCAL, PLAN
 
 from fleetctl.exits import Exit
+from fleetctl.render.added_page import added_page
 from fleetctl.render.plan_words import deviation, division, prompt
 from fleetctl.render.text import brief
 from fleetctl.replies import read
 from fleetctl.verbs.plan import render
 from fleetd import limits
-from fleetd.control.prefill_plan import OptionView, PlanQuestion, PlanView
+from fleetd.control.prefill_plan import AddedQuestion, AddedView, OptionView, PlanQuestion, PlanView
 
 
 def page(value: dict[str, Any], width: int | None = 80) -> str:
@@ -278,3 +279,73 @@ def test_a_prompt_says_where_its_known_part_came_from() -> None:
     assert prompt(4000, 3072, restored=1024, fetched=2048, fetched_from="studio").endswith(
         "known already (1,024 from the disk, 2,048 from studio)"
     )
+
+
+# ---- With one more machine -------------------------------------------------------------------------------
+
+MINI = "Mac mini M4, 16 GB"
+ADDED: dict[str, Any] = {
+    "model": "smollm2-135m",
+    "machine": MINI,
+    "link": "wired",
+    "layers_held": 30,
+    "layers": 30,
+    "points": [
+        {"tokens": 1024, "alone_s": 1.0, "fleet_s": 1.0, "added_s": 1.0, "kind": "local", "nodes": ["this"]},
+        {"tokens": 4096, "alone_s": 4.0, "fleet_s": 4.0, "added_s": 2.0, "kind": "layers"}
+        | {"nodes": [MINI, "this"]},
+        {
+            "tokens": 16384,
+            "alone_s": 40.0,
+            "fleet_s": 40.0,
+            "added_s": 10.0,
+            "kind": "remote",
+            "nodes": [MINI],
+        },
+    ],
+}
+
+
+def with_page(width: int | None = 80, **changes: Any) -> str:
+    return added_page(read({**ADDED, **changes}, AddedView), width)
+
+
+def test_what_one_more_machine_would_give_is_called_modelled() -> None:
+    assert with_page() == (
+        "smollm2-135m with Mac mini M4, 16 GB over gigabit Ethernet: modelled times to\n"
+        "the first token\n"
+        "\n"
+        "PROMPT   ALONE  WITH IT   GAIN  HOW\n"
+        " 1,024  1.00 s   1.00 s  1.00x  alone\n"
+        " 4,096  4.00 s   2.00 s  2.00x  layers shared with Mac mini M4, 16 GB\n"
+        "16,384  40.0 s   10.0 s  4.00x  all on Mac mini M4, 16 GB\n"
+        "\n"
+        "Modelled: by the published figures of Mac mini M4, 16 GB, this machine's speed\n"
+        "as measured, the model loaded everywhere, and no other request. Real machines\n"
+        "and networks differ."
+    )
+
+
+def test_a_gain_is_against_the_fleet_as_it_is() -> None:
+    points = [{**point, "fleet_s": point["alone_s"] / 2} for point in ADDED["points"]]
+    header, first, *_ = with_page(None, points=points).split("\n\n")[1].splitlines()
+    assert header.split("  ")[:3] == ["PROMPT", " ALONE", "FLEET NOW"]
+    assert first.split()[-2:] == ["0.50x", "alone"]
+
+
+def test_a_machine_without_room_for_the_model_is_told_so() -> None:
+    assert "has room for 12 of 30 layers of smollm2-135m: it can help" in with_page(None, layers_held=12)
+    assert "has room for no layer of smollm2-135m: it cannot help." in with_page(None, layers_held=0)
+    assert "modelled too" in with_page(None, modelled_here=True)
+
+
+def test_a_machine_is_added_by_its_name(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("POST", "/fleet/v1/plan/added", Reply(ADDED))
+    done = run("plan", "--with", "mac mini m4 16gb", "--link", "wifi", "-m", "x", home=daemon.home)
+    assert daemon.seen[-1].body == {"model": "x", "machine": "mac mini m4 16gb", "link": "wifi"}
+    assert msgspec.convert(daemon.seen[-1].body, AddedQuestion).link == "wifi"
+    assert "2.00x  layers shared with Mac mini M4" in done.stdout
+    assert json.loads(run("plan", "--with", MINI, "--json", home=daemon.home).stdout) == ADDED
+    daemon.on("GET", "/fleet/v1/plan/machines", Reply({"machines": [MINI, "iMac M4, 16 GB"]}))
+    assert run("plan", "--with", "list", home=daemon.home).stdout == f"{MINI}\niMac M4, 16 GB\n"
+    assert run("plan", "--with", MINI, "--tokens", "5", home=daemon.home).returncode == Exit.USAGE

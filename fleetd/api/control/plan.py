@@ -12,8 +12,9 @@ from aiohttp import web
 from fleetd import limits
 from fleetd.api.http.body import json_answer, parse, read
 from fleetd.api.http.context import SERVICES
-from fleetd.control.prefill_plan import PlanQuestion
+from fleetd.control.prefill_plan import AddedQuestion, KnownMachines, PlanQuestion
 from fleetd.errors import InvalidValue
+from fleetd.plan import known_machines
 
 _LAST = 20
 
@@ -25,6 +26,17 @@ async def plan(request: web.Request) -> web.StreamResponse:
     if (question.tokens is None) == (question.text is None):
         raise InvalidValue("Give either tokens, a number, or text.", param="tokens")
     return json_answer(await services.plan(question))
+
+
+async def added(request: web.Request) -> web.StreamResponse:
+    """How soon first tokens would come with one more machine."""
+    question = parse(await read(request), AddedQuestion)
+    return json_answer(await request.app[SERVICES].added(question))
+
+
+async def machines(request: web.Request) -> web.StreamResponse:
+    """The machines that ``added`` knows."""
+    return json_answer(KnownMachines([machine.name for machine in known_machines.MACHINES]))
 
 
 async def traces(request: web.Request) -> web.StreamResponse:

@@ -15,7 +15,7 @@ from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.cache_report import MachineFetches
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading
 from fleetd.control.fleet_change import RunningRequest
-from fleetd.control.prefill_plan import PlanQuestion, PlanView
+from fleetd.control.prefill_plan import AddedQuestion, AddedView, PlanQuestion, PlanView
 from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.control.setting_view import SettingView
 from fleetd.engine.daemon_side.pool import EnginePool
@@ -58,6 +58,8 @@ class Services(msgspec.Struct, frozen=True):
     names: ModelNames
     #: How a prompt would be answered now. Raises FleetError if no machine can answer it.
     plan: Callable[[PlanQuestion], Awaitable[PlanView]]
+    #: What one more machine would give. Raises FleetError.
+    added: Callable[[AddedQuestion], Awaitable[AddedView]]
     #: Models that stay loaded. Changing them blocks.
     pinned: PinnedModels
     #: Host values accepted besides 127.0.0.1, localhost and [::1], which are accepted at any port.

@@ -234,19 +234,21 @@ class Placer:
         kept: int = 0,
         session: str = "",
         places: PromptPlaces = _NOWHERE,
+        added: Sequence[Member] = (),
     ) -> Ways:
         """Every way to answer a prompt, priced or refused.
 
         Args:
+            added: machines that are not there, and are priced as if they were.
             known: what a machine has probably read of the prompt.
             others: the other machines that may answer; None for all of them.
             kept: of the prompt's tokens, those that are computed, where not all are.
             session: the ``life`` of the machine where a named session is.
             places: what each machine keeps of the prompt.
         """
-        others = self._members.others("answer") if others is None else others
+        others = [*(self._members.others("answer") if others is None else others), *added]
         here = self._members.here()
-        helping = [here, *self._members.others("prefill")]
+        helping = [here, *self._members.others("prefill"), *added]
         if not ask.counted and ask.prompt_tokens < limits.SHARE_LEAST_TOKENS:
             helping = []  # only people want to hear why no machine helps with so short a prompt
         # Looked up once for all homes; mostly nothing of the prompt is kept anywhere.
@@ -366,6 +368,15 @@ class Placer:
             return 1.0
         speed = PrefillSpeed(1 / found.speed.decode_tok_s)
         return self._members.correction(member.node_id, found.digest, speed, "decode")
+
+    def model_here(self, model: WantedModel) -> ModelCard | None:
+        """The model on this machine, with what others that have loaded it know of its shape; None if it is
+        not here."""
+        here = self._members.here()
+        found, facts = self._model(model, here), self._facts(model.name)
+        if found is None or facts is not None:
+            return found if found is None or facts is None else planner_facts.loaded_here(found, facts)
+        return planner_facts.as_told(found, self._members.others("prefill"))
 
     def answered(
         self, placement: Placement, model: WantedModel, tokens: AnswerTokens, first_s: float, decode_s: float

@@ -16,8 +16,8 @@ from fleetd.requests.placement import planner_facts
 
 def way_views(ways: Ways) -> list[OptionView]:
     """The chosen way, then the others by price, then the machines that cannot answer."""
-    chosen = [] if ways.chosen is None else [_view(ways.chosen, chosen=True)]
-    others = [_view(way) for way in ways.others]
+    chosen = [] if ways.chosen is None else [way_view(ways.chosen, chosen=True)]
+    others = [way_view(way) for way in ways.others]
     useless = {node for view in others if view.kind == "any" for node in view.nodes}
     helping = {node for view in others if view.kind != "remote" and view.predicted_s for node in view.nodes}
     return [
@@ -28,7 +28,8 @@ def way_views(ways: Ways) -> list[OptionView]:
     ]
 
 
-def _view(way: Way, *, chosen: bool = False) -> OptionView:
+def way_view(way: Way, *, chosen: bool = False) -> OptionView:
+    """One way."""
     here, option = way.node_id == THIS_NODE, way.prefill
     fetched_from = way.begun.name if way.begun is not None else ""
     steps = [
