@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleetctl.render.columns import Column, drawn, fitted
 from fleetctl.render.plan_words import THIS
-from fleetctl.render.text import brief, count, one_line, wrapped
+from fleetctl.render.text import brief, clause, count, one_line, wrapped
 from fleetd.control.prefill_plan import AddedPoint, AddedView
 
 _LINKS = {"wired": "gigabit Ethernet", "wifi": "Wi-Fi", "thunderbolt": "Thunderbolt"}
@@ -43,6 +43,8 @@ def _remarks(view: AddedView) -> list[str]:
         f"Modelled: by the published figures of {machine}, {here}, the model loaded everywhere, and no other "
         "request. Real machines and networks differ."
     ]
+    if view.doubt:
+        lines.append(f"This machine's speed is in doubt: {clause(view.doubt)}.")
     if view.layers_held < view.layers:
         room = f"{view.layers_held} of {view.layers} layers" if view.layers_held else "no layer"
         lines.append(

@@ -66,6 +66,8 @@ class AddedView(msgspec.Struct, frozen=True):
     layers: int = 0
     # This machine's own speed comes from its chip's published figures, too.
     modelled_here: bool = False
+    # Why this machine's measured speed may be wrong, as a part of a sentence; "" if it can be believed.
+    doubt: str = ""
     points: list[AddedPoint] = []
 
 

@@ -116,9 +116,14 @@ class PlanService:
         own = self._placer.model_here(model.wanted)
         if own is None:
             raise model.missing or ModelNotFound(f"{model.name} is not on this machine.")
+        if not own.shape.hidden_bytes:
+            raise ModelUnsupported(
+                f"A load finds out how a model can be divided; this daemon has not loaded {model.name} yet.",
+                hint=f"fleetctl models load {model.name}",
+                param="model",
+            )
         if own.shape.unshareable:
-            hint = f"If it was never loaded: fleetctl models load {model.name}"
-            raise ModelUnsupported(own.shape.unshareable, hint=hint, param="model")
+            raise ModelUnsupported(own.shape.unshareable, hint="Choose another model with -m.", param="model")
         added = [] if machine is None else [added_member(machine, question.link, own)]
         points = []
         for tokens in what_if.lengths(own.shape.context_tokens):
@@ -132,6 +137,7 @@ class PlanService:
             layers_held=0 if held is None else held.part_last or own.shape.layers,
             layers=own.shape.layers if added else 0,
             modelled_here=own.speed.prefill_tok_s <= 0,
+            doubt=own.speed.doubt,
             points=points,
         )
 

@@ -337,6 +337,7 @@ def test_a_machine_without_room_for_the_model_is_told_so() -> None:
     assert "has room for 12 of 30 layers of smollm2-135m: it can help" in with_page(None, layers_held=12)
     assert "has room for no layer of smollm2-135m: it cannot help." in with_page(None, layers_held=0)
     assert "modelled too" in with_page(None, modelled_here=True)
+    assert "in doubt: other programs ran." in with_page(None, doubt="other programs ran")
 
 
 def test_a_machine_is_added_by_its_name(run: Run, daemon: FakeDaemon) -> None:
