@@ -9,6 +9,7 @@ from typing import Any
 from api_fakes import MODEL, FakeFleet, FakeRunner, installed_models, services, status
 from browser import Visit
 from fakes import FakeModels, FakePool
+from msgspec.structs import replace
 
 from fleetd.api.http.page_sessions import PageSessions
 from fleetd.api.http.services import Services
@@ -16,8 +17,10 @@ from fleetd.control import pairing_events
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
 from fleetd.control.model_facts import MeasuredSpeed
-from fleetd.control.prefill_plan import OptionView, StepView
+from fleetd.control.prefill_plan import AddedQuestion, AddedView, OptionView, StepView
 from fleetd.control.prefill_trace import Trace, TracesView
+from fleetd.errors import FleetError
+from fleetd.models.hub_search import HubPage
 
 VIEWS = ("fleet", "requests", "history", "models", "chat", "pairing", "clients", "settings")
 
@@ -101,6 +104,10 @@ class PageWorld:
     models: FakeModels = field(default_factory=installed_models)
     traces: list[Trace] = field(default_factory=list)
     requests: list[RunningRequest] = field(default_factory=list)
+    # What a search of the hub finds, or the error; and what one more machine would give.
+    found: HubPage | FleetError = field(default_factory=lambda: HubPage([]))
+    added: AddedView = field(default_factory=AddedView)
+    asked: list[Any] = field(default_factory=list)
     now_s: float = 0.0
     visits: list[Visit] = field(default_factory=list)
     site: Any = None
@@ -120,7 +127,19 @@ class PageWorld:
             traces=lambda last, request_id: TracesView(self.traces[:last]),
             running=lambda: self.requests,
             page=self.page,
+            search=self._search,
+            added=self._added,
         )
+
+    async def _search(self, words: str) -> HubPage:
+        self.asked.append(words)
+        if isinstance(self.found, FleetError):
+            raise self.found
+        return self.found
+
+    async def _added(self, question: AddedQuestion) -> AddedView:
+        self.asked.append(question)
+        return replace(self.added, model=question.model, machine=question.machine, link=question.link)
 
     @property
     def link(self) -> str:

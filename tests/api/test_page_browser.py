@@ -151,8 +151,8 @@ def test_a_model_is_pulled_loaded_and_removed(world: PageWorld) -> None:
 
     world.models.pull_steps = Lazy()
     page = world.opened("models")
-    page.fill("#hub", "someone/tiny-model")
-    page.click("text=Download")
+    page.fill("#search", "someone/tiny-model")
+    page.click("text=Download someone/tiny-model")
     page.wait_for_selector("text=3.0 MB of 12 MB")
     waits[0]._loop.call_soon_threadsafe(waits[0].set)  # type: ignore[attr-defined]
     row = ".modelrows li:has-text('tiny-model')"
