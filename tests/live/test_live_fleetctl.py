@@ -84,6 +84,35 @@ def test_the_second_turn_is_computed_on_top_of_the_first(conversation: pexpect.s
     conversation.expect(pexpect.EOF)
 
 
+def test_models_for_this_machine_are_told_apart_and_others_are_not_downloaded_by_mistake(
+    live: LiveDaemon,
+) -> None:
+    listed = json.loads(live.fleetctl("models", "--json").stdout)
+    most = listed["memory"]["largest_bytes"]
+    for model in listed["catalog"]:
+        assert (model["fit"]["where"] in ("here", "freed")) == (model["memory_bytes"] <= most), model["name"]
+    shown, everything = (live.fleetctl("models", *more).stdout for more in ((), ("--all",)))
+    assert "kimi-k2.6" not in shown
+    assert "kimi-k2.6" in everything
+    refused = live.fleetctl("models", "pull", "kimi-k2.6")
+    assert refused.returncode == 2
+    told = " ".join(refused.stderr.split())
+    assert re.search(r"kimi-k2.6 will not load here: it needs [\d.]+ [GT]B, and models may take", told)
+    assert "Say --yes" in told
+
+
+def test_one_more_machine_is_priced_by_the_planner_and_called_modelled(live: LiveDaemon) -> None:
+    live.fleetctl("models", "load", SMOL)
+    told = live.fleetctl("plan", "--with", "Mac mini M4, 16 GB", "-m", SMOL)
+    assert told.returncode == 0, told.stderr
+    assert "modelled times" in told.stdout
+    assert re.search(r"4,096 +\d", told.stdout)
+    refused = live.fleetctl("plan", "--with", "Mac mini M4, 17 GB", "-m", SMOL)
+    assert (refused.returncode, refused.stdout) == (4, "")
+    assert "Did you mean 'Mac mini M4, 16 GB'" in refused.stderr
+    assert "DGX Spark, 128 GB" in live.fleetctl("plan", "--with", "list").stdout.splitlines()
+
+
 def test_every_reading_verb_agrees_with_the_daemon(live: LiveDaemon) -> None:
     def told(*arguments: str) -> str:
         return live.fleetctl(*arguments).stdout

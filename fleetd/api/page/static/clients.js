@@ -35,13 +35,13 @@ function cards(model) {
       more: ["Without `launch`, in ~/.codex/config.toml", `model = "${name}"\nmodel_provider = "fleetd"\nmodel_context_window = ${context}\nshow_raw_agent_reasoning = true\n\n[model_providers.fleetd]\nname = "fleetd"\nbase_url = "${base}"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"`,
         "and then", `${SHELL}\ncodex`] },
     { name: "opencode", agent: true, note: "It gets its settings in its environment; its own files stay as they are.", text: `fleetctl launch -m ${name} opencode` },
-    { name: "Zed", agent: true, note: "In settings.json. The key goes into the agent's settings, LLM Providers, fleetd: it is what `fleetctl env` prints as OPENAI_API_KEY.",
+    { name: "Zed", editor: true, note: "In settings.json. The key goes into the agent's settings, LLM Providers, fleetd: it is what `fleetctl env` prints as OPENAI_API_KEY.",
       text: json({ language_models: { openai_compatible: { fleetd: { api_url: base, available_models: [{ name, display_name: `${short(name)} (fleetd)`, max_tokens: context, max_output_tokens: output,
         capabilities: { tools: Boolean(model.tools), images: false, parallel_tool_calls: false, prompt_cache_key: false } }] } } } }) },
-    { name: "VS Code (Continue)", agent: true, note: `In ~/.continue/config.yaml. ${KEY}`,
+    { name: "VS Code (Continue)", editor: true, note: `In ~/.continue/config.yaml. ${KEY}`,
       text: `name: fleetd\nversion: 1.0.0\nschema: v1\nmodels:\n  - name: ${short(name)}\n    provider: openai\n    model: ${name}\n    apiBase: ${base}\n    apiKey: KEY\n    roles: [chat, edit, apply]\n${model.tools ? "    capabilities: [tool_use]\n" : ""}    defaultCompletionOptions:\n      contextLength: ${context}\n      maxTokens: ${output}` },
-    { name: "Cursor", agent: true, note: `Settings, Models: add the model by its name, and turn on “Override OpenAI Base URL”. Cursor's servers call that address, not your machine: it takes a tunnel with a public https address, whose name is listed in \`http.allowed_hosts\`, and your prompts pass Cursor's servers. ${KEY}`,
-      text: `Model              ${name}\nOpenAI API Key     KEY\nOverride Base URL  https://YOUR-TUNNEL/v1` },
+    { name: "Cursor", editor: true, note: `Settings, Models: add the model by its name, and turn on “Override OpenAI Base URL”. Cursor's servers call that address, not your machine: it takes a tunnel with a public https address, whose name is listed in \`http.allowed_hosts\`, and your prompts pass Cursor's servers. ${KEY}`,
+      text: `Model              ${name}\nOpenAI API Key     KEY\nOverride Base URL  YOUR-TUNNEL/v1` },
     { name: "Open WebUI", note: "From the environment, before its first start. Later it is a connection of the kind OpenAI in Admin Settings, Connections.",
       text: `pip install open-webui\n${SHELL}\nOPENAI_API_BASE_URL=$OPENAI_BASE_URL ENABLE_OLLAMA_API=False open-webui serve` },
     ollama(name),
@@ -119,17 +119,18 @@ function picker(found, model) {
 }
 
 function section(card, model, found) {
-  const short_ = card.agent && model.context_tokens < AGENT_TOKENS;
+  const short_ = (card.agent || card.editor) && model.context_tokens < AGENT_TOKENS;
   return h("section", { key: card.name, "aria-label": card.name },
     h("h2", null, card.name), short_ && cannot(card, model, found), h("p", { class: "quiet" }, marked(card.note)),
     block(card.text), copyButton(card.name, card.text),
     card.more && h("details", null, h("summary", null, marked(card.more[0])), card.more.slice(1).map((text, at) => (at % 2 ? h("p", { key: String(at), class: "quiet" }, marked(text)) : block(text)))));
 }
 
-/** This model's context is too short for an agent: name some that are long enough. */
+/** This model's context is too short for an agent, or for that of an editor: name some that are long enough. */
 function cannot(card, model, found) {
   const able = found.filter((one) => one.context_tokens >= AGENT_TOKENS);
-  return h("p", { class: "why" }, `${short(model.name)} cannot: ${card.name} needs ${count(AGENT_TOKENS)} tokens of context, and it has ${count(model.context_tokens)}. `,
+  const has = `${short(model.name)} has ${count(model.context_tokens)} tokens of context`;
+  return h("p", { class: "why" }, card.agent ? `This model cannot: ${has}, and ${card.name} needs ${count(AGENT_TOKENS)}. ` : `${has}: enough for short questions, and too few for the agent of ${card.name}. `,
     able.length ? ["Take one of ", able.slice(0, 3).map((one, at) => [at > 0 && ", ", h("button", { key: one.name, class: "plain small", onclick: () => { chosen = one.name; redraw(); } }, short(one.name))]), "."]
       : "No model that fits this machine has as much.");
 }

@@ -79,13 +79,13 @@ export function modelsView() {
   return [
     searchForm(),
     !words.trim() && recommendations(),
-    h("section", { key: "installed", "aria-labelledby": "installed" }, h("h2", { id: "installed" }, "On this machine"),
-      installed.length ? h("ul", { class: "rows modelrows" }, installed.map(installedRow)) : h("p", { class: "quiet" }, listing.installed.length ? "None of these." : "No model is here. Get one below.")),
+    (installed.length > 0 || !words.trim()) && h("section", { key: "installed", "aria-labelledby": "installed" }, h("h2", { id: "installed" }, "On this machine"),
+      installed.length ? h("ul", { class: "rows modelrows" }, installed.map(installedRow)) : h("p", { class: "quiet" }, "No model is here. Get one below.")),
     hub(),
     elsewhere(),
     groups(offered),
     h("p", { key: "memory", class: "quiet" }, memoryText()),
-    whatIf(listing.installed),
+    !words.trim() && whatIf(listing.installed),
   ];
 }
 
@@ -93,9 +93,9 @@ function searchForm() {
   const id = words.trim();
   return h("form", { key: "search", class: "inline", role: "search", onsubmit: searchHub },
     h("label", { for: "search", class: "unseen" }, "Search models"),
-    h("input", { id: "search", type: "search", value: words, autocomplete: "off", spellcheck: "false", placeholder: "Search: qwen coder, or mlx-community/Qwen3-8B-4bit",
+    h("input", { id: "search", type: "search", required: true, minlength: "2", value: words, autocomplete: "off", spellcheck: "false", placeholder: "Search: qwen coder, or mlx-community/Qwen3-8B-4bit",
       oninput: (event) => { words = event.target.value; redraw(); } }),
-    h("button", { disabled: id.length < 2 || found?.waiting }, "Search the Hugging Face hub"),
+    h("button", { disabled: found?.waiting }, "Search the Hugging Face hub"),
     /^[\w.-]+\/[\w.-]+$/.test(id) && h("button", { key: "exact", type: "button", disabled: work.get(id)?.text, onclick: () => pull(id) }, `Download ${id}`),
     [...work].filter(([name]) => !shownElsewhere(name)).map(([name]) => h("div", { key: `work ${name}`, class: "wide" }, h("h3", null, short(name)), progress(name), stopButton(name))));
 }
@@ -133,7 +133,7 @@ function groups(offered) {
   return [
     [...places].map(([title, fitting]) => h("section", { key: title, "aria-label": title }, h("h2", null, title, " ", h("small", { class: "quiet" }, count(fitting.length))),
       h("ul", { class: "rows modelrows" }, fitting.map(offeredRow)))),
-    rest.length > 0 && h("details", { key: "rest", open: words.trim() !== "" && !places.size }, h("summary", null, `${count(rest.length)} more are too large for ${machines().length > 1 ? "every machine" : "this machine"}`),
+    rest.length > 0 && h("details", { key: "rest", open: words.trim() !== "" && !places.size }, h("summary", null, `${count(rest.length)} more ${rest.length === 1 ? "is" : "are"} too large for ${machines().length > 1 ? "every machine" : "this machine"}`),
       h("ul", { class: "rows modelrows" }, rest.map(offeredRow))),
     !offered.length && words.trim() && h("p", { key: "none", class: "quiet" }, "Nothing in the catalog has these words. The hub may have."),
   ];

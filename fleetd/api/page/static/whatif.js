@@ -61,7 +61,7 @@ function comparison() {
   const point = points[Math.min(at, points.length - 1)];
   const rows = [["This machine alone", point.alone_s]];
   if (points.some((one) => one.fleet_s < one.alone_s)) rows.push(["The fleet as it is", point.fleet_s]);
-  rows.push([`With a ${answer.machine}`, point.added_s]);
+  rows.push([`With ${answer.machine}`, point.added_s]);
   const most = Math.max(...rows.map(([, time]) => time));
   return [
     h("label", { class: "slider" }, "A prompt of ", h("b", null, count(point.tokens)), " tokens",
@@ -69,7 +69,7 @@ function comparison() {
         "aria-valuetext": `${count(point.tokens)} tokens`, oninput: (event) => { at = Number(event.target.value); redraw(); } })),
     h("dl", { class: "compared" }, rows.map(([name, time]) => h("div", { key: name }, h("dt", null, name), h("dd", null, bar(time, most, `${name}: ${seconds(time)}`), h("b", null, seconds(time)))))),
     h("p", null, gain(point)),
-    h("p", { class: "quiet" }, `Modelled, not measured: by the published figures of the ${answer.machine}, ${answer.modelled_here ? "and of this machine" : "this machine's measured speed"}, the model loaded everywhere, no other request.`,
+    h("p", { class: "quiet" }, `Modelled, not measured: by the published figures of ${answer.machine}, ${answer.modelled_here ? "and of this machine" : "this machine's measured speed"}, the model loaded everywhere, no other request.`,
       answer.doubt && ` This machine's speed is in doubt: ${answer.doubt}.`, ` ${space()}`),
   ];
 }
