@@ -16,6 +16,8 @@ _INTRO = """\
 
 *Memory* is the weights and room for a few thousand tokens, in GB of 10^9 bytes; on a CPU they take
 [a fourth more](operations.md#memory-for-models). [Which model for which memory](choose.md) says what fits.
+*Download* is what a pull fetches. *For* is the work that a model is good for; *coding* stands at models whose
+makers publish figures of coding agents.
 *Tools* is how the model writes tool calls, by the name of the format's parser; *grammar*: it
 [is told how](http.md#tools-by-grammar). *Thinks*: it can reason before it answers.
 *Draft* is the smallest model with the same vocabulary, whose drafts the model can verify;
@@ -41,8 +43,8 @@ _TITLES: dict[Tier, str] = {
 
 
 _HEADER = """\
-| name | memory | context | for | tools | thinks | draft | type | repository | checked | |
-|---|---|---|---|---|---|---|---|---|---|---|"""
+| name | memory | download | context | for | tools | thinks | draft | type | repository | checked | |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def page() -> str:
@@ -68,6 +70,7 @@ def _row(entry: CatalogEntry) -> str:
     cells = [
         f"`{entry.name}`",
         memory,
+        f"{entry.download_gb:g} GB",
         f"{entry.context_tokens:,}",
         ", ".join(entry.roles),
         tools,

@@ -11,6 +11,7 @@ from pathlib import Path
 from fleetd.config import KEYS
 from fleetd.limits import GIB
 from fleetd.models.catalog import CatalogEntry, entries
+from fleetd.models.choosing import recommended
 
 PAGE = Path(__file__).with_name("choose.md")
 # Memory of machines as they are sold, in GiB, which is what their makers call GB.
@@ -59,7 +60,8 @@ def _section(memory_gib: int) -> str:
     sentences = [f"Room for models: {_gb(room)}."]
     if more:
         sentences.append(f"With [a raised limit](#when-it-just-does-not-fit) also: {_list(more[:4])}.")
-    coding = [entry for entry in fitting if "coding" in entry.note][:3]
+    sentences.append(_recommended(room))
+    coding = [entry for entry in fitting if "coding" in entry.roles][:3]
     if coding:
         sentences.append(f"For coding agents: {_list(coding)}.")
     small = {entry.name for entry in fitting if entry.memory_gib <= COMPANION_GIB}
@@ -72,6 +74,14 @@ def _section(memory_gib: int) -> str:
         )
     rows = [_row(entry) for entry in fitting[:SHOWN]]
     return "\n\n".join([f"## {memory_gib} GB", " ".join(sentences), "\n".join([_HEADER, *rows])])
+
+
+def _recommended(room: float) -> str:
+    """What `fleetctl models` recommends on a machine with room for so many GiB."""
+    needs = {entry.name: entry.memory_bytes for entry in entries()}
+    found = recommended(entries(), needs, int(room * GIB))
+    named = [f"`{name}` for {' and '.join(work)}" for name, work in found.items()]
+    return f"`fleetctl models` recommends {', '.join(named).replace('for draft', 'for drafts')}."
 
 
 def _list(found: list[CatalogEntry]) -> str:

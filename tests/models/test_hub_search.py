@@ -13,6 +13,7 @@ from hub_files import Hub, serving
 from fleetd import limits
 from fleetd.errors import DownloadFailed
 from fleetd.models.hub_search import HubModel, search
+from fleetd.models.pull import search as pull_search
 
 # The work is another process's.
 pytestmark = pytest.mark.one_loop
@@ -67,6 +68,11 @@ async def test_a_search_finds_what_can_be_read_here_with_its_size(hub: Hub) -> N
     assert [asked["search"] for asked in hub.searched] == [["qwen3 4b"]] * 2
     assert [asked.get("filter") for asked in hub.searched] == [["mlx"], None]
     assert {asked["sort"][0] for asked in hub.searched} == {"downloads"}
+
+
+def test_the_types_that_have_another_name_are_those_of_mlx_lm() -> None:
+    utils = pytest.importorskip("mlx_lm.utils")
+    assert pull_search.OTHER_NAMES == set(utils.MODEL_REMAPPING)
 
 
 async def test_words_that_look_like_an_option_are_words(hub: Hub) -> None:

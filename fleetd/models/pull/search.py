@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
@@ -28,8 +27,11 @@ _EXPANDED = ["config", "downloads", "gated", "gguf", "safetensors", "tags"]
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 # Bits that a weight takes in the GGUF file that a pull prefers (Q4_K_M), about.
 _GGUF_BITS = 4.85
-# An entry of mlx-lm's table of other names for a type.
-_OTHER_NAME = re.compile(r'^    "(\w+)": "\w+",', re.MULTILINE)
+# Model types that mlx-lm computes with the code of another one (its ``MODEL_REMAPPING``).
+OTHER_NAMES = frozenset(
+    {"mistral", "llava", "phi-msft", "falcon_mamba", "joyai_llm_flash", "kimi_k2", "qwen2_5_vl", "minimax_m2"}
+    | {"iquestcoder", "xverse", "gemma4_unified", "deepseek_v41_text"}
+)
 
 
 def search(words: str) -> HubPage:
@@ -88,11 +90,7 @@ def _types() -> frozenset[str]:
     """The model types that mlx-lm has code for. It is not imported: that takes seconds."""
     spec = importlib.util.find_spec("mlx_lm")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    names = {path.stem for folder in folders for path in Path(folder, "models").glob("*.py")}
-    for folder in folders:
-        table = Path(folder, "utils.py").read_text(encoding="utf-8").partition("MODEL_REMAPPING = {")[2]
-        names |= {*_OTHER_NAME.findall(table.partition("}")[0])}
-    return frozenset(names)
+    return OTHER_NAMES | {path.stem for folder in folders for path in Path(folder, "models").glob("*.py")}
 
 
 def main() -> int:
