@@ -72,7 +72,7 @@ async def test_a_search_finds_what_can_be_read_here_with_its_size(hub: Hub) -> N
 
 def test_the_types_that_have_another_name_are_those_of_mlx_lm() -> None:
     utils = pytest.importorskip("mlx_lm.utils")
-    assert pull_search.OTHER_NAMES == set(utils.MODEL_REMAPPING)
+    assert set(utils.MODEL_REMAPPING) == pull_search.OTHER_NAMES
 
 
 async def test_words_that_look_like_an_option_are_words(hub: Hub) -> None:
