@@ -58,7 +58,10 @@ def _remarks(view: AddedView) -> list[str]:
 
 def _gain(point: AddedPoint) -> str:
     """Against the fleet as it is."""
-    return f"{point.fleet_s / point.added_s:.2f}x" if point.added_s else "-"
+    if not point.added_s:
+        return "-"
+    times = point.fleet_s / point.added_s
+    return f"{times:.2f}x" if times < 9.995 else f"{times:.0f}x"
 
 
 def _how(point: AddedPoint) -> str:
