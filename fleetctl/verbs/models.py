@@ -39,7 +39,7 @@ def command(context: click.Context, everything: bool) -> None:
 @json_option
 @pass_session
 def list_models(session: CliSession, everything: bool) -> None:
-    """List installed models, and those that fit here (the default).
+    """List models here and those that fit (default).
 
     Recommended ones have a star. What fits is decided by what models may take of this machine's memory, and
     not by what is free at the moment.
@@ -54,9 +54,9 @@ def list_models(session: CliSession, everything: bool) -> None:
 @json_option
 @pass_session
 def search(session: CliSession, words: tuple[str, ...]) -> None:
-    """Search the Hugging Face hub for models that can be loaded.
+    """Search the Hugging Face hub for models.
 
-    The daemon asks the hub, and only now. Models that fit here come first.
+    Those that can be loaded are listed. The daemon asks the hub, and only now. Models that fit here come first.
     """
     found = _search(session.client(), " ".join(words))
     session.emit(found, lambda: found_page(read(found, FoundModels), terminal_width()))
