@@ -117,7 +117,9 @@ def _needs(client: Client, models: ModelListing, name: str) -> OfferedModel | Fo
     if "/" not in name or any(model.name == name for model in models.installed):
         return None
     try:
-        found = read(_search(client, name), FoundModels)
+        with Progress() as progress:
+            progress.update(f"asking the hub how large {name} is")
+            found = read(_search(client, name), FoundModels)
     except FleetError:
         return None  # the download says what is wrong
     return next((model for model in found.models if model.hub_id.lower() == name.lower()), None)

@@ -177,6 +177,16 @@ async def test_a_search_needs_words(daemon: ControlledDaemon, words: str) -> Non
     assert daemon.searched == []
 
 
+async def test_machines_that_can_be_added_are_listed_and_odd_questions_refused(
+    daemon: ControlledDaemon,
+) -> None:
+    names = (await daemon.get("/fleet/v1/plan/machines"))["machines"]
+    assert {"Mac mini M4, 16 GB", "DGX Spark, 128 GB"} <= {*names}
+    for body in ({"link": "pigeon"}, {"machine": 4}, {"other": ""}):
+        async with daemon.session.post("/fleet/v1/plan/added", json=body) as response:
+            assert response.status == 400, body
+
+
 async def test_load_and_unload(daemon: ControlledDaemon) -> None:
     assert await daemon.post("/fleet/v1/models/load") == {"ok": True}
     assert daemon.pool.loaded == [MODEL]
