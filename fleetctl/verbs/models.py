@@ -56,7 +56,7 @@ def list_models(session: CliSession, everything: bool) -> None:
 def search(session: CliSession, words: tuple[str, ...]) -> None:
     """Search the Hugging Face hub for models.
 
-    Those that can be loaded are listed. The daemon asks the hub, and only now. Models that fit here come first.
+    It lists those that can be loaded, and first those that fit here. The daemon asks the hub, and only now.
     """
     found = _search(session.client(), " ".join(words))
     session.emit(found, lambda: found_page(read(found, FoundModels), terminal_width()))
