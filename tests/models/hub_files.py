@@ -88,6 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.searched.append(asked)
         if self.hub.answers is not None:
             self.hub.answers.wait(30)
+            return  # who asked has gone
         found = self.hub.listed.get("".join(asked.get("filter", [])), [])
         self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
