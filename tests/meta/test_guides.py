@@ -12,7 +12,9 @@ from typing import Any, get_args
 
 import yaml
 
+from fleetd.limits import GIB
 from fleetd.models import catalog
+from fleetd.models.choosing import recommended
 from fleetd.plan.refusals import Code
 
 REPO = Path(__file__).parents[2]
@@ -67,6 +69,8 @@ def test_the_models_for_agents_fit_and_can_do_it() -> None:
         assert entry.memory_gib <= room(int(memory)), name
         assert entry.context_tokens >= AGENT_TOKENS, name
         assert entry.tools, name
+        needs = {each.name: each.memory_bytes for each in catalog.entries()}
+        assert "coding" in recommended(catalog.entries(), needs, int(room(int(memory)) * GIB))[name], name
 
 
 def test_every_reason_against_a_machine_has_advice() -> None:
