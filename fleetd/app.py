@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from pathlib import Path
 
 import psutil
 import uvloop
@@ -32,7 +33,7 @@ from fleetd.api.http.deadlines import BoundedRunner
 from fleetd.api.http.disabled_fleet import DisabledFleet
 from fleetd.api.http.services import Services
 from fleetd.composition import DaemonParts
-from fleetd.config import DEFAULT_PORT, Config, setting_views
+from fleetd.config import DEFAULT_PORT, Config
 from fleetd.control.daemon_status import DaemonStatus, HttpAddress
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import ConfigError, FleetError, PortInUse
@@ -45,6 +46,7 @@ from fleetd.process.descriptors import UNSCALED, connection_caps, open_limit, ra
 from fleetd.process.notify import Notifier
 from fleetd.process.observe import get_logger
 from fleetd.process.periodic import keep_running
+from fleetd.settings_file import SettingsFile
 from fleetd.storage import paths
 from fleetd.storage.durable import PRIVATE_FILE
 from fleetd.storage.paths import HomeFolder
@@ -57,10 +59,16 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PRUNE_S = 86_400.0
 
 
-def run(config: Config, home: HomeFolder, new_identity: subprocess.Popen[bytes] | None = None) -> None:
+def run(
+    config: Config,
+    home: HomeFolder,
+    new_identity: subprocess.Popen[bytes] | None = None,
+    config_file: Path | None = None,
+) -> None:
     """Run the daemon in a prepared home until a signal ends it; raises FleetError if it cannot start.
 
-    ``new_identity``: a process that makes the home's identity; it is waited for.
+    ``new_identity``: a process that makes the home's identity; it is waited for. ``config_file``: where
+    ``config`` was read from, if not from the home's own file.
     """
     # No prompt ends up in a core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -72,7 +80,7 @@ def run(config: Config, home: HomeFolder, new_identity: subprocess.Popen[bytes] 
         paths.clear_stale_socket(home.socket)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(Daemon(config, home, new_identity=new_identity).serve())
+                runner.run(Daemon(config, home, new_identity=new_identity, config_file=config_file).serve())
         except BaseExceptionGroup as group:
             # The task group wraps even a single failure; people get the failure.
             raise _first(group) from group
@@ -91,8 +99,10 @@ class Daemon:
         notifier: Notifier | None = None,
         exit_after: Callable[[float], None] | None = None,
         new_identity: subprocess.Popen[bytes] | None = None,
+        config_file: Path | None = None,
     ) -> None:
         self._config = config
+        self._config_file = config_file or home.config
         self._home = home
         self._notifier = notifier or Notifier()
         self._exit_after = exit_after or _exit_after
@@ -252,7 +262,7 @@ class Daemon:
             running=self._runner.running,
             ended=machine.traces.ended,
             answer_tokens=self._config.engine.answer_tokens or None,
-            settings=setting_views(self._config),
+            settings=SettingsFile(self._config_file, self._config),
         )
 
     async def _listen(self, stack: AsyncExitStack, token: str) -> HttpAddress:

@@ -109,7 +109,7 @@ def run(home: Path | None, config_file: Path | None, **flags: Any) -> None:
         from fleetd.process import observe
 
     observe.configure(settings.log.level, settings.log.format, file=place.log)
-    app.run(settings, place, identity)
+    app.run(settings, place, identity, config_file)
 
 
 @cli.group(name="config")

@@ -372,6 +372,11 @@ class Config(msgspec.Struct, frozen=True):
     def origin(self, key: str) -> str:
         return self.origins.get(key, "default")
 
+    def value(self, key: str) -> Any:
+        """The value of ``"section.name"``."""
+        section, _, name = key.partition(".")
+        return getattr(getattr(self, section), name)
+
 
 class SettingKey(msgspec.Struct, frozen=True):
     """One row of the table."""
@@ -424,6 +429,19 @@ def _table() -> dict[str, SettingKey]:
 
 
 KEYS: dict[str, SettingKey] = _table()
+# The page may change these. None of them opens the machine to others or turns a check off.
+EDITABLE = (
+    "models.default",
+    "engine.idle_unload_s",
+    "engine.memory_fraction",
+    "fleet.name",
+    "fleet.local_only",
+    "smart_prefill.enabled",
+    "speculation.mode",
+    "cache.disk",
+    "cache.quota_bytes",
+    "power.keep_awake",
+)
 
 
 def setting_views(settings: Config) -> list[SettingView]:
@@ -431,15 +449,15 @@ def setting_views(settings: Config) -> list[SettingView]:
     return [
         SettingView(
             key=key.name,
-            value=getattr(getattr(settings, section), name),
+            value=settings.value(key.name),
             default=key.default,
             origin=settings.origin(key.name),
             type=key.kind,
             env=key.env,
             why=key.why,
+            editable=key.name in EDITABLE,
         )
         for key in KEYS.values()
-        for section, _, name in [key.name.partition(".")]
     ]
 
 
@@ -462,17 +480,40 @@ def load(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
 
-    def take(key: str, value: Any, origin: str, *, strict: bool) -> None:
-        values[key] = _convert(KEYS[key], value, origin, strict=strict)
+    def take(key: str, value: Any, origin: str) -> None:
+        values[key] = _convert(KEYS[key], value, origin, strict=False)
         origins[key] = origin
 
-    for key, value, origin in _from_file(file, required=required):
-        take(key, value, origin, strict=True)
     for key, value, origin in _from_environment(environ):
-        take(key, value, origin, strict=False)
+        take(key, value, origin)
     for key, (flag, value) in (flags or {}).items():
-        take(key, value, f"flag {flag}", strict=False)
+        take(key, value, f"flag {flag}")
+    return of_text(
+        read_text(file, required=required), file, {key: (values[key], origins[key]) for key in values}
+    )
 
+
+def overrides(settings: Config) -> dict[str, tuple[Any, str]]:
+    """What the environment and flags said, which wins over the file: key → (value, origin)."""
+    return {
+        key: (settings.value(key), origin)
+        for key, origin in settings.origins.items()
+        if origin.startswith(("flag ", "environment "))
+    }
+
+
+def of_text(text: str, file: Path, stronger: Mapping[str, tuple[Any, str]]) -> Config:
+    """The settings that the text of ``file`` makes with the ``stronger`` ones: key → (value, origin).
+
+    Raises ConfigError.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, value, origin in _from_text(text, file):
+        values[key] = _convert(KEYS[key], value, origin, strict=True)
+        origins[key] = origin
+    for key, (value, origin) in stronger.items():
+        values[key], origins[key] = value, origin
     sections = {
         section: struct(
             **{
@@ -488,17 +529,21 @@ def load(
     return config
 
 
-def _from_file(file: Path, *, required: bool) -> list[tuple[str, Any, str]]:
+def read_text(file: Path, *, required: bool = False) -> str:
+    """The settings file as text; "" if there is none. Raises ConfigError."""
     try:
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         if required:
             raise ConfigError(
                 f"The configuration file {file} does not exist.", hint="Check the path given with --config."
             ) from None
-        return []
+        return ""
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The configuration file {file} cannot be read: {error}.") from error
+
+
+def _from_text(text: str, file: Path) -> list[tuple[str, Any, str]]:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

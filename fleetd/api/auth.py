@@ -106,7 +106,7 @@ def _check_content_type(request: web.Request) -> None:
     Programs may leave the type out, or send the one that stands for none, as litellm does towards Ollama: a
     browser says for whom it posts.
     """
-    if request.method != hdrs.METH_POST:
+    if request.method not in (hdrs.METH_POST, hdrs.METH_PATCH):
         return
     by_page = hdrs.ORIGIN in request.headers or "Sec-Fetch-Site" in request.headers
     if request.headers.get(hdrs.CONTENT_TYPE, _NO_TYPE) == _NO_TYPE and not by_page:

@@ -319,6 +319,7 @@ FLEET: tuple[Route, ...] = (
     _get("/fleet/v1/models/search", daemon.search, CONTROL, page=True),
     _get("/fleet/v1/usage", daemon.usage, CONTROL, page=True),
     _get("/fleet/v1/settings", daemon.settings, CONTROL, page=True),
+    Route(hdrs.METH_PATCH, "/fleet/v1/settings", daemon.change_setting, CONTROL, page=True),
     _get("/fleet/v1/env", daemon.env, CONTROL),
     _post("/fleet/v1/models/pull", daemon.pull, CONTROL, page=True),
     _post("/fleet/v1/models/add", daemon.add, CONTROL),

@@ -15,6 +15,7 @@ class RunningRequest(msgspec.Struct, frozen=True):
 
     ``stage``: what it does now, in words for people; ``done`` of ``total`` is the progress of that, in tokens
     or bytes, and 0 of 0 if nothing counts it. ``at_s``: Unix time of its arrival; ``age_s``: its seconds.
+    ``client``: the program that asked, as in a trace.
     ``plan``: how its prompt is read; its ``cuts`` say which machine computes what.
     """
 
@@ -22,6 +23,7 @@ class RunningRequest(msgspec.Struct, frozen=True):
     model: str = ""
     route: str = ""
     asked_by: str = ""
+    client: str = ""
     at_s: float = 0.0
     age_s: float = 0.0
     stage: str = ""

@@ -39,6 +39,8 @@ class PeerModel(msgspec.Struct, frozen=True):
     part_last: int = 0
     # Whether its card claims more than its hardware can do.
     capped: bool = False
+    # Bytes of the weights; 0 if unknown.
+    weights_bytes: int = 0
 
 
 class PeerView(msgspec.Struct, frozen=True):
@@ -72,6 +74,8 @@ class PeerView(msgspec.Struct, frozen=True):
     accelerator: str = ""
     memory_bytes: int = 0
     available_bytes: int = 0
+    # Of the available bytes, those that its settings let models take.
+    usable_bytes: int = 0
     running: int = 0
     waiting: int = 0
     models: list[PeerModel] = []

@@ -94,6 +94,8 @@ class Trace(msgspec.Struct, frozen=True):
     saved_s: float | None = None
     # The machine whose user asked; "" for this one.
     asked_by: str = ""
+    # The program that asked, as it calls itself; "" if it did not say, or asked another machine.
+    client: str = ""
     # The machine that answered; "" for this one.
     answered_by: str = ""
     # That machine's own trace, in which "this" is that machine and times begin with the arrival there; None

@@ -94,10 +94,20 @@ def peer_view(node: Node, member: RosterMember, now: float) -> PeerView:
         accelerator=facts.accelerator if facts is not None else "",
         memory_bytes=facts.memory_bytes if facts is not None else 0,
         available_bytes=card.available_bytes if card is not None else 0,
+        usable_bytes=card.usable_bytes if card is not None else 0,
         running=card.running if card is not None else 0,
         waiting=card.waiting if card is not None else 0,
         models=[
-            PeerModel(m.name, m.state, m.roles, m.digest, m.speed, m.part_first, m.part_last)
+            PeerModel(
+                m.name,
+                m.state,
+                m.roles,
+                m.digest,
+                m.speed,
+                m.part_first,
+                m.part_last,
+                weights_bytes=m.shape.weights_bytes,
+            )
             for m in (card.models if card is not None else ())
         ],
         address=address[0] if address is not None else "",

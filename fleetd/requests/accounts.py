@@ -12,10 +12,11 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from fleetd import limits
+from fleetd.control.prefill_trace import Trace
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.process.observe import LineBudget, get_logger
 from fleetd.requests.job import THIS_NAME, Job, Planned
-from fleetd.requests.ledger import Ledger, Reservation
+from fleetd.requests.ledger import Gain, Ledger, Reservation
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.request import Request
 from fleetd.requests.request_views import trace_of
@@ -95,7 +96,7 @@ class Account:
         if self._row is not None:
             trace = trace_of(request)
             self._all.ledger.settle(
-                self._row, usage, timings, reason, first_s=trace.ttft_s, saved_s=trace.saved_s or 0.0
+                self._row, usage, timings, reason, first_s=trace.ttft_s, gain=_gain_of(trace)
             )
         self._all.metrics.finished(request.model.name, reason, usage, timings, took_s)
         if reason == "cancelled":
@@ -134,3 +135,12 @@ class Account:
 def _node_of(planned: Planned) -> str:
     """The machine that answers, as the ledger has it."""
     return THIS_NAME if planned.answered_here else planned.nodes[0]
+
+
+def _gain_of(trace: Trace) -> Gain:
+    """What the ledger keeps of a trace's gain."""
+    there = trace.there.speculation if trace.there is not None else None
+    drafts = trace.speculation or there
+    saved_s, drafts_s = trace.saved_s or 0.0, drafts.saved_s if drafts is not None else 0.0
+    smart_s = saved_s - drafts_s if trace.chosen.kind == "smart" else 0.0
+    return Gain(saved_s, drafts_s, smart_s, trace.outcome == "shared")

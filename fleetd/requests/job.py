@@ -31,7 +31,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     its prompt is to be shortened; None reads it whole. ``asked_by``: the machine that it came from, by name;
     ``traced`` is called once with what was written down of it. ``unaided``: a peer's, and no other machine
     may help with it. ``session``: what its client calls the conversation, "" if nothing; it stays here, and
-    is kept nowhere but as a hash.
+    is kept nowhere but as a hash. ``client``: the program that asks, as it calls itself; "" if unknown.
     """
 
     model: str
@@ -45,6 +45,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     traced: Callable[[Trace], None] | None = None
     unaided: bool = False
     session: str = ""
+    client: str = ""
 
     @cached_property
     def prompt_text(self) -> str:

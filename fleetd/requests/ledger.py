@@ -11,15 +11,18 @@ minute says so, and the row is written with the settlement if the disk has recov
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from itertools import groupby
+from operator import itemgetter
 
 import msgspec
 
 from fleetd import limits
-from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
+from fleetd.control.usage_report import FirstTokenTimes, Span, UsageReport, UsageRow, UsageTotals
 from fleetd.engine.protocol import Timings, Usage
 from fleetd.process.observe import get_logger
 from fleetd.storage.store import Store, StoreUnavailable
@@ -40,6 +43,23 @@ class Reservation(msgspec.Struct, frozen=True):
     node: str
     route: str
     at_s: float
+
+
+class Gain(msgspec.Struct, frozen=True):
+    """What other machines, drafts and smart prefill did for one request."""
+
+    # As ``Trace`` has it.
+    saved_s: float = 0.0
+    # Of it, by drafts and by smart prefill.
+    drafts_s: float = 0.0
+    smart_s: float = 0.0
+    # Whether several machines read the prompt together.
+    shared: bool = False
+
+
+_NO_GAIN = Gain()
+# How the start of a row is named by the day and by the hour.
+_SPANS: Mapping[str, str] = {"day": "%Y-%m-%d", "hour": "%Y-%m-%d %H:00"}
 
 
 class Ledger:
@@ -79,13 +99,13 @@ class Ledger:
         reason: str,
         *,
         first_s: float | None = None,
-        saved_s: float = 0.0,
+        gain: Gain = _NO_GAIN,
     ) -> None:
         """Record what was computed; does not wait. ``reason`` is the finish reason, or "cancelled".
 
-        ``first_s``: from the request's arrival to its first token. ``saved_s``: as ``Trace`` has it.
+        ``first_s``: from the request's arrival to its first token.
         """
-        self._close(reservation, "settled", reason, usage, timings, first_s, saved_s)
+        self._close(reservation, "settled", reason, usage, timings, first_s, gain)
 
     def refund(self, reservation: Reservation, reason: str) -> None:
         """Record that nothing was delivered; does not wait. ``reason`` is an error code."""
@@ -99,7 +119,7 @@ class Ledger:
         usage: Usage,
         timings: Timings,
         first_s: float | None = None,
-        saved_s: float = 0.0,
+        gain: Gain = _NO_GAIN,
     ) -> None:
         ended_s = self._now()
 
@@ -109,7 +129,7 @@ class Ledger:
             db.execute(
                 "UPDATE usage SET state = ?, reason = ?, ended_s = ?, prompt_tokens = ?, cached_tokens = ?,"
                 " completion_tokens = ?, queue_s = ?, prefill_s = ?, decode_s = ?, first_s = ?, saved_s = ?,"
-                " node = ?"
+                " drafts_s = ?, smart_s = ?, shared = ?, node = ?"
                 " WHERE request_id = ? AND state = 'reserved'",
                 (
                     state,
@@ -122,7 +142,10 @@ class Ledger:
                     timings.prefill_s,
                     timings.decode_s,
                     first_s,
-                    saved_s,
+                    gain.saved_s,
+                    gain.drafts_s,
+                    gain.smart_s,
+                    gain.shared,
                     row.node,  # where it ended up, which need not be where it was first sent
                     row.request_id,
                 ),
@@ -177,18 +200,17 @@ class Ledger:
             )
         )
 
-    def usage(self, days: int) -> UsageReport:
-        """The last ``days`` days (today is one of them, in local time), newest first.
+    def usage(self, days: int, by: Span = "day") -> UsageReport:
+        """The last ``days`` days (today is one of them, in local time) by the day or hour, newest first.
 
         Requests still running are counted without tokens. An unusable disk gives an empty report.
         """
         now_s = self._now()
         try:
-            rows = self._store.call(lambda db: _report(db, now_s, days))
+            return self._store.call(lambda db: _report(db, now_s, days, _SPANS[by]))
         except StoreUnavailable as error:
             self._complain(error)
-            rows = []
-        return UsageReport(rows, _total(rows))
+            return UsageReport()
 
 
 def _insert(db: sqlite3.Connection, row: Reservation) -> None:
@@ -199,18 +221,34 @@ def _insert(db: sqlite3.Connection, row: Reservation) -> None:
     )
 
 
-def _report(db: sqlite3.Connection, now_s: float, days: int) -> list[UsageRow]:
+def _report(db: sqlite3.Connection, now_s: float, days: int, span: str) -> UsageReport:
     found = db.execute(
         "SELECT sum(answers), sum(answers AND state = 'refunded'), sum(answers * prompt_tokens),"
         " sum(cached_tokens), sum(completion_tokens), sum(answers * prefill_s), sum(decode_s),"
         " sum((NOT answers) * prompt_tokens), count(first_s), total(first_s), sum(saved_s),"
-        " date(started_s, 'unixepoch', 'localtime') AS day, model, node"
+        " sum(drafts_s), sum(smart_s), sum(shared),"
+        " strftime(?, started_s, 'unixepoch', 'localtime') AS day, model, node"
         " FROM (SELECT *, route <> ? AS answers FROM usage)"
         " WHERE date(started_s, 'unixepoch', 'localtime') > date(?, 'unixepoch', 'localtime', ?)"
         " GROUP BY day, model, node ORDER BY day DESC, model, node",
-        (SCORE_ROUTE, now_s, f"-{days} days"),
+        (span, SCORE_ROUTE, now_s, f"-{days} days"),
     )
-    return [UsageRow(*row) for row in found]
+    rows = [UsageRow(*row) for row in found]
+    times = db.execute(
+        "SELECT strftime(?, started_s, 'unixepoch', 'localtime') AS day, first_s FROM usage"
+        " WHERE first_s IS NOT NULL AND date(started_s, 'unixepoch', 'localtime')"
+        " > date(?, 'unixepoch', 'localtime', ?) ORDER BY day DESC, first_s",
+        (span, now_s, f"-{days} days"),
+    )
+    return UsageReport(
+        rows, _total(rows), [_times(day, group) for day, group in groupby(times, itemgetter(0))]
+    )
+
+
+def _times(day: str, rows: Iterable[tuple[str, float]]) -> FirstTokenTimes:
+    """Of the rows of one span, the shortest time first."""
+    seconds = [first_s for _, first_s in rows]
+    return FirstTokenTimes(day, *(seconds[math.ceil(share * len(seconds)) - 1] for share in (0.5, 0.9)))
 
 
 def _total(rows: list[UsageRow]) -> UsageTotals:

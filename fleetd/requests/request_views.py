@@ -26,6 +26,7 @@ def running_request(request: Request, now_s: float) -> RunningRequest:
         model=request.model.name,
         route=request.asked.route,
         asked_by=request.asked.asked_by,
+        client=request.asked.client,
         at_s=request.at_s,
         # Whole seconds: a finer age would be a change at every look.
         age_s=float(int(now_s - request.arrived_s)),
@@ -100,6 +101,7 @@ def trace_of(request: Request) -> Trace:
         saved_s=_saved_s(chosen, losers, prefill_s, speculation or there_speculation),
         took_s=None if request.ended_s is None else request.ended_s - request.arrived_s,
         asked_by=request.asked.asked_by,
+        client=request.asked.client,
         answered_by=request.answered_by,
         there=there,
         earlier=list(request.earlier),

@@ -62,6 +62,11 @@ MIGRATIONS: Sequence[str] = (
     ALTER TABLE usage ADD COLUMN first_s REAL;
     ALTER TABLE usage ADD COLUMN saved_s REAL NOT NULL DEFAULT 0;
     """,
+    """
+    ALTER TABLE usage ADD COLUMN drafts_s REAL NOT NULL DEFAULT 0;
+    ALTER TABLE usage ADD COLUMN smart_s REAL NOT NULL DEFAULT 0;
+    ALTER TABLE usage ADD COLUMN shared INTEGER NOT NULL DEFAULT 0;
+    """,
 )
 
 # A whole-file check at start costs about a second per gigabyte; a bigger file is checked on request only.

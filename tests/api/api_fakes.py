@@ -28,7 +28,7 @@ from fleetd.control import fleet_view, pairing_events
 from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HardwareReading, HttpAddress
 from fleetd.control.network_diagnosis import NetworkDiagnosis, PeerPortView
 from fleetd.control.prefill_plan import AddedQuestion, AddedView, PlanQuestion, PlanView
-from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
+from fleetd.control.usage_report import Span, UsageReport, UsageRow, UsageTotals
 from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
 from fleetd.hardware.memory import MemoryReading, budget
@@ -192,7 +192,7 @@ class FakeCompressing:
 
 
 class FakeLedger:
-    def usage(self, days: int) -> UsageReport:
+    def usage(self, days: int, by: Span = "day") -> UsageReport:
         return UsageReport([UsageRow(day="2026-01-01", requests=days)], UsageTotals(requests=days))
 
 

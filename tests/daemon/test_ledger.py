@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from fleetd import limits
 from fleetd.control.usage_report import UsageTotals
 from fleetd.engine.protocol import Timings, Usage
-from fleetd.requests.ledger import SCORE_ROUTE, Ledger, Reservation
+from fleetd.requests.ledger import SCORE_ROUTE, Gain, Ledger, Reservation
 from fleetd.storage.store import Store, StoreUnavailable
 
 NOON_S = 1_790_000_000.0
@@ -98,7 +98,7 @@ async def test_usage_adds_up_by_day_and_model(store: Store) -> None:
     assert len(ledger.usage(1).rows) == 2
     names = {"day", "model", "node", "requests", "failed", "prompt_tokens", "cached_tokens"}
     names |= {"completion_tokens", "prefill_s", "decode_s", "scored_tokens"}
-    names |= {"first_tokens", "first_s", "saved_s"}
+    names |= {"first_tokens", "first_s", "saved_s", "drafts_s", "smart_s", "shared"}
     assert set(msgspec.to_builtins(report)["rows"][0]) == names
 
 
@@ -120,7 +120,7 @@ async def test_first_tokens_and_what_was_saved_add_up(store: Store) -> None:
     ledger = Ledger(store, now=lambda: NOON_S)
     for name, first_s, saved_s in (("a", 0.5, 3.0), ("b", 1.5, -1.0), ("cancelled", None, 0.0)):
         await ledger.reserve(row(name))
-        ledger.settle(row(name), USED, TOOK, "stop", first_s=first_s, saved_s=saved_s)
+        ledger.settle(row(name), USED, TOOK, "stop", first_s=first_s, gain=Gain(saved_s))
     totals = ledger.usage(1).totals
     assert (totals.requests, totals.first_tokens, totals.first_s, totals.saved_s) == (3, 2, 2.0, 2.0)
 
@@ -235,3 +235,28 @@ def test_any_order_of_steps_matches_the_model(script: list[Step]) -> None:
                     model |= dict.fromkeys(lost, ("refunded", "crash", 0))
         assert raw(store) == model
         store.close()
+
+
+async def test_usage_by_the_hour_has_the_median_and_what_nine_of_ten_met(store: Store) -> None:
+    ledger = Ledger(store, now=lambda: NOON_S)
+    for number in range(10):
+        this = row(str(number), NOON_S - (3600 if number == 9 else 0))
+        await ledger.reserve(this)
+        ledger.settle(this, USED, TOOK, "stop", first_s=float(number))
+    report = ledger.usage(1, "hour")
+    assert [(one.requests, one.day[-3:]) for one in report.rows] == [(9, ":00"), (1, ":00")]
+    assert report.rows[0].day > report.rows[1].day
+    assert [(one.day, one.p50_s, one.p90_s) for one in report.first_token] == [
+        (report.rows[0].day, 4.0, 8.0),
+        (report.rows[1].day, 9.0, 9.0),
+    ]
+
+
+async def test_what_was_saved_is_split_by_what_saved_it(store: Store) -> None:
+    ledger = Ledger(store, now=lambda: NOON_S)
+    gains = [Gain(5.0, 1.0, 4.0), Gain(3.0, shared=True), Gain()]
+    for number, gain in enumerate(gains):
+        await ledger.reserve(row(str(number)))
+        ledger.settle(row(str(number)), USED, TOOK, "stop", gain=gain)
+    totals = ledger.usage(1).totals
+    assert (totals.saved_s, totals.drafts_s, totals.smart_s, totals.shared) == (8.0, 1.0, 4.0, 1)

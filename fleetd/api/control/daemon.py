@@ -26,13 +26,15 @@ from fleetd.control.model_listing import (
     ModelVerdict,
     UnlistedModel,
 )
-from fleetd.control.setting_view import SettingsView
+from fleetd.control.setting_view import SettingChange
+from fleetd.control.usage_report import SPANS
 from fleetd.engine.protocol import Ready
-from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
+from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound, NotFound
 from fleetd.models import catalog, file_threads
 from fleetd.models.catalog import CatalogEntry
 from fleetd.models.folder import ModelFolder
 from fleetd.models.weights import unused_files
+from fleetd.settings_file import SettingsFile
 from fleetd.text.host_port import host_port
 
 _DAYS = (1, 3650)
@@ -153,12 +155,28 @@ async def usage(request: web.Request) -> web.StreamResponse:
     text = request.query.get("days", "30")
     if not text.isascii() or not text.isdigit() or not _DAYS[0] <= int(text[:8]) <= _DAYS[1]:
         raise InvalidValue(f"days has to be a number from {_DAYS[0]} to {_DAYS[1]}.", param="days")
+    by = next((span for span in SPANS if span == request.query.get("by", "day")), None)
+    if by is None:
+        raise InvalidValue(f"by has to be {' or '.join(SPANS)}.", param="by")
     # The ledger asks its disk.
-    return json_answer(await asyncio.to_thread(request.app[SERVICES].ledger.usage, int(text)))
+    return json_answer(await asyncio.to_thread(request.app[SERVICES].ledger.usage, int(text), by))
 
 
 async def settings(request: web.Request) -> web.StreamResponse:
-    return json_answer(SettingsView([*request.app[SERVICES].settings]))
+    return json_answer(await asyncio.to_thread(_settings_file(request).view))
+
+
+async def change_setting(request: web.Request) -> web.StreamResponse:
+    """Write one key into the settings file; the answer says what a restart would change."""
+    change = parse(await read(request), SettingChange)
+    return json_answer(await asyncio.to_thread(_settings_file(request).change, change))
+
+
+def _settings_file(request: web.Request) -> SettingsFile:
+    found = request.app[SERVICES].settings
+    if found is None:
+        raise NotFound("This daemon has no settings file.")
+    return found
 
 
 async def env(request: web.Request) -> web.StreamResponse:

@@ -28,6 +28,7 @@ from fleetd.api.generation.progress_comments import ProgressComments
 from fleetd.api.generation.streamer import Collector, Streamer
 from fleetd.api.http import token
 from fleetd.api.http.body import json_answer
+from fleetd.api.http.client_name import client_name
 from fleetd.api.http.context import SERVICES
 from fleetd.api.http.deadlines import is_trusted
 from fleetd.api.http.http_stream import HttpStream
@@ -72,6 +73,7 @@ def _choices(request: web.Request, work: GenerationRequest) -> Choices:
             local_only=work.local_only,
             smart=work.smart,
             session=work.session,
+            client=client_name(request),
         )
         for generate in work.generates
     ]

@@ -10,18 +10,18 @@ from aiohttp import hdrs, web
 
 from fleetd import limits
 from fleetd.api.http.body import json_answer
+from fleetd.api.http.client_name import PAGE_HEADER
 from fleetd.api.http.context import ROUTES, SERVICES
 from fleetd.control.page_login import PageKey, PageTicket
 from fleetd.errors import Forbidden, NotFound, Unauthorized
 from fleetd.text.host_port import host_port
 
-KEY_HEADER = "X-Fleet-Page"
 TICKET_HEADER = "X-Fleet-Ticket"
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  addresses to call, not to bind
 
 
 def asked_by_page(request: web.Request) -> bool:
-    return KEY_HEADER in request.headers
+    return PAGE_HEADER in request.headers
 
 
 def check(request: web.Request) -> None:
@@ -34,7 +34,7 @@ def check(request: web.Request) -> None:
     if request.headers.get("Sec-Fetch-Site") != "same-origin":
         services.metrics.auth_failure("page_site")
         raise Forbidden("Only the page itself may ask.", hint="`fleetctl open` opens it on 127.0.0.1.")
-    if not services.page.use(_cookie(request), request.headers[KEY_HEADER]):
+    if not services.page.use(_cookie(request), request.headers[PAGE_HEADER]):
         services.metrics.auth_failure("page_session")
         raise Unauthorized("The page is not logged in.", hint="`fleetctl open` logs it in.")
     route = request.app[ROUTES].get(request.match_info.route)
@@ -44,7 +44,7 @@ def check(request: web.Request) -> None:
 
 def still_open(request: web.Request) -> bool:
     """False once the page's session has ended, for long answers; True for requests that need no session."""
-    key = request.headers.get(KEY_HEADER)
+    key = request.headers.get(PAGE_HEADER)
     return key is None or request.app[SERVICES].page.use(_cookie(request), key)
 
 
