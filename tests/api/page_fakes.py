@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from api_fakes import MODEL, FakeFleet, FakeRunner, installed_models, services, status
+from api_fakes import MODEL, FakeFleet, FakeLedger, FakeRunner, installed_models, services, status
 from browser import Visit
 from fakes import FakeModels, FakePool
 from msgspec.structs import replace
 
 from fleetd.api.http.page_sessions import PageSessions
 from fleetd.api.http.services import Services
+from fleetd.config import Config
 from fleetd.control import pairing_events
+from fleetd.control.daemon_status import DaemonStatus
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
 from fleetd.control.model_facts import MeasuredSpeed
@@ -21,6 +24,7 @@ from fleetd.control.prefill_plan import AddedQuestion, AddedView, OptionView, St
 from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.errors import FleetError
 from fleetd.models.hub_search import HubPage
+from fleetd.settings_file import SettingsFile
 
 VIEWS = ("fleet", "requests", "history", "models", "chat", "pairing", "clients", "settings")
 
@@ -93,6 +97,17 @@ def trace(n: int, **changes: Any) -> Trace:
 
 
 @dataclass
+class _Newest:
+    """What an attribute of the world is when it is asked: tests change it while the daemon runs."""
+
+    world: PageWorld
+    attribute: str
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(self.world, self.attribute), name)
+
+
+@dataclass
 class PageWorld:
     """A scripted daemon that tests may change while it runs."""
 
@@ -108,6 +123,9 @@ class PageWorld:
     found: HubPage | FleetError = field(default_factory=lambda: HubPage([]))
     added: AddedView = field(default_factory=AddedView)
     asked: list[Any] = field(default_factory=list)
+    ledger: FakeLedger = field(default_factory=FakeLedger)
+    settings: SettingsFile = field(default_factory=lambda: SettingsFile(Path("fleetd.toml"), Config()))
+    status: Callable[[], DaemonStatus] | None = None
     now_s: float = 0.0
     visits: list[Visit] = field(default_factory=list)
     site: Any = None
@@ -123,7 +141,9 @@ class PageWorld:
             fleet=self.fleet,
             pool=self.pool,
             models=self.models,
-            status=lambda: status(fleet=self.fleet.fleet),
+            status=lambda: self.status() if self.status is not None else status(fleet=self.fleet.fleet),
+            ledger=_Newest(self, "ledger"),
+            settings=_Newest(self, "settings"),
             traces=lambda last, request_id: TracesView(self.traces[:last]),
             running=lambda: self.requests,
             page=self.page,

@@ -110,6 +110,7 @@ def _calm_peer(peer: PeerView) -> PeerView:
     return replace(
         peer,
         available_bytes=_rounded(peer.available_bytes, peer.memory_bytes),
+        usable_bytes=_rounded(peer.usable_bytes, peer.memory_bytes),
         heard_s=None,
         rtt_ms=_magnitude(peer.rtt_ms),
         bytes_per_s=_magnitude(peer.bytes_per_s),

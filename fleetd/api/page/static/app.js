@@ -3,7 +3,8 @@
 import { session } from "/page/calls.js";
 import { h, patch } from "/page/dom.js";
 import { isTicket, loginView, logout, redeem } from "/page/login.js";
-import { connect, drawWith, onChange, redraw, say, state } from "/page/store.js";
+import { keysDialog, landing, listenToKeys, showKeys } from "/page/keys.js";
+import { connect, drawWith, hereName, onChange, redraw, say, state } from "/page/store.js";
 import { chatView } from "/page/chat.js";
 import { clientsView } from "/page/clients.js";
 import { fleetView } from "/page/fleet.js";
@@ -23,6 +24,10 @@ const VIEWS = {
   clients: ["Clients", clientsView],
   settings: ["Settings", settingsView],
 };
+// The first view of a group is where its link leads.
+const GROUPS = {
+  Fleet: ["fleet"], Requests: ["requests", "history"], Models: ["models"], Chat: ["chat"], Setup: ["pairing", "clients", "settings"],
+};
 const root = document.getElementById("app");
 let shown = "";
 
@@ -41,23 +46,32 @@ function draw() {
   if (state.status === null && state.link === "connecting") return undefined;
   const [name, rest] = place();
   const [title, view] = VIEWS[name];
-  const machine = state.fleet?.name || state.status?.machine.hostname || "";
+  const machine = hereName();
   document.title = machine ? `${title} · ${machine}` : title;
   patch(root, [
     h("header", { class: "top" },
       h("p", { class: "mark" }, h("b", null, "fleetd"), " ", h("span", { class: "quiet" }, machine)),
-      h("nav", { "aria-label": "Views" },
-        Object.entries(VIEWS).map(([each, [label]]) =>
-          h("a", { key: each, href: `#${each}`, "aria-current": each === name ? "page" : null }, label))),
+      h("nav", { "aria-label": "Views" }, Object.entries(GROUPS).map(([group, views]) =>
+        h("a", { key: group, href: `#${views[0]}`, "aria-current": views.includes(name) ? (name === views[0] ? "page" : "true") : null }, group))),
       h("p", { class: `link ${state.link}` }, linkWord()),
-      h("button", { class: "plain", onclick: logout }, "Log out"),
+      h("button", { class: "aside", title: "Keyboard (?)", "aria-label": "Keyboard", onclick: () => showKeys(true) }, "?"),
+      h("button", { class: "aside", onclick: logout }, "Log out"),
     ),
     h("p", { class: "banner", hidden: !banner() }, banner()),
     h("main", { id: "main", key: name, tabindex: "-1", class: `view-${name}` },
-      h("h1", { class: name === "fleet" ? "unseen" : null }, title),
+      inside(name),
+      h("h1", { class: name === "models" ? null : "unseen" }, title),
       state.status === null ? h("p", { class: "quiet" }, "Waiting for the daemon …") : view(rest)),
+    keysDialog(),
   ]);
   return undefined;
+}
+
+/** Links between the views of one group. */
+function inside(name) {
+  const [group, views] = Object.entries(GROUPS).find(([, each]) => each.includes(name));
+  return views.length > 1 && h("nav", { class: "sub", "aria-label": group }, views.map((each) =>
+    h("a", { key: each, href: `#${each}`, "aria-current": each === name ? "page" : null }, VIEWS[each][0])));
 }
 
 function linkWord() {
@@ -86,8 +100,9 @@ async function moved() {
   // Who uses a keyboard or a screen reader goes on at the new view.
   if (!first) {
     requestAnimationFrame(() => {
-      document.getElementById("main")?.focus({ preventScroll: true });
-      scrollTo(0, 0);
+      const at = landing();
+      at?.focus({ preventScroll: at.id === "main" });
+      if (at?.id === "main") scrollTo(0, 0);
     });
   }
 }
@@ -100,6 +115,7 @@ onChange((change) => {
 });
 addEventListener("hashchange", moved);
 session.onchange(connect);
+listenToKeys();
 drawWith(draw);
 await redeem();
 shown = location.hash;

@@ -66,8 +66,9 @@ export async function post(path, body, options) {
   return (await call("POST", path, body, options)).json();
 }
 
-/** The objects of a stream of events, as they come. `heard` is called for everything that comes, comments too. */
-export async function* events(response, heard = () => {}) {
+/** The objects of a stream of events, as they come. `heard` is called for everything that comes, comments too,
+ * and `comment` with the text of each of these. */
+export async function* events(response, heard = () => {}, comment = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -78,6 +79,7 @@ export async function* events(response, heard = () => {}) {
       const lines = (rest + value).split("\n");
       rest = lines.pop();
       for (const line of lines) {
+        if (line.startsWith(": ")) comment(line.slice(2));
         if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
         const item = JSON.parse(line.slice(6));
         if (item.error) {

@@ -1,14 +1,50 @@
-// A chat with a model of the fleet, and a look at what smart prefill keeps of a prompt.
+// A chat with a model of the fleet. Its turns are in this tab alone.
 
-import { call, events, post } from "/page/calls.js";
+import { call, events } from "/page/calls.js";
+import { copyButton } from "/page/clipboard.js";
 import { h } from "/page/dom.js";
 import { machines, short } from "/page/fleet.js";
-import { redraw, say, state } from "/page/store.js";
+import { markdown } from "/page/markdown.js";
+import { closePreview, preview } from "/page/preview.js";
+import { setting } from "/page/settings.js";
+import { hereName, redraw, say, state } from "/page/store.js";
 import { count, counted, rate, seconds } from "/page/units.js";
 
-const SELECTION_MS = 600_000;
-// schema: what answers follow, as text; "" leaves them free. wrong: why it is no schema.
-const chat = { turns: [], model: "", smart: false, schema: "", wrong: "", abort: null, draft: "" };
+const FOLDED_LINES = 12;
+const FOLDED_CHARS = 1500;
+const FILE_BYTES = 2_000_000;
+// So near to the end of the page still counts as being there.
+const NEAR_PX = 40;
+// schema: what answers follow, as text; "" leaves them free. wrong: why it is no schema, or a file cannot be read.
+const chat = { turns: [], model: "", smart: false, local: false, system: "", schema: "", wrong: "", fileTrouble: "", abort: null, draft: "" };
+
+// ---- Following the answer --------------------------------------------------------------------------------
+
+// The page goes down with what is written, until somebody goes up; at the end it goes down again.
+const follow = { on: true, y: 0 };
+
+function atEnd() {
+  const { scrollHeight, clientHeight } = document.scrollingElement;
+  return scrollY + clientHeight >= scrollHeight - NEAR_PX;
+}
+
+addEventListener("scroll", () => {
+  const before = follow.on;
+  if (scrollY < follow.y - 1) follow.on = atEnd();
+  else if (atEnd()) follow.on = true;
+  follow.y = scrollY;
+  if (before !== follow.on) redraw();
+}, { passive: true });
+
+/** Draw, then show the end of the page if it is followed. */
+function grown() {
+  redraw();
+  requestAnimationFrame(() => {
+    if (follow.on && document.querySelector("main.view-chat")) scrollTo(0, document.scrollingElement.scrollHeight);
+  });
+}
+
+// ---- Asking ----------------------------------------------------------------------------------------------
 
 function begin(event) {
   event.preventDefault();
@@ -22,29 +58,35 @@ function begin(event) {
   }
   const text = chat.draft;
   chat.draft = "";
-  send(text);
+  closePreview();
+  chat.turns.push({ role: "user", content: text, open: false });
+  answer();
 }
 
-async function send(text) {
+function bodyOf(turns) {
+  const messages = turns.filter((one) => one.content || one.role === "user").map(({ role, content }) => ({ role, content }));
+  if (chat.system.trim()) messages.unshift({ role: "system", content: chat.system });
+  return { model: chat.model || "default", messages, stream: true, stream_options: { include_usage: true },
+    ...(chat.smart ? { smart_prefill: true } : {}), ...(chat.local ? { local_only: true } : {}), ...(chat.schema.trim() ? { json_schema: chat.schema } : {}) };
+}
+
+/** Have the last question answered. */
+async function answer() {
   const abort = (chat.abort = new AbortController());
-  const asked = { role: "user", content: text, selection: null };
-  const turn = { role: "assistant", content: "", reasoning: "", began: performance.now(), first: null, error: null, stopped: false, request: "", plan: "", exactness: "", usage: null };
-  chat.turns.push(asked, turn);
-  redraw();
+  const body = bodyOf(chat.turns);
+  const turn = { role: "assistant", content: "", reasoning: "", began: performance.now(), first: null, error: null, stopped: false, request: "", plan: "", exactness: "", smart: "", usage: null };
+  chat.turns.push(turn);
+  follow.on = true;
+  grown();
   try {
-    const messages = chat.turns.filter((one) => one !== turn && (one.content || one.role === "user")).map(({ role, content }) => ({ role, content }));
-    const body = { model: chat.model || "default", messages, stream: true, stream_options: { include_usage: true }, ...(chat.smart ? { smart_prefill: true } : {}), ...(chat.schema.trim() ? { json_schema: chat.schema } : {}) };
     const response = await call("POST", "/v1/chat/completions", body, { signal: abort.signal });
     turn.request = response.headers.get("X-Fleet-Request") ?? "";
     turn.plan = response.headers.get("X-Fleet-Plan") ?? "";
     turn.exactness = response.headers.get("X-Fleet-Exactness") ?? "";
-    for await (const chunk of events(response)) {
-      const delta = chunk.choices?.[0]?.delta ?? {};
-      if ((delta.content || delta.reasoning_content) && turn.first === null) turn.first = performance.now();
-      turn.content += delta.content ?? "";
-      turn.reasoning += delta.reasoning_content ?? "";
-      if (chunk.usage) turn.usage = chunk.usage;
-      redraw();
+    turn.smart = notUsed(response.headers.get("X-SmartPrefill-Skipped") ?? "");
+    for await (const chunk of events(response, undefined, (comment) => commented(turn, comment))) {
+      heard(turn, chunk);
+      grown();
     }
     say("The answer is complete.");
   } catch (error) {
@@ -53,7 +95,29 @@ async function send(text) {
   }
   turn.ended = performance.now();
   chat.abort = null;
+  grown();
+}
+
+function heard(turn, chunk) {
+  const delta = chunk.choices?.[0]?.delta ?? {};
+  if ((delta.content || delta.reasoning_content) && turn.first === null) turn.first = performance.now();
+  turn.content += delta.content ?? "";
+  turn.reasoning += delta.reasoning_content ?? "";
+  if (chunk.usage) turn.usage = chunk.usage;
+  const { smart_prefill: smart } = chunk;
+  if (smart) turn.smart = smart.skipped ? notUsed(smart.skipped) : `smart prefill: read ${count(smart.compressed_tokens)} of ${counted(smart.original_tokens, "token")}`;
+}
+
+// A stream whose headers are out says it in a comment.
+function commented(turn, text) {
+  const skipped = /^smart prefill skipped: (.*)$/.exec(text);
+  if (skipped) turn.smart = notUsed(skipped[1]);
   redraw();
+}
+
+/** "smart prefill: not used, because the task is about the whole text" for "declined: the task …" */
+function notUsed(skipped) {
+  return skipped && `smart prefill: not used, because ${skipped.replace(/^[a-z_]+: /, "").replace(/\.$/, "")}`;
 }
 
 /** Why a text is no JSON schema; "" if it is one, or empty. It is sent as it was typed: a parsed one could have other numbers and another order. */
@@ -78,38 +142,103 @@ function stop() {
   say("Stopped.");
 }
 
-async function look(turn) {
-  turn.selection = { waiting: true };
-  redraw();
-  const abort = AbortSignal.timeout(SELECTION_MS);
-  try {
-    turn.selection = await post("/v1/compress", { messages: [{ role: "user", content: turn.content }] }, { signal: abort });
-  } catch (error) {
-    turn.selection = { error };
-  }
-  redraw();
+function retry() {
+  chat.turns.pop();
+  answer();
 }
 
+/** Take a question back into the field, and drop it and what came after it. */
+function edit(turn) {
+  chat.draft = turn.content;
+  chat.turns = chat.turns.slice(0, chat.turns.indexOf(turn));
+  redraw();
+  document.getElementById("prompt").focus();
+}
+
+function newChat() {
+  Object.assign(chat, { turns: [], schema: "", wrong: "", fileTrouble: "" });
+  redraw();
+  document.getElementById("prompt").focus();
+}
+
+async function filesChosen(event) {
+  const files = [...event.target.files];
+  event.target.value = "";
+  chat.fileTrouble = "";
+  for (const file of files) {
+    try {
+      chat.draft = `${chat.draft}${chat.draft ? "\n\n" : ""}${await fileText(file)}\n\n`;
+    } catch (error) {
+      chat.fileTrouble = `${file.name}: ${error.message}`;
+    }
+  }
+  redraw();
+  document.getElementById("prompt").focus();
+}
+
+/** The text of a file, with its name above it. Raises Error if it is no text. */
+async function fileText(file) {
+  if (file.size > FILE_BYTES) throw new Error("it is larger than 2 MB.");
+  const bytes = await file.arrayBuffer();
+  try {
+    return `${file.name}:\n\n${new TextDecoder("utf-8", { fatal: true }).decode(bytes)}`;
+  } catch {
+    throw new Error("it is no text.");
+  }
+}
+
+// ---- The view --------------------------------------------------------------------------------------------
+
 export function chatView() {
+  const last = chat.turns.length - 1;
   return h("div", { class: "chat" },
-    h("div", { class: "turns" },
-      chat.turns.length ? chat.turns.map((turn, at) => h("article", { key: at, class: turn.role, "aria-label": turn.role === "user" ? "You" : "Answer" }, turn.role === "user" ? question(turn) : reply(turn)))
-        : h("p", { class: "quiet" }, "Nothing is kept: neither here, once this tab is closed, nor by the daemon.")),
+    h("div", { class: "turns" }, chat.turns.length
+      ? chat.turns.map((turn, at) => h("article", { key: at, class: turn.role, "aria-label": turn.role === "user" ? "You" : "Answer" }, turn.role === "user" ? question(turn) : reply(turn, at === last)))
+      : empty()),
+    chat.abort && !follow.on && h("p", { class: "jump" }, h("button", { onclick: () => { follow.on = true; grown(); } }, "To the end ↓")),
     h("form", { class: "ask", onsubmit: begin },
       h("label", { for: "prompt", class: "unseen" }, "Your message"),
-      h("textarea", { id: "prompt", rows: 3, value: chat.draft, placeholder: "Ask something", oninput: (event) => { chat.draft = event.target.value; }, onkeydown: keyed }),
-      h("div", { class: "controls" },
-        h("label", null, "Model ", h("select", { value: chat.model, onchange: (event) => { chat.model = event.target.value; } },
-          h("option", { value: "" }, `default (${short(state.status.default_model)})`), known().map((name) => h("option", { key: name, value: name }, short(name))))),
-        h("label", null, h("input", { type: "checkbox", checked: chat.smart, onchange: (event) => { chat.smart = event.target.checked; } }), " smart prefill"),
-        h("span", { class: "grow" }),
-        chat.turns.length > 0 && !chat.abort && h("button", { key: "new", type: "button", class: "plain", onclick: () => { chat.turns = []; chat.schema = chat.wrong = ""; redraw(); } }, "New chat"),
-        chat.abort ? h("button", { key: "stop", type: "button", class: "danger", onclick: stop }, "Stop") : h("button", { key: "send" }, "Send")),
-      h("details", { id: "form" },
-        h("summary", null, "Answer as JSON schema", chat.schema.trim() && ": in use"),
-        h("label", { for: "schema", class: "unseen" }, "JSON schema"),
-        h("textarea", { id: "schema", rows: 4, spellcheck: "false", value: chat.schema, placeholder: '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}', "aria-invalid": chat.wrong ? "true" : null, "aria-describedby": "wrong", oninput: schemaTyped }),
-        h("p", { id: "wrong", class: "trouble", role: "alert" }, chat.wrong))));
+      h("textarea", { id: "prompt", rows: 3, value: chat.draft, placeholder: "Ask something", oninput: (event) => { chat.draft = event.target.value; redraw(); }, onkeydown: keyed }),
+      chat.fileTrouble && h("p", { class: "trouble", role: "alert" }, chat.fileTrouble),
+      preview(chat.draft),
+      controls(), more()));
+}
+
+function empty() {
+  const disk = setting("cache.disk");
+  return h("div", { class: "quiet nothing" },
+    h("p", null, "No text is stored."),
+    disk === true && h("p", null, "The model's working state stays encrypted on this disk (", h("a", { href: "#settings" }, h("code", null, "cache.disk")), ")."),
+    disk === false && h("p", null, "The model's working state stays in memory until the model is unloaded; nothing of it is written to this disk (", h("a", { href: "#settings" }, h("code", null, "cache.disk")), " is off)."));
+}
+
+function controls() {
+  const { default_model: usual } = state.status;
+  return h("div", { class: "controls" },
+    h("label", null, h("span", { class: "unseen" }, "Model"), h("select", { value: chat.model, onchange: (event) => { chat.model = event.target.value; } },
+      h("option", { value: "" }, `${short(usual)} (default)`), known().filter((name) => name !== usual).map((name) => h("option", { key: name, value: name }, short(name))))),
+    checkbox("smart", "smart prefill"), checkbox("local", "only on this machine"),
+    h("label", { class: "file" }, h("input", { type: "file", class: "unseen", multiple: true, onchange: filesChosen }), h("span", { class: "like-button" }, "File …")),
+    h("span", { class: "grow" }),
+    chat.turns.length > 0 && !chat.abort && h("button", { key: "new", type: "button", class: "plain", onclick: newChat }, "New chat"),
+    chat.abort ? h("button", { key: "stop", type: "button", class: "danger", onclick: stop }, "Stop") : h("button", { key: "send" }, "Send"));
+}
+
+function checkbox(name, text) {
+  return h("label", null, h("input", { type: "checkbox", checked: chat[name], onchange: (event) => { chat[name] = event.target.checked; } }), ` ${text}`);
+}
+
+function more() {
+  return h("div", { class: "more" },
+    h("details", { id: "instructions" },
+      h("summary", null, "System prompt", chat.system.trim() && ": in use"),
+      h("label", { for: "system", class: "unseen" }, "System prompt"),
+      h("textarea", { id: "system", rows: 3, value: chat.system, placeholder: "You answer briefly.", oninput: (event) => { chat.system = event.target.value; redraw(); } })),
+    h("details", { id: "form" },
+      h("summary", null, "Answer as JSON schema", chat.schema.trim() && ": in use"),
+      h("label", { for: "schema", class: "unseen" }, "JSON schema"),
+      h("textarea", { id: "schema", rows: 4, spellcheck: "false", value: chat.schema, placeholder: '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}', "aria-invalid": chat.wrong ? "true" : null, "aria-describedby": "wrong", oninput: schemaTyped }),
+      h("p", { id: "wrong", class: "trouble", role: "alert" }, chat.wrong)));
 }
 
 function keyed(event) {
@@ -121,44 +250,47 @@ function known() {
 }
 
 function question(turn) {
-  const { selection } = turn;
+  const lines = turn.content.split("\n");
+  const long = lines.length > FOLDED_LINES || turn.content.length > FOLDED_CHARS;
+  const shown = long && !turn.open ? `${lines.slice(0, FOLDED_LINES).join("\n").slice(0, FOLDED_CHARS)} …` : turn.content;
   return [
-    selection?.kept ? marked(turn.content, selection) : h("div", { class: "text" }, turn.content),
-    h("p", { class: "quiet" }, selection === null && h("button", { class: "plain small", onclick: () => look(turn) }, "Look at what smart prefill would keep"),
-      selection?.waiting && "Scoring …",
-      selection?.error && h("span", { class: "why" }, selection.error.message, " ", selection.error.hint),
-      selection?.usage && (selection.declined ? `It would be read whole: ${selection.declined}.`
-        : `Kept ${count(selection.usage.compressed_tokens)} of ${counted(selection.usage.original_tokens, "token")}, as scored by ${selection.model} in ${seconds(selection.timings.score_ms / 1000)}.`)),
-  ];
+    h("div", { class: "text" }, shown),
+    h("p", { class: "acts" },
+      long && h("button", { key: "fold", class: "plain small", "aria-expanded": String(turn.open), onclick: () => { turn.open = !turn.open; redraw(); } }, turn.open ? "Show less" : `Show all ${counted(lines.length, "line")}`),
+      !chat.abort && h("button", { key: "edit", class: "plain small", onclick: () => edit(turn) }, "Edit"))];
 }
 
-/** A text with what is kept and what is dropped marked; ranges count code points. */
-function marked(text, selection) {
-  const points = Array.from(text);
-  const spans = selection.declined ? [[0, points.length]] : (selection.kept.find((one) => one.index === 0)?.spans ?? []);
-  const parts = [];
-  let at = 0;
-  for (const [first, end] of spans) {
-    if (first > at) parts.push(h("del", null, points.slice(at, first).join("")));
-    parts.push(h("mark", null, points.slice(first, end).join("")));
-    at = end;
-  }
-  if (at < points.length) parts.push(h("del", null, points.slice(at).join("")));
-  return h("div", { class: "text selection", tabindex: "0", role: "region", "aria-label": "The prompt; struck parts would be dropped" }, parts);
-}
-
-function reply(turn) {
-  const first_s = turn.first === null ? null : (turn.first - turn.began) / 1000;
-  const tokens = turn.usage?.completion_tokens;
-  const live = [...state.requests.values()].find((request) => turn.request && request.id.startsWith(turn.request));
+function reply(turn, last) {
+  const ended = turn.ended !== undefined;
   return [
     turn.reasoning && h("details", null, h("summary", null, "Reasoning"), h("div", { class: "text quiet" }, turn.reasoning)),
-    h("div", { class: "text" }, turn.content),
+    h("div", { class: "text rich" }, markdown(turn.content, (code) => copyButton("the code", code))),
     turn.error && h("p", { class: "trouble", role: "alert" }, turn.error.message, " ", h("span", { class: "quiet" }, turn.error.hint)),
-    h("p", { class: "quiet" },
-      turn.ended === undefined && turn.first === null && (live?.stage ? `${live.stage}${live.total ? `: ${count(live.done)} of ${count(live.total)}` : ""} ` : "Waiting … "),
-      [turn.stopped && "stopped", first_s !== null && `first token ${seconds(first_s)}`, tokens && counted(tokens, "token"), tokens && turn.ended && rate(tokens - 1, (turn.ended - turn.first) / 1000),
-        turn.plan && turn.first !== null && turn.plan.replace("; nodes=", " on ").replaceAll(",", " + "), turn.exactness && turn.first !== null && turn.exactness].filter(Boolean).join(" · "),
-      turn.request && turn.ended !== undefined && [" · ", h("a", { href: `#requests/${encodeURIComponent(turn.request)}` }, "why it took as long")]),
-  ];
+    turn.smart && h("p", { class: "smart" }, turn.smart),
+    h("p", { class: "quiet told" }, ended || turn.first !== null ? null : waiting(turn), figures(turn)),
+    ended && h("p", { class: "acts" },
+      turn.content && copyButton("the answer", turn.content),
+      last && !chat.abort && h("button", { key: "retry", class: "plain small", onclick: retry }, "Retry"),
+      turn.request && h("a", { key: "why", href: `#requests/${encodeURIComponent(turn.request)}` }, "where the time went"))];
+}
+
+function waiting(turn) {
+  const live = [...state.requests.values()].find((request) => turn.request && request.id.startsWith(turn.request));
+  return live?.stage ? `${live.stage}${live.total ? `: ${count(live.done)} of ${count(live.total)}` : ""} ` : "Waiting … ";
+}
+
+function figures(turn) {
+  const first_s = turn.first === null ? null : (turn.first - turn.began) / 1000;
+  const tokens = turn.usage?.completion_tokens;
+  return [turn.stopped && "stopped", first_s !== null && `first token ${seconds(first_s)}`, tokens && counted(tokens, "token"), tokens && turn.ended && rate(tokens - 1, (turn.ended - turn.first) / 1000),
+    first_s !== null && place(turn.plan), first_s !== null && turn.exactness].filter(Boolean).join(" · ");
+}
+
+/** "on studio", "read with studio", or this machine's name, for "remote; nodes=studio" and the like. */
+function place(plan) {
+  const [kind, nodes = ""] = plan.split("; nodes=");
+  const others = nodes.split(",").filter((node) => node && node !== "this");
+  if (!kind) return "";
+  if (!others.length) return `on ${hereName() || "this machine"}`;
+  return kind === "remote" ? `on ${others[0]}${others.length > 1 ? `, read with ${others.slice(1).join(" and ")}` : ""}` : `read with ${others.join(" and ")}`;
 }

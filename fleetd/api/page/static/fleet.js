@@ -1,9 +1,12 @@
 // The machines and the links between them.
 
+import { post } from "/page/calls.js";
 import { h } from "/page/dom.js";
+import { gainLine } from "/page/gain.js";
+import { pace, paces } from "/page/pace.js";
 import { picture } from "/page/picture.js";
-import { redraw, state } from "/page/store.js";
-import { bytes, count, counted, memory, none, percent, seconds, speed } from "/page/units.js";
+import { hereName, redraw, state } from "/page/store.js";
+import { bytes, count, counted, memory, percent, seconds, speed } from "/page/units.js";
 
 const WORDS = {
   usable: "usable", connecting: "connecting", quiet: "silent", draining: "stopping", unreachable: "unreachable",
@@ -21,7 +24,7 @@ export function machines() {
   const card = machine.card_bytes > 0;
   const here = {
     id: fleet.node_id || "this",
-    name: fleet.name || machine.hostname || "this machine",
+    name: hereName() || "this machine",
     here: true,
     state: status.draining ? "draining" : "usable",
     reason: "", hint: "",
@@ -29,7 +32,8 @@ export function machines() {
     chip: machine.product || machine.gpu || machine.cpu,
     accelerator: machine.accelerator,
     total: card ? machine.card_bytes : machine.memory_bytes,
-    free: card ? machine.card_free_bytes : machine.available_bytes,
+    free: machine.free_unknown ? null : card ? machine.card_free_bytes : machine.available_bytes,
+    limit: limitOf(card ? machine.card_bytes : machine.memory_bytes, status.memory.available_bytes, status.memory.usable_bytes),
     running: status.requests.running,
     waiting: status.requests.waiting,
     models: status.engines.map((engine) => ({
@@ -40,6 +44,8 @@ export function machines() {
       part_last: engine.part_of ? engine.last_layer : 0,
       note: engine.error || (engine.state === "loading" && engine.stage) || "",
       bytes: engine.memory_bytes,
+      kept: engine.prefix_bytes,
+      running: engine.kv_bytes,
       helping: engine.assisting,
     })),
     link: null,
@@ -49,6 +55,8 @@ export function machines() {
     id: peer.node_id,
     total: peer.memory_bytes,
     free: peer.available_bytes,
+    limit: limitOf(peer.memory_bytes, peer.available_bytes, peer.usable_bytes),
+    models: peer.models.map((model) => ({ ...model, bytes: model.state === "loaded" && !model.part_last ? model.weights_bytes : 0 })),
     link: peer.state === "usable" ? { rtt_ms: peer.rtt_ms, bytes_per_s: peer.bytes_per_s, doubtful: peer.link_doubtful,
       kind: peer.paths.find((path) => path.in_use)?.kind ?? "" } : null,
   }));
@@ -56,24 +64,21 @@ export function machines() {
   return [here, ...peers];
 }
 
+/** How full models may make the memory now, in bytes; 0 if that is not known. */
+function limitOf(total, free, usable) {
+  return usable > 0 ? total - free + usable : 0;
+}
+
 export function fleetView() {
   const all = machines();
-  const usable = all.filter((machine) => machine.state === "usable");
-  const total = usable.reduce((sum, machine) => sum + machine.total, 0);
-  const { requests } = state.status;
   if (shown < all.length) {
     shown += STEP;
     if (shown < all.length) redraw();
   }
   return [
-    h("div", { class: "stage" },
-      picture(all, shown),
-      h("dl", { class: "figures" },
-        figure("Machines", all.length === usable.length ? count(all.length) : `${usable.length} of ${all.length}`,
-          all.length === usable.length ? "all usable" : "usable"),
-        figure("Memory", memory(total), "of the usable ones"),
-        figure("Running", count(requests.running), requests.waiting ? `${requests.waiting} waiting` : "none waiting"),
-        figure("Answered", count(requests.completed), requests.failed ? `${count(requests.failed)} failed` : "since the start"))),
+    gainLine(),
+    h("p", { class: "quiet" }, summary(all)),
+    all.length > 2 && picture(all, shown),
     h("section", { "aria-labelledby": "machines" },
       h("h2", { id: "machines" }, "Machines"),
       h("ul", { class: "rows machines" }, all.slice(0, shown).map(machineRow))),
@@ -85,47 +90,131 @@ export function fleetView() {
   ];
 }
 
-function figure(name, value, more) {
-  return h("div", null, h("dt", null, name), h("dd", null, h("b", null, value), " ", h("small", null, more)));
+/** "3 machines, 47.1 GB; 1 request running, 2 waiting" */
+function summary(all) {
+  const usable = all.filter((machine) => machine.state === "usable");
+  const total = usable.reduce((sum, machine) => sum + machine.total, 0);
+  const { running, waiting } = state.status.requests;
+  const whole = usable.length === all.length ? counted(all.length, "machine") : `${usable.length} of ${counted(all.length, "machine")} usable`;
+  return `${whole}, ${memory(total)} of memory; ${running ? `${counted(running, "request")} running` : "nothing runs"}${waiting ? `, ${count(waiting)} waiting` : ""}`;
 }
 
 function machineRow(machine) {
   const out = machine.state !== "usable";
-  const used = machine.total && machine.free ? machine.total - machine.free : 0;
   return h("li", { key: machine.id, class: out ? "out" : null },
     h("div", { class: "who" },
       h("h3", null, machine.name, machine.here && h("small", null, " this machine")),
-      h("p", { class: "quiet" }, [machine.tier && `${machine.tier}`, machine.chip, machine.accelerator].filter(Boolean).join(" · ") || none),
+      h("p", { class: "quiet" }, [machine.chip, machine.accelerator].filter(Boolean).join(" · ") || "hardware not known"),
       h("p", { class: `state ${machine.state}` }, WORDS[machine.state] ?? machine.state,
         machine.heard_s > 5 && out && ` · last heard ${seconds(machine.heard_s)} ago`)),
-    h("div", { class: "memory" },
-      machine.total
-        ? [h("p", null, used ? `${memory(used)} of ${memory(machine.total)} in use` : memory(machine.total)),
-           used > 0 && bar(used, machine.total, "memory in use")]
-        : h("p", { class: "quiet" }, "memory unknown")),
-    h("div", { class: "load" },
-      h("p", null, machine.running || machine.waiting
-        ? [counted(machine.running, "request"), machine.waiting > 0 && `, ${machine.waiting} waiting`] : h("span", { class: "quiet" }, "idle")),
-      machine.link && h("p", { class: "quiet" }, linkText(machine.link))),
+    h("div", { class: "memory" }, out && !machine.here ? lostMemory(machine) : memoryBar(machine)),
+    h("div", { class: "load" }, (!out || machine.here) && work(machine), machine.link && h("p", { class: "quiet" }, linkText(machine.link))),
     h("div", { class: "held" },
       out && machine.reason && h("p", { class: "why" }, machine.reason, machine.hint && [" ", h("span", { class: "quiet" }, machine.hint)]),
-      modelList(machine.models ?? [])));
+      (!out || machine.here) && modelList(machine)));
 }
 
-function modelList(models) {
-  if (!models.length) return h("p", { class: "quiet" }, "no model");
+// ---- Memory ----------------------------------------------------------------------------------------------
+
+function lostMemory(machine) {
+  return h("p", { class: "quiet" }, machine.total ? `${memory(machine.total)} of memory. What is in it and what it does is not known now.` : "Its memory, its models and what it does are not known now.");
+}
+
+/** What the memory holds, largest first within models: [{name, size, kind}]. Sizes add up to the total. */
+export function memoryParts(machine) {
+  const held = (machine.models ?? []).filter((model) => model.bytes > 0).sort((one, other) => other.bytes - one.bytes);
+  const sum = (field) => held.reduce((all, model) => all + (model[field] ?? 0), 0);
+  const kept = sum("kept");
+  const running = sum("running");
+  const used = Math.max(0, machine.total - machine.free);
+  const own = sum("bytes");
+  const parts = held.map((model, at) => ({ name: short(model.name), size: Math.max(0, model.bytes - (model.kept ?? 0) - (model.running ?? 0)), kind: `lane${at % 5}` }));
+  parts.push({ name: "kept prompts", size: kept, kind: "kept" }, { name: "running prompts", size: running, kind: "at-work" },
+    { name: held.length || machine.here ? "other programs" : "in use", size: Math.max(0, used - own), kind: "other" }, { name: "free", size: machine.free, kind: "free" });
+  return parts.filter((part) => part.size > 0);
+}
+
+function memoryBar(machine) {
+  if (!machine.total) return h("p", { class: "quiet" }, "memory not known");
+  if (machine.free === null) return h("p", null, memory(machine.total), h("span", { class: "quiet" }, ", what is free is not known"));
+  const parts = memoryParts(machine);
+  const limit = machine.limit > 0 && machine.limit < machine.total ? machine.limit : 0;
+  const told = parts.map((part) => `${part.name} ${memory(part.size)}`).join(", ");
+  const scale = 1000 / Math.max(machine.total, parts.reduce((sum, part) => sum + part.size, 0));
+  let at = 0;
+  return [
+    h("svg", { class: "strip", viewBox: "0 0 1000 16", preserveAspectRatio: "none", role: "img", "aria-label": `${memory(machine.total)} of memory: ${told}${limit ? `; models may fill it up to ${memory(limit)}` : ""}` },
+      parts.map((part) => {
+        const x = at;
+        at += part.size * scale;
+        return h("rect", { key: part.name, class: part.kind, x: x.toFixed(1), width: Math.max(1, part.size * scale).toFixed(1), y: 2, height: 12 }, h("title", null, `${part.name}: ${memory(part.size)}`));
+      }),
+      limit > 0 && h("line", { class: "limit", x1: (limit * scale).toFixed(1), x2: (limit * scale).toFixed(1), y1: 0, y2: 16 }, h("title", null, `models may fill the memory up to ${memory(limit)}`))),
+    h("ul", { class: "legend" }, parts.map((part) => h("li", { key: part.name }, h("span", { class: `swatch ${part.kind}` }), `${part.name} `, h("b", null, memory(part.size)))),
+      limit > 0 && h("li", { key: "limit", title: "Models may fill the memory up to here" }, h("span", { class: "swatch limit" }), "limit ", h("b", null, memory(limit)))),
+  ];
+}
+
+// ---- Work ------------------------------------------------------------------------------------------------
+
+function work(machine) {
+  const now = pace(machine.here ? "" : machine.name);
+  return [
+    h("p", null, machine.running || machine.waiting
+      ? [counted(machine.running, "request"), machine.waiting > 0 && `, ${count(machine.waiting)} waiting`] : h("span", { class: "quiet" }, "idle")),
+    now > 0 && h("p", { class: "pace" }, h("b", null, speed(now)), " ", machine.here && curve(paces), !machine.here && h("small", null, "for this machine")),
+  ];
+}
+
+function curve(values) {
+  const top = Math.max(...values);
+  if (values.length < 3 || !top) return null;
+  const points = values.map((value, at) => `${((60 * at) / (values.length - 1)).toFixed(1)},${(15 - (14 * value) / top).toFixed(1)}`).join(" ");
+  return h("svg", { class: "curve", viewBox: "0 0 60 16", "aria-hidden": "true" }, h("polyline", { points }));
+}
+
+function modelList(machine) {
   const order = { loaded: 0, loading: 1, failed: 2 };
-  const sorted = [...models].sort((one, other) => (order[one.state] ?? 3) - (order[other.state] ?? 3));
-  return h("ul", { class: "models" }, sorted.map((model, at) =>
-    h("li", { key: `${model.name} ${model.part_first} ${at}` },
-      h("span", { class: "name" }, short(model.name)), " ",
-      h("span", { class: `tag ${model.state}` }, model.state,
-        model.part_last > 0 && ` layers ${model.part_first}–${model.part_last - 1}`),
-      model.speed.prefill_tok_s > 0 && h("span", { class: "quiet" },
-        ` reads ${speed(model.speed.prefill_tok_s)}, writes ${speed(model.speed.decode_tok_s)}`, model.speed.doubt && " (in doubt)", model.capped && " (not believed)"),
-      model.bytes > 0 && h("span", { class: "quiet" }, `${model.speed.prefill_tok_s > 0 ? "," : ""} ${memory(model.bytes)}`),
-      model.helping > 0 && h("span", { class: "quiet" }, " helping another machine"),
-      model.note && h("span", { class: "why" }, ` ${model.note}`))));
+  const models = [...(machine.models ?? [])].sort((one, other) => (order[one.state] ?? 3) - (order[other.state] ?? 3));
+  const active = models.filter((model) => model.state in order);
+  const idle = models.length - active.length;
+  return h("ul", { class: "chips" }, active.map(chip),
+    !active.length && h("li", { key: "none", class: "quiet" }, "no model loaded"),
+    idle > 0 && h("li", { key: "more", class: "quiet", title: models.filter((model) => !active.includes(model)).map((model) => short(model.name)).join(", ") }, `${counted(idle, "more")} on its disk`.replace("mores", "more")),
+    machine.here && !active.some((model) => model.name === state.status.default_model) && loadDefault());
+}
+
+function chip(model, at) {
+  const part = model.part_last > 0 && ` layers ${model.part_first}–${model.part_last - 1}`;
+  return h("li", { key: `${model.name} ${model.part_first} ${at}`, class: "chip" },
+    h("span", { class: "name" }, short(model.name)), part && h("span", { class: "tag" }, part),
+    model.state !== "loaded" && h("span", { class: `tag ${model.state}` }, ` ${model.state}`),
+    model.speed?.prefill_tok_s > 0 && h("span", { class: "quiet" },
+      ` reads ${speed(model.speed.prefill_tok_s)}, writes ${speed(model.speed.decode_tok_s)}`, model.speed.doubt && h("abbr", { title: model.speed.doubt }, " (uncertain)"), model.capped && " (not believed)"),
+    model.helping > 0 && h("span", { class: "quiet" }, " helping another machine"),
+    model.note && h("span", { class: "why" }, ` ${model.note}`));
+}
+
+// ---- Loading the default model ---------------------------------------------------------------------------
+
+const loading = { busy: false, error: null };
+
+function loadDefault() {
+  const name = state.status.default_model;
+  return h("li", { key: "load" }, h("button", { class: "small plain", disabled: loading.busy, onclick: () => loadModel(name) }, loading.busy ? `Loading ${short(name)} …` : `Load ${short(name)}`),
+    loading.error && h("span", { class: "trouble", role: "alert" }, ` ${loading.error.message} ${loading.error.hint}`));
+}
+
+async function loadModel(model) {
+  Object.assign(loading, { busy: true, error: null });
+  redraw();
+  try {
+    await post("/fleet/v1/models/load", { model });
+  } catch (error) {
+    loading.error = error;
+  }
+  loading.busy = false;
+  redraw();
 }
 
 export function linkText(link) {

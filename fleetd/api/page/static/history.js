@@ -1,4 +1,4 @@
-// Days: how long the first token took, how fast tokens came, and what was saved.
+// Hours or days: how long the first token took, how fast tokens came, and what was saved.
 
 import { get } from "/page/calls.js";
 import { h } from "/page/dom.js";
@@ -6,15 +6,22 @@ import { redraw, state } from "/page/store.js";
 import { count, day, none, seconds, speed } from "/page/units.js";
 
 const DAYS = 30;
+// With fewer days of requests than this, hours are shown.
+const FEW_DAYS = 3;
+const HOURS = 24;
 const STALE_MS = 30_000;
 let usage = null;
 let trouble = null;
 let fetched = 0;
+/** The place that a pointer or the keyboard has chosen in all charts; null: none. */
+let cursor = null;
 
 async function refresh() {
   fetched = Date.now();
   try {
-    usage = await get(`/fleet/v1/usage?days=${DAYS}`);
+    const byDay = await get(`/fleet/v1/usage?days=${DAYS}`);
+    const few = new Set(byDay.rows.map((row) => row.day)).size < FEW_DAYS;
+    usage = few ? { ...(await get(`/fleet/v1/usage?days=${FEW_DAYS}&by=hour`)), hours: true } : byDay;
     trouble = null;
   } catch (error) {
     trouble = error;
@@ -22,29 +29,33 @@ async function refresh() {
   redraw();
 }
 
-/** One entry per day of the last `DAYS`, oldest first. */
-export function days(rows, now) {
-  const found = new Map();
-  for (let back = DAYS - 1; back >= 0; back--) {
-    const name = day(new Date(now.getFullYear(), now.getMonth(), now.getDate() - back));
-    found.set(name, { day: name, requests: 0, failed: 0, read: 0, read_s: 0, written: 0, written_s: 0, first: 0, first_s: 0, saved_s: 0 });
-  }
-  for (const row of rows) {
+const FIELDS = ["requests", "failed", "shared", "completion_tokens", "cached_tokens", "prefill_s", "decode_s", "saved_s", "drafts_s", "smart_s"];
+
+/** One entry per name, in that order: sums over models and machines, with medians. */
+export function spans(report, names) {
+  const found = new Map(names.map((name) => [name, { name, read: 0, ...Object.fromEntries(FIELDS.map((field) => [field, 0])) }]));
+  for (const row of report.rows) {
     const one = found.get(row.day);
     if (!one) continue;
-    one.requests += row.requests;
-    one.failed += row.failed;
     one.read += row.prompt_tokens - row.cached_tokens;
-    one.read_s += row.prefill_s;
-    one.written += row.completion_tokens;
-    one.written_s += row.decode_s;
-    one.first += row.first_tokens;
-    one.first_s += row.first_s;
-    one.saved_s += row.saved_s;
+    for (const field of FIELDS) one[field] += row[field];
   }
-  return [...found.values()].map((one) => ({ ...one, ttft_s: one.first > 0 ? one.first_s / one.first : null,
-    read_tok_s: one.read_s > 0 ? one.read / one.read_s : null, written_tok_s: one.written_s > 0 ? one.written / one.written_s : null,
-    saved_s: one.requests > 0 ? one.saved_s : null }));
+  const first = new Map((report.first_token ?? []).map((one) => [one.day, one]));
+  return [...found.values()].map((one) => ({ ...one,
+    p50_s: first.get(one.name)?.p50_s ?? null, p90_s: first.get(one.name)?.p90_s ?? null,
+    read_tok_s: one.prefill_s > 0 ? one.read / one.prefill_s : null, written_tok_s: one.decode_s > 0 ? one.completion_tokens / one.decode_s : null,
+    helped_s: one.saved_s - one.drafts_s - one.smart_s }));
+}
+
+/** "2026-01-31" or "2026-01-31 14:00" of the last days or hours, oldest first. */
+function names(hours, now) {
+  const number = hours ? HOURS : DAYS;
+  return Array.from({ length: number }, (_, at) => {
+    const back = number - 1 - at;
+    if (!hours) return day(new Date(now.getFullYear(), now.getMonth(), now.getDate() - back));
+    const then = new Date(now.getTime() - back * 3_600_000);
+    return `${day(then)} ${String(then.getHours()).padStart(2, "0")}:00`;
+  });
 }
 
 export function historyView() {
@@ -52,45 +63,99 @@ export function historyView() {
   if (usage === null) {
     return trouble ? h("p", { class: "trouble" }, trouble.message, " ", h("button", { onclick: refresh }, "Try again")) : h("p", { class: "quiet" }, "Waiting for the figures …");
   }
-  const all = days(usage.rows, new Date());
+  const all = spans(usage, names(usage.hours, new Date()));
   const used = all.filter((one) => one.requests);
-  if (!used.length) return h("p", { class: "quiet" }, `No request in the last ${DAYS} days.`);
+  if (!used.length) return h("p", { class: "quiet" }, usage.hours ? `No request in the last ${HOURS} hours.` : `No request in the last ${DAYS} days.`);
+  const each = usage.hours ? "an hour" : "a day";
   return [
-    h("div", { class: "charts" },
-      chart(all, "First token", "ttft_s", seconds, "mean of a day"),
-      chart(all, "Prompt tokens read", "read_tok_s", speed, "while reading"),
-      chart(all, "Tokens written", "written_tok_s", speed, "while writing"),
-      chart(all, "Time saved", "saved_s", seconds, "a day, as estimated"),
-      chart(all, "Requests", "requests", count, "a day")),
-    h("p", { class: "quiet" }, "Saved is what this machine alone was expected to take, less what it took, and what drafts saved."),
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Figures by day" },
+    h("div", { class: "charts" }, CHARTS.map((one) => chart(all, one, each))),
+    h("p", { class: "quiet" }, "Saved by other machines: what this machine alone was expected to take, less what it took. Saved by drafts and by smart prefill: their own estimates. What was not read again is told in tokens: its time was not measured."),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": usage.hours ? "Figures by hour" : "Figures by day" },
       h("table", null,
-        h("thead", null, h("tr", null, h("th", { scope: "col" }, "Day"),
-          ["Requests", "Failed", "First token", "Reads", "Writes", "Saved", "Tokens read", "Tokens written"].map((name) => h("th", { scope: "col", class: "number", key: name }, name)))),
-        h("tbody", null, [...used].reverse().map((one) => h("tr", { key: one.day },
-          h("th", { scope: "row" }, one.day),
-          [count(one.requests), one.failed ? count(one.failed) : none, seconds(one.ttft_s), speed(one.read_tok_s), speed(one.written_tok_s), seconds(one.saved_s), count(one.read), count(one.written)]
-            .map((text, at) => h("td", { class: "number", key: at }, text))))))),
+        h("thead", null, h("tr", null, h("th", { scope: "col" }, usage.hours ? "Hour" : "Day"), COLUMNS.map(([name]) => h("th", { scope: "col", class: "number", key: name }, name)))),
+        h("tbody", null, [...used].reverse().map((one) => h("tr", { key: one.name },
+          h("th", { scope: "row" }, one.name), COLUMNS.map(([name, text]) => h("td", { class: "number", key: name }, text(one)))))))),
   ];
 }
 
-const WIDTH = 300;
-const HEIGHT = 64;
+const COLUMNS = [
+  ["Requests", (one) => count(one.requests)], ["Failed", (one) => (one.failed ? count(one.failed) : none)], ["Read together", (one) => (one.shared ? count(one.shared) : none)],
+  ["First token, median", (one) => seconds(one.p50_s)], ["9 of 10 within", (one) => seconds(one.p90_s)], ["Reads", (one) => speed(one.read_tok_s)], ["Writes", (one) => speed(one.written_tok_s)],
+  ["Saved", (one) => (one.saved_s ? seconds(one.saved_s) : none)], ["Tokens read", (one) => count(one.read)], ["Not read again", (one) => count(one.cached_tokens)], ["Tokens written", (one) => count(one.completion_tokens)],
+];
 
-function chart(all, title, field, unit, more) {
-  const values = all.map((one) => one[field]);
-  const known = values.filter((value) => value !== null);
-  const top = Math.max(...known, 0) || 1;
-  const bottom = Math.min(...known, 0);
-  const y = (value) => 4 + ((top - value) / (top - bottom)) * (HEIGHT - 8);
-  const last = known.length ? known[known.length - 1] : null;
+// ---- Charts ----------------------------------------------------------------------------------------------
+
+/** `bars`: what is stacked in a column, from the bottom up; `mark`: a figure above it. */
+const CHARTS = [
+  { title: "First token", unit: seconds, bars: [["median", "p50_s", "fill"]], mark: ["9 of 10 within", "p90_s"] },
+  { title: "Prompt tokens read", unit: speed, bars: [["while reading", "read_tok_s", "fill"]] },
+  { title: "Tokens written", unit: speed, bars: [["while writing", "written_tok_s", "fill"]] },
+  { title: "Time saved", unit: seconds, bars: [["by other machines", "helped_s", "lane2"], ["by drafts", "drafts_s", "lane1"], ["by smart prefill", "smart_s", "lane3"]] },
+  { title: "Not read again", unit: (value) => `${count(value)} tokens`, bars: [["from caches", "cached_tokens", "fill"]] },
+  { title: "Requests", unit: count, bars: [["", "requests", "fill"]] },
+];
+const WIDTH = 300;
+const HEIGHT = 72;
+
+function chart(all, { title, unit, bars, mark }, each) {
+  const value = (one, field) => one[field] ?? 0;
+  const total = (one, sign) => bars.reduce((sum, [, field]) => sum + Math.max(0, sign * value(one, field)), 0);
+  const top = Math.max(...all.map((one) => Math.max(total(one, 1), mark ? value(one, mark[1]) : 0))) || 1;
+  const bottom = -Math.max(...all.map((one) => total(one, -1)), 0);
+  const y = (height) => ((top - height) / (top - bottom)) * HEIGHT;
+  const last = all.findLastIndex((one) => one.requests);
+  const at = cursor !== null && cursor < all.length ? cursor : last;
+  const read = (one) => [...bars, ...(mark ? [mark] : [])].filter(([, field]) => one[field] !== null && (bars.length === 1 || one[field])).map(([name, field]) => `${unit(one[field])} ${name}`.trim()).join(", ") || none;
   const step = WIDTH / all.length;
-  return h("figure", null,
-    h("figcaption", null, title, h("br"), h("b", null, unit(last)), " ", h("small", null, more)),
-    h("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}, last ${unit(last)}, at most ${unit(Math.max(...known))}. The table below has every day.`, preserveAspectRatio: "none" },
-      h("line", { class: "zero", x1: 0, x2: WIDTH, y1: y(0).toFixed(1), y2: y(0).toFixed(1) }),
-      all.map((one, at) => one[field] === null ? null : h("rect", { key: one.day, class: one[field] < 0 ? "less" : "fill", x: (at * step + 1).toFixed(1), width: (step - 2).toFixed(1),
-        y: Math.min(y(one[field]), y(0)).toFixed(1), height: Math.max(one[field] ? 1 : 0, Math.abs(y(0) - y(one[field]))).toFixed(1) },
-        h("title", null, `${one.day}: ${unit(one[field])}`)))),
-    h("p", { class: "ends quiet" }, h("span", null, all[0].day.slice(5)), h("span", null, "today")));
+  return h("figure", { key: title },
+    h("figcaption", null, h("b", null, title), h("br"), h("span", { class: "reading" }, `${label(all[at].name)}: ${read(all[at])}`)),
+    h("div", { class: "plot", tabindex: "0", role: "slider", "aria-label": `${title} ${each}`, "aria-valuemin": 0, "aria-valuemax": all.length - 1, "aria-valuenow": at, "aria-valuetext": `${all[at].name}: ${read(all[at])}`,
+      onpointermove: (event) => moveTo(Math.floor((all.length * (event.clientX - event.currentTarget.getBoundingClientRect().left)) / event.currentTarget.clientWidth), all.length), onpointerleave: () => moveTo(null),
+      onkeydown: (event) => stepped(event, at, all.length) },
+      h("span", { class: "most quiet" }, unit(top)),
+      h("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" },
+        h("line", { class: "zero", x1: 0, x2: WIDTH, y1: 0.5, y2: 0.5 }),
+        h("line", { class: "zero", x1: 0, x2: WIDTH, y1: y(0).toFixed(1), y2: y(0).toFixed(1) }),
+        cursor === at && h("rect", { class: "here", x: (at * step).toFixed(1), width: step.toFixed(1), y: 0, height: HEIGHT }),
+        all.map((one, place) => column(one, place, bars, mark, { step, y })))),
+    h("p", { class: "ends quiet" }, h("span", null, label(all[0].name)), h("span", null, label(all[Math.floor(all.length / 2)].name)), h("span", null, label(all[all.length - 1].name))),
+    bars.length > 1 && h("ul", { class: "legend" }, bars.map(([name, , kind]) => h("li", { key: name }, h("span", { class: `swatch ${kind}` }), name))));
+}
+
+function column(one, place, bars, mark, { step, y }) {
+  const x = (place * step + 1).toFixed(1);
+  const width = Math.max(1, step - 2).toFixed(1);
+  let up = 0;
+  let down = 0;
+  const found = bars.map(([name, field, kind]) => {
+    const size = one[field] ?? 0;
+    if (!size) return null;
+    const from = size > 0 ? up : down;
+    if (size > 0) up += size;
+    else down += size;
+    const [high, low] = [y(Math.max(from, from + size)), y(Math.min(from, from + size))];
+    return h("rect", { key: `${place} ${name}`, class: size < 0 ? "less" : kind, x, width, y: high.toFixed(1), height: Math.max(1, low - high).toFixed(1) });
+  });
+  const marked = mark && one[mark[1]] !== null && h("line", { key: `${place} mark`, class: "mark90", x1: x, x2: (place * step + step - 1).toFixed(1), y1: y(one[mark[1]]).toFixed(1), y2: y(one[mark[1]]).toFixed(1) });
+  return [found, marked];
+}
+
+/** "10-28" or "14:00": what is the same everywhere is left out. */
+function label(name) {
+  return name.length > 10 ? name.slice(11) : name.slice(5);
+}
+
+function moveTo(place, number = 0) {
+  const wanted = place === null ? null : Math.max(0, Math.min(number - 1, place));
+  if (wanted === cursor) return;
+  cursor = wanted;
+  redraw();
+}
+
+function stepped(event, at, number) {
+  const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: number - 1 };
+  if (!Object.hasOwn(moves, event.key)) return;
+  event.preventDefault();
+  moveTo(moves[event.key], number);
 }

@@ -12,6 +12,8 @@ let unpairing = "";
 let trouble = null;
 /** Node ids of the machines that stay when the one on whose word they are here goes. */
 const keep = new Set();
+// Of a code, as `fleetctl` shows it too.
+const EXAMPLE = "42-lusab-babad";
 
 function reset(mode = "") {
   pairing.abort?.abort();
@@ -101,7 +103,7 @@ function letIn() {
         code.addresses.length > 0 && h("p", { class: "quiet" }, "If it does not find this one by itself, it needs an address: ", h("code", null, `${code.addresses[0]}:${code.port}`))],
       pairing.note && h("p", { class: "why" }, pairing.note),
       met && phrase(true),
-      h("button", { key: "close", class: "plain", onclick: () => { reset(); redraw(); } }, "Close the window")]);
+      h("button", { key: "close", class: "plain", onclick: () => { reset(); redraw(); } }, "Stop pairing")]);
 }
 
 // The code decides who is let in, so the machine that shows it is the one that is asked.
@@ -122,15 +124,24 @@ function join() {
     mode !== "join" ? [
       h("p", null, "Type the code that the other machine shows."),
       h("form", { class: "stacked", onsubmit: begin },
-        h("label", { for: "code" }, "Code"), h("input", { id: "code", name: "code", required: true, autocomplete: "off", spellcheck: "false", placeholder: "12-abcde-fghij" }),
+        h("label", { for: "code" }, "Code"), h("input", { id: "code", name: "code", required: true, autocomplete: "off", spellcheck: "false", placeholder: EXAMPLE }),
         h("label", { for: "host" }, "Its address, if it is not found by itself"), h("input", { id: "host", name: "host", autocomplete: "off", spellcheck: "false", placeholder: "192.168.1.20" }),
         h("label", { class: "check" }, h("input", { type: "checkbox", name: "sees", checked: pairing.sees, onchange: (event) => { pairing.sees = event.target.checked; } }), " The other machine may see prompts typed here"),
         h("button", null, "Join")),
-      state.fleet.neighbours.length > 0 && h("p", { class: "quiet" }, `Nearby: ${state.fleet.neighbours.map((one) => one.name + (one.pairing ? " (shows a code)" : "")).join(", ")}`)]
+      nearby()]
     : [
       pairing.note && !met && h("p", { class: "quiet" }, pairing.note),
       met && phrase(false),
       h("button", { key: "stop", class: "plain", onclick: () => { reset(); redraw(); } }, "Stop")]);
+}
+
+/** The machines of this network that are not in the fleet, and what to do on each. */
+function nearby() {
+  const { neighbours } = state.fleet;
+  if (!neighbours.length) return h("p", { key: "nearby", class: "quiet" }, "No other machine with fleetd is seen on this network.");
+  return h("div", { key: "nearby", class: "nearby" }, h("h3", { id: "nearby" }, "Nearby"),
+    h("ul", { class: "plainlist", "aria-labelledby": "nearby" }, neighbours.map((one) => h("li", { key: one.node_id }, h("b", null, one.name), " ",
+      one.pairing ? h("span", { class: "good" }, "shows a code now: type it above") : h("span", { class: "quiet" }, "shows a code with ", h("code", null, "fleetctl pair"), ", or on its page")))));
 }
 
 function begin(event) {

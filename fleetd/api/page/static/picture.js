@@ -2,7 +2,7 @@
 
 import { h } from "/page/dom.js";
 import { redraw } from "/page/store.js";
-import { bytes, count } from "/page/units.js";
+import { bytes } from "/page/units.js";
 
 const MOST_LABELS = 14;
 const NAME_CHARS = 14;
@@ -12,7 +12,7 @@ narrow.addEventListener("change", redraw);
 // Text keeps its size: a narrow screen gets a narrow picture, not a small one.
 function size(number) {
   const width = narrow.matches ? 320 : 900;
-  return [width, number > 24 ? 340 : number > 2 ? (narrow.matches ? 240 : 270) : 110];
+  return [width, number > 24 ? 300 : number === 2 ? 90 : narrow.matches ? 200 : number > 6 ? 210 : 150];
 }
 
 /** Where each of `number` other machines stands: on an ellipse around this one, or on two for many. */
@@ -45,21 +45,20 @@ function line(machine, [x1, y1], [x2, y2], labels) {
   const rate = machine.link?.bytes_per_s;
   // Ten times as fast is 1.5 units wider.
   const width = rate ? Math.max(1, Math.min(7, 1.5 * Math.log10(rate / 1e6))) : 1;
-  return h("g", { key: `line ${machine.id}`, class: `edge ${machine.state}${machine.running ? " busy" : ""}` },
+  return h("g", { key: `line ${machine.id}`, class: `edge ${machine.state}${machine.running && machine.state === "usable" ? " busy" : ""}` },
+    machine.running > 0 && machine.state === "usable" && h("line", { class: "flow", x1, y1, x2: x2.toFixed(1), y2: y2.toFixed(1) }),
     h("line", { x1, y1, x2: x2.toFixed(1), y2: y2.toFixed(1), "stroke-width": width.toFixed(1) }),
     labels && rate && h("text", { x: (x1 + 0.54 * (x2 - x1)).toFixed(1), y: (y1 + 0.54 * (y2 - y1) - 7).toFixed(1), class: "speed" }, `${bytes(rate)}/s`));
 }
 
 function spot(machine, [x, y], labelled) {
-  // Area follows memory: 8 GiB and 512 GiB both have to be seen.
+  // Area follows memory: 8 GB and 512 GB both have to be seen.
   const radius = machine.total ? Math.max(7, Math.min(24, 3.1 * Math.log2(machine.total / 2 ** 30))) : 7;
   const radius_ = labelled ? radius : Math.min(radius, 9);
-  const loaded = (machine.models ?? []).filter((model) => model.state === "loaded").length;
   const below = y + radius_ + 14;
-  return h("g", { key: `spot ${machine.id}`, class: `spot ${machine.state}${machine.here ? " here" : ""}${machine.running ? " busy" : ""}` },
+  return h("g", { key: `spot ${machine.id}`, class: `spot ${machine.state}${machine.here ? " here" : ""}${machine.running && machine.state === "usable" ? " busy" : ""}` },
     h("title", null, `${machine.name}: ${machine.state}${machine.reason ? `, ${machine.reason}` : ""}`),
     h("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: radius_.toFixed(1) }),
-    loaded > 0 && labelled && h("text", { x: x.toFixed(1), y: (y + 4).toFixed(1), class: "inside" }, count(loaded)),
     labelled && h("text", { x: x.toFixed(1), y: below.toFixed(1), class: "label" }, cut(machine.name)));
 }
 

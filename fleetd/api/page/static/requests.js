@@ -2,7 +2,8 @@
 
 import { h } from "/page/dom.js";
 import { bar, short } from "/page/fleet.js";
-import { redraw, refreshTraces, state } from "/page/store.js";
+import { pastList } from "/page/request_list.js";
+import { state } from "/page/store.js";
 import { bytes, count, counted, deviation, moment, none, percent, rate, seconds } from "/page/units.js";
 import { stepsOf, waterfall } from "/page/waterfall.js";
 
@@ -10,12 +11,6 @@ const OUTCOMES = {
   shared: "read together, as planned", fallback: "begun together, ended here alone", local: "computed here",
   smart: "a part of the prompt was left out", remote: "answered by another machine", cancelled: "cancelled", failed: "failed",
 };
-/** As many are listed at a time; `first` is the place of the first of them. */
-const LISTED = 50;
-let first = 0;
-/** What is told of an ended request stays the same: its row is made once. */
-const rows = new WeakMap();
-
 export function requestsView(id) {
   const running = [...state.requests.values()];
   // An answer is known by its id; the request of each of its choices has more behind that.
@@ -71,58 +66,6 @@ export function sharesOf(option) {
     smart: (at, node) => (node === "this" || nodes.length === 1 ? "reads what is kept" : "scores the prompt"), local: () => "reads and answers" };
   const role = roles[kind] ?? (() => kind);
   return (nodes.length ? nodes : ["this"]).map((node, at) => ({ machine: name(node), helper: node !== "this", what: role(at, node) }));
-}
-
-function pastList(chosen) {
-  if (state.tracesError && state.traces === null) {
-    return h("p", { class: "trouble" }, state.tracesError.message, " ", h("button", { onclick: () => refreshTraces() }, "Try again"));
-  }
-  if (state.traces === null) return h("p", { class: "quiet" }, "Waiting for the requests …");
-  if (!state.traces.length) return h("p", { class: "quiet" }, "No request has come yet. ", h("a", { href: "#chat" }, "Ask something"), ".");
-  if (first >= state.traces.length) first = 0;
-  const shown = state.traces.slice(first, first + LISTED);
-  const older = state.traces.length > first + LISTED || (!state.allTraces && state.traces.length >= LISTED);
-  return [
-    h("table", { class: "past" },
-      h("thead", null, h("tr", null, h("th", { scope: "col" }, "When"), h("th", { scope: "col" }, "Model"),
-        h("th", { scope: "col", class: "number" }, "Prompt"), h("th", { scope: "col" }, "Read by"),
-        h("th", { scope: "col", class: "number" }, "Planned"), h("th", { scope: "col", class: "number" }, "Came"),
-        h("th", { scope: "col", class: "number wide" }, "First token"), h("th", { scope: "col" }, "Outcome"))),
-      h("tbody", null, shown.map((trace) => pastRow(trace, trace.id === chosen)))),
-    (older || first > 0) && h("p", { class: "buttons" },
-      h("button", { key: "newer", disabled: first === 0, onclick: () => turn(-LISTED) }, "Newer"),
-      h("button", { key: "older", disabled: !older, onclick: () => turn(LISTED) }, "Older")),
-  ];
-}
-
-async function turn(by) {
-  if (by > 0 && !state.allTraces) await refreshTraces(true);
-  if (first + by < state.traces.length) first = Math.max(0, first + by);
-  redraw();
-}
-
-function pastRow(trace, chosen) {
-  if (chosen) return drawnRow(trace, true);
-  if (!rows.has(trace)) rows.set(trace, drawnRow(trace, false));
-  return rows.get(trace);
-}
-
-function drawnRow(trace, chosen) {
-  return h("tr", { key: `${trace.id} ${trace.at_s}`, class: chosen ? "chosen" : null },
-    h("td", null, h("a", { href: `#requests/${encodeURIComponent(trace.id)}`, "aria-label": `Request ${trace.id.slice(-8)}, ${moment(trace.at_s)}`, "aria-current": chosen ? "true" : null }, moment(trace.at_s))),
-    h("td", { class: "model" }, short(trace.model)),
-    h("td", { class: "number" }, trace.prompt_tokens ? count(trace.prompt_tokens) : none),
-    h("td", null, readBy(trace)),
-    h("td", { class: "number" }, seconds(trace.chosen.predicted_s)),
-    h("td", { class: "number" }, seconds(trace.prefill_s)),
-    h("td", { class: "number wide" }, seconds(trace.ttft_s)),
-    h("td", { class: `outcome ${trace.outcome}` }, trace.outcome));
-}
-
-function readBy(trace) {
-  if (trace.answered_by) return trace.answered_by;
-  const others = trace.chosen.nodes.filter((node) => node !== "this");
-  return others.length ? `${others[0]}${others.length > 1 ? ` +${others.length - 1}` : ""} + this` : "this";
 }
 
 function promptText({ prompt_tokens, cached_tokens, kept_tokens }) {

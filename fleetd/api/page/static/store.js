@@ -46,6 +46,11 @@ export function onChange(listener) {
   listeners.add(listener);
 }
 
+/** What people call this machine; "" before it is known. */
+export function hereName() {
+  return state.fleet?.name || state.status?.machine.hostname || "";
+}
+
 /** Say something to people who listen to the page. */
 export function say(text) {
   document.getElementById("said").textContent = text;

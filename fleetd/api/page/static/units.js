@@ -17,22 +17,23 @@ export function counted(value, word) {
 
 /** 1.5 GB, in powers of 1000 as cables and disks are sold. */
 export function bytes(value) {
-  return scaled(value, 1000, UNITS);
+  return scaled(value, 10);
 }
 
-/** 16 GiB, in powers of 1024 as memory is sold. */
+/** 25.3 GB, in the same units; a digit more, as memory is compared. */
 export function memory(value) {
-  return scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
+  return scaled(value, 100);
 }
 
-function scaled(value, step, units) {
+// Below `exact` a value has one digit behind the point.
+function scaled(value, exact) {
   if (value === null || value === undefined) return none;
   let at = 0;
-  while (value >= step && at < units.length - 1) {
-    value /= step;
+  while (value >= 1000 && at < UNITS.length - 1) {
+    value /= 1000;
     at += 1;
   }
-  return `${at && value < 10 ? value.toFixed(1) : whole.format(value)} ${units[at]}`;
+  return `${at && value < exact ? value.toFixed(1) : whole.format(value)} ${UNITS[at]}`;
 }
 
 /** 0.12 s, 3.4 s, 2 min 5 s, 3 h 4 min */

@@ -1,0 +1,463 @@
+"""The page in a real browser: its views as people use them, by pointer and by keyboard."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import browser as browsers
+import pytest
+from api_fakes import MODEL, FakeLedger, Step, engine, speak, status
+from live_daemon import until
+from page_fakes import PageWorld, fleet_of, goto, trace
+
+from fleetd import config
+from fleetd.api.page import files
+from fleetd.control.fleet_view import FleetView, Neighbour, PeerView
+from fleetd.control.prefill_plan import OptionView
+from fleetd.control.smart_prefill_result import SmartPrefillResult
+from fleetd.control.usage_report import FirstTokenTimes, Span, UsageReport, UsageRow, UsageTotals
+from fleetd.engine import protocol as p
+from fleetd.requests.job import Job, Planned
+from fleetd.settings_file import SettingsFile
+
+pytestmark = [browsers.NEEDED, pytest.mark.one_loop]
+
+BUNDLE_BYTES = 200_000
+
+
+# ---- Fleet -----------------------------------------------------------------------------------------------
+
+
+class GainLedger(FakeLedger):
+    """Has used these totals, today and in each of these days or hours."""
+
+    def __init__(self, totals: UsageTotals, spans: Iterable[str] = ()) -> None:
+        self.totals = totals
+        self.spans = list(spans)
+
+    def usage(self, days: int, by: Span = "day") -> UsageReport:
+        names = self.spans if by == "day" else [f"{name} {time.strftime('%H')}:00" for name in self.spans]
+        rows = [UsageRow(day=name, requests=4, first_tokens=4, saved_s=6.0, drafts_s=1.0) for name in names]
+        return UsageReport(rows, self.totals, [FirstTokenTimes(name, 1.5, 4.25) for name in names])
+
+
+def test_the_first_line_is_what_the_fleet_was_good_for_today(world: PageWorld) -> None:
+    world.ledger = GainLedger(UsageTotals(requests=18, shared=2, saved_s=15.0, cached_tokens=2400))
+    page = world.opened()
+    page.wait_for_selector("text=Today 18 requests")
+    told = page.inner_text(".gain")
+    assert told == "Today 18 requests, 2 read together; 15.0 s saved; 2,400 tokens not read again."
+    assert page.eval_on_selector("main", "one => [...one.querySelectorAll('p')][0].className") == "gain"
+
+
+def test_a_memory_bar_adds_up_to_all_of_the_memory(world: PageWorld) -> None:
+    held = engine(memory_bytes=6_000_000_000, prefix_bytes=1_000_000_000, kv_bytes=500_000_000)
+    world.status = lambda: status(fleet=world.fleet.fleet, engines=[held])
+    page = world.opened()
+    page.wait_for_selector(".machines li:first-child .strip")
+    parts = page.eval_on_selector_all(
+        ".machines > li:first-child .legend li", "all => all.map(x => x.innerText)"
+    )
+    # 16 GiB are 17.2 GB; the fake machine has no free memory left.
+    assert parts[:3] == [f"{MODEL} 4.5 GB", "kept prompts 1.0 GB", "running prompts 500 MB"]
+    assert parts[3] == "other programs 11.2 GB"
+    ends = page.eval_on_selector_all(
+        ".machines > li:first-child .strip rect",
+        "all => all.map(x => x.x.baseVal.value + x.width.baseVal.value)",
+    )
+    assert abs(max(ends) - 1000) < 2
+
+
+def test_what_is_not_known_of_a_lost_machine_is_not_shown_as_none(world: PageWorld) -> None:
+    lost = PeerView("node01", "n01", "attic", "unreachable", "It does not answer.", "Is it on?")
+    world.fleet.fleet = FleetView(True, "me", "me", "mini", peers=[lost])
+    page = world.opened()
+    row = page.wait_for_selector(".machines li:has-text('attic')").inner_text()
+    assert "not known now" in row
+    for word in ("idle", "no model", "free", "0 B"):
+        assert word not in row
+
+
+@pytest.mark.parametrize(("others", "drawn"), [(0, 0), (1, 0), (2, 1), (12, 1)])
+def test_the_picture_is_there_from_three_machines_on(world: PageWorld, others: int, drawn: int) -> None:
+    world.fleet.fleet = fleet_of(others)
+    page = world.opened()
+    page.wait_for_selector(f".machines > li:nth-child({others + 1})")
+    assert page.locator(".picture").count() == drawn
+
+
+# ---- Requests --------------------------------------------------------------------------------------------
+
+
+def two_requests(world: PageWorld) -> None:
+    alone = OptionView("local", ["this"], None, chosen=True)
+    world.traces = [
+        trace(2, client="claude-cli", cached_tokens=3000),
+        trace(
+            1,
+            client="fleetctl",
+            outcome="failed",
+            chosen=alone,
+            reason="The model takes 8,192 tokens.",
+            ttft_s=None,
+            prefill_s=None,
+            completion_tokens=0,
+        ),
+    ]
+
+
+def test_a_row_says_who_asked_what_waited_where_and_what_came_of_it(world: PageWorld) -> None:
+    two_requests(world)
+    page = world.opened("requests")
+    page.wait_for_selector("table.past")
+    head = page.eval_on_selector_all("table.past thead th", "all => all.map(one => one.innerText)")
+    assert head == ["Time", "Client", "Model", "Prompt", "Waited", "Speed", "Machines", "Result"]
+    cells = page.eval_on_selector_all(
+        "table.past tbody tr:first-child td", "all => all.map(one => one.innerText.trim())"
+    )
+    assert cells[1:] == [
+        "claude-cli",
+        MODEL,
+        "4,000",
+        "2.10 s",
+        "39.0 tok/s",
+        "studio + mini",
+        "read together, 40 tokens",
+    ]
+    labels = page.eval_on_selector_all(
+        "table.past tbody tr:first-child svg", "all => all.map(one => one.getAttribute('aria-label'))"
+    )
+    assert labels == ["3,000 not read again", "planned 2.20 s"]
+    failed = page.inner_text("table.past tbody tr:nth-child(2)")
+    assert "failed" in failed
+    assert "The model takes 8,192 tokens." in failed
+
+
+def test_a_click_anywhere_in_a_row_opens_it(world: PageWorld) -> None:
+    two_requests(world)
+    page = world.opened("requests")
+    page.click("table.past tbody tr:first-child td.model")
+    page.wait_for_selector(".detail .waterfall")
+
+
+def test_the_filter_finds_by_client_machine_and_result(world: PageWorld) -> None:
+    two_requests(world)
+    page = world.opened("requests")
+    page.wait_for_selector("table.past")
+    for words, found in (
+        ("claude", 1),
+        ("studio together", 1),
+        ("failed", 1),
+        ("studio failed", 0),
+        ("mini", 2),
+    ):
+        page.fill("#filter", words)
+        page.wait_for_selector(f"text={found} of 2 requests")
+        assert page.locator("table.past tbody tr").count() == found
+    page.fill("#filter", "studio failed")
+    page.wait_for_selector("text=No request has all of these words.")
+
+
+def test_the_keyboard_alone_finds_opens_and_leaves_a_request(world: PageWorld) -> None:
+    two_requests(world)
+    page = world.opened()
+    for key in ("g", "r"):
+        page.keyboard.press(key)
+    page.wait_for_selector("table.past")
+    page.keyboard.press("/")
+    page.keyboard.type("claude")
+    page.wait_for_selector("text=1 of 2 requests")
+    # What is typed in a field is text.
+    assert page.input_value("#filter") == "claude"
+    page.fill("#filter", "")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("table.past tbody tr:nth-child(2)")
+    for key in ("j", "j", "k"):
+        page.keyboard.press(key)
+    focused = "document.activeElement.getAttribute('href')"
+    assert page.evaluate(focused) == f"#requests/{world.traces[0].id}"
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".detail .waterfall")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".detail", state="detached")
+    page.wait_for_function(f"() => {focused} === '#requests/{world.traces[0].id}'")
+
+
+def test_the_keyboard_map_opens_and_single_letters_can_be_turned_off(world: PageWorld) -> None:
+    page = world.opened("chat")
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open] >> text=the next and the previous request")
+    page.uncheck("text=Single letters do this")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    for key in ("g", "f"):
+        page.keyboard.press(key)
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open]")
+    assert page.url.endswith("#chat")
+    page.check("text=Single letters do this")
+    page.click("dialog >> text=Close")
+    for key in ("g", "f"):
+        page.keyboard.press(key)
+    page.wait_for_selector("main.view-fleet")
+
+
+# ---- History ---------------------------------------------------------------------------------------------
+
+
+def days_ago(*numbers: int) -> list[str]:
+    return [time.strftime("%Y-%m-%d", time.localtime(time.time() - 86_400 * number)) for number in numbers]
+
+
+@pytest.mark.parametrize(("used", "by"), [((0, 1), "Hour"), ((0, 1, 2, 5), "Day")])
+def test_history_is_by_the_hour_until_there_are_three_days(
+    world: PageWorld, used: tuple[int, ...], by: str
+) -> None:
+    world.ledger = GainLedger(UsageTotals(requests=4), days_ago(*used))
+    page = world.opened("history")
+    page.wait_for_selector(f"th:text-is('{by}')")
+
+
+def test_the_figures_of_a_bar_are_read_by_pointer_and_by_keyboard(world: PageWorld) -> None:
+    world.ledger = GainLedger(UsageTotals(requests=4), days_ago(0, 1, 2, 5))
+    page = world.opened("history")
+    first = "figure:has-text('First token')"
+    page.wait_for_selector(f"{first} >> text=1.50 s median, 4.25 s 9 of 10 within")
+    # The highest value is written at the axis.
+    assert page.inner_text(f"{first} .most") == "4.25 s"
+    page.focus(f"{first} .plot")
+    for _ in range(3):
+        page.keyboard.press("ArrowLeft")
+    page.wait_for_selector(f"{first} .reading:has-text('{days_ago(3)[0][5:]}: \u2013')")
+    page.hover(f"{first} .plot", position={"x": 1, "y": 30})
+    page.wait_for_selector(f"{first} .reading:has-text('{days_ago(29)[0][5:]}')")
+    saved = page.inner_text("figure:has-text('Time saved')")
+    assert "by other machines" in saved
+    assert "by drafts" in saved
+
+
+# ---- Chat ------------------------------------------------------------------------------------------------
+
+LINES = "A line of the answer.\n\n"
+
+
+def test_a_chat_follows_its_answer_unless_the_person_scrolled_up(world: PageWorld) -> None:
+    more: list[asyncio.Event] = []
+
+    def script(job: Job) -> Iterable[Step]:
+        yield p.Accepted(job.request.id, 9)
+        yield p.Prefill(job.request.id, 9, 9)
+        for _ in range(3):
+            yield p.Delta(job.request.id, LINES * 40)
+            more.append(asyncio.Event())
+            yield more[-1]
+        yield p.Finished(job.request.id, "stop", p.Usage(9, 0, 120, 0), p.Timings(0.001, 0.5, 0.25))
+
+    def go_on() -> None:
+        more[-1]._loop.call_soon_threadsafe(more[-1].set)  # type: ignore[attr-defined]
+
+    world.runner.script = script
+    page = world.opened("chat", viewport={"width": 1000, "height": 600})
+    page.fill("#prompt", "Go on.")
+    page.keyboard.press("Enter")
+    near_end = "scrollY > 0 && scrollY + innerHeight >= document.scrollingElement.scrollHeight - 40"
+    lines = "document.querySelectorAll('.assistant .rich > p').length"
+    page.wait_for_function(f"() => {lines} === 40")
+    page.wait_for_function(f"() => {near_end}")
+    page.mouse.move(500, 200)
+    page.mouse.wheel(0, -600)
+    page.wait_for_selector("text=To the end")
+    before = page.evaluate("scrollY")
+    until(lambda: len(more) == 1)
+    go_on()
+    page.wait_for_function(f"() => {lines} === 80")
+    assert page.evaluate("scrollY") == before
+    page.click("text=To the end")
+    page.wait_for_function(f"() => {near_end}")
+    until(lambda: len(more) == 2)
+    go_on()
+    page.wait_for_function(f"() => {lines} === 120")
+    page.wait_for_function(f"() => {near_end}")
+    until(lambda: len(more) == 3)
+    go_on()
+    page.wait_for_selector("text=The answer is complete.", state="attached")
+
+
+def test_smart_prefill_that_was_declined_says_so_and_why(world: PageWorld) -> None:
+    why = "the task is about the whole text (summarise)"
+
+    def script(job: Job) -> Iterable[Step]:
+        yield Planned("local", ("this",), "exact", smart=SmartPrefillResult(code="declined", reason=why))
+        yield from speak(job)
+
+    world.runner.script = script
+    page = world.opened("chat")
+    page.check("text=smart prefill")
+    page.fill("#prompt", "Sum this up.")
+    page.click("text=Send")
+    page.wait_for_selector("text=The answer is complete.", state="attached")
+    assert page.inner_text(".assistant .smart") == f"smart prefill: not used, because {why}"
+    assert world.runner.jobs[0].smart is not None
+
+
+MARKDOWN = """\
+## Steps
+
+1. Take `one`
+2. Then **two**
+   - inner *three*
+
+```python
+print("<b>hi</b>")
+```
+
+See [the page](https://example.org/a) or [this](javascript:alert(1)), 2 * 3 * 4 and snake_case_name.
+"""
+
+
+def test_an_answer_is_read_as_light_markdown_and_is_never_markup(world: PageWorld) -> None:
+    def script(job: Job) -> Iterable[Step]:
+        yield p.Accepted(job.request.id, 9)
+        yield p.Prefill(job.request.id, 9, 9)
+        yield p.Delta(job.request.id, MARKDOWN)
+        yield p.Finished(job.request.id, "stop", p.Usage(9, 0, 5, 0), p.Timings(0.001, 0.5, 0.25))
+
+    world.runner.script = script
+    page = world.opened("chat")
+    page.fill("#prompt", "How?")
+    page.click("text=Send")
+    page.wait_for_selector("text=The answer is complete.", state="attached")
+    rich = ".assistant .rich"
+    assert page.inner_text(f"{rich} ol > li:first-child code") == "one"
+    assert page.inner_text(f"{rich} ol > li:nth-child(2) > strong") == "two"
+    assert page.inner_text(f"{rich} ol ul em") == "three"
+    assert page.inner_text(f"{rich} pre") == 'print("<b>hi</b>")'
+    assert page.locator(f"{rich} b").count() == 0
+    links = page.eval_on_selector_all(f"{rich} a", "all => all.map(one => one.href)")
+    assert links == ["https://example.org/a"]
+    said = page.inner_text(rich)
+    assert "[this](javascript:alert(1)), 2 * 3 * 4 and snake_case_name." in said
+
+
+def test_a_question_is_edited_and_an_answer_is_asked_for_again(world: PageWorld) -> None:
+    page = world.opened("chat")
+    page.click("text=System prompt")
+    page.fill("#system", "Be brief.")
+    page.check("text=only on this machine")
+    page.fill("#prompt", "One?")
+    page.keyboard.press("Enter")
+    page.click("text=Retry")
+    page.wait_for_selector("text=Retry")
+    until(lambda: len(world.runner.jobs) == 2)
+    first, second = (job.request.prompt for job in world.runner.jobs)
+    assert isinstance(first, p.ChatPrompt)
+    assert isinstance(second, p.ChatPrompt)
+    assert first.messages == second.messages
+    assert [one["role"] for one in first.messages] == ["system", "user"]
+    assert all(job.local_only and job.client == "page" for job in world.runner.jobs)
+    page.wait_for_selector("text=The answer is complete.", state="attached")
+    page.click(".user >> text=Edit")
+    assert page.input_value("#prompt") == "One?"
+    assert page.locator("article").count() == 0
+
+
+def test_a_long_paste_is_folded_and_a_file_becomes_text(world: PageWorld) -> None:
+    page = world.opened("chat")
+    page.set_input_files(
+        "input[type=file]", [{"name": "a.txt", "mimeType": "text/plain", "buffer": b"w\n" * 300}]
+    )
+    page.wait_for_function("() => document.getElementById('prompt').value.startsWith('a.txt:')")
+    page.set_input_files(
+        "input[type=file]", [{"name": "b.png", "mimeType": "image/png", "buffer": b"\x89PNG\xff"}]
+    )
+    page.wait_for_selector("text=b.png: it is no text.")
+    page.click("text=Send")
+    page.wait_for_selector("text=Retry")
+    shown = page.inner_text(".user .text")
+    assert len(shown.splitlines()) < 20
+    page.click("text=Show all")
+    page.wait_for_selector("text=Show less")
+    assert len(page.inner_text(".user .text").splitlines()) > 290
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "The model's working state stays encrypted on this disk (cache.disk)."),
+        ("[cache]\ndisk = false\n", "nothing of it is written to this disk (cache.disk is off)"),
+    ],
+)
+def test_an_empty_chat_says_what_is_stored(world: PageWorld, tmp_path: Path, text: str, said: str) -> None:
+    with_settings(world, tmp_path, text)
+    page = world.opened("chat")
+    page.wait_for_selector("text=No text is stored.")
+    page.wait_for_selector(".nothing code")
+    assert said in page.inner_text(".nothing")
+
+
+# ---- Setup -----------------------------------------------------------------------------------------------
+
+
+def with_settings(world: PageWorld, folder: Path, text: str) -> Path:
+    path = folder / "fleetd.toml"
+    path.write_text(text)
+    world.settings = SettingsFile(path, config.load(path, environ={}))
+    return path
+
+
+def test_pairing_lists_the_machines_nearby(world: PageWorld) -> None:
+    near = [Neighbour("x", "x", "attic", ["10.0.0.9"], True), Neighbour("y", "y", "garage", ["10.0.0.8"])]
+    world.fleet.fleet = FleetView(True, "me", "me", "mini", neighbours=near)
+    page = world.opened("pairing")
+    page.wait_for_selector("li:has-text('attic') >> text=shows a code now")
+    page.wait_for_selector("li:has-text('garage') >> text=fleetctl pair")
+
+
+def test_a_setting_is_edited_and_stands_in_the_file(world: PageWorld, tmp_path: Path) -> None:
+    path = with_settings(world, tmp_path, "# mine\n[engine]\nidle_unload_s = 600  # ten minutes\n")
+    page = world.opened("settings")
+    row = "dl.settings > div:has-text('An unused model is unloaded')"
+    page.wait_for_selector(f"{row} >> text=after 10 min idle")
+    assert str(path) in page.inner_text("main")
+    page.click(f"{row} >> text=Edit")
+    page.fill(f"{row} input", "-5")
+    page.click(f"{row} >> text=Save")
+    page.wait_for_selector(f"{row} [role=alert]")
+    assert "600" in path.read_text()
+    page.fill(f"{row} input", "45")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f"{row} >> text=after 45 min idle after a restart")
+    assert path.read_text() == "# mine\n[engine]\nidle_unload_s = 2700  # ten minutes\n"
+    page.wait_for_selector("text=1 change will count from the daemon's next start")
+    other = "dl.settings > div:has-text('Prompts typed here')"
+    page.click(f"{other} >> text=Edit")
+    page.select_option(f"{other} select", label="never leave this machine")
+    page.click(f"{other} >> text=Save")
+    page.wait_for_selector("text=2 changes will count")
+    assert "local_only = true" in path.read_text()
+    assert page.locator("summary:has-text('more at their defaults')").count() == 1
+
+
+# ---- The whole -------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_smaller_than_its_bound() -> None:
+    assert sum(len(files.load(name).body) for name in files.SERVED) < BUNDLE_BYTES
+
+
+def test_the_navigation_of_a_phone_is_one_row(world: PageWorld) -> None:
+    page = world.opened(viewport={"width": 375, "height": 700})
+    tops = page.eval_on_selector_all(".top nav a", "all => all.map(one => one.getBoundingClientRect().top)")
+    assert len(set(tops)) == 1
+    goto(page, "settings")
+    page.wait_for_selector("nav.sub >> text=Settings")
+
+
+def test_the_state_is_easier_to_see_than_logging_out(world: PageWorld) -> None:
+    page: Any = world.opened()
+    size = "one => parseFloat(getComputedStyle(one).fontSize) * parseInt(getComputedStyle(one).fontWeight)"
+    assert page.eval_on_selector(".link", size) > page.eval_on_selector("text=Log out", size)
