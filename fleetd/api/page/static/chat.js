@@ -218,7 +218,6 @@ function controls() {
     h("label", null, h("span", { class: "unseen" }, "Model"), h("select", { value: chat.model, onchange: (event) => { chat.model = event.target.value; } },
       h("option", { value: "" }, `${short(usual)} (default)`), known().filter((name) => name !== usual).map((name) => h("option", { key: name, value: name }, short(name))))),
     checkbox("smart", "smart prefill"), checkbox("local", "only on this machine"),
-    h("label", { class: "file" }, h("input", { type: "file", class: "unseen", multiple: true, onchange: filesChosen }), h("span", { class: "like-button" }, "File …")),
     h("span", { class: "grow" }),
     chat.turns.length > 0 && !chat.abort && h("button", { key: "new", type: "button", class: "plain", onclick: newChat }, "New chat"),
     chat.abort ? h("button", { key: "stop", type: "button", class: "danger", onclick: stop }, "Stop") : h("button", { key: "send" }, "Send"));
@@ -230,6 +229,7 @@ function checkbox(name, text) {
 
 function more() {
   return h("div", { class: "more" },
+    h("label", { class: "file" }, h("input", { type: "file", class: "unseen", multiple: true, onchange: filesChosen }), h("span", { class: "like-button" }, "File …")),
     h("details", { id: "instructions" },
       h("summary", null, "System prompt", chat.system.trim() && ": in use"),
       h("label", { for: "system", class: "unseen" }, "System prompt"),

@@ -43,7 +43,8 @@ export function machines() {
       part_first: engine.part_of ? engine.first_layer : 0,
       part_last: engine.part_of ? engine.last_layer : 0,
       note: engine.error || (engine.state === "loading" && engine.stage) || "",
-      bytes: engine.memory_bytes,
+      // Weights that a CPU holds packed are not in what its worker reports.
+      bytes: Math.max(engine.memory_bytes, (engine.shape.weights_bytes ?? 0) + engine.prefix_bytes + engine.kv_bytes),
       kept: engine.prefix_bytes,
       running: engine.kv_bytes,
       helping: engine.assisting,

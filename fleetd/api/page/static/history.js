@@ -8,7 +8,7 @@ import { count, day, none, seconds, speed } from "/page/units.js";
 const DAYS = 30;
 // With fewer days of requests than this, hours are shown.
 const FEW_DAYS = 3;
-const HOURS = 24;
+const LEAST_HOURS = 8;
 const STALE_MS = 30_000;
 let usage = null;
 let trouble = null;
@@ -47,15 +47,16 @@ export function spans(report, names) {
     helped_s: one.saved_s - one.drafts_s - one.smart_s }));
 }
 
-/** "2026-01-31" or "2026-01-31 14:00" of the last days or hours, oldest first. */
-function names(hours, now) {
-  const number = hours ? HOURS : DAYS;
-  return Array.from({ length: number }, (_, at) => {
-    const back = number - 1 - at;
-    if (!hours) return day(new Date(now.getFullYear(), now.getMonth(), now.getDate() - back));
-    const then = new Date(now.getTime() - back * 3_600_000);
-    return `${day(then)} ${String(then.getHours()).padStart(2, "0")}:00`;
-  });
+/** "2026-01-31" of the last days or "2026-01-31 14:00" of the hours since the first in use, oldest first. */
+function names({ hours, rows }, now) {
+  const first = rows.length ? rows[rows.length - 1].day : "";
+  const found = [];
+  for (let back = 0; back < (hours ? FEW_DAYS * 24 : DAYS); back++) {
+    const then = hours ? new Date(now.getTime() - back * 3_600_000) : new Date(now.getFullYear(), now.getMonth(), now.getDate() - back);
+    found.unshift(hours ? `${day(then)} ${String(then.getHours()).padStart(2, "0")}:00` : day(then));
+    if (hours && found[0] <= first && found.length >= LEAST_HOURS) break;
+  }
+  return found;
 }
 
 export function historyView() {
@@ -63,9 +64,9 @@ export function historyView() {
   if (usage === null) {
     return trouble ? h("p", { class: "trouble" }, trouble.message, " ", h("button", { onclick: refresh }, "Try again")) : h("p", { class: "quiet" }, "Waiting for the figures …");
   }
-  const all = spans(usage, names(usage.hours, new Date()));
+  const all = spans(usage, names(usage, new Date()));
   const used = all.filter((one) => one.requests);
-  if (!used.length) return h("p", { class: "quiet" }, usage.hours ? `No request in the last ${HOURS} hours.` : `No request in the last ${DAYS} days.`);
+  if (!used.length) return h("p", { class: "quiet" }, `No request in the last ${usage.hours ? FEW_DAYS : DAYS} days.`);
   const each = usage.hours ? "an hour" : "a day";
   return [
     h("div", { class: "charts" }, CHARTS.map((one) => chart(all, one, each))),
@@ -101,7 +102,8 @@ const HEIGHT = 72;
 function chart(all, { title, unit, bars, mark }, each) {
   const value = (one, field) => one[field] ?? 0;
   const total = (one, sign) => bars.reduce((sum, [, field]) => sum + Math.max(0, sign * value(one, field)), 0);
-  const top = Math.max(...all.map((one) => Math.max(total(one, 1), mark ? value(one, mark[1]) : 0))) || 1;
+  const known = Math.max(...all.map((one) => Math.max(total(one, 1), mark ? value(one, mark[1]) : 0)));
+  const top = known || 1;
   const bottom = -Math.max(...all.map((one) => total(one, -1)), 0);
   const y = (height) => ((top - height) / (top - bottom)) * HEIGHT;
   const last = all.findLastIndex((one) => one.requests);
@@ -109,11 +111,10 @@ function chart(all, { title, unit, bars, mark }, each) {
   const read = (one) => [...bars, ...(mark ? [mark] : [])].filter(([, field]) => one[field] !== null && (bars.length === 1 || one[field])).map(([name, field]) => `${unit(one[field])} ${name}`.trim()).join(", ") || none;
   const step = WIDTH / all.length;
   return h("figure", { key: title },
-    h("figcaption", null, h("b", null, title), h("br"), h("span", { class: "reading" }, `${label(all[at].name)}: ${read(all[at])}`)),
+    h("figcaption", null, h("b", null, title), h("span", { class: "most" }, known ? `up to ${unit(known)}` : ""), h("span", { class: "reading" }, `${label(all[at].name)}: ${read(all[at])}`)),
     h("div", { class: "plot", tabindex: "0", role: "slider", "aria-label": `${title} ${each}`, "aria-valuemin": 0, "aria-valuemax": all.length - 1, "aria-valuenow": at, "aria-valuetext": `${all[at].name}: ${read(all[at])}`,
       onpointermove: (event) => moveTo(Math.floor((all.length * (event.clientX - event.currentTarget.getBoundingClientRect().left)) / event.currentTarget.clientWidth), all.length), onpointerleave: () => moveTo(null),
       onkeydown: (event) => stepped(event, at, all.length) },
-      h("span", { class: "most quiet" }, unit(top)),
       h("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" },
         h("line", { class: "zero", x1: 0, x2: WIDTH, y1: 0.5, y2: 0.5 }),
         h("line", { class: "zero", x1: 0, x2: WIDTH, y1: y(0).toFixed(1), y2: y(0).toFixed(1) }),

@@ -150,7 +150,8 @@ function waited(trace, most) {
 function result(trace) {
   const { outcome } = trace;
   const word = RESULTS[outcome] ?? outcome;
-  if (outcome === "failed" || outcome === "cancelled") return [h("b", null, word), trace.reason && h("span", { class: "because", title: trace.reason }, trace.reason)];
+  if (outcome === "cancelled") return h("b", null, word);
+  if (outcome === "failed") return [h("b", null, word), trace.reason && h("span", { class: "because", title: trace.reason }, trace.reason)];
   const left_out = trace.kept_tokens > 0 && ` to ${percent(trace.kept_tokens, trace.prompt_tokens)}`;
   return [word, left_out, h("span", { class: "quiet wide" }, `, ${counted(trace.completion_tokens, "token")}`)];
 }

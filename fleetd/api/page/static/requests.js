@@ -3,7 +3,7 @@
 import { h } from "/page/dom.js";
 import { bar, short } from "/page/fleet.js";
 import { pastList } from "/page/request_list.js";
-import { state } from "/page/store.js";
+import { hereName, state } from "/page/store.js";
 import { bytes, count, counted, deviation, moment, none, percent, rate, seconds } from "/page/units.js";
 import { stepsOf, waterfall } from "/page/waterfall.js";
 
@@ -33,7 +33,7 @@ function runningRow(request) {
   const { plan } = request;
   return h("li", { key: request.id },
     h("div", null,
-      h("h3", null, short(request.model), h("small", null, ` ${request.id.slice(-8)}`, request.asked_by && ` for ${request.asked_by}`)),
+      h("h3", null, short(request.model), h("small", null, ` ${request.id.slice(-8)}`, (request.asked_by || request.client) && ` for ${request.asked_by || request.client}`)),
       h("p", null, request.stage || "waiting for a place",
         request.total > 0 && request.stage === "reading the prompt" && `: ${count(request.done)} of ${counted(request.total, "token")}`,
         request.total > 0 && request.stage !== "reading the prompt" && `: ${percent(request.done, request.total)}`,
@@ -51,7 +51,7 @@ function parts(plan, request) {
   const reading = request.stage === "reading the prompt";
   const past = request.ttft_s !== null;
   return h("ul", { class: "plainlist" }, shares.map((share) =>
-    h("li", { key: share.machine }, h("span", { class: "name" }, share.machine), " ", h("span", { class: "quiet" }, share.what, past && share.helper ? " · done" : reading && share.helper ? " · at work" : ""))));
+    h("li", { key: share.machine }, h("span", { class: "name" }, share.machine === "this machine" ? hereName() || share.machine : share.machine), " ", h("span", { class: "quiet" }, share.what, past && share.helper ? " · done" : reading && share.helper ? " · at work" : ""))));
 }
 
 /** Who computes what: [{machine, what, helper}]. */
