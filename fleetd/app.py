@@ -29,6 +29,7 @@ from aiohttp import web
 
 from fleetd import __version__, limits
 from fleetd.api.app import build_app
+from fleetd.api.control.settings_file import SettingsFile
 from fleetd.api.http.deadlines import BoundedRunner
 from fleetd.api.http.disabled_fleet import DisabledFleet
 from fleetd.api.http.services import Services
@@ -46,7 +47,6 @@ from fleetd.process.descriptors import UNSCALED, connection_caps, open_limit, ra
 from fleetd.process.notify import Notifier
 from fleetd.process.observe import get_logger
 from fleetd.process.periodic import keep_running
-from fleetd.settings_file import SettingsFile
 from fleetd.storage import paths
 from fleetd.storage.durable import PRIVATE_FILE
 from fleetd.storage.paths import HomeFolder
@@ -234,6 +234,7 @@ class Daemon:
     def _services(self, token: str) -> Services:
         """What the HTTP application needs of this daemon."""
         http, machine, parts = self._config.http, self._machine, self._parts
+        settings = SettingsFile(self._config_file, self._config)
         return Services(
             runner=self._runner,
             models=machine.models,
@@ -262,7 +263,8 @@ class Daemon:
             running=self._runner.running,
             ended=machine.traces.ended,
             answer_tokens=self._config.engine.answer_tokens or None,
-            settings=SettingsFile(self._config_file, self._config),
+            settings=settings.view,
+            change_setting=settings.change,
         )
 
     async def _listen(self, stack: AsyncExitStack, token: str) -> HttpAddress:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from fleetd.control.model_facts import MeasuredSpeed
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 
 PeerState = Literal["usable", "connecting", "quiet", "draining", "unreachable", "refused", "incompatible"]
 
@@ -39,8 +39,8 @@ class PeerModel(msgspec.Struct, frozen=True):
     part_last: int = 0
     # Whether its card claims more than its hardware can do.
     capped: bool = False
-    # Bytes of the weights; 0 if unknown.
-    weights_bytes: int = 0
+    # What it is, as far as that machine knows.
+    shape: ModelShape = ModelShape()
 
 
 class PeerView(msgspec.Struct, frozen=True):

@@ -106,7 +106,7 @@ def peer_view(node: Node, member: RosterMember, now: float) -> PeerView:
                 m.speed,
                 m.part_first,
                 m.part_last,
-                weights_bytes=m.shape.weights_bytes,
+                shape=m.shape,
             )
             for m in (card.models if card is not None else ())
         ],

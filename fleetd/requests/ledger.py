@@ -246,7 +246,7 @@ def _report(db: sqlite3.Connection, now_s: float, days: int, span: str) -> Usage
 
 
 def _times(day: str, rows: Iterable[tuple[str, float]]) -> FirstTokenTimes:
-    """Of the rows of one span, the shortest time first."""
+    """The median and the 90th percentile of one span's rows, which begin with the shortest time."""
     seconds = [first_s for _, first_s in rows]
     return FirstTokenTimes(day, *(seconds[math.ceil(share * len(seconds)) - 1] for share in (0.5, 0.9)))
 

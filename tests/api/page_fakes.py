@@ -12,6 +12,7 @@ from browser import Visit
 from fakes import FakeModels, FakePool
 from msgspec.structs import replace
 
+from fleetd.api.control.settings_file import SettingsFile
 from fleetd.api.http.page_sessions import PageSessions
 from fleetd.api.http.services import Services
 from fleetd.config import Config
@@ -24,7 +25,6 @@ from fleetd.control.prefill_plan import AddedQuestion, AddedView, OptionView, St
 from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.errors import FleetError
 from fleetd.models.hub_search import HubPage
-from fleetd.settings_file import SettingsFile
 
 VIEWS = ("fleet", "requests", "history", "models", "chat", "pairing", "clients", "settings")
 
@@ -143,7 +143,8 @@ class PageWorld:
             models=self.models,
             status=lambda: self.status() if self.status is not None else status(fleet=self.fleet.fleet),
             ledger=_Newest(self, "ledger"),
-            settings=_Newest(self, "settings"),
+            settings=lambda: self.settings.view(),
+            change_setting=lambda change: self.settings.change(change),
             traces=lambda last, request_id: TracesView(self.traces[:last]),
             running=lambda: self.requests,
             page=self.page,

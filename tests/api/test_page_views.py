@@ -15,18 +15,15 @@ from live_daemon import until
 from page_fakes import PageWorld, fleet_of, goto, trace
 
 from fleetd import config
-from fleetd.api.page import files
+from fleetd.api.control.settings_file import SettingsFile
 from fleetd.control.fleet_view import FleetView, Neighbour, PeerView
 from fleetd.control.prefill_plan import OptionView
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.control.usage_report import FirstTokenTimes, Span, UsageReport, UsageRow, UsageTotals
 from fleetd.engine import protocol as p
 from fleetd.requests.job import Job, Planned
-from fleetd.settings_file import SettingsFile
 
 pytestmark = [browsers.NEEDED, pytest.mark.one_loop]
-
-BUNDLE_BYTES = 200_000
 
 
 # ---- Fleet -----------------------------------------------------------------------------------------------
@@ -443,10 +440,6 @@ def test_a_setting_is_edited_and_stands_in_the_file(world: PageWorld, tmp_path: 
 
 
 # ---- The whole -------------------------------------------------------------------------------------------
-
-
-def test_the_page_is_smaller_than_its_bound() -> None:
-    assert sum(len(files.load(name).body) for name in files.SERVED) < BUNDLE_BYTES
 
 
 def test_the_navigation_of_a_phone_is_one_row(world: PageWorld) -> None:

@@ -29,12 +29,11 @@ from fleetd.control.model_listing import (
 from fleetd.control.setting_view import SettingChange
 from fleetd.control.usage_report import SPANS
 from fleetd.engine.protocol import Ready
-from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound, NotFound
+from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
 from fleetd.models import catalog, file_threads
 from fleetd.models.catalog import CatalogEntry
 from fleetd.models.folder import ModelFolder
 from fleetd.models.weights import unused_files
-from fleetd.settings_file import SettingsFile
 from fleetd.text.host_port import host_port
 
 _DAYS = (1, 3650)
@@ -163,20 +162,13 @@ async def usage(request: web.Request) -> web.StreamResponse:
 
 
 async def settings(request: web.Request) -> web.StreamResponse:
-    return json_answer(await asyncio.to_thread(_settings_file(request).view))
+    return json_answer(await asyncio.to_thread(request.app[SERVICES].settings))
 
 
 async def change_setting(request: web.Request) -> web.StreamResponse:
     """Write one key into the settings file; the answer says what a restart would change."""
     change = parse(await read(request), SettingChange)
-    return json_answer(await asyncio.to_thread(_settings_file(request).change, change))
-
-
-def _settings_file(request: web.Request) -> SettingsFile:
-    found = request.app[SERVICES].settings
-    if found is None:
-        raise NotFound("This daemon has no settings file.")
-    return found
+    return json_answer(await asyncio.to_thread(request.app[SERVICES].change_setting, change))
 
 
 async def env(request: web.Request) -> web.StreamResponse:

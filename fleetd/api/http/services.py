@@ -17,6 +17,7 @@ from fleetd.control.daemon_status import DaemonStatus, HardwareReading
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_plan import AddedQuestion, AddedView, PlanQuestion, PlanView
 from fleetd.control.prefill_trace import Trace, TracesView
+from fleetd.control.setting_view import SettingChange, SettingsView
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.fleet.service import Fleet
 from fleetd.models import hub_search
@@ -30,7 +31,6 @@ from fleetd.requests.ledger import Ledger
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.runner import RequestRunner
 from fleetd.requests.smart_prefill.compression_job import CompressionService
-from fleetd.settings_file import SettingsFile
 
 
 class Services(msgspec.Struct, frozen=True):
@@ -89,8 +89,10 @@ class Services(msgspec.Struct, frozen=True):
     ended: Callable[[int], tuple[int, Sequence[Trace]]] = lambda number: (number, ())
     #: The most tokens of an answer whose request has no bound; None is what the context holds.
     answer_tokens: int | None = None
-    #: The settings as the daemon runs with them, and their file.
-    settings: SettingsFile | None = None
+    #: The settings as the daemon runs with them, and as their file has them by now. Blocks.
+    settings: Callable[[], SettingsView] = SettingsView
+    #: Changes one of them in their file. Blocks. Raises FleetError.
+    change_setting: Callable[[SettingChange], SettingsView] = lambda change: SettingsView()
     #: Sessions of browsers that have the page open.
     page: PageSessions = msgspec.field(default_factory=PageSessions)
     #: Answers that clients come back to (``responses.kept``).

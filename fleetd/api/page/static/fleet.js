@@ -44,7 +44,7 @@ export function machines() {
       part_last: engine.part_of ? engine.last_layer : 0,
       note: engine.error || (engine.state === "loading" && engine.stage) || "",
       // Weights that a CPU holds packed are not in what its worker reports.
-      bytes: Math.max(engine.memory_bytes, (engine.shape.weights_bytes ?? 0) + engine.prefix_bytes + engine.kv_bytes),
+      bytes: Math.max(engine.memory_bytes, (engine.shape?.weights_bytes ?? 0) + engine.prefix_bytes + engine.kv_bytes),
       kept: engine.prefix_bytes,
       running: engine.kv_bytes,
       helping: engine.assisting,
@@ -57,7 +57,7 @@ export function machines() {
     total: peer.memory_bytes,
     free: peer.available_bytes,
     limit: limitOf(peer.memory_bytes, peer.available_bytes, peer.usable_bytes),
-    models: peer.models.map((model) => ({ ...model, bytes: model.state === "loaded" && !model.part_last ? model.weights_bytes : 0 })),
+    models: peer.models.map((model) => ({ ...model, bytes: model.state === "loaded" && !model.part_last ? (model.shape?.weights_bytes ?? 0) : 0 })),
     link: peer.state === "usable" ? { rtt_ms: peer.rtt_ms, bytes_per_s: peer.bytes_per_s, doubtful: peer.link_doubtful,
       kind: peer.paths.find((path) => path.in_use)?.kind ?? "" } : null,
   }));

@@ -9,9 +9,9 @@ import pytest
 from msgspec import UNSET
 
 from fleetd import config
+from fleetd.api.control.settings_file import SettingsFile
 from fleetd.control.setting_view import SettingChange, SettingsView, SettingView
 from fleetd.errors import ConfigError, InvalidValue
-from fleetd.settings_file import SettingsFile
 
 WRITTEN = """\
 # my machine
