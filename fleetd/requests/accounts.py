@@ -96,7 +96,7 @@ class Account:
         if self._row is not None:
             trace = trace_of(request)
             self._all.ledger.settle(
-                self._row, usage, timings, reason, first_s=trace.ttft_s, gain=_gain_of(trace)
+                self._row, usage, timings, reason, first_s=trace.ttft_s, gain=gain_of(trace)
             )
         self._all.metrics.finished(request.model.name, reason, usage, timings, took_s)
         if reason == "cancelled":
@@ -137,7 +137,7 @@ def _node_of(planned: Planned) -> str:
     return THIS_NAME if planned.answered_here else planned.nodes[0]
 
 
-def _gain_of(trace: Trace) -> Gain:
+def gain_of(trace: Trace) -> Gain:
     """What the ledger keeps of a trace's gain."""
     there = trace.there.speculation if trace.there is not None else None
     drafts = trace.speculation or there

@@ -17,7 +17,7 @@ const rows = new WeakMap();
 
 /** Seconds to the first token as planned, counted from the arrival; null if nothing was planned. */
 export function plannedFirst(trace) {
-  if (trace.planned_first_s !== undefined) return trace.planned_first_s;
+  if (trace.planned_ttft_s !== undefined) return trace.planned_ttft_s;
   const planned = trace.chosen.predicted_s;
   if (planned === null || planned === undefined) return null;
   // The plan begins with the decision.
@@ -136,7 +136,7 @@ function promptBar(trace, most) {
 function waited(trace, most) {
   const planned = plannedFirst(trace);
   if (trace.ttft_s === null) return h("span", { class: "quiet" }, "no token");
-  const late = planned !== null && trace.ttft_s > MISS * planned && trace.ttft_s - planned > 0.1;
+  const late = trace.late ?? (planned !== null && trace.ttft_s > MISS * planned && trace.ttft_s - planned > 0.1);
   const label = planned === null ? "not planned" : `planned ${seconds(planned)}`;
   const x = planned === null ? 0 : (100 * planned) / most;
   return [
