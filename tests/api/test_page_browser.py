@@ -290,8 +290,10 @@ def test_a_large_fleet_and_many_requests_are_drawn(world: PageWorld) -> None:
     world.fleet.fleet = fleet_of(64)
     world.traces = [trace(n) for n in range(1000)]
     page = world.opened()
+    # Some machines are drawn with each frame.
+    page.wait_for_selector(".machines > li:nth-child(65)")
+    page.wait_for_function("() => document.querySelectorAll('.picture .spot').length === 65")
     assert page.locator(".machines > li").count() == 65
-    assert page.locator(".picture .spot").count() == 65
     goto(page, "requests")
     page.wait_for_selector("table.past")
     assert page.locator("table.past tbody tr").count() == 50
