@@ -35,6 +35,7 @@ SERVED = MappingProxyType(
                 "models.js",
                 "pairing.js",
                 "picture.js",
+                "request_detail.js",
                 "requests.js",
                 "settings.js",
                 "store.js",
