@@ -92,7 +92,7 @@ def test_another_machine_that_answers_with_helpers_of_its_own_and_what_cannot() 
     [
         (
             {"sources": ["suffix", "lookup"], "width": 16},
-            "Drafts: suffix, prompt lookup; up to 16 tokens per pass. Verdict: exact: for the test.",
+            "Drafting: on, up to 16 tokens at a time, same text. Sources: suffix, prompt lookup.",
         ),
         (
             {
@@ -101,15 +101,15 @@ def test_another_machine_that_answers_with_helpers_of_its_own_and_what_cannot() 
                 "draft_model": "small",
                 "drafters": ["studio", "this"],
             },
-            "Drafts: small on studio (else this), suffix, prompt lookup; up to 4 tokens "
-            "per pass. Verdict: exact: for the test.",
+            "Drafting: on, up to 4 tokens at a time, same text. Sources: small on studio (else this), "
+            "suffix, prompt lookup.",
         ),
         (
             {"sources": ["suffix", "lookup"], "width": 8, "draft_model": "small"},
-            "Drafts: suffix, prompt lookup; up to 8 tokens per pass. Verdict: exact: for the test. No "
+            "Drafting: on, up to 8 tokens at a time, same text. Sources: suffix, prompt lookup. No "
             "machine can draft with small now.",
         ),
-        ({"reason": "declined: its kernels differ"}, "Drafts: none, declined: its kernels differ."),
+        ({"reason": "declined: its kernels differ"}, "Drafting: off, declined: its kernels differ."),
     ],
 )
 def test_who_would_draft_for_the_answer(drafts: dict[str, Any], said: str) -> None:
