@@ -74,7 +74,7 @@ def _shown(steps: Sequence[TraceStep], took_s: float) -> Iterator[tuple[int, Tra
         if found:
             yield 0, _joined(found)
     least_s = _LEAST * took_s
-    details = [step for step in steps[1:] if not _is_phase(step) and step.end_s - step.begin_s >= least_s]
+    details = [step for step in steps[1:] if not _is_phase(step) and step.seconds >= least_s]
     for machine in dict.fromkeys(step.machine for step in details):
         for step in details:
             if step.machine == machine:
@@ -97,7 +97,9 @@ def _bar(step: TraceStep, took_s: float, room: int) -> str:
     """Where the step lies in the time of the request."""
     first = min(room - 1, round(room * step.begin_s / took_s))
     last = max(first + 1, min(room, round(room * step.end_s / took_s)))
-    return " " * first + "█" * (last - first)
+    # A step that other work came between is drawn lighter.
+    whole = step.seconds >= (step.end_s - step.begin_s) / 2
+    return " " * first + ("█" if whole else "▒") * (last - first)
 
 
 def _axis(took_s: float, room: int) -> str:

@@ -27,7 +27,8 @@ def summary(trace: Trace) -> str:
         return _unfinished(trace, unfinished or "Ended without a token")
     parts = ", ".join(_parts(trace, trace.ttft_s)) or "reading"
     first = f"{spoken(trace.ttft_s)}: {parts}."
-    return " ".join([first, *_against(trace, trace.ttft_s), *_after(trace, trace.ttft_s, unfinished)])
+    said = "(planned " in parts
+    return " ".join([first, *_against(trace, trace.ttft_s, said), *_after(trace, trace.ttft_s, unfinished)])
 
 
 def spoken(seconds: float) -> str:
@@ -93,8 +94,9 @@ def _way_of_reading(trace: Trace) -> str:
     return "".join(f" {part}" for part in (shortened, together) if part)
 
 
-def _against(trace: Trace, first_s: float) -> Iterator[str]:
-    if missed(first_s, trace.planned_ttft_s) and trace.planned_ttft_s:
+def _against(trace: Trace, first_s: float, said: bool) -> Iterator[str]:
+    """``said``: which part was planned to take less has been said."""
+    if not said and missed(first_s, trace.planned_ttft_s) and trace.planned_ttft_s:
         times = first_s / trace.planned_ttft_s
         much = f"{times:.1f}x the planned time" if times < 100 else "far more than planned"
         yield f"That is {much} ({spoken(trace.planned_ttft_s)})."

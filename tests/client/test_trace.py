@@ -80,7 +80,7 @@ def test_one_request_step_by_step() -> None:
     )
     header, *rows = steps.splitlines()
     assert re.split("  +", header)[:6] == ["STEP", "MACHINE", "PLANNED", "ACTUAL", "MISS", "BYTES"]
-    assert [re.split("  +", row.replace("█", "").strip()) for row in rows] == [
+    assert [re.split("  +", row.replace("█", "").replace("▒", "").strip()) for row in rows] == [
         ["waiting", "vm", "-", "30 ms", "-", "-"],
         ["reading", "vm", "1.06 s", "1.12 s", "-", "-"],
         ["writing", "vm", "-", "2.10 s", "-", "-"],

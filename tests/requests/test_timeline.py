@@ -242,7 +242,7 @@ def test_one_sentence_says_where_the_time_went_against_the_plan_and_against_one_
     assert summary(SHARED) == (
         "31 s: 14 s loading the model on studio (planned 3), 16 s reading together. Alone: about 29 s."
     )
-    slow = replace(SHARED, planned_ttft_s=12.0)
+    slow = replace(SHARED, planned_ttft_s=12.0, steps=[replace(s, planned_s=None) for s in SHARED.steps])
     assert "That is 2.6x the planned time (12 s)." in summary(slow)
     failed = replace(SHARED, outcome="failed", ttft_s=None, reason="studio went away.")
     assert summary(failed) == "Failed after 31 s, while reading: studio went away."
