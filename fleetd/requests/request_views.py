@@ -202,14 +202,21 @@ def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView
         return (smart, [dense]) if used else (dense, [smart])
     if not used:
         return chosen, [*losers, smart]
-    # Both: scored, and what is kept is prefilled as the planner chose.
-    nodes = [*dict.fromkeys([*smart.nodes[:-1], *chosen.nodes])]
-    predicted_s = None if chosen.predicted_s is None else smart_plan.score_s + chosen.predicted_s
-    steps = [*smart.steps[:1], *chosen.steps]
-    both = msgspec.structs.replace(
-        smart, nodes=nodes, predicted_s=predicted_s, steps=steps, chosen=True, cuts=chosen.cuts
+    # Scored, and what is kept is prefilled as the planner chose.
+    return _in_front(smart_plan, chosen), [dense, *(_in_front(smart_plan, way) for way in losers)]
+
+
+def _in_front(plan: SmartPlan, way: OptionView) -> OptionView:
+    """Smart prefill, and then this way to prefill what it keeps."""
+    smart, _ = smart_options(plan)
+    return msgspec.structs.replace(
+        way,
+        kind="smart",
+        prefill=way.kind,
+        nodes=[*dict.fromkeys([*smart.nodes[:-1], *way.nodes])],
+        predicted_s=None if way.predicted_s is None else plan.score_s + way.predicted_s,
+        steps=[*smart.steps[:1], *way.steps],
     )
-    return both, [dense, *losers]
 
 
 def ways_in_front(plan: SmartPlan, kept: Sequence[OptionView]) -> list[OptionView]:
@@ -220,15 +227,9 @@ def ways_in_front(plan: SmartPlan, kept: Sequence[OptionView]) -> list[OptionVie
     smart, _ = smart_options(plan)
     if not kept or not plan.parts:
         return [msgspec.structs.replace(smart, chosen=plan.worth_it)]
-    scorers = smart.nodes[:-1]
     found = [
         msgspec.structs.replace(
-            way,
-            kind="smart",
-            prefill=way.kind,
-            nodes=[*dict.fromkeys([*scorers, *way.nodes])],
-            predicted_s=plan.score_s + way.predicted_s,
-            steps=[smart.steps[0], *way.steps],
+            _in_front(plan, way),
             chosen=way.chosen and plan.worth_it,
             code=plan.code or way.code,
             reason=plan.reason or way.reason,

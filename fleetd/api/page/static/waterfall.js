@@ -12,6 +12,11 @@ const LEAST = 0.01;
 /** Traces whose short steps are shown as well. */
 const unfolded = new Set();
 
+const RECEIVING = new Set(["waited", "fetched"]);
+const HOW = "Point at a step, or move to it with the Tab key, to read what it is.";
+/** The explanation that is shown. */
+let explained = HOW;
+
 const WORDS = {
   waiting: "No machine worked on the request yet: it was placed, tokenized, sent, or other requests came first.",
   loading: "The model was fetched or loaded first.",
@@ -42,9 +47,9 @@ const WORDS = {
   "probing for exactness": "It was tested whether drafts keep every byte of an answer. Later loads keep the result.",
 };
 
-/** Bytes that crossed links. */
+/** Bytes that crossed links, by the machines that received them: the sender counts them as well. */
 export function travelled(trace) {
-  return trace.steps.reduce((sum, step) => sum + (step.n_bytes ?? 0), 0);
+  return trace.steps.reduce((sum, step) => sum + (RECEIVING.has(step.name) ? step.n_bytes ?? 0 : 0), 0);
 }
 
 /** +12 %; nothing for a miss of 5 % or less, or of 100 ms or less. */
@@ -91,7 +96,7 @@ export function waterfall(trace) {
             h("tr", { class: "machine" }, h("th", { scope: "rowgroup", colspan: "6" }, h("i", { class: `swatch lane${lane(machine)}`, "aria-hidden": "true" }), machine)),
             steps.map(draw));
         }))),
-    h("p", { class: "explain quiet", role: "status" }, "Point at a step, or move to it with the Tab key, to read what it is."),
+    h("p", { class: "explain quiet", role: "status" }, explained),
     folded > 0 && h("p", null, h("button", { class: "plain", "aria-expanded": String(all), onclick: () => { if (!unfolded.delete(trace.id)) unfolded.add(trace.id); redraw(); } },
       all ? "Hide steps of less than 1 %" : `Show ${count(folded)} more of less than 1 %`)),
   ];
@@ -99,7 +104,8 @@ export function waterfall(trace) {
 
 function explain(event) {
   const line = event.currentTarget.closest("section").querySelector(".explain");
-  line.textContent = `${event.currentTarget.textContent}: ${event.currentTarget.title}`;
+  explained = `${event.currentTarget.textContent}: ${event.currentTarget.title}`;
+  line.textContent = explained;
 }
 
 function row(step, lane, end, ttft_s) {
