@@ -51,8 +51,11 @@ class LoadTimes:
                 seconds += took_s
         if first_s > 0:
             self._first_s += WEIGHT * (first_s - self._first_s)
-        if verified_s > 0:
+        if first_s > 0 and verified_s > 0:
             self._verified_bytes_per_s += WEIGHT * (weights_bytes / verified_s - self._verified_bytes_per_s)
+        else:
+            # Later loads compare little.
+            seconds += verified_s
         if seconds <= 0:
             return
         seen = min(MOST, max(1 / MOST, seconds / chip_speeds.load_s(weights_bytes)))

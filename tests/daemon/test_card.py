@@ -256,7 +256,7 @@ async def test_what_a_load_took_and_what_a_prefill_consists_of_is_known_after_it
     await daemon.listed()
     assert daemon.model.load_s == pytest.approx(LoadTimes().seconds("m", 1000), rel=0.1)
     assert daemon.model.shape == replace(FOLDER.shape, cpu_arithmetic="float32")
-    took = [StepView("verifying", 33.0), StepView("reading", 8.0)]
+    took = [StepView("measuring", 33.0), StepView("reading", 8.0)]
     sizes = StateSizes(9, 6, 5, 4)
     told = ModelShape("llama", 1000, 2048, "float32", 30, sizes, 8, 3, 7, 5, any_chunks=True)
     told = replace(told, cpu_arithmetic="int8")
