@@ -14,8 +14,8 @@ from fleetd.control.prefill_trace import Trace, TraceStep
 
 # Of the request's time; steps that took less are folded.
 _LEAST = 0.01
-# Characters of the picture.
-_PICTURE, _NARROWEST = 40, 12
+# Characters of the picture: at most, at least, and as many as are kept free for it.
+_PICTURE, _NARROWEST, _FREE = 40, 12, 22
 _PHASES = ("waiting", "loading", "reading", "writing")
 
 
@@ -37,7 +37,7 @@ def table(trace: Trace, width: int | None) -> list[str]:
         Column("MISS", [miss(step.seconds, step.planned_s) for _, step in shown], 4, right=True),
         Column("BYTES", [size(step.n_bytes) if step.n_bytes else "-" for _, step in shown], 3, right=True),
     ]
-    columns = fitted(columns, width)
+    columns = fitted(columns, None if width is None else width - _FREE)
     room = _PICTURE if width is None else width - total(columns) - 2
     if room >= _NARROWEST:
         room = min(room, _PICTURE)

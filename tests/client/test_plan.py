@@ -13,7 +13,7 @@ import pytest
 from fake_daemon import FakeDaemon, Reply, Run
 from hypothesis import given
 from hypothesis import strategies as st
-from shares import LAYERS, LOCAL, PLAN
+from shares import LAYERS, LOCAL, PLAN, TOKENS
 
 from fleetctl.exits import Exit
 from fleetctl.render.added_page import added_page
@@ -279,6 +279,24 @@ def test_a_prompt_says_where_its_known_part_came_from() -> None:
     assert prompt(4000, 3072, restored=1024, fetched=2048, fetched_from="studio").endswith(
         "known already (1,024 from the disk, 2,048 from studio)"
     )
+
+
+def test_a_way_that_needs_a_load_first_stands_apart_without_a_speed() -> None:
+    """The star stood on a row that was slower than the one below it, which was not possible."""
+    cold = {
+        **TOKENS,
+        "predicted_s": 0.9,
+        "code": "cold",
+        "reason": "studio would have to load the model first.",
+    }
+    _, options, *_ = page({**PLAN, "options": [LAYERS, cold, LOCAL]}, None).split("\n\n")
+    rows = options.splitlines()
+    assert [row.split()[0] for row in rows[1:3]] == ["*", "local"]
+    assert rows[-2:] == [
+        "Not now, as a machine would have to load the model first:",
+        "   tokens: studio would have to load the model first.",
+    ]
+    assert "0.90 s" not in options
 
 
 # ---- With one more machine -------------------------------------------------------------------------------

@@ -161,6 +161,11 @@ async def test_a_prompt_that_was_shortened_and_shared_leaves_one_trace(tmp_path:
             (step.machine, step.name) for step in trace.steps
         }
         assert trace.losers[0].predicted_s == plan.dense_s
+        # The others are ways to read what is kept, behind the scores.
+        ways = trace.losers[1:]
+        assert {way.kind for way in ways} == {"smart"}
+        assert "local" in {way.prefill for way in ways}
+        assert all(way.predicted_s is None or way.predicted_s > plan.score_s for way in ways)
         assert home.shown(f'fleetd_share_total{{kind="{planned.kind}",outcome="shared"}} 1.0')
 
 

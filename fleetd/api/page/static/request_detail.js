@@ -100,19 +100,30 @@ function draftItems(drafts, drafter) {
     `; ${saved >= 0 ? "saved" : "lost"} ${seconds(Math.abs(saved))}`);
 }
 
+/** The code of a way for which a helper would have to load the model first. */
+const NOT_NOW = "cold";
+
 function alternatives(trace) {
+  const later = trace.losers.filter((option) => option.code === NOT_NOW);
   const alone = [trace.chosen, ...trace.losers].find((option) => option.kind === "local")?.predicted_s;
   return h("section", { "aria-labelledby": "alternatives" }, h("h3", { id: "alternatives" }, "Alternatives"),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Alternatives" },
       h("table", null,
         h("thead", null, h("tr", null, h("th", { scope: "col" }, "Way"), h("th", { scope: "col" }, "Machines"), h("th", { scope: "col", class: "number" }, "First token"),
           h("th", { scope: "col", class: "number" }, "Against alone"), h("th", { scope: "col" }, "Why not"))),
-        h("tbody", null, trace.losers.map((option, at) => h("tr", { key: at },
+        h("tbody", { key: "now" }, trace.losers.filter((option) => option.code !== NOT_NOW).map((option, at) => h("tr", { key: at },
           h("td", null, wayOf(option)),
           h("td", null, option.nodes.map((node) => named(trace, node)).join(" + ")),
-          h("td", { class: "number" }, option.code === "cold" ? none : seconds(option.predicted_s)),
-          h("td", { class: "number quiet" }, option.kind === "local" || option.code === "cold" ? none : deviation(option.predicted_s, alone)),
-          h("td", { class: "reason" }, option.reason || option.code)))))));
+          h("td", { class: "number" }, seconds(option.predicted_s)),
+          h("td", { class: "number quiet" }, option.kind === "local" ? none : deviation(option.predicted_s, alone)),
+          h("td", { class: "reason" }, option.reason || option.code)))),
+        later.length > 0 && h("tbody", { key: "later" },
+          h("tr", null, h("th", { scope: "rowgroup", colspan: "5", class: "quiet" }, "Not now, as a machine would have to load the model first")),
+          later.map((option, at) => h("tr", { key: at },
+            h("td", null, wayOf(option)),
+            h("td", null, option.nodes.map((node) => named(trace, node)).join(" + ")),
+            h("td", { class: "number" }, none), h("td", { class: "number quiet" }, none),
+            h("td", { class: "reason" }, option.reason)))))));
 }
 
 function wayOf({ kind, prefill }) {
