@@ -92,7 +92,7 @@ def prompt(
 
 
 def miss(actual_s: float | None, planned_s: float | None) -> str:
-    """As ``deviation``; "-" also for a miss that says nothing: of 5 % or less, or of 100 ms or less."""
+    """The ``deviation`` in percent; "-" also for one of at most 5 % or 100 ms, which says nothing."""
     if actual_s is None or not planned_s:
         return "-"
     off_s = abs(actual_s - planned_s)

@@ -95,7 +95,7 @@ class ScorerRun:
 
     @property
     def seconds(self) -> float:
-        """From request to scores."""
+        """Seconds from a request to its scores, summed over the segments."""
         return sum(came_s - asked_s for asked_s, came_s in self.asked)
 
     @property
