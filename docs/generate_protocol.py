@@ -102,6 +102,8 @@ def _words(kind: Any) -> str:
         case msgspec.inspect.IntType(ge=low, le=high):
             top = f"2^{(high + 1).bit_length() - 1} - 1" if high > 65535 else str(high)
             return f"{low} to {top}"
+        case msgspec.inspect.FloatType(ge=least, le=most):
+            return f"number, {least:g} to {most:g}"
         case msgspec.inspect.StrType() | msgspec.inspect.BytesType():
             word, unit = (
                 ("text", "characters") if isinstance(kind, msgspec.inspect.StrType) else ("bytes", "")

@@ -365,7 +365,12 @@ class DaemonParts:
             warm=self.sharing.warm if self.sharing else lambda load, model: None,
         )
         request = self.fleet.request if self.fleet else None
-        scoring = SegmentScoring(machine.pool, request, monotonic=time.monotonic)
+        scoring = SegmentScoring(
+            machine.pool,
+            request,
+            monotonic=time.monotonic,
+            clock_offset_s=self.members.clock_offset_s,
+        )
         return CompressionService(scoring, scorers, machine.ledger)
 
     def _locator(self) -> ModelLocator:
@@ -388,6 +393,7 @@ class DaemonParts:
             smart=self.smart,
             survey=self.survey,
             record=machine.traces.record,
+            name=self._config.fleet.name or default_name(),
         )
 
     # ---- for other machines ------------------------------------------------------------------------------

@@ -506,6 +506,10 @@ TRACES = 500
 TRACE_LOSERS = 8
 # Stages of one load that are listed: the engine has six, a download names each of its files.
 LOAD_STAGES = 48
+# Phases of a request: waiting, loading, reading, writing, and again after each attempt that fails.
+TRACE_PHASES = 64
+# Steps of a request that are kept.
+TRACE_STEPS = 256
 # Machines times models whose measured speeds correct their own figures.
 SPEED_CORRECTIONS = 256
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.

@@ -165,11 +165,11 @@ def _share(daemon: Daemon, model: str, prompt: list[int], text: str, kind: str, 
 
 def received(trace: Trace) -> int:
     """Bytes of keys, values and states that came home."""
-    return sum(s.n_bytes for s in trace.steps if s.machine == "this" and s.name == step_names.WAITED)
+    return sum(s.n_bytes for s in trace.steps if s.machine == trace.machine and s.name == step_names.WAITED)
 
 
 def _shared_figures(title: str, kind: str, traces: list[Trace], seen: Samples) -> Iterator[Figure]:
-    took = [f"{s.machine or 'both'} {s.name} {s.seconds:.3f} s" for s in traces[-1].steps]
+    took = [f"{s.machine} {s.name} {s.seconds:.3f} s" for s in traces[-1].steps]
     labels = ", ".join(sorted({trace.exactness for trace in traces}))
     n_bytes, seconds = seen[kind, "bytes"], [trace.prefill_s or 0.0 for trace in traces]
     yield Figure(

@@ -54,6 +54,7 @@ def error(trace: Trace) -> float | None:
 
 def step_s(trace: Trace, name: str, machine: str) -> float:
     """Seconds of a step as it went, 0 where there was none."""
+    machine = trace.machine if machine == HOME else machine
     return sum(step.seconds for step in trace.steps if step.name == name and step.machine == machine)
 
 

@@ -12,10 +12,27 @@ from fleetctl.render.text import brief, count, one_line, wrapped
 from fleetd.control.prefill_plan import OptionView
 
 _MACHINES_CHARS = 40
+# The code of a way for which a helper would have to load the model first.
+NOT_NOW = "cold"
 
 
 def options_table(options: Sequence[OptionView], local_s: float | None, width: int | None) -> list[str]:
-    """The lines of the table. ``local_s``: seconds of this machine alone, the base of all comparisons."""
+    """The lines of the table, ways that are not possible now last.
+
+    Args:
+        local_s: seconds of this machine alone, the base of all comparisons.
+    """
+    now = [option for option in options if option.code != NOT_NOW]
+    later = [option for option in options if option.code == NOT_NOW]
+    lines = _rows(now, local_s, width) if now else []
+    if later:
+        lines.append("Not now, as a machine would have to load the model first:")
+        for option in later:
+            lines.append(wrapped(f"{way(option)}: {one_line(option.reason)}", width, indent="   "))
+    return lines
+
+
+def _rows(options: Sequence[OptionView], local_s: float | None, width: int | None) -> list[str]:
     columns = [
         Column(" ", ["*" if option.chosen else " " for option in options], 9),
         Column("PLAN", [way(option) for option in options], 9),

@@ -9,6 +9,7 @@ from fleetctl.render.text import clause, count, listed, one_line
 from fleetd.control.prefill_plan import DraftsView, OptionView
 
 THIS = "this"
+_LEAST, _LEAST_S = 0.05, 0.1
 
 
 def machines(option: OptionView) -> str:
@@ -54,14 +55,14 @@ def division(option: OptionView) -> str:
 def drafts_line(drafts: DraftsView) -> str:
     """Which sources would draft for the answer; where there are none, why."""
     if not drafts.sources:
-        return f"Drafts: none, {clause(drafts.reason) or 'no source can draft'}."
+        return f"Drafting: off, {clause(drafts.reason) or 'no source can draft'}."
     words = {"lookup": "prompt lookup", "suffix": "suffix", "drafter": _drafter(drafts)}
     named = ", ".join(words.get(source) or one_line(source) for source in drafts.sources)
     missing = ""
     if drafts.draft_model and not drafts.drafters:
         missing = f" No machine can draft with {one_line(drafts.draft_model)} now."
-    verdict = clause(drafts.verdict)
-    return f"Drafts: {named}; up to {drafts.width} tokens per pass. Verdict: {verdict}.{missing}"
+    same = ", same text" if drafts.verdict.startswith("exact") else ""
+    return f"Drafting: on, up to {drafts.width} tokens at a time{same}. Sources: {named}.{missing}"
 
 
 def _drafter(drafts: DraftsView) -> str:
@@ -88,6 +89,14 @@ def prompt(
     if sources:
         known += f" ({', '.join(sources)})"
     return f"{count(tokens)} tokens{read}{known}"
+
+
+def miss(actual_s: float | None, planned_s: float | None) -> str:
+    """The ``deviation`` in percent; "-" also for one of at most 5 % or 100 ms, which says nothing."""
+    if actual_s is None or not planned_s:
+        return "-"
+    off_s = abs(actual_s - planned_s)
+    return deviation(actual_s, planned_s) if off_s > max(_LEAST_S, _LEAST * planned_s) else "-"
 
 
 def deviation(actual_s: float | None, predicted_s: float | None) -> str:

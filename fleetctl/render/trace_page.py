@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from fleetctl.render.columns import Column, drawn, fitted, shortened
 from fleetctl.render.options_table import options_table
-from fleetctl.render.plan_words import THIS, deviation, division, helpers, local_s, prompt
+from fleetctl.render.plan_words import division, helpers, local_s, miss, prompt
 from fleetctl.render.text import brief, clause, count, one_line, wrapped
 from fleetctl.render.trace_steps import seen_from_here, table
 from fleetd.control.prefill_trace import DrafterView, Trace
@@ -27,7 +27,7 @@ _COLOURS = {
     "cancelled": "yellow",
 }
 _OUTCOMES = {
-    "shared": "shared as planned",
+    "shared": "read by several machines",
     "fallback": "begun together, ended here alone",
     "local": "computed here",
     "smart": "a part of the prompt was left out",
@@ -49,18 +49,16 @@ def listing(traces: Sequence[Trace], width: int | None) -> str:
         Column("TOKENS", [_tokens(trace) for trace in traces], 6, right=True),
         Column("CACHED", [count(trace.cached_tokens) for trace in traces], 2, right=True),
         Column("PLAN", [_plan(trace, cut=cut) for trace in traces], 9),
-        Column("PLANNED", [brief(trace.chosen.predicted_s) for trace in traces], 4, right=True),
-        Column("ACTUAL", [brief(trace.prefill_s) for trace in traces], 8, right=True),
-        Column(
-            "DIFF", [deviation(trace.prefill_s, trace.chosen.predicted_s) for trace in traces], 5, right=True
-        ),
+        Column("PLANNED", [brief(trace.planned_ttft_s) for trace in traces], 4, right=True),
+        Column("ACTUAL", [brief(trace.ttft_s) for trace in traces], 8, right=True),
+        Column("MISS", [miss(trace.ttft_s, trace.planned_ttft_s) for trace in traces], 5, right=True),
         Column("OUTCOME", [one_line(trace.outcome) for trace in traces], 9),
     ]
     header, *rows = drawn(fitted(columns, width))
     at = header.index("OUTCOME")
     lines = [header]
     for trace, row in zip(traces, rows, strict=True):
-        lines.append(row[:at] + click.style(row[at:], fg=_COLOURS.get(trace.outcome)))
+        lines.append(row[:at] + click.style(row[at:], fg=_colour(trace)))
         if trace.reason:
             lines.append(wrapped(_why(trace), width, indent="  "))
     return "\n".join(lines)
@@ -68,17 +66,21 @@ def listing(traces: Sequence[Trace], width: int | None) -> str:
 
 def page(trace: Trace, width: int | None) -> str:
     """All that is known of one request, on whichever machines it ran."""
-    parts = [_facts(_story(trace), width)]
+    if trace.machine:
+        trace = seen_from_here(trace, one_line(trace.machine))
+    first = wrapped(one_line(trace.summary), width)
+    parts = [click.style(first, fg="yellow" if trace.late else None, bold=True)] if trace.summary else []
+    parts.append(_facts(_story(trace), width))
     if trace.there is not None:
         there = seen_from_here(trace.there, trace.answered_by)
-        parts.append(f"On {_answering(trace)}:\n" + _facts(_story_there(there, trace.answered_by), width))
+        parts.append(f"On {_answering(trace)}:\n" + _facts(_story_there(there), width))
     elif trace.answered_by:
         parts.append(wrapped(f"{_answering(trace)} told no steps of its own.", width))
     if steps := table(trace, width):
         parts.append("\n".join(steps))
     if trace.losers:
         found = options_table(trace.losers, local_s([trace.chosen, *trace.losers]), width)
-        parts.append("\n".join(["Passed over:", *found]))
+        parts.append("\n".join(["Alternatives:", *found]))
     return "\n\n".join(parts)
 
 
@@ -108,29 +110,24 @@ def _story(trace: Trace) -> Iterable[tuple[str, str]]:
     for sentence in trace.capped:
         yield "not believed", one_line(sentence)
     yield "outcome", _outcome(trace)
-    if not trace.answered_by:
-        yield "prefill", _prefill(trace)
+    yield "first token", _first_token(trace)
     there = trace.there
-    if trace.ttft_s is not None:
-        its_part = _part(there.ttft_s, trace) if there is not None else ""
-        yield "first token", f"{brief(trace.ttft_s)} after the request came{its_part}"
     if trace.took_s is not None and trace.completion_tokens:
         its_part = _part(there.took_s, trace) if there is not None else ""
         tokens = f"{count(trace.completion_tokens)} token" + ("" if trace.completion_tokens == 1 else "s")
         yield "answer", f"{tokens}, the last one after {brief(trace.took_s)}{its_part}"
     if there is None:
-        yield from _drafts(trace, THIS)
+        yield from _drafts(trace)
 
 
-def _story_there(there: Trace, machine: str) -> Iterable[tuple[str, str]]:
+def _story_there(there: Trace) -> Iterable[tuple[str, str]]:
     """Where it was answered, as far as that says more."""
     yield "trace there", one_line(there.id)
     yield "plan", division(there.chosen)
     # How exact it is for who asked has been said.
     alone = there.outcome == "local" and not there.reason
     yield "outcome", "computed there" if alone else _outcome(replace(there, exactness=""))
-    yield "prefill", _prefill(there)
-    yield from _drafts(there, machine)
+    yield from _drafts(there)
 
 
 def _facts(facts: Iterable[tuple[str, str]], width: int | None) -> str:
@@ -149,11 +146,8 @@ def _part(there_s: float | None, trace: Trace) -> str:
     return "" if there_s is None else f", {brief(there_s)} of it on {_answering(trace)}"
 
 
-def _drafts(trace: Trace, machine: str) -> Iterable[tuple[str, str]]:
-    """What came of drafts, source by source, and what that did; and what kept a drafter from it.
-
-    ``machine``: the one that answered.
-    """
+def _drafts(trace: Trace) -> Iterable[tuple[str, str]]:
+    """What came of drafts, source by source, and what that did; and what kept a drafter from it."""
     told, drafter = trace.speculation, trace.drafter
     if told is None and drafter is None:
         return
@@ -171,8 +165,6 @@ def _drafts(trace: Trace, machine: str) -> Iterable[tuple[str, str]]:
         said.append(f"{_named(drafter)} did not draft to the end: {clause(drafter.reason)} ({drafter.code})")
     elif drafter is not None and told is None:
         said.append(f"{_named(drafter)} was asked; none of its drafts was verified")
-    if drafter is not None and not drafter.code and not drafter.steps and drafter.machine != machine:
-        said.append(f"{drafter.machine} told no steps of its own")
     yield "drafts", one_line("; ".join(said))
 
 
@@ -209,12 +201,16 @@ def _outcome(trace: Trace) -> str:
     return f"{said} · {_why(trace)}" if trace.reason or trace.code else said
 
 
-def _prefill(trace: Trace) -> str:
-    predicted_s, actual_s = trace.chosen.predicted_s, trace.prefill_s
-    if predicted_s is None:
-        return brief(actual_s)
-    difference = f" ({deviation(actual_s, predicted_s)})" if actual_s is not None and predicted_s else ""
-    return f"{brief(predicted_s)} planned, {brief(actual_s)} actual{difference}"
+def _first_token(trace: Trace) -> str:
+    """Planned and actual, from the arrival on."""
+    planned_s, actual_s = trace.planned_ttft_s, trace.ttft_s
+    there_s = trace.there.ttft_s if trace.there is not None else None
+    its_part = _part(there_s, trace) if actual_s is not None else ""
+    if planned_s is None:
+        return f"{brief(actual_s)}, not planned{its_part}"
+    off = miss(actual_s, planned_s)
+    said = f"{brief(planned_s)} planned, {brief(actual_s)} actual" + (f" ({off})" if off != "-" else "")
+    return said + its_part
 
 
 def _why(trace: Trace) -> str:
@@ -237,6 +233,11 @@ def _tokens(trace: Trace) -> str:
     """Tokens in a list: the prefilled ones first, if others were left out."""
     kept = f"{count(trace.kept_tokens)} of " if trace.kept_tokens else ""
     return kept + count(trace.prompt_tokens)
+
+
+def _colour(trace: Trace) -> str | None:
+    colour = _COLOURS.get(trace.outcome)
+    return "yellow" if trace.late and colour in (None, "green") else colour
 
 
 def _model(name: str, *, cut: bool) -> str:

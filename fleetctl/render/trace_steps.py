@@ -1,98 +1,107 @@
-"""The steps of one request, predicted against actual, on whichever machine each of them ran. Pure."""
+"""The steps of one request in time, planned against actual, on whichever machine each of them ran. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import click
 from msgspec.structs import replace
 
-from fleetctl.render.columns import Column, drawn, fitted
-from fleetctl.render.plan_words import THIS, deviation
-from fleetctl.render.text import brief, one_line, size, wrapped
-from fleetd.control.prefill_plan import StepView
-from fleetd.control.prefill_trace import Trace
+from fleetctl.render.columns import Column, drawn, fitted, total
+from fleetctl.render.plan_words import THIS, miss
+from fleetctl.render.text import brief, count, one_line, size, wrapped
+from fleetd.control.prefill_trace import Trace, TraceStep
+
+# Of the request's time; steps that took less are folded.
+_LEAST = 0.01
+# Characters of the picture: at most, at least, and as many as are kept free for it.
+_PICTURE, _NARROWEST, _FREE = 40, 12, 22
+_PHASES = ("waiting", "loading", "reading", "writing")
 
 
 def table(trace: Trace, width: int | None) -> list[str]:
-    """The steps of a trace, of the machine that answered, and of the one that drafted; none: no line."""
-    told = [trace] if trace.there is None else [trace, seen_from_here(trace.there, trace.answered_by)]
-    predicted = [step for each in told for step in each.chosen.steps]
-    actual = [step for each in reversed(told) for step in (*each.steps, *_drafted(each))]
-    return _drawn(predicted, actual, width) if predicted or actual else []
+    """The phases of a request, then machine by machine what each did; no line for a trace without steps."""
+    took_s = trace.took_s or 0.0
+    if not trace.steps or not took_s:
+        return []
+    shown = list(_shown(trace.steps, took_s))
+    if not shown:
+        return []
+    folded = sum(step.parent not in (None, 0) or step.name not in _PHASES for step in trace.steps[1:])
+    folded -= sum(1 for _, step in shown if not _is_phase(step))
+    columns = [
+        Column("STEP", [_name(depth, step) for depth, step in shown], 9),
+        Column("MACHINE", [one_line(step.machine) for _, step in shown], 8),
+        Column("PLANNED", [brief(step.planned_s) for _, step in shown], 7, right=True),
+        Column("ACTUAL", [brief(step.seconds) for _, step in shown], 7, right=True),
+        Column("MISS", [miss(step.seconds, step.planned_s) for _, step in shown], 4, right=True),
+        Column("BYTES", [size(step.n_bytes) if step.n_bytes else "-" for _, step in shown], 3, right=True),
+    ]
+    columns = fitted(columns, None if width is None else width - _FREE)
+    room = _PICTURE if width is None else width - total(columns) - 2
+    if room >= _NARROWEST:
+        room = min(room, _PICTURE)
+        bars = [_bar(step, took_s, room) for _, step in shown]
+        columns.append(Column(_axis(took_s, room), bars, 1))
+    lines = drawn(columns)
+    if folded > 0:
+        said = f"{count(folded)} step{'' if folded == 1 else 's'} of less than 1 % not shown; --json has all."
+        lines.append(click.style(wrapped(said, width), dim=True))
+    return lines
 
 
 def seen_from_here(trace: Trace, machine: str) -> Trace:
-    """Another machine's trace, in which that machine has its name instead of "this"."""
-    chosen = replace(
-        trace.chosen,
-        nodes=[machine if node == THIS else node for node in trace.chosen.nodes],
-        steps=[_at(step, machine) for step in trace.chosen.steps],
+    """A trace in which the machine that wrote it has its name instead of "this"."""
+    chosen, *losers = (
+        replace(option, nodes=[machine if node == THIS else node for node in option.nodes])
+        for option in (trace.chosen, *trace.losers)
     )
     drafter = trace.drafter
     if drafter is not None and drafter.machine == THIS:
         drafter = replace(drafter, machine=machine)
-    return replace(trace, chosen=chosen, drafter=drafter, steps=[_at(step, machine) for step in trace.steps])
+    return replace(trace, chosen=chosen, losers=losers, drafter=drafter)
 
 
-def _at(step: StepView, machine: str) -> StepView:
-    """Predicted steps of a machine do not name it."""
-    return replace(step, machine=machine) if step.machine in ("", THIS) else step
+def _is_phase(step: TraceStep) -> bool:
+    return step.parent == 0 and step.name in _PHASES
 
 
-def _drafted(trace: Trace) -> list[StepView]:
-    return [] if trace.drafter is None else trace.drafter.steps
+def _shown(steps: Sequence[TraceStep], took_s: float) -> Iterator[tuple[int, TraceStep]]:
+    """(depth, step): the phases, then one machine after the other."""
+    phases = [step for step in steps if _is_phase(step)]
+    for name in _PHASES:
+        found = [step for step in phases if step.name == name]
+        if found:
+            yield 0, _joined(found)
+    least_s = _LEAST * took_s
+    details = [step for step in steps[1:] if not _is_phase(step) and step.seconds >= least_s]
+    for machine in dict.fromkeys(step.machine for step in details):
+        for step in details:
+            if step.machine == machine:
+                yield 1, step
 
 
-def _drawn(predicted: Sequence[StepView], actual: Sequence[StepView], width: int | None) -> list[str]:
-    """Both kinds side by side; what only one of them knows has a row as well."""
-    pairs = list(_paired(predicted, actual))
-    columns = [
-        Column("STEP", [one_line(step.name) for step, _, _ in pairs], 9),
-        Column("MACHINE", [one_line(step.machine) for step, _, _ in pairs], 8),
-        Column("PLANNED", [_step_s(found) for _, found, _ in pairs], 7, right=True),
-        Column("ACTUAL", [_step_s(found) for _, _, found in pairs], 7, right=True),
-        Column("DIFF", [_difference(mine, found) for _, mine, found in pairs], 4, right=True),
-        Column("BYTES", [_bytes(found or mine) for _, mine, found in pairs], 3, right=True),
-    ]
-    lines = drawn(fitted(columns, width))
-    if _several(predicted, actual):
-        legend = "Steps of several machines run at the same time."
-        lines.append(click.style(wrapped(legend, width), dim=True))
-    return lines
+def _joined(phases: Iterable[TraceStep]) -> TraceStep:
+    """One row for a phase that came several times."""
+    first, *more = phases
+    last = more[-1] if more else first
+    seconds = first.seconds + sum(step.seconds for step in more)
+    return replace(first, end_s=last.end_s, seconds=seconds)
 
 
-def _paired(
-    predicted: Sequence[StepView], actual: Sequence[StepView]
-) -> Iterable[tuple[StepView, StepView | None, StepView | None]]:
-    """(either of them, predicted, actual), the predicted ones in their order first.
-
-    Predictions are about the machine that answers, which they do not name.
-    """
-    left = list(actual)
-    for step in predicted:
-        mine = (step.machine or THIS, step.name)
-        same = next((one for one in left if (one.machine, one.name) == mine), None)
-        if same is not None:
-            left.remove(same)
-        yield same or step, step, same
-    for step in left:
-        yield step, None, step
+def _name(depth: int, step: TraceStep) -> str:
+    return "  " * depth + one_line(step.name)
 
 
-def _several(*steps: Sequence[StepView]) -> bool:
-    return len({step.machine for group in steps for step in group if step.machine}) > 1
+def _bar(step: TraceStep, took_s: float, room: int) -> str:
+    """Where the step lies in the time of the request."""
+    first = min(room - 1, round(room * step.begin_s / took_s))
+    last = max(first + 1, min(room, round(room * step.end_s / took_s)))
+    # A step that other work came between is drawn lighter.
+    whole = step.seconds >= (step.end_s - step.begin_s) / 2
+    return " " * first + ("█" if whole else "▒") * (last - first)
 
 
-def _difference(predicted: StepView | None, actual: StepView | None) -> str:
-    if predicted is None or actual is None:
-        return "-"
-    return deviation(actual.seconds, predicted.seconds)
-
-
-def _step_s(step: StepView | None) -> str:
-    return "-" if step is None else brief(step.seconds)
-
-
-def _bytes(step: StepView | None) -> str:
-    return size(step.n_bytes) if step is not None and step.n_bytes else "-"
+def _axis(took_s: float, room: int) -> str:
+    end = brief(took_s)
+    return "0 s" + end.rjust(room - 3) if room > len(end) + 4 else end.rjust(room)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from fleetd.control.prefill_plan import OptionView, StepView
+from fleetd.control.prefill_plan import OptionView
 from fleetd.text.bounded import Natural, SignedSeconds, Text
 
 # shared: as planned. fallback: begun together, ended here. local: computed here from the start, by plan or
@@ -42,13 +42,35 @@ class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):
     sources: Annotated[dict[Text, SourceCounts], Meta(max_length=16)] = {}
 
 
+class TraceStep(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One step of a request as it went, by the clock of the machine that was asked.
+
+    The first step is the request; its parts are its phases (waiting, loading, reading, writing), which follow
+    one another without a gap, and what went on beside them. Each other step is part of one before it, and
+    lies inside of that one.
+    """
+
+    name: str
+    # The name of the machine where it ran.
+    machine: str = ""
+    # Seconds after the arrival of the request.
+    begin_s: float = 0.0
+    end_s: float = 0.0
+    # Spent on it; less than from begin to end if other work was done in between.
+    seconds: float = 0.0
+    # That crossed a link.
+    n_bytes: int = 0
+    # The place in the list of the step that it is part of; None for the request itself.
+    parent: int | None = None
+    # None if it was not planned.
+    planned_s: float | None = None
+
+
 class DrafterView(msgspec.Struct, frozen=True, omit_defaults=True):
     """The model that drafted for an answer, and the machine on which it ran."""
 
     model: str = ""
     machine: str = ""
-    # Steps of that machine since it was asked; empty if it told none.
-    steps: list[StepView] = []
     # Why it did not draft, or stopped before the answer ended.
     code: str = ""
     reason: str = ""
@@ -67,7 +89,8 @@ class Trace(msgspec.Struct, frozen=True):
     # The plan that was chosen, and the others.
     chosen: OptionView = OptionView()
     losers: list[OptionView] = []
-    steps: list[StepView] = []
+    # Each comes behind the one that it is part of.
+    steps: list[TraceStep] = []
     # An ``Outcome``.
     outcome: str = ""
     # exact, plan or lossy.
@@ -98,8 +121,8 @@ class Trace(msgspec.Struct, frozen=True):
     client: str = ""
     # The machine that answered; "" for this one.
     answered_by: str = ""
-    # That machine's own trace, in which "this" is that machine and times begin with the arrival there; None
-    # if it told none.
+    # That machine's own trace, in which "this" is that machine and seconds are counted from the arrival
+    # there; None if it told none. Its steps are among the steps here.
     there: Trace | None = None
     # Attempts before the last one, each with why it failed.
     earlier: list[Trace] = []
@@ -112,6 +135,18 @@ class Trace(msgspec.Struct, frozen=True):
     fetched_from: str = ""
     # The machine that had read the beginning of the prompt before, and if it did not get the request, why.
     kept_where: str = ""
+    # What took how long, what was planned, and what it would have taken alone: one sentence.
+    summary: str = ""
+    # The name of the machine that was asked; "this" elsewhere in this trace.
+    machine: str = ""
+    # From the arrival to the first token as planned, to be compared with ``ttft_s``; None if not priced.
+    planned_ttft_s: float | None = None
+    # The first token came more than half as late again as planned, and more than 100 ms.
+    late: bool = False
+    # The same as ``planned_ttft_s`` for ``machine`` alone.
+    alone_s: float | None = None
+    # When it arrived, by the monotonic clock of ``machine``.
+    clock_s: float = 0.0
 
 
 class TracesView(msgspec.Struct, frozen=True):

@@ -471,11 +471,17 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step of a shared prefill as it went: a name to show, seconds, bytes that crossed a link."""
+    """One step of a shared prefill as it went."""
 
+    # To show.
     name: Text
+    # Spent on it; less than from begin to end if other work was done in between.
     seconds: Seconds
+    # That crossed a link.
     n_bytes: Count = 0
+    # By the monotonic clock of the machine where it ran, in seconds; both 0 if not told.
+    began_s: Seconds = 0.0
+    ended_s: Seconds = 0.0
 
 
 class PrefillReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -710,6 +716,8 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     profile: Profile
     tokens: Natural
     seconds: Seconds
+    # By the monotonic clock of the machine where it ran, in seconds; 0 if not told.
+    ended_s: Seconds = 0.0
 
 
 class Score(Question[Scored], frozen=True, tag=True, omit_defaults=True):

@@ -254,9 +254,9 @@ class CardMaker:
             )
         else:
             if new_load:
-                load_s = sum(step.seconds for step in engine.load_steps)
+                stages = [(step.name, step.seconds) for step in engine.load_steps]
                 on_disk = (found.weights_bytes for found in self._installed if found.name == name)
-                self._load_times.took(name, next(on_disk, engine.shape.weights_bytes), load_s)
+                self._load_times.took(name, next(on_disk, engine.shape.weights_bytes), stages)
             self._shapes[name], self._arithmetic[name] = engine.shape, engine.arithmetic
         self._speeds.seed(name, speed, now_s=self._monotonic())
 

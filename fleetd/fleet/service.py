@@ -106,6 +106,7 @@ class Fleet:
                     (connection.rtt_s or 0.0) if connection is not None else 0.0,
                     path.expected_bytes_per_s if path is not None else 0.0,
                     pairing=peer.pairing,
+                    clock_offset_s=connection.clock_offset_s if connection is not None else None,
                 )
         for node_id in self.node.mesh.peers:
             if wake_s := self.waker.seconds(node_id):

@@ -1,10 +1,14 @@
 """How long this machine takes to load a model: by what loads of it took, else by its size and other loads.
 
-Pure. The estimate by size (``chip_speeds.load_s``) knows neither the disk nor what a load measures; the loads
-that were seen correct it for models that were never loaded here.
+Pure. A first load also compares the checksums of the files, measures the model and probes it, and later ones
+keep the results.
+What that takes is learned from first loads of other models here. The estimate by size
+(``chip_speeds.load_s``) does not know the disk; the loads that were seen correct it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from fleetd import limits
 from fleetd.plan import chip_speeds
@@ -13,6 +17,12 @@ from fleetd.plan import chip_speeds
 WEIGHT = 0.5
 # Bound of the factor by which loads here differ from the estimate by size.
 MOST = 20.0
+# Stages that only the first load of a model has: one takes as long as the files are large, and the others are
+# calibration and the probe for exactness.
+VERIFYING = "verifying"
+FIRST_STAGES = frozenset(("measuring", "probing for exactness"))
+# Before a first load was seen here: seconds of these stages, and bytes per second of the checksums.
+FIRST_S, VERIFIED_BYTES_PER_S = 6.0, 1e9
 
 
 def stall_s(load_s: float) -> float:
@@ -26,9 +36,26 @@ class LoadTimes:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._factor = 1.0
+        self._first_s = FIRST_S
+        self._verified_bytes_per_s = VERIFIED_BYTES_PER_S
 
-    def took(self, model: str, weights_bytes: int, seconds: float) -> None:
-        """Record one load. Nothing is learned from a load that took no time."""
+    def took(self, model: str, weights_bytes: int, stages: Iterable[tuple[str, float]]) -> None:
+        """Record one load, by the seconds of its stages. Nothing is learned from one that took no time."""
+        first_s = verified_s = seconds = 0.0
+        for name, took_s in stages:
+            if name == VERIFYING:
+                verified_s += took_s
+            elif name in FIRST_STAGES:
+                first_s += took_s
+            else:
+                seconds += took_s
+        if first_s > 0:
+            self._first_s += WEIGHT * (first_s - self._first_s)
+        if first_s > 0 and verified_s > 0:
+            self._verified_bytes_per_s += WEIGHT * (weights_bytes / verified_s - self._verified_bytes_per_s)
+        else:
+            # Later loads compare little.
+            seconds += verified_s
         if seconds <= 0:
             return
         seen = min(MOST, max(1 / MOST, seconds / chip_speeds.load_s(weights_bytes)))
@@ -41,4 +68,7 @@ class LoadTimes:
     def seconds(self, model: str, weights_bytes: int) -> float:
         """What the next load of a model probably takes."""
         known = self._seconds.get(model)
-        return chip_speeds.load_s(weights_bytes) * self._factor if known is None else known
+        if known is not None:
+            return known
+        verified_s = weights_bytes / max(1.0, self._verified_bytes_per_s)
+        return chip_speeds.load_s(weights_bytes) * self._factor + verified_s + self._first_s

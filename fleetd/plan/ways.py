@@ -88,6 +88,11 @@ class Way(msgspec.Struct, frozen=True):
         return price.before_prefill_s + prefill.predicted_s if prefill.priced else None
 
     @property
+    def alone(self) -> bool:
+        """True if no other machine helps with the prefill."""
+        return self.prefill is None or self.prefill.kind == "local"
+
+    @property
     def brought_by(self) -> str:
         """The name of the step that brings what is kept of the prompt."""
         fetched = self.begun is not None and self.begun.fetched
@@ -133,6 +138,13 @@ class Ways(msgspec.Struct, frozen=True):
     @property
     def rejected(self) -> tuple[Rejection, ...]:
         return self.ranked.rejected
+
+    @property
+    def alone_s(self) -> float | None:
+        """Seconds to the first token if this machine reads and answers alone; None if it cannot."""
+        ways = (self.chosen, *self.others) if self.chosen is not None else self.others
+        alone = (way for way in ways if way.node_id == THIS_NODE and way.alone)
+        return next((way.first_token_s for way in alone), None)
 
     @property
     def kept_where(self) -> str:

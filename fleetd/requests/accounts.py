@@ -78,6 +78,10 @@ class Account:
         self._row = Reservation(request.id, request.model.name, node, self._job.route, request.at_s)
         await self._all.ledger.reserve(self._row)
 
+    def refused(self, model: str, at_s: float) -> None:
+        """No model or no machine was found for it; its row is written by ``refund``."""
+        self._row = Reservation(self._job.request.id, model, THIS_NAME, self._job.route, at_s)
+
     def planned(self, planned: Planned, *, expecting: bool) -> None:
         """How it runs from now on; ``expecting``: it is not decided yet."""
         if self._row is not None:

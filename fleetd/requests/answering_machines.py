@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from fleetd import limits
+from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import Event, Finished, Loading
 from fleetd.errors import EngineDied, FleetError
 from fleetd.process.observe import get_logger
@@ -115,7 +116,12 @@ class AnsweringMachines(PipelineStep):
     async def _trace_there(self, request: Request, attempt: Attempt, remote: RemoteJob) -> None:
         """Its own trace belongs to the story of the request here. No client waits for it."""
         try:
-            attempt.there = await remote.trace()
+            ended_s = self._monotonic()
+            there = await remote.trace()
+            if there is not None:
+                offset_s = self._members.clock_offset_s(request.placement.node_id)
+                attempt.there_arrived_s = _arrived_s(attempt, there, ended_s, offset_s)
+            attempt.there = there
         except (FleetError, TimeoutError) as error:
             log.info("trace.not_told", request=request.id, node=request.answered_by, reason=str(error))
 
@@ -125,6 +131,21 @@ def _had_less(request: Request, finished: Finished) -> bool:
     place = request.places.get(request.placement.node_id)
     said = max(place.memory_tokens, place.disk_tokens) if place is not None else 0
     return said >= limits.FETCH_LEAST_TOKENS and finished.usage.cached_tokens < said * limits.FETCH_BELIEVED
+
+
+def _arrived_s(attempt: Attempt, there: Trace, ended_s: float, offset_s: float | None) -> float:
+    """When a job arrived at another machine, by this machine's clock.
+
+    Args:
+        ended_s: when its last event came here.
+        offset_s: the other machine's clock less this one's. If it is not known, the way there is taken to
+            have been as long as the way back.
+    """
+    there_s = there.took_s or 0.0
+    latest_s = max(attempt.began_s, ended_s - there_s)
+    if offset_s is None or not there.clock_s:
+        return (attempt.began_s + latest_s) / 2
+    return min(max(attempt.began_s, there.clock_s - offset_s), latest_s)
 
 
 def _client_was_slow(client_s: float, took_s: float) -> bool:

@@ -37,6 +37,10 @@ class ModelLocator:
         self._names = names
         self._embedded = embedded
 
+    def named(self, named: str) -> str:
+        """The name under which a model is looked for."""
+        return canonical(untagged(self._names.named(named)))
+
     def locate(self, named: str, digest: str = "") -> LocatedModel:
         """Where the model is on this machine, if it is, and with that content if it matters. Blocks.
 

@@ -21,7 +21,7 @@ from typing import ClassVar
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import Accepted, Delta, Event, Failed, Loading, ToolCall, ToolCallPiece
 from fleetd.errors import FleetError, from_code
-from fleetd.requests.job import Planned
+from fleetd.requests.job import Job, Planned
 from fleetd.requests.request import Request
 from fleetd.requests.request_views import attempt_of, trace_of
 
@@ -125,8 +125,11 @@ class Pipeline:
         else:
             request.attempt.concluding.add_done_callback(lambda _: self._write(request))
 
-    def _write(self, request: Request) -> None:
-        trace = trace_of(request)
+    def write(self, job: Job, trace: Trace) -> None:
+        """Keep what came of a job, and tell it to the machine that asked."""
         self._record(trace)
-        if request.asked.traced is not None:
-            request.asked.traced(trace)
+        if job.traced is not None:
+            job.traced(trace)
+
+    def _write(self, request: Request) -> None:
+        self.write(request.asked, trace_of(request))

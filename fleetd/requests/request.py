@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from fleetd.control.prefill_plan import StepView
 from fleetd.control.prefill_trace import DrafterView, Outcome, Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.measure.stage_times import StageTimes
 from fleetd.engine.protocol import (
+    WAITING,
     Accepted,
     Delta,
     Event,
@@ -36,18 +36,20 @@ from fleetd.engine.protocol import (
 )
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
+from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.choice import PlanChoice
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.attempts import Attempts
-from fleetd.requests.job import CHARS_PER_TOKEN, Exactness, Job, Planned
+from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Exactness, Job, Planned
 from fleetd.requests.placement.placement import Placement, PromptPlaces, WantedModel
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.remote.remote import RemoteJob
+from fleetd.requests.timeline import Phases, Span
 
 _NOWHERE: PromptPlaces = {}
-# A helper's name, and what it did by its own account.
-Account = tuple[str, Sequence[StepTime]]
+# Stages of a load in which nothing is loaded yet begin so.
+WAITS = (WAITING, "waking ")
 
 
 class LocatedModel(msgspec.Struct, frozen=True):
@@ -78,8 +80,8 @@ class Shortening:
     plan: SmartPlan | None = None
     # When they were priced, by the monotonic clock; 0 if they were not.
     planned_s: float = 0.0
-    # What was loaded for it, scored and selected, in order.
-    steps: list[StepView] = field(default_factory=list)
+    # What was loaded for it and scored, in order.
+    steps: list[Span] = field(default_factory=list)
     # Code and message of a scorer that gave up while others went on; else empty.
     lost_scorer: tuple[str, str] = ("", "")
 
@@ -94,8 +96,11 @@ class SharingOutcome:
     agreed_exact: bool | None = None
     # The engine's report of how it ended; None until then.
     report: PrefillReport | None = None
-    # What the helpers did by their own accounts, in the order of the chain.
-    accounts: Sequence[Account] = ()
+    # When all helpers had agreed, and when the engine reported; monotonic seconds, 0 before that.
+    agreed_at_s: float = 0.0
+    reported_s: float = 0.0
+    # What the helpers did by their own accounts, in the order of the chain, then what this machine did.
+    spans: Sequence[Span] = ()
 
     @property
     def went_well(self) -> bool:
@@ -126,13 +131,19 @@ class Attempt:
     reason: str = ""
     # What the steps of the pipeline decided and found out.
     sharing: SharingOutcome = field(default_factory=SharingOutcome)
+    # The name of the machine that is to answer.
+    machine: str = THIS_NAME
     # The keys and values that another machine sent; None if none did.
-    fetched: StepView | None = None
+    fetched: Span | None = None
     # The other worker that drafted; None if none did.
     drafter: DrafterView | None = None
+    # What the drafter did, by its own account.
+    drafts: Sequence[Span] = ()
     # The job on the machine that answers, and that machine's own trace; None for this machine.
     remote: RemoteJob | None = None
     there: Trace | None = None
+    # When the job arrived there, by this machine's monotonic clock.
+    there_arrived_s: float = 0.0
     # The tasks of steps that the trace waits for.
     concluding: asyncio.Future[Any] | None = None
     # What it does now, and how far that is: (stage, done, total).
@@ -167,13 +178,18 @@ class Request:
         arrived_s: float,
         at_s: float,
         places: PromptPlaces = _NOWHERE,
+        here: str = THIS_NAME,
     ) -> None:
         self.asked = self.job = job
         self.model = model
-        self.placement = placement
+        # The machine that is to answer now, and the one that was chosen first.
+        self.placement = self.first_placement = placement
         self._places = places
         self.arrived_s = arrived_s
         self.at_s = at_s
+        # This machine's name.
+        self.here = here
+        self.phases = Phases(here, arrived_s)
         self.running = False
         self.finished: Finished | None = None
         self.first_token_s: float | None = None
@@ -188,6 +204,7 @@ class Request:
         self.smart: Shortening | None = None
         # The traces of the attempts before this one, and of this one if it has failed.
         self.earlier: list[Trace] = []
+        self.tried: list[Attempt] = []
         self.failed_trace: Trace | None = None
         self.ended_s: float | None = None
         # Which machines failed at it.
@@ -208,11 +225,14 @@ class Request:
         if self.failed_trace is not None:
             self.earlier.append(self.failed_trace)
             self.failed_trace = None
+            self.tried.append(self.attempt)
         self.attempt = self._new_attempt()
         self.attempt.began_s = now_s
+        self.phases.enter(step_names.WAITING, self.here, now_s)
 
     def _new_attempt(self) -> Attempt:
-        return Attempt(self.job.request, began_s=self.arrived_s, decided_s=self.arrived_s)
+        machine = self.answered_by or self.here
+        return Attempt(self.job.request, began_s=self.arrived_s, decided_s=self.arrived_s, machine=machine)
 
     # ---- what is known -----------------------------------------------------------------------------------
 
@@ -254,6 +274,11 @@ class Request:
     def answering(self) -> bool:
         """True once something of the answer has been passed on: from then on it cannot begin anew."""
         return self.first_token_s is not None
+
+    @property
+    def smart_planned(self) -> bool:
+        """True if it was priced to score the prompt first."""
+        return self.smart is not None and self.smart.plan is not None
 
     @property
     def shortened(self) -> bool:
@@ -349,12 +374,19 @@ class Request:
         """It was decided how others help with the prompt."""
         self.attempt.sharing.choice = choice
         self.attempt.accepted, self.attempt.decided_s = accepted, now_s
+        if choice.best.split is not None:
+            self._phase(step_names.READING, now_s)
 
     def failed(self, error: FleetError) -> None:
         """This attempt ended with an error."""
         attempt = self.attempt
         attempt.error = error
         attempt.code, attempt.reason = attempt.code or error.code, attempt.reason or error.message
+
+    def ended_badly(self, error: FleetError) -> None:
+        """The request ended with an error, whether or not an attempt did."""
+        if self.attempt.error is None:
+            self.failed(error)
 
     def on_event(self, event: Loading | Event, now_s: float) -> None:
         """Note an event as it is passed on."""
@@ -363,12 +395,17 @@ class Request:
         match event:
             case Loading():
                 attempt.progress = (event.stage, event.done, event.total)
+                waits = event.stage.startswith(WAITS)
+                self._phase(step_names.WAITING if waits else step_names.LOADING, now_s)
             case Tokenized() | Accepted():
                 attempt.progress = ("waiting", 0, 0)
+                if self.phases.name == step_names.LOADING:
+                    self._phase(step_names.WAITING, now_s)
                 self._prompt_tokens = event.prompt_tokens
                 if isinstance(event, Accepted) and attempt.accepted is None:
                     attempt.accepted, attempt.decided_s = event, now_s
             case Prefill():
+                self._phase(step_names.READING, now_s)
                 attempt.progress = ("reading the prompt", event.done, event.total)
                 attempt.cached_tokens = event.cached
                 attempt.read_share = event.done / max(1, event.total)
@@ -415,6 +452,12 @@ class Request:
             decode_s=now_s - first_s,
         )
 
+    def _phase(self, name: str, now_s: float) -> None:
+        if self.answering and name != step_names.WRITING:
+            return  # what an engine does for it now delays the answer
+        waits = name == step_names.WAITING
+        self.phases.enter(name, self.here if waits else self.attempt.machine, now_s)
+
     def _run(self, now_s: float) -> None:
         if not self.running:
             self.running = True
@@ -425,6 +468,7 @@ class Request:
     def _token(self, count: int, now_s: float) -> None:
         if self.first_token_s is None:
             self.first_token_s = now_s
+            self._phase(step_names.WRITING, now_s)
             remote = self.attempt.remote
             self.first_client_s = remote.client_s if remote is not None else 0.0
             self._metrics.first_token(self.model.name, now_s - self.arrived_s)

@@ -9,12 +9,17 @@ import msgspec
 from fleetd import limits
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_plan import OptionView, StepView
-from fleetd.control.prefill_trace import Speculated, Trace
+from fleetd.control.prefill_trace import Speculated, Trace, TraceStep
+from fleetd.errors import FleetError
 from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import SmartPlan
-from fleetd.requests.job import THIS_NAME
+from fleetd.requests.job import THIS_NAME, Job
 from fleetd.requests.placement import planner_facts
 from fleetd.requests.request import Request
+from fleetd.requests.request_plan import RequestPlan, plan_of
+from fleetd.requests.request_steps import timeline
+from fleetd.requests.summary import missed, summary
+from fleetd.requests.timeline import Span, steps_of
 
 
 def running_request(request: Request, now_s: float) -> RunningRequest:
@@ -54,28 +59,21 @@ def _plan_of(request: Request) -> OptionView:
 def trace_of(request: Request) -> Trace:
     """The trace of the request: its last attempt, with the earlier ones inside."""
     attempt, shortening = request.attempt, request.smart
-    accepted, there, report = attempt.accepted, attempt.there, attempt.sharing.report
-    smart = shortening.result if shortening is not None else None
+    there, report = attempt.there, attempt.sharing.report
     smart_plan = shortening.plan if shortening is not None else None
     chosen, losers = _options(request, smart_plan)
     first_s, since_s = request.first_token_s, attempt.decided_s
-    prompt_tokens = accepted.prompt_tokens if accepted is not None else 0
-    cached_tokens, kept_tokens = request.cached_tokens, request.kept_tokens
-    if smart is not None and smart.used:
-        prompt_tokens, cached_tokens, kept_tokens = smart.original_tokens, 0, smart.compressed_tokens
     if shortening is not None and smart_plan is not None:
-        # What was planned begins with the scores, and counts as the compressor does. Loads come before it.
+        # What was planned begins with the scores. Loads come before it.
         since_s = shortening.planned_s or request.arrived_s
-        prompt_tokens, cached_tokens = shortening.result.original_tokens, 0
-    code, reason = attempt.code, attempt.reason
-    if shortening is not None and not code:
-        result = shortening.result
-        code, reason = (result.code, result.reason) if result.code else shortening.lost_scorer
+    prompt_tokens, cached_tokens, kept_tokens = _tokens(request)
+    code, reason = _why(request)
     usage, finished = request.so_far(first_s or since_s)[0], request.finished
     prefill_s = None if first_s is None else first_s - since_s
     speculation = finished.speculation if finished is not None else None
     there_speculation = there.speculation if there is not None else None
-    return Trace(
+    plan, ttft_s = plan_of(request), None if first_s is None else first_s - request.arrived_s
+    trace = Trace(
         id=request.id,
         at_s=request.at_s,
         model=request.model.name,
@@ -87,11 +85,11 @@ def trace_of(request: Request) -> Trace:
         fetched_from="" if finished is None else finished.timings.fetched_from,
         chosen=chosen,
         losers=losers,
-        steps=[*load_steps(request), *_steps(request, smart_plan)],
+        steps=_steps(request, plan),
         outcome=request.outcome,
         exactness=request.exactness,
         prefill_s=prefill_s,
-        ttft_s=None if first_s is None else first_s - request.arrived_s,
+        ttft_s=ttft_s,
         code=code,
         reason=reason,
         verified_tokens=report.verified if report is not None else 0,
@@ -103,11 +101,70 @@ def trace_of(request: Request) -> Trace:
         asked_by=request.asked.asked_by,
         client=request.asked.client,
         answered_by=request.answered_by,
-        there=there,
+        there=None if there is None else msgspec.structs.replace(there, steps=[]),
         earlier=list(request.earlier),
         capped=list(request.placement.capped),
         kept_where=request.placement.kept_where,
+        machine=request.here,
+        clock_s=request.arrived_s,
+        planned_ttft_s=plan.first_s,
+        alone_s=plan.alone_s,
+        late=missed(ttft_s, plan.first_s),
     )
+    return msgspec.structs.replace(trace, summary=summary(trace))
+
+
+def refused_trace(
+    job: Job, model: str, here: str, error: FleetError, *, at_s: float, times: tuple[float, float]
+) -> Trace:
+    """The trace of a request for which no model or no machine was found.
+
+    Args:
+        times: when it arrived and when it was refused, by the monotonic clock.
+    """
+    arrived_s, ended_s = times
+    waiting = Span(step_names.WAITING, here, arrived_s, ended_s)
+    trace = Trace(
+        id=job.request.id,
+        at_s=at_s,
+        model=model,
+        chosen=OptionView("local", [THIS_NAME], None, chosen=True),
+        steps=steps_of(Span(step_names.REQUEST, here, arrived_s, ended_s, parts=(waiting,))),
+        outcome="failed",
+        code=error.code,
+        reason=error.message,
+        took_s=ended_s - arrived_s,
+        asked_by=job.asked_by,
+        machine=here,
+        clock_s=arrived_s,
+    )
+    return msgspec.structs.replace(trace, summary=summary(trace))
+
+
+def _tokens(request: Request) -> tuple[int, int, int]:
+    """Tokens of the prompt, those of them that were not computed, and those that were kept of it."""
+    accepted, shortening = request.attempt.accepted, request.smart
+    if shortening is not None and (shortening.plan is not None or shortening.result.used):
+        # As the compressor counts.
+        result = shortening.result
+        return result.original_tokens, 0, result.compressed_tokens if result.used else request.kept_tokens
+    return accepted.prompt_tokens if accepted is not None else 0, request.cached_tokens, request.kept_tokens
+
+
+def _why(request: Request) -> tuple[str, str]:
+    """Why it was not done as chosen, as a code and as a sentence; both "" if it was."""
+    attempt, shortening = request.attempt, request.smart
+    if attempt.code or shortening is None:
+        return attempt.code, attempt.reason
+    result = shortening.result
+    return (result.code, result.reason) if result.code else shortening.lost_scorer
+
+
+def _steps(request: Request, plan: RequestPlan) -> list[TraceStep]:
+    """The steps of a request that has ended."""
+    if request.ended_s is None:
+        return []
+    return steps_of(timeline(request, request.ended_s), plan.steps)[: limits.TRACE_STEPS]
 
 
 def _saved_s(
@@ -126,59 +183,14 @@ def attempt_of(request: Request, now_s: float) -> Trace:
     return msgspec.structs.replace(trace_of(request), took_s=now_s - request.attempt.began_s, earlier=[])
 
 
-def load_steps(request: Request) -> list[StepView]:
-    """What was downloaded and loaded before the prompt could be read, stage by stage. Empty if another
-    machine answered and tells it itself."""
-    if request.attempt.there is not None:
-        return []
-    machine = request.answered_by or THIS_NAME
-    return [StepView(stage, seconds, machine=machine) for stage, seconds in request.attempt.loading.seconds]
-
-
-def share_steps(request: Request) -> list[StepView]:
-    """What helpers did by their own accounts, then what this machine did of a shared prefill."""
-    sharing = request.attempt.sharing
-    return [
-        StepView(step.name, step.seconds, step.n_bytes, machine)
-        for machine, steps in (*sharing.accounts, (THIS_NAME, sharing.own_steps))
-        for step in steps[: limits.SHARE_STEPS]
-    ]
-
-
-def _steps(request: Request, smart_plan: SmartPlan | None) -> list[StepView]:
-    """The steps that are known here. If another machine answered, its own trace has the rest."""
-    attempt = request.attempt
-    found = [*request.smart.steps] if request.smart is not None and smart_plan is not None else []
-    timings = request.finished.timings if request.finished is not None else None
-    if request.answered_by:
-        there_s = attempt.there.took_s if attempt.there is not None else None
-        if there_s is not None and request.ended_s is not None:
-            rest_s = request.ended_s - attempt.began_s - there_s
-            found.append(StepView(step_names.NETWORK, max(0.0, rest_s)))
-        return found
-    shared = share_steps(request)
-    if timings is not None:
-        found.append(StepView(step_names.QUEUED, timings.queue_s, machine=THIS_NAME))
-        if timings.restored_tokens:
-            found.append(StepView(step_names.RESTORED, timings.restore_s, machine=THIS_NAME))
-        if attempt.fetched is not None:
-            found.append(attempt.fetched)
-    found += shared
-    if timings is not None:
-        if smart_plan is not None or not shared:
-            name = step_names.COMPUTED if smart_plan is None else step_names.PREFILLED
-            found.append(StepView(name, timings.prefill_s, machine=THIS_NAME))
-        found.append(StepView(step_names.ANSWERED, timings.decode_s, machine=THIS_NAME))
-    return found
-
-
 def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView, list[OptionView]]:
     """The way that was taken, then the others."""
     choice = request.attempt.sharing.choice
     chosen, losers = OptionView("local", [THIS_NAME], None, chosen=True), list[OptionView]()
     if request.answered_by:
         planned = request.planned or request.placement.planned
-        chosen = OptionView("remote", [*planned.nodes], None, chosen=True)
+        placed = request.placement
+        chosen = OptionView("remote", [*planned.nodes], placed.first_s, [*placed.steps], chosen=True)
     elif choice is not None:
         chosen, *losers = planner_facts.views(choice, limits.TRACE_LOSERS)
     if smart_plan is None:
@@ -192,14 +204,21 @@ def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView
         return (smart, [dense]) if used else (dense, [smart])
     if not used:
         return chosen, [*losers, smart]
-    # Both: scored, and what is kept is prefilled as the planner chose.
-    nodes = [*dict.fromkeys([*smart.nodes[:-1], *chosen.nodes])]
-    predicted_s = None if chosen.predicted_s is None else smart_plan.score_s + chosen.predicted_s
-    steps = [*smart.steps[:1], *chosen.steps]
-    both = msgspec.structs.replace(
-        smart, nodes=nodes, predicted_s=predicted_s, steps=steps, chosen=True, cuts=chosen.cuts
+    # Scored, and what is kept is prefilled as the planner chose.
+    return _in_front(smart_plan, chosen), [dense, *(_in_front(smart_plan, way) for way in losers)]
+
+
+def _in_front(plan: SmartPlan, way: OptionView) -> OptionView:
+    """Smart prefill, and then this way to prefill what it keeps."""
+    smart, _ = smart_options(plan)
+    return msgspec.structs.replace(
+        way,
+        kind="smart",
+        prefill=way.kind,
+        nodes=[*dict.fromkeys([*smart.nodes[:-1], *way.nodes])],
+        predicted_s=None if way.predicted_s is None else plan.score_s + way.predicted_s,
+        steps=[*smart.steps[:1], *way.steps],
     )
-    return both, [dense, *losers]
 
 
 def ways_in_front(plan: SmartPlan, kept: Sequence[OptionView]) -> list[OptionView]:
@@ -210,15 +229,9 @@ def ways_in_front(plan: SmartPlan, kept: Sequence[OptionView]) -> list[OptionVie
     smart, _ = smart_options(plan)
     if not kept or not plan.parts:
         return [msgspec.structs.replace(smart, chosen=plan.worth_it)]
-    scorers = smart.nodes[:-1]
     found = [
         msgspec.structs.replace(
-            way,
-            kind="smart",
-            prefill=way.kind,
-            nodes=[*dict.fromkeys([*scorers, *way.nodes])],
-            predicted_s=plan.score_s + way.predicted_s,
-            steps=[smart.steps[0], *way.steps],
+            _in_front(plan, way),
             chosen=way.chosen and plan.worth_it,
             code=plan.code or way.code,
             reason=plan.reason or way.reason,

@@ -35,10 +35,10 @@ from fleetd.models import file_threads
 from fleetd.plan import load_times
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.process.observe import get_logger
-from fleetd.requests.accounts import Accounts
+from fleetd.requests.accounts import Account, Accounts
 from fleetd.requests.answering_machines import AnsweringMachines
 from fleetd.requests.attempts import Attempts, RefusedRequest
-from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
 from fleetd.requests.members.members import Members, SentRequests, expected_load_s
 from fleetd.requests.model_locator import ModelLocator
@@ -47,7 +47,7 @@ from fleetd.requests.placement.placement import Placement, Placer, PromptPlaces
 from fleetd.requests.remote.peer_stream import said_by
 from fleetd.requests.remote.remote import RemoteJob
 from fleetd.requests.request import LocatedModel, Request
-from fleetd.requests.request_views import running_request
+from fleetd.requests.request_views import refused_trace, running_request
 from fleetd.requests.smart_prefill.client import SmartPrefill
 
 log = get_logger("fleetd.requests")
@@ -66,6 +66,7 @@ class RequestRunner:
         smart: shortens prompts that ask for it; None if all are read whole.
         survey: asks, before a prompt is placed, where it is kept.
         record: keeps the trace of a request that has ended (``traces.Traces.record``).
+        name: of this machine.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class RequestRunner:
         record: Callable[[Trace], None] = lambda trace: None,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        name: str = THIS_NAME,
     ) -> None:
+        self._name = name
         self._pool = pool
         self._locator = locator
         self._accounts = accounts
@@ -166,6 +169,10 @@ class RequestRunner:
             raise
         except Exception as error:
             failure = self._explain(error)
+            if request is not None:
+                request.ended_badly(failure)
+            else:
+                self._refused(job, account, failure, arrived_s=arrived_s, at_s=at_s)
             account.refund(failure.code)
             if failure is error:
                 raise
@@ -173,8 +180,20 @@ class RequestRunner:
         else:
             account.settle(request, request.finished.reason)
         finally:
+            if request is not None:
+                self._pipeline.end(request)
             self._leave(request)
         yield request.finished
+
+    def _refused(
+        self, job: Job, account: Account, error: FleetError, *, arrived_s: float, at_s: float
+    ) -> None:
+        """Write down a request for which no model or no machine was found: each failure that is counted has
+        a row."""
+        name = self._locator.named(job.model)[: limits.CARD_TEXT_CHARS]
+        account.refused(name, at_s)
+        times = (arrived_s, self._monotonic())
+        self._pipeline.write(job, refused_trace(job, name, self._name, error, at_s=at_s, times=times))
 
     async def _placed(self, job: Job, *, arrived_s: float, at_s: float) -> Request:
         """The request, its model located and its first machine chosen. Raises FleetError."""
@@ -182,36 +201,35 @@ class RequestRunner:
         places = await self._survey.of_job(job, model.name) if self._survey is not None else {}
         placement = self._choose(job, model, places)
         metrics = self._accounts.metrics
-        return Request(job, model, placement, metrics, arrived_s=arrived_s, at_s=at_s, places=places)
+        return Request(
+            job, model, placement, metrics, arrived_s=arrived_s, at_s=at_s, places=places, here=self._name
+        )
 
     async def _attempts(self, request: Request) -> AsyncGenerator[Planned | Loading | Event, None]:
         """The request's events from the first attempt that gives any of its answer."""
-        try:
-            if self._smart is not None and request.asked.smart is not None:
-                async with aclosing(self._smart.shorten(request)) as progress:
-                    async for step in progress:
-                        if request.planned is None:
-                            # A stream's headers leave with the first progress: what they say has to stand.
-                            yield request.expected()
-                        yield step
-                self._place_again(request)
-            while True:
-                try:
-                    with self._pipeline.attempt(request):
-                        for planned in request.take_announced():
-                            yield planned
-                        async with aclosing(self._source(request)) as events:
-                            async for event in events:
-                                if isinstance(event, Accepted):
-                                    await self._pipeline.decide(request, event)
-                                for passed in self._pipeline.on_event(request, event):
-                                    yield passed
-                except FleetError as failure:
-                    self._try_again(request, failure)
-                else:
-                    return
-        finally:
-            self._pipeline.end(request)
+        if self._smart is not None and request.asked.smart is not None:
+            async with aclosing(self._smart.shorten(request)) as progress:
+                async for step in progress:
+                    if request.planned is None:
+                        # A stream's headers leave with the first progress: what they say has to stand.
+                        yield request.expected()
+                    yield step
+            self._place_again(request)
+        while True:
+            try:
+                with self._pipeline.attempt(request):
+                    for planned in request.take_announced():
+                        yield planned
+                    async with aclosing(self._source(request)) as events:
+                        async for event in events:
+                            if isinstance(event, Accepted):
+                                await self._pipeline.decide(request, event)
+                            for passed in self._pipeline.on_event(request, event):
+                                yield passed
+            except FleetError as failure:
+                self._try_again(request, failure)
+            else:
+                return
 
     def _source(self, request: Request) -> AsyncGenerator[Planned | Loading | Event, None]:
         """Where the events of this attempt come from."""

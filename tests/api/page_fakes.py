@@ -22,7 +22,7 @@ from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_plan import AddedQuestion, AddedView, OptionView, StepView
-from fleetd.control.prefill_trace import Trace, TracesView
+from fleetd.control.prefill_trace import Trace, TraceStep, TracesView
 from fleetd.errors import FleetError
 from fleetd.models.hub_search import HubPage
 
@@ -75,8 +75,17 @@ def trace(n: int, **changes: Any) -> Trace:
         chunk=512,
     )
     refused = OptionView("local", ["this"], 3.5, code="slower", reason="It is 75 % slower.")
-    steps = [StepView("queued", 0.1, machine="this"), StepView("computed", 1.6, 1 << 20, "studio")]
-    steps += [StepView("computed", 1.4, machine="this"), StepView("decoded", 1.0, machine="this")]
+    steps = [
+        TraceStep("request", "mini", 0.0, 3.1, 3.1),
+        TraceStep("waiting", "mini", 0.0, 0.1, 0.1, parent=0),
+        TraceStep("queued", "mini", 0.0, 0.1, 0.1, parent=1),
+        TraceStep("reading", "mini", 0.1, 2.1, 2.0, parent=0, planned_s=2.0),
+        TraceStep("computed", "studio", 0.2, 1.9, 1.6, 1 << 20, parent=3),
+        TraceStep("computed", "mini", 0.2, 2.0, 1.4, parent=3, planned_s=1.0),
+        TraceStep("exposed hand-off", "mini", 2.09, 2.1, 0.01, parent=3),
+        TraceStep("writing", "mini", 2.1, 3.1, 1.0, parent=0),
+        TraceStep("decoded", "mini", 2.1, 3.1, 1.0, parent=7),
+    ]
     given: dict[str, Any] = {
         "id": f"chatcmpl-{n:08}",
         "at_s": 1_700_000_000.0 + n,
@@ -92,6 +101,10 @@ def trace(n: int, **changes: Any) -> Trace:
         "ttft_s": 2.1,
         "completion_tokens": 40,
         "took_s": 3.1,
+        "machine": "mini",
+        "planned_ttft_s": 2.0,
+        "alone_s": 3.5,
+        "summary": "2.1 s: 2.0 s reading together. Alone: about 3.5 s. Then 1.0 s writing 40 tokens.",
     }
     return Trace(**{**given, **changes})
 

@@ -113,8 +113,56 @@ def test_a_request_tells_why_it_took_as_long(world: PageWorld) -> None:
         "1.0 MB",
         "100 restored",
         "It is 75 % slower",
+        "Alternatives",
+        "read by 2 machines",
     ):
         assert part in told, part
+    # The sentence is the first thing that is read, and a machine always has its name.
+    lines = [line for line in told.splitlines() if line.strip()]
+    assert lines[1].startswith("2.1 s: 2.0 s reading together")
+    assert "this" not in told.split()
+    assert [row.inner_text() for row in page.query_selector_all(".waterfall .machine")] == ["mini", "studio"]
+
+
+def test_the_bars_of_a_request_are_the_begins_and_ends_of_its_steps(world: PageWorld) -> None:
+    """They used to be laid end to end: a step that contained others stood beside them, and ended late."""
+    world.traces = [trace(1)]
+    page = world.opened("requests")
+    page.click("table.past a")
+    page.wait_for_selector(".waterfall")
+    bars = page.eval_on_selector_all(
+        ".waterfall rect", "all => all.map((one) => [+one.getAttribute('x'), +one.getAttribute('width')])"
+    )
+    assert all(x >= 0 and x + width <= 1000.5 for x, width in bars)
+    reading, writing = bars[1:3]
+    assert reading == [32.3, 645.2]
+    assert writing[0] == pytest.approx(reading[0] + reading[1], abs=0.2)
+    # What took less than 1 % is folded until it is asked for.
+    assert "exposed hand-off" not in page.inner_text(".waterfall")
+    page.click("text=Show 1 more of less than 1 %")
+    page.wait_for_selector(".waterfall >> text=exposed hand-off")
+
+
+def test_each_step_is_explained_to_a_mouse_and_to_a_keyboard(world: PageWorld) -> None:
+    world.traces = [trace(1)]
+    page = world.opened("requests")
+    page.click("table.past a")
+    page.hover(".waterfall .step >> text=reading")
+    page.wait_for_selector(".explain >> text=reading: The prompt was read")
+    page.focus(".waterfall .step >> text=waiting")
+    page.wait_for_selector(".explain >> text=waiting: No machine worked on")
+
+
+def test_a_request_that_took_more_than_half_as_long_again_is_amber_and_says_so(world: PageWorld) -> None:
+    late = trace(
+        1, planned_ttft_s=0.8, late=True, summary="2.1 s: 2.0 s reading. That is 2.6x the planned time."
+    )
+    world.traces = [late]
+    page = world.opened("requests")
+    page.click("table.past a")
+    page.wait_for_selector(".detail .outcome.late >> text=read by 2 machines; 2.6x the planned time")
+    page.wait_for_selector(".detail .summary.late")
+    assert page.query_selector(".detail .outcome.shared") is None
 
 
 def test_what_runs_shows_its_progress_machine_by_machine(world: PageWorld) -> None:

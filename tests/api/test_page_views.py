@@ -128,7 +128,7 @@ def test_a_row_says_who_asked_what_waited_where_and_what_came_of_it(world: PageW
     labels = page.eval_on_selector_all(
         "table.past tbody tr:first-child svg", "all => all.map(one => one.getAttribute('aria-label'))"
     )
-    assert labels == ["3,000 not read again", "planned 2.20 s"]
+    assert labels == ["3,000 not read again", "planned 2.00 s"]
     failed = page.inner_text("table.past tbody tr:nth-child(2)")
     assert "failed" in failed
     assert "The model takes 8,192 tokens." in failed

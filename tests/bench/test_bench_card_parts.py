@@ -13,8 +13,8 @@ from bench.harness.card_parts import NotMeasured, part
 from bench.scenarios import card_helper, card_shared, card_smart
 from bench.scenarios.card_smart import Answered
 from fleetd.control.model_facts import ModelShape
-from fleetd.control.prefill_plan import OptionView, StepView
-from fleetd.control.prefill_trace import Trace
+from fleetd.control.prefill_plan import OptionView
+from fleetd.control.prefill_trace import Trace, TraceStep
 from fleetd.plan.prefill.schedule import PrefillSize
 from fleetd.plan.prefill.split import KINDS, SplitKind, checked
 
@@ -84,11 +84,11 @@ def test_half_of_a_prompt_is_a_split_that_both_machines_can_compute(kind: SplitK
 
 def test_only_what_came_home_counts_as_streamed() -> None:
     steps = [
-        StepView("waited", 0.1, 700, "this"),
-        StepView("computed", 0.1, 900, "helper"),
-        StepView("waited", 0.1, 40, "helper"),
+        TraceStep("waited", "home", seconds=0.1, n_bytes=700),
+        TraceStep("computed", "helper", seconds=0.1, n_bytes=900),
+        TraceStep("waited", "helper", seconds=0.1, n_bytes=40),
     ]
-    assert card_shared.received(Trace(steps=steps)) == 700
+    assert card_shared.received(Trace(steps=steps, machine="home")) == 700
 
 
 def test_what_became_of_a_plan_has_its_label_and_why_a_machine_could_not_help() -> None:

@@ -10,17 +10,18 @@ from bench.harness.samples import Samples
 from bench.scenarios import prefill_workers
 from bench.scenarios.never_slower import Cell, _figures, _fill
 from bench.scenarios.prefill_ceiling import ceiling, error, handed_off_s, later_check_s, step_s, sum_of_speeds
-from fleetd.control.prefill_plan import OptionView, StepView
-from fleetd.control.prefill_trace import Trace
+from fleetd.control.prefill_plan import OptionView
+from fleetd.control.prefill_trace import Trace, TraceStep
 
 
 def trace(kind: str = "layers", **rest: object) -> Trace:
     nodes = ["helper", "this"]
     cuts = {"layers": [0, 15, 30], "tokens": [0, 1024, 1999]}.get(kind, [])
     chosen = OptionView(kind, nodes, predicted_s=4.0, cuts=cuts, chunk=256, chosen=True)
-    steps = [StepView("computed", 3.0, machine="this"), StepView("computed", 2.5, machine="helper")]
+    steps = [TraceStep("computed", "home", seconds=3.0), TraceStep("computed", "helper", seconds=2.5)]
     facts = {
         "steps": steps,
+        "machine": "home",
         "outcome": "shared",
         "prefill_s": 5.0,
         "prompt_tokens": 2000,
@@ -64,8 +65,8 @@ def test_the_check_of_later_tokens_counts_by_how_probable_it_was(
 ) -> None:
     """Of a prefill of 4 s it may take 0.04 s."""
     steps = [
-        StepView("spot check", first_s, machine="this"),
-        StepView("check of later tokens", later_s, machine="this"),
+        TraceStep("spot check", "home", seconds=first_s),
+        TraceStep("check of later tokens", "home", seconds=later_s),
     ]
     assert later_check_s(trace(steps=steps)) == pytest.approx(average_s)
 
@@ -75,12 +76,12 @@ def test_steps_are_each_machine_s_own() -> None:
     assert step_s(trace(), "waited", "this") == 0.0
 
 
-def steps_of(waited: float, own: float, theirs: float, exposed: float = 0.0) -> list[StepView]:
+def steps_of(waited: float, own: float, theirs: float, exposed: float = 0.0) -> list[TraceStep]:
     home = {"waited": waited, "computed": own, "exposed hand-off": exposed, "spot check": 0.1}
     return [
-        *(StepView(name, seconds, machine="this") for name, seconds in home.items()),
-        StepView("computed", theirs, machine="helper"),
-        StepView("waited", 9.9, machine="helper"),
+        *(TraceStep(name, "home", seconds=seconds) for name, seconds in home.items()),
+        TraceStep("computed", "helper", seconds=theirs),
+        TraceStep("waited", "helper", seconds=9.9),
     ]
 
 

@@ -49,6 +49,24 @@ PLAN: dict[str, Any] = {
     "options": [LAYERS, TOKENS, LOCAL, NOBODY],
 }
 
+
+def _step(name: str, machine: str, begin_s: float, end_s: float, parent: int, **more: Any) -> dict[str, Any]:
+    seconds = more.pop("seconds", end_s - begin_s)
+    known = {"name": name, "machine": machine, "begin_s": begin_s, "end_s": end_s, "seconds": seconds}
+    return {**known, "parent": parent, **more}
+
+
+STEPS: list[dict[str, Any]] = [
+    {"name": "request", "machine": "vm", "begin_s": 0.0, "end_s": 3.25, "seconds": 3.25},
+    _step("waiting", "vm", 0.0, 0.03, 0),
+    _step("reading", "vm", 0.03, 1.15, 0, planned_s=1.06),
+    _step("waited", "vm", 0.04, 0.98, 2, seconds=0.12, planned_s=0.12, n_bytes=92_100_000),
+    _step("computed", "studio", 0.05, 1.0, 2, n_bytes=92_100_000),
+    _step("spot check", "vm", 0.06, 0.09, 2),
+    _step("computed", "vm", 0.06, 1.14, 2, seconds=0.93, planned_s=0.60),
+    _step("exposed hand-off", "vm", 1.14, 1.15, 2, planned_s=0.036),
+    _step("writing", "vm", 1.15, 3.25, 0),
+]
 _MARGIN = "6 % faster than staying here; 10 % are asked of another machine."
 _CHOSEN_LOCAL = {**LOCAL, "chosen": True, "code": "", "reason": ""}
 TRACES: dict[str, Any] = {
@@ -61,19 +79,16 @@ TRACES: dict[str, Any] = {
             "cached_tokens": 0,
             "chosen": LAYERS,
             "losers": [TOKENS, LOCAL, NOBODY],
-            "steps": [
-                {"name": "waited", "seconds": 0.01, "machine": "studio"},
-                {"name": "computed", "seconds": 0.95, "machine": "studio", "n_bytes": 92_100_000},
-                {"name": "prefix sent", "seconds": 0.0, "machine": "this"},
-                {"name": "spot check", "seconds": 0.03, "machine": "this"},
-                {"name": "waited", "seconds": 0.12, "machine": "this", "n_bytes": 92_100_000},
-                {"name": "computed", "seconds": 0.93, "machine": "this"},
-                {"name": "exposed hand-off", "seconds": 0.01, "machine": "this"},
-            ],
+            "steps": STEPS,
             "outcome": "shared",
             "exactness": "exact",
             "prefill_s": 1.12,
             "ttft_s": 1.15,
+            "took_s": 3.25,
+            "machine": "vm",
+            "planned_ttft_s": 1.08,
+            "alone_s": 1.94,
+            "summary": "1.1 s: 1.1 s reading together. Alone: about 1.9 s. Then 2.1 s writing 84 tokens.",
         },
         {
             "id": "chatcmpl-00000000000000000000bbbb2222",
@@ -92,6 +107,8 @@ TRACES: dict[str, Any] = {
             "exactness": "exact",
             "prefill_s": 3.2,
             "ttft_s": 3.3,
+            "planned_ttft_s": 1.06,
+            "late": True,
             "code": "peer_lost",
             "reason": "studio went away in the middle of the prompt.",
             "verified_tokens": 2048,
@@ -106,6 +123,7 @@ TRACES: dict[str, Any] = {
             "losers": [{**LAYERS, "chosen": False, "code": "margin", "reason": _MARGIN}],
             "steps": [],
             "outcome": "cancelled",
+            "planned_ttft_s": 1.92,
         },
     ]
 }

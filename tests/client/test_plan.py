@@ -13,7 +13,7 @@ import pytest
 from fake_daemon import FakeDaemon, Reply, Run
 from hypothesis import given
 from hypothesis import strategies as st
-from shares import LAYERS, LOCAL, PLAN
+from shares import LAYERS, LOCAL, PLAN, TOKENS
 
 from fleetctl.exits import Exit
 from fleetctl.render.added_page import added_page
@@ -92,7 +92,7 @@ def test_another_machine_that_answers_with_helpers_of_its_own_and_what_cannot() 
     [
         (
             {"sources": ["suffix", "lookup"], "width": 16},
-            "Drafts: suffix, prompt lookup; up to 16 tokens per pass. Verdict: exact: for the test.",
+            "Drafting: on, up to 16 tokens at a time, same text. Sources: suffix, prompt lookup.",
         ),
         (
             {
@@ -101,15 +101,15 @@ def test_another_machine_that_answers_with_helpers_of_its_own_and_what_cannot() 
                 "draft_model": "small",
                 "drafters": ["studio", "this"],
             },
-            "Drafts: small on studio (else this), suffix, prompt lookup; up to 4 tokens "
-            "per pass. Verdict: exact: for the test.",
+            "Drafting: on, up to 4 tokens at a time, same text. Sources: small on studio (else this), "
+            "suffix, prompt lookup.",
         ),
         (
             {"sources": ["suffix", "lookup"], "width": 8, "draft_model": "small"},
-            "Drafts: suffix, prompt lookup; up to 8 tokens per pass. Verdict: exact: for the test. No "
+            "Drafting: on, up to 8 tokens at a time, same text. Sources: suffix, prompt lookup. No "
             "machine can draft with small now.",
         ),
-        ({"reason": "declined: its kernels differ"}, "Drafts: none, declined: its kernels differ."),
+        ({"reason": "declined: its kernels differ"}, "Drafting: off, declined: its kernels differ."),
     ],
 )
 def test_who_would_draft_for_the_answer(drafts: dict[str, Any], said: str) -> None:
@@ -279,6 +279,24 @@ def test_a_prompt_says_where_its_known_part_came_from() -> None:
     assert prompt(4000, 3072, restored=1024, fetched=2048, fetched_from="studio").endswith(
         "known already (1,024 from the disk, 2,048 from studio)"
     )
+
+
+def test_a_way_that_needs_a_load_first_stands_apart_without_a_speed() -> None:
+    """The star stood on a row that was slower than the one below it, which was not possible."""
+    cold = {
+        **TOKENS,
+        "predicted_s": 0.9,
+        "code": "cold",
+        "reason": "studio would have to load the model first.",
+    }
+    _, options, *_ = page({**PLAN, "options": [LAYERS, cold, LOCAL]}, None).split("\n\n")
+    rows = options.splitlines()
+    assert [row.split()[0] for row in rows[1:3]] == ["*", "local"]
+    assert rows[-2:] == [
+        "Not now, as a machine would have to load the model first:",
+        "   tokens: studio would have to load the model first.",
+    ]
+    assert "0.90 s" not in options
 
 
 # ---- With one more machine -------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from fleetd.hardware.memory import MemoryReading, budget
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WORKING_BYTES, WeightRules
 from fleetd.p2p.membership.cards import Card, ModelCard
-from fleetd.plan import chip_speeds
+from fleetd.plan.load_times import LoadTimes
 from fleetd.plan.model_speeds import ModelSpeeds
 
 MACHINE = HardwareReading("Linux", "h", "", "cpu", "", 2, 2, 1 << 34, 1 << 33, 0, "small", "cpu")
@@ -254,19 +254,19 @@ async def test_what_a_load_took_and_what_a_prefill_consists_of_is_known_after_it
     """Other machines price a load, and the help that this machine would get, by these."""
     daemon = CardDaemon()
     await daemon.listed()
-    assert daemon.model.load_s == pytest.approx(chip_speeds.load_s(1000), rel=0.1)
+    assert daemon.model.load_s == pytest.approx(LoadTimes().seconds("m", 1000), rel=0.1)
     assert daemon.model.shape == replace(FOLDER.shape, cpu_arithmetic="float32")
-    took = [StepView("verifying", 33.0), StepView("reading", 8.0)]
+    took = [StepView("measuring", 33.0), StepView("reading", 8.0)]
     sizes = StateSizes(9, 6, 5, 4)
     told = ModelShape("llama", 1000, 2048, "float32", 30, sizes, 8, 3, 7, 5, any_chunks=True)
     told = replace(told, cpu_arithmetic="int8")
     # Weights may take more memory than they have in the files.
     daemon.engines = [engine(7, shape=replace(told, weights_bytes=2000), load_steps=took)]
     assert daemon.model.shape == told
-    assert daemon.model.load_s == 41
+    assert daemon.model.load_s == 8
     daemon.engines = [part(8, 0, 14, layers=30, load_steps=took[1:], token_bytes=4, cpu_arithmetic="int8")]
     cold = daemon.model
-    assert (cold.state, cold.load_s) == ("installed", 41)
+    assert (cold.state, cold.load_s) == ("installed", 8)
     assert cold.shape == told
 
 

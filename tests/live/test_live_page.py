@@ -110,5 +110,5 @@ def test_an_answer_and_why_it_took_as_long(live: LiveDaemon, visit: Callable[[],
     page.fill("#prompt", "<hello>")
     page.click("text=Send")
     page.click("text=where the time went")
-    page.wait_for_selector(".waterfall >> text=decoded")
+    page.wait_for_selector(".waterfall >> text=writing")
     assert "chain" in page.inner_text(".detail h2")

@@ -16,6 +16,7 @@ import tiny_hybrid
 from forked_programs import Programs
 from live_daemon import LiveDaemon, frozen, until
 from live_fleet import LiveFleet, StreamedAnswer, answer, body, heard
+from timelines import check_steps
 
 from fleetd import limits
 
@@ -107,7 +108,10 @@ def test_a_shared_answer_is_the_answer_of_one_machine(ready: LiveFleet) -> None:
     assert trace["chosen"]["nodes"] == [helper, "this"]
     assert trace["exactness"] == "exact"
     assert trace["chosen"]["kind"] in ("layers", "tokens", "whole")
-    assert {step["machine"] for step in trace["steps"]} == {helper, "this"}
+    check_steps(trace)
+    assert {step["machine"] for step in trace["steps"]} == {helper, home}
+    assert (trace["machine"], trace["planned_ttft_s"] > 0, trace["alone_s"] > 0) == (home, True, True)
+    assert "reading together" in trace["summary"]
     assert sum(step.get("n_bytes", 0) for step in trace["steps"]) > 0
     assert "local" in {loser["kind"] for loser in trace["losers"]}
     if home == "alpha":

@@ -138,6 +138,24 @@ def test_a_late_pong_measures_from_its_own_ping() -> None:
     assert session.life.rtt_s == 0.5
 
 
+def test_the_shortest_round_trip_tells_how_far_the_other_clock_is_ahead() -> None:
+    """As NTP has it: half of the round trip is the most that an estimate can be wrong."""
+    session = opened()  # ping 1 went out at 0
+    assert session.life.clock_offset_s is None
+    feed(session, Pong(1, 1000.9), now=1.0)
+    assert session.life.clock_offset_s == pytest.approx(1000.4)
+    session.tick(1.0 + limits.RTT_PING_S)
+    at = 1.0 + limits.RTT_PING_S
+    feed(session, Pong(2, 1000.0 + at + 0.05), now=at + 0.1)
+    assert session.life.clock_offset_s == pytest.approx(1000.0)
+
+
+def test_a_machine_that_does_not_tell_its_time_has_no_offset() -> None:
+    session = opened()
+    feed(session, Pong(1), now=1.0)
+    assert (session.life.rtt_s, session.life.clock_offset_s) == (1.0, None)
+
+
 def test_an_answer_to_a_ping_that_was_not_sent_is_refused() -> None:
     """Or a peer could make itself look near."""
     session = opened()

@@ -113,7 +113,7 @@ def test_every_frame_in_every_session_state(state: SessionState, kind: type[Fram
             assert session.state is SessionState.CLOSED
             assert drain(session) == b""
         case Act.ANSWER:
-            assert (events, sent(session)) == ([], [Pong(9)])
+            assert (events, sent(session)) == ([], [Pong(9, 0.5)])
         case Act.MEASURE:
             assert events == [Measured(0.5)]
             assert session.life.rtt_s == 0.5

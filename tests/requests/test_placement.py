@@ -16,11 +16,12 @@ from msgspec.structs import replace
 from nested_fields import changed
 from peer_streams import FakeOthers, FakeStream
 from runners import runner_over
+from timelines import check_steps
 from virtual_loop import VirtualLoop
 
 from fleetd import limits
 from fleetd.control.prefill_plan import OptionView, StepView
-from fleetd.control.prefill_trace import Trace
+from fleetd.control.prefill_trace import Trace, TraceStep
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
@@ -586,7 +587,12 @@ THERE = Trace(
     "big",
     prompt_tokens=7,
     chosen=OptionView("layers", ["mini", "this"], 1.5, [StepView("computed", 1.0)], chosen=True),
-    steps=[StepView("queued", 0.1, machine="this"), StepView("computed", 0.9, 1000, "mini")],
+    steps=[
+        TraceStep("request", "studio", 0.0, 1.2, 1.2),
+        TraceStep("waiting", "studio", 0.0, 0.1, 0.1, parent=0),
+        TraceStep("reading", "studio", 0.1, 1.2, 1.1, parent=0),
+        TraceStep("computed", "mini", 0.2, 1.1, 0.9, 1000, parent=2),
+    ],
     outcome="shared",
     exactness="exact",
     ttft_s=1.2,
@@ -627,22 +633,29 @@ async def test_where_it_was_asked_the_trace_has_the_steps_of_where_it_was_answer
     trace = await story(make, [*WHOLE, *spoken(messages.told_trace(THERE))])
     assert (trace.id, trace.outcome, trace.answered_by, trace.exactness) == ("r1", "remote", "studio", "plan")
     assert (trace.chosen.kind, trace.chosen.nodes) == ("remote", ["studio"])
-    assert trace.there == THERE
-    assert [step.name for step in trace.steps] == ["network and rest"]
+    assert trace.there == replace(THERE, steps=[])
+    check_steps(trace)
+    (computed,) = [step for step in trace.steps if step.machine == "mini"]
+    assert (computed.name, trace.steps[computed.parent or 0].name) == ("computed", "reading")
+    assert any((step.name, step.machine) == ("network and rest", "studio") for step in trace.steps)
     assert trace.completion_tokens == 2
 
 
-async def test_the_network_took_what_is_left_and_never_less_than_nothing(make: Make) -> None:
-    """The clocks of two machines are not compared, only how long each of them took."""
-    for took_s, rest in ((0.0, True), (1e6, False)):
-        told = replace(THERE, took_s=took_s)
-        (step,) = (await story(make, [*WHOLE, *spoken(messages.told_trace(told))])).steps
-        assert (step.seconds > 0) == rest
+@pytest.mark.parametrize("took_s", [0.0, 1.0, 1e6])
+@pytest.mark.parametrize("clock_s", [0.0, 1.0, 1e9])
+async def test_whatever_another_machine_tells_lies_within_the_time_that_passed_here(
+    make: Make, took_s: float, clock_s: float
+) -> None:
+    told = replace(THERE, took_s=took_s, clock_s=clock_s)
+    check_steps(await story(make, [*WHOLE, *spoken(messages.told_trace(told))]))
 
 
 async def test_a_machine_of_an_earlier_version_tells_no_steps(make: Make) -> None:
     trace = await story(make, WHOLE)
-    assert (trace.outcome, trace.answered_by, trace.there, trace.steps) == ("remote", "studio", None, [])
+    assert (trace.outcome, trace.answered_by, trace.there) == ("remote", "studio", None)
+    # What was seen from here is left.
+    assert [step.name for step in trace.steps] == ["request", "waiting", "reading", "writing"]
+    check_steps(trace)
 
 
 async def test_a_machine_that_tells_nothing_more_is_not_waited_for(
@@ -655,7 +668,8 @@ async def test_a_machine_that_tells_nothing_more_is_not_waited_for(
 async def test_a_machine_that_died_on_the_way_stays_in_the_story(make: Make) -> None:
     dying = [*spoken(*answer()[:2]), PeerLost("The connection broke.")]
     trace = await story(make, dying, [*WHOLE, *spoken(messages.told_trace(THERE))])
-    assert (trace.answered_by, trace.there) == ("mini", THERE)
+    assert (trace.answered_by, trace.there) == ("mini", replace(THERE, steps=[]))
+    check_steps(trace)
     (failed,) = trace.earlier
     assert (failed.answered_by, failed.outcome, failed.code) == ("studio", "failed", "peer_lost")
     assert "The connection broke." in failed.reason
@@ -690,10 +704,10 @@ def hostile(**fields: Any) -> bytes:
         hostile(took_s=float("inf")),
         hostile(took_s=-1.0),
         hostile(prompt_tokens=2**60),
-        hostile(steps=[StepView("computed", -1.0)]),
-        hostile(steps=[StepView("x", 0.0)] * (limits.JOB_TRACE_STEPS + 1)),
+        hostile(steps=[TraceStep("computed", seconds=-1.0)]),
+        hostile(steps=[TraceStep("x")] * (limits.JOB_TRACE_STEPS + 1)),
         hostile(reason="x" * (limits.ERROR_TEXT_CHARS + 1)),
-        hostile(steps=[StepView("x" * (limits.ERROR_TEXT_CHARS + 1), 0.0)]),
+        hostile(steps=[TraceStep("x" * (limits.ERROR_TEXT_CHARS + 1))]),
     ],
 )
 async def test_a_trace_that_no_honest_machine_tells_is_not_kept(make: Make, body: bytes) -> None:
@@ -704,8 +718,9 @@ async def test_a_trace_that_no_honest_machine_tells_is_not_kept(make: Make, body
 
 
 def test_what_is_told_of_a_trace_is_bounded() -> None:
-    many = [StepView("computed", 1.0, machine="m" * limits.CARD_TEXT_CHARS)] * limits.SHARE_STEPS
-    option = replace(THERE.chosen, steps=many)
+    name = "m" * limits.CARD_TEXT_CHARS
+    many = [TraceStep("computed", name, seconds=1.0)] * limits.SHARE_STEPS
+    option = replace(THERE.chosen, steps=[StepView("computed", 1.0, machine=name)] * limits.SHARE_STEPS)
     full = replace(THERE, chosen=option, losers=[option] * 8, steps=many, reason="x" * 10**6, earlier=[THERE])
     told = messages.decode_trace(messages.encode(messages.told_trace(full)))
     assert (told.losers, told.earlier, len(told.steps)) == ([], [], limits.JOB_TRACE_STEPS)
@@ -721,9 +736,10 @@ async def test_the_serving_end_tells_its_trace_after_the_last_event(make: Make) 
     *events, last = stream.sent
     assert [messages.decode_event(body) for body in events] == answer()
     told = messages.decode_trace(last)
-    assert told == await written.only()
+    assert told == replace(await written.only(), summary="")
     assert (told.asked_by, told.outcome, told.id.partition(".")[0]) == ("alpha", "local", "r1")
-    assert [step.name for step in told.steps] == ["queued", "computed", "decoded"]
+    check_steps(told)
+    assert {"computed", "decoded"} <= {step.name for step in told.steps}
     assert not any(canary.encode() in body for body in stream.sent)
     assert not any(b"Hello" in body for body in stream.sent[-1:])
 

@@ -20,7 +20,6 @@ from sharing_fakes import DIGEST, HelperMachine, HomePartners, HomePool, machine
 from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.model_facts import MeasuredSpeed
-from fleetd.control.prefill_plan import StepView
 from fleetd.control.prefill_trace import DrafterView, Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import (
@@ -54,6 +53,7 @@ from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.request import Request, Shortening
 from fleetd.requests.request_views import trace_of
+from fleetd.requests.timeline import Span
 
 LONG = "word " * 4096
 OK = PrefillReport("r1", [StepTime("computed", 1.0, 500)])
@@ -148,7 +148,7 @@ async def test_a_prompt_that_was_shortened_and_shared_leaves_one_trace(tmp_path:
     async with home_with(tmp_path) as home:
         request = request_of(job(), FakeFolder())
         result = SmartPrefillResult("text", "small", ("mini",), 20_000, 4096)
-        request.smart = Shortening(result, plan, steps=[StepView("scored", 1.5, machine="mini")])
+        request.smart = Shortening(result, plan, steps=[Span("scored", "mini", 0.0, 1.5)])
         planned = (await home.ask(request=request))[0]
         assert (planned.shared, planned.exactness, planned.smart) == (True, "lossy", result)
         trace = await home.trace()
@@ -161,6 +161,11 @@ async def test_a_prompt_that_was_shortened_and_shared_leaves_one_trace(tmp_path:
             (step.machine, step.name) for step in trace.steps
         }
         assert trace.losers[0].predicted_s == plan.dense_s
+        # The others are ways to read what is kept, behind the scores.
+        ways = trace.losers[1:]
+        assert {way.kind for way in ways} == {"smart"}
+        assert "local" in {way.prefill for way in ways}
+        assert all(way.predicted_s is None or way.predicted_s > plan.score_s for way in ways)
         assert home.shown(f'fleetd_share_total{{kind="{planned.kind}",outcome="shared"}} 1.0')
 
 
@@ -251,7 +256,7 @@ async def test_an_attempt_that_failed_after_a_shared_prefill_says_nothing_of_the
         helper.engine.end.set()
         await home.sharing.close()
         assert home.shown(f'fleetd_share_total{{kind="{kind}",outcome="failed"}} 1.0')
-        assert request.attempt.sharing.accounts == ()
+        assert request.attempt.sharing.spans == ()
 
 
 # ---- whether it is asked at all --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from fleetd import limits
 from fleetd.control.prefill_plan import OptionView, StepView
-from fleetd.control.prefill_trace import Trace
+from fleetd.control.prefill_trace import Trace, TraceStep
 from fleetd.requests.traces import Traces
 from fleetd.storage.store import Store
 
@@ -19,7 +19,7 @@ LOSER = OptionView("local", ["this"], 3.0, code="slower", reason="3.0 s here alo
 
 
 def trace(request_id: str, at_s: float = 1.0) -> Trace:
-    steps = [StepView("chunk 1", 0.5, 1000, "mini")]
+    steps = [TraceStep("chunk 1", "mini", 0.1, 0.6, 0.5, 1000, 0)]
     return Trace(request_id, at_s, "m", 1000, 10, CHOSEN, [LOSER], steps, "shared", "plan", 1.4, 1.6)
 
 

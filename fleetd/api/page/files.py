@@ -42,6 +42,7 @@ SERVED = MappingProxyType(
                 "picture.js",
                 "preview.js",
                 "request_list.js",
+                "request_detail.js",
                 "requests.js",
                 "settings.js",
                 "store.js",

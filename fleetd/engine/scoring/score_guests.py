@@ -100,9 +100,9 @@ class ScoreGuests(Guests[ScoringLayout, _ScoringWork]):
         work.running = None
         if len(work.scores) < len(layout.passes):
             return None
-        seconds = time.monotonic() - work.begun_s
+        ended_s = time.monotonic()
         scores = join(work.scores).packed()
-        return Scored(task.id, scores, profile, work.computed, seconds)
+        return Scored(task.id, scores, profile, work.computed, ended_s - work.begun_s, ended_s)
 
 
 def _in_rows(empty: Any) -> bool:

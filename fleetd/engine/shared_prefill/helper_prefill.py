@@ -133,7 +133,7 @@ class HelperPrefill:
             started = self._clock()
             self._work.compute(self._writers["home"], self._writers.get("out"))
             self._end()
-            self._times.computed_s += self._clock() - started
+            self._times.computed.add(started, self._clock())
             self._receive()
             if self._clock() - begun >= limits.SHARE_STEP_S:
                 break

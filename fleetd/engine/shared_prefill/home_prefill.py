@@ -219,10 +219,10 @@ class SharedPrefill:
         begun = self._clock()
         if self._check.ready and (self._work.checked_first or not self._work.computable):
             self._check.step()
-            self._times.checked_s += self._clock() - begun
+            self._times.checked.add(begun, self._clock())
         elif self._work.computable:
             self._work.compute()
-            self._times.computed(self._clock() - begun, last=self._work.computed)
+            self._times.computed(begun, last=self._work.computed)
         else:
             return False
         return True
@@ -245,7 +245,7 @@ class SharedPrefill:
             self._error, self._drawn_of = error, None
             return
         finally:
-            self._times.later_s += self._clock() - begun
+            self._times.later.add(begun, self._clock())
         self._later, self._drawn_of = None, done
 
     def _later_checks(self, done: int) -> Iterator[None]:
@@ -262,8 +262,8 @@ class SharedPrefill:
             for probe, rows in self._work.later_probes(done, self._draw)
         ]
         longer = sum(check.tokens for check in checks) / max(1, self._check.tokens)
-        share_s = limits.SHARE_LATER_SHARE * self._predicted_s - self._times.later_s
-        if self._times.checked_s * max(1.0, longer) * self._draw.random() > share_s:
+        share_s = limits.SHARE_LATER_SHARE * self._predicted_s - self._times.later.seconds
+        if self._times.checked.seconds * max(1.0, longer) * self._draw.random() > share_s:
             return
         yield from self._checked(checks)
 

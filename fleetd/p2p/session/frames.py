@@ -24,6 +24,7 @@ from fleetd.text.bounded import UNREADABLE
 PROTOCOL_VERSIONS = (1, 1)
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 _StreamId = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 _Name = Annotated[str, Meta(max_length=limits.METHOD_CHARS)]
 _Version = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
@@ -52,6 +53,8 @@ class Pong(Struct, frozen=True, array_like=True, tag=3):
     """The answer to the Ping of the same nonce."""
 
     nonce: _Count
+    # When it was answered, by the monotonic clock of this side, in seconds; 0 if not told.
+    at_s: _Seconds = 0.0
 
 
 class Open(Struct, frozen=True, array_like=True, tag=4):

@@ -6,9 +6,13 @@ ping also ends the silence that the other side sees, so mostly only one of the t
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
 
 from fleetd import limits
+
+# Clocks drift apart by some milliseconds in an hour, so old estimates are forgotten.
+_OFFSETS = 8
 
 
 class LivenessVerdict(Enum):
@@ -29,6 +33,8 @@ class Liveness:
         self._nonce = 0
         self._pinged = now
         self._unanswered: dict[int, float] = {}
+        # Of the newest pings: the round trip and the other clock less this one, in seconds.
+        self._offsets: deque[tuple[float, float]] = deque(maxlen=_OFFSETS)
 
     def received(self, now: float) -> bool:
         """Bytes arrived; True if that ends a quiet time."""
@@ -43,8 +49,20 @@ class Liveness:
         self._unanswered[self._nonce] = now
         return self._nonce
 
-    def pong(self, nonce: int, now: float) -> float | None:
+    @property
+    def clock_offset_s(self) -> float | None:
+        """The other side's monotonic clock less this side's, in seconds; None if it never told its time.
+
+        As NTP has it: the answer is taken to have been given in the middle of the round trip, and the
+        shortest of the newest round trips, which leaves the least room for error, counts.
+        """
+        return min(self._offsets)[1] if self._offsets else None
+
+    def pong(self, nonce: int, now: float, at_s: float = 0.0) -> float | None:
         """The round trip in seconds; None if a later ping was answered already.
+
+        Args:
+            at_s: when the other side answered, by its clock; 0 if it does not tell.
 
         Raises:
             ValueError: no such ping was sent.
@@ -56,6 +74,8 @@ class Liveness:
             return None
         self._unanswered = {later: at for later, at in self._unanswered.items() if later > nonce}
         self.rtt_s = now - asked
+        if at_s:
+            self._offsets.append((self.rtt_s, at_s - (asked + now) / 2))
         return self.rtt_s
 
     @property

@@ -251,11 +251,11 @@ class Session:
         self.ping(now)
 
     def _answer(self, frame: Ping, now: float, events: list[Event]) -> None:
-        self.outbox.urgent.append(Pong(frame.nonce))
+        self.outbox.urgent.append(Pong(frame.nonce, max(0.0, now)))
 
     def _measure(self, frame: Pong, now: float, events: list[Event]) -> None:
         try:
-            rtt_s = self.life.pong(frame.nonce, now)
+            rtt_s = self.life.pong(frame.nonce, now, frame.at_s)
         except ValueError as error:
             raise ProtocolError(f"{self._who} answered a ping in advance: {error}.") from error
         if rtt_s is not None:

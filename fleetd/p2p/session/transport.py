@@ -193,6 +193,11 @@ class PeerConnection(asyncio.Protocol):
         self._flushed: asyncio.Future[None] | None = None
 
     @property
+    def clock_offset_s(self) -> float | None:
+        """The other machine's monotonic clock less this one's, in seconds; None while it is not known."""
+        return self._session.life.clock_offset_s if self._session is not None else None
+
+    @property
     def peer_host(self) -> str:
         """The address of the other side's end of the connection."""
         found = self._transport.get_extra_info("peername") if self._transport else None

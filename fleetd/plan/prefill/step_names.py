@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+# All of a request, and its phases, one after the other; each other step is part of a phase.
+REQUEST: Final = "request"
+WAITING: Final = "waiting"
+LOADING: Final = "loading"
+READING: Final = "reading"
+WRITING: Final = "writing"
+PHASES: Final = (WAITING, LOADING, READING, WRITING)
 # Predicted and measured, on the machine that answers; helpers report WAITED and COMPUTED too.
 PREFIX_SENT: Final = "prefix sent"
 WAITED: Final = "waited"

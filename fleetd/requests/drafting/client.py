@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Literal
@@ -19,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from fleetd import limits
-from fleetd.control.prefill_plan import PlanView, StepView
+from fleetd.control.prefill_plan import PlanView
 from fleetd.control.prefill_trace import DrafterView
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
@@ -42,6 +43,7 @@ from fleetd.requests.placement.placement import canonical
 from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.remote.peer_stream import own_id, require_message, said_by
 from fleetd.requests.request import Attempt, Request
+from fleetd.requests.timeline import Span, told_spans
 
 log = get_logger("fleetd.drafting")
 
@@ -116,7 +118,7 @@ class AnswerDrafting(PipelineStep):
     async def _conclude(attempt: Attempt, drafts: DraftRun) -> None:
         """Another machine's own account comes when it sees the text end, or not at all."""
         await asyncio.wait({drafts.task})
-        attempt.drafter = drafts.view
+        attempt.drafter, attempt.drafts = drafts.view, drafts.steps
 
     def begin(self, job: Job, folder: ModelFolder) -> DraftRun | None:
         """Look for a drafter for an answer that ``folder``'s engine has accepted; None if none is wanted.
@@ -188,7 +190,8 @@ class DraftRun:
         self, drafting: AnswerDrafting, job: Job, target: str, model: str, engine: EngineProcess
     ) -> None:
         self.drafter: DrafterCandidate | None = None
-        self._steps: list[StepView] = []
+        # What it did by its own account, by this machine's clock.
+        self.steps: list[Span] = []
         # The last candidate that failed, and why.
         self._lost: tuple[DrafterCandidate, FleetError] | None = None
         self._drafting = drafting
@@ -203,10 +206,10 @@ class DraftRun:
         """The drafter, once there is one; before that, the last candidate that failed."""
         if self._lost is not None and self.drafter in (None, self._lost[0]):
             lost, error = self._lost
-            return DrafterView(lost.model, lost.name, [], error.code, error.message)
+            return DrafterView(lost.model, lost.name, error.code, error.message)
         if (found := self.drafter) is None:
             return None
-        return DrafterView(found.model, found.name, self._steps)
+        return DrafterView(found.model, found.name)
 
     def end(self) -> None:
         """The answer has ended; the drafter notices by its stream, and in any case by this."""
@@ -293,7 +296,7 @@ class DraftRun:
     async def _follow_there(
         self, partners: FleetPort, candidate: DrafterCandidate, vocabulary: str, stream: PeerStream
     ) -> None:
-        load_s = candidate.load_s
+        load_s, asked_s = candidate.load_s, time.monotonic()
         offer = await _offer(stream, load_times.stall_s(load_s) if load_s else limits.DRAFT_OFFER_S)
         # Both ends compare, so neither depends on the other's care.
         if offer.vocabulary != vocabulary:
@@ -302,7 +305,8 @@ class DraftRun:
         await self._give(sock, offer.invitation.key, "connector")
         self.drafter = candidate
         done = messages.decode(await require_message(stream), messages.DraftDone)
-        self._steps = [StepView(step.name, step.seconds, step.n_bytes, candidate.name) for step in done.steps]
+        offset_s = self._drafting.members.clock_offset_s(candidate.node_id)
+        self.steps = told_spans(done.steps, candidate.name, offset_s, (asked_s, time.monotonic()))
 
     async def _give(self, sock: socket.socket, key: bytes, role: Literal["connector", "acceptor"]) -> None:
         await self._engine.give_stream(StreamTag(self._job.request.id, DRAFTS, key, role), sock)

@@ -78,7 +78,7 @@ class DraftServer:
                 done = await draft_report(events)
                 times.append(self._monotonic())
                 steps = [
-                    StepTime(name, later_s - earlier_s)
+                    StepTime(name, later_s - earlier_s, 0, earlier_s, later_s)
                     for name, (earlier_s, later_s) in zip(_STEPS, pairwise(times), strict=True)
                 ]
                 yield messages.DraftDone(done.drafted, done.judged, done.right, steps)

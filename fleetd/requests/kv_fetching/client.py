@@ -15,7 +15,6 @@ import time
 import msgspec
 
 from fleetd import limits
-from fleetd.control.prefill_plan import StepView
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
@@ -50,6 +49,7 @@ from fleetd.requests.ports import FleetPort
 from fleetd.requests.remote.peer_stream import require_message
 from fleetd.requests.request import Request
 from fleetd.requests.row_origins import Labels, no_label
+from fleetd.requests.timeline import Span
 
 log = get_logger("fleetd.fetching")
 
@@ -279,7 +279,10 @@ class FetchRun:
                 predicted_s=choice.seconds,
                 saved_s=computed_s - fetched.seconds,
             )
-        request.attempt.fetched = StepView(step_names.FETCHED, fetched.seconds, fetched.n_bytes, source.name)
+        now_s = time.monotonic()
+        request.attempt.fetched = Span(
+            step_names.FETCHED, source.name, now_s - fetched.seconds, now_s, n_bytes=fetched.n_bytes
+        )
 
     def _learn(self, choice: FetchChoice, fetched: KvFetched) -> None:
         members, source = self._fetching.members, choice.source

@@ -82,6 +82,8 @@ class Member(msgspec.Struct, frozen=True):
     capped: Mapping[str, str] = msgspec.field(default_factory=dict)
     wake_s: float = 0.0
     pairing: int = 0
+    # Its monotonic clock less this machine's, in seconds; None if not known.
+    clock_offset_s: float | None = None
 
     @property
     def node_id(self) -> str:
@@ -332,6 +334,14 @@ class Members:
         """About how many tokens at the beginning of a text a machine has read before."""
         chars = self.affinity.cached_chars(self._life(node_id), model, self.affinity.links(text))
         return chars // CHARS_PER_TOKEN
+
+    def clock_offset_s(self, node_id: str) -> float | None:
+        """A machine's monotonic clock less this one's, in seconds; None if not known, or for one that is not
+        a member any more."""
+        if node_id == THIS_NODE:
+            return 0.0
+        member = self._member(node_id)
+        return member.clock_offset_s if member is not None else None
 
     def _member(self, node_id: str) -> Member | None:
         if node_id == THIS_NODE:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.model_facts import MeasuredSpeed
+from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Ready
 from fleetd.errors import FleetError, NoMachine, from_code
 from fleetd.models.catalog import find
@@ -22,6 +24,7 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.beginnings import Beginning, KeptBeginning, from_disk, from_peer
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.fetch_speeds import FetchSpeed
+from fleetd.plan.prefill import step_names
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import Candidate, RouteQuestion
 from fleetd.plan.ways import Home, Ways, plan
@@ -57,6 +60,11 @@ class Placement(msgspec.Struct, frozen=True):
     kept_where: str = ""
     fetches: bool = True
     cached_tokens: int = 0
+    # What was planned until the first token, step by step and in all, and in all for this machine alone; None
+    # if that was not priced. Steps that name no machine are of the one that answers.
+    steps: tuple[StepView, ...] = ()
+    first_s: float | None = None
+    alone_s: float | None = None
 
 
 class AnswerTokens(msgspec.Struct, frozen=True):
@@ -148,11 +156,11 @@ class Placer:
         possible = (model.here or model.can_pull) and THIS_NODE not in tried
         if job.local_only or self._members.local_only:
             if possible:
-                return staying
+                return replace(staying, **self._priced_alone(job, model))
             raise why or NoMachine(f"{model.name} is not on this machine, and this request stays here.")
         others = self._members.others("answer")
         if not others and possible:
-            return staying
+            return replace(staying, **self._priced_alone(job, model))
         capped = tuple(self.capped(model.name))
         staying = replace(staying, capped=capped)
         ways = self.rank(job, model, others, tried=tried, places=places)
@@ -166,7 +174,11 @@ class Placer:
         if best.node_id == THIS_NODE:
             declined = ways.chosen is not None and ways.chosen.declined
             return replace(
-                staying, kept_where=ways.kept_where, fetches=not declined, cached_tokens=cached_tokens
+                staying,
+                kept_where=ways.kept_where,
+                fetches=not declined,
+                cached_tokens=cached_tokens,
+                **_priced(ways),
             )
         member = next(member for member in others if member.node_id == best.node_id)
         card = member.card
@@ -181,7 +193,15 @@ class Placer:
             capped,
             ways.kept_where,
             cached_tokens=cached_tokens,
+            **_priced(ways),
         )
+
+    def _priced_alone(self, job: Job, model: WantedModel) -> dict[str, Any]:
+        """What is planned for a request that this machine answers without others."""
+        here, text = self._members.here(), job.prompt_text
+        ask = RouteQuestion(model.name, len(text) // CHARS_PER_TOKEN, max_tokens=1, admitted=True)
+        home = self._home(ask, model, here, (), (), self.known(model, text)(here), 0, _NOWHERE)
+        return _priced(plan(ask, [home]))
 
     def capped(self, model: str) -> list[str]:
         """A sentence for each machine that claims a speed which its hardware cannot have."""
@@ -424,6 +444,19 @@ class Placer:
         """
         if node_id != THIS_NODE:
             self._members.failed(node_id, "answer", error, digest)
+
+
+def _priced(ways: Ways) -> dict[str, Any]:
+    """The fields of a Placement that say what was planned."""
+    way = ways.chosen
+    if way is None:
+        return {}
+    brought = way.begun.name if way.begun is not None else ""
+    steps = tuple(
+        StepView(name, seconds, machine=brought if name == step_names.FETCHED else "")
+        for name, seconds in way.steps
+    )
+    return {"steps": steps, "first_s": way.first_token_s, "alone_s": ways.alone_s}
 
 
 def no_machine(name: str, ways: Ways, why: FleetError | None = None, *, tried: bool = False) -> FleetError:

@@ -52,6 +52,7 @@ from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
 from fleetd.requests.request import Request
 from fleetd.requests.row_origins import Labels, no_label
+from fleetd.requests.timeline import Span, told_spans
 
 log = get_logger("fleetd.sharing")
 
@@ -280,7 +281,7 @@ class SharingRun:
             origins = [await self._sharing.label(helper.node_id) for helper in agreed.helpers]
             self._began_s = self._sharing.monotonic()
             engine.share(PrefillWithHelpers(terms.id, terms.split, _left_s(option), exact, origins))
-            self._outcome.agreed_exact = exact
+            self._outcome.agreed_exact, self._outcome.agreed_at_s = exact, self._began_s
             names = (*option.names, THIS_NAME)
             self._planned.set_result(Planned(_kind(option), names, self._request.exactness))
             await agreed.watch()
@@ -303,8 +304,8 @@ class SharingRun:
     def reported(self, report: PrefillReport) -> Planned | None:
         """The shared prefill has ended. The new plan if the engine goes on alone, else None."""
         attempt = self._attempt
-        self._outcome.report = report
-        self._took_s = self._sharing.monotonic() - self._began_s
+        self._outcome.report, self._outcome.reported_s = report, self._sharing.monotonic()
+        self._took_s = self._outcome.reported_s - self._began_s
         if not report.code:
             attempt.code = attempt.reason = ""
         elif not attempt.code:
@@ -368,12 +369,27 @@ class SharingRun:
     def _close(self, task: asyncio.Task[None], agreed: Agreement) -> None:
         task.cancel()
         agreed.close()
-        self._outcome.accounts = [(helper.name, helper.steps or ()) for helper in agreed.helpers]
+        self._outcome.spans = self._told(agreed)
         self._count()
         if self._outcome.went_well:
             steps = [*(helper.steps or () for helper in agreed.helpers), self._outcome.own_steps]
             self._sharing.learn(self._folder.name, self._digest, zip(self._parts, steps, strict=False))
             self._carried(agreed)
+
+    def _told(self, agreed: Agreement) -> list[Span]:
+        """What all machines did by their own accounts, by this machine's clock."""
+        clock_offset_s, here = self._sharing.members.clock_offset_s, self._request.here
+        within = (self._began_s, self._began_s + self._took_s)
+        accounts = [
+            (helper.name, clock_offset_s(helper.node_id), (helper.steps or ())[: limits.SHARE_STEPS])
+            for helper in agreed.helpers
+        ]
+        accounts.append((here, 0.0, self._outcome.own_steps))
+        return [
+            span
+            for machine, offset_s, steps in accounts
+            for span in told_spans(steps, machine, offset_s, within)
+        ]
 
     def _carried(self, agreed: Agreement) -> None:
         """Note how fast the helpers' paths are at least, by what they sent, and if one was far slower."""

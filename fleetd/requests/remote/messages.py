@@ -125,7 +125,7 @@ def told_trace(trace: Trace) -> JobTrace:
     steps = trace.steps[: limits.JOB_TRACE_STEPS]
     reason = trace.reason[: limits.ERROR_TEXT_CHARS]
     short = msgspec.structs.replace(trace, chosen=chosen, losers=[], steps=steps, reason=reason)
-    return JobTrace(msgspec.structs.replace(short, earlier=[], capped=[], kept_where=""))
+    return JobTrace(msgspec.structs.replace(short, earlier=[], capped=[], kept_where="", summary=""))
 
 
 def decode_trace(body: bytes) -> Trace:

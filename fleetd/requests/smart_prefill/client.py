@@ -22,7 +22,7 @@ from fleetd.compression.document import Document
 from fleetd.compression.history import History
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.selection import Selection
-from fleetd.control.prefill_plan import OptionView, PlanView, StepView
+from fleetd.control.prefill_plan import OptionView, PlanView
 from fleetd.control.smart_prefill_result import Form, SmartPrefillResult
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Ready, TextPrompt, Tokenized
@@ -53,6 +53,7 @@ from fleetd.requests.smart_prefill.compression_job import (
     kept_share,
 )
 from fleetd.requests.smart_prefill.skip import SkipCompression
+from fleetd.requests.timeline import Span
 
 log = get_logger("fleetd.compression")
 
@@ -165,7 +166,7 @@ class SmartPrefill(PipelineStep):
             raise _short(tokens, policy)
         compression = CompressionJob(request.id, found, tokens, policy, bill, not job.shareable)
         compression.aged = self._history.find(smart_prompt.said(job.request), policy)
-        loaded = list[StepView]()
+        loaded = list[Span]()
         try:
             # The rules that need no scores come first: nothing is loaded for a prompt that stays whole.
             await asyncio.to_thread(decide_unscored, compression)
@@ -180,7 +181,7 @@ class SmartPrefill(PipelineStep):
                         loads = True
                         yield progress
                 if loads:
-                    loaded = [StepView(step_names.LOADED, self._monotonic() - began_s, machine=THIS_NAME)]
+                    loaded = [Span(step_names.LOADED, THIS_NAME, began_s, self._monotonic())]
                 if compression.selection is None:
                     await self._count(target.folder, compression)
                     tokens = compression.tokens
@@ -414,7 +415,7 @@ def _kept_size(form: Form, tokens: int, ratio: float) -> tuple[int, int, int]:
     return (tokens, 0, kept) if form == "sparse" and kept < tokens else (kept, 0, 0)
 
 
-def _note(shortening: Shortening, compression: CompressionJob, loaded: list[StepView]) -> None:
+def _note(shortening: Shortening, compression: CompressionJob, loaded: list[Span]) -> None:
     """Keep what was found out about the prompt. ``loaded``: the step before it, if any."""
     shortening.plan, shortening.steps = compression.plan, [*loaded, *compression.steps]
     shortening.lost_scorer, shortening.planned_s = compression.lost, compression.planned_s

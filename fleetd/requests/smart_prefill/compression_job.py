@@ -26,12 +26,13 @@ from fleetd.compression.history import Aged, still_serves
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.select import forecast, select
 from fleetd.compression.selection import Selection, everything
-from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
 from fleetd.plan import scoring as planner
+from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
 from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.job import THIS_NAME
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
 from fleetd.requests.smart_prefill.bill import ScoringBill
@@ -43,6 +44,7 @@ from fleetd.requests.smart_prefill.segment_scoring import (
     SegmentScoring,
 )
 from fleetd.requests.smart_prefill.skip import SkipCompression
+from fleetd.requests.timeline import Span
 
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
     from fleetd.compression.token_scores import SegmentScores, TokenScores
@@ -90,7 +92,7 @@ class CompressionJob:
     scored_tokens: int = 0
     score_s: float = 0.0
     select_s: float = 0.0
-    steps: list[StepView] = field(default_factory=list)
+    steps: list[Span] = field(default_factory=list)
     lost: tuple[str, str] = ("", "")
 
     @property
@@ -164,9 +166,12 @@ class CompressionService:
                 try:
                     if any(part.scorer.here and part.scorer.load_s for part in plan.parts):
                         # How fast it scores is known only then.
+                        loading_s = self._monotonic()
                         async with aclosing(self.scorers.load(compressor)) as loads:
                             async for progress in loads:
                                 yield progress
+                        load = Span(step_names.LOADED, THIS_NAME, loading_s, self._monotonic())
+                        compression.steps.append(load)
                         compressor, able = await find()
                         plan = self._plan(compression, asked, able)
                         if not plan.worth_it:
@@ -235,7 +240,7 @@ class CompressionService:
             self.scorers.learn(work, late=late)
         remembered.names = work.names
         compression.scored_tokens = sum(ran.tokens for ran in work.ran.values())
-        compression.steps = [step for ran in work.ran.values() if ran.tokens for step in ran.steps]
+        compression.steps += [ran.span for ran in work.ran.values() if ran.tokens]
         errors = [ran.error for ran in work.ran.values() if ran.error is not None]
         compression.lost = next(((error.code, error.message) for error in errors), ("", ""))
 

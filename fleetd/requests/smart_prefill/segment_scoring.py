@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fleetd import limits
-from fleetd.control.prefill_plan import StepView
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
 from fleetd.errors import EngineDied, FleetError, ModelUnsupported, PeerLost, ProtocolError
@@ -30,6 +29,7 @@ from fleetd.process.observe import get_logger
 from fleetd.requests.concurrency import gather_or_cancel
 from fleetd.requests.remote.peer_stream import next_message, said_by
 from fleetd.requests.smart_prefill import messages
+from fleetd.requests.timeline import Span
 
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
     from fleetd.compression.token_scores import SegmentScores
@@ -77,30 +77,34 @@ class ScoringQuestion(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class ScorerRun:
-    """What one machine did for a prompt. ``seconds``: from request to scores; ``computed_s``: by its engine;
-    ``load_s``: until its model was loaded.
-
-    ``unanswered``: segments that it was asked to score and has not scored.
-    """
+    """What one machine did for a prompt."""
 
     scorer: Scorer
+    # Segments that it was asked to score and has not scored.
     unanswered: int = 0
     tokens: int = 0
-    seconds: float = 0.0
+    # By its engine.
     computed_s: float = 0.0
+    # Until its model was loaded.
     load_s: float = 0.0
     error: FleetError | None = None
+    # When it was asked for each segment, and when the scores had come; monotonic seconds.
+    asked: list[tuple[float, float]] = field(default_factory=list)
+    # What it did in that time: its loads and what its engine computed.
+    parts: list[Span] = field(default_factory=list)
 
     @property
-    def steps(self) -> list[StepView]:
-        """All of it, then its parts; of another machine also what is left of it."""
-        parts = [(step_names.SCORED, self.seconds)]
-        if self.load_s:
-            parts.append((step_names.LOADED, self.load_s))
-        if not self.scorer.here:
-            rest_s = max(0.0, self.seconds - self.load_s - self.computed_s)
-            parts += [(step_names.COMPUTED, self.computed_s), (step_names.NETWORK, rest_s)]
-        return [StepView(name, seconds, machine=self.scorer.name) for name, seconds in parts]
+    def seconds(self) -> float:
+        """Seconds from a request to its scores, summed over the segments."""
+        return sum(came_s - asked_s for asked_s, came_s in self.asked)
+
+    @property
+    def span(self) -> Span:
+        """All of it, with its parts."""
+        first_s, last_s = min(self.asked)[0], max(came_s for _, came_s in self.asked)
+        return Span(
+            step_names.SCORED, self.scorer.name, first_s, last_s, self.seconds, parts=tuple(self.parts)
+        )
 
 
 @dataclass(slots=True)
@@ -137,6 +141,7 @@ class ScoringJob:
 class SegmentScoring:
     """Args:
     request: begins a request at another machine: its id, a method and a body; None without a fleet.
+    clock_offset_s: a machine's monotonic clock less this one's, by its id; None if not known.
     """
 
     def __init__(
@@ -145,7 +150,9 @@ class SegmentScoring:
         request: Callable[[str, str, bytes], PeerStream] | None,
         *,
         monotonic: Callable[[], float],
+        clock_offset_s: Callable[[str], float | None] = lambda node_id: None,
     ) -> None:
+        self._clock_offset_s = clock_offset_s
         self._pool = pool
         self._request = request
         self._monotonic = monotonic
@@ -219,17 +226,25 @@ class SegmentScoring:
             if isinstance(step, Loading):
                 loading_s = now_s if loading_s is None else loading_s
             elif loading_s is not None:
-                ran.load_s, loading_s = ran.load_s + now_s - loading_s, None
+                ran.load_s += now_s - loading_s
+                ran.parts.append(Span(step_names.LOADED, ran.scorer.name, loading_s, now_s))
+                loading_s = None
             work.on_event(segment, step)
 
         scored = await self._ask(work.compressor, ran.scorer, score, note)
-        took_s = self._monotonic() - began_s
+        came_s = self._monotonic()
         found = await asyncio.to_thread(_unpacked, scored, question, score)
         ran.unanswered -= 1
         ran.tokens += scored.tokens
-        ran.seconds += took_s
+        ran.asked.append((began_s, came_s))
         # It began after this one had asked, whatever it tells.
-        ran.computed_s += min(scored.seconds, took_s)
+        computed_s = min(scored.seconds, came_s - began_s)
+        ran.computed_s += computed_s
+        if not ran.scorer.here:
+            offset_s = self._clock_offset_s(ran.scorer.node_id)
+            known = scored.ended_s and offset_s is not None
+            ended_s = min(came_s, scored.ended_s - (offset_s or 0.0)) if known else came_s
+            ran.parts.append(Span(step_names.COMPUTED, ran.scorer.name, ended_s - computed_s, ended_s))
         work.profile = work.profile or scored.profile
         return found
 
