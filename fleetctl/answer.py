@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 import click
 
+from fleetctl import smart_prefill
 from fleetctl.client import Client, daemon_error
 from fleetctl.event_stream import Comment
 from fleetctl.exits import ConnectionBroken
@@ -30,8 +31,6 @@ _KEEPALIVE = re.compile(r"keepalive (\d+)/(\d+)")
 _LOADING = re.compile(r"loading (.+?)(?: (\d+)/(\d+))?")
 # The machine that a request moved to, and the reason.
 _PLAN = re.compile(r"plan (\w+; nodes=.*?)(?:: (.*))?")
-# Why a prompt is read whole although smart prefill was asked for.
-_SKIPPED = re.compile(r"smart prefill skipped: \w*:? ?(.*)")
 # Stages of loading count bytes, layers or files; no count of the latter kinds comes near this.
 _LOOKS_LIKE_BYTES = 1_000_000
 
@@ -92,6 +91,8 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     smart: dict[str, Any] = field(default_factory=dict)
     first_token_s: float | None = None
+    #: Why the prompt was read whole although smart prefill was asked for; "" if that is not so.
+    not_shortened: str = ""
     stopped: bool = False
 
     def as_json(self) -> dict[str, Any]:
@@ -234,6 +235,7 @@ def ask(
         try:
             with client.stream("/v1/chat/completions", body) as stream:
                 answer.headers = stream.headers
+                _not_shortened(answer, smart_prefill.told_by_headers(stream.headers), printer, progress)
                 for event in stream:
                     if isinstance(event, Comment):
                         _comment(answer, event.text, printer, progress)
@@ -264,11 +266,18 @@ def _comment(answer: Answer, text: str, printer: Printer, progress: Progress) ->
         answer.headers["x-fleet-plan"] = plan[1]
         progress.clear()
         printer.remark(plan[2])
-    elif skipped := _SKIPPED.fullmatch(text):
-        progress.clear()
-        printer.remark(f"smart prefill was left out: {skipped[1]}")
+    elif reason := smart_prefill.told_by_comment(text):
+        _not_shortened(answer, reason, printer, progress)
     else:
         _show(progress, text)
+
+
+def _not_shortened(answer: Answer, reason: str, printer: Printer, progress: Progress) -> None:
+    """Say once that the prompt is read whole although smart prefill was asked for; "" says nothing."""
+    if reason and not answer.not_shortened:
+        answer.not_shortened = reason
+        progress.clear()
+        printer.remark(smart_prefill.not_used(reason))
 
 
 def _chunk(answer: Answer, text: str, printer: Printer, progress: Progress, began: float) -> None:
@@ -283,6 +292,7 @@ def _chunk(answer: Answer, text: str, printer: Printer, progress: Progress, bega
     answer.usage = chunk.get("usage") or answer.usage
     answer.timings = chunk.get("timings") or answer.timings
     answer.smart = chunk.get("smart_prefill") or answer.smart
+    _not_shortened(answer, smart_prefill.told_by_report(answer.smart), printer, progress)
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}
         content = delta.get("content") or ""

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 
+import msgspec
 import psutil
 import uvloop
 from aiohttp import web
@@ -33,7 +34,7 @@ from fleetd.api.http.disabled_fleet import DisabledFleet
 from fleetd.api.http.services import Services
 from fleetd.composition import DaemonParts
 from fleetd.config import DEFAULT_PORT, Config, setting_views
-from fleetd.control.daemon_status import DaemonStatus, HttpAddress
+from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HttpAddress
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import ConfigError, FleetError, PortInUse
 from fleetd.models import file_threads
@@ -41,6 +42,7 @@ from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
 from fleetd.p2p.membership.new_identity import finish
 from fleetd.power.keep_awake import KeepAwake
+from fleetd.process.busy_port import port_in_use
 from fleetd.process.descriptors import UNSCALED, connection_caps, open_limit, raise_limit
 from fleetd.process.notify import Notifier
 from fleetd.process.observe import get_logger
@@ -57,10 +59,17 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PRUNE_S = 86_400.0
 
 
-def run(config: Config, home: HomeFolder, new_identity: subprocess.Popen[bytes] | None = None) -> None:
+def run(
+    config: Config,
+    home: HomeFolder,
+    new_identity: subprocess.Popen[bytes] | None = None,
+    *,
+    greet: Callable[[str], None] | None = None,
+) -> None:
     """Run the daemon in a prepared home until a signal ends it; raises FleetError if it cannot start.
 
-    ``new_identity``: a process that makes the home's identity; it is waited for.
+    ``new_identity``: a process that makes the home's identity; it is waited for. ``greet``: is called with
+    the address of the API once it is served, in place of the log's line; None logs it.
     """
     # No prompt ends up in a core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -72,7 +81,7 @@ def run(config: Config, home: HomeFolder, new_identity: subprocess.Popen[bytes] 
         paths.clear_stale_socket(home.socket)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(Daemon(config, home, new_identity=new_identity).serve())
+                runner.run(Daemon(config, home, new_identity=new_identity, greet=greet).serve())
         except BaseExceptionGroup as group:
             # The task group wraps even a single failure; people get the failure.
             raise _first(group) from group
@@ -91,8 +100,10 @@ class Daemon:
         notifier: Notifier | None = None,
         exit_after: Callable[[float], None] | None = None,
         new_identity: subprocess.Popen[bytes] | None = None,
+        greet: Callable[[str], None] | None = None,
     ) -> None:
         self._config = config
+        self._greet = greet
         self._home = home
         self._notifier = notifier or Notifier()
         self._exit_after = exit_after or _exit_after
@@ -130,11 +141,18 @@ class Daemon:
             undigested=self._parts.card.undigested if self._parts.card is not None else {},
             machine=machine,
             memory=self._machine.memory_budget(machine, machine.model_available_bytes),
-            engines=self._machine.pool.status(),
+            engines=[self._with_speed_now(engine) for engine in self._machine.pool.status()],
             requests=self._runner.counts,
             power=self._awake.view,
             fleet=self._fleet.view() if self._fleet is not None else DisabledFleet().view(),
         )
+
+    def _with_speed_now(self, engine: EngineStatus) -> EngineStatus:
+        """The engine with its speeds as answers have corrected them since they were measured."""
+        speed = self._machine.speeds.of(engine.model)
+        if engine.part_of or not speed.decode_tok_s:
+            return engine
+        return msgspec.structs.replace(engine, speed=speed)
 
     async def serve(self) -> None:
         """Start, say READY, run until a signal, stop."""
@@ -293,6 +311,9 @@ class Daemon:
         self._ready = True
         address = f"http://{host_port(http.host, http.port)}/v1"
         self._notifier.ready(f"serving {address}")
+        if self._greet is not None:
+            self._greet(address)
+            return
         log.info(
             "daemon.ready",
             home=str(self._home.root),
@@ -370,10 +391,7 @@ async def _open_tcp(runner: web.AppRunner, host: str, port: int) -> HttpAddress:
     except OSError as error:
         where = host_port(address, port)
         if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"The address {where} is already in use by another program.",
-                hint="Stop it, or choose another with --http HOST:PORT (port 0 picks a free one).",
-            ) from None
+            raise port_in_use("The address", "http.listen", address, port) from None
         raise ConfigError(
             f"fleetd cannot listen on {where}: {(error.strerror or str(error)).lower()}.",
             hint=f"Choose an address of this machine with --http, for example 127.0.0.1:{DEFAULT_PORT}.",

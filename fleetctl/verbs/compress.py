@@ -71,7 +71,7 @@ def command(
     else:
         sys.stdout.write(found.prompt or "")
         sys.stdout.flush()
-    note(click.style(summary(found), dim=True))
+    note(click.style(summary(found, asked=question is not None), dim=True))
 
 
 def _unmarked(text: str) -> str:

@@ -125,8 +125,12 @@ def service_values(
         home = session.address.home if chosen else user_home / "Library/Application Support/fleetd"
         return units.Values(fleetd=fleetd_program, home=home, user=user, user_home=user_home)
     if chosen and session.address.home != SYSTEM_HOME:
+        # A person may have typed no --home at all.
+        cause = session.address.chosen_by
+        fix = "add --user" if cause.startswith("--") else f"unset {cause}, or add --user"
         raise click.UsageError(
-            f"The system service keeps its home in {SYSTEM_HOME}; --home goes with --user."
+            f"The system service keeps its home in {SYSTEM_HOME}, but {cause} says {session.address.home}: "
+            f"{fix}."
         )
     return units.Values(
         fleetd=fleetd_program,

@@ -35,8 +35,8 @@ _FENCE_LINE = re.compile(r"[ \t]*(?:```|~~~)")
 _SIGNS = 0.05
 # So does how a sentence begins, or a question mark or what stands for it at the very end.
 _ASKS = re.compile(
-    r"[\s\"'(*_#>-]*(?:please|question|(?:your )?task|instructions?|query|answer|find|list|tell|give|name|what|which|who|when"
-    r"|where|why|how|explain|describe|summari[sz]e|count|compare|translate|rewrite|quote|extract|identify"
+    r"[\s\"'(*_#>-]*(?:please|question|(?:your )?task|instructions?|query|answer|find|list|tell|give|name"
+    r"|what|which|who|when|where|why|how|explain|describe|summari[sz]e|count|compare|translate|rewrite|quote|extract|identify"
     r"|return|write|use|using|read|based on|according to|given|frage|aufgabe|bitte|nenne|pregunta|domanda"
     r"|wer|wann|wo|warum|welche[rnms]?|erklär\w*|sag|such\w*|quand|où|comment|pourquoi|combien|quel(?:le)?s?"
     r"|expliqu\w*|dis|cherche|quién(?:es)?|qué|cuándo|dónde|cómo|cuál(?:es)?|cuánt\w+|expl[ií]ca\w*|dime)\b"
@@ -44,9 +44,9 @@ _ASKS = re.compile(
     re.IGNORECASE,
 )
 _QUESTION_MARKS = ("?", "\uff1f", "吗", "呢")
-# A text that is pasted behind a question ends like a text, whatever signs its last lines have. They are a task
-# beside the question if a sentence in them begins as a task does and they are this short, in tokens, or if
-# they have this many signs per token. People break no lines at a margin, and write no rows of tables.
+# A text that is pasted behind a question ends like a text, whatever signs its last lines have. They are a
+# task beside the question if a sentence in them begins as a task does and they are this short, in tokens, or
+# if they have this many signs per token. People break no lines at a margin, and write no rows of tables.
 _TASK_TOKENS, _TASK_SIGNS = 32, 0.12
 _PROSE = re.compile(r"\||(?:.{60,130}\n)+.+")
 _HEADING = re.compile(r"#{1,6} [^\n]*")

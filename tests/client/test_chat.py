@@ -14,6 +14,7 @@ from fake_daemon import FLEETCTL, FakeDaemon, Reply, Run, answer, data, delta, f
 
 from fleetctl.answer import Answer
 from fleetctl.exits import Exit
+from fleetd.text import too_long
 
 BEFORE = "412 prompt tokens (300 cached) · first token "
 AFTER = " · prefill 310 tok/s · 96 tokens at 21.3 tok/s · smollm2-135m\n"
@@ -217,6 +218,17 @@ def test_an_early_refusal(run: Run, daemon: FakeDaemon) -> None:
     done = run("chat", "x", home=daemon.home)
     assert (done.returncode, done.stdout) == (Exit.REFUSED, "")
     assert done.stderr == "error: 9,000 tokens do not fit 8,192.\nShorten it.\n"
+
+
+def test_too_long_a_prompt_is_told_in_figures_and_with_what_takes_it(run: Run, daemon: FakeDaemon) -> None:
+    hint = "smollm2-135m takes 8,192. qwen3.5-2b, which is on this machine, takes 65,536."
+    message = f"{too_long.sentence(46_921, 8192)} {hint}"
+    error = {"message": message, "code": "context_length_exceeded", "hint": hint}
+    daemon.chat(Reply({"error": error}, 400))
+    assert run("chat", "x", home=daemon.home).stderr == (
+        "error: 46,921 tokens; smollm2-135m takes 8,192.\n"
+        "qwen3.5-2b, which is on this machine, takes 65,536.\n"
+    )
 
 
 @pytest.mark.parametrize(

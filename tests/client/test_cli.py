@@ -115,7 +115,7 @@ def test_a_mistyped_verb_gets_the_nearest(run: Run) -> None:
         ["peers", "--watch"],
         ["peers", "prompts", "x", "yes"],
         ["pair", "--yes"],
-        ["join", "x", "--yes"],
+        ["join", "42-lusab-babad", "--yes"],
         ["unpair", "x", "--yes"],
     ],
 )
@@ -225,9 +225,9 @@ def engine(**changes: Any) -> Reply:
         ({"speed": {"prefill_tok_s": 99.96}}, "100 tok/s       -"),
         ({"model": "\x1b[31mred"}, "\\x1b[31mred"),
         (
-            {"speed": {"doubt": "other programs had 60% of the processor"}},
-            "smollm2-135m: speeds in doubt, other programs had 60% of the processor; idle time and prompts "
-            "correct them",
+            {"speed": {"doubt": "CPU 60 % busy with other programs when measured"}},
+            "smollm2-135m: speeds uncertain (CPU 60 % busy with other programs when measured); "
+            "will be measured again",
         ),
         (
             {"load_steps": [{"name": "reading", "seconds": 1.25}, {"name": "warming up", "seconds": 0.25}]},

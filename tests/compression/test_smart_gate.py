@@ -173,15 +173,16 @@ def test_of_two_ends_that_ask_the_one_that_needs_more_decides() -> None:
 #: Last lines of documents, which are full of words that a task for the whole text has too.
 DOCUMENT_ENDS = [
     "| `sent` | where the text was sent, in full, and a list of all that was left out |",
-    "`make eval` asks questions whose answers are known, with whole prompts and with shortened ones, and writes\n"
-    "what smart prefill costs in quality to quality.md, as a table.",
-    "To report a security vulnerability, please use the security contact. The maintainers coordinate the fix and\n"
-    "its disclosure, and write a report about it.",
-    "Everyone is welcome to contribute, and every contribution is of value. Code is not the only way to help.\n"
-    "Answering questions, helping others and improving the documentation are just as welcome. Tell others, write\n"
-    "about the project, or list it among the tools that were of use to you in your own work.",
-    "When a machine forwards a setting, add it to the list of fields in `settings.py`, and describe it in the\n"
-    "table of all settings, so that readers find the whole list of them in one place, in alphabetical order.",
+    "`make eval` asks questions whose answers are known, with whole prompts and with shortened ones, and\n"
+    "writes what smart prefill costs in quality to quality.md, as a table.",
+    "To report a security vulnerability, please use the security contact. The maintainers coordinate the\n"
+    "fix and its disclosure, and write a report about it.",
+    "Everyone is welcome to contribute, and every contribution is of value. Code is not the only way to\n"
+    "help. Answering questions, helping others and improving the documentation are just as welcome. Tell\n"
+    "others, write about the project, or list it among the tools that were of use to you in your own work.",
+    "When a machine forwards a setting, add it to the list of fields in `settings.py`, and describe it in\n"
+    "the table of all settings, so that readers find the whole list of them in one place, in alphabetical\n"
+    "order.",
 ]
 POINTED = [
     "What does X-Fleet-Exactness say?",
@@ -207,8 +208,8 @@ Boil it down for me, please.
 REFERENCE = (
     "# The HTTP API\n\n"
     + haystack(1)
-    + "\n\nThe header `X-Fleet-Exactness` says `exact` or what else holds. A missing token gets the status 401. "
-    "A kept response is stored for 3,600 s.\n\n" + haystack(2)
+    + "\n\nThe header `X-Fleet-Exactness` says `exact` or what else holds. "
+    "A missing token gets the status 401. A kept response is stored for 3,600 s.\n\n" + haystack(2)
 )
 
 
