@@ -9,6 +9,7 @@ import sys
 
 import click
 
+from fleetctl import completion
 from fleetctl.answer import Options, ask, closing
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import Exit
@@ -22,7 +23,12 @@ _STDIN_PATIENCE_S = 2.0
 @click.command("chat")
 @click.argument("prompt", nargs=-1)
 @click.option(
-    "-m", "--model", default="", metavar="NAME", help="One of `fleetctl models`, if not the default."
+    "-m",
+    "--model",
+    default="",
+    metavar="NAME",
+    help="One of `fleetctl models`, if not the default.",
+    shell_complete=completion.models,
 )
 @click.option("-s", "--system", default="", metavar="TEXT", help="The system message.")
 @click.option("--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token.")

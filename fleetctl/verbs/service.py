@@ -40,7 +40,7 @@ def command() -> None:
     """
 
 
-@command.command("install")
+@command.command("install", short_help="Install, enable and start the service")
 @_scope_options
 @click.option("--print", "only_print", is_flag=True, help="Only show the service file.")
 @click.option(
@@ -77,7 +77,7 @@ def install(
     _report(session, manager, did)
 
 
-@command.command("uninstall")
+@command.command("uninstall", short_help="Stop and remove the service; its home stays")
 @_scope_options
 @json_option
 @pass_session
@@ -93,7 +93,7 @@ def uninstall(session: CliSession, scope: Scope | None) -> None:
     _report(session, manager, [*did, "the home with models and settings is kept"])
 
 
-@command.command("status")
+@command.command("status", short_help="Tell whether it is installed and runs")
 @_scope_options
 @json_option
 @pass_session
