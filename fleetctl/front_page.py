@@ -41,11 +41,12 @@ def _state(status: dict[str, Any]) -> list[str]:
     loaded = [one_line(str(engine.get("model"))) for engine in status.get("engines") or ()]
     default = one_line(str(status.get("default_model") or "the default model"))
     memory = (status.get("machine") or {}).get("available_bytes")
-    free = f"; {size(memory)} of memory are free" if memory else ""
     if loaded:
-        lines.append(f"{listed(loaded)} {'are' if loaded[1:] else 'is'} loaded{free}")
+        lines.append(f"{listed(loaded)} {'are' if loaded[1:] else 'is'} loaded")
     else:
-        lines.append(f"no model is loaded; {default} loads with the first question{free}")
+        lines.append(f"no model is loaded; {default} loads with the first question")
+    if memory:
+        lines.append(f"{size(memory)} of memory are free")
     peers = _peers(status)
     names = listed([one_line(str(peer.get("name"))) for peer in peers if peer.get("state") == "usable"])
     away = [one_line(str(peer.get("name"))) for peer in peers if peer.get("state") != "usable"]

@@ -16,6 +16,8 @@ from fleetd.text.host_port import host_port
 
 # The options of `fleetd run`, by the setting that each stands for.
 _OPTIONS = {"http.listen": ("--http",), "fleet.listen": ("--listen", "--peer-port")}
+# Where each listens that was told nothing.
+_DEFAULTS = {"http.listen": ("127.0.0.1", 8114), "fleet.listen": ("0.0.0.0", 8115)}  # noqa: S104
 # How far above a taken port the next free one is looked for: other daemons of this host stand in between.
 _STEP, _STEPS = 10, 20
 
@@ -59,12 +61,27 @@ def fleetd_at(port: int) -> int | None:
 
 
 def other_line(argv: list[str], setting: str, host: str, port: int) -> str:
-    """The command line of `fleetd run` with a free port in place of the taken one; "" for any other."""
-    free = next((at for at in range(port + _STEP, port + _STEP * _STEPS, _STEP) if _is_free(host, at)), None)
-    if len(argv) < 2 or "run" not in argv[1:2] or free is None:
+    """The command line of `fleetd run` with a free port in place of each taken one; "" for any other."""
+    if argv[1:2] != ["run"]:
         return ""
+    words = argv[2:]
+    for each, default in _DEFAULTS.items():
+        said = any(word.partition("=")[0] in _OPTIONS[each] for word in words)
+        if each == setting:
+            words = _at_free_port(words, each, host, port)
+        elif not said and not _is_free(*default):
+            # The first fleetd has taken this one too, if it has all that nobody chose.
+            words = _at_free_port(words, each, *default)
+    return shlex.join(["fleetd", "run", *words])
+
+
+def _at_free_port(words: list[str], setting: str, host: str, port: int) -> list[str]:
+    """The words with an address for the setting whose port is free; the same words if none is found."""
+    free = next((at for at in range(port + _STEP, port + _STEP * _STEPS, _STEP) if _is_free(host, at)), None)
+    if free is None:
+        return words
     kept: list[str] = []
-    given = iter(argv[2:])
+    given = iter(words)
     for word in given:
         name, is_whole, _ = word.partition("=")
         if name not in _OPTIONS[setting]:
@@ -72,11 +89,11 @@ def other_line(argv: list[str], setting: str, host: str, port: int) -> str:
         elif not is_whole:
             next(given, None)
     wide = setting == "fleet.listen" and ipaddress.ip_address(host).is_unspecified
-    address = f"*:{free}" if wide else host_port(host, free)
-    return shlex.join(["fleetd", "run", *kept, _OPTIONS[setting][0], address])
+    return [*kept, _OPTIONS[setting][0], f"*:{free}" if wide else host_port(host, free)]
 
 
 def _is_free(host: str, port: int) -> bool:
+    """Whether a program could listen there now. Port 0 is a free one."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             return True

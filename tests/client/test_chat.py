@@ -318,7 +318,7 @@ def test_progress_of_loading_and_prefill_in_a_log(
     ],
 )
 def test_the_closing_line_says_only_what_is_known(known: dict[str, Any], line: str) -> None:
-    assert Answer(**known).closing_line() == line
+    assert " · ".join(Answer(**known).closing_facts()) == line
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_the_closing_line_says_only_what_is_known(known: dict[str, Any], line: s
     ],
 )
 def test_the_last_line_says_which_machine_answered(plan: str, where: str) -> None:
-    said = Answer(model="m", headers={"x-fleet-plan": plan} if plan else {}).closing_line()
+    said = " · ".join(Answer(model="m", headers={"x-fleet-plan": plan} if plan else {}).closing_facts())
     assert said == f"m{where}"
 
 

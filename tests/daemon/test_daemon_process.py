@@ -201,16 +201,16 @@ def test_a_daemon_on_a_terminal_says_where_it_is_and_what_to_do_next(home: Path)
     [
         (
             ["fleetd", "run", "--home", "/a b", "--listen", "*:8115", "--no-mdns"],
-            "fleetd run --home '/a b' --no-mdns --listen '*:8125'",
+            "fleetd run --home '/a b' --no-mdns --http 127.0.0.1:8124 --listen '*:8125'",
         ),
-        (["fleetd", "run", "--peer-port=8115"], "fleetd run --listen '*:8125'"),
+        (["fleetd", "run", "--peer-port=8115"], "fleetd run --http 127.0.0.1:8124 --listen '*:8125'"),
         (["/usr/bin/pytest", "tests"], ""),
     ],
 )
 def test_the_line_to_type_has_a_free_port_for_the_taken_one(
     given: list[str], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(busy_port, "_is_free", lambda host, port: port == 8125)
+    monkeypatch.setattr(busy_port, "_is_free", lambda host, port: port in (8124, 8125))
     assert busy_port.other_line(given, "fleet.listen", "0.0.0.0", 8115) == line  # noqa: S104
 
 
