@@ -51,12 +51,16 @@ class AnswerMarkdown(Markdown):
                 token.type = "hardbreak"
 
 
-def complete_blocks(text: str) -> int:
-    """How many characters at the beginning are blocks that the next one has closed."""
-    starts = [token.map[0] for token in _parser().parse(text) if token.map and token.level == 0]
-    if not starts or not starts[-1]:
+def complete_block(text: str) -> int:
+    """How many characters the first block has, if another one has begun."""
+    starts = [
+        token.map[0]
+        for token in _parser().parse(text)
+        if token.map and token.level == 0 and token.nesting >= 0
+    ]
+    if len(starts) < 2:
         return 0
-    return sum(len(line) for line in text.splitlines(keepends=True)[: starts[-1]])
+    return sum(len(line) for line in text.splitlines(keepends=True)[: starts[1]])
 
 
 @cache

@@ -28,7 +28,7 @@ _BLANK = re.compile(r"(?:\x1b\[[\d;]*m|\s)*")
 
 # What Rich prints for a block.
 Render = Callable[[str], "RenderableType"]
-# How many characters at the beginning of a text are complete: nothing that follows changes how they look.
+# How many characters the first block of a text has if another one follows, else 0: it stays as it looks.
 Complete = Callable[[str], int]
 
 
@@ -49,10 +49,7 @@ class LiveText:
         """Show more of the text."""
         self._open += printable(text)
         self._follow_size()
-        end = self._complete(self._open)
-        if not end and len(self._open) > _BLOCK_CHARS:
-            end = len(self._open)
-        if end:
+        while end := self._complete(self._open) or (len(self._open) > _BLOCK_CHARS and len(self._open)):
             self._close(self._open[:end])
             self._open = self._open[end:]
         self._paint(self._lines(self._open))
@@ -128,16 +125,16 @@ def load() -> None:
 
 def live_markdown(stream: TextIO) -> LiveText:
     """An answer that grows on a terminal."""
-    from fleetctl.render.answer_markdown import AnswerMarkdown, complete_blocks
+    from fleetctl.render.answer_markdown import AnswerMarkdown, complete_block
 
-    return LiveText(stream, AnswerMarkdown, complete_blocks, gap=1)
+    return LiveText(stream, AnswerMarkdown, complete_block, gap=1)
 
 
 def live_dim(stream: TextIO) -> LiveText:
     """A model's thoughts that grow on a terminal."""
     from rich.text import Text
 
-    return LiveText(stream, lambda text: Text(text, style="dim"), complete_lines, gap=0)
+    return LiveText(stream, lambda text: Text(text, style="dim"), complete_line, gap=0)
 
 
 def _console(columns: int) -> Console:
@@ -153,6 +150,6 @@ def _console(columns: int) -> Console:
     )
 
 
-def complete_lines(text: str) -> int:
-    """Plain text: all lines but the last are complete."""
-    return text.rfind("\n") + 1
+def complete_line(text: str) -> int:
+    """Plain text: a line is complete with its line feed."""
+    return text.find("\n") + 1

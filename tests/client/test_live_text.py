@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_screen import SmallScreen
 
-from fleetctl.render.answer_markdown import complete_blocks
+from fleetctl.render.answer_markdown import complete_block
 from fleetctl.render.live_text import LiveText, live_dim, live_markdown
 
 TEXT = """# A title
@@ -174,8 +174,8 @@ def test_a_block_without_an_end_is_not_rendered_again_for_ever(screen: SmallScre
         ("- a\n- b\n\n- c", ""),
         ("```\na\n\nb", ""),
         ("```\na\n```\nb", "```\na\n```\n"),
-        ("one\n\ntwo\n\nthree", "one\n\ntwo\n\n"),
+        ("one\n\ntwo\n\nthree", "one\n\n"),
     ],
 )
 def test_blocks_are_complete_once_the_next_one_begins(text: str, complete: str) -> None:
-    assert text[: complete_blocks(text)] == complete
+    assert text[: complete_block(text)] == complete
