@@ -13,6 +13,8 @@ from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement
 from rich.padding import Padding
 from rich.text import Text
 
+_ITEM = "list_item_open"
+
 
 class _LeftHeading(Heading):
     """Bold, at the left."""
@@ -51,16 +53,22 @@ class AnswerMarkdown(Markdown):
                 token.type = "hardbreak"
 
 
-def complete_block(text: str) -> int:
-    """How many characters the first block has, if another one has begun."""
-    starts = [
-        token.map[0]
-        for token in _parser().parse(text)
-        if token.map and token.level == 0 and token.nesting >= 0
-    ]
-    if len(starts) < 2:
-        return 0
-    return sum(len(line) for line in text.splitlines(keepends=True)[: starts[1]])
+def complete_block(text: str) -> tuple[int, int]:
+    """How many characters the first block or item of a list has, and the empty lines below it.
+
+    (0, 0) until the next one has begun.
+    """
+    tokens = _parser().parse(text)
+    blocks = [token.map[0] for token in tokens if token.map and token.level == 0]
+    items = [token.map[0] for token in tokens if token.map and token.level == 1 and token.type == _ITEM]
+    of_first = [at for at in items if len(blocks) < 2 or at < blocks[1]]
+    if len(of_first) > 1:
+        return _chars(text, of_first[1]), 0
+    return (_chars(text, blocks[1]), 1) if len(blocks) > 1 else (0, 0)
+
+
+def _chars(text: str, lines: int) -> int:
+    return sum(len(line) for line in text.splitlines(keepends=True)[:lines])
 
 
 @cache

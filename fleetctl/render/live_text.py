@@ -12,6 +12,8 @@ from __future__ import annotations
 import io
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
@@ -22,48 +24,87 @@ if TYPE_CHECKING:
 
 # A longer block, as JSON in one line would be, is taken as complete here: each piece renders all of it again.
 _BLOCK_CHARS = 16_000
+# Painting rests for so many times as long as it took, so that the pieces are read in time.
+_PAUSE = 3.0
 
 # A line that shows nothing may have colours.
 _BLANK = re.compile(r"(?:\x1b\[[\d;]*m|\s)*")
 
 # What Rich prints for a block.
 Render = Callable[[str], "RenderableType"]
-# How many characters the first block of a text has if another one follows, else 0: it stays as it looks.
-Complete = Callable[[str], int]
+# How many characters the first block of a text has if another one follows, and the empty lines between them;
+# else (0, 0). What is complete stays as it looks.
+Complete = Callable[[str], tuple[int, int]]
 
 
 class LiveText:
-    """One text on one terminal: ``feed`` the pieces, then ``end`` it. ``gap``: empty lines between blocks."""
+    """One text on one terminal: ``feed`` the pieces, then ``end`` it."""
 
-    def __init__(self, stream: TextIO, render: Render, complete: Complete, *, gap: int) -> None:
-        self._stream, self._render, self._complete, self._gap = stream, render, complete, gap
+    def __init__(
+        self,
+        stream: TextIO,
+        render: Render,
+        complete: Complete,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream, self._render, self._complete, self._monotonic = stream, render, complete, monotonic
         self._open = ""
         # Lines of the open block as they are on the screen; the cursor is at the end of the last one.
         self._painted: list[str] = []
         # Empty lines above the open block.
         self._above = 0
+        # Not before then: a long table takes longer to render than the next piece to come. ``_later`` paints
+        # what comes meanwhile, in a thread of its own.
+        self._next_s = 0.0
+        self._later: threading.Timer | None = None
+        self._lock = threading.RLock()
         self._size = shutil.get_terminal_size()
         self._console = _console(self._size.columns)
 
     def feed(self, text: str) -> None:
-        """Show more of the text."""
-        self._open += printable(text)
-        self._follow_size()
-        while end := self._complete(self._open) or (len(self._open) > _BLOCK_CHARS and len(self._open)):
-            self._close(self._open[:end])
-            self._open = self._open[end:]
-        self._paint(self._lines(self._open))
+        """Show more of the text, now or when the painting before it has been paid for."""
+        with self._lock:
+            self._open += printable(text)
+            wait_s = self._next_s - self._monotonic()
+            if wait_s <= 0 or len(self._open) > _BLOCK_CHARS:
+                self._show()
+            elif self._later is None:
+                self._later = threading.Timer(wait_s, self._show)
+                self._later.daemon = True
+                self._later.start()
 
     def end(self) -> None:
         """Leave the cursor at the start of a line."""
-        self._close(self._open)
-        self._open, self._above = "", 0
+        with self._lock:
+            self._show()
+            self._close(self._open, 0)
+            self._open, self._above, self._next_s = "", 0, 0.0
 
-    def _close(self, block: str) -> None:
+    def _show(self) -> None:
+        """Paint all that has come."""
+        with self._lock:
+            if self._later is not None:
+                self._later.cancel()
+                self._later = None
+            began_s = self._monotonic()
+            self._follow_size()
+            end, gap = self._complete(self._open)
+            while end:
+                self._close(self._open[:end], gap)
+                self._open = self._open[end:]
+                end, gap = self._complete(self._open)
+            if len(self._open) > _BLOCK_CHARS:
+                self._close(self._open, 0)
+                self._open = ""
+            self._paint(self._lines(self._open))
+            now_s = self._monotonic()
+            self._next_s = now_s + _PAUSE * (now_s - began_s)
+
+    def _close(self, block: str, gap: int) -> None:
         self._paint(self._lines(block))
         if self._painted:
             self._write("\n")
-            self._painted, self._above = [], self._gap
+            self._painted, self._above = [], gap
 
     def _lines(self, block: str) -> list[str]:
         """The block as lines of this terminal; none of an empty one."""
@@ -127,14 +168,14 @@ def live_markdown(stream: TextIO) -> LiveText:
     """An answer that grows on a terminal."""
     from fleetctl.render.answer_markdown import AnswerMarkdown, complete_block
 
-    return LiveText(stream, AnswerMarkdown, complete_block, gap=1)
+    return LiveText(stream, AnswerMarkdown, complete_block)
 
 
 def live_dim(stream: TextIO) -> LiveText:
     """A model's thoughts that grow on a terminal."""
     from rich.text import Text
 
-    return LiveText(stream, lambda text: Text(text, style="dim"), complete_line, gap=0)
+    return LiveText(stream, lambda text: Text(text, style="dim"), complete_line)
 
 
 def _console(columns: int) -> Console:
@@ -150,6 +191,6 @@ def _console(columns: int) -> Console:
     )
 
 
-def complete_line(text: str) -> int:
+def complete_line(text: str) -> tuple[int, int]:
     """Plain text: a line is complete with its line feed."""
-    return text.find("\n") + 1
+    return text.find("\n") + 1, 0

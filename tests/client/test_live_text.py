@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,6 +96,7 @@ def test_the_screen_is_the_same_however_the_text_arrives(cuts: list[int]) -> Non
 
 def test_a_line_that_grows_is_not_painted_again(screen: SmallScreen) -> None:
     live = live_markdown(screen)
+    live._monotonic = lambda: 0.0
     for letter in "word by word":
         live.feed(letter)
     assert "".join(screen.written) == "word by word"
@@ -101,6 +104,7 @@ def test_a_line_that_grows_is_not_painted_again(screen: SmallScreen) -> None:
 
 def test_what_begins_as_stars_becomes_bold_where_it_stands(screen: SmallScreen) -> None:
     live = live_markdown(screen)
+    live._monotonic = lambda: 0.0
     live.feed("so **bold")
     assert screen.text == "so **bold"
     live.feed("** and on")
@@ -149,6 +153,28 @@ def test_after_a_resize_the_open_block_is_painted_at_the_new_width(
     assert screen.text == "A paragraph that is complete.\n\nThe girl cares about\nher dog most of all.\n"
 
 
+@pytest.mark.parametrize("took_s", [0.01, 1000.0])
+def test_painting_rests_in_proportion_to_what_it_took(screen: SmallScreen, took_s: float) -> None:
+    now_s, rendered = [0.0], threading.Semaphore(0)
+
+    def render(text: str) -> str:
+        now_s[0] += took_s
+        rendered.release()
+        return text
+
+    live = LiveText(screen, render, lambda text: (0, 0), lambda: now_s[0])
+    live.feed("one")
+    assert rendered.acquire(timeout=60)
+    live.feed(" two")
+    if took_s < 1:
+        # Nothing more comes for now, and what came is painted all the same.
+        assert rendered.acquire(timeout=60)
+    else:
+        assert screen.text == "one"
+    live.end()
+    assert screen.text == "one two\n"
+
+
 def test_a_block_without_an_end_is_not_rendered_again_for_ever(screen: SmallScreen) -> None:
     rendered: list[int] = []
 
@@ -156,7 +182,7 @@ def test_a_block_without_an_end_is_not_rendered_again_for_ever(screen: SmallScre
         rendered.append(len(text))
         return text
 
-    live = LiveText(screen, render, lambda text: 0, gap=0)
+    live = LiveText(screen, render, lambda text: (0, 0))
     for _ in range(50):
         live.feed("word " * 200)
     live.end()
@@ -171,11 +197,12 @@ def test_a_block_without_an_end_is_not_rendered_again_for_ever(screen: SmallScre
         ("one", ""),
         ("one\n\n", ""),
         ("one\n\ntwo", "one\n\n"),
-        ("- a\n- b\n\n- c", ""),
+        ("- a\n  - b\n\n- c", "- a\n  - b\n\n"),
+        ("- a\n  - b", ""),
         ("```\na\n\nb", ""),
         ("```\na\n```\nb", "```\na\n```\n"),
         ("one\n\ntwo\n\nthree", "one\n\n"),
     ],
 )
 def test_blocks_are_complete_once_the_next_one_begins(text: str, complete: str) -> None:
-    assert text[: complete_block(text)] == complete
+    assert text[: complete_block(text)[0]] == complete
