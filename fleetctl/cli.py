@@ -72,7 +72,7 @@ class LazyGroup(click.Group):
         return list(VERBS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """By groups, from the table: no verb is imported for it, and no line is cut."""
+        """List the verbs by groups, as the table has them: no verb is imported, and no line is cut."""
         width = max(map(len, VERBS))
         for group, verbs in GROUPS.items():
             with formatter.section(group):
