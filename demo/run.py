@@ -109,7 +109,7 @@ def ask(machine: Machine, question: str, *, about_text: bool) -> None:
     say(textwrap.indent(textwrap.fill(answer["content"], 96), "  "))
     usage, times = answer["usage"], answer["timings"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    say(f"  plan       {answer['plan']} · {answer['exactness']}")
+    say(f"  way        {answer['plan']} · exactness {answer['exactness']}")
     say(
         f"  prompt     {usage['prompt_tokens']:,} tokens, {cached:,} of them known already; "
         f"the others read in {times['prompt_ms'] / 1000:.2f} s"

@@ -107,7 +107,7 @@ def line(answered: Answered, machine: Machine) -> str:
     known = f", {answered.cached:,} known already" if answered.cached else ""
     return (
         f"first token after {answered.first_token_s:.2f} s · {answered.tokens:,} tokens{known}\n"
-        f"             answered by {machine.name} · plan {answered.plan} · {answered.exactness}"
+        f"             answered by {machine.name} · {answered.plan} · exactness {answered.exactness}"
     )
 
 

@@ -11,7 +11,7 @@ from fleetctl.cli import fleetctl
 from fleetctl.exits import Exit
 
 PAGE = Path(__file__).with_name("fleetctl.md")
-_WIDTH = 100
+_WIDTH = 80
 
 
 def page() -> str:

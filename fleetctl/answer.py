@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -16,11 +17,13 @@ from urllib.parse import unquote
 
 import click
 
+from fleetctl import quiet_terminal, smart_prefill
 from fleetctl.client import Client, daemon_error
 from fleetctl.event_stream import Comment
 from fleetctl.exits import ConnectionBroken
-from fleetctl.render.progress_line import Progress
-from fleetctl.render.text import count, duration, listed, one_line, size
+from fleetctl.render.live_text import LiveText, live_dim, live_markdown
+from fleetctl.render.progress_line import Progress, live_terminal
+from fleetctl.render.text import count, duration, joined, listed, one_line, size
 from fleetctl.text_files import SchemaFile
 from fleetd import limits
 from fleetd.errors import FleetError, InvalidValue
@@ -30,8 +33,6 @@ _KEEPALIVE = re.compile(r"keepalive (\d+)/(\d+)")
 _LOADING = re.compile(r"loading (.+?)(?: (\d+)/(\d+))?")
 # The machine that a request moved to, and the reason.
 _PLAN = re.compile(r"plan (\w+; nodes=.*?)(?:: (.*))?")
-# Why a prompt is read whole although smart prefill was asked for.
-_SKIPPED = re.compile(r"smart prefill skipped: \w*:? ?(.*)")
 # Stages of loading count bytes, layers or files; no count of the latter kinds comes near this.
 _LOOKS_LIKE_BYTES = 1_000_000
 
@@ -92,6 +93,8 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     smart: dict[str, Any] = field(default_factory=dict)
     first_token_s: float | None = None
+    #: Why the prompt was read whole although smart prefill was asked for; "" if that is not so.
+    not_shortened: str = ""
     stopped: bool = False
 
     def as_json(self) -> dict[str, Any]:
@@ -108,7 +111,7 @@ class Answer:
             **({"smart_prefill": self.smart} if self.smart else {}),
         }
 
-    def closing_line(self) -> str:
+    def closing_facts(self) -> list[str]:
         """Prompt size, time to the first token, both speeds, model and machine, as far as they are known."""
         parts = []
         cached = self.timings.get("cache_n", 0)
@@ -135,7 +138,7 @@ class Answer:
             parts.append(one_line(self.model))
         if others := _others(self.headers.get("x-fleet-plan", "")):
             parts.append(others)
-        return " · ".join(parts)
+        return parts
 
 
 def _others(plan: str) -> str:
@@ -162,19 +165,35 @@ def _speed(tokens_per_s: float) -> str:
 class Printer:
     """Writes the answer where it belongs: content to stdout, reasoning (dim) and notes to stderr.
 
-    A terminal gets text without control characters; a file or pipe gets exactly what the model wrote.
+    A terminal gets wrapped text without control characters, a file or pipe exactly what the model wrote.
+
+    Args:
+        plain: the answer is no Markdown, or is to be shown as it was written.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, plain: bool = False) -> None:
         self._quiet = quiet
         self._to_terminal = sys.stdout.isatty()
+        self._live_answer = not plain and live_terminal(sys.stdout)
+        self._live_thoughts = live_terminal(sys.stderr)
+        self._answer: LiveText | None = None
+        self._thoughts: LiveText | None = None
         self._reasoning_open = False
         self._last = "\n"
+
+    def prepare(self) -> None:
+        """Load what painting needs, a tenth of a second's work, while the prompt is read."""
+        if self._live_answer and not self._quiet:
+            self._answer = live_markdown(sys.stdout)
 
     def content(self, text: str) -> None:
         if self._quiet or not text:
             return
         self._end_reasoning()
+        if self._live_answer:
+            self._answer = self._answer or live_markdown(sys.stdout)
+            self._answer.feed(text)
+            return
         # Noted first: Ctrl-C may come between any two statements, and `end` must know where the cursor is.
         self._last = text[-1]
         sys.stdout.write(printable(text) if self._to_terminal else text)
@@ -184,7 +203,11 @@ class Printer:
         if self._quiet or not text:
             return
         self._reasoning_open = True
-        click.echo(click.style(printable(text), dim=True), err=True, nl=False)
+        if self._live_thoughts:
+            self._thoughts = self._thoughts or live_dim(sys.stderr)
+            self._thoughts.feed(text)
+        else:
+            click.echo(printable(text), err=True, nl=False)
 
     def remark(self, text: str | None) -> None:
         """Print a note about the answer on stderr, dimmed; None prints nothing."""
@@ -197,7 +220,9 @@ class Printer:
         if self._quiet:
             return
         self._end_reasoning()
-        if self._last != "\n":
+        if self._answer is not None:
+            self._answer.end()
+        elif self._last != "\n":
             sys.stdout.write("\n")
             self._last = "\n"
         sys.stdout.flush()
@@ -205,35 +230,46 @@ class Printer:
     def _end_reasoning(self) -> None:
         if self._reasoning_open:
             self._reasoning_open = False
-            click.echo("\n", err=True)
+            if self._thoughts is not None:
+                self._thoughts.end()
+            click.echo("" if self._thoughts is not None else "\n", err=True)
 
 
 def closing(answer: Answer) -> None:
-    """Print the closing line of an answer on stderr."""
-    line = answer.closing_line()
+    """Print the closing line of an answer on stderr, on a terminal broken between its facts."""
+    facts = answer.closing_facts()
     if answer.finish_reason == "length":
-        line = f"cut off at the token limit · {line}"
-    if line:
+        facts.insert(0, "cut off at the token limit")
+    width = shutil.get_terminal_size().columns - 1 if sys.stderr.isatty() else None
+    for line in joined(facts, " · ", width):
         click.echo(click.style(line, dim=True), err=True)
 
 
 def ask(
-    client: Client, options: Options, messages: Sequence[dict[str, str]], *, quiet: bool = False
+    client: Client,
+    options: Options,
+    messages: Sequence[dict[str, str]],
+    *,
+    quiet: bool = False,
+    plain: bool = False,
 ) -> Answer:
     """Stream one answer to the terminal.
 
     Ctrl-C stops it: the connection closes, the daemon cancels, and the answer so far is returned with
-    ``stopped``. With ``quiet`` nothing but progress is printed.
+    ``stopped``. With ``quiet`` nothing but progress is printed, with ``plain`` the answer as it was written.
     """
     body = options.body(messages)
     _check_size(body)
     answer = Answer()
-    printer = Printer(quiet=quiet)
+    # JSON that follows a schema is no Markdown.
+    printer = Printer(quiet=quiet, plain=plain or options.schema is not None)
     began = time.monotonic()
-    with Progress() as progress:
+    with quiet_terminal.quiet(), Progress() as progress:
         try:
             with client.stream("/v1/chat/completions", body) as stream:
                 answer.headers = stream.headers
+                printer.prepare()
+                _not_shortened(answer, smart_prefill.told_by_headers(stream.headers), printer, progress)
                 for event in stream:
                     if isinstance(event, Comment):
                         _comment(answer, event.text, printer, progress)
@@ -264,11 +300,18 @@ def _comment(answer: Answer, text: str, printer: Printer, progress: Progress) ->
         answer.headers["x-fleet-plan"] = plan[1]
         progress.clear()
         printer.remark(plan[2])
-    elif skipped := _SKIPPED.fullmatch(text):
-        progress.clear()
-        printer.remark(f"smart prefill was left out: {skipped[1]}")
+    elif reason := smart_prefill.told_by_comment(text):
+        _not_shortened(answer, reason, printer, progress)
     else:
         _show(progress, text)
+
+
+def _not_shortened(answer: Answer, reason: str, printer: Printer, progress: Progress) -> None:
+    """Say once that the prompt is read whole although smart prefill was asked for; "" says nothing."""
+    if reason and not answer.not_shortened:
+        answer.not_shortened = reason
+        progress.clear()
+        printer.remark(smart_prefill.not_used(reason))
 
 
 def _chunk(answer: Answer, text: str, printer: Printer, progress: Progress, began: float) -> None:
@@ -283,6 +326,7 @@ def _chunk(answer: Answer, text: str, printer: Printer, progress: Progress, bega
     answer.usage = chunk.get("usage") or answer.usage
     answer.timings = chunk.get("timings") or answer.timings
     answer.smart = chunk.get("smart_prefill") or answer.smart
+    _not_shortened(answer, smart_prefill.told_by_report(answer.smart), printer, progress)
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}
         content = delta.get("content") or ""

@@ -14,30 +14,10 @@ import click
 from fleetctl.client import Client
 from fleetctl.exits import Exit, exit_code_help, exit_for
 from fleetctl.home import Address, locate
+from fleetctl.verb_table import GROUPS, VERBS
 from fleetd import __version__
 from fleetd.errors import FleetError
 from fleetd.text.terminal_text import json_text, printable
-
-# Each verb lives in fleetctl/verbs/VERB.py as `command`; a verb costs its import only when it runs.
-VERBS = (
-    "cache",
-    "chat",
-    "compress",
-    "doctor",
-    "env",
-    "join",
-    "launch",
-    "models",
-    "open",
-    "pair",
-    "peers",
-    "plan",
-    "service",
-    "status",
-    "trace",
-    "unpair",
-    "usage",
-)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -89,7 +69,14 @@ class LazyGroup(click.Group):
     """Finds a verb by importing its module."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(VERBS)
+        return list(VERBS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs by groups, as the table has them: no verb is imported, and no line is cut."""
+        width = max(map(len, VERBS))
+        for group, verbs in GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl([(verb.ljust(width), what) for verb, what in verbs.items()])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
@@ -113,6 +100,7 @@ class LazyGroup(click.Group):
 
 @click.group(
     cls=LazyGroup,
+    invoke_without_command=True,
     epilog="\b\n" + exit_code_help(),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -120,20 +108,26 @@ class LazyGroup(click.Group):
     "--home",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The daemon's home (default: $FLEETD_HOME, else fleetd in this user's state folder).",
+    help="The daemon's home (else $FLEETD_HOME, else this user's).",
 )
 @click.option("--socket", type=click.Path(path_type=Path), metavar="PATH", help="The daemon's socket.")
 @click.version_option(__version__, prog_name="fleetctl", message="%(prog)s %(version)s")
 @json_option
 @pass_session
-def fleetctl(session: CliSession, home: Path | None, socket: Path | None) -> None:
+@click.pass_context
+def fleetctl(context: click.Context, session: CliSession, home: Path | None, socket: Path | None) -> None:
     """Talk to the fleetd daemon on this machine.
 
-    Answers go to stdout, progress and remarks to stderr; --json works with every command, before or after it.
+    Alone it shows the state and what to do next. Answers go to stdout, progress and remarks to stderr; --json
+    works with every command, before or after it.
     """
     if home is not None and socket is not None:
         raise click.UsageError("Give --home or --socket, not both.")
     session.home, session.socket = home, socket
+    if context.invoked_subcommand is None:
+        from fleetctl.front_page import front_page
+
+        session.emit(*front_page(session.client()))
 
 
 def show_error(error: FleetError, *, as_json: bool = False) -> None:

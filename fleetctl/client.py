@@ -22,6 +22,7 @@ from fleetctl.event_stream import Comment, Data, Decoder, EventTooLong
 from fleetctl.exits import ConnectionBroken, DaemonFailed, NoDaemon, Refused
 from fleetctl.home import SYSTEM_HOME, Address
 from fleetd import __version__, errors, limits
+from fleetd.text import too_long
 
 _PIECE_BYTES = 64 * limits.KIB
 
@@ -213,6 +214,10 @@ def daemon_error(value: Any, status: int) -> errors.FleetError:
     if hint:  # the message ends in it
         message = message.removesuffix(f" {hint}")
     param = fields.get("param")
+    if code == errors.ContextLengthExceeded.code and (found := too_long.figures(message)):
+        # The message is for programs that look for its words.
+        told, _, hint = hint.partition(". ")
+        message = f"{found[0]:,} tokens; {told.rstrip('.') or f'the model takes {found[1]:,}'}."
     if code in errors.BY_CODE:
         return errors.from_code(code, message, hint=hint, param=str(param) if param else None)
     kind = Refused if 400 <= status < 500 else DaemonFailed

@@ -28,13 +28,13 @@ class Exit(enum.IntEnum):
 
 _MEANINGS = {
     Exit.OK: "done",
-    Exit.ERROR: "something on this side failed (a file, a service manager, a check of `doctor`)",
+    Exit.ERROR: "something on this side failed: a file, a service, a check of `doctor`",
     Exit.USAGE: "the command line is wrong",
     Exit.NO_DAEMON: "no daemon can be reached",
     Exit.REFUSED: "the daemon refused the request (an HTTP 4xx)",
-    Exit.FAILED: "the daemon or the engine failed (an HTTP 5xx, or the answer broke off)",
-    Exit.PAIRING: "pairing failed (a wrong code, a closed window), or a machine is not paired",
-    Exit.PEER: "another machine is at fault (unreachable, lost, incompatible), or none can run the model",
+    Exit.FAILED: "the daemon failed (an HTTP 5xx), or the answer broke off",
+    Exit.PAIRING: "pairing failed (wrong code, closed window), or it is not paired",
+    Exit.PEER: "another machine is at fault, or none can run the model",
     Exit.INTERRUPTED: "interrupted with Ctrl-C",
 }
 

@@ -19,11 +19,18 @@ SYSTEM_HOME = Path("/var/lib/fleetd")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A daemon's home and socket. ``default``: neither the command line nor the environment chose it."""
+    """A daemon's home and socket.
+
+    ``chosen_by``: the option or environment variable that named it; "" if none did.
+    """
 
     home: Path
     socket: Path
-    default: bool = False
+    chosen_by: str = ""
+
+    @property
+    def default(self) -> bool:
+        return not self.chosen_by
 
 
 def default_home(environ: Mapping[str, str]) -> Path:
@@ -42,13 +49,13 @@ def locate(home: Path | None, socket: Path | None, environ: Mapping[str, str] = 
     """The address of the daemon that the options or the environment name."""
     if socket is not None:
         socket = _absolute(socket)
-        return Address(home=socket.parent, socket=socket)
+        return Address(socket.parent, socket, "--socket")
     if home is not None:
         home = _absolute(home)
-        return Address(home=home, socket=home / SOCKET_NAME)
+        return Address(home, home / SOCKET_NAME, "--home")
     found = default_home(environ)
-    chosen = bool(environ.get("FLEETD_HOME") or environ.get("STATE_DIRECTORY"))
-    return Address(home=found, socket=found / SOCKET_NAME, default=not chosen)
+    cause = next((name for name in ("FLEETD_HOME", "STATE_DIRECTORY") if environ.get(name)), "")
+    return Address(found, found / SOCKET_NAME, cause)
 
 
 def settings_file(home: Path) -> dict[str, dict[str, object]]:

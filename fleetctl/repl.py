@@ -1,138 +1,105 @@
-"""A conversation on a terminal: line editing and history by prompt_toolkit, answers by fleetctl.answer.
+"""A conversation on a terminal: line editing and history by prompt_toolkit, answers by fleetctl.conversation.
 
-Ctrl-C while an answer streams stops the answer and keeps what was said; at the prompt it clears the line.
-Ctrl-D on an empty line leaves.
+Ctrl-C while an answer streams stops the answer and keeps what was said, and what was typed meanwhile; at the
+prompt it clears the line. Ctrl-D on an empty line leaves.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import quote
 
 import click
 import platformdirs
 from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import ANSI
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import create_output
 
-from fleetctl.answer import Options, ask, closing
-from fleetctl.cli import note, show_error
+from fleetctl import completion, quiet_terminal
+from fleetctl.answer import Options
+from fleetctl.cli import note
 from fleetctl.client import Client
+from fleetctl.conversation import COMMANDS, Talk
 from fleetctl.exits import Exit
+from fleetctl.pastes import Pastes
+from fleetctl.render import live_text
 from fleetctl.render.text import one_line
 from fleetctl.replies import read
 from fleetd.control.daemon_status import DaemonStatus
-from fleetd.errors import FleetError
 
-HELP = """\
-/model [NAME]    show or change the model
-/system [TEXT]   show or change the system message (/system - removes it)
-/new             forget the conversation (also /clear)
-/stats           switch the closing line with times and speeds on or off
-/quit            leave (also Ctrl-D)
-Enter sends; Alt-Enter or a backslash at the end of the line starts a new line; pasted text keeps its lines.
-Ctrl-C stops an answer; at the prompt it clears the line."""
-
-# Only a word of letters is a command, so that "/etc/fstab means what?" is a question.
-_COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)
+# Tab waits so long for the names of models, in seconds.
+_NAMES_S = 1.0
+_WITH_PATHS = ("/file ", "/save ")
 
 
-def converse(client: Client, options: Options, system: str, *, stats: bool) -> int:
+def converse(client: Client, options: Options, system: str, *, stats: bool, plain: bool) -> int:
     """Talk until the user leaves. A missing daemon ends it at once; later failures only end an answer."""
     status = read(client.get("/fleet/v1/status"), DaemonStatus)
     if not options.model:
         options = replace(options, model=status.default_model)
     model = options.model or "the default model"
     note(click.style(f"{one_line(model)} · /help lists the commands, Ctrl-D leaves", dim=True))
-    talk = Talk(client, options, system, stats=stats)
-    session = editor()
-    while True:
-        try:
-            line = session.prompt(ANSI("\x1b[1m>\x1b[0m "))
-            if line.strip() and not talk.take(line):
+    talk = Talk(client, options, system, stats=stats, plain=plain)
+    pastes = Pastes()
+    session = editor(pastes, CommandCompleter(lambda: completion.model_names(client, _NAMES_S)))
+    # Rich takes a tenth of a second, which passes while the first question is typed.
+    threading.Thread(target=live_text.load, daemon=True).start()
+    draft = ""
+    # All the while, so that nothing is shown between an answer and the next prompt either.
+    with quiet_terminal.quiet():
+        while True:
+            try:
+                line = pastes.unfold(session.prompt(ANSI("\x1b[1m>\x1b[0m "), default=draft))
+                draft = ""
+                if line.strip() and not talk.take(line):
+                    break
+                if talk.stopped:
+                    # Lines that were already sent become text again: who stops an answer looks first.
+                    draft = quiet_terminal.typed()
+            except EOFError:
                 break
-        except EOFError:
-            break
-        except KeyboardInterrupt:
-            # A second Ctrl-C, while the first one was being handled.
-            continue
+            except KeyboardInterrupt:
+                # A second Ctrl-C, while the first one was being handled.
+                continue
     return Exit.OK
 
 
-class Talk:
-    """The conversation so far, and what a typed line does to it."""
+class CommandCompleter(Completer):
+    """Commands, and what may follow them. ``models`` is asked once, at the first Tab that needs them."""
 
-    def __init__(self, client: Client, options: Options, system: str, *, stats: bool) -> None:
-        self.client = client
-        self.options = options
-        self.system = system
-        self.stats = stats
-        self.turns: list[dict[str, str]] = []
+    def __init__(self, models: Callable[[], list[str]]) -> None:
+        self._models = models
+        self._names: list[str] = []
+        self._paths = PathCompleter(expanduser=True)
 
-    def take(self, line: str) -> bool:
-        """Act on one line; False ends the conversation."""
-        if found := _COMMAND.fullmatch(line.strip()):
-            return self._command(found[1], (found[2] or "").strip())
-        self._say(line)
-        return True
-
-    def _say(self, text: str) -> None:
-        asked = [*self.turns, {"role": "user", "content": text}]
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        try:
-            answer = ask(self.client, self.options, [*system, *asked])
-        except FleetError as error:
-            # The turn is not kept: the next question would otherwise follow one that was never answered.
-            show_error(error)
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        line = document.text_before_cursor
+        command, space, rest = line.partition(" ")
+        if not line.startswith("/") or "\n" in line:
             return
-        if answer.stopped:
-            note(click.style("(stopped)", dim=True))
-        if answer.content or not answer.stopped:
-            self.turns = [*asked, {"role": "assistant", "content": answer.content}]
-        if self.stats and not answer.stopped:
-            closing(answer)
-
-    def _command(self, name: str, rest: str) -> bool:
-        match name:
-            case "quit" | "exit":
-                return False
-            case "help" | "?":
-                note(HELP)
-            case "new" | "clear":
-                self.turns = []
-                note("The conversation starts anew.")
-            case "model":
-                if rest:
-                    self._change_model(rest)
-                note(f"model: {one_line(self.options.model)}")
-            case "system":
-                if rest:
-                    self.system = "" if rest == "-" else rest
-                note(f"system message: {self.system or '(none)'}")
-            case "stats":
-                self.stats = not self.stats
-                note(f"closing line: {'on' if self.stats else 'off'}")
-            case _:
-                note(f"There is no command /{name}; /help lists them.")
-        return True
-
-    def _change_model(self, name: str) -> None:
-        """Talk with another model; a name that no machine has a model of is told, and changes nothing."""
-        try:
-            self.client.get(f"/v1/models/{quote(name, safe='')}")
-        except FleetError as error:
-            show_error(error)
-        else:
-            self.options = replace(self.options, model=name)
+        if not space:
+            for name in [*COMMANDS, "help"]:
+                if name.startswith(command[1:]):
+                    yield Completion(f"/{name}", -len(command))
+        elif command == "/model":
+            self._names = self._names or self._models()
+            for name in self._names:
+                if name.startswith(rest) and name.isprintable():
+                    yield Completion(name, -len(rest))
+        elif line.startswith(_WITH_PATHS):
+            yield from self._paths.get_completions(Document(rest, len(rest)), complete_event)
 
 
-def editor() -> PromptSession[str]:
+def editor(pastes: Pastes, completer: Completer) -> PromptSession[str]:
     """The line editor: Enter sends, Alt-Enter and a trailing backslash break the line, Ctrl-C clears."""
     keys = KeyBindings()
 
@@ -146,7 +113,6 @@ def editor() -> PromptSession[str]:
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
-    @keys.add("escape", "c-j")  # the same, typed ahead while an answer streamed
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
 
@@ -154,18 +120,36 @@ def editor() -> PromptSession[str]:
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.reset()
 
+    @keys.add(Keys.BracketedPaste)
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text(pastes.fold(event.data))
+
     # With stdout in a file the prompt still belongs on the screen.
     output = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
+    folder = Path(platformdirs.user_state_dir("fleetctl", appauthor=False))
     return PromptSession(
-        history=history(Path(platformdirs.user_state_dir("fleetctl", appauthor=False)) / "chat-history"),
+        history=history(folder / "chat-history", pastes),
         key_bindings=keys,
         multiline=True,
         prompt_continuation="  ",
+        completer=completer,
+        complete_while_typing=False,
         output=output,
     )
 
 
-def history(path: Path) -> History:
+class UnfoldedHistory(FileHistory):
+    """Keeps lines as they were sent: the marks of pastes mean nothing in another conversation."""
+
+    def __init__(self, file: str, pastes: Pastes) -> None:
+        super().__init__(file)
+        self._pastes = pastes
+
+    def store_string(self, string: str) -> None:
+        super().store_string(self._pastes.unfold(string))
+
+
+def history(path: Path, pastes: Pastes) -> History:
     """Lines of earlier conversations, in a file that only this user reads; in memory where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -177,4 +161,4 @@ def history(path: Path) -> History:
     except OSError as error:
         note(f"history is not kept: {error.strerror}: {path}")
         return InMemoryHistory()
-    return FileHistory(str(path))
+    return UnfoldedHistory(str(path), pastes)

@@ -47,6 +47,15 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON's")
 
 
+def composed(instruction: str, piped: str | None) -> str | None:
+    """The prompt: what was typed, then what was piped. None when there is neither."""
+    if piped is None:
+        return instruction or None
+    if not instruction:
+        return piped
+    return f"{instruction}\n\n{piped}" if piped.strip() else instruction
+
+
 def decoded(raw: bytes, name: str) -> str:
     """Raises ClientError where there is too much of it, or it is no text."""
     if len(raw) > limits.HTTP_BODY_BYTES:

@@ -23,6 +23,7 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import psutil
 import uvloop
 from aiohttp import web
@@ -35,7 +36,7 @@ from fleetd.api.http.disabled_fleet import DisabledFleet
 from fleetd.api.http.services import Services
 from fleetd.composition import DaemonParts
 from fleetd.config import DEFAULT_PORT, Config
-from fleetd.control.daemon_status import DaemonStatus, HttpAddress
+from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HttpAddress
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import ConfigError, FleetError, PortInUse
 from fleetd.models import file_threads
@@ -43,6 +44,7 @@ from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
 from fleetd.p2p.membership.new_identity import finish
 from fleetd.power.keep_awake import KeepAwake
+from fleetd.process.busy_port import port_in_use
 from fleetd.process.descriptors import UNSCALED, connection_caps, open_limit, raise_limit
 from fleetd.process.notify import Notifier
 from fleetd.process.observe import get_logger
@@ -64,11 +66,14 @@ def run(
     home: HomeFolder,
     new_identity: subprocess.Popen[bytes] | None = None,
     config_file: Path | None = None,
+    *,
+    greet: Callable[[str], None] | None = None,
 ) -> None:
     """Run the daemon in a prepared home until a signal ends it; raises FleetError if it cannot start.
 
     ``new_identity``: a process that makes the home's identity; it is waited for. ``config_file``: where
-    ``config`` was read from, if not from the home's own file.
+    ``config`` was read from, if not from the home's own file. ``greet``: is called with the address of the
+    API once it is served, in place of the log's line; None logs it.
     """
     # No prompt ends up in a core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -80,7 +85,8 @@ def run(
         paths.clear_stale_socket(home.socket)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(Daemon(config, home, new_identity=new_identity, config_file=config_file).serve())
+                daemon = Daemon(config, home, new_identity=new_identity, config_file=config_file, greet=greet)
+                runner.run(daemon.serve())
         except BaseExceptionGroup as group:
             # The task group wraps even a single failure; people get the failure.
             raise _first(group) from group
@@ -100,9 +106,11 @@ class Daemon:
         exit_after: Callable[[float], None] | None = None,
         new_identity: subprocess.Popen[bytes] | None = None,
         config_file: Path | None = None,
+        greet: Callable[[str], None] | None = None,
     ) -> None:
         self._config = config
         self._config_file = config_file or home.config
+        self._greet = greet
         self._home = home
         self._notifier = notifier or Notifier()
         self._exit_after = exit_after or _exit_after
@@ -140,11 +148,18 @@ class Daemon:
             undigested=self._parts.card.undigested if self._parts.card is not None else {},
             machine=machine,
             memory=self._machine.memory_budget(machine, machine.model_available_bytes),
-            engines=self._machine.pool.status(),
+            engines=[self._with_speed_now(engine) for engine in self._machine.pool.status()],
             requests=self._runner.counts,
             power=self._awake.view,
             fleet=self._fleet.view() if self._fleet is not None else DisabledFleet().view(),
         )
+
+    def _with_speed_now(self, engine: EngineStatus) -> EngineStatus:
+        """The engine with its speeds as answers have corrected them since they were measured."""
+        speed = self._machine.speeds.of(engine.model)
+        if engine.part_of or not speed.decode_tok_s:
+            return engine
+        return msgspec.structs.replace(engine, speed=speed)
 
     async def serve(self) -> None:
         """Start, say READY, run until a signal, stop."""
@@ -305,6 +320,9 @@ class Daemon:
         self._ready = True
         address = f"http://{host_port(http.host, http.port)}/v1"
         self._notifier.ready(f"serving {address}")
+        if self._greet is not None:
+            self._greet(address)
+            return
         log.info(
             "daemon.ready",
             home=str(self._home.root),
@@ -382,10 +400,7 @@ async def _open_tcp(runner: web.AppRunner, host: str, port: int) -> HttpAddress:
     except OSError as error:
         where = host_port(address, port)
         if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"The address {where} is already in use by another program.",
-                hint="Stop it, or choose another with --http HOST:PORT (port 0 picks a free one).",
-            ) from None
+            raise port_in_use("The address", "http.listen", address, port) from None
         raise ConfigError(
             f"fleetd cannot listen on {where}: {(error.strerror or str(error)).lower()}.",
             hint=f"Choose an address of this machine with --http, for example 127.0.0.1:{DEFAULT_PORT}.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,20 @@ _CONFIG = click.option(
 )
 _HTTP = click.option("--http", metavar="HOST:PORT", help="Address of the API; port 0 picks a free one.")
 _MODELS = click.option("--models-dir", metavar="DIR", help="Where pulled models are kept.")
+
+
+def _peer_address(_context: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """A bare port is one at every interface."""
+    return f"*:{value}" if value is not None and value.isdecimal() else value
+
+
 _LISTEN = click.option(
-    "--listen", metavar="HOST:PORT", help="Address for other machines; * is every interface."
+    "--listen",
+    "--peer-port",
+    "listen",
+    metavar="HOST:PORT",
+    callback=_peer_address,
+    help="Address for other machines; * is every interface, and so is a port alone.",
 )
 _PEERS = click.option(
     "--peer",
@@ -87,6 +100,16 @@ def cli() -> None:
     """
 
 
+def _greet(home: Path, api: str) -> None:
+    """What a person at a terminal sees of a daemon that is ready."""
+    click.echo(
+        f"fleetd {__version__} serves {api}\n"
+        f"home {printable(str(home))} (Ctrl-C stops it)\n"
+        "next: fleetctl chat - fleetctl open - fleetctl pair",
+        err=True,
+    )
+
+
 @cli.command()
 @_settings
 def run(home: Path | None, config_file: Path | None, **flags: Any) -> None:
@@ -109,7 +132,8 @@ def run(home: Path | None, config_file: Path | None, **flags: Any) -> None:
         from fleetd.process import observe
 
     observe.configure(settings.log.level, settings.log.format, file=place.log)
-    app.run(settings, place, identity, config_file)
+    greet = partial(_greet, place.root) if observe.on_terminal(settings.log.format) else None
+    app.run(settings, place, identity, config_file, greet=greet)
 
 
 @cli.group(name="config")

@@ -868,6 +868,8 @@ FETCHES_PER_PEER = 2
 # ---- fleetctl --------------------------------------------------------------------------------------------
 # A healthy daemon answers control calls in milliseconds; a swapped-out one may need seconds.
 CLIENT_CALL_S = 10.0
+# fleetctl without a verb only looks: a daemon that is slower is told as one that does not answer.
+CLIENT_GLANCE_S = 3.0
 # Streams carry a comment every SSE_KEEPALIVE_S; this much silence means the daemon is stuck, not slow.
 CLIENT_STREAM_STALL_S = 60.0
 # Hashing or reading every byte of the largest model from a slow disk.

@@ -40,7 +40,9 @@ def power(status: DaemonStatus) -> list[Finding]:
     if not status.power.refused:
         return []
     what = f"This machine may sleep while it computes: {one_line(status.power.refused)}."
-    return [warn("power", what, "Plug it in, or let it sleep later in the system's settings.")]
+    if "battery" in status.power.refused:
+        return [warn("power", what, "Plug it in, or lower power.least_battery.")]
+    return [warn("power", what, "Turn off automatic sleep in the system's settings, if it has any.")]
 
 
 def ollama(status: DaemonStatus) -> list[Finding]:

@@ -35,9 +35,14 @@ def page(text: str, found: Compression) -> str:
     )
 
 
-def summary(found: Compression) -> str:
-    """One line: how much is left, which model on which machines scored the text, and how long that took."""
+def summary(found: Compression, *, asked: bool = True) -> str:
+    """One line: how much is left, which model on which machines scored the text, and how long that took.
+
+    ``asked``: a question came with the text.
+    """
     usage = found.usage
+    if found.declined and not asked:
+        return f"no --question: all of it is kept ({count(usage.original_tokens)} tokens)"
     if found.declined:
         return f"nothing was left out of {count(usage.original_tokens)} tokens: {one_line(found.declined)}"
     share = 100 * usage.compressed_tokens / max(1, usage.original_tokens)

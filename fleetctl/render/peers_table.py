@@ -81,14 +81,16 @@ def _rows(peers: Sequence[PeerView], width: int | None) -> list[str]:
         if not beside and peer.models:
             lines.append("  " + _models(peer.models, (width or 0) - 2))
         lines += _why(peer, width)
-    legend = "LOAD: running+waiting"
+    legend = []
+    if any(peer.usable and (peer.running or peer.waiting) for peer in peers):
+        legend.append("LOAD: running+waiting")
     if any(model.state == "loaded" for peer in peers for model in peer.models):
-        legend += " · * loaded"
+        legend.append("* loaded")
     if any(peer.link_doubtful or any(model.speed.doubtful for model in peer.models) for peer in peers):
-        legend += " · ~ measured beside other work"
+        legend.append("~ measured beside other work")
     if any(model.capped for peer in peers for model in peer.models):
-        legend += " · ! claims speeds that its hardware cannot have; they are not believed"
-    return [*lines, click.style(legend, dim=True)]
+        legend.append("! claims speeds that its hardware cannot have; they are not believed")
+    return [*lines, click.style(" · ".join(legend), dim=True)] if legend else lines
 
 
 def _columns(peers: Sequence[PeerView], *, cut: bool) -> list[Column]:
@@ -105,8 +107,13 @@ def _columns(peers: Sequence[PeerView], *, cut: bool) -> list[Column]:
         Column("RTT", [_rtt(peer) for peer in peers], 5, right=True),
         Column("BANDWIDTH", [_bandwidth(peer) for peer in peers], 1, right=True),
         Column("PROMPTS", [_prompts(peer) for peer in peers], 4),
-        Column("MODELS", [_models(peer.models, None) for peer in peers], 8),
+        Column("MODELS", [_known_models(peer) for peer in peers], 8),
     ]
+
+
+def _known_models(peer: PeerView) -> str:
+    """All of a machine's models; "?" if it could not tell of any."""
+    return _models(peer.models, None) if peer.models or peer.usable else "?"
 
 
 def _models(models: Sequence[PeerModel], room: int | None) -> str:

@@ -89,6 +89,17 @@ def wrapped(text: str, width: int | None, indent: str = "") -> str:
     )
 
 
+def joined(facts: Sequence[str], between: str, width: int | None) -> list[str]:
+    """Lines of at most ``width`` cells, broken between the facts; None is one line."""
+    lines: list[str] = []
+    for fact in facts:
+        if lines and (width is None or len(lines[-1]) + len(between) + len(fact) <= width):
+            lines[-1] += between + fact
+        else:
+            lines.append(fact)
+    return lines
+
+
 def listed(names: Sequence[str]) -> str:
     """["a", "b", "c"] → "a, b and c"."""
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)

@@ -42,7 +42,7 @@ def show(session: CliSession) -> None:
     session.emit(report, lambda: render(read(report, CacheReport)))
 
 
-@command.command("clear")
+@command.command("clear", short_help="Throw away what is kept of prompts")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @json_option
 @pass_session

@@ -9,10 +9,11 @@ import sys
 
 import click
 
+from fleetctl import completion
 from fleetctl.answer import Options, ask, closing
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import Exit
-from fleetctl.text_files import decoded, read_schema
+from fleetctl.text_files import composed, decoded, read_schema
 from fleetd import limits
 
 # After so many seconds without input from a pipe, chat says what it is waiting for.
@@ -22,7 +23,12 @@ _STDIN_PATIENCE_S = 2.0
 @click.command("chat")
 @click.argument("prompt", nargs=-1)
 @click.option(
-    "-m", "--model", default="", metavar="NAME", help="One of `fleetctl models`, if not the default."
+    "-m",
+    "--model",
+    default="",
+    metavar="NAME",
+    help="One of `fleetctl models`, if not the default.",
+    shell_complete=completion.models,
 )
 @click.option("-s", "--system", default="", metavar="TEXT", help="The system message.")
 @click.option("--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token.")
@@ -45,6 +51,7 @@ _STDIN_PATIENCE_S = 2.0
     metavar="SHARE",
     help="The same, and keep this share of the prompt's tokens.",
 )
+@click.option("--plain", is_flag=True, help="Show the answer as it was written, not its Markdown.")
 @click.option("--no-stats", is_flag=True, help="Leave out the closing line with times and speeds.")
 @json_option
 @pass_session
@@ -62,6 +69,7 @@ def command(
     local_only: bool,
     smart_prefill: bool,
     keep_ratio: float | None,
+    plain: bool,
     no_stats: bool,
 ) -> int:
     """Ask the model, or talk with it when there is no PROMPT.
@@ -73,7 +81,7 @@ def command(
         raise click.UsageError("With the schema on stdin the PROMPT has to be an argument.")
     form = None if schema is None else read_schema(schema)
     options = Options(model, temperature, top_p, max_tokens, seed, stop, local_only, smart, form)
-    text = compose(" ".join(prompt), None if schema == "-" else piped_text())
+    text = composed(" ".join(prompt), None if schema == "-" else piped_text())
     if text is None:
         if session.json:
             raise click.UsageError("--json needs a PROMPT, as an argument or on stdin.")
@@ -81,27 +89,18 @@ def command(
             raise click.UsageError("There is no prompt: give one as an argument or on stdin.")
         from fleetctl.repl import converse
 
-        return converse(session.client(), options, system, stats=not no_stats)
+        return converse(session.client(), options, system, stats=not no_stats, plain=plain)
     if not text.strip():
         raise click.UsageError("The prompt is empty.")
     messages = [{"role": "user", "content": text}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    answer = ask(session.client(), options, messages, quiet=session.json)
+    answer = ask(session.client(), options, messages, quiet=session.json, plain=plain)
     if session.json and not answer.stopped:
         session.emit(answer.as_json(), "")
     if not no_stats and not session.json:
         closing(answer)
     return Exit.INTERRUPTED if answer.stopped else Exit.OK
-
-
-def compose(instruction: str, piped: str | None) -> str | None:
-    """The prompt: what was typed, then what was piped. None when there is neither."""
-    if piped is None:
-        return instruction or None
-    if not instruction:
-        return piped
-    return f"{instruction}\n\n{piped}" if piped.strip() else instruction
 
 
 def piped_text() -> str | None:

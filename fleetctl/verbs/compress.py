@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.render.kept_text import page, summary
 from fleetctl.replies import read
@@ -24,7 +25,13 @@ from fleetd.control.compression_reply import Compression
     type=click.FloatRange(0, 1, min_open=True),
     help="Share of the tokens to keep (default: as many as the scores call for).",
 )
-@click.option("-m", "--model", metavar="NAME", help="The compressor, if not the smallest suitable one.")
+@click.option(
+    "-m",
+    "--model",
+    metavar="NAME",
+    help="The compressor, if not the smallest suitable one.",
+    shell_complete=completion.models,
+)
 @click.option("--min-keep", type=click.IntRange(min=0), metavar="N", help="Keep at least so many tokens.")
 @click.option("--max-keep", type=click.IntRange(min=1), metavar="N", help="Keep at most so many tokens.")
 @click.option("--break-lines", is_flag=True, help="Leave out parts of paragraphs and statements as well.")
@@ -71,7 +78,7 @@ def command(
     else:
         sys.stdout.write(found.prompt or "")
         sys.stdout.flush()
-    note(click.style(summary(found), dim=True))
+    note(click.style(summary(found, asked=question is not None), dim=True))
 
 
 def _unmarked(text: str) -> str:

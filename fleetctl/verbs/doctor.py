@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.client import Client
 from fleetctl.doctor import checks_daemon, checks_fleet, checks_local, checks_machine
@@ -30,7 +31,14 @@ _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 @click.command("doctor")
 @click.option("--prove", is_flag=True, help="Measure this machine instead, for some ten minutes.")
-@click.option("-m", "--model", metavar="NAME", default="", help="With --prove: not the default model.")
+@click.option(
+    "-m",
+    "--model",
+    metavar="NAME",
+    default="",
+    help="With --prove: not the default model.",
+    shell_complete=completion.models,
+)
 @click.option(
     "--report",
     metavar="FILE",

@@ -12,6 +12,7 @@ from fleetctl.pairing import events, members_line, need_a_person, show_phrase
 from fleetctl.render.fleet_words import label_of
 from fleetctl.render.progress_line import Progress
 from fleetctl.render.text import one_line
+from fleetd.control.pairing_code import code_parts
 from fleetd.control.pairing_events import Meeting, Paired, Searching
 
 
@@ -24,6 +25,7 @@ from fleetd.control.pairing_events import Meeting, Paired, Searching
 @pass_session
 def command(session: CliSession, code: str, host: str | None, yes: bool, no_prompts: bool) -> int:
     """Join the fleet of the machine on which `fleetctl pair` shows CODE."""
+    code_parts(code)  # before anything is asked
     sees_prompts = not no_prompts
     if not yes and not no_prompts:
         need_a_person(session, "--yes or --no-prompts")

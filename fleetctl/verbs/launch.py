@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from fleetctl import client_settings
+from fleetctl import client_settings, completion
 from fleetctl.agent_models import how_to_start
 from fleetctl.agents import AGENTS, Agent, AgentModels
 from fleetctl.cli import CliSession, json_option, note, pass_session
@@ -27,7 +27,14 @@ _PROBE: Mapping[str, Any] = {
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("-m", "--model", default="", metavar="NAME", help="The model, if not the one of models.large.")
+@click.option(
+    "-m",
+    "--model",
+    default="",
+    metavar="NAME",
+    help="The model, if not the one of models.large.",
+    shell_complete=completion.models,
+)
 @click.argument("agent", type=click.Choice(sorted(AGENTS)))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option

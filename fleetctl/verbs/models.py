@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import click
 
+from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.client import Client
 from fleetctl.exits import ClientError, ConnectionBroken, Exit
@@ -67,8 +68,8 @@ def _search(client: Client, words: str) -> Any:
     return client.call("GET", path, timeout_s=limits.HUB_SEARCH_S + limits.CLIENT_CALL_S)
 
 
-@command.command("pull")
-@click.argument("name", required=False, default="")
+@command.command("pull", short_help="Download a model by name or hub id")
+@click.argument("name", required=False, default="", shell_complete=completion.models)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @json_option
 @pass_session
@@ -147,7 +148,7 @@ def _warn(
             raise ClientError(f"{name} was not downloaded.")
 
 
-@command.command("add")
+@command.command("add", short_help="Make a folder or GGUF file here a model")
 @click.argument("path")
 @click.option("--name", default="", help="What to call it; by default what the folder or file is called.")
 @json_option
@@ -198,7 +199,7 @@ def _follow(session: CliSession, route: str, body: dict[str, str], progress: Pro
 
 
 @command.command("verify")
-@click.argument("name")
+@click.argument("name", shell_complete=completion.models)
 @json_option
 @pass_session
 def verify(session: CliSession, name: str) -> None:
@@ -211,7 +212,7 @@ def verify(session: CliSession, name: str) -> None:
 
 
 @command.command("load")
-@click.argument("name")
+@click.argument("name", shell_complete=completion.models)
 @json_option
 @pass_session
 def load(session: CliSession, name: str) -> None:
@@ -225,7 +226,7 @@ def load(session: CliSession, name: str) -> None:
 
 
 @command.command("unload")
-@click.argument("name")
+@click.argument("name", shell_complete=completion.models)
 @json_option
 @pass_session
 def unload(session: CliSession, name: str) -> None:
@@ -235,7 +236,7 @@ def unload(session: CliSession, name: str) -> None:
 
 
 @command.command("pin")
-@click.argument("name")
+@click.argument("name", shell_complete=completion.models)
 @json_option
 @pass_session
 def pin(session: CliSession, name: str) -> None:
@@ -248,7 +249,7 @@ def pin(session: CliSession, name: str) -> None:
 
 
 @command.command("unpin")
-@click.argument("name")
+@click.argument("name", shell_complete=completion.models)
 @json_option
 @pass_session
 def unpin(session: CliSession, name: str) -> None:
@@ -258,7 +259,7 @@ def unpin(session: CliSession, name: str) -> None:
 
 
 @command.command("remove")
-@click.argument("name")
+@click.argument("name", shell_complete=completion.models)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @json_option
 @pass_session

@@ -12,6 +12,7 @@ import click
 
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.replies import read
+from fleetd import limits
 from fleetd.control.page_login import PageTicket
 
 _FILE = "open.html"
@@ -30,6 +31,7 @@ def command(session: CliSession, no_browser: bool) -> None:
     reply = session.client().post("/fleet/v1/page/ticket", {})
     ticket = read(reply, PageTicket)
     session.emit(reply, ticket.url)
+    note(f"This link works once, within {limits.PAGE_TICKET_S:.0f} seconds.")
     if session.json or no_browser or not _has_screen():
         return
     if not _open(session.address.socket.parent / _FILE, ticket.url):

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.client import Client
 from fleetctl.exits import Exit
@@ -53,8 +54,8 @@ def command(context: click.Context, watch: bool) -> int:
     return show(lambda columns: _page(client, columns))
 
 
-@command.command("prompts")
-@click.argument("name")
+@command.command("prompts", short_help="Say whether a machine may see prompts")
+@click.argument("name", shell_complete=completion.machines)
 @click.argument("allowed", type=click.Choice(["yes", "no"]))
 @click.option("--fleet", is_flag=True, help="Prompts of every machine of the fleet, not only of this one.")
 @json_option

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.render.added_page import added_page
 from fleetctl.render.columns import Column, drawn, fitted, terminal_width
@@ -21,7 +22,12 @@ from fleetd.control.prefill_plan import AddedView, KnownMachines, PlanView, Step
 @click.command("plan")
 @click.argument("file", required=False)
 @click.option(
-    "-m", "--model", default="", metavar="NAME", help="One of `fleetctl models`, if not the default."
+    "-m",
+    "--model",
+    default="",
+    metavar="NAME",
+    help="One of `fleetctl models`, if not the default.",
+    shell_complete=completion.models,
 )
 @click.option("--tokens", type=click.IntRange(1, 2**31 - 1), help="A prompt of so many tokens.")
 @click.option(

@@ -40,7 +40,7 @@ def command() -> None:
     """
 
 
-@command.command("install")
+@command.command("install", short_help="Install, enable and start the service")
 @_scope_options
 @click.option("--print", "only_print", is_flag=True, help="Only show the service file.")
 @click.option(
@@ -77,7 +77,7 @@ def install(
     _report(session, manager, did)
 
 
-@command.command("uninstall")
+@command.command("uninstall", short_help="Stop and remove the service; its home stays")
 @_scope_options
 @json_option
 @pass_session
@@ -93,7 +93,7 @@ def uninstall(session: CliSession, scope: Scope | None) -> None:
     _report(session, manager, [*did, "the home with models and settings is kept"])
 
 
-@command.command("status")
+@command.command("status", short_help="Tell whether it is installed and runs")
 @_scope_options
 @json_option
 @pass_session
@@ -125,8 +125,12 @@ def service_values(
         home = session.address.home if chosen else user_home / "Library/Application Support/fleetd"
         return units.Values(fleetd=fleetd_program, home=home, user=user, user_home=user_home)
     if chosen and session.address.home != SYSTEM_HOME:
+        # A person may have typed no --home at all.
+        cause = session.address.chosen_by
+        fix = "add --user" if cause.startswith("--") else f"unset {cause}, or add --user"
         raise click.UsageError(
-            f"The system service keeps its home in {SYSTEM_HOME}; --home goes with --user."
+            f"The system service keeps its home in {SYSTEM_HOME}, but {cause} says {session.address.home}: "
+            f"{fix}."
         )
     return units.Values(
         fleetd=fleetd_program,

@@ -45,8 +45,7 @@ def render(status: dict[str, Any]) -> str:
             if engine.get("error")
         ]
         lines += [
-            f"{one_line(engine['model'])}: speeds in doubt, {one_line(doubt)}; idle time and prompts "
-            "correct them"
+            f"{one_line(engine['model'])}: speeds uncertain ({one_line(doubt)}); will be measured again"
             for engine in engines
             if (doubt := (engine.get("speed") or {}).get("doubt"))
         ]
@@ -208,7 +207,7 @@ def _model(engine: dict[str, Any]) -> str:
 
 
 def _speed(tok_s: float | None) -> str:
-    """The speed as measured when the model was loaded."""
+    """The speed as measured at the load, and corrected by answers since."""
     if not tok_s:
         return "-"
     return f"{count(tok_s) if tok_s >= 99.95 else f'{tok_s:.1f}'} tok/s"

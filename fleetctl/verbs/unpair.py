@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.exits import ClientError, Exit
 from fleetctl.render.fleet_words import label_of
@@ -17,7 +18,7 @@ from fleetd.errors import InvalidValue
 
 
 @click.command("unpair")
-@click.argument("name")
+@click.argument("name", shell_complete=completion.machines)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option(
     "--keep", multiple=True, metavar="NAME", help="A machine that stays; may be given several times."

@@ -35,8 +35,8 @@ _FENCE_LINE = re.compile(r"[ \t]*(?:```|~~~)")
 _SIGNS = 0.05
 # So does how a sentence begins, or a question mark or what stands for it at the very end.
 _ASKS = re.compile(
-    r"[\s\"'(*_#>-]*(?:please|question|task|instructions?|query|answer|find|list|tell|give|name|what|which|who|when"
-    r"|where|why|how|explain|describe|summari[sz]e|count|compare|translate|rewrite|quote|extract|identify"
+    r"[\s\"'(*_#>-]*(?:please|question|(?:your )?task|instructions?|query|answer|find|list|tell|give|name"
+    r"|what|which|who|when|where|why|how|explain|describe|summari[sz]e|count|compare|translate|rewrite|quote|extract|identify"
     r"|return|write|use|using|read|based on|according to|given|frage|aufgabe|bitte|nenne|pregunta|domanda"
     r"|wer|wann|wo|warum|welche[rnms]?|erklär\w*|sag|such\w*|quand|où|comment|pourquoi|combien|quel(?:le)?s?"
     r"|expliqu\w*|dis|cherche|quién(?:es)?|qué|cuándo|dónde|cómo|cuál(?:es)?|cuánt\w+|expl[ií]ca\w*|dime)\b"
@@ -44,6 +44,12 @@ _ASKS = re.compile(
     re.IGNORECASE,
 )
 _QUESTION_MARKS = ("?", "\uff1f", "吗", "呢")
+# A text that is pasted behind a question ends like a text, whatever signs its last lines have. They are a
+# task beside the question if a sentence in them begins as a task does and they are this short, in tokens, or
+# if they have this many signs per token. People break no lines at a margin, and write no rows of tables.
+_TASK_TOKENS, _TASK_SIGNS = 32, 0.12
+_PROSE = re.compile(r"\||(?:.{60,130}\n)+.+")
+_HEADING = re.compile(r"#{1,6} [^\n]*")
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -191,6 +197,10 @@ def question_ranges(text: str) -> list[Range]:
     # A text may begin with "Please write soon"; an instruction stands by itself.
     if len(asking) == 2 and not PARAGRAPH_END.match(text, head[1]):
         return [tail]
+    if len(asking) == 2 and _is_question(text, head) and not _is_task(text, tail):
+        return [head]
+    if len(asking) == 2 and _is_question(text, tail) and _HEADING.fullmatch(text, *head):
+        return [tail]
     return asking
 
 
@@ -236,6 +246,22 @@ def _asks(text: str, part: Range) -> bool:
         return True
     signs = count_signs(said, text[: part[0]] + text[part[1] :])
     return sum(signs.counts.values()) > _SIGNS * estimate_tokens(said)
+
+
+def _is_question(text: str, part: Range) -> bool:
+    return text[slice(*part)].rstrip().endswith(_QUESTION_MARKS)
+
+
+def _is_task(text: str, part: Range) -> bool:
+    """Whether a part that asks would do so beside a question too: a text's last lines seldom would."""
+    said = text[slice(*part)].strip()
+    if said.endswith(_QUESTION_MARKS):
+        return True
+    signs = count_signs(said, text[: part[0]] + text[part[1] :])
+    tokens = estimate_tokens(said)
+    if tokens <= _TASK_TOKENS and any(_ASKS.match(text[a:b].strip()) for a, b in sentences(text, *part)):
+        return not said.startswith("|")
+    return not _PROSE.match(said) and sum(signs.counts.values()) + signs.own > _TASK_SIGNS * tokens
 
 
 def _block(message: Mapping[str, Any]) -> Block:

@@ -162,6 +162,10 @@ def tier_of(memory_bytes: int) -> Tier:
     return "large"
 
 
+# Below this two names have no more in common than a few letters: "mine" is not "kimi-linear".
+_LIKE = 0.6
+
+
 def nearest(name: str, others: Iterable[str] = (), *, count: int = 3) -> list[str]:
     """Known names (and ``others``) that look most like ``name``, best first, without repeats."""
     known: dict[str, str] = {}
@@ -172,5 +176,5 @@ def nearest(name: str, others: Iterable[str] = (), *, count: int = 3) -> list[st
             known[entry.hub_id.lower()] = entry.hub_id
             known[entry.hub_id.lower().partition("/")[2]] = entry.hub_id
     known.update({other.lower(): other for other in others})
-    close = difflib.get_close_matches(name.lower(), known, n=3 * count, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), known, n=3 * count, cutoff=_LIKE)
     return list(dict.fromkeys(known[match] for match in close))[:count]

@@ -26,6 +26,7 @@ from fleetd import limits
 from fleetd.errors import ConfigError, PortInUse
 from fleetd.p2p import tickets
 from fleetd.p2p.giving_way import gives_way
+from fleetd.process.busy_port import port_in_use
 from fleetd.process.observe import get_logger
 from fleetd.text.host_port import host_port
 
@@ -222,10 +223,7 @@ def _bind(family: int, host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"The peer port {where} is already in use by another program.",
-                hint="Stop it, or choose another with --listen HOST:PORT (port 0 picks a free one).",
-            ) from None
+            raise port_in_use("The peer port", "fleet.listen", host, port) from None
         raise ConfigError(
             f"fleetd cannot listen on {where}: {(error.strerror or str(error)).lower()}.",
             hint="Choose an address of this machine with --listen, or * for all of them.",

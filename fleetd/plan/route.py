@@ -310,10 +310,10 @@ def _refusal(ask: RouteQuestion, c: Candidate) -> Refusal | None:
         most, has = c.shape.context_tokens, ask.prompt_tokens
         return Refusal("context", f"{ask.model} on {c.name} takes {most} tokens; this prompt has {has}.")
     if c.state == "installed" and c.needed_bytes > c.available_bytes + c.evictable_bytes:
-        need = f"{ask.model} needs {gib(c.needed_bytes)}"
+        need = f"{ask.model} needs {gigabytes(c.needed_bytes)}"
         if c.needed_bytes > c.memory_bytes:
-            return Refusal("too_small", f"{c.name} has {gib(c.memory_bytes)} of memory; {need}.")
-        free = gib(c.available_bytes + c.evictable_bytes)
+            return Refusal("too_small", f"{c.name} has {gigabytes(c.memory_bytes)} of memory; {need}.")
+        free = gigabytes(c.available_bytes + c.evictable_bytes)
         return Refusal("no_memory", f"{c.name} has {free} of memory for models; {need}.")
     if c.waiting >= limits.QUEUED_REQUESTS:
         return Refusal("full", f"{c.name} has {c.waiting} requests waiting already.")
@@ -340,5 +340,5 @@ def _other_files(ask: RouteQuestion, c: Candidate, lead: Candidate | None = None
     return Refusal("other_files", f"{c.name} has other files under the name {ask.model}.")
 
 
-def gib(n_bytes: int) -> str:
-    return f"{n_bytes / limits.GIB:.1f} GiB"
+def gigabytes(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.1f} GB"

@@ -31,7 +31,7 @@ from fleetd.plan.route import (
     Rejection,
     RoutePrice,
     RouteQuestion,
-    gib,
+    gigabytes,
     like_their_twins,
     prefill_speed,
     route,
@@ -303,7 +303,7 @@ def _passed_over(way: Way, best: Way, c: Candidate, chosen: Candidate) -> Way:
     elif c.left_out:
         code, reason = "failed", f"{way.name} failed a short while ago, so others are asked first."
     elif c.cramped:
-        room, need = gib(c.kv_room_bytes or 0), gib(c.kv_bytes)
+        room, need = gigabytes(c.kv_room_bytes or 0), gigabytes(c.kv_bytes)
         code = "no_room"
         beside = f"{room} for keys and values beside the model"
         reason = f"{way.name} would have {beside}; the prompt needs {need}."

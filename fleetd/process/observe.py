@@ -114,6 +114,11 @@ def configure(
     logging.getLogger("asyncio").setLevel(max(logging.INFO, root.level))
 
 
+def on_terminal(log_format: LogFormat) -> bool:
+    """Whether lines of the log go to a person at a terminal."""
+    return log_format != "json" and _for_people(sys.stderr, os.environ)
+
+
 def _for_people(out: TextIO, environ: Mapping[str, str]) -> bool:
     """A terminal, and no service manager that would store the lines."""
     return out.isatty() and "INVOCATION_ID" not in environ and "JOURNAL_STREAM" not in environ

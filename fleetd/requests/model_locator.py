@@ -64,6 +64,10 @@ class ModelLocator:
             return LocatedModel(ref, folder.name, None, missing=other)
         return LocatedModel(ref, folder.name, folder)
 
+    def installed(self) -> list[ModelFolder]:
+        """The models on this machine. Blocks."""
+        return self._models.installed()
+
     def _missing(self, ref: str, error: ModelNotFound) -> LocatedModel:
         if (name := self._embedded(ref)) is not None:
             return LocatedModel(ref, name, None, can_pull=True, missing=error)

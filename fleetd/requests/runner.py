@@ -30,11 +30,20 @@ from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Finished, Generate, Loading
-from fleetd.errors import Draining, EngineDied, EngineError, FleetError, Overloaded, PeerError
+from fleetd.errors import (
+    ContextLengthExceeded,
+    Draining,
+    EngineDied,
+    EngineError,
+    FleetError,
+    Overloaded,
+    PeerError,
+)
 from fleetd.models import file_threads
 from fleetd.plan import load_times
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.process.observe import get_logger
+from fleetd.requests import longer_contexts
 from fleetd.requests.accounts import Account, Accounts
 from fleetd.requests.answering_machines import AnsweringMachines
 from fleetd.requests.attempts import Attempts, RefusedRequest
@@ -169,6 +178,8 @@ class RequestRunner:
             raise
         except Exception as error:
             failure = self._explain(error)
+            if isinstance(failure, ContextLengthExceeded) and request is not None:
+                failure = await self._advised(failure, request)
             if request is not None:
                 request.ended_badly(failure)
             else:
@@ -398,6 +409,16 @@ class RequestRunner:
         # A bug: its text may hold anything, so only its type goes out and into the log.
         log.error("request.bug", type=type(error).__name__)
         return FleetError(f"Internal error ({type(error).__name__}).", hint="Please report it.")
+
+    async def _advised(self, error: ContextLengthExceeded, request: Request) -> FleetError:
+        """The error, with the models of this machine that take the prompt."""
+        try:
+            installed = await file_threads.look(self._locator.installed)
+        except FleetError:
+            return error
+        return longer_contexts.advised(
+            error, request.model.name, installed, smart=request.asked.smart is not None
+        )
 
 
 def _with_machine(error: FleetError, placement: Placement) -> FleetError:

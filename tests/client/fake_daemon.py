@@ -138,6 +138,7 @@ class Reply:
     stream: Sequence[str | threading.Event] | None = None
     gone: threading.Event = field(default_factory=threading.Event)
     raw: bytes | None = None
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -205,6 +206,8 @@ class FakeDaemon:
                 self.send_header("X-Fleet-Request", "req-1")
                 self.send_header("X-Fleet-Plan", "local; nodes=this")
                 self.send_header("X-Fleet-Exactness", "exact")
+                for name, value in reply.headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 for piece in reply.stream or ():
                     if isinstance(piece, threading.Event):

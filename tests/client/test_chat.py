@@ -14,6 +14,7 @@ from fake_daemon import FLEETCTL, FakeDaemon, Reply, Run, answer, data, delta, f
 
 from fleetctl.answer import Answer
 from fleetctl.exits import Exit
+from fleetd.text import too_long
 
 BEFORE = "412 prompt tokens (300 cached) · first token "
 AFTER = " · prefill 310 tok/s · 96 tokens at 21.3 tok/s · smollm2-135m\n"
@@ -219,6 +220,17 @@ def test_an_early_refusal(run: Run, daemon: FakeDaemon) -> None:
     assert done.stderr == "error: 9,000 tokens do not fit 8,192.\nShorten it.\n"
 
 
+def test_too_long_a_prompt_is_told_in_figures_and_with_what_takes_it(run: Run, daemon: FakeDaemon) -> None:
+    hint = "smollm2-135m takes 8,192. qwen3.5-2b, which is on this machine, takes 65,536."
+    message = f"{too_long.sentence(46_921, 8192)} {hint}"
+    error = {"message": message, "code": "context_length_exceeded", "hint": hint}
+    daemon.chat(Reply({"error": error}, 400))
+    assert run("chat", "x", home=daemon.home).stderr == (
+        "error: 46,921 tokens; smollm2-135m takes 8,192.\n"
+        "qwen3.5-2b, which is on this machine, takes 65,536.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("code", "exit_code"),
     [("engine_died", Exit.FAILED), ("context_length_exceeded", Exit.REFUSED), ("new_in_2030", Exit.FAILED)],
@@ -306,7 +318,7 @@ def test_progress_of_loading_and_prefill_in_a_log(
     ],
 )
 def test_the_closing_line_says_only_what_is_known(known: dict[str, Any], line: str) -> None:
-    assert Answer(**known).closing_line() == line
+    assert " · ".join(Answer(**known).closing_facts()) == line
 
 
 @pytest.mark.parametrize(
@@ -325,7 +337,7 @@ def test_the_closing_line_says_only_what_is_known(known: dict[str, Any], line: s
     ],
 )
 def test_the_last_line_says_which_machine_answered(plan: str, where: str) -> None:
-    said = Answer(model="m", headers={"x-fleet-plan": plan} if plan else {}).closing_line()
+    said = " · ".join(Answer(model="m", headers={"x-fleet-plan": plan} if plan else {}).closing_facts())
     assert said == f"m{where}"
 
 

@@ -18,6 +18,7 @@ from fake_daemon import FLEET, FLEETCTL, STATUS, FakeDaemon, Reply, Run, data
 from fleetctl.cli import VERBS, fleetctl
 from fleetctl.exits import Exit
 from fleetctl.render.models_table import models_page
+from fleetctl.verb_table import GROUPS
 from fleetd import errors
 from fleetd.control.model_listing import ModelListing
 
@@ -40,6 +41,18 @@ def leaves(command: click.Command, path: tuple[str, ...] = ()) -> list[tuple[tup
     return found
 
 
+def groups(command: click.Group, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The words of every command that has others."""
+    context = click.Context(command)
+    children = ((name, command.get_command(context, name)) for name in command.list_commands(context))
+    return [
+        found
+        for name, child in children
+        if isinstance(child, click.Group)
+        for found in ((*path, name), *groups(child, (*path, name)))
+    ]
+
+
 # ---- The command line itself -----------------------------------------------------------------------------
 
 
@@ -52,10 +65,71 @@ def test_help_lists_verbs_and_exit_codes(run: Run) -> None:
         assert f" {code.value}  {code.meaning}" in shown.stdout
 
 
+@pytest.mark.parametrize("path", [(), *groups(fleetctl)], ids=" ".join)
+def test_no_line_of_the_help_is_cut_or_wider_than_80(
+    run: Run, env: dict[str, str], path: tuple[str, ...]
+) -> None:
+    env["COLUMNS"] = "80"
+    lines = run(*path, "--help").stdout.splitlines()
+    assert not [line for line in lines[1:] if line.endswith("...") or len(line) > 80]
+
+
+def test_the_help_says_of_each_verb_in_few_words_what_it_does() -> None:
+    assert all(0 < len(what) < 50 for verbs in GROUPS.values() for what in verbs.values())
+
+
+def test_alone_it_shows_the_state_and_three_next_steps(run: Run, daemon: FakeDaemon) -> None:
+    done = run(home=daemon.home)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (
+        "fleetd 0.1.0 is ready, up 2 h 2 min\n"
+        "smollm2-135m is loaded\n"
+        "5.0 GB of memory are free\n"
+        "the fleet is off\n"
+        "\n"
+        "  fleetctl chat  ask something\n"
+        "  fleetctl open  see the fleet in a browser\n"
+        "  fleetctl pair  let another machine help\n"
+        "\n"
+        "`fleetctl --help` lists all commands.\n"
+    )
+    assert json.loads(run("--json", home=daemon.home).stdout)["running"] is True
+
+
+@pytest.mark.parametrize(
+    ("peers", "line", "step"),
+    [
+        ([], "no other machine is paired", "fleetctl pair  let another machine help"),
+        ([("studio", "usable")], "paired with studio", "fleetctl launch claude  start a coding agent"),
+        (
+            [("studio", "usable"), ("air", "unreachable")],
+            "paired with studio; air cannot be used now",
+            "fleetctl peers  see why a machine cannot be used",
+        ),
+    ],
+)
+def test_the_next_steps_follow_from_the_fleet(
+    run: Run, daemon: FakeDaemon, peers: list[tuple[str, str]], line: str, step: str
+) -> None:
+    fleet = {"enabled": True, "peers": [{"name": name, "state": state} for name, state in peers]}
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "engines": [], "fleet": fleet}))
+    shown = run(home=daemon.home).stdout
+    assert "no model is loaded; smollm2-135m loads with the first question\n" in shown
+    assert f"\n{line}\n" in shown
+    assert step in shown
+
+
+def test_alone_without_a_daemon_it_says_how_to_start_one(run: Run, short_dir: Path) -> None:
+    done = run(home=short_dir / "nope")
+    assert done.returncode == 0
+    assert f"fleetd does not run here (home {short_dir / 'nope'})." in done.stdout
+    assert "fleetctl service install" in done.stdout
+
+
 def test_only_verbs_that_work_exist() -> None:
     assert set(VERBS) == {
-        "cache", "chat", "compress", "doctor", "env", "join", "launch", "models", "open", "pair", "peers",
-        "plan", "service", "status", "trace", "unpair", "usage",
+        "cache", "chat", "completion", "compress", "doctor", "env", "join", "launch", "models", "open",
+        "pair", "peers", "plan", "service", "status", "trace", "unpair", "usage",
     }  # fmt: skip
 
 
@@ -83,7 +157,6 @@ def test_version(run: Run) -> None:
         ["status", "--nonsense"],
         ["--home", "/a", "--socket", "/b", "status"],
         ["usage", "--days", "0"],
-        [],
     ],
 )
 def test_a_wrong_command_line_is_2(run: Run, arguments: list[str]) -> None:
@@ -115,7 +188,7 @@ def test_a_mistyped_verb_gets_the_nearest(run: Run) -> None:
         ["peers", "--watch"],
         ["peers", "prompts", "x", "yes"],
         ["pair", "--yes"],
-        ["join", "x", "--yes"],
+        ["join", "42-lusab-babad", "--yes"],
         ["unpair", "x", "--yes"],
     ],
 )
@@ -225,9 +298,9 @@ def engine(**changes: Any) -> Reply:
         ({"speed": {"prefill_tok_s": 99.96}}, "100 tok/s       -"),
         ({"model": "\x1b[31mred"}, "\\x1b[31mred"),
         (
-            {"speed": {"doubt": "other programs had 60% of the processor"}},
-            "smollm2-135m: speeds in doubt, other programs had 60% of the processor; idle time and prompts "
-            "correct them",
+            {"speed": {"doubt": "CPU 60 % busy with other programs when measured"}},
+            "smollm2-135m: speeds uncertain (CPU 60 % busy with other programs when measured); "
+            "will be measured again",
         ),
         (
             {"load_steps": [{"name": "reading", "seconds": 1.25}, {"name": "warming up", "seconds": 0.25}]},

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shares import PLAN
 
+from fleetctl import smart_prefill
 from fleetctl.exits import Exit
 from fleetctl.render import kept_text as view
 from fleetctl.replies import read
@@ -106,6 +107,16 @@ def test_nothing_left_out_is_said_with_the_reason() -> None:
     assert view.summary(found) == "nothing was left out of 900 tokens: it asks for a summary"
 
 
+def test_without_a_question_nothing_is_said_of_a_task(daemon: FakeDaemon, run: Run, file: Path) -> None:
+    usage = {"original_tokens": 16, "compressed_tokens": 16, "total_tokens": 16}
+    declined = {**REPLY, "declined": "the task is about the whole text (summarise)", "usage": usage}
+    daemon.on("POST", "/v1/compress", Reply(declined))
+    done = run("compress", str(file), home=daemon.home)
+    assert done.stderr == "no --question: all of it is kept (16 tokens)\n"
+    asked = run("compress", str(file), "-q", "Sum it up.", home=daemon.home)
+    assert "nothing was left out of 16 tokens: the task is about the whole text" in asked.stderr
+
+
 @given(st.text(max_size=60), st.lists(st.tuples(st.integers(0, 80), st.integers(0, 80)), max_size=6))
 def test_pieces_are_the_text_whatever_the_spans(text: str, spans: list[tuple[int, int]]) -> None:
     assert "".join(piece for _, piece in view.pieces(text, spans)) == text
@@ -133,11 +144,34 @@ def test_chat_says_how_much_was_read(daemon: FakeDaemon, run: Run) -> None:
     assert "80 of them read, chosen by smollm2-135m" in done.stderr
 
 
-def test_chat_says_why_all_of_it_is_read(daemon: FakeDaemon, run: Run) -> None:
-    comment = ": smart prefill skipped: short: The prompt has about 40 tokens.\n\n"
-    daemon.chat(Reply(stream=[comment, delta(content="Yes."), *final()]))
+DECLINED = "declined: the task is about the whole text (summarise)"
+SHORT = "short: The prompt has about 40 tokens; smart prefill begins at 2000."
+SAID = {
+    DECLINED: "smart prefill: not used, because the task is about the whole text (summarise)",
+    SHORT: "smart prefill: not used, because the prompt has about 40 tokens; smart prefill begins at 2000",
+    "slower: Scoring takes 3.1 s.": "smart prefill: not used, because scoring takes 3.1 s",
+    "no_form: qwen3-4b cannot.": "smart prefill: not used, because qwen3-4b cannot",
+}
+
+
+@pytest.mark.parametrize("skipped", list(SAID))
+@pytest.mark.parametrize("told", ["header", "comment", "last chunk", "all of them"])
+def test_chat_says_once_why_all_of_it_is_read(daemon: FakeDaemon, run: Run, skipped: str, told: str) -> None:
+    comment = [f": smart prefill skipped: {skipped}\n\n"] if told in ("comment", "all of them") else []
+    report = {"mode": "full", "skipped": skipped}
+    last = [data({"choices": [], "smart_prefill": report})] if told in ("last chunk", "all of them") else []
+    headers = {"X-SmartPrefill-Skipped": skipped} if told in ("header", "all of them") else {}
+    stream = [*comment, delta(content="Yes."), *last, *final()]
+    daemon.chat(Reply(stream=stream, headers=headers))
     done = run("chat", "--smart-prefill", "hi", home=daemon.home)
-    assert "smart prefill was left out: The prompt has about 40 tokens." in done.stderr
+    assert [line for line in done.stderr.splitlines() if "smart prefill" in line] == [SAID[skipped]]
+    assert done.stdout == "Yes.\n"
+
+
+def test_a_reason_in_a_header_may_be_percent_encoded() -> None:
+    assert smart_prefill.told_by_headers({"x-smartprefill-skipped": "failed: caf%C3%A9 100%25 busy"}) == (
+        "failed: café 100% busy"
+    )
 
 
 @pytest.mark.parametrize(("option", "asked"), [(["--smart"], 0), (["--ratio", "0.3"], 0.3), ([], None)])

@@ -483,3 +483,10 @@ def test_a_machine_that_may_sleep_while_it_computes() -> None:
     (finding,) = checks_daemon.power(refused)
     assert level(finding) == "warn"
     assert "battery is at 20%" in finding.what
+    assert "Plug it in" in finding.fix
+
+
+def test_a_machine_without_a_battery_is_not_to_be_plugged_in() -> None:
+    power = {"held": False, "refused": "this system has no command for it"}
+    (finding,) = checks_daemon.power(read(STATUS | {"power": power}, DaemonStatus))
+    assert finding.fix == "Turn off automatic sleep in the system's settings, if it has any."

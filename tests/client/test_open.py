@@ -33,6 +33,7 @@ def test_the_browser_is_started_with_a_private_file_that_leads_to_the_link(
 ) -> None:
     done = run("open", home=served.home)
     assert (done.returncode, done.stdout) == (0, f"{URL}\n")
+    assert done.stderr == "This link works once, within 30 seconds.\n"
     file = served.home / "open.html"
     assert browsed.read_text().strip() == file.as_uri()
     assert file.stat().st_mode & 0o777 == 0o600

@@ -169,7 +169,9 @@ def test_where_nobody_can_be_asked_nothing_is_begun(
     assert [seen for seen in daemon.seen if seen.method == "POST"] == []
 
 
-@pytest.mark.parametrize(("verb", "route"), [(["pair", "--yes"], PAIR), (["join", "c", "--yes"], JOIN)])
+@pytest.mark.parametrize(
+    ("verb", "route"), [(["pair", "--yes"], PAIR), (["join", "42-lusab-babad", "--yes"], JOIN)]
+)
 def test_a_pairing_that_fails(run: Run, daemon: FakeDaemon, verb: list[str], route: tuple[str, str]) -> None:
     daemon.on(*route, told(WRONG, CLOSED))
     done = run(*verb, home=daemon.home)
@@ -244,6 +246,14 @@ def test_ctrl_c_stops_joining(daemon: FakeDaemon, start: Start) -> None:
     assert reply.gone.wait(60)
 
 
+@pytest.mark.parametrize("code", ["11-aaa", "lusab-babad", "42-lusab-baba", "", "42-lusab-babad-x"])
+def test_what_is_no_code_is_refused_before_anything_is_asked(daemon: FakeDaemon, run: Run, code: str) -> None:
+    done = run("join", code, home=daemon.home)
+    assert done.returncode == Exit.PAIRING
+    assert "This is not a pairing code; one looks like 42-lusab-babad." in done.stderr
+    assert not daemon.seen
+
+
 @pytest.mark.parametrize(
     ("options", "body"),
     [
@@ -259,18 +269,20 @@ def test_join_in_a_script(run: Run, daemon: FakeDaemon, options: list[str], body
     assert done.returncode == 0
     assert done.stdout == "This machine is paired with pro (z9y8x7w). The fleet: mini, studio, pro.\n"
     assert posts(daemon, JOIN) == [{"code": "42 lusab babad", **body}]
-    as_json = run("join", "c", "--json", *options, home=daemon.home)
+    as_json = run("join", "42-lusab-babad", "--json", *options, home=daemon.home)
     assert [json.loads(line) for line in as_json.stdout.splitlines()] == [SEARCHING, MEETING, PAIRED]
 
 
 def test_a_name_from_another_machine_cannot_write_the_screen(run: Run, daemon: FakeDaemon) -> None:
     nasty = "\x1b[2J\x9b2J\u202e\rstudio\nThe phrases agree."
     daemon.on(*JOIN, told({**MEETING, "name": nasty}, {**PAIRED, "name": nasty, "members": [nasty]}))
-    done = run("join", "c", "--yes", home=daemon.home)
+    done = run("join", "42-lusab-babad", "--yes", home=daemon.home)
     assert done.returncode == 0
     assert "\x1b[2J" not in done.stdout + done.stderr
     assert "\nThe phrases agree." not in done.stdout + done.stderr
-    shown = done.stdout + done.stderr + run("join", "c", "--yes", "--json", home=daemon.home).stdout
+    shown = (
+        done.stdout + done.stderr + run("join", "42-lusab-babad", "--yes", "--json", home=daemon.home).stdout
+    )
     assert not set(shown) & set("\x1b\x9b\u202e")
 
 

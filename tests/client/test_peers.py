@@ -58,7 +58,7 @@ def test_everything_is_shown_where_there_is_room() -> None:
     assert lines[0] == "mini (m1n1abc) · port 8115 · 1 of 2 peers usable · mDNS running"
     header = "NAME STATE ID TIER FREE/MEMORY LOAD RTT BANDWIDTH PROMPTS MODELS"
     assert " ".join(lines[2].split()) == header
-    assert " ".join(lines[3].split()) == "air unreachable q7w2e3r tiny -/16.0 GB - - - no (fleet) -"
+    assert " ".join(lines[3].split()) == "air unreachable q7w2e3r tiny -/16.0 GB - - - no (fleet) ?"
     assert lines[4] == "  No address of it answers: 192.168.1.9 was silent for 3 s."
     assert lines[5] == "  → See that it is switched on and on this network."
     assert re.split("  +", lines[6]) == [
@@ -357,3 +357,9 @@ def test_a_configured_address_that_does_not_answer_is_told_with_its_reason() -> 
         enabled=True, unanswered=[UnansweredAddress("10.0.0.9:8115", "Nothing listens there.", "Start it.")]
     )
     assert "10.0.0.9:8115, named in the settings: Nothing listens there. Start it." in render(fleet, None)
+
+
+def test_a_legend_explains_only_what_is_there() -> None:
+    idle = {**FLEET["peers"][0], "running": 0, "waiting": 0, "models": []}
+    assert "LOAD:" not in page({**FLEET, "peers": [idle]}, None)
+    assert "LOAD: running+waiting" in page({**FLEET, "peers": [{**idle, "running": 1}]}, None)

@@ -182,7 +182,8 @@ def test_commands(daemon: FakeDaemon, start: Start) -> None:
     say("/new", "starts anew")
     say("/system -", "system message: .none.")
     say("third", "fine")
-    say("/nonsense", "no command /nonsense")
+    say("/nonsense", "no command /nonsense. /help")
+    say("/modle", "no command /modle. Did you mean /model.")
     say("/etc/fstab means what?", "fine")
     child.send("/quit\r")
     child.expect(pexpect.EOF)
@@ -195,6 +196,212 @@ def test_commands(daemon: FakeDaemon, start: Start) -> None:
         ["third"],
         ["third", "fine", "/etc/fstab means what?"],
     ]
+
+
+def say(child: pexpect.spawn[str], line: str, expected: str) -> None:
+    child.send(line + "\r")
+    child.expect(expected)
+    child.expect(PROMPT)
+
+
+def test_models_are_listed_and_the_one_in_use_is_marked(daemon: FakeDaemon, start: Start) -> None:
+    models = Reply({"data": [{"id": "smollm2-135m"}, {"id": "red\x1b[31m"}]})
+    daemon.on("GET", "/v1/models", models, Reply({"data": []}))
+    child = start()
+    say(child, "/models", r"\* smollm2-135m\r\n  red\\x1b\[31m\r\n")
+    say(child, "/models", "No model can be asked now")
+    assert leave(child) == 0
+
+
+def test_retry_asks_the_last_question_again(daemon: FakeDaemon, start: Start) -> None:
+    refused = Reply({"error": {"message": "Busy.", "code": "overloaded"}}, 503)
+    daemon.chat(answer("first"), answer("second"), refused, answer("third"))
+    child = start()
+    say(child, "/retry", "Nothing was asked yet")
+    say(child, "one", "first")
+    say(child, "/retry", "second")
+    say(child, "/retry", "Busy.")
+    say(child, "two", "third")
+    assert leave(child) == 0
+    assert texts(daemon) == [["one"], ["one"], ["one"], ["one", "second", "two"]]
+
+
+def test_a_file_goes_with_the_next_question_alone(daemon: FakeDaemon, start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "notes.md"
+    file.write_text("the notes\n")
+    daemon.chat(answer("fine"))
+    child = start()
+    say(child, "/file", "file: .none.")
+    say(child, f"/file {tmp_path / 'nope'}", "No such file")
+    say(child, f"/file {file}", r"notes.md, 10 characters; the next")
+    say(child, "/file -", "file: .none.")
+    say(child, f"/file {file}", r"notes.md, 10 characters; the next")
+    say(child, "sum it up", "fine")
+    say(child, "go on", "fine")
+    assert leave(child) == 0
+    assert texts(daemon) == [
+        ["sum it up\n\nthe notes\n"],
+        ["sum it up\n\nthe notes\n", "fine", "go on"],
+    ]
+
+
+def test_a_conversation_is_saved_for_this_user_and_over_no_other_file(
+    daemon: FakeDaemon, start: Start, tmp_path: Path
+) -> None:
+    other, file = tmp_path / "other.md", tmp_path / "talk.md"
+    other.write_text("precious")
+    daemon.chat(answer("fine"))
+    child = start()
+    say(child, f"/save {file}", "nothing to save")
+    say(child, "one", "fine")
+    say(child, f"/save {other}", "exists already")
+    say(child, f"/save {file}", "saved to")
+    assert file.read_text() == "## user\n\none\n\n## assistant\n\nfine\n"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    say(child, "two", "fine")
+    say(child, "/save", "saved to")
+    assert file.read_text().endswith("## user\n\ntwo\n\n## assistant\n\nfine\n")
+    assert leave(child) == 0
+    assert other.read_text() == "precious"
+
+
+def test_local_and_smart_are_switched_for_what_follows(daemon: FakeDaemon, start: Start) -> None:
+    daemon.chat(answer("fine"))
+    child = start()
+    say(child, "/local", "local: on")
+    say(child, "/smart 30%", "smart prefill: on, keeps 30% of a long prompt")
+    say(child, "one", "fine")
+    say(child, "/local maybe", "Say /local on or /local off")
+    say(child, "/smart 7", "Say /smart on")
+    say(child, "/smart on", "smart prefill: on")
+    say(child, "two", "fine")
+    say(child, "/local off", "local: off")
+    say(child, "/smart", "smart prefill: off")
+    say(child, "three", "fine")
+    assert leave(child) == 0
+    asked = [(body.get("local_only"), body.get("smart_prefill")) for body in daemon.chats]
+    assert asked == [(True, {"target_ratio": 0.3}), (True, True), (None, None)]
+
+
+def test_tab_completes_commands_models_and_paths(daemon: FakeDaemon, start: Start, tmp_path: Path) -> None:
+    daemon.on("GET", "/v1/models", Reply({"data": [{"id": "smollm2-135m"}, {"id": "qwen3-4b"}]}))
+    daemon.on("GET", "/v1/models/qwen3-4b", Reply({"id": "qwen3-4b"}))
+    (tmp_path / "only-this-file.md").write_text("x")
+    child = start()
+    child.send("/sta\t")
+    child.expect("ts")
+    child.send("\r")
+    child.expect("closing line: off")
+    child.expect(PROMPT)
+    child.send("/model qw\t")
+    child.expect("en3-4b")
+    child.send("\r")
+    child.expect("model: qwen3-4b")
+    child.expect(PROMPT)
+    child.send(f"/file {tmp_path}/on\t")
+    child.expect("ly-this-file.md")
+    child.send("\r")
+    child.expect("1 characters; the next")
+    child.expect(PROMPT)
+    assert leave(child) == 0
+
+
+def test_what_is_typed_while_an_answer_streams_is_not_shown_in_it(daemon: FakeDaemon, start: Start) -> None:
+    typed, done = threading.Event(), threading.Event()
+    daemon.chat(
+        Reply(stream=[delta(content="Once "), typed, delta(content="upon"), done, *final()]), answer("fine")
+    )
+    child = start()
+    child.send("one\r")
+    child.expect("Once")
+    child.send("two\r")
+    typed.set()
+    child.expect("upon")
+    assert child.before == " "
+    done.set()
+    # It was sent as the next question.
+    child.expect("fine")
+    child.expect(PROMPT)
+    assert leave(child) == 0
+    assert texts(daemon)[-1] == ["one", "Once upon", "two"]
+
+
+def test_a_draft_survives_ctrl_c_and_is_not_sent_unseen(daemon: FakeDaemon, start: Start) -> None:
+    endless = Reply(stream=[delta(content="Once upon a time"), threading.Event()])
+    daemon.chat(endless, answer("fine"))
+    child = start()
+    child.send("tell\r")
+    child.expect("Once upon a time")
+    child.send("a drafx\x7ft\rof two lines" + UP)
+    child.send(CTRL_C)
+    child.expect("stopped")
+    child.expect("a draft.*of two lines")
+    child.expect("\x1b\\[\\?25h")
+    assert len(daemon.chats) == 1
+    child.send("\r")
+    child.expect("fine")
+    child.expect(PROMPT)
+    assert leave(child) == 0
+    assert texts(daemon)[-1][-1] == "a draft\nof two lines"
+
+
+def test_the_terminal_echoes_again_afterwards(daemon: FakeDaemon, start: Start) -> None:
+    daemon.chat(answer("fine"))
+    child = start("one", ready=False)
+    child.expect("fine")
+    child.expect(pexpect.EOF)
+    assert child.getecho()
+
+
+def test_a_long_paste_is_folded_on_the_screen_and_whole_in_the_question(
+    daemon: FakeDaemon, start: Start, env: dict[str, str]
+) -> None:
+    pasted = "".join(f"line {n}\n" for n in range(3000))
+    daemon.chat(answer("fine"))
+    child = start()
+    child.send("what is this? \x1b[200~" + pasted + "\x1b[201~")
+    child.expect_exact("[paste 1: 3,000 lines]")
+    child.send("\r")
+    child.expect("fine")
+    assert "line 17" not in str(child.before)
+    child.expect(PROMPT)
+    assert leave(child) == 0
+    assert texts(daemon) == [[f"what is this? {pasted}"]]
+    history = Path(env["XDG_STATE_HOME"]) / "fleetctl" / "chat-history"
+    assert "line 2999" in history.read_text()
+
+
+def test_words_are_wrapped_and_the_closing_line_breaks_between_facts(
+    daemon: FakeDaemon, start: Start
+) -> None:
+    daemon.chat(answer("The **well-being** of her faithful dog is what this girl cares about most of all."))
+    child = start(ready=False)
+    child.setwinsize(24, 60)
+    child.expect(PROMPT)
+    child.send("one\r")
+    child.expect("\\(300 cached\\).*at 21.3 tok/s.*smollm2-135m")
+    shown = _COLOURS.sub("", f"{child.before}{child.after}").splitlines()
+    at = next(i for i, line in enumerate(shown) if line.startswith("The well-being"))
+    assert shown[at : at + 2] == [
+        "The well-being of her faithful dog is what this girl cares",
+        "about most of all.",
+    ]
+    assert re.fullmatch(r"412 prompt tokens \(300 cached\) · first token [\d.]+ s", shown[at + 2])
+    assert shown[at + 3] == "prefill 310 tok/s · 96 tokens at 21.3 tok/s · smollm2-135m"
+    child.expect(PROMPT)
+    assert leave(child) == 0
+
+
+@pytest.mark.parametrize("given", [["--plain"], ["--schema", "any.json"]])
+def test_an_answer_that_is_no_markdown_is_shown_as_it_was_written(
+    daemon: FakeDaemon, start: Start, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "any.json").write_text('{"type": "object"}')
+    daemon.chat(answer('{"a": "**b**"}'))
+    child = start(*given, "one", ready=False)
+    child.expect_exact('{"a": "**b**"}')
+    child.expect(pexpect.EOF)
 
 
 def test_an_error_ends_the_answer_and_not_the_conversation(daemon: FakeDaemon, start: Start) -> None:

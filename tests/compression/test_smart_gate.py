@@ -170,6 +170,66 @@ def test_of_two_ends_that_ask_the_one_that_needs_more_decides() -> None:
     assert judge(about(f"Summarise the story.\n\n{TEXT}\n\nWho guards the vault that Marta owns?")).declined
 
 
+#: Last lines of documents, which are full of words that a task for the whole text has too.
+DOCUMENT_ENDS = [
+    "| `sent` | where the text was sent, in full, and a list of all that was left out |",
+    "`make eval` asks questions whose answers are known, with whole prompts and with shortened ones, and\n"
+    "writes what smart prefill costs in quality to quality.md, as a table.",
+    "To report a security vulnerability, please use the security contact. The maintainers coordinate the\n"
+    "fix and its disclosure, and write a report about it.",
+    "Everyone is welcome to contribute, and every contribution is of value. Code is not the only way to\n"
+    "help. Answering questions, helping others and improving the documentation are just as welcome. Tell\n"
+    "others, write about the project, or list it among the tools that were of use to you in your own work.",
+    "When a machine forwards a setting, add it to the list of fields in `settings.py`, and describe it in\n"
+    "the table of all settings, so that readers find the whole list of them in one place, in alphabetical\n"
+    "order.",
+]
+POINTED = [
+    "What does X-Fleet-Exactness say?",
+    "Which status does a missing token get?",
+    "How long is a kept response stored?",
+    "Was sagt X-Fleet-Exactness?",
+]
+BEHIND = """
+Summarise it.
+Give me a summary of the above in three sentences.
+Please condense all of this to one paragraph.
+tl;dr
+Your task: rewrite this as a letter to a customer.
+I have a meeting in an hour. Give me what matters in five bullets.
+Now translate all of the above into French.
+And what is it about?
+Fasse das zusammen.
+Mach daraus eine Tabelle.
+Résume ce document.
+Haz un resumen de todo esto.
+Boil it down for me, please.
+""".strip().splitlines()
+REFERENCE = (
+    "# The HTTP API\n\n"
+    + haystack(1)
+    + "\n\nThe header `X-Fleet-Exactness` says `exact` or what else holds. "
+    "A missing token gets the status 401. A kept response is stored for 3,600 s.\n\n" + haystack(2)
+)
+
+
+@pytest.mark.parametrize("end", DOCUMENT_ENDS, ids=range(len(DOCUMENT_ENDS)))
+@pytest.mark.parametrize("question", POINTED)
+def test_what_a_document_ends_with_is_no_task_beside_the_question_in_front(question: str, end: str) -> None:
+    assert judge(about(f"{question}\n\n{REFERENCE}\n\n{end}")).declined == ""
+
+
+@pytest.mark.parametrize("task", BEHIND)
+def test_a_task_behind_a_document_holds_beside_a_question_in_front(task: str) -> None:
+    assert judge(about(f"{POINTED[0]}\n\n{REFERENCE}\n\n{task}")).declined
+
+
+def test_the_heading_of_a_document_is_no_task_beside_the_question_behind_it() -> None:
+    text = f"# Summary of the report\n\n{REFERENCE}"
+    assert judge(about(f"{text}\n\n{POINTED[0]}")).declined == ""
+    assert judge(about(f"Summary of the report\n\n{REFERENCE}\n\n{POINTED[0]}")).declined
+
+
 def test_where_nobody_asks_all_is_kept() -> None:
     assert judge(about(TEXT)).declined == "nothing in the prompt asks for anything"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import signal
 import socket
 import stat
@@ -14,9 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 from forked_programs import Programs
-from live_daemon import START_S, LiveDaemon, OverUnixSocket
+from live_daemon import REPO, START_S, LiveDaemon, OverUnixSocket
+
+from fleetd.process import busy_port
 
 Begin = Callable[..., LiveDaemon]
 Refused = Callable[..., tuple[int, str]]
@@ -154,6 +158,60 @@ def test_a_busy_port_is_named(home: Path, refused: Refused) -> None:
     assert f"{address} is already in use" in text
     assert "--http" in text
     assert not (home / "fleetd.sock").exists()
+
+
+def test_a_second_daemon_on_a_port_names_the_first_and_the_line_to_type(home: Path) -> None:
+    """Started as users start them: a process is known by its command line."""
+    with LiveDaemon(home, home.parent / "models") as first:
+        port = first.status()["http"]["port"]
+        other = home.parent / "other"
+        second = LiveDaemon(other, home.parent / "models", flags=("--http", f"127.0.0.1:{port}"))
+        assert second.process.wait(START_S) == 4
+        assert first.stop() == 0
+    text = second.log.read_text()
+    owner = f"another fleetd (process {first.process.pid})"
+    assert f"The address 127.0.0.1:{port} is already in use by {owner}." in text
+    assert re.search(rf"fleetd run --home {re.escape(str(other))} --http 127\.0\.0\.1:\d+\n", text)
+
+
+def test_a_daemon_on_a_terminal_says_where_it_is_and_what_to_do_next(home: Path) -> None:
+    made = LiveDaemon(home, home.parent / "models")
+    made.kill()
+    child = pexpect.spawn(
+        made.command[0],
+        [*made.command[1:], "--peer-port", "0"],
+        env=made.env,
+        cwd=str(REPO),
+        encoding="utf-8",
+        timeout=START_S,
+        dimensions=(24, 80),
+    )
+    child.expect(r"fleetd \S+ serves http://127\.0\.0\.1:\d+/v1\r\n")
+    child.expect_exact(f"home {home} (Ctrl-C stops it)\r\n")
+    child.expect_exact("next: fleetctl chat - fleetctl open - fleetctl pair\r\n")
+    child.sendcontrol("c")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    assert "daemon.ready" not in str(child.before)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            ["fleetd", "run", "--home", "/a b", "--listen", "*:8115", "--no-mdns"],
+            "fleetd run --home '/a b' --no-mdns --http 127.0.0.1:8124 --listen '*:8125'",
+        ),
+        (["fleetd", "run", "--peer-port=8115"], "fleetd run --http 127.0.0.1:8124 --listen '*:8125'"),
+        (["/usr/bin/pytest", "tests"], ""),
+    ],
+)
+def test_the_line_to_type_has_a_free_port_for_the_taken_one(
+    given: list[str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(busy_port, "_is_free", lambda host, port: port in (8124, 8125))
+    assert busy_port.other_line(given, "fleet.listen", "0.0.0.0", 8115) == line  # noqa: S104
 
 
 def test_a_foreign_address_is_named(home: Path, refused: Refused) -> None:

@@ -225,7 +225,8 @@ def test_chunks_that_agree_beside_steady_work_of_others_are_doubtful_too(
     model = Crowded(*[4.6] * 100, others=others)
     speeds = model.measure(budget_s=100.0)
     assert bool(speeds.speed.doubt) is doubtful
-    assert not doubtful or speeds.speed.doubt == f"other programs had {others:.0%} of the processor"
+    told = f"CPU {100 * others:.0f} % busy with other programs when measured"
+    assert not doubtful or speeds.speed.doubt == told
 
 
 def test_where_others_left_no_time_for_any_chunk_that_is_doubtful_too() -> None:
@@ -233,7 +234,7 @@ def test_where_others_left_no_time_for_any_chunk_that_is_doubtful_too() -> None:
     model.seconds = lambda n: 2.0 * n
     speeds = model.measure()
     assert speeds.speed.prefill_tok_s == 0
-    assert speeds.speed.doubt == "other programs had 90% of the processor"
+    assert speeds.speed.doubt == "CPU 90 % busy with other programs when measured"
 
 
 def test_a_system_that_does_not_tell_its_load_leaves_it_to_the_runs() -> None:

@@ -81,7 +81,7 @@ def test_weights_at_what_is_free_and_one_byte_past_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "text"), [(0, "0 MiB"), (300 << 20, "300 MiB"), (1 << 30, "1.0 GiB"), (3 << 29, "1.5 GiB")]
+    ("n", "text"), [(0, "0 MB"), (300_000_000, "300 MB"), (10**9, "1.0 GB"), (1_500_000_000, "1.5 GB")]
 )
 def test_sizes_for_people(n: int, text: str) -> None:
     assert human(n) == text
@@ -122,7 +122,7 @@ def test_new_requests_wait_for_what_other_workers_hold_and_none_waits_alone() ->
     assert not budget.take_memory("b", 11)
     # It runs already: its answer is not cut off.
     assert budget.take_memory("a", 100)
-    with pytest.raises(OutOfMemory, match="0 MiB of 0 MiB are free"):
+    with pytest.raises(OutOfMemory, match="0 MB of 0 MB are free"):
         budget.lend("guest", 1)
     budget.give_back("a")
     assert budget.take_memory("b", 90), "nothing else runs: it would wait for ever"

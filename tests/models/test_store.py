@@ -127,6 +127,10 @@ def test_nearest_names(typed: str, meant: str) -> None:
     assert meant in catalog.nearest(typed)
 
 
+def test_a_name_like_no_other_has_no_nearest() -> None:
+    assert catalog.nearest("mine") == []
+
+
 # ---- Resolution ------------------------------------------------------------------------------------------
 
 

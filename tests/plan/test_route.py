@@ -298,19 +298,19 @@ STOPPING = Refusal("draining", "this is stopping.")
             peer("a", state="installed", memory_bytes=4 * GIB, available_bytes=3 * GIB),
             {},
             "too_small",
-            "a has 4.0 GiB of memory; qwen3-8b needs 6.0 GiB.",
+            "a has 4.3 GB of memory; qwen3-8b needs 6.4 GB.",
         ),
         (
             peer("a", state="installed", available_bytes=3 * GIB, evictable_bytes=GIB),
             {},
             "no_memory",
-            "a has 4.0 GiB of memory for models; qwen3-8b needs 6.0 GiB.",
+            "a has 4.3 GB of memory for models; qwen3-8b needs 6.4 GB.",
         ),
         (
             here(state="installed", available_bytes=GIB),
             {},
             "no_memory",
-            "this has 1.0 GiB of memory for models; qwen3-8b needs 6.0 GiB.",
+            "this has 1.1 GB of memory for models; qwen3-8b needs 6.4 GB.",
         ),
         (
             peer("a", waiting=limits.QUEUED_REQUESTS),

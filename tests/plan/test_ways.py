@@ -144,7 +144,7 @@ def test_this_machine_shows_all_its_ways_and_another_its_best() -> None:
         (
             home("a", faster=9.0, state="installed", kv_bytes=2 * GIB, kv_room_bytes=GIB // 2),
             "no_room",
-            "a would have 0.5 GiB for keys and values beside the model; the prompt needs 2.0 GiB.",
+            "a would have 0.5 GB for keys and values beside the model; the prompt needs 2.1 GB.",
         ),
     ],
     ids=["slower", "margin", "failed", "no room"],

@@ -22,6 +22,8 @@ from fakes import FakeModels, FakePool, answer
 from fleetd import limits
 from fleetd.app import Daemon
 from fleetd.config import Config, FleetSettings, HttpSettings
+from fleetd.control.daemon_status import EngineStatus
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.protocol import Accepted, Delta, Prefill
 from fleetd.errors import EngineDied
 from fleetd.process.notify import Notifier
@@ -249,3 +251,27 @@ async def test_a_disk_that_does_not_answer_holds_up_no_stop(
 async def rest_of(asking: Any) -> tuple[int, str]:
     async with asking as response:
         return response.status, await rest(response)
+
+
+async def test_the_status_tells_speeds_as_answers_have_corrected_them(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Engines(answer())
+    at_load = MeasuredSpeed(200.0, 3.3, doubt="CPU 90 % busy with other programs when measured")
+    monkeypatch.setattr(pool, "status", lambda: [EngineStatus(model="m", state="ready", speed=at_load)])
+    async with start(pool) as running:
+        assert running.daemon.status().engines[0].speed == at_load
+        speeds = running.daemon._machine.speeds
+        speeds.seed("m", at_load, now_s=0.0)
+        for _ in range(9):
+            speeds.ran(
+                "m",
+                prompt_tokens=0,
+                cached_tokens=0,
+                completion_tokens=401,
+                prefill_s=0.0,
+                decode_s=10.0,
+                now_s=1.0,
+            )
+        assert running.daemon.status().engines[0].speed.decode_tok_s == pytest.approx(40, rel=0.05)
+        running.terminate()

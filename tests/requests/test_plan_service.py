@@ -432,7 +432,7 @@ def test_what_can_be_served_nowhere_is_an_error_with_each_machines_reason() -> N
     with pytest.raises(NoMachine, match=r"air does not have m\. mini may not see prompts\."):
         private.plan(1000)
     small = OneMachine(card("home", {"state": "installed"}, usable_bytes=GIB))
-    with pytest.raises(NoMachine, match=r"this has 1\.0 GiB of memory for models"):
+    with pytest.raises(NoMachine, match=r"this has 1\.1 GB of memory for models"):
         small.plan(1000)
 
 

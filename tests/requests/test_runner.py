@@ -8,13 +8,15 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 import pytest
-from fakes import FakeModels, FakePool, answer, job
+from fakes import FakeFolder, FakeModels, FakePool, answer, job
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 from timelines import check_steps
 
 from fleetd import limits
+from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.daemon_status import RequestCounts
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.measure.stage_times import StageTimes
@@ -48,6 +50,7 @@ from fleetd.requests.pulls import Pulls
 from fleetd.requests.request import Request
 from fleetd.requests.runner import RequestRunner
 from fleetd.storage.store import Store
+from fleetd.text import too_long
 
 Make = Callable[..., RequestRunner]
 
@@ -559,3 +562,37 @@ async def test_an_answer_that_ends_without_an_end_is_a_failure_everywhere(
     assert [trace.outcome for trace in traces] == ["failed"]
     assert runner.counts.failed == 1
     assert [row[1] for row in rows(store)] == ["refunded"]
+
+
+@pytest.mark.parametrize(
+    ("folders", "smart", "hint"),
+    [
+        (
+            [("m", 8192, 1000), ("large", 131_072, 9000), ("long", 65_536, 2000)],
+            None,
+            "m takes 8,192. long, which is on this machine, takes 65,536. Smart prefill that keeps 14% of "
+            "the prompt fits: `--keep-ratio 0.14` of `fleetctl chat`, "
+            '`"smart_prefill": {"target_ratio": 0.14}` in a body.',
+        ),
+        (
+            [("m", 8192, 1000)],
+            SmartPrefillPolicy(enabled=True),
+            "m takes 8,192. No model on this machine takes as many. Shorten it, or get a model with a longer "
+            "context: `fleetctl models` lists them.",
+        ),
+    ],
+    ids=["a longer model and smart prefill", "shortened already"],
+)
+async def test_a_prompt_that_is_too_long_is_told_what_takes_it(
+    make_runner: Make, folders: list[tuple[str, int, int]], smart: SmartPrefillPolicy | None, hint: str
+) -> None:
+    models = FakeModels([name for name, _, _ in folders], [FakeFolder(*folder) for folder in folders])
+    failed = Failed("r1", "context_length_exceeded", too_long.sentence(46_921, 8192), hint="Shorten it.")
+    with pytest.raises(ContextLengthExceeded) as caught:
+        await collect(make_runner(FakePool([failed]), models), msgspec.structs.replace(job(), smart=smart))
+    # Clients know its words.
+    assert caught.value.message == (
+        "The prompt is too long: 46921 tokens > 8192 maximum. "
+        "This model's maximum context length is 8192 tokens."
+    )
+    assert caught.value.hint == hint

@@ -106,19 +106,19 @@ class LiveDaemon:
         self._programs = None if enter or not forked_programs.AVAILABLE else programs
         if self._programs is not None:
             ours[found_once.VARIABLE] = str(self._programs.found)
-        self._command, self._env = [*enter, *command], clean | ours | settings
+        self.command, self.env = [*enter, *command], clean | ours | settings
         self.process: subprocess.Popen[bytes] | ForkedProgram
         self._start()
 
     def _start(self) -> None:
         with self.log.open("ab") as out:
             if self._programs is not None:
-                self.process = self._programs.popen(self._command, env=self._env, cwd=REPO, log=out.fileno())
+                self.process = self._programs.popen(self.command, env=self.env, cwd=REPO, log=out.fileno())
             else:
                 self.process = subprocess.Popen(
-                    self._command,
+                    self.command,
                     cwd=REPO,
-                    env=self._env,
+                    env=self.env,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,
@@ -128,7 +128,7 @@ class LiveDaemon:
         """Stop it, if it runs, and start it again on the same home, with these settings besides."""
         if self.process.poll() is None:
             self.stop()
-        self._env |= settings
+        self.env |= settings
         self._start()
         self.__enter__()
 

@@ -172,7 +172,7 @@ class Calibration:
         before, after = self._load_before, self._load()
         others = after.others_share(before) if before is not None and after is not None else 0.0
         if others > OTHERS:
-            return f"other programs had {others:.0%} of the processor"
+            return f"CPU {100 * others:.0f} % busy with other programs when measured"
         if (spread := max(map(_spread, self._chunks.values()), default=1.0)) > AGREE:
             return f"equal chunks took times that differ by {spread - 1:.0%}"
         return ONE_SIZE if len(self._chunks) == 1 and self._context_tokens >= self._sizes[1] else ""

@@ -12,7 +12,6 @@ from fleetd.control.daemon_status import MemoryBudget
 from fleetd.control.model_facts import StateSizes
 from fleetd.engine.failures import require
 from fleetd.errors import OutOfMemory
-from fleetd.limits import GIB, MIB
 from fleetd.models.memory_need import WORKING_BYTES
 
 # KV is promised to a sequence in steps of this many tokens, as it grows: most answers are far shorter than
@@ -21,8 +20,8 @@ GROWTH_TOKENS = 512
 
 
 def human(n_bytes: float) -> str:
-    """1.5 GiB, 300 MiB."""
-    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.0f} MiB"
+    """1.5 GB, 300 MB."""
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.0f} MB"
 
 
 def admit_weights(name: str, weights_bytes: int, room: MemoryBudget) -> None:

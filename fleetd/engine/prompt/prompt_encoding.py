@@ -31,6 +31,7 @@ from fleetd.engine.prompt.template_turns import own_system, template_needs
 from fleetd.engine.protocol import THINKING_SWITCHES, ChatPrompt, Generate, Prompt, TextPrompt, TokenPrompt
 from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, UnsupportedParameter
 from fleetd.models.chat_templates import DEFAULT, TOOL_USE
+from fleetd.text import too_long
 
 # What a publisher's template raises where it meets what its author did not think of.
 _TEMPLATE_ERRORS = (
@@ -185,9 +186,7 @@ def check_length(prepared: PreparedPrompt, context_tokens: int) -> None:
     scoring = request.echo and request.max_tokens == 0
     if n + (0 if scoring else 1) > context_tokens:
         raise ContextLengthExceeded(
-            # Claude Code compacts a conversation at the first sentence; litellm knows the second.
-            f"The prompt is too long: {n} tokens > {context_tokens} maximum. "
-            f"This model's maximum context length is {context_tokens} tokens.",
+            too_long.sentence(n, context_tokens),
             hint="Shorten the prompt or choose a model with a longer context.",
             param="messages",
         )

@@ -7,19 +7,17 @@ the window, and the window gives three.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fleetd import limits
+from fleetd.control.pairing_code import code_parts
 from fleetd.errors import PairingClosed, PairingFailed
 from fleetd.p2p.pairing import proquint
 
 SECRET_BYTES = 4
 _NAMEPLATES = 100
-_SHAPE = re.compile(r"([0-9]{2})([a-z]{10})")
-_SEPARATORS = re.compile(r"[\s\-_.,:]+")
 
 WindowState = Literal["open", "used", "exhausted", "expired", "closed"]
 
@@ -38,14 +36,9 @@ class PairingCode:
     @classmethod
     def parse(cls, text: str) -> PairingCode:
         """Read a code as people type it. Raises PairingFailed."""
-        found = _SHAPE.fullmatch(_SEPARATORS.sub("", text).lower())
-        if found is None:
-            raise PairingFailed(
-                "This is not a pairing code; one looks like 42-lusab-babad.",
-                hint="Type it as the other machine shows it.",
-            )
+        nameplate, letters = code_parts(text)
         try:
-            return cls(found[1], proquint.decode(found[2]))
+            return cls(nameplate, proquint.decode(letters))
         except ValueError as error:
             raise PairingFailed(
                 f"No pairing code has the word {str(error)!r} in it.",

@@ -119,7 +119,7 @@ def _refusal(prompt: PrefillSize, machine: HelperSpec) -> Refusal | None:
 
 
 def _no_room(machine: HelperSpec) -> Refusal:
-    free = f"{machine.room_bytes / limits.GIB:.1f} GiB"
+    free = f"{machine.room_bytes / 1e9:.1f} GB"
     return Refusal("no_room", f"{machine.name} has {free} free, too little for a part of this prompt.")
 
 
