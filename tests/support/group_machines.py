@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from fleetd.engine.groups.group_model import GroupModel
 from fleetd.engine.groups.member_stage import MemberStage
+from fleetd.engine.groups.remote_rows import KeptThere
 from fleetd.engine.groups.remote_stage import RemoteStage
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.streams.frames import Connect, Frame, Place
@@ -62,6 +63,7 @@ def group_of(whole: Any, *cuts: int, most_bytes: int = MOST_BYTES) -> Group:
                 last=last,
                 width=own.width,
                 dtype=dtype,
+                kept=KeptThere.of(own.empty),
                 ids=own.takes_tokens,
                 name=f"machine {len(members) + 1}",
             )

@@ -14,10 +14,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from fleetd.engine.groups.remote_stage import RemoteRows, RemoteStage
+from fleetd.engine.groups.remote_rows import KeptThere, RemoteRows
+from fleetd.engine.groups.remote_stage import RemoteStage
 from fleetd.engine.layers.layer_calls import PassInputs
 from fleetd.engine.layers.stage import Stage
-from fleetd.engine.sequence_state.kinds import all_plain, first_held
 from fleetd.errors import ModelUnsupported
 
 
@@ -31,15 +31,16 @@ class GroupModel(nn.Module):  # type: ignore[misc]
 
     def __init__(self, whole: Stage, first: int, dtype: mx.Dtype) -> None:
         super().__init__()
-        if not all_plain([cache for cache in whole.empty if cache is not None]):
+        if any(source != index for index, source in enumerate(whole.sources)):
             raise ModelUnsupported(
-                "Models that keep windows or running states do not run on several machines yet.",
+                "Some layers of this model read what others keep: it does not run on several machines yet.",
                 hint="Choose a model that fits one machine (fleetctl models).",
             )
         self._front = whole.with_ends(first)
         self.weights = self._front.weights
         self.dtype = dtype
         self.takes_tokens, self.width = whole.takes_tokens, whole.width
+        self._empty = whole.empty
         self._members: tuple[RemoteStage, ...] = ()
 
     @classmethod
@@ -58,6 +59,10 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         if [member.first for member in members] != ends[:-1] or ends[-1] != self._front.total:
             raise ValueError(f"layers {ends} of {self._front.total} are in this group")
         self._members = tuple(members)
+
+    def kept_by(self, first: int, last: int) -> KeptThere:
+        """What layers [first, last) keep of sequences."""
+        return KeptThere.of(self._empty[first:last])
 
     @property
     def layers(self) -> list[Any]:
@@ -88,7 +93,8 @@ class GroupModel(nn.Module):  # type: ignore[misc]
 
     def _through(self, tokens: mx.array, cache: list[Any], *, wanted: bool, room: int = 0) -> mx.array:
         own, rest = cache[: len(cache) - len(self._members)], cache[len(cache) - len(self._members) :]
-        start = (first_held(own) or 0) if tokens.shape[0] == 1 else 0
+        # In a batch each row has a position of its own, which its caches know.
+        start = _remote(rest[0]).tokens if tokens.shape[0] == 1 else 0
         inputs = self._front.inputs(tokens, start) if self.takes_tokens else PassInputs(start)
         hidden = self._front.run(self._front.embed(tokens), self._front.spread(own), inputs)
         for member, rows in zip(self._members, rest, strict=True):

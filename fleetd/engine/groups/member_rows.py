@@ -5,9 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from fleetd import limits
-from fleetd.engine.groups.messages import Change, Copy, Extend, Extract, Filter, Forget, Merge, Trim
+from fleetd.engine.groups.messages import (
+    Change,
+    Copy,
+    Extend,
+    Extract,
+    Filter,
+    Forget,
+    Mark,
+    Merge,
+    Restore,
+    Return,
+    Save,
+    Trim,
+)
 from fleetd.engine.layers.stage import Stage
-from fleetd.engine.sequence_state import batches, rollback
+from fleetd.engine.sequence_state import batches, checkpoints, rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.errors import ProtocolError
 
@@ -19,9 +32,11 @@ class MemberRows:
         self._stage = stage
         # Of layers that keep something.
         self._held: dict[int, list[Any]] = {}
+        # Marks and saved states, layer by layer.
+        self._notes: dict[int, list[Any]] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._held) + len(self._notes)
 
     @property
     def nbytes(self) -> int:
@@ -51,20 +66,40 @@ class MemberRows:
                     cache.filter(rows)
             case Extract(batch, row, new):
                 self._keep(new, batches.extracted(self._known(batch), row))
+            case Mark(held, mark):
+                self._note(mark, rollback.mark(self.caches(held)))
+            case Return(held, mark, tokens):
+                rollback.return_to(self._known(held), self._noted(mark), tokens)
+            case Save(held, state):
+                self._note(state, checkpoints.saved(self._known(held)))
+            case Restore(held, state, new, stored, tokens):
+                made = checkpoints.restored(self._known(held), stored, tokens, self._noted(state))
+                self._keep(new, made)
             case Forget(held):
                 # One that no tokens came for was never here.
                 self._held.pop(held, None)
+                self._notes.pop(held, None)
 
     def _copy(self, caches: list[Any], tokens: int) -> list[Any]:
         if tokens < 0:
             return [copy_on_write(cache) for cache in caches]
         stored = rollback.held(caches)
         found = None
-        if stored is not None and tokens <= stored:
-            found = rollback.prefix_copy(caches, tokens, stored)
+        if stored is None or tokens <= stored:
+            found = rollback.prefix_copy(caches, tokens, tokens if stored is None else stored)
         if found is None:
             raise ProtocolError(f"The first {tokens} tokens of {stored} cannot be had here.")
         return found
+
+    def _noted(self, number: int) -> list[Any]:
+        if number not in self._notes:
+            raise ProtocolError(f"No state is kept here under {number}.")
+        return self._notes[number]
+
+    def _note(self, number: int, states: list[Any]) -> None:
+        if number in self._notes or len(self._notes) >= limits.GROUP_HELD:
+            raise ProtocolError(f"No more states can be kept here under {number}.")
+        self._notes[number] = states
 
     def _known(self, number: int) -> list[Any]:
         if number not in self._held:

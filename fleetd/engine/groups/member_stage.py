@@ -19,7 +19,6 @@ from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import STAGE
 from fleetd.engine.sequence_state import growth
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
-from fleetd.engine.sequence_state.kinds import first_held
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
 from fleetd.errors import FleetError, OutOfMemory, ProtocolError
 
@@ -79,8 +78,9 @@ class MemberStage:
         caches = self.rows.caches(command.held)
         hidden = self._hidden(command, frame)
         ids = mx.array(command.ids).reshape(command.batch, -1) if command.ids else None
-        start = _start(caches, command.batch)
-        inputs = PassInputs(start) if ids is None else self._stage.inputs(ids, start)
+        inputs = PassInputs(command.start)
+        if ids is not None:
+            inputs = self._stage.inputs(ids, command.start)
         with growth.at_once(caches, command.room or command.tokens):
             out = self._stage.run(hidden, self._stage.spread(caches), inputs)
         mx.eval(out, [cache.state for cache in caches])
@@ -110,8 +110,3 @@ class MemberStage:
                 f"A {head.kind.name} of {first} and {second} bytes came where a STAGE was due."
             )
         return [memoryview(bytearray(first)), memoryview(bytearray(second))]
-
-
-def _start(caches: list[object], batch: int) -> int:
-    """The position of the first token. In a batch each row has its own, which its caches know."""
-    return (first_held(caches) or 0) if batch == 1 else 0

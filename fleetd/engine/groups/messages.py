@@ -67,20 +67,53 @@ class Extract(msgspec.Struct, frozen=True, tag="extract", array_like=True):
     new: _Number
 
 
+class Mark(msgspec.Struct, frozen=True, tag="mark", array_like=True):
+    """``mark`` is where it stands now, for a Return."""
+
+    held: _Number
+    mark: _Number
+
+
+class Return(msgspec.Struct, frozen=True, tag="return", array_like=True):
+    """All ``tokens`` since the mark are undone."""
+
+    held: _Number
+    mark: _Number
+    tokens: _Count
+
+
+class Save(msgspec.Struct, frozen=True, tag="save", array_like=True):
+    """``state`` is what cannot be had from a later state of it, for a Restore."""
+
+    held: _Number
+    state: _Number
+
+
+class Restore(msgspec.Struct, frozen=True, tag="restore", array_like=True):
+    """``new`` is what ``held``, of ``stored`` tokens, was after ``tokens``, when the state was saved."""
+
+    held: _Number
+    state: _Number
+    new: _Number
+    stored: _Count
+    tokens: _Count
+
+
 class Forget(msgspec.Struct, frozen=True, tag="forget", array_like=True):
     """It is needed no more."""
 
     held: _Number
 
 
-Change = Copy | Trim | Merge | Extend | Filter | Extract | Forget
+Change = Copy | Trim | Merge | Extend | Filter | Extract | Mark | Return | Save | Restore | Forget
 
 
 class RunStage(msgspec.Struct, frozen=True, array_like=True):
     """Make these changes, then run the layers on hidden states (``batch``, ``tokens``, D); on none, and with
     no answer, if these are 0.
 
-    ``held``: what the layers keep of the sequences, which is new if the number is. ``ids``: the tokens
+    ``held``: what the layers keep of the sequences, which is new if the number is. ``start``: the position of
+    the first token of a sequence; in a batch each row has its own, which is kept with it. ``ids``: the tokens
     themselves, row by row, if the layers take them; else none. ``wanted``: what comes out is sent back.
     ``room``: for so many tokens more there shall be room in what is kept, made at once.
     """
@@ -91,6 +124,7 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     tokens: Annotated[int, Meta(ge=0, le=limits.GROUP_TOKENS)] = 0
     wanted: bool = False
     room: _Count = 0
+    start: _Count = 0
     ids: Annotated[list[_Number], Meta(max_length=limits.GROUP_TOKENS)] = []
 
 

@@ -1,8 +1,6 @@
-"""A member's layers as the worker that answers sees them, and what they keep of its sequences.
+"""A member's layers as the worker that answers sees them.
 
-Nothing is asked of a member: a cache here counts tokens, and tells with the next run what becomes of the one
-there. So a ``RemoteRows`` stands in a sequence's list of caches for all layers of a member, and is copied,
-cut and batched by whoever does that with the others.
+Nothing is asked of a member: what becomes of its caches is told with the next run.
 """
 
 from __future__ import annotations
@@ -10,33 +8,18 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from fleetd import limits
-from fleetd.control.model_facts import StateSizes
 from fleetd.engine.failures import MemberLost
 from fleetd.engine.groups import messages
-from fleetd.engine.groups.messages import (
-    Change,
-    Copy,
-    Extend,
-    Extract,
-    Filter,
-    Forget,
-    Merge,
-    RunStage,
-    StageRan,
-    Trim,
-)
+from fleetd.engine.groups.messages import Change, RunStage, StageRan
+from fleetd.engine.groups.remote_rows import KeptThere, RemoteRows
 from fleetd.engine.protocol import STAGE
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
-from fleetd.engine.sequence_state.kinds import Rows, register
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
 from fleetd.errors import FleetError, GroupLost, ProtocolError
 
@@ -48,6 +31,7 @@ class RemoteStage:
         connect: opens the stream to it.
         moved: set whenever something came on any member's stream.
         width, dtype: of the hidden states.
+        kept: what the layers keep of sequences.
         ids: whether the layers take the tokens themselves.
         name: of the machine, for people.
     """
@@ -61,10 +45,12 @@ class RemoteStage:
         last: int,
         width: int,
         dtype: mx.Dtype,
+        kept: KeptThere | None = None,
         ids: bool = False,
         name: str = "",
     ) -> None:
         self.first, self.last, self.name, self.takes_ids = first, last, name, ids
+        self.kept = kept or KeptThere()
         # Seconds that the member's layers took of the last run that was wanted.
         self.took_s = 0.0
         self._width, self._dtype = width, dtype
@@ -102,7 +88,8 @@ class RemoteStage:
     ) -> None:
         batch, count = tokens.shape
         ids = np.array(tokens).reshape(-1).tolist() if self.takes_ids else []
-        self._send(RunStage(self._told(), rows.number, batch, count, wanted, room, ids), hidden)
+        start = rows.tokens if batch == 1 else 0
+        self._send(RunStage(self._told(), rows.number, batch, count, wanted, room, start, ids), hidden)
         rows.grow(count)
         self._due.append((batch if wanted else 0, count))
 
@@ -176,122 +163,3 @@ class RemoteStage:
                 f"A {head.kind.name} of {first} and {second} bytes came where a STAGED was due."
             )
         return [memoryview(bytearray(first)), memoryview(bytearray(second))]
-
-
-class RemoteRows:
-    """What a member's layers keep of one sequence, or of a batch; as mlx-lm's caches are used.
-
-    ``tokens``: that it holds; of a batch, its longest sequence's.
-    """
-
-    def __init__(self, stage: RemoteStage, tokens: int = 0) -> None:
-        self.stage, self.tokens, self.number = stage, tokens, stage.number()
-        weakref.finalize(self, stage.tell, Forget(self.number)).atexit = False
-
-    def grow(self, tokens: int) -> None:
-        self.tokens += tokens
-
-    def copy(self, tokens: int = -1) -> RemoteRows:
-        """One of the first ``tokens``, or of all."""
-        found = RemoteRows(self.stage, self.tokens if tokens < 0 else tokens)
-        if self.tokens:
-            self.stage.tell(Copy(self.number, found.number, tokens))
-        return found
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> RemoteRows:
-        return self.copy()
-
-    # ---- as mlx-lm calls it ----------------------------------------------------------------------------
-
-    @property
-    def offset(self) -> int:
-        """Where the next token goes."""
-        return self.tokens
-
-    @property
-    def state(self) -> tuple[()]:
-        """Nothing that could be evaluated here."""
-        return ()
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes there counts there."""
-        return 0
-
-    def is_trimmable(self) -> bool:
-        return True
-
-    def trim(self, tokens: int) -> int:
-        undone = min(tokens, self.tokens)
-        if undone:
-            self.tokens -= undone
-            self.stage.tell(Trim(self.number, undone))
-        return undone
-
-    def empty(self) -> bool:
-        return not self.tokens
-
-    @classmethod
-    def merge(cls, sequences: Sequence[RemoteRows]) -> RemoteBatch:
-        stage = sequences[0].stage
-        found = RemoteBatch(stage, max(each.offset for each in sequences))
-        stage.tell(Merge([each.number for each in sequences], found.number))
-        found.offsets = [each.offset for each in sequences]
-        return found
-
-
-class RemoteBatch(RemoteRows):
-    """Rows of a batch. ``offsets``: the tokens of each of its sequences."""
-
-    offsets: list[int]
-
-    def copy(self, tokens: int = -1) -> RemoteBatch:
-        found = RemoteBatch(self.stage, self.tokens)
-        found.offsets = [*self.offsets]
-        self.stage.tell(Copy(self.number, found.number, tokens))
-        return found
-
-    def grow(self, tokens: int) -> None:
-        super().grow(tokens)
-        self.offsets = [each + tokens for each in self.offsets]
-
-    def extend(self, other: RemoteBatch) -> None:
-        self.stage.tell(Extend(self.number, other.number))
-        self.offsets += other.offsets
-        self.tokens = max(self.offsets)
-
-    def filter(self, rows: Sequence[int]) -> None:
-        kept = [int(row) for row in rows]
-        self.stage.tell(Filter(self.number, kept))
-        self.offsets = [self.offsets[row] for row in kept]
-        self.tokens = max(self.offsets)
-
-    def extract(self, row: int) -> RemoteRows:
-        found = RemoteRows(self.stage, self.offsets[row])
-        self.stage.tell(Extract(self.number, row, found.number))
-        return found
-
-
-class _Remote(Rows):
-    """Rows on another machine."""
-
-    def cut(self, cache: RemoteRows, stored: int, tokens: int) -> RemoteRows:
-        return cache.copy(-1 if tokens == cache.offset else tokens)
-
-    def compact(self, cache: RemoteRows) -> RemoteRows:
-        return cache.copy(cache.offset)
-
-    def arrays(self, cache: RemoteRows) -> tuple[()]:
-        return ()
-
-    def kept(self, cache: RemoteRows) -> tuple[()]:
-        return ()
-
-    def rows(self, cache: RemoteRows, start: int, count: int) -> None:
-        return None
-
-    def sizes(self, cache: RemoteRows) -> StateSizes:
-        return StateSizes(0)
-
-
-register(RemoteRows, _Remote())

@@ -51,6 +51,7 @@ class GroupMembers:
                 last=member.last,
                 width=model.width,
                 dtype=model.dtype,
+                kept=model.kept_by(member.first, member.last),
                 ids=model.takes_tokens,
                 name=member.name,
             )

@@ -1,0 +1,238 @@
+"""What a member's layers keep, as a cache in a sequence's list: it counts tokens, and tells what becomes of
+the caches there.
+
+So a ``RemoteRows`` stands for all layers of a member, and is copied, cut and batched by whoever does that
+with the caches of this machine's own layers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from fleetd.control.model_facts import StateSizes
+from fleetd.engine.groups.messages import (
+    Change,
+    Copy,
+    Extend,
+    Extract,
+    Filter,
+    Forget,
+    Mark,
+    Merge,
+    Restore,
+    Return,
+    Save,
+    Trim,
+)
+from fleetd.engine.sequence_state.kinds import ANY, StateKind, kind_of, register
+from fleetd.engine.sequence_state.parts import all_parts
+
+
+class KeptThere(msgspec.Struct, frozen=True):
+    """What a member's layers keep: the sizes of its windows, and whether there are running states."""
+
+    windows: tuple[int, ...] = ()
+    running: bool = False
+
+    @classmethod
+    def of(cls, empty: Sequence[Any]) -> KeptThere:
+        """Of empty caches of these layers, None for one that keeps nothing."""
+        parts = all_parts(empty)
+        windows = {window for part in parts if (window := kind_of(part).window(part)) is not None}
+        return cls(tuple(sorted(windows)), any(kind_of(part).needs_mark(part) for part in parts))
+
+    @property
+    def in_rows(self) -> bool:
+        """True if every layer has a row per token."""
+        return not self.windows and not self.running
+
+
+class Told(Protocol):
+    """``remote_stage.RemoteStage``: to whom changes are told."""
+
+    kept: KeptThere
+
+    def tell(self, change: Change) -> None: ...
+    def number(self) -> int: ...
+
+
+class RemoteNote:
+    """A mark, or a saved state, on another machine."""
+
+    # It counts there.
+    nbytes = 0
+
+    def __init__(self, stage: Told) -> None:
+        self.number = stage.number()
+        weakref.finalize(self, stage.tell, Forget(self.number)).atexit = False
+
+
+class RemoteRows:
+    """What a member's layers keep of one sequence, or of a batch; as mlx-lm's caches are used.
+
+    ``tokens``: that it holds; of a batch, its longest sequence's.
+    """
+
+    def __init__(self, stage: Told, tokens: int = 0) -> None:
+        self.stage, self.tokens, self.number = stage, tokens, stage.number()
+        weakref.finalize(self, stage.tell, Forget(self.number)).atexit = False
+
+    def grow(self, tokens: int) -> None:
+        self.tokens += tokens
+
+    def copy(self, tokens: int = -1) -> RemoteRows:
+        """One of the first ``tokens``, or of all."""
+        found = RemoteRows(self.stage, self.tokens if tokens < 0 else tokens)
+        if self.tokens:
+            self.stage.tell(Copy(self.number, found.number, tokens))
+        return found
+
+    def mark(self) -> RemoteNote:
+        note = RemoteNote(self.stage)
+        self.stage.tell(Mark(self.number, note.number))
+        return note
+
+    def return_to(self, mark: RemoteNote, tokens: int) -> None:
+        self.stage.tell(Return(self.number, mark.number, tokens))
+        self.tokens -= tokens
+
+    def saved(self) -> RemoteNote:
+        note = RemoteNote(self.stage)
+        self.stage.tell(Save(self.number, note.number))
+        return note
+
+    def restored(self, state: RemoteNote, stored: int, tokens: int) -> RemoteRows:
+        found = RemoteRows(self.stage, tokens)
+        self.stage.tell(Restore(self.number, state.number, found.number, stored, tokens))
+        return found
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> RemoteRows:
+        return self.copy()
+
+    # ---- as mlx-lm calls it ----------------------------------------------------------------------------
+
+    @property
+    def offset(self) -> int:
+        """Where the next token goes."""
+        return self.tokens
+
+    @property
+    def state(self) -> tuple[()]:
+        """Nothing that could be evaluated here."""
+        return ()
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes there counts there."""
+        return 0
+
+    def is_trimmable(self) -> bool:
+        return not self.stage.kept.running
+
+    def trim(self, tokens: int) -> int:
+        undone = min(tokens, self.tokens)
+        if undone:
+            self.tokens -= undone
+            self.stage.tell(Trim(self.number, undone))
+        return undone
+
+    def empty(self) -> bool:
+        return not self.tokens
+
+    @classmethod
+    def merge(cls, sequences: Sequence[RemoteRows]) -> RemoteBatch:
+        stage = sequences[0].stage
+        found = RemoteBatch(stage, [each.tokens for each in sequences])
+        stage.tell(Merge([each.number for each in sequences], found.number))
+        return found
+
+
+class RemoteBatch(RemoteRows):
+    """Rows of a batch. ``each``: the tokens of its sequences."""
+
+    def __init__(self, stage: Told, each: Sequence[int]) -> None:
+        super().__init__(stage, max(each))
+        self.each = [*each]
+
+    def copy(self, tokens: int = -1) -> RemoteBatch:
+        found = RemoteBatch(self.stage, self.each)
+        self.stage.tell(Copy(self.number, found.number, tokens))
+        return found
+
+    def grow(self, tokens: int) -> None:
+        super().grow(tokens)
+        self.each = [each + tokens for each in self.each]
+
+    def extend(self, other: RemoteBatch) -> None:
+        self.stage.tell(Extend(self.number, other.number))
+        self.each += other.each
+        self.tokens = max(self.each)
+
+    def filter(self, rows: Sequence[int]) -> None:
+        kept = [int(row) for row in rows]
+        self.stage.tell(Filter(self.number, kept))
+        self.each = [self.each[row] for row in kept]
+        self.tokens = max(self.each)
+
+    def extract(self, row: int) -> RemoteRows:
+        found = RemoteRows(self.stage, self.each[row])
+        self.stage.tell(Extract(self.number, row, found.number))
+        return found
+
+
+class RemoteKind(StateKind):
+    """All layers of a member together."""
+
+    def has_rows(self, cache: RemoteRows) -> bool:
+        return cache.stage.kept.in_rows
+
+    def room(self, cache: RemoteRows) -> int:
+        return min((max(0, window - cache.tokens) for window in cache.stage.kept.windows), default=ANY)
+
+    def needs_mark(self, cache: RemoteRows) -> bool:
+        return cache.stage.kept.running
+
+    def mark(self, cache: RemoteRows) -> RemoteNote:
+        return cache.mark()
+
+    def return_to(self, cache: RemoteRows, mark: RemoteNote, tokens: int) -> None:
+        if tokens:
+            cache.return_to(mark, tokens)
+
+    def can_go_back(self, cache: RemoteRows) -> bool:
+        kept = cache.stage.kept
+        return not kept.running and all(cache.tokens < window for window in kept.windows)
+
+    def cut(self, cache: RemoteRows, stored: int, tokens: int) -> RemoteRows:
+        return cache.copy(-1 if tokens == cache.tokens else tokens)
+
+    def compact(self, cache: RemoteRows) -> RemoteRows:
+        return cache.copy(cache.tokens) if cache.tokens and self.can_go_back(cache) else cache
+
+    def saved(self, cache: RemoteRows) -> RemoteNote | None:
+        return None if self.has_rows(cache) else cache.saved()
+
+    def restored(self, cache: RemoteRows, stored: int, tokens: int, state: RemoteNote | None) -> RemoteRows:
+        if state is None:
+            return self.cut(cache, stored, tokens)
+        return cache.restored(state, stored, tokens)
+
+    def arrays(self, cache: RemoteRows) -> tuple[()]:
+        return ()
+
+    def kept(self, cache: RemoteRows) -> tuple[()]:
+        return ()
+
+    def rows(self, cache: RemoteRows, start: int, count: int) -> None:
+        return None
+
+    def sizes(self, cache: RemoteRows) -> StateSizes:
+        return StateSizes(0)
+
+
+for _kind in (RemoteRows, RemoteBatch, RemoteNote):
+    register(_kind, RemoteKind())
