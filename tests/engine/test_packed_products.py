@@ -11,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tiny_architectures
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 from fleetd.engine.cpu import packed_layers, packed_product, products
 from fleetd.engine.cpu.affine_weights import Affine
 from fleetd.engine.cpu.arithmetic import Kernel, kernel_for
 from fleetd.engine.cpu.packed_product import PackedProduct
+from fleetd.engine.layers.prefill import Prefiller
 
 F32 = npt.NDArray[np.float32]
 pytestmark = [
@@ -258,3 +260,30 @@ def test_layers_with_the_same_input_are_computed_at_once_and_have_the_bits_of_ea
     for name, given in (("v_proj", x), ("q_proj", other), ("k_proj", x), ("k_proj", x), ("q_proj", x)):
         check(name, given)
     assert runs == [3] * 5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_prompt_is_read_without_products_that_end_in_logits_only(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_architectures.tiny("llama", tie_word_embeddings=tied)
+    nn.quantize(model, group_size=32, bits=4)
+    packed_layers.to_int8(model, plain=False)
+    tokens = [5, 3, 7, 1, 6, 2, 4, 9]
+    computed: list[PackedProduct] = []
+    run = PackedProduct.__call__
+    monkeypatch.setattr(PackedProduct, "__call__", lambda self, x: computed.append(self) or run(self, x))
+    whole, cache = make_prompt_cache(model), make_prompt_cache(model)
+    mx.eval(model(mx.array([tokens[:-1]]), cache=whole))
+    with_logits = len(computed)
+    computed.clear()
+    reading = Prefiller(model, tokens, cache)
+    reading.step(len(tokens))
+    # The head, and what follows the attention of the last block: gate and up at once, and down.
+    assert with_logits - len(computed) == 3
+    for layer, expected in zip(cache, whole, strict=True):
+        assert all(mx.array_equal(*pair) for pair in zip(layer.state, expected.state, strict=True))
+    # Read with their probabilities, all are computed again.
+    computed.clear()
+    Prefiller(model, tokens, make_prompt_cache(model), score=lambda _: None).step(len(tokens))
+    assert len(computed) == with_logits

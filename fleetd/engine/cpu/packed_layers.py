@@ -25,6 +25,7 @@ from fleetd.engine.cpu.packed_product import (
     kernels,
     threads,
 )
+from fleetd.engine.cpu.unread_logits import are_unread
 from fleetd.models.cpu_arithmetic import OWN_BITS, OWN_GROUP, prepared_bytes, weight_bytes
 from fleetd.models.memory_need import TOKEN_TABLES
 
@@ -38,15 +39,22 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]
-    """``nn.Linear`` and ``nn.QuantizedLinear`` for packed weights."""
+    """``nn.Linear`` and ``nn.QuantizedLinear`` for packed weights.
 
-    def __init__(self, products: Together, index: int, bias: mx.array | None) -> None:
+    ``behind_caches``: what it computes ends in logits, and in no layer's cache.
+    """
+
+    def __init__(
+        self, products: Together, index: int, bias: mx.array | None, *, behind_caches: bool = False
+    ) -> None:
         super().__init__()
-        self.products, self.index = products, index
+        self.products, self.index, self.behind_caches = products, index, behind_caches
         if bias is not None:
             self.bias = bias
 
     def __call__(self, x: mx.array) -> mx.array:
+        if self.behind_caches and are_unread():
+            return mx.zeros((*x.shape[:-1], self.products.outputs(self.index)))
         out = self.products.of(self.index, x)
         return out + self.bias if "bias" in self else out
 
@@ -64,6 +72,9 @@ class Together:
     @property
     def nbytes(self) -> int:
         return self._product.nbytes
+
+    def outputs(self, index: int) -> int:
+        return self._ends[index] - (self._ends[index - 1] if index else 0)
 
     def of(self, index: int, x: mx.array) -> mx.array:
         """x (..., K) times the matrix at ``index``."""
@@ -129,6 +140,8 @@ class PackedEmbedding(nn.Module):  # type: ignore[misc]
         return self.table.rows_of(tokens)
 
     def as_linear(self, x: mx.array) -> mx.array:
+        if are_unread():
+            return mx.zeros((*x.shape[:-1], self.table.rows))
         return _product(self.table.matrix, x)
 
 
@@ -177,13 +190,19 @@ def to_int8(model: nn.Module, *, plain: bool) -> None:
         plain: weights that are not quantised get ``OWN_BITS``. Where others are, their publisher left them
             as they are.
     """
-    runs = _runs(_packable(model, plain=plain))
+    runs, behind = (
+        _runs(_packable(model, plain=plain)),
+        partial(_behind_caches, len(getattr(model, "layers", ()))),
+    )
     for at in range(0, len(runs), threads()):
         some = runs[at : at + threads()]
         layers = [[_at(model, name) for name in names] for names in some]
         mx.eval([layer.parameters() for each in layers for layer in each])
         # MLX computes in this thread only: it leaves threads behind in any other.
-        tasks = [partial(_int8, each, [_affine(layer) for layer in each]) for each in layers]
+        tasks = [
+            partial(_int8, each, [_affine(layer) for layer in each], behind_caches=behind(names[0]))
+            for names, each in zip(some, layers, strict=True)
+        ]
         for names, made in zip(some, each_of(tasks), strict=True):
             model.update_modules(tree_unflatten(list(zip(names, made, strict=True))))
     products.to_float32(model)
@@ -314,7 +333,12 @@ def _is_affine(layer: Any) -> bool:
     return hasattr(layer, "bits") and layer.mode == "affine"
 
 
-def _int8(layers: Sequence[Any], weights: Sequence[Affine | None]) -> list[nn.Module]:
+def _behind_caches(layers: int, name: str) -> bool:
+    """True if what a layer of this name computes, in a model of so many, ends in no cache."""
+    return name.rpartition(".")[2] == "lm_head" or f"layers.{layers - 1}.mlp." in name
+
+
+def _int8(layers: Sequence[Any], weights: Sequence[Affine | None], *, behind_caches: bool) -> list[nn.Module]:
     """The layers that take the place of those of a run; computes nothing with MLX."""
     first, affine = layers[0], [each for each in weights if each is not None]
     if not affine:
@@ -325,7 +349,10 @@ def _int8(layers: Sequence[Any], weights: Sequence[Affine | None]) -> list[nn.Mo
         each = (several[at] for at in range(len(several.scales)))
         return [PackedExperts([PackedProduct(one.packed(kernel)) for one in each], first.get("bias"))]
     together = Together([each.packed(kernel) for each in affine])
-    return [PackedLinear(together, at, layer.get("bias")) for at, layer in enumerate(layers)]
+    return [
+        PackedLinear(together, at, layer.get("bias"), behind_caches=behind_caches)
+        for at, layer in enumerate(layers)
+    ]
 
 
 def _affine(layer: Any) -> Affine | None:

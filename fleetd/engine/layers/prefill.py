@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from fleetd import limits
+from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.sequence_state import checkpoints, growth
 from fleetd.models.memory_need import WORKING_BYTES
 
@@ -98,7 +99,8 @@ def read(model: Any, tokens: mx.array, cache: list[Any], room: int) -> None:
     if hasattr(model, "read"):
         model.read(tokens, cache, room)
     else:
-        model(tokens, cache=cache)
+        with unread_logits():
+            model(tokens, cache=cache)
 
 
 def give_back(*, done: bool) -> None:

@@ -23,6 +23,7 @@ from fleetd.engine.answer.tool_formats import with_format
 from fleetd.engine.cpu import address_space, packed_layers, products
 from fleetd.engine.cpu.packed_layers import weights_bytes
 from fleetd.engine.cpu.packed_product import kernels
+from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.failures import over_files
 from fleetd.engine.groups.group_model import GroupModel
 from fleetd.engine.load.group_members import GroupMembers
@@ -319,5 +320,6 @@ def _vocab_size(model: Any) -> int:
         if isinstance(module, packed_layers.TABLES) and name.split(".")[-1] in TOKEN_TABLES
     ]
     # Only its shape is looked at, so that nothing is computed.
-    logits = int(model(mx.array([[0]])).shape[-1])
+    with unread_logits():
+        logits = int(model(mx.array([[0]])).shape[-1])
     return min(logits, max(tables, default=logits))

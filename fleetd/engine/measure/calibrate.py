@@ -14,6 +14,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
 from fleetd.control.model_facts import MeasuredSpeed
+from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.measure.chunk_size import ALONE_GPU_S
 from fleetd.engine.sequence_state.made_up import made_up
 from fleetd.hardware.other_load import CpuReading
@@ -243,7 +245,8 @@ class Calibration:
     def _run(self, n: int, cache: list[Any]) -> float:
         tokens = _tokens(n, self._vocab_size)
         started = self._clock()
-        logits = self._model(tokens, cache=cache)  # (1, n, V); of a prompt they are not computed
+        with nullcontext() if n == 1 else unread_logits():
+            logits = self._model(tokens, cache=cache)  # (1, n, V); of a prompt they are not computed
         mx.eval([layer.state for layer in cache], *([logits] if n == 1 else []))
         return self._clock() - started
 

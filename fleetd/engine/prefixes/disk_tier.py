@@ -22,6 +22,7 @@ from fleetd.cache.pricing import PrefillCost, worth_per_gib
 from fleetd.cache.restoring import BlockNames, BlockReader
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.cache.write_behind import BlocksToWrite, StateToWrite, WriteBehind, WriterFigures
+from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.prefixes.disk_restore import Restoring
 from fleetd.engine.prefixes.prefix_cache import DENSE, NO_ORIGINS, Origins, PrefixCache
 from fleetd.engine.sequence_state import checkpoints
@@ -75,7 +76,8 @@ class DiskTier:
         """Computed from one token if no prompt was computed yet."""
         if self._layout is None:
             cache = make_prompt_cache(self.model)
-            self.model(mx.array([[0]]), cache=cache)
+            with unread_logits():
+                self.model(mx.array([[0]]), cache=cache)
             self._layout = BlockLayout.of(cache)
         return self._layout
 

@@ -18,6 +18,7 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
+from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.layers.architectures import ANY_TEXT, CUT
 from fleetd.engine.layers.prefill import give_back
 from fleetd.engine.layers.stage import architecture_for, code_of
@@ -81,7 +82,7 @@ class SparsePrefiller:
         where = self.kept[self.done : self.done + n]
         for layer in self.cache:
             layer.expect(where)
-        with growth.at_once(self.cache, self.remaining):
+        with growth.at_once(self.cache, self.remaining), unread_logits():
             self.model(mx.array([[self.tokens[i] for i in where]]), cache=self.cache)
         mx.eval([layer.state for layer in self.cache])
         self.done += n

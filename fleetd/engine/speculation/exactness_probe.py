@@ -29,6 +29,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.engine.cpu import products
+from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.sequence_state import batches, rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import ANY, kind_of
@@ -281,7 +282,8 @@ class _Probing:
         can = all(kind_of(part).plain or kind_of(part).needs_mark(part) for part in all_parts(cache))
         computed = min(context, COMPUTED if can else COMPUTED_MOST)
         prompt = mx.array([[(31 * i + 7) % self._vocab_size for i in range(computed)]])
-        self._model(prompt, cache=cache)
+        with unread_logits():
+            self._model(prompt, cache=cache)
         mx.eval([layer.state for layer in cache])
         if computed == context:
             return cache

@@ -34,6 +34,7 @@ import numpy as np
 from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 
+from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.grammar.matcher import AnswerMatcher, Mask
 from fleetd.engine.layers.hidden_states import noted_states
 from fleetd.engine.sampling.sampler import LogitsProcessor, Sampler, SeededSampler, masked
@@ -124,7 +125,8 @@ class VerifyRow:
     def settle(self) -> None:
         """Compute what is ``pending``, so that all tokens but the last have their rows in ``cache``."""
         if self.pending:
-            self.model(mx.array([self.tokens[self.held : -1]]), cache=self.cache)
+            with unread_logits():
+                self.model(mx.array([self.tokens[self.held : -1]]), cache=self.cache)
             self.pending = 0
             self._before = None
 
