@@ -146,7 +146,7 @@ def pair(llama: TinyFamily, on_cpu: None) -> Group:
 def test_a_change_of_what_is_not_there_is_refused(pair: Group, change: Any) -> None:
     cache = pair.model.make_cache()
     pair.model(mx.array([[1, 2, 3]]), cache)
-    cache[-1].stage.tell(change)
+    cache[-1].there.tell(change)
     with pytest.raises(MemberLost, match=r"kept here|cannot be had"):
         pair.model(mx.array([[4]]), cache)
 

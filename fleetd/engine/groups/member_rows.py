@@ -12,11 +12,11 @@ from fleetd.engine.groups.messages import (
     Extract,
     Filter,
     Forget,
+    KeepState,
     Mark,
     Merge,
-    Restore,
+    PutBack,
     Return,
-    Save,
     Trim,
 )
 from fleetd.engine.layers.stage import Stage
@@ -70,9 +70,9 @@ class MemberRows:
                 self._note(mark, rollback.mark(self.caches(held)))
             case Return(held, mark, tokens):
                 rollback.return_to(self._known(held), self._noted(mark), tokens)
-            case Save(held, state):
+            case KeepState(held, state):
                 self._note(state, checkpoints.saved(self._known(held)))
-            case Restore(held, state, new, stored, tokens):
+            case PutBack(held, state, new, stored, tokens):
                 made = checkpoints.restored(self._known(held), stored, tokens, self._noted(state))
                 self._keep(new, made)
             case Forget(held):

@@ -82,14 +82,14 @@ class Return(msgspec.Struct, frozen=True, tag="return", array_like=True):
     tokens: _Count
 
 
-class Save(msgspec.Struct, frozen=True, tag="save", array_like=True):
-    """``state`` is what cannot be had from a later state of it, for a Restore."""
+class KeepState(msgspec.Struct, frozen=True, tag="save", array_like=True):
+    """``state`` is what cannot be had from a later state of it, for a PutBack."""
 
     held: _Number
     state: _Number
 
 
-class Restore(msgspec.Struct, frozen=True, tag="restore", array_like=True):
+class PutBack(msgspec.Struct, frozen=True, tag="put back", array_like=True):
     """``new`` is what ``held``, of ``stored`` tokens, was after ``tokens``, when the state was saved."""
 
     held: _Number
@@ -105,7 +105,7 @@ class Forget(msgspec.Struct, frozen=True, tag="forget", array_like=True):
     held: _Number
 
 
-Change = Copy | Trim | Merge | Extend | Filter | Extract | Mark | Return | Save | Restore | Forget
+Change = Copy | Trim | Merge | Extend | Filter | Extract | Mark | Return | KeepState | PutBack | Forget
 
 
 class RunStage(msgspec.Struct, frozen=True, array_like=True):

@@ -7,9 +7,11 @@ with the caches of this machine's own layers.
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -21,11 +23,11 @@ from fleetd.engine.groups.messages import (
     Extract,
     Filter,
     Forget,
+    KeepState,
     Mark,
     Merge,
-    Restore,
+    PutBack,
     Return,
-    Save,
     Trim,
 )
 from fleetd.engine.sequence_state.kinds import ANY, StateKind, kind_of, register
@@ -40,7 +42,7 @@ class KeptThere(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, empty: Sequence[Any]) -> KeptThere:
-        """Of empty caches of these layers, None for one that keeps nothing."""
+        """What layers with these empty caches keep; None is the cache of one that keeps nothing."""
         parts = all_parts(empty)
         windows = {window for part in parts if (window := kind_of(part).window(part)) is not None}
         return cls(tuple(sorted(windows)), any(kind_of(part).needs_mark(part) for part in parts))
@@ -51,13 +53,24 @@ class KeptThere(msgspec.Struct, frozen=True):
         return not self.windows and not self.running
 
 
-class Told(Protocol):
-    """``remote_stage.RemoteStage``: to whom changes are told."""
+class CachesThere:
+    """The caches of a member: numbers for them, and the changes that it is yet to be told of, in order.
 
-    kept: KeptThere
+    ``kept``: what its layers keep.
+    """
 
-    def tell(self, change: Change) -> None: ...
-    def number(self) -> int: ...
+    def __init__(self, kept: KeptThere) -> None:
+        self.kept = kept
+        self._numbers = itertools.count(1)
+        # Appended to wherever a cache is thrown away.
+        self.untold: deque[Change] = deque()
+
+    def tell(self, change: Change) -> None:
+        self.untold.append(change)
+
+    def number(self) -> int:
+        """One that is not in use."""
+        return next(self._numbers)
 
 
 class RemoteNote:
@@ -66,9 +79,9 @@ class RemoteNote:
     # It counts there.
     nbytes = 0
 
-    def __init__(self, stage: Told) -> None:
-        self.number = stage.number()
-        weakref.finalize(self, stage.tell, Forget(self.number)).atexit = False
+    def __init__(self, there: CachesThere) -> None:
+        self.number = there.number()
+        weakref.finalize(self, there.tell, Forget(self.number)).atexit = False
 
 
 class RemoteRows:
@@ -77,37 +90,37 @@ class RemoteRows:
     ``tokens``: that it holds; of a batch, its longest sequence's.
     """
 
-    def __init__(self, stage: Told, tokens: int = 0) -> None:
-        self.stage, self.tokens, self.number = stage, tokens, stage.number()
-        weakref.finalize(self, stage.tell, Forget(self.number)).atexit = False
+    def __init__(self, there: CachesThere, tokens: int = 0) -> None:
+        self.there, self.tokens, self.number = there, tokens, there.number()
+        weakref.finalize(self, there.tell, Forget(self.number)).atexit = False
 
     def grow(self, tokens: int) -> None:
         self.tokens += tokens
 
     def copy(self, tokens: int = -1) -> RemoteRows:
         """One of the first ``tokens``, or of all."""
-        found = RemoteRows(self.stage, self.tokens if tokens < 0 else tokens)
+        found = RemoteRows(self.there, self.tokens if tokens < 0 else tokens)
         if self.tokens:
-            self.stage.tell(Copy(self.number, found.number, tokens))
+            self.there.tell(Copy(self.number, found.number, tokens))
         return found
 
     def mark(self) -> RemoteNote:
-        note = RemoteNote(self.stage)
-        self.stage.tell(Mark(self.number, note.number))
+        note = RemoteNote(self.there)
+        self.there.tell(Mark(self.number, note.number))
         return note
 
     def return_to(self, mark: RemoteNote, tokens: int) -> None:
-        self.stage.tell(Return(self.number, mark.number, tokens))
+        self.there.tell(Return(self.number, mark.number, tokens))
         self.tokens -= tokens
 
     def saved(self) -> RemoteNote:
-        note = RemoteNote(self.stage)
-        self.stage.tell(Save(self.number, note.number))
+        note = RemoteNote(self.there)
+        self.there.tell(KeepState(self.number, note.number))
         return note
 
     def restored(self, state: RemoteNote, stored: int, tokens: int) -> RemoteRows:
-        found = RemoteRows(self.stage, tokens)
-        self.stage.tell(Restore(self.number, state.number, found.number, stored, tokens))
+        found = RemoteRows(self.there, tokens)
+        self.there.tell(PutBack(self.number, state.number, found.number, stored, tokens))
         return found
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> RemoteRows:
@@ -131,13 +144,13 @@ class RemoteRows:
         return 0
 
     def is_trimmable(self) -> bool:
-        return not self.stage.kept.running
+        return not self.there.kept.running
 
     def trim(self, tokens: int) -> int:
         undone = min(tokens, self.tokens)
         if undone:
             self.tokens -= undone
-            self.stage.tell(Trim(self.number, undone))
+            self.there.tell(Trim(self.number, undone))
         return undone
 
     def empty(self) -> bool:
@@ -145,22 +158,22 @@ class RemoteRows:
 
     @classmethod
     def merge(cls, sequences: Sequence[RemoteRows]) -> RemoteBatch:
-        stage = sequences[0].stage
-        found = RemoteBatch(stage, [each.tokens for each in sequences])
-        stage.tell(Merge([each.number for each in sequences], found.number))
+        there = sequences[0].there
+        found = RemoteBatch(there, [each.tokens for each in sequences])
+        there.tell(Merge([each.number for each in sequences], found.number))
         return found
 
 
 class RemoteBatch(RemoteRows):
     """Rows of a batch. ``each``: the tokens of its sequences."""
 
-    def __init__(self, stage: Told, each: Sequence[int]) -> None:
-        super().__init__(stage, max(each))
+    def __init__(self, there: CachesThere, each: Sequence[int]) -> None:
+        super().__init__(there, max(each))
         self.each = [*each]
 
     def copy(self, tokens: int = -1) -> RemoteBatch:
-        found = RemoteBatch(self.stage, self.each)
-        self.stage.tell(Copy(self.number, found.number, tokens))
+        found = RemoteBatch(self.there, self.each)
+        self.there.tell(Copy(self.number, found.number, tokens))
         return found
 
     def grow(self, tokens: int) -> None:
@@ -168,19 +181,19 @@ class RemoteBatch(RemoteRows):
         self.each = [each + tokens for each in self.each]
 
     def extend(self, other: RemoteBatch) -> None:
-        self.stage.tell(Extend(self.number, other.number))
+        self.there.tell(Extend(self.number, other.number))
         self.each += other.each
         self.tokens = max(self.each)
 
     def filter(self, rows: Sequence[int]) -> None:
         kept = [int(row) for row in rows]
-        self.stage.tell(Filter(self.number, kept))
+        self.there.tell(Filter(self.number, kept))
         self.each = [self.each[row] for row in kept]
         self.tokens = max(self.each)
 
     def extract(self, row: int) -> RemoteRows:
-        found = RemoteRows(self.stage, self.each[row])
-        self.stage.tell(Extract(self.number, row, found.number))
+        found = RemoteRows(self.there, self.each[row])
+        self.there.tell(Extract(self.number, row, found.number))
         return found
 
 
@@ -188,13 +201,13 @@ class RemoteKind(StateKind):
     """All layers of a member together."""
 
     def has_rows(self, cache: RemoteRows) -> bool:
-        return cache.stage.kept.in_rows
+        return cache.there.kept.in_rows
 
     def room(self, cache: RemoteRows) -> int:
-        return min((max(0, window - cache.tokens) for window in cache.stage.kept.windows), default=ANY)
+        return min((max(0, window - cache.tokens) for window in cache.there.kept.windows), default=ANY)
 
     def needs_mark(self, cache: RemoteRows) -> bool:
-        return cache.stage.kept.running
+        return cache.there.kept.running
 
     def mark(self, cache: RemoteRows) -> RemoteNote:
         return cache.mark()
@@ -204,7 +217,7 @@ class RemoteKind(StateKind):
             cache.return_to(mark, tokens)
 
     def can_go_back(self, cache: RemoteRows) -> bool:
-        kept = cache.stage.kept
+        kept = cache.there.kept
         return not kept.running and all(cache.tokens < window for window in kept.windows)
 
     def cut(self, cache: RemoteRows, stored: int, tokens: int) -> RemoteRows:

@@ -5,7 +5,6 @@ Nothing is asked of a member: what becomes of its caches is told with the next r
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
@@ -17,7 +16,7 @@ from fleetd import limits
 from fleetd.engine.failures import MemberLost
 from fleetd.engine.groups import messages
 from fleetd.engine.groups.messages import Change, RunStage, StageRan
-from fleetd.engine.groups.remote_rows import KeptThere, RemoteRows
+from fleetd.engine.groups.remote_rows import CachesThere, KeptThere, RemoteRows
 from fleetd.engine.protocol import STAGE
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
@@ -50,13 +49,10 @@ class RemoteStage:
         name: str = "",
     ) -> None:
         self.first, self.last, self.name, self.takes_ids = first, last, name, ids
-        self.kept = kept or KeptThere()
+        self._caches = CachesThere(kept or KeptThere())
         # Seconds that the member's layers took of the last run that was wanted.
         self.took_s = 0.0
         self._width, self._dtype = width, dtype
-        self._numbers = itertools.count(1)
-        # Appended to wherever a cache is thrown away.
-        self._changes: deque[Change] = deque()
         # Of each frame that was sent and not answered: the sequences that come back, 0 for none, and tokens.
         self._due: deque[tuple[int, int]] = deque()
         self._moved = moved
@@ -64,7 +60,7 @@ class RemoteStage:
 
     def rows(self) -> RemoteRows:
         """What the layers keep of a sequence of which no token came yet."""
-        return RemoteRows(self)
+        return RemoteRows(self._caches)
 
     def run(self, hidden: mx.array, rows: RemoteRows, tokens: mx.array, *, room: int = 0) -> mx.array:
         """Hidden states (B, T, D) of ``tokens`` (B, T) to those behind the last layer. Raises MemberLost."""
@@ -95,10 +91,11 @@ class RemoteStage:
 
     def _told(self) -> list[Change]:
         """The changes that were not sent yet, the last of which go with a run."""
-        while len(self._changes) > limits.GROUP_CHANGES:
-            self._send(RunStage([self._changes.popleft() for _ in range(limits.GROUP_CHANGES)]))
+        untold = self._caches.untold
+        while len(untold) > limits.GROUP_CHANGES:
+            self._send(RunStage([untold.popleft() for _ in range(limits.GROUP_CHANGES)]))
         # Others may be added meanwhile, of caches that are thrown away.
-        return [self._changes.popleft() for _ in range(len(self._changes))]
+        return [untold.popleft() for _ in range(len(untold))]
 
     def _send(self, command: RunStage, hidden: mx.array | None = None) -> None:
         message = memoryview(messages.encode(command))
@@ -110,13 +107,6 @@ class RemoteStage:
         """Wait until the layers have run on all that was sent. Raises MemberLost."""
         while self._due:
             self._take()
-
-    def tell(self, change: Change) -> None:
-        self._changes.append(change)
-
-    def number(self) -> int:
-        """One that is not in use."""
-        return next(self._numbers)
 
     def close(self) -> None:
         self._pipe.close()
