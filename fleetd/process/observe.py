@@ -14,13 +14,15 @@ from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-import structlog
-from structlog.stdlib import BoundLogger
-from structlog.typing import Processor
-
 from fleetd import limits
 from fleetd.process.log_file import RotatingOutput
+from fleetd.process.without_rich import without_rich
 from fleetd.text.terminal_text import printable
+
+with without_rich():
+    import structlog
+    from structlog.stdlib import BoundLogger
+    from structlog.typing import Processor
 
 LogFormat = Literal["auto", "json", "console"]
 

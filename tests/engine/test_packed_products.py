@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tiny_architectures
+from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
@@ -287,3 +288,30 @@ def test_a_prompt_is_read_without_products_that_end_in_logits_only(
     computed.clear()
     Prefiller(model, tokens, make_prompt_cache(model), score=lambda _: None).step(len(tokens))
     assert len(computed) == with_logits
+
+
+def mlp(*, bias: bool = False) -> llama.MLP:
+    found = llama.MLP(llama.ModelArgs("llama", 64, 1, 96, 1, 1e-5, 8, mlp_bias=bias))
+    nn.quantize(found, group_size=32, bits=4)
+    return found
+
+
+def test_a_gated_mlp_gives_the_bits_of_its_products_one_by_one() -> None:
+    whole = mlp()
+    packed_layers.to_int8(whole, plain=False)
+    assert type(whole) is packed_layers.GatedMlp
+    for n in (1, 2, 7, 40):
+        x = mx.array(draw(11, 2, n, 64))
+        assert np.array_equal(np.array(whole(x)), np.array(llama.MLP.__call__(whole, x)))
+
+
+def test_modules_that_compute_something_else_than_a_gated_mlp_keep_their_class() -> None:
+    class Doubled(llama.MLP):  # type: ignore[misc]
+        def __call__(self, x: mx.array) -> mx.array:
+            return super().__call__(x) * 2
+
+    biased, doubled = mlp(bias=True), mlp()
+    doubled.__class__ = Doubled
+    for module, kind in ((biased, llama.MLP), (doubled, Doubled)):
+        packed_layers.to_int8(module, plain=False)
+        assert type(module) is kind

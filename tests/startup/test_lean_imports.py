@@ -60,3 +60,10 @@ def _libraries(daemon: LiveDaemon) -> set[str]:
     """Which of these two the daemon has in memory; it always has the first."""
     mapped = Path(f"/proc/{daemon.process.pid}/maps").read_text()
     return {name for name in ("uvloop", "cryptography") if f"/{name}/" in mapped}
+
+
+@pytest.mark.one_loop
+def test_a_worker_begins_without_rich() -> None:
+    program = "import sys; from fleetd.engine import worker; print('rich' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"

@@ -12,9 +12,10 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import llama
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from fleetd.engine.cpu import computed, products
+from fleetd.engine.cpu import computed, products, row_functions
 from fleetd.engine.cpu.affine_weights import Affine
 from fleetd.engine.cpu.arithmetic import Kernel, kernel_for
 from fleetd.engine.cpu.packed_product import (
@@ -76,6 +77,14 @@ class Together:
     def outputs(self, index: int) -> int:
         return self._ends[index] - (self._ends[index - 1] if index else 0)
 
+    def all_of(self, rows: F32) -> F32:
+        """rows (rows, K) times all matrices, side by side."""
+        return self._product(rows)
+
+    @property
+    def count(self) -> int:
+        return len(self._ends)
+
     def of(self, index: int, x: mx.array) -> mx.array:
         """x (..., K) times the matrix at ``index``."""
         if len(self._ends) == 1:
@@ -90,6 +99,20 @@ class Together:
         if not self._left:
             self._x = None
         return found
+
+
+class GatedMlp(nn.Module):  # type: ignore[misc]
+    """The class that ``llama.MLP`` and its likes get: the same numbers, without MLX between the products."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self.down_proj.behind_caches and are_unread():
+            return mx.zeros(x.shape)
+        given = _view(x)
+        both = self.gate_proj.products.all_of(given.reshape(-1, given.shape[-1]))
+        half = both.shape[1] // 2
+        gate, up = both[:, :half], both[:, half:]
+        out = self.down_proj.products.all_of(row_functions.swiglu(gate, up))
+        return computed.array(out.reshape(given.shape))
 
 
 class PackedExperts(nn.Module):  # type: ignore[misc]
@@ -205,8 +228,26 @@ def to_int8(model: nn.Module, *, plain: bool) -> None:
         ]
         for names, made in zip(some, each_of(tasks), strict=True):
             model.update_modules(tree_unflatten(list(zip(names, made, strict=True))))
+    for _, module in model.named_modules():
+        if _is_gated_mlp(module):
+            module.__class__ = GatedMlp
     products.to_float32(model)
     free_unused()
+
+
+def _is_gated_mlp(module: Any) -> bool:
+    """True of a module that computes what ``llama.MLP`` does, with packed weights and no biases."""
+    call, known = type(module).__call__, llama.MLP.__call__
+    code = getattr(call, "__code__", None)
+    if code is None or (code.co_code, code.co_names) != (known.__code__.co_code, known.__code__.co_names):
+        return False
+    if call.__globals__["swiglu"] is not known.__globals__["swiglu"]:
+        return False
+    layers = [module.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if any(type(layer) is not PackedLinear or "bias" in layer for layer in layers):
+        return False
+    gate, up, down = layers
+    return gate.products is up.products and gate.products.count == 2 and down.products.count == 1
 
 
 def int8_bytes(model: nn.Module, *, plain: bool, tied: bool) -> int:

@@ -96,7 +96,8 @@ class PackedProduct:
     def __call__(self, x: F32) -> F32:
         rows = len(x)
         if rows < self._least_rows:
-            x = np.concatenate([x, np.zeros((self._least_rows - rows, self._inner), np.float32)])
+            x, given = np.zeros((self._least_rows, self._inner), np.float32), x
+            x[:rows] = given
         if len(self._parts) > 1:
             tasks = [partial(_run, part, x, self._groups) for part in self._parts]
             return np.concatenate(each_of(tasks), axis=1)[:rows]
