@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ import pytest
 
 from fleetd.engine.cpu import computed, products, row_functions
 from fleetd.engine.cpu.computed import Computed
+from fleetd.engine.cpu.rotary import Rotation, rotation
 
 F32 = npt.NDArray[np.float32]
 FREQS = {"base": None, "scale": 1.0, "freqs": mx.array([1.0, 3.5, 20.0, 900.0])}
@@ -119,3 +121,16 @@ def test_a_small_attention_keeps_other_threads_asleep(monkeypatch: pytest.Monkey
         q, kv = draw(1, 1, 9, 1, 64), draw(2, 1, 3, keys, 64)
         products.scaled_dot_product_attention(q, kv, kv, 0.1, None)
     assert asked == [1, 0]
+
+
+def test_a_rotation_that_one_thread_made_is_used_in_another() -> None:
+    """MLX computes an array in the thread that made it: elsewhere it fails, or waits for ever at exit."""
+    made: list[Rotation] = []
+    make = rotation.__wrapped__
+    maker = Thread(target=lambda: made.append(make(16, False, 10_000.0, 1.0, None)))
+    maker.start()
+    maker.join()
+    x = np.ones((1, 2, 3, 16), dtype=np.float32)
+    found, expected = made[0](x, 5), make(16, False, 10_000.0, 1.0, None)(x, 5)
+    assert found is not None
+    assert np.array_equal(found, expected)

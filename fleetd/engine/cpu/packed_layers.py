@@ -66,9 +66,8 @@ class Together:
     def __init__(self, matrices: Sequence[Packed]) -> None:
         self._product = PackedProduct(Packed.stacked(matrices))
         self._ends = list(itertools.accumulate(each.outputs for each in matrices))
-        # The last input, and what is not asked for yet.
-        self._x: mx.array | None = None
-        self._left: dict[int, mx.array] = {}
+        # The last input, and what is not asked for yet. Replaced as one: several threads may compute with it.
+        self._last: tuple[mx.array, dict[int, mx.array]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -89,15 +88,14 @@ class Together:
         """x (..., K) times the matrix at ``index``."""
         if len(self._ends) == 1:
             return _product(self._product, x)
-        if x is not self._x or index not in self._left:
+        last = self._last
+        if last is None or last[0] is not x or index not in last[1]:
             given = _view(x)
             out = self._product(given.reshape(-1, given.shape[-1])).reshape(*given.shape[:-1], -1)
             each = itertools.pairwise([0, *self._ends])
-            self._left = {at: computed.array(out[..., first:last]) for at, (first, last) in enumerate(each)}
-            self._x = x
-        found = self._left.pop(index)
-        if not self._left:
-            self._x = None
+            last = x, {at: computed.array(out[..., first:end]) for at, (first, end) in enumerate(each)}
+        found = last[1].pop(index)
+        self._last = last if last[1] else None
         return found
 
 

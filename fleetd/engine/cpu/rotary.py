@@ -26,6 +26,8 @@ def rotation(dims: int, traditional: bool, base: float | None, scale: float, fre
     else:
         steps = mx.arange(0, -(dims // 2), -1, dtype=mx.float32)
         turns = mx.exp(steps * mx.array(math.log(base or 1) / (dims // 2), dtype=mx.float32))
+    # Here and not at the first use, which may be in another thread: MLX would not know where to compute it.
+    mx.eval(turns)
     return Rotation(turns, scale, neighbours=traditional)
 
 
@@ -82,5 +84,6 @@ class Rotation:
         places = mx.arange(count, dtype=mx.float32) * mx.array(self._scale, dtype=mx.float32)
         angles = places[:, None] * self._turns
         cos, sin = np.array(mx.cos(angles)), np.array(mx.sin(angles))
-        self._own = np.stack([cos, cos], axis=self._axis)
+        # The table that is asked for its length comes last: other threads may rotate meanwhile.
         self._other = np.stack([-sin, sin], axis=self._axis)
+        self._own = np.stack([cos, cos], axis=self._axis)
