@@ -19,6 +19,7 @@ from fleetd.engine.cpu import packed_layers, packed_product, products
 from fleetd.engine.cpu.affine_weights import Affine
 from fleetd.engine.cpu.arithmetic import Kernel, kernel_for
 from fleetd.engine.cpu.packed_product import PackedProduct
+from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.layers.prefill import Prefiller
 
 F32 = npt.NDArray[np.float32]
@@ -315,3 +316,15 @@ def test_modules_that_compute_something_else_than_a_gated_mlp_keep_their_class()
     for module, kind in ((biased, llama.MLP), (doubled, Doubled)):
         packed_layers.to_int8(module, plain=False)
         assert type(module) is kind
+
+
+def test_the_last_of_some_layers_of_a_model_is_computed_for_the_layers_behind_it() -> None:
+    model = tiny_architectures.tiny("llama")
+    nn.quantize(model, group_size=32, bits=4)
+    part = nn.Module()
+    part.layers = model.layers[:1]
+    packed_layers.to_int8(part, plain=False)
+    x = mx.array(draw(12, 1, 5, model.args.hidden_size))
+    read = part.layers[0](x)
+    with unread_logits():
+        assert mx.array_equal(part.layers[0](x), read)

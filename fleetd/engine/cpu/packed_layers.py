@@ -211,10 +211,9 @@ def to_int8(model: nn.Module, *, plain: bool) -> None:
         plain: weights that are not quantised get ``OWN_BITS``. Where others are, their publisher left them
             as they are.
     """
-    runs, behind = (
-        _runs(_packable(model, plain=plain)),
-        partial(_behind_caches, len(getattr(model, "layers", ()))),
-    )
+    runs = _runs(_packable(model, plain=plain))
+    # Some layers of a model, which are no model to be called, end in layers on other machines.
+    behind = partial(_behind_caches, len(getattr(model, "layers", ())) if callable(model) else 0)
     for at in range(0, len(runs), threads()):
         some = runs[at : at + threads()]
         layers = [[_at(model, name) for name in names] for names in some]
