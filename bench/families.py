@@ -88,6 +88,7 @@ _WORKER = (*_ENGINE, "fleetd/engine/speculation")
 _SERVED = (*_WORKER, "fleetd/api", *_REQUESTS)
 _SHARED = (
     *_ENGINE,
+    "fleetd/engine/groups",
     "fleetd/engine/shared_prefill",
     "fleetd/engine/streams",
     "fleetd/sealed",

@@ -39,7 +39,7 @@ def advised(
     if not smart and tokens >= MIN_PROMPT_TOKENS and share >= _LEAST_SHARE:
         hint += (
             f" Smart prefill that keeps {share:.0%} of the prompt fits: `--keep-ratio {share}` of "
-            f'`fleetctl chat`, `"smart_prefill": {{"target_ratio": {share}}}` in a body.'
+            f"`fleetctl chat`, or `smart_prefill` with a `target_ratio` of {share} in a body."
         )
     elif not longer:
         hint += " Shorten it, or get a model with a longer context: `fleetctl models` lists them."

@@ -106,11 +106,11 @@ def test_what_is_lent_counts_as_it_is_and_comes_back() -> None:
 def test_a_prefix_cache_is_bounded_by_what_is_left_and_leaves_room_for_new_prompts(asked: int) -> None:
     """4 GiB may be taken, of which the weights take one."""
     settings = WorkerSettings(name="m", path="/m", prefix_cache_bytes=asked)
-    shares = MemoryShares.of(GIB, MemoryBudget(usable_bytes=4 * GIB), settings)
+    shares = MemoryShares.of(GIB, StateSizes(1), MemoryBudget(usable_bytes=4 * GIB), settings)
     left = 3 * GIB - WORKING_BYTES
     assert shares.prefix == {0: left // 4, MIB: MIB, 64 * GIB: left - left // 4}[asked]
     assert shares.prefix + shares.sequences == left
-    none = MemoryShares.of(GIB, MemoryBudget(usable_bytes=GIB), settings)
+    none = MemoryShares.of(GIB, StateSizes(1), MemoryBudget(usable_bytes=GIB), settings)
     assert (none.prefix, none.sequences) == (0, 0)
 
 

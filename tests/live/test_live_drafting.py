@@ -78,11 +78,10 @@ def test_a_peer_drafts_and_the_text_is_the_models_own(pair: LiveFleet) -> None:
     until(lambda: free(beta) and free(alpha), WITHIN_S)
     before = descriptors(alpha), descriptors(beta)
     for _ in range(3):
-        drafter = _drafted(alpha)["drafter"]
-        assert (drafter["model"], drafter["machine"]) == (SMALL, "beta")
-        assert [(step["machine"], step["name"]) for step in drafter["steps"]] == [
-            ("beta", name) for name in ("loaded", "agreed", "drafted")
-        ]
+        trace = _drafted(alpha)
+        assert (trace["drafter"]["model"], trace["drafter"]["machine"]) == (SMALL, "beta")
+        told = {step["name"] for step in trace["steps"] if step["machine"] == "beta"}
+        assert {"agreed", "drafted"} <= told
     # Nor need its first draft.
     until(lambda: _drafted(alpha)["speculation"] is not None, 3 * WITHIN_S)
     until(lambda: free(beta) and free(alpha), WITHIN_S)
@@ -100,8 +99,7 @@ def _drafted(daemon: LiveDaemon) -> dict[str, Any]:
         # The trace is written after the answer, which on a busy machine may end before its drafter comes.
         until(lambda: _last_trace(daemon).get("id") != before, WITHIN_S)
         found.append(_last_trace(daemon))
-        drafter = found[-1]["drafter"]
-        return drafter is not None and any(step["name"] == "drafted" for step in drafter["steps"])
+        return any(step["name"] == "drafted" for step in found[-1]["steps"])
 
     until(drafted, 3 * WITHIN_S)
     return found[-1]

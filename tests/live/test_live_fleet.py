@@ -198,10 +198,13 @@ def test_one_request_has_one_story_where_it_was_asked_and_where_it_was_answered(
     here = traced(alpha, headers["X-Fleet-Request"])
     assert (here["outcome"], here["answered_by"], here["exactness"]) == ("remote", "beta", "plan")
     there = here["there"]
-    assert there == traced(beta, there["id"])
+    # What the other machine did lies among the steps of the whole request here.
+    own = traced(beta, there["id"])
+    assert there == {**own, "steps": [], "summary": ""}
+    assert {step["name"] for step in own["steps"]} >= {"reading", "writing"}
+    assert any(step["machine"] == "beta" for step in here["steps"])
     assert (there["asked_by"], there["outcome"]) == ("alpha", "local")
-    assert [step["name"] for step in there["steps"]] == ["queued", "computed", "decoded"]
-    assert here["took_s"] >= there["took_s"] >= sum(step["seconds"] for step in there["steps"])
+    assert here["took_s"] >= there["took_s"]
     assert there["ttft_s"] <= here["ttft_s"]
     shown = alpha.fleetctl("trace", headers["X-Fleet-Request"]).stdout
     assert "answered by beta" in shown
@@ -222,7 +225,10 @@ def test_a_bad_request_is_refused_as_it_would_be_there_and_tried_nowhere_else(fl
     fallbacks = counter(fleet["alpha"], "fleetd_fallback_total")
     status, _, refusal = answer(fleet["alpha"], body(CHAIN, "x" * 5000 + "<hello>"))
     assert (status, refusal["error"]["code"]) == (400, "context_length_exceeded")
-    assert refusal["error"] == answer(fleet["beta"], body(CHAIN, "x" * 5000 + "<hello>"))[2]["error"]
+    there = answer(fleet["beta"], body(CHAIN, "x" * 5000 + "<hello>"))[2]["error"]
+    # The hint is each machine's own: it names models that are there.
+    assert {**refusal["error"], "hint": "", "message": ""} == {**there, "hint": "", "message": ""}
+    assert refusal["error"]["message"].split(" chain takes")[0] == there["message"].split(" chain takes")[0]
     assert counter(fleet["alpha"], "fleetd_fallback_total") == fallbacks
 
 

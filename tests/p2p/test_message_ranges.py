@@ -72,6 +72,8 @@ KINDS: list[Any] = [
     *structs_of("fleetd.requests.smart_prefill.messages"),
     *structs_of("fleetd.requests.prefill_sharing.messages"),
     *structs_of("fleetd.requests.drafting.messages"),
+    *structs_of("fleetd.requests.groups.messages"),
+    *structs_of("fleetd.engine.groups.messages"),
     *structs_of("fleetd.requests.kv_fetching.messages"),
     *structs_of("fleetd.requests.model_copies"),
     *structs_of("fleetd.p2p.pairing.messages"),

@@ -572,7 +572,7 @@ async def test_an_answer_that_ends_without_an_end_is_a_failure_everywhere(
             None,
             "m takes 8,192. long, which is on this machine, takes 65,536. Smart prefill that keeps 14% of "
             "the prompt fits: `--keep-ratio 0.14` of `fleetctl chat`, "
-            '`"smart_prefill": {"target_ratio": 0.14}` in a body.',
+            "or `smart_prefill` with a `target_ratio` of 0.14 in a body.",
         ),
         (
             [("m", 8192, 1000)],

@@ -6,6 +6,7 @@ from typing import Any
 
 from fleetd import limits
 from fleetd.engine.groups.messages import (
+    ALL,
     Change,
     Copy,
     Extend,
@@ -81,7 +82,7 @@ class MemberRows:
                 self._notes.pop(held, None)
 
     def _copy(self, caches: list[Any], tokens: int) -> list[Any]:
-        if tokens < 0:
+        if tokens == ALL:
             return [copy_on_write(cache) for cache in caches]
         stored = rollback.held(caches)
         found = None

@@ -23,12 +23,15 @@ _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Rows = Annotated[list[_Number], Meta(min_length=1, max_length=limits.GROUP_STREAMS)]
 
 
+ALL = (1 << 31) - 1
+
+
 class Copy(msgspec.Struct, frozen=True, tag="copy", array_like=True):
-    """``new`` holds what ``old`` holds of its first ``tokens``; all of it if that is -1."""
+    """``new`` holds what ``old`` holds of its first ``tokens``; all of it if that is ALL."""
 
     old: _Number
     new: _Number
-    tokens: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
+    tokens: _Count = ALL
 
 
 class Trim(msgspec.Struct, frozen=True, tag="trim", array_like=True):
@@ -131,7 +134,7 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
 class StageRan(msgspec.Struct, frozen=True, array_like=True):
     """``seconds``: what the layers took."""
 
-    seconds: Annotated[float, Meta(ge=0)]
+    seconds: Annotated[float, Meta(ge=0, le=1e9)]
 
 
 _T = TypeVar("_T", RunStage, StageRan)

@@ -17,6 +17,7 @@ import msgspec
 
 from fleetd.control.model_facts import StateSizes
 from fleetd.engine.groups.messages import (
+    ALL,
     Change,
     Copy,
     Extend,
@@ -97,9 +98,9 @@ class RemoteRows:
     def grow(self, tokens: int) -> None:
         self.tokens += tokens
 
-    def copy(self, tokens: int = -1) -> RemoteRows:
+    def copy(self, tokens: int = ALL) -> RemoteRows:
         """One of the first ``tokens``, or of all."""
-        found = RemoteRows(self.there, self.tokens if tokens < 0 else tokens)
+        found = RemoteRows(self.there, min(tokens, self.tokens))
         if self.tokens:
             self.there.tell(Copy(self.number, found.number, tokens))
         return found
@@ -171,7 +172,7 @@ class RemoteBatch(RemoteRows):
         super().__init__(there, max(each))
         self.each = [*each]
 
-    def copy(self, tokens: int = -1) -> RemoteBatch:
+    def copy(self, tokens: int = ALL) -> RemoteBatch:
         found = RemoteBatch(self.there, self.each)
         self.there.tell(Copy(self.number, found.number, tokens))
         return found
@@ -221,7 +222,7 @@ class RemoteKind(StateKind):
         return not kept.running and all(cache.tokens < window for window in kept.windows)
 
     def cut(self, cache: RemoteRows, stored: int, tokens: int) -> RemoteRows:
-        return cache.copy(-1 if tokens == cache.tokens else tokens)
+        return cache.copy(ALL if tokens == cache.tokens else tokens)
 
     def compact(self, cache: RemoteRows) -> RemoteRows:
         return cache.copy(cache.tokens) if cache.tokens and self.can_go_back(cache) else cache
