@@ -220,6 +220,8 @@ def replaced(value: Any, path: tuple[Any, ...], number: Any) -> Any:
     step, rest = path[0], path[1:]
     match value:
         case list() if isinstance(step, StructPlace):
+            if step.place >= len(value):
+                raise LookupError(path)
             return [replaced(x, rest, number) if i == step.place else x for i, x in enumerate(value)]
         case dict() if step == "key":
             return dict.fromkeys([number], next(iter(value.values())))
