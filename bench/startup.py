@@ -35,8 +35,8 @@ from fleetd.engine import worker
 worker.import_libraries(os.environ["BENCH_CACHE"])
 """
 _WITHOUT = """
-import contextlib, fleetd.startup.{module}
-fleetd.startup.{module}.{name} = lambda *_: contextlib.nullcontext()
+import contextlib, {module}
+{module}.{name} = lambda *_: contextlib.nullcontext()
 """
 _REPORT = """
 import gc, json, os, psutil, time
@@ -49,7 +49,7 @@ os._exit(0)
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A context manager of ``fleetd.startup``, and the program whose imports it changes."""
+    """A context manager of ``module``, and the program whose imports it changes."""
 
     program: str
     module: str
@@ -57,11 +57,11 @@ class Change(msgspec.Struct, frozen=True):
 
 
 CHANGES = {
-    "worker: transformers' index": Change(WORKER, "import_index", "stored"),
-    "worker: garbage collector": Change(WORKER, "collector", "paused_for_imports"),
-    "daemon: garbage collector": Change(DAEMON, "collector", "paused_for_imports"),
-    "daemon: no rich": Change(DAEMON, "lean_imports", "without_rich"),
-    "daemon: no authorities": Change(DAEMON, "lean_imports", "without_authorities"),
+    "worker: transformers' index": Change(WORKER, "fleetd.startup.import_index", "stored"),
+    "worker: garbage collector": Change(WORKER, "fleetd.startup.collector", "paused_for_imports"),
+    "daemon: garbage collector": Change(DAEMON, "fleetd.startup.collector", "paused_for_imports"),
+    "daemon: no rich": Change(DAEMON, "fleetd.process.without_rich", "without_rich"),
+    "daemon: no authorities": Change(DAEMON, "fleetd.startup.lean_imports", "without_authorities"),
 }
 UNITS = {"cpu_s": "s of CPU", "wall_s": "s", "rss_mb": "MB", "collection_s": "s a full collection"}
 

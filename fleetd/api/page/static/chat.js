@@ -195,8 +195,8 @@ export function chatView() {
     h("div", { class: "turns" }, chat.turns.length
       ? chat.turns.map((turn, at) => h("article", { key: at, class: turn.role, "aria-label": turn.role === "user" ? "You" : "Answer" }, turn.role === "user" ? question(turn) : reply(turn, at === last)))
       : empty()),
-    chat.abort && !follow.on && h("p", { class: "jump" }, h("button", { onclick: () => { follow.on = true; grown(); } }, "To the end ↓")),
     h("form", { class: "ask", onsubmit: begin },
+      chat.abort && !follow.on && h("p", { class: "jump" }, h("button", { type: "button", onclick: () => { follow.on = true; grown(); } }, "To the end ↓")),
       h("label", { for: "prompt", class: "unseen" }, "Your message"),
       h("textarea", { id: "prompt", rows: 3, value: chat.draft, placeholder: "Ask something", oninput: (event) => { chat.draft = event.target.value; redraw(); }, onkeydown: keyed }),
       chat.fileTrouble && h("p", { class: "trouble", role: "alert" }, chat.fileTrouble),
