@@ -25,6 +25,8 @@ def fleet(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[Li
     models = {"studio": [live_models / SMOL], "vm": []}
     with LiveFleet(short_dir / "timelines", models, programs=programs) as made:
         made.until_usable()
+        # Before it knows that, the machine without the model would fetch it.
+        made.until_has("vm", "studio", SMOL)
         yield made
 
 
