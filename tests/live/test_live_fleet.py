@@ -217,9 +217,14 @@ def test_one_request_has_one_story_where_it_was_asked_and_where_it_was_answered(
 
 
 def test_fleetctl_chat_is_answered_by_the_other_machine(fleet: LiveFleet) -> None:
-    done = fleet["alpha"].fleetctl("chat", "-m", CHAIN, "--json", "--temperature", "0", "<hello>")
-    told = json.loads(done.stdout)
-    assert (told["content"], told["plan"], told["exactness"]) == (HELLO, "remote; nodes=beta", "plan")
+    def told() -> dict[str, Any]:
+        done = fleet["alpha"].fleetctl("chat", "-m", CHAIN, "--json", "--temperature", "0", "<hello>")
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert (found["content"], found["plan"]) == (HELLO, "remote; nodes=beta")
+        return found
+
+    # Headers that leave before it is decided, as on a busy machine, say nothing of it.
+    until(lambda: told()["exactness"] == "plan")
 
 
 def test_a_bad_request_is_refused_as_it_would_be_there_and_tried_nowhere_else(fleet: LiveFleet) -> None:
