@@ -226,9 +226,9 @@ def test_the_figures_of_a_bar_are_read_by_pointer_and_by_keyboard(world: PageWor
     page.wait_for_selector(f"{first} >> text=1.50 s median, 4.25 s 9 of 10 within")
     # The highest value is written at the axis.
     assert page.inner_text(f"{first} .most") == "up to 4.25 s"
-    page.focus(f"{first} .plot")
-    for _ in range(3):
-        page.keyboard.press("ArrowLeft")
+    for ago in (1, 2, 3):
+        page.press(f"{first} .plot", "ArrowLeft")
+        page.wait_for_selector(f"{first} .reading:has-text('{days_ago(ago)[0][5:]}')")
     page.wait_for_selector(f"{first} .reading:has-text('{days_ago(3)[0][5:]}: \u2013')")
     page.hover(f"{first} .plot", position={"x": 1, "y": 30})
     page.wait_for_selector(f"{first} .reading:has-text('{days_ago(29)[0][5:]}')")
