@@ -31,6 +31,8 @@ LIMITS = {
     "FETCH_FIND_S": 30.0,
     "FETCH_DECIDE_S": 60.0,
     "FETCH_BLOCK_S": 60.0,
+    # A thread that beats may wait for its turn on a busy machine.
+    "GROUP_SILENT_S": 10.0,
 }
 
 

@@ -8,7 +8,7 @@ The engine's process asks for all of this when it starts (``engine.daemon_side.g
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleetd import limits
@@ -130,7 +130,3 @@ def _left(held: _AskedMember, error: FleetError) -> GroupLost:
     return GroupLost(
         f"{held.name}: {error.message}", hint="Send the request again: others may have its layers."
     )
-
-
-def names(members: Sequence[GroupMember]) -> str:
-    return ", ".join(member.name for member in members)
