@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import functools
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -70,8 +71,11 @@ _exit_code: int | None = None
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
+    """A process that a failed test left behind would be waited for at the end, and holds pipes of others."""
     global _exit_code
     _exit_code = int(exitstatus)
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -158,16 +158,17 @@ class Generate(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class FetchBlocks(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The answer to a KvMissing: its first ``blocks`` come on the stream "blocks"; 0: none come.
 
-    ``block_s``: what one probably takes. ``plan``: they are those of its ``plan_names``. ``last_first``: they
-    come from the last one to the first, while the worker computes towards them. ``within_s``: the most that
-    all of them may take since it was decided, which is ``since_s`` ago; 0 is no bound. ``origin``: the label
-    of the machine that sends them; without one they are in no cache that outlives the worker.
+    ``block_s``: what one probably takes. ``equivalent``: they are those of its ``equivalent_names``.
+    ``last_first``: they come from the last one to the first, while the worker computes towards them.
+    ``within_s``: the most that all of them may take since it was decided, which is ``since_s`` ago; 0 is no
+    bound. ``origin``: the label of the machine that sends them; without one they are in no cache that
+    outlives the worker.
     """
 
     id: str
     blocks: Natural = 0
     block_s: Seconds = 0.0
-    plan: bool = False
+    equivalent: bool = False
     last_first: bool = False
     within_s: Seconds = 0.0
     since_s: Seconds = 0.0
@@ -603,8 +604,8 @@ class KvMissing(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     ``names``: 32 bytes each, in the prompt's order. ``computed_s``: what computing the first one takes, the
     first two, and so on, less what a check of theirs takes. ``block_bytes``: of each.
     ``rows``: whether the model keeps rows; ``states``: whether it needs snapshots at the ends of blocks.
-    ``plan_names``: of the same blocks, where another accelerator had a part in them; none if the answer must
-    be exact.
+    ``equivalent_names``: of the same blocks, if another accelerator had a part in them; none if the answer
+    must be exact.
     """
 
     id: str
@@ -613,7 +614,7 @@ class KvMissing(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     block_bytes: Natural
     rows: bool = True
     states: bool = False
-    plan_names: list[bytes] = []
+    equivalent_names: list[bytes] = []
 
 
 class KvStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

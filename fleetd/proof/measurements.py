@@ -21,7 +21,7 @@ from mlx_lm.sample_utils import make_sampler
 from fleetd import limits
 from fleetd.control.hardware_proof import ChunkProof, SharedProof, SpeedProof, WidthProof
 from fleetd.engine.layers.prefill import Prefiller
-from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
+from fleetd.engine.prefixes.prefix_cache import DENSE, EQUIVALENT
 from fleetd.engine.protocol import Accepted
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import all_parts
@@ -165,7 +165,7 @@ def shared(worker: LocalWorker, within_s: float) -> Iterator[SharedProof]:
     for kind in KINDS:
         tokens = _drawn(worker, count + 1)
         worker.share(tokens, partial(in_two, kind, layers))
-        hit = worker.compute.prefix.fetch(tokens, DENSE, PLAN)
+        hit = worker.compute.prefix.fetch(tokens, DENSE, EQUIVALENT)
         same = _same(hit.cache, _local(worker, tokens)) if hit.tokens == count else None
         yield SharedProof(kind, count, same)
 

@@ -15,7 +15,7 @@ from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
 from fleetd.plan.prefill.options import Way
 
 Origin = Literal["socket", "http", "peer"]
-Exactness = Literal["exact", "plan", "lossy"]
+Exactness = Literal["exact", "equivalent", "lossy"]
 PlanKind = Literal[Way, "remote", "group"]
 
 

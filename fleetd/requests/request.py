@@ -301,12 +301,12 @@ class Request:
         if accepted.kept:
             return "lossy"
         if not accepted.exact:
-            return "plan"
+            return "equivalent"
         if sharing.agreed_exact is None or sharing.agreed_exact:
             return "exact"
         report = sharing.report
         theirs = report is None or not report.code or report.verified > accepted.cached
-        return "plan" if theirs else "exact"
+        return "equivalent" if theirs else "exact"
 
     @property
     def prefill_outcome(self) -> Outcome:
@@ -362,7 +362,7 @@ class Request:
         result = self.smart.result if self.smart is not None else None
         decided = result if result is not None and (result.used or result.code) else None
         whole = self.asked.smart is None or (decided is not None and not decided.used)
-        exactness: Exactness = "plan" if whole else "lossy"
+        exactness: Exactness = "equivalent" if whole else "lossy"
         return msgspec.structs.replace(self.planned, exactness=exactness, smart=decided)
 
     def take_announced(self) -> list[Planned]:

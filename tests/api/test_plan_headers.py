@@ -15,7 +15,7 @@ from fleetd import limits
 from fleetd.engine.protocol import Accepted, Event, Loading, Tokenized
 from fleetd.requests.job import LOCAL, Job, Planned
 
-REMOTE = Planned("remote", ("studio",), "plan")
+REMOTE = Planned("remote", ("studio",), "equivalent")
 
 
 @pytest.fixture(autouse=True)
@@ -69,12 +69,12 @@ async def asked(runner: Planner, **body: Any) -> tuple[str, str, str]:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_from_elsewhere_says_so(stream: bool) -> None:
     plan, exactness, _ = await asked(Planner(REMOTE), stream=stream)
-    assert (plan, exactness) == ("remote; nodes=studio", "plan")
+    assert (plan, exactness) == ("remote; nodes=studio", "equivalent")
 
 
 async def test_a_plan_that_takes_longer_than_the_headers_grace_is_waited_for() -> None:
     plan, exactness, _ = await asked(Planner(Wait.TURNS, REMOTE), stream=True)
-    assert (plan, exactness) == ("remote; nodes=studio", "plan")
+    assert (plan, exactness) == ("remote; nodes=studio", "equivalent")
 
 
 async def test_headers_that_cannot_wait_name_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ async def test_headers_that_cannot_wait_name_no_machine(monkeypatch: pytest.Monk
 
 
 async def test_a_move_to_another_machine_is_said_in_the_stream() -> None:
-    moved = Planned("remote", ("mini",), "plan", "studio went away.")
+    moved = Planned("remote", ("mini",), "equivalent", "studio went away.")
     _, _, text = await asked(Planner(REMOTE, Wait.HEADERS, moved), stream=True)
     assert ": plan remote; nodes=mini: studio went away.\n" in text
     plan, _, _ = await asked(Planner(REMOTE, moved), stream=False)
@@ -94,7 +94,7 @@ async def test_a_move_to_another_machine_is_said_in_the_stream() -> None:
 
 async def test_helpers_that_join_later_are_said_in_the_stream() -> None:
     """The machine that answers plans its help when it has the prompt, which may be after the headers."""
-    helped = Planned("remote", ("studio", "mini"), "plan")
+    helped = Planned("remote", ("studio", "mini"), "equivalent")
     _, _, text = await asked(Planner(REMOTE, Wait.HEADERS, helped, helped), stream=True)
     assert text.count(": plan ") == 1
     assert ": plan remote; nodes=studio,mini\n" in text

@@ -116,7 +116,7 @@ class SharedRunner:
     """The plan of a shared answer is known late, but before anything of it; then its helper fails."""
 
     async def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
-        yield Planned("layers", ("stüdio 1", "this"), "plan")
+        yield Planned("layers", ("stüdio 1", "this"), "equivalent")
         for event in speak(job):
             yield event  # type: ignore[misc]
             if isinstance(event, Accepted):
@@ -131,7 +131,7 @@ async def test_who_helped_is_in_the_headers(stream: bool) -> None:
             told = (response.headers["X-Fleet-Plan"], response.headers["X-Fleet-Exactness"])
             text = (await response.read()).decode()
     if stream:
-        assert told == ("layers; nodes=st%C3%BCdio 1,this", "plan")
+        assert told == ("layers; nodes=st%C3%BCdio 1,this", "equivalent")
         assert ": plan local; nodes=this: stüdio 1: it went away.\n" in text
     else:
         assert told == ("local; nodes=this", "exact")

@@ -11,7 +11,9 @@ from fleetd.cache import block_names
 
 BLOCK = limits.CACHE_BLOCK_TOKENS
 # Bases and namespaces that run into each other; a prompt's blocks, and a tail that fills none.
-ORIGINS = st.tuples(st.sampled_from([b"", b"a", b"ab", b"\x01"]), st.sampled_from(["", "a", "b", "plan"]))
+ORIGINS = st.tuples(
+    st.sampled_from([b"", b"a", b"ab", b"\x01"]), st.sampled_from(["", "a", "b", "equivalent"])
+)
 LETTERS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0, 1, BLOCK - 1])), max_size=4)
 TAILS = st.sampled_from([0, 1, BLOCK - 1])
 

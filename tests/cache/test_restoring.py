@@ -61,19 +61,23 @@ def test_the_longest_beginning_of_all_namespaces_is_found_and_read(
     reading: Reading, store: BlockStore
 ) -> None:
     write(store, prompt(1, 2))
-    longer = prompt(1, 4, namespace="plan")
+    longer = prompt(1, 4, namespace="equivalent")
     write(store, longer[:3])
-    restore = reading.look(("dense", NAMES), ("plan", longer))
-    assert (restore.state, restore.chosen.namespace, restore.found.blocks) == (RestoreState.FOUND, "plan", 3)
+    restore = reading.look(("dense", NAMES), ("equivalent", longer))
+    assert (restore.state, restore.chosen.namespace, restore.found.blocks) == (
+        RestoreState.FOUND,
+        "equivalent",
+        3,
+    )
     assert reading.read(restore) == 3
     assert [bytes(reading.rows[n]) for n in range(3)] == [payload(name) for name in longer[:3]]
 
 
 def test_of_two_as_long_the_first_counts(reading: Reading, store: BlockStore) -> None:
-    plan = prompt(1, 4, namespace="plan")
+    plan = prompt(1, 4, namespace="equivalent")
     write(store, NAMES)
     write(store, plan)
-    assert reading.look(("dense", NAMES), ("plan", plan)).chosen.namespace == "dense"
+    assert reading.look(("dense", NAMES), ("equivalent", plan)).chosen.namespace == "dense"
 
 
 def test_what_memory_has_is_not_read(reading: Reading, store: BlockStore) -> None:

@@ -147,7 +147,7 @@ REMOTE: dict[str, Any] = {
     "prompt_tokens": 4000,
     "chosen": {"kind": "remote", "nodes": ["studio", "mini"], "chosen": True},
     "outcome": "remote",
-    "exactness": "plan",
+    "exactness": "equivalent",
     "prefill_s": 1.14,
     "ttft_s": 1.3,
     "completion_tokens": 84,

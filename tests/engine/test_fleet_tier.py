@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from disk_worker import BLOCK, SLOW, Worker, settings_in
-from two_disks import PROMPT, WHOLE, TwoMachines, forget_exact, keep_as_plan
+from two_disks import PROMPT, WHOLE, TwoMachines, forget_exact, keep_as_equivalent
 
 from fleetd import limits
 from fleetd.cache import block_names
 from fleetd.cache.block_store import BlockStore
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.prefixes.fetched_check import FetchedCheck
-from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
+from fleetd.engine.prefixes.prefix_cache import DENSE, EQUIVALENT
 from fleetd.engine.protocol import (
     BLOCKS,
     Accepted,
@@ -253,7 +253,7 @@ def test_an_answer_that_begins_with_other_numbers_is_labelled_wherever_these_lie
     # Those that another machine keeps, or the own disk's, before blocks of the other one that are exact.
     model, tokenizer, own = machines.model, machines.tokenizer, settings_in(machines.root / "own")
     at, tokens = (machines.settings, PROMPT) if where == "there" else (own, PROMPT[: BLOCK + 10])
-    keep_as_plan(Worker(model, tokenizer, at), tokens)
+    keep_as_equivalent(Worker(model, tokenizer, at), tokens)
     if where == "here":
         forget_exact(own, machines, tokens)
     machines.here.stop()
@@ -261,9 +261,9 @@ def test_an_answer_that_begins_with_other_numbers_is_labelled_wherever_these_lie
     machines.here = Worker(model, tokenizer, own, sharable=sharable)
     machines.ask(shared=True)
     lacking = machines.lacking()
-    assert len(lacking.plan_names) == len(lacking.names) == WHOLE - (where == "here")
-    assert not set(lacking.plan_names) & set(lacking.names)
-    machines.send(machines.honest, len(lacking.names), plan=where == "there")
+    assert len(lacking.equivalent_names) == len(lacking.names) == WHOLE - (where == "here")
+    assert not set(lacking.equivalent_names) & set(lacking.names)
+    machines.send(machines.honest, len(lacking.names), equivalent=where == "there")
     while not (accepted := [e for e in machines.here.events if isinstance(e, Accepted)]):
         machines.here.turn()
     # The check of what came has computed the rest.
@@ -274,11 +274,11 @@ def test_an_answer_that_begins_with_other_numbers_is_labelled_wherever_these_lie
     assert told is not None
     # An exact answer never begins with it.
     assert machines.here.scheduler.prefix.longest(PROMPT, DENSE) == 0
-    assert machines.here.scheduler.prefix.longest(PROMPT, PLAN) == len(PROMPT) - 1
+    assert machines.here.scheduler.prefix.longest(PROMPT, EQUIVALENT) == len(PROMPT) - 1
 
 
 def test_a_prompt_whose_answer_must_be_exact_asks_for_no_other_numbers(machines: TwoMachines) -> None:
     machines.ask()
-    assert machines.lacking().plan_names == []
+    assert machines.lacking().equivalent_names == []
     machines.decide(0)
     machines.finish()

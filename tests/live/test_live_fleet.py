@@ -112,7 +112,7 @@ def test_a_routed_answer_is_the_one_that_the_serving_machine_gives(fleet: LiveFl
     assert (routed[0], there[0]) == (200, 200)
     assert essence(routed[2]) == essence(there[2])
     assert routed[1]["X-Fleet-Plan"] == "remote; nodes=beta"
-    assert routed[1]["X-Fleet-Exactness"] == "plan"
+    assert routed[1]["X-Fleet-Exactness"] == "equivalent"
     assert there[1]["X-Fleet-Plan"] == "local; nodes=this"
     assert there[1]["X-Fleet-Exactness"] == "exact"
 
@@ -196,7 +196,7 @@ def test_one_request_has_one_story_where_it_was_asked_and_where_it_was_answered(
     alpha, beta = fleet["alpha"], fleet["beta"]
     _, headers, _ = answer(alpha, body(CHAIN, "<hello>"))
     here = traced(alpha, headers["X-Fleet-Request"])
-    assert (here["outcome"], here["answered_by"], here["exactness"]) == ("remote", "beta", "plan")
+    assert (here["outcome"], here["answered_by"], here["exactness"]) == ("remote", "beta", "equivalent")
     there = here["there"]
     # What the other machine did lies among the steps of the whole request here.
     own = traced(beta, there["id"])
@@ -224,7 +224,7 @@ def test_fleetctl_chat_is_answered_by_the_other_machine(fleet: LiveFleet) -> Non
         return found
 
     # Headers that leave before it is decided, as on a busy machine, say nothing of it.
-    until(lambda: told()["exactness"] == "plan")
+    until(lambda: told()["exactness"] == "equivalent")
 
 
 def test_a_bad_request_is_refused_as_it_would_be_there_and_tried_nowhere_else(fleet: LiveFleet) -> None:

@@ -286,7 +286,7 @@ async def test_attack_a_machine_that_never_says_what_it_keeps_is_asked_twice(
 async def test_blocks_of_other_numbers_come_where_there_are_fewer_exact_ones(
     tmp_path: Path, exact_ones: bool
 ) -> None:
-    others = kv_blocks.prompt(1, 4, namespace="plan")
+    others = kv_blocks.prompt(1, 4, namespace="equivalent")
     async with fleet(tmp_path, True) as (node, keepers):
         keepers[0].keep(others)
         if exact_ones:
@@ -298,8 +298,8 @@ async def test_blocks_of_other_numbers_come_where_there_are_fewer_exact_ones(
             assert home.receive(wanted) == payloads(wanted)
             return KvFetched("r1", 4, 4 * SIZE, 0.5)
 
-        await home.run(msgspec.structs.replace(lacking(NAMES), plan_names=others), fetched)
-        assert [(fetch.blocks, fetch.plan) for fetch in home.engine.fetches] == [(4, not exact_ones)]
+        await home.run(msgspec.structs.replace(lacking(NAMES), equivalent_names=others), fetched)
+        assert [(fetch.blocks, fetch.equivalent) for fetch in home.engine.fetches] == [(4, not exact_ones)]
 
 
 @pytest.mark.parametrize("states", [[], [3], [0, 3]])

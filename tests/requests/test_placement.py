@@ -105,7 +105,12 @@ def make(store: Store) -> Make:
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "exactness"),
-    [("bits", "bits", "exact"), ("bits", "other bits", "plan"), ("", "", "plan"), ("bits", "", "plan")],
+    [
+        ("bits", "bits", "exact"),
+        ("bits", "other bits", "equivalent"),
+        ("", "", "equivalent"),
+        ("bits", "", "equivalent"),
+    ],
 )
 def test_an_answer_from_elsewhere_is_exact_only_where_both_measured_the_same_arithmetic(
     mine: str, theirs: str, exactness: str
@@ -130,7 +135,7 @@ async def test_the_header_says_exact_of_an_answer_with_the_bytes_that_this_machi
 async def test_a_model_that_is_not_here_runs_where_it_is(make: Make, store: Store) -> None:
     others = FakeOthers(machine("studio"), studio=[WHOLE])
     seen = await collect(make(others).run(job()))
-    assert seen[0] == Planned("remote", ("studio",), "plan")
+    assert seen[0] == Planned("remote", ("studio",), "equivalent")
     assert seen[1:] == answer()
     ((_, run),) = others.asked
     assert (run.model, run.digest, run.route) == ("big", "d", "chat")
@@ -169,7 +174,7 @@ async def test_a_machine_is_woken_where_its_answer_still_comes_first(
     seen = await collect(runner.run(reading(tokens)))
     assert others.woken == others.order == (["studio"] if wakes else [])
     if wakes:
-        assert seen[:2] == [Planned("remote", ("studio",), "plan"), Loading("waking studio")]
+        assert seen[:2] == [Planned("remote", ("studio",), "equivalent"), Loading("waking studio")]
     assert isinstance(seen[-1], Finished)
 
 
@@ -573,9 +578,9 @@ async def test_who_helped_there_is_told_here(make: Make) -> None:
     others = FakeOthers(machine("studio"), studio=[script])
     plans = [event for event in await collect(make(others).run(job())) if isinstance(event, Planned)]
     assert plans == [
-        Planned("remote", ("studio",), "plan"),
-        Planned("remote", ("studio", "mini"), "plan"),
-        Planned("remote", ("studio",), "plan", "mini: it went away."),
+        Planned("remote", ("studio",), "equivalent"),
+        Planned("remote", ("studio", "mini"), "equivalent"),
+        Planned("remote", ("studio",), "equivalent", "mini: it went away."),
     ]
 
 
@@ -631,7 +636,12 @@ async def story(make: Make, *scripts: Any, **machines: Any) -> Trace:
 
 async def test_where_it_was_asked_the_trace_has_the_steps_of_where_it_was_answered(make: Make) -> None:
     trace = await story(make, [*WHOLE, *spoken(messages.told_trace(THERE))])
-    assert (trace.id, trace.outcome, trace.answered_by, trace.exactness) == ("r1", "remote", "studio", "plan")
+    assert (trace.id, trace.outcome, trace.answered_by, trace.exactness) == (
+        "r1",
+        "remote",
+        "studio",
+        "equivalent",
+    )
     assert (trace.chosen.kind, trace.chosen.nodes) == ("remote", ["studio"])
     assert trace.there == replace(THERE, steps=[])
     check_steps(trace)

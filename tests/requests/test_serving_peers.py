@@ -196,7 +196,7 @@ class SharedRunning(CountingRunner):
 
 class RestingRunning(CountingRunner):
     async def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
-        yield Planned("local", ("this",), "plan")
+        yield Planned("local", ("this",), "equivalent")
         for event in answer():
             yield event
 
@@ -248,6 +248,6 @@ async def test_another_machine_is_asked_to_tell_a_prompts_length_at_once() -> No
         return Answering()
 
     job = Job("big", generate(), "http", "chat")
-    events = remote.RemoteJob(request, job, "big", "", Planned("remote", ("studio",), "plan")).events()
+    events = remote.RemoteJob(request, job, "big", "", Planned("remote", ("studio",), "equivalent")).events()
     assert [event async for event in events] == [Tokenized("r1", 7), *answer()]
     assert messages.decode_run(asked[0]).tokenized

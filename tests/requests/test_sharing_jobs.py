@@ -174,14 +174,14 @@ def test_a_prompt_that_was_scored_here_and_answered_elsewhere_says_where(*, used
     """Where its shortening was refused, it used to be "computed here"."""
     scorer = Scorer("", "mini", PrefillSpeed(0.001))
     request = request_of(job(), FakeFolder())
-    request.placement = Placement("studio", Planned("remote", ("studio",), "plan"))
+    request.placement = Placement("studio", Planned("remote", ("studio",), "equivalent"))
     plan = SmartPlan((Segments(scorer, 0.0, 1.0),), score_s=2.0, prefill_s=9.0, dense_s=40.0)
     result = SmartPrefillResult("text" if used else "", "small", ("mini",), 20_000, 4096)
     request.smart = Shortening(result, plan)
     request.on_event(Accepted("r1", 4100), 1.0)
     request.on_event(Finished("r1", "stop"), 2.0)
     trace = trace_of(request)
-    assert (trace.outcome, trace.exactness) == (("smart", "lossy") if used else ("remote", "plan"))
+    assert (trace.outcome, trace.exactness) == (("smart", "lossy") if used else ("remote", "equivalent"))
     assert (trace.answered_by, trace.chosen.nodes[-1]) == ("studio", "studio")
     assert trace.chosen.kind == ("smart" if used else "remote")
     assert trace.prompt_tokens == 20_000
@@ -208,11 +208,11 @@ async def test_what_failed_here_is_told_where_the_answer_comes_from_elsewhere(tm
 
         with pytest.raises(EngineDied):
             await attempt()
-        request.placement = Placement("studio", Planned("remote", ("studio",), "plan"))
+        request.placement = Placement("studio", Planned("remote", ("studio",), "equivalent"))
         events = [event async for event in answered(pipeline, request, elsewhere)]
         assert [type(event) for event in events] == [Planned, Accepted, Delta, Finished]
         (trace,) = home.traces
-        assert (trace.outcome, trace.answered_by, trace.exactness) == ("remote", "studio", "plan")
+        assert (trace.outcome, trace.answered_by, trace.exactness) == ("remote", "studio", "equivalent")
         (failed,) = trace.earlier
         assert (failed.outcome, failed.answered_by, failed.code) == ("failed", "", "engine_died")
         assert failed.losers
@@ -353,7 +353,7 @@ async def test_a_prompt_that_stays_whole_says_so_before_its_model_is_loaded(tmp_
         declined = SmartPrefillResult(code="declined", reason="the task is about the whole text")
         request.smart = Shortening(declined)
         expected, *events = await home.ask(request=request)
-        assert (str(expected), expected.exactness) == ("local; nodes=this", "plan")
+        assert (str(expected), expected.exactness) == ("local; nodes=this", "equivalent")
         assert expected.smart == declined
         assert [type(event) for event in events[:3]] == [Loading, Loading, Planned]
         assert events[2].shared
@@ -365,7 +365,7 @@ async def test_a_prompt_that_stays_whole_says_so_before_its_model_is_loaded(tmp_
     [
         (SmartPrefillResult(), "lossy", False),
         (SmartPrefillResult("text", "small", ("mini",), 20_000, 4096), "lossy", True),
-        (SmartPrefillResult(code="short", reason="too short"), "plan", True),
+        (SmartPrefillResult(code="short", reason="too short"), "equivalent", True),
     ],
 )
 async def test_headers_promise_the_least_that_a_prompt_may_come_to(
@@ -384,9 +384,9 @@ async def test_other_arithmetic_is_no_exact_answer(tmp_path: Path) -> None:
             FACTS, arithmetic=replace(ARITHMETIC, accelerator="metal", layers=[b"x" * 8] * 4)
         )
         planned = (await home.ask())[0]
-        assert planned.exactness == "plan"
+        assert planned.exactness == "equivalent"
         assert not home.pool.fake.shares[0].exact
-        assert (await home.trace()).exactness == "plan"
+        assert (await home.trace()).exactness == "equivalent"
 
 
 @pytest.mark.parametrize("fields", [{}, {"bytes_per_s": 1000.0}], ids=["shared", "alone"])
@@ -395,8 +395,8 @@ async def test_what_rests_on_cached_numbers_of_others_is_no_exact_answer(
 ) -> None:
     async with home_with(tmp_path, **fields) as home:
         home.pool.cached, home.pool.exact = 256, False
-        assert (await home.ask())[0].exactness == "plan"
-        assert (await home.trace()).exactness == "plan"
+        assert (await home.ask())[0].exactness == "equivalent"
+        assert (await home.trace()).exactness == "equivalent"
 
 
 # ---- not shared ------------------------------------------------------------------------------------------
@@ -549,13 +549,13 @@ async def test_what_was_verified_before_a_failure_is_still_theirs(tmp_path: Path
         other = replace(ARITHMETIC, accelerator="metal", layers=[b"x" * 8] * 4)
         home.helpers[0].engine.facts = replace(FACTS, arithmetic=other)
         assert [event.exactness for event in await home.ask() if isinstance(event, Planned)] == [
-            "plan",
-            "plan",
+            "equivalent",
+            "equivalent",
         ]
         home.pool.ending = replace(ending, verified=0)
         home.sharing.members.succeeded(home.helpers[0].node_id, "prefill")
         assert [event.exactness for event in await home.ask() if isinstance(event, Planned)] == [
-            "plan",
+            "equivalent",
             "exact",
         ]
 

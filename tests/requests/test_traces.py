@@ -20,7 +20,7 @@ LOSER = OptionView("local", ["this"], 3.0, code="slower", reason="3.0 s here alo
 
 def trace(request_id: str, at_s: float = 1.0) -> Trace:
     steps = [TraceStep("chunk 1", "mini", 0.1, 0.6, 0.5, 1000, 0)]
-    return Trace(request_id, at_s, "m", 1000, 10, CHOSEN, [LOSER], steps, "shared", "plan", 1.4, 1.6)
+    return Trace(request_id, at_s, "m", 1000, 10, CHOSEN, [LOSER], steps, "shared", "equivalent", 1.4, 1.6)
 
 
 def test_a_trace_comes_back_as_it_was(store: Store) -> None:

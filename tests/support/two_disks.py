@@ -21,7 +21,7 @@ from fleetd.cache.block_store import BlockStore
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
+from fleetd.engine.prefixes.prefix_cache import DENSE, EQUIVALENT
 from fleetd.engine.protocol import BLOCKS, FetchBlocks, Finished, KvFetched, KvMissing, StreamTag
 from fleetd.errors import FleetError
 from fleetd.requests.kv_fetching import messages
@@ -65,14 +65,14 @@ class TwoMachines:
         self,
         blocks: int,
         *,
-        plan: bool = False,
+        equivalent: bool = False,
         last_first: bool = False,
         within_s: float = 0.0,
         since_s: float = 0.0,
     ) -> None:
         # As far as is known a block takes a second, as a token does where computing is slow.
         self.here.scheduler.tell(
-            FetchBlocks("second", blocks, 1.0 * last_first, plan, last_first, within_s, since_s, ORIGIN)
+            FetchBlocks("second", blocks, 1.0 * last_first, equivalent, last_first, within_s, since_s, ORIGIN)
         )
 
     def send(
@@ -80,7 +80,7 @@ class TwoMachines:
         work: Callable[[socket.socket, SealedSender, list[bytes]], None],
         blocks: int = WHOLE,
         *,
-        plan: bool = False,
+        equivalent: bool = False,
         last_first: bool = False,
         within_s: float = 0.0,
         since_s: float = 0.0,
@@ -90,7 +90,7 @@ class TwoMachines:
         between the two makes of its chunks."""
         asked = self.lacking()
         cache = DiskCache(self.settings, on=True, note=lambda: "")
-        wanted = (asked.plan_names if plan else asked.names)[:blocks]
+        wanted = (asked.equivalent_names if equivalent else asked.names)[:blocks]
         question = messages.FetchQuestion(wanted, "second", asked.rows, asked.states, last_first)
         names = parts_to_send(cache, question)
         cache.close()
@@ -99,7 +99,7 @@ class TwoMachines:
         self.here.scheduler.put_stream(StreamTag("second", BLOCKS, key, "connector"), near)
         if change is not None:
             far = self._relayed(far, change)
-        self.decide(blocks, plan=plan, last_first=last_first, within_s=within_s, since_s=since_s)
+        self.decide(blocks, equivalent=equivalent, last_first=last_first, within_s=within_s, since_s=since_s)
 
         def run() -> None:
             with far, suppress(FleetError, OSError):
@@ -139,12 +139,12 @@ class TwoMachines:
         return done, told[0] if told else None
 
 
-def keep_as_plan(worker: Worker, tokens: list[int]) -> None:
+def keep_as_equivalent(worker: Worker, tokens: list[int]) -> None:
     """As if a helper of another kind had computed some of it."""
     worker.ask("kept", tokens)
     found = worker.scheduler.prefix.fetch([*tokens, 0])
     assert found.cache
-    worker.tier.store(tokens[: found.tokens], found.cache, PLAN, local_only=False)
+    worker.tier.store(tokens[: found.tokens], found.cache, EQUIVALENT, local_only=False)
     worker.stop()
 
 

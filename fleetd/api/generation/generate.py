@@ -86,7 +86,7 @@ def _bounded(generate: Generate, answer_tokens: int | None) -> Generate:
     return msgspec.structs.replace(generate, max_tokens=max(answer_tokens, generate.min_tokens))
 
 
-_LOSS: Mapping[str, int] = {"exact": 0, "plan": 1, "lossy": 2}
+_LOSS: Mapping[str, int] = {"exact": 0, "equivalent": 1, "lossy": 2}
 
 
 class _Plans:

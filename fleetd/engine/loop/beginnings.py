@@ -28,7 +28,7 @@ from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prefixes.disk_restore import Restoring
 from fleetd.engine.prefixes.disk_tier import DiskTier
 from fleetd.engine.prefixes.peer_fetch import PeerFetch
-from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN, PrefixCache
+from fleetd.engine.prefixes.prefix_cache import DENSE, EQUIVALENT, PrefixCache
 from fleetd.engine.protocol import (
     BLOCKS,
     Accepted,
@@ -169,7 +169,7 @@ class Beginnings:
         if self.disk is None or not self._takes_blocks(sequence):
             return False
         local_only = sequence.prepared.request.local_only
-        arithmetics = (DENSE, PLAN) if self._takes_plan(sequence) else (DENSE,)
+        arithmetics = (DENSE, EQUIVALENT) if self._takes_equivalent(sequence) else (DENSE,)
         restoring = self.disk.begin(sequence.dense_tokens, self.prefix, arithmetics, local_only=local_only)
         if restoring is not None:
             sequence.move(Phase.RESTORING, restoring=restoring)
@@ -187,7 +187,7 @@ class Beginnings:
             tokens,
             sequence.hit.tokens if sequence.hit is not None else self.prefix.longest(tokens, DENSE),
             lambda: sequence.hit or self.prefix.fetch(tokens, DENSE),
-            plan=self._takes_plan(sequence),
+            equivalent=self._takes_equivalent(sequence),
             exact=self.sharable is not None and self.sharable.any_chunks,
             chunk=self.chunk_tokens,
             room=lambda more: self.budget.take_memory(sequence.id, sequence.promised + more),
@@ -211,7 +211,7 @@ class Beginnings:
     def _takes_blocks(self, sequence: ScheduledSequence) -> bool:
         return not sequence.scores_prompt and not sequence.sparse_in(self.prefix)
 
-    def _takes_plan(self, sequence: ScheduledSequence) -> bool:
+    def _takes_equivalent(self, sequence: ScheduledSequence) -> bool:
         """True if a prompt may have other accelerators' numbers in it: how it is labelled is not decided."""
         return self.sharable is not None and sequence.kept is None and not sequence.accepted
 

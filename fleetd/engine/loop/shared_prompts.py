@@ -22,7 +22,7 @@ from fleetd.engine.layers.prefill import Prefiller
 from fleetd.engine.loop.phases import Phase
 from fleetd.engine.loop.sequence import ScheduledSequence, Undecided
 from fleetd.engine.measure.chunk_size import Chunks
-from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN, Hit, PrefixCache
+from fleetd.engine.prefixes.prefix_cache import DENSE, EQUIVALENT, Hit, PrefixCache
 from fleetd.engine.protocol import Accepted, PrefillReport, PrefillWithHelpers, Report, StepTime
 from fleetd.engine.sequence_state import checkpoints
 from fleetd.engine.shared_prefill.frame_schedule import home_streams
@@ -55,7 +55,7 @@ class SharedPrompts:
         whole = sequence.kept is None and not sequence.scores_prompt
         if self.sharable is None or not whole or tokens in self._lost:
             return False
-        hit = sequence.hit or self.prefix.fetch(tokens, DENSE, PLAN)
+        hit = sequence.hit or self.prefix.fetch(tokens, DENSE, EQUIVALENT)
         short = len(tokens) - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS
         # A short prompt with another machine's numbers in its prefix is offered too: it is not exact.
         if short and hit.namespace == DENSE:

@@ -33,7 +33,7 @@ from fleetd.engine.layers.prefill import Prefiller
 from fleetd.engine.prefixes.disk_tier import DiskTier
 from fleetd.engine.prefixes.fetched_check import FetchedCheck, in_turns
 from fleetd.engine.prefixes.front_prefill import FrontPrefill
-from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN, Hit, Origins
+from fleetd.engine.prefixes.prefix_cache import DENSE, EQUIVALENT, Hit, Origins
 from fleetd.engine.protocol import FetchBlocks, KvFetched, KvMissing, StreamTag
 from fleetd.engine.sequence_state.blocks import ArrivingSnapshot, BlockLayout, block_rows
 from fleetd.engine.sequence_state.kinds import kind_of
@@ -56,7 +56,7 @@ class PeerFetch:
 
     Args:
         have: tokens of the prompt's beginning that memory and disk hold; ``held`` gives their caches.
-        plan: whether blocks will do, too, in which another accelerator had a part.
+        equivalent: whether blocks will do, too, in which another accelerator had a part.
         exact: whether the other machine's bytes must be those that are computed here, wherever chunks end.
         chunk: how many tokens a step may compute.
         room: whether there is memory for so many tokens twice, until the two ends of a prompt meet.
@@ -75,7 +75,7 @@ class PeerFetch:
         have: int,
         held: Callable[[], Hit],
         *,
-        plan: bool,
+        equivalent: bool,
         exact: bool,
         chunk: Callable[[], int],
         room: Callable[[int], bool],
@@ -92,7 +92,7 @@ class PeerFetch:
         self._first = have // _BLOCK
         asked = slice(self._first, self._first + limits.FETCH_BLOCKS)
         self._names = tier.names_for_others(tokens[:-1])[asked]
-        self._plan_names = tier.names_for_others(tokens[:-1], PLAN)[asked] if plan else []
+        self._equivalent_names = tier.names_for_others(tokens[:-1], EQUIVALENT)[asked] if equivalent else []
         # Of what comes: where the prefix cache keeps it.
         self._namespace = DENSE
         self._state = FetchState.WAITING
@@ -144,7 +144,7 @@ class PeerFetch:
             block_bytes,
             rows=bool(layout.rows),
             states=bool(layout.states),
-            plan_names=self._plan_names,
+            equivalent_names=self._equivalent_names,
         )
 
     # ---- on the compute thread ---------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class PeerFetch:
             self.close()
             return
         # The rest of a beginning of other numbers is one of other numbers, too.
-        self._namespace = PLAN if decision.plan else held.namespace
+        self._namespace = EQUIVALENT if decision.equivalent else held.namespace
         blocks = min(decision.blocks, len(self._names))
         buffers = [RowBuffer(part) for part in self._parts]
         self._snapshots = [ArrivingSnapshot(layout) for _ in range(2 if layout.states else 0)]

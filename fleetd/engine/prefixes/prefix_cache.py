@@ -1,10 +1,10 @@
 """The prefix cache: KV of earlier prompts and answers, in RAM, found by the tokens they were computed from.
 
 An entry's namespace says how its numbers came about: computed here or equal to that (``DENSE``), with
-another accelerator's part in them (``PLAN``), or with tokens left out (``SPARSE``). Its origins say which
-machines sent some of it, or of what it rests on: labels, each of which may be forgotten with all that came
-under it. Every fetch gives a copy no longer than what was asked for, and one prompt token is always left to
-compute: its logits are needed.
+another accelerator's part in them (``EQUIVALENT``), or with tokens left out (``SPARSE``). Its origins say
+which machines sent some of it, or of what it rests on: labels, each of which may be forgotten with all that
+came under it. Every fetch gives a copy no longer than what was asked for, and one prompt token is always left
+to compute: its logits are needed.
 
 There are few entries and comparing tokens is quick, so a search looks at all of them; an index of nodes per
 token would take more memory than some of the caches it finds.
@@ -28,7 +28,7 @@ from fleetd.engine.sequence_state.kinds import kind_of
 
 DENSE = "dense"
 # Another accelerator had a part in it: not for answers that must be exact.
-PLAN = "plan"
+EQUIVALENT = "equivalent"
 # Tokens of the prompt were left out: only for a prompt that leaves out the same. Its tokens are
 # ``sequence.ScheduledSequence.slot_tokens``.
 SPARSE = "sparse"

@@ -23,7 +23,7 @@ import numpy as np
 
 from fleetd import limits
 from fleetd.engine.layers.stage import Stage
-from fleetd.engine.prefixes.prefix_cache import DENSE, NO_ORIGINS, PLAN, Hit, Origins
+from fleetd.engine.prefixes.prefix_cache import DENSE, EQUIVALENT, NO_ORIGINS, Hit, Origins
 from fleetd.engine.protocol import PrefillWithHelpers, StepTime
 from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.shared_prefill import frame_payloads, frame_schedule
@@ -91,7 +91,7 @@ class SharedPrefill:
         self._prefix_namespace, self._prefix_origins = prefix_namespace, prefix_origins
         # A helper that the daemon did not name is none that is known.
         self.origins = prefix_origins | frozenset(share.origins or [""])
-        self.namespace = DENSE if share.exact and prefix_namespace == DENSE else PLAN
+        self.namespace = DENSE if share.exact and prefix_namespace == DENSE else EQUIVALENT
         self._check = SpotCheck(self._work.probes(), self._work, exact=self._exact)
         # Leading tokens from which later ones were drawn and checked; None once they were found wrong.
         self._drawn_of: int | None = split.cached

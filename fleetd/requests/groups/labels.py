@@ -35,6 +35,6 @@ class GroupLabels(PipelineStep):
         engine = self._pool.engine(folder)
         if not isinstance(engine, GroupFront):
             return None
-        exactness: Exactness = "exact" if engine.exact else "plan"
+        exactness: Exactness = "exact" if engine.exact else "equivalent"
         names = tuple(member.name for member in engine.settings.group)
         return Planned("group", (THIS_NAME, *names), exactness)

@@ -18,15 +18,15 @@ from fleetd.plan.fetch_speeds import FetchSpeed
 
 class FetchSource(msgspec.Struct, frozen=True):
     """A machine that has the first ``blocks`` of those that lack, and how fast they come from it.
-    ``state_bytes``: of the snapshots that come with them. ``plan``: other numerics had a part. ``cached``:
-    how much of their files its system has in memory."""
+    ``state_bytes``: of the snapshots that come with them. ``equivalent``: other numerics had a part.
+    ``cached``: how much of their files its system has in memory."""
 
     node_id: str
     name: str
     speed: FetchSpeed
     blocks: int
     state_bytes: int = 0
-    plan: bool = False
+    equivalent: bool = False
     cached: float = 0.0
 
     def seconds(self, block_bytes: int, blocks: int | None = None) -> float:

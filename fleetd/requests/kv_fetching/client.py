@@ -142,8 +142,9 @@ class FetchRun:
             patience_s = limits.FETCH_LOOK_SHARE * max(self._lacking.computed_s, default=0.0)
             sources = [member for member in sources if member.rtt_s < patience_s]
             # Of two sources that save as much the first is chosen: the answer stays exact.
-            asked = [self._ask(member, plan=False) for member in sources]
-            asked += [self._ask(member, plan=True) for member in sources if self._lacking.plan_names]
+            asked = [self._ask(member, equivalent=False) for member in sources]
+            if self._lacking.equivalent_names:
+                asked += [self._ask(member, equivalent=True) for member in sources]
             found = [source for source in await asyncio.gather(*asked) if source is not None]
             choice = choose_fetch(found, self._lacking.computed_s, self._lacking.block_bytes)
             if choice is None:
@@ -163,7 +164,7 @@ class FetchRun:
                         self._lacking.id,
                         source.blocks,
                         block_s,
-                        source.plan,
+                        source.equivalent,
                         choice.last_first,
                         within,
                         since_s,
@@ -198,18 +199,20 @@ class FetchRun:
 
     def _order(self, choice: FetchChoice) -> bytes:
         lacking = self._lacking
-        asked = self._names(plan=choice.source.plan)[: choice.source.blocks]
+        asked = self._names(equivalent=choice.source.equivalent)[: choice.source.blocks]
         return messages.encode(
             messages.FetchQuestion(asked, lacking.id, lacking.rows, lacking.states, choice.last_first)
         )
 
-    def _names(self, *, plan: bool) -> list[bytes]:
-        return self._lacking.plan_names if plan else self._lacking.names
+    def _names(self, *, equivalent: bool) -> list[bytes]:
+        return self._lacking.equivalent_names if equivalent else self._lacking.names
 
-    async def _ask(self, member: Member, *, plan: bool) -> FetchSource | None:
+    async def _ask(self, member: Member, *, equivalent: bool) -> FetchSource | None:
         """What a machine has of the prompt, and how soon that would be here; None if it has nothing."""
         lacking = self._lacking
-        body = messages.encode(messages.BlocksQuestion(self._names(plan=plan), lacking.rows, lacking.states))
+        body = messages.encode(
+            messages.BlocksQuestion(self._names(equivalent=equivalent), lacking.rows, lacking.states)
+        )
         asked_s = time.monotonic()
         try:
             answer = await self._fetching.partners.ask(
@@ -228,7 +231,7 @@ class FetchRun:
             return None
         node_id, name = member.node_id, member.name
         speed = self._fetching.members.fetch_speed(node_id, link, found.bytes_per_s, found.cached)
-        return FetchSource(node_id, name, speed, blocks, found.state_bytes, plan, found.cached)
+        return FetchSource(node_id, name, speed, blocks, found.state_bytes, equivalent, found.cached)
 
     def _failed(self, error: FleetError) -> None:
         if self._choice is None or self._blamed:

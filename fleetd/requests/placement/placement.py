@@ -182,7 +182,7 @@ class Placer:
             )
         member = next(member for member in others if member.node_id == best.node_id)
         card = member.card
-        exactness: Exactness = "exact" if alike(self._members.here().card, card, model.name) else "plan"
+        exactness: Exactness = "exact" if alike(self._members.here().card, card, model.name) else "equivalent"
         planned = Planned("remote", (best.name,), exactness, reason)
         return Placement(
             best.node_id,

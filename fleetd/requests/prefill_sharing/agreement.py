@@ -8,7 +8,7 @@ Before anything is computed, both ends compare what the other says of itself:
 
     other files, dtype or mlx-lm      →  Incompatible, with the name of the field
     equal fingerprints of the layers  →  "exact": every byte is what this machine would have computed
-    else                              →  "plan": the same model, rounded in another order
+    else                              →  "equivalent": the same model, rounded in another order
 
 This module knows neither why these helpers were chosen nor what follows from a failure.
 """

@@ -102,7 +102,7 @@ class RemoteJob:
                 deadline.on_event(event, clock() - self.client_s)
                 if isinstance(event, messages.RanAt):
                     nodes = (planned.nodes[0], *event.helpers)
-                    exactness = planned.exactness if event.exact else "plan"
+                    exactness = planned.exactness if event.exact else "equivalent"
                     yield Planned(planned.kind, nodes, exactness, event.reason or planned.reason)
                     continue
                 if isinstance(event, Finished):
