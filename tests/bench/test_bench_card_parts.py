@@ -95,7 +95,7 @@ def test_what_became_of_a_plan_has_its_label_and_why_a_machine_could_not_help() 
     refused = OptionView("any", ["helper"], code="dtype", reason="helper computes in another precision.")
     trace = Trace(chosen=OptionView("remote"), losers=[refused], outcome="remote", exactness="equivalent")
     assert card_helper.became(trace) == (
-        "remote, remote, label plan; no help: dtype: helper computes in another precision."
+        "remote, remote, label equivalent; no help: dtype: helper computes in another precision."
     )
 
 

@@ -190,7 +190,7 @@ def test_what_another_machine_answered_is_one_story(width: int) -> None:
         "prompt       4,000 tokens",
         "tried first  beta, for 1.50 s: beta: The connection broke (peer_lost)",
         "plan         remote: studio answers, helped by mini",
-        "outcome      answered by studio · plan",
+        "outcome      answered by studio · equivalent",
         "first token  1.30 s, not planned, 1.28 s of it on studio",
         "answer       84 tokens, the last one after 3.42 s, 3.40 s of it on studio",
     ]
@@ -217,7 +217,7 @@ def test_a_machine_that_told_no_steps_is_said_so() -> None:
 
 def test_an_answer_that_broke_off_elsewhere_says_where() -> None:
     lost = {"outcome": "failed", "code": "peer_lost", "reason": "studio: It went away.", "there": None}
-    assert "outcome      failed on studio · plan · studio: It went away (peer_lost)\n" in shown(
+    assert "outcome      failed on studio · equivalent · studio: It went away (peer_lost)\n" in shown(
         {**REMOTE, **lost}
     )
 
