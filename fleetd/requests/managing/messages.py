@@ -10,7 +10,8 @@ Errors and cancellation are the stream's own: a request that is cancelled ends i
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -81,12 +82,23 @@ def decode(body: bytes, kind: type[_T]) -> _T:
     match message:
         case ManageQuestion(model=model) if not names.is_name(model):
             raise ProtocolError("A peer named a model by what is no model's name.")
-        case LookTold(listing=ModelListing(installed=installed)):
-            if not all(names.is_name(model.name) for model in installed):
+        case LookTold(listing=listing):
+            if listing is not None and not all(names.is_name(model.name) for model in listing.installed):
                 raise ProtocolError("A peer's list has models by what are no models' names.")
+            if not all(text.isprintable() for text in _texts(msgspec.to_builtins(message))):
+                raise ProtocolError("A peer's list has texts that cannot be shown.")
         case _:
             pass
     return message
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a message, as builtins; people are shown it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def checked_name(model: str) -> str:
