@@ -51,7 +51,7 @@ def _client(session: CliSession, on: str) -> Client:
     if on and "manage" not in client.get("/fleet/v1/peers"):
         raise ClientError(
             "The daemon is older than this fleetctl, and manages only its own models.",
-            hint="Restart it: `fleetctl service restart`.",
+            hint="Restart it: `fleetctl service install` (or stop and start `fleetd run`).",
         )
     return client
 

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from fleetd import limits
+from fleetd.control.model_change import ModelDone
 from fleetd.control.model_listing import FoundModels, ModelListing
 from fleetd.errors import Forbidden, Overloaded
 from fleetd.p2p.membership.identity import short_id
@@ -63,7 +64,7 @@ class ManageServer:
         """The handler of ``messages.RUN``. Raises FleetError: what the other side is told."""
         asked = messages.decode(body, ManageQuestion)
         self._admit(peer)
-        with self._limit.serving(peer, asked.verb):
+        with self._limit.serving(peer, asked.verb) as served:
             log.info("models.managed", by=self._name_of(peer), verb=asked.verb, model=asked.model)
             async with (
                 aclosing(self._operations.run(asked.verb, asked.model)) as events,
@@ -71,17 +72,19 @@ class ManageServer:
             ):
                 async for event in beats:
                     stream.send(ALIVE if event is None else messages.encode(messages.told(event)))
+                    served.done = isinstance(event, ModelDone)
                     await drained(stream)
 
     async def look(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """The handler of ``messages.LOOK``. Raises as ``run``."""
         asked = messages.decode(body, LookQuestion)
         self._admit(peer)
-        with self._limit.serving(peer, "look"):
+        with self._limit.serving(peer, "look") as served:
             looking = self._look(asked.words)
             found = await with_beats(looking, limits.JOB_ALIVE_S, lambda: stream.send(ALIVE))
             told = LookTold(found) if isinstance(found, ModelListing) else LookTold(found=found)
             stream.send(messages.encode(told))
+            served.done = True
 
     def _admit(self, peer: str) -> None:
         """Raises Forbidden, Overloaded."""
