@@ -30,6 +30,7 @@ from aiohttp import web
 
 from fleetd import __version__, limits
 from fleetd.api.app import build_app
+from fleetd.api.control.daemon import shown
 from fleetd.api.control.settings_file import SettingsFile
 from fleetd.api.http.deadlines import BoundedRunner
 from fleetd.api.http.disabled_fleet import DisabledFleet
@@ -284,7 +285,9 @@ class Daemon:
 
     async def _listen(self, stack: AsyncExitStack, token: str) -> HttpAddress:
         http = self._config.http
-        app = build_app(self._services(token))
+        services = self._services(token)
+        self._parts.models_shown = partial(shown, services)
+        app = build_app(services)
         local = BoundedRunner(app, trusted=True, caps=self._caps)
         stack.push_async_callback(local.cleanup)
         await local.setup()

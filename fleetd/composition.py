@@ -20,6 +20,7 @@ from fleetd.cache.settings import DiskCacheSettings
 from fleetd.config import Config
 from fleetd.control.daemon_status import HardwareReading, MemoryBudget
 from fleetd.control.fleet_view import PeerView
+from fleetd.control.model_listing import FoundModels, ModelListing
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import Draining
@@ -57,6 +58,9 @@ from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
 from fleetd.requests.kv_fetching.server import BlockServer
 from fleetd.requests.ledger import Ledger
+from fleetd.requests.managing import messages as managing_messages
+from fleetd.requests.managing.operations import ModelOperations
+from fleetd.requests.managing.server import Look, ManageServer
 from fleetd.requests.members.members import Members
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.model_copies import ModelCopies
@@ -213,6 +217,9 @@ class DaemonParts:
             config.smart_prefill.policy,
             self.survey,
         )
+        # What other machines are told of the models here, and for words of those of the hub. The daemon sets
+        # it once its API has begun.
+        self.models_shown: Look = _not_yet
         # What holds layers for other machines' models; None without a fleet.
         self.stages: StageServer | None = None
         self.assists = self._serve_peers(self.node) if self.node is not None else None
@@ -307,6 +314,7 @@ class DaemonParts:
         return Fleet(
             node,
             local_only=self._config.fleet.local_only,
+            manage=self._config.fleet.manage,
             wakes=self._config.power.wake,
             own_card=self._current_card,
         )
@@ -429,13 +437,32 @@ class DaemonParts:
         node.handle(sharing_messages.WARM, assists.warm)
         self.stages = StageServer(dialer, machine.pool, context)
         node.handle(group_messages.SERVE, self.stages)
+        managing = ManageServer(
+            ModelOperations(machine.models, machine.pool, machine.pinned, self.pull, self.models_changed),
+            lambda words: self.models_shown(words),
+            context,
+            enabled=self._config.fleet.manage,
+            confirmed=self._confirmed,
+            name_of=node.name_of,
+        )
+        node.handle(managing_messages.RUN, managing.run)
+        node.handle(managing_messages.LOOK, managing.look)
         return assists
+
+    def _confirmed(self, node_id: str) -> bool:
+        """True for a member that a person here has confirmed."""
+        member = self.node.roster.members.get(node_id) if self.node is not None else None
+        return member is not None and member.confirmed
 
     def _sees_prompts(self, node_id: str) -> bool:
         """True if a machine may see the prompts that were typed here."""
         return any(
             member.node_id == node_id and member.sees_prompts for member in self.members.others("fetch")
         )
+
+
+async def _not_yet(words: str) -> ModelListing | FoundModels:
+    raise Draining("The daemon is still starting.")
 
 
 def embedded_name(ref: str) -> str | None:

@@ -222,6 +222,13 @@ class FleetSettings(msgspec.Struct, frozen=True):
         bool,
         Meta(description="Prompts given to this machine are never sent to another one."),
     ] = False
+    manage: Annotated[
+        bool,
+        Meta(
+            description="Machines that a person here has confirmed may pull, load, unload, pin and remove "
+            "models here (fleetctl models VERB --on MACHINE); off, they are refused."
+        ),
+    ] = True
 
     @property
     def host(self) -> str:

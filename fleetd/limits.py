@@ -419,6 +419,12 @@ COPY_GRACE_S = 60.0
 COPY_LEAST_BYTES_PER_S = 32 * KIB
 # Copies given to others at once, a process each; more would only make all of them slower.
 COPIES_GIVEN = 8
+# What other machines may do with the models here at once, all together and each; and how often one may ask:
+# a page that is opened asks twice, and a person cannot click faster.
+MANAGED, MANAGED_PER_PEER = 16, 4
+MANAGE_BURST, MANAGE_PER_S = 60, 1.0
+# A list of all models with their remarks: the catalog has 30 KiB, and a folder of models as much again.
+MODELS_MESSAGE_BYTES = MIB
 # A clock is asked for by `fleetctl doctor`, which is waiting.
 CLOCK_WITHIN_S = 2.0
 # What another machine's clock may show: a thousand years.

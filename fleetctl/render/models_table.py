@@ -10,7 +10,7 @@ from fleetctl.render.text import count, listed, one_line, size, wrapped
 from fleetd.control.model_listing import FoundModel, FoundModels, InstalledModel, ModelListing, OfferedModel
 
 _GROUPS = {
-    "here": "FITS HERE",
+    "here": "FITS",
     "freed": "FITS WHEN MEMORY IS FREED",
     "elsewhere": "FITS ON OTHER MACHINES",
     "none": "TOO LARGE",
@@ -20,9 +20,12 @@ _WORDS = {"chat": "chat", "coding": "coding", "draft": "drafts"}
 _REMARK_CHARS = 16
 
 
-def models_page(models: ModelListing, width: int | None, *, everything: bool = False) -> str:
-    """What is here, and the catalog's models: those that load here, or ``everything``."""
-    parts = [*_installed(models, width), *_of_others(models, width)]
+def models_page(models: ModelListing, width: int | None, *, everything: bool = False, on: str = "") -> str:
+    """What a machine has, and the catalog's models: those that load there, or ``everything``.
+
+    ``on``: what people call it; "" is this machine.
+    """
+    parts = [*_installed(models, width, on), *_of_others(models, width)]
     offered = [entry for entry in models.catalog if not entry.installed]
     hidden = 0
     for where, title in _GROUPS.items():
@@ -32,19 +35,24 @@ def models_page(models: ModelListing, width: int | None, *, everything: bool = F
             hidden += len(group) - len(shown)
             group = shown
         if group:
+            title = f"{title} {_place(on).upper()}" if where == "here" else title
             parts.append(_offered_table(title, group, width))
-    parts.append("\n".join(wrapped(line, width) for line in _remarks(models, hidden)))
+    parts.append("\n".join(wrapped(line, width) for line in _remarks(models, hidden, on)))
     return "\n\n".join(parts)
 
 
-def recommended_line(models: ModelListing) -> str:
-    """The models to take here, in a sentence; "" if the machine is too small for any."""
+def _place(on: str) -> str:
+    return f"on {one_line(on)}" if on else "here"
+
+
+def recommended_line(models: ModelListing, on: str = "") -> str:
+    """The models to take on a machine, in a sentence; "" if the machine is too small for any."""
     chosen = [
         f"{entry.name} for {listed([_WORDS[work] for work in entry.recommended])}"
         for entry in models.catalog
         if entry.recommended
     ]
-    return f"Recommended here: {', '.join(chosen)}." if chosen else ""
+    return f"Recommended {_place(on)}: {', '.join(chosen)}." if chosen else ""
 
 
 def fit_words(entry: OfferedModel | FoundModel) -> str:
@@ -57,8 +65,8 @@ def fit_words(entry: OfferedModel | FoundModel) -> str:
     )
 
 
-def found_page(found: FoundModels, width: int | None) -> str:
-    """The models of a search."""
+def found_page(found: FoundModels, width: int | None, *, on: str = "") -> str:
+    """The models of a search, for the machine ``on``."""
     others = f"{count(found.others)} more are of types or files that fleetd does not read."
     if not found.models:
         words = one_line(found.words)
@@ -72,14 +80,19 @@ def found_page(found: FoundModels, width: int | None) -> str:
         Column("FILES", [model.files for model in found.models], 5),
     ]
     parts = ["\n".join(_with_remarks(columns, found.models, _found_remark, width))]
-    hint = "Get one with `fleetctl models pull MODEL`."
+    hint = f"Get one with `fleetctl models pull MODEL{_option(on)}`."
     parts.append(wrapped(f"{hint} {others}" if found.others else hint, width))
     return "\n\n".join(parts)
 
 
-def _installed(models: ModelListing, width: int | None) -> Iterable[str]:
+def _option(on: str) -> str:
+    return f" --on {one_line(on)}" if on else ""
+
+
+def _installed(models: ModelListing, width: int | None, on: str) -> Iterable[str]:
     if not models.installed:
-        yield wrapped("No model is installed yet; the default one is fetched with the first request.", width)
+        here = "No model is installed yet; the default one is fetched with the first request."
+        yield wrapped(f"No model is {_place(on)} yet." if on else here, width)
         return
     shown = models.installed
     columns = [
@@ -153,19 +166,18 @@ def _found_remark(entry: OfferedModel | FoundModel) -> str:
     return "; ".join(filter(None, ("installed" if entry.installed else "", fit_words(entry), gated)))
 
 
-def _remarks(models: ModelListing, hidden: int) -> Iterable[str]:
+def _remarks(models: ModelListing, hidden: int, on: str) -> Iterable[str]:
     """What is to be said below the tables."""
-    if chosen := recommended_line(models):
+    if chosen := recommended_line(models, on):
         yield f"* {chosen}"
     yield from memory_lines(models.memory, models.evictable_bytes)
     if models.memory_reason:
-        yield models.memory_reason
+        yield models.memory_reason.replace("this machine", one_line(on) or "this machine")
     if hidden:
-        yield f"{hidden} more do not fit here: `fleetctl models --all` shows them, and where they do."
-    yield (
-        "Get one with `fleetctl models pull NAME`; `fleetctl models search WORDS` finds others on the "
-        "Hugging Face hub."
-    )
+        every = f"fleetctl models --all{_option(on)}"
+        yield f"{hidden} more do not fit {_place(on)}: `{every}` shows them, and where they do."
+    pull, search = f"fleetctl models pull NAME{_option(on)}", f"fleetctl models search WORDS{_option(on)}"
+    yield f"Get one with `{pull}`; `{search}` finds others on the Hugging Face hub."
 
 
 def _roles(model: InstalledModel | OfferedModel) -> str:

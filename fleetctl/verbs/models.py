@@ -23,95 +23,133 @@ from fleetd.control.model_listing import FoundModel, FoundModels, ModelListing, 
 from fleetd.errors import FleetError
 
 _all_option = click.option("--all", "everything", is_flag=True, help="Also models that do not fit here.")
+_on_option = click.option(
+    "--on",
+    default="",
+    metavar="MACHINE",
+    shell_complete=completion.machines,
+    help="A paired machine, by its name or id, instead of this one.",
+)
 
 
 @click.group("models", invoke_without_command=True)
 @_all_option
+@_on_option
 @json_option
 @click.pass_context
-def command(context: click.Context, everything: bool) -> None:
+def command(context: click.Context, everything: bool, on: str) -> None:
     """List, search, pull, add, load or remove models."""
     if context.invoked_subcommand is None:
-        context.invoke(list_models, everything=everything)
+        context.invoke(list_models, everything=everything, on=on)
+    elif on:
+        raise click.UsageError("Say --on behind the verb: fleetctl models load NAME --on MACHINE.")
+
+
+def _client(session: CliSession, on: str) -> Client:
+    """The client. Raises ClientError for a daemon that would do here what another machine is to do."""
+    client = session.client()
+    if on and "manage" not in client.get("/fleet/v1/peers"):
+        raise ClientError(
+            "The daemon is older than this fleetctl, and manages only its own models.",
+            hint="Restart it: `fleetctl service install` (or stop and start `fleetd run`).",
+        )
+    return client
+
+
+def _there(on: str, name: str = "") -> str:
+    """A model, and the machine that has it, for people."""
+    return one_line(" on ".join(filter(None, (name, on))))
 
 
 @command.command("list")
 @_all_option
+@_on_option
 @json_option
 @pass_session
-def list_models(session: CliSession, everything: bool) -> None:
+def list_models(session: CliSession, everything: bool, on: str) -> None:
     """List models here and those that fit (default).
 
     Recommended ones have a star. What fits is decided by what models may take of this machine's memory, and
     not by what is free at the moment.
     """
-    models = session.client().get("/fleet/v1/models")
+    models = _listing(_client(session, on), on)
     width = terminal_width()
-    session.emit(models, lambda: models_page(read(models, ModelListing), width, everything=everything))
+    session.emit(models, lambda: models_page(read(models, ModelListing), width, everything=everything, on=on))
+
+
+def _listing(client: Client, on: str) -> Any:
+    """The models of a machine, as it judges what fits there."""
+    path = f"/fleet/v1/models?on={quote(on)}" if on else "/fleet/v1/models"
+    return client.call("GET", path, timeout_s=limits.CLIENT_CALL_S)
 
 
 @command.command("search")
 @click.argument("words", nargs=-1, required=True)
+@_on_option
 @json_option
 @pass_session
-def search(session: CliSession, words: tuple[str, ...]) -> None:
+def search(session: CliSession, words: tuple[str, ...], on: str) -> None:
     """Search the Hugging Face hub for models.
 
     It lists those that can be loaded, and first those that fit here. The daemon asks the hub, and only now.
     """
-    found = _search(session.client(), " ".join(words))
-    session.emit(found, lambda: found_page(read(found, FoundModels), terminal_width()))
+    found = _search(_client(session, on), " ".join(words), on)
+    session.emit(found, lambda: found_page(read(found, FoundModels), terminal_width(), on=on))
 
 
-def _search(client: Client, words: str) -> Any:
-    path = f"/fleet/v1/models/search?words={quote(words)}"
+def _search(client: Client, words: str, on: str) -> Any:
+    path = f"/fleet/v1/models/search?words={quote(words)}{f'&on={quote(on)}' if on else ''}"
     return client.call("GET", path, timeout_s=limits.HUB_SEARCH_S + limits.CLIENT_CALL_S)
 
 
 @command.command("pull", short_help="Download a model by name or hub id")
 @click.argument("name", required=False, default="", shell_complete=completion.models)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@_on_option
 @json_option
 @pass_session
-def pull(session: CliSession, name: str, yes: bool) -> int:
+def pull(session: CliSession, name: str, yes: bool, on: str) -> int:
     """Download a model: a catalog name or a hub id such as mlx-community/Qwen3-0.6B-4bit.
 
     Without a name it is the one that is recommended here. It asks before it downloads what cannot be loaded
-    on this machine. Ctrl-C stops it; pulling again continues where it stopped.
+    on the machine that is to have it. Ctrl-C stops it; pulling again continues where it stopped.
     """
+    client = _client(session, on)
     if name.startswith(("/", "~")):
-        return _bring(session, "/fleet/v1/models/pull", {"model": name}, name)
-    client = session.client()
-    models = read(client.get("/fleet/v1/models"), ModelListing)
+        return _bring(session, "pull", _body(name, on), name, on)
+    models = read(_listing(client, on), ModelListing)
     asks = not (yes or session.json) and sys.stdin.isatty()
     if name:
-        _warn(name, _needs(client, models, name), models, yes=yes, asks=asks)
+        _warn(name, _needs(client, models, name, on), models, yes=yes, asks=asks, on=on)
     else:
-        name = _recommended(models, yes=yes, asks=asks)
-    return _bring(session, "/fleet/v1/models/pull", {"model": name}, name)
+        name = _recommended(models, yes=yes, asks=asks, on=on)
+    return _bring(session, "pull", _body(name, on), name, on)
 
 
-def _recommended(models: ModelListing, *, yes: bool, asks: bool) -> str:
+def _recommended(models: ModelListing, *, yes: bool, asks: bool, on: str) -> str:
     """The model to pull if none is named. Raises ClientError if there is none or it is not wanted."""
-    line = recommended_line(models)
+    line = recommended_line(models, on)
     missing = [entry for entry in models.catalog if entry.recommended and not entry.installed]
     if not line:
-        raise ClientError("No model of the catalog fits this machine.", hint="`fleetctl models --all`")
+        machine = one_line(on) if on else "this machine"
+        raise ClientError(f"No model of the catalog fits {machine}.", hint="`fleetctl models --all`")
     if not missing:
-        raise ClientError(f"{line} They are here already.", hint="`fleetctl models` lists others.")
+        raise ClientError(f"{line} They are there already.", hint="`fleetctl models` lists others.")
     best = missing[0]
     if not yes and not asks:
         raise click.UsageError(
             f"{line} Name one: fleetctl models pull {best.name} (--yes alone downloads this one)."
         )
     note(f"{line} {best.name}: {best.note}.")
-    if not yes and not click.confirm(f"Download {best.name}, {size(best.download_bytes)}?", err=True):
+    if not yes and not click.confirm(
+        f"Download {_there(on, best.name)}, {size(best.download_bytes)}?", err=True
+    ):
         raise ClientError("Nothing was downloaded.")
     return best.name
 
 
-def _needs(client: Client, models: ModelListing, name: str) -> OfferedModel | FoundModel | None:
-    """What is known of a model that is not here: by the catalog, or for a hub id by the hub."""
+def _needs(client: Client, models: ModelListing, name: str, on: str) -> OfferedModel | FoundModel | None:
+    """What is known of a model that is not there: by the catalog, or for a hub id by the hub."""
     for entry in models.catalog:
         if name.lower() in {each.lower() for each in (entry.name, entry.hub_id or "", *entry.aliases)}:
             return None if entry.installed else entry
@@ -120,24 +158,31 @@ def _needs(client: Client, models: ModelListing, name: str) -> OfferedModel | Fo
     try:
         with Progress() as progress:
             progress.update(f"asking the hub how large {name} is")
-            found = read(_search(client, name), FoundModels)
+            found = read(_search(client, name, on), FoundModels)
     except FleetError:
         return None  # the download says what is wrong
     return next((model for model in found.models if model.hub_id.lower() == name.lower()), None)
 
 
 def _warn(
-    name: str, model: OfferedModel | FoundModel | None, models: ModelListing, *, yes: bool, asks: bool
+    name: str,
+    model: OfferedModel | FoundModel | None,
+    models: ModelListing,
+    *,
+    yes: bool,
+    asks: bool,
+    on: str,
 ) -> None:
-    """Ask before a download of what cannot be loaded here. Raises ClientError if it is not wanted."""
+    """Ask before a download of what cannot be loaded there. Raises ClientError if it is not wanted."""
+    where = f"on {one_line(on)}" if on else "here"
     if model is None or model.fit.where == "here":
         return
     if model.fit.where == "freed":
-        note(f"{name} loads here once {size(model.fit.short_bytes)} more of memory are free.")
+        note(f"{name} loads {where} once {size(model.fit.short_bytes)} more of memory are free.")
         return
     need, most = size(model.memory_bytes), size(models.memory.largest_bytes)
     elsewhere = f" It {fit_words(model)}." if model.fit.machines else ""
-    text = f"{name} will not load here: it needs {need}, and models may take {most}.{elsewhere}"
+    text = f"{name} will not load {where}: it needs {need}, and models may take {most}.{elsewhere}"
     if yes:
         note(text)
     elif not asks:
@@ -161,40 +206,44 @@ def add(session: CliSession, path: str, name: str) -> int:
     """
     there = os.path.expanduser(path)
     ref = os.path.abspath(there) if os.path.exists(there) else path
-    return _bring(session, "/fleet/v1/models/add", {"path": ref, "name": name}, name or path)
+    return _bring(session, "add", {"path": ref, "name": name}, name or path)
 
 
-def _bring(session: CliSession, route: str, body: dict[str, str], name: str) -> int:
+def _bring(session: CliSession, verb: str, body: dict[str, Any], name: str, on: str = "") -> int:
     try:
         with Progress() as progress:
-            finished = _follow(session, route, body, progress)
+            finished = _follow(session, verb, body, progress)
     except KeyboardInterrupt:
         note("stopped; the same command continues the download")
         return Exit.INTERRUPTED
-    session.emit(finished, lambda: _ready(one_line(str(finished.get("name", name)))))
+    session.emit(finished, lambda: _ready(one_line(str(finished.get("name", name))), on))
     return Exit.OK
 
 
-def _ready(name: str) -> str:
+def _ready(name: str, on: str = "") -> str:
     if name.startswith("/"):
         # A folder outside the models folder is used where it lies, and no listing shows it.
         return (
             f"The folder holds a model, and its path is its name: fleetctl chat -m {name}\n"
             f"To see it in lists and on other machines, give it a name: fleetctl models add {name}"
         )
-    return f"{name} is ready to use."
+    return f"{_there(on, name)} is ready to use."
 
 
-def _follow(session: CliSession, route: str, body: dict[str, str], progress: Progress) -> dict[str, Any]:
-    with session.client().stream(route, body) as stream:
+def _follow(
+    session: CliSession, verb: str, body: dict[str, Any], progress: Progress, doing: str = ""
+) -> dict[str, Any]:
+    """The last event. ``doing`` begins each line of progress."""
+    with session.client().stream(f"/fleet/v1/models/{verb}", body) as stream:
         for report in stream.reports():
             if report.get("done") is True:
                 return report
             what = " ".join(str(report[key]) for key in ("stage", "file") if report.get(key))
-            progress.update(what, report.get("done_bytes") or 0, report.get("total_bytes") or 0, unit="bytes")
+            text = ": ".join(filter(None, (doing, what)))
+            progress.update(text, report.get("done_bytes") or 0, report.get("total_bytes") or 0, unit="bytes")
     raise ConnectionBroken(
-        "The daemon ended the download before it was complete.",
-        hint="The same command continues it.",
+        "The daemon ended it before it was complete.",
+        hint="The same command goes on or begins again.",
     )
 
 
@@ -213,64 +262,86 @@ def verify(session: CliSession, name: str) -> None:
 
 @command.command("load")
 @click.argument("name", shell_complete=completion.models)
+@_on_option
 @json_option
 @pass_session
-def load(session: CliSession, name: str) -> None:
+def load(session: CliSession, name: str, on: str) -> None:
     """Load a model now instead of with its first request."""
-    with Progress() as progress:
-        progress.update(f"loading {name}")
-        done = session.client().post(
-            "/fleet/v1/models/load", {"model": name}, timeout_s=limits.CLIENT_LONG_CALL_S
-        )
-    session.emit(done, f"{name} is loaded.")
+    done = _load(session, "load", name, on)
+    session.emit(done, f"{_there(on, name)} is loaded.")
 
 
 @command.command("unload")
 @click.argument("name", shell_complete=completion.models)
+@_on_option
 @json_option
 @pass_session
-def unload(session: CliSession, name: str) -> None:
+def unload(session: CliSession, name: str, on: str) -> None:
     """End a model's engine and free its memory; its files stay."""
-    done = session.client().post("/fleet/v1/models/unload", {"model": name}, timeout_s=limits.DRAIN_S)
-    session.emit(done, f"{name} is not loaded any more.")
+    done = _post(session, "unload", name, on)
+    session.emit(done, f"{_there(on, name)} is not loaded any more.")
 
 
 @command.command("pin")
 @click.argument("name", shell_complete=completion.models)
+@_on_option
 @json_option
 @pass_session
-def pin(session: CliSession, name: str) -> None:
+def pin(session: CliSession, name: str, on: str) -> None:
     """Load a model and keep it loaded, also after a restart."""
-    with Progress() as progress:
-        progress.update(f"loading {name}")
-        body = {"model": name}
-        done = session.client().post("/fleet/v1/models/pin", body, timeout_s=limits.CLIENT_LONG_CALL_S)
-    session.emit(done, f"{name} stays loaded. `fleetctl models unpin {name}` ends that.")
+    done = _load(session, "pin", name, on)
+    ends = one_line(f"fleetctl models unpin {name}{f' --on {on}' if on else ''}")
+    session.emit(done, f"{_there(on, name)} stays loaded. `{ends}` ends that.")
 
 
 @command.command("unpin")
 @click.argument("name", shell_complete=completion.models)
+@_on_option
 @json_option
 @pass_session
-def unpin(session: CliSession, name: str) -> None:
+def unpin(session: CliSession, name: str, on: str) -> None:
     """Let a model be unloaded as any other."""
-    done = session.client().post("/fleet/v1/models/unpin", {"model": name})
-    session.emit(done, f"{name} is not pinned any more. It is unloaded once it was idle for long.")
+    done = _post(session, "unpin", name, on)
+    session.emit(
+        done, f"{_there(on, name)} is not pinned any more. It is unloaded once it was idle for long."
+    )
 
 
 @command.command("remove")
 @click.argument("name", shell_complete=completion.models)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@_on_option
 @json_option
 @pass_session
-def remove(session: CliSession, name: str, yes: bool) -> int:
+def remove(session: CliSession, name: str, yes: bool, on: str) -> int:
     """Delete a model's files; of a folder that was added, only its name."""
     if not yes:
+        files = f"{name}'s files{f' on {on}' if on else ''}"
         if session.json or not sys.stdin.isatty():
-            raise click.UsageError(f"This deletes {name}'s files; say --yes where no person can be asked.")
-        question = f"Delete {name}'s files (if it is an added folder, only its name)?"
-        if not click.confirm(question, err=True):
-            raise ClientError(f"{name} is kept.")
-    done = session.client().post("/fleet/v1/models/remove", {"model": name}, timeout_s=limits.DRAIN_S)
-    session.emit(done, f"{name} is removed.")
+            raise click.UsageError(f"This deletes {files}; say --yes where no person can be asked.")
+        if not click.confirm(f"Delete {files} (if it is an added folder, only its name)?", err=True):
+            raise ClientError(f"{_there(on, name)} is kept.")
+    done = _post(session, "remove", name, on)
+    session.emit(done, f"{_there(on, name)} is removed.")
     return Exit.OK
+
+
+def _load(session: CliSession, verb: str, name: str, on: str) -> Any:
+    """Load a model, with progress if another machine loads it."""
+    client, doing = _client(session, on), f"loading {_there(on, name)}"
+    with Progress() as progress:
+        progress.update(doing)
+        if on:
+            _follow(session, verb, {**_body(name, on), "stream": True}, progress, doing)
+            return {"ok": True}
+        return client.post(f"/fleet/v1/models/{verb}", _body(name, on), timeout_s=limits.CLIENT_LONG_CALL_S)
+
+
+def _post(session: CliSession, verb: str, name: str, on: str) -> Any:
+    """Do what has no progress."""
+    client = _client(session, on)
+    return client.post(f"/fleet/v1/models/{verb}", _body(name, on), timeout_s=limits.DRAIN_S)
+
+
+def _body(name: str, on: str) -> dict[str, Any]:
+    return {"model": name, "on": on} if on else {"model": name}

@@ -15,7 +15,7 @@ from fleetd.api.anthropic import handlers as messages
 from fleetd.api.anthropic.bodies import CountBody, MessagesBody
 from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.anthropic.objects import MessageEvent, MessageReply, TokenCount
-from fleetd.api.control import cache, daemon, events, peers, plan
+from fleetd.api.control import cache, daemon, events, model_verbs, peers, plan
 from fleetd.api.http import openapi
 from fleetd.api.http.openai_dialect import CONTROL, OPENAI
 from fleetd.api.http.route_entry import Route, RouteStatus
@@ -321,14 +321,14 @@ FLEET: tuple[Route, ...] = (
     _get("/fleet/v1/settings", daemon.settings, CONTROL, page=True),
     Route(hdrs.METH_PATCH, "/fleet/v1/settings", daemon.change_setting, CONTROL, page=True),
     _get("/fleet/v1/env", daemon.env, CONTROL),
-    _post("/fleet/v1/models/pull", daemon.pull, CONTROL, page=True),
-    _post("/fleet/v1/models/add", daemon.add, CONTROL),
-    _post("/fleet/v1/models/load", daemon.load, CONTROL, page=True),
-    _post("/fleet/v1/models/unload", daemon.unload, CONTROL, page=True),
-    _post("/fleet/v1/models/pin", daemon.pin, CONTROL, page=True),
-    _post("/fleet/v1/models/unpin", daemon.unpin, CONTROL, page=True),
-    _post("/fleet/v1/models/verify", daemon.verify, CONTROL),
-    _post("/fleet/v1/models/remove", daemon.remove, CONTROL, page=True),
+    _post("/fleet/v1/models/pull", model_verbs.pull, CONTROL, page=True),
+    _post("/fleet/v1/models/add", model_verbs.add, CONTROL),
+    _post("/fleet/v1/models/load", model_verbs.load, CONTROL, page=True),
+    _post("/fleet/v1/models/unload", model_verbs.unload, CONTROL, page=True),
+    _post("/fleet/v1/models/pin", model_verbs.pin, CONTROL, page=True),
+    _post("/fleet/v1/models/unpin", model_verbs.unpin, CONTROL, page=True),
+    _post("/fleet/v1/models/verify", model_verbs.verify, CONTROL),
+    _post("/fleet/v1/models/remove", model_verbs.remove, CONTROL, page=True),
     _get("/fleet/v1/cache", cache.show, CONTROL),
     _post("/fleet/v1/cache/clear", cache.clear, CONTROL),
     _get("/fleet/v1/peers", peers.index, CONTROL, page=True),

@@ -12,6 +12,7 @@ import msgspec
 from fleetd.control.fleet_view import FleetView
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.control.prefill_plan import StepView
+from fleetd.text.bounded import Count, Share
 
 #: How short the system is of memory, in its own judgement; "" where it does not say.
 Pressure = Literal["", "normal", "warning", "critical"]
@@ -78,17 +79,17 @@ class MemoryBudget(msgspec.Struct, frozen=True):
     ``free_unknown``: nothing says what is free, and all of it is taken to be.
     """
 
-    total_bytes: int = 0
-    available_bytes: int = 0
+    total_bytes: Count = 0
+    available_bytes: Count = 0
     free_unknown: bool = False
     pressure: Pressure = ""
-    device_limit_bytes: int = 0
-    held_bytes: int = 0
-    fraction: float = 1.0
-    max_bytes: int = 0
+    device_limit_bytes: Count = 0
+    held_bytes: Count = 0
+    fraction: Share = 1.0
+    max_bytes: Count = 0
     overcommit: bool = False
-    usable_bytes: int = 0
-    largest_bytes: int = 0
+    usable_bytes: Count = 0
+    largest_bytes: Count = 0
 
 
 class HeldLayers(msgspec.Struct, frozen=True):

@@ -124,6 +124,8 @@ class FleetView(msgspec.Struct, frozen=True):
     # "running", "starting", "stopped", "off", or why it does not run.
     mdns: str = "off"
     local_only: bool = False
+    # Other machines may manage the models here, as far as the settings go.
+    manage: bool = False
     # A pairing window is open here.
     pairing: bool = False
     # The machine that unpaired this one; "" if none did.

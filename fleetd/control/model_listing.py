@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from fleetd.control.daemon_status import MemoryBudget
+from fleetd.text.bounded import Count
 
 #: Where a model can run: "here"; here once memory is "freed"; only "elsewhere", on another paired machine; or
 #: on "none" of the fleet's machines.
@@ -20,7 +21,7 @@ class ModelFit(msgspec.Struct, frozen=True):
     # Other paired machines that have room for it, by name.
     machines: list[str] = []
     # Bytes that are missing here: that have to be freed or, with all memory free, that this machine lacks.
-    short_bytes: int = 0
+    short_bytes: Count = 0
 
     @property
     def loads_here(self) -> bool:
@@ -34,8 +35,8 @@ class InstalledModel(msgspec.Struct, frozen=True):
     name: str = ""
     source: str = ""
     architecture: str = ""
-    weights_bytes: int = 0
-    context_tokens: int = 0
+    weights_bytes: Count = 0
+    context_tokens: Count = 0
     roles: list[str] = []
     path: str = ""
     loaded: bool = False
@@ -63,10 +64,10 @@ class OfferedModel(msgspec.Struct, frozen=True):
     # A remark for people.
     note: str = ""
     # Bytes that a pull fetches, about.
-    download_bytes: int = 0
+    download_bytes: Count = 0
     # What it needs here, as an estimate.
-    memory_bytes: int = 0
-    context_tokens: int = 0
+    memory_bytes: Count = 0
+    context_tokens: Count = 0
     tier: str = ""
     installed: bool = False
     fit: ModelFit = ModelFit()
@@ -85,7 +86,7 @@ class ImportableModel(msgspec.Struct, frozen=True):
     name: str = ""
     program: str = ""
     path: str = ""
-    size_bytes: int = 0
+    size_bytes: Count = 0
 
 
 class UnlistedModel(msgspec.Struct, frozen=True):
@@ -106,7 +107,7 @@ class ModelListing(msgspec.Struct, frozen=True):
     # What ``fit`` is judged by.
     memory: MemoryBudget = MemoryBudget()
     # Bytes that idle models would give back.
-    evictable_bytes: int = 0
+    evictable_bytes: Count = 0
     importable: list[ImportableModel] = []
     unlisted: list[UnlistedModel] = []
 
@@ -120,12 +121,12 @@ class FoundModel(msgspec.Struct, frozen=True):
     # ``model_type`` of its config, or the architecture of its GGUF files.
     architecture: str = ""
     # Bytes that a pull fetches, about; 0 if the hub does not say.
-    download_bytes: int = 0
+    download_bytes: Count = 0
     # What it needs here, as an estimate; 0 if its size is not known.
-    memory_bytes: int = 0
+    memory_bytes: Count = 0
     fit: ModelFit = ModelFit()
     # How often it was downloaded in the last month.
-    downloads: int = 0
+    downloads: Count = 0
     # The hub gives it only to people who have accepted its terms.
     gated: bool = False
     installed: bool = False
@@ -138,7 +139,7 @@ class FoundModels(msgspec.Struct, frozen=True):
     # Those that fit here first, then by downloads.
     models: list[FoundModel] = []
     # How many more the hub had, of files that are not read or types that are not known.
-    others: int = 0
+    others: Count = 0
 
 
 class ModelVerdict(msgspec.Struct, frozen=True):

@@ -19,9 +19,11 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.control.fleet_view import FleetView, PeerView
+from fleetd.control.model_change import ModelDone, ModelProgress, Verb
+from fleetd.control.model_listing import FoundModels, ModelListing
 from fleetd.control.network_diagnosis import ClockOffset, ClockOffsets, NetworkDiagnosis
 from fleetd.control.pairing_events import PairingEvent, Unpaired
-from fleetd.errors import FleetError, InvalidValue, NotFound
+from fleetd.errors import FleetError, InvalidValue, NotFound, NotPaired, PeerUnreachable, VersionMismatch
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.discovery import diagnosis
 from fleetd.p2p.link_prober import Invitation, LinkProber
@@ -35,6 +37,8 @@ from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.process.periodic import keep_running
 from fleetd.requests.job import THIS_NAME
+from fleetd.requests.managing import client as managing
+from fleetd.requests.managing.client import ManagedMachine
 from fleetd.requests.members import claims
 from fleetd.requests.members.members import Member
 from fleetd.requests.remote.bulk_dialer import BulkDialer
@@ -62,6 +66,7 @@ class Fleet:
         node: Node,
         *,
         local_only: bool,
+        manage: bool = True,
         wakes: bool = True,
         own_card: Callable[[], Card | None] = lambda: None,
     ) -> None:
@@ -74,6 +79,7 @@ class Fleet:
         self.dialer = BulkDialer(node)
         self._prober = LinkProber(node)
         self._local_only = local_only
+        self._manage = manage
         self._wall = time.time
         node.handle(CLOCK, self._tell_time)
 
@@ -156,7 +162,8 @@ class Fleet:
     def view(self) -> FleetView:
         now = asyncio.get_running_loop().time()
         view = fleet_view(self.node, local_only=self._local_only, pairing=self.pairing.is_open, now=now)
-        return msgspec.structs.replace(view, peers=[self._believed(peer) for peer in view.peers])
+        peers = [self._believed(peer) for peer in view.peers]
+        return msgspec.structs.replace(view, peers=peers, manage=self._manage)
 
     def _believed(self, peer: PeerView) -> PeerView:
         """A peer with the speeds that requests are placed by."""
@@ -235,36 +242,73 @@ class Fleet:
         now = asyncio.get_running_loop().time()
         return peer_view(self.node, self.node.roster.members[member.node_id], now)
 
-    def find(self, ref: str) -> RosterMember:
-        """A member by name, short id or id.
+    def manage(self, machine: str, verb: Verb, model: str) -> AsyncGenerator[ModelProgress | ModelDone, None]:
+        """Have another machine do something with one of its models; closing it early ends that there.
+
+        Raises as ``find``, and PeerUnreachable, VersionMismatch or NotPaired for a machine that cannot be
+        asked. The events raise what that machine says.
+        """
+        return managing.run(self, self._managed(machine), verb, model)
+
+    async def look(self, machine: str, words: str = "") -> ModelListing | FoundModels:
+        """The models of another machine or, for words, those of the hub and whether they fit there. Raises as
+        ``manage``."""
+        return await managing.look(self, self._managed(machine), words)
+
+    def _managed(self, ref: str) -> ManagedMachine:
+        member = self.find(ref, "on")
+        peer = peer_view(self.node, member, asyncio.get_running_loop().time())
+        if not peer.usable:
+            asleep = self.node.mesh.asleep(member.node_id) is not None
+            kind = {"incompatible": VersionMismatch, "refused": NotPaired}.get(peer.state, PeerUnreachable)
+            raise kind(
+                f"{member.name}: {'It is probably asleep.' if asleep else peer.reason}",
+                hint="Wake it, then try again."
+                if asleep
+                else peer.hint or "`fleetctl peers` shows its state.",
+                param="on",
+            )
+        return ManagedMachine(member.node_id, member.name, peer.software)
+
+    def is_here(self, ref: str) -> bool:
+        """True for the name, short id or id of this machine that no other member has."""
+        me, key = self.node.identity.node_id, ref.strip().lower()
+        own = key == self.node.name.lower() or key.replace("-", "") in (me, short_id(me))
+        return own and not self._called(ref)
+
+    def _called(self, ref: str) -> list[RosterMember]:
+        """The members with this id, else those with this name."""
+        members = list(self.node.roster.members.values())
+        key = ref.strip().lower().replace("-", "")
+        found = [m for m in members if m.node_id == key or short_id(m.node_id) == key]
+        return found or [m for m in members if m.name.lower() == ref.strip().lower()]
+
+    def find(self, ref: str, param: str = "peer") -> RosterMember:
+        """A member by name, short id or id; ``param`` is the field of the request that names it.
 
         Raises:
             NotFound: no member has it; the error names the members.
             InvalidValue: several members have that name, or it is this machine.
         """
-        members = list(self.node.roster.members.values())
-        key = ref.strip().lower().replace("-", "")
-        me = self.node.identity.node_id
-        found = [m for m in members if m.node_id == key or short_id(m.node_id) == key]
-        found = found or [m for m in members if m.name.lower() == ref.strip().lower()]
+        found = self._called(ref)
         if len(found) > 1:
             ids = ", ".join(short_id(member.node_id) for member in found)
             raise InvalidValue(
-                f"{len(found)} machines are called {ref}.", hint=f"Say which: {ids}.", param="peer"
+                f"{len(found)} machines are called {ref}.", hint=f"Say which: {ids}.", param=param
             )
         if found:
             return found[0]
-        if key in (me, short_id(me), self.node.name.lower()):
+        if self.is_here(ref):
             raise InvalidValue(
                 "That is this machine itself.",
                 hint="To take it out of the fleet, run `fleetctl unpair` for it on another machine.",
-                param="peer",
+                param=param,
             )
-        names = ", ".join(member.name for member in members)
+        names = ", ".join(member.name for member in self.node.roster.members.values())
         raise NotFound(
             f"No machine called {ref} is paired with this one.",
             hint=f"Paired are: {names}." if names else "None is paired yet: fleetctl pair.",
-            param="peer",
+            param=param,
         )
 
     async def diagnose(self) -> NetworkDiagnosis:

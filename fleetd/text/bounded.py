@@ -19,6 +19,8 @@ Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 #: Bytes, and counts that only grow: what a double holds exactly.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+#: A part of a whole.
+Share = Annotated[float, Meta(ge=0, le=1)]
 #: A measured figure in any unit.
 Rate = Annotated[float, Meta(ge=0, le=1e12)]
 #: Below 0 if time was lost.

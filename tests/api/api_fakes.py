@@ -26,6 +26,8 @@ from fleetd.api.routes import ALL_ROUTES
 from fleetd.compression.selection import Selection
 from fleetd.control import fleet_view, pairing_events
 from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HardwareReading, HttpAddress
+from fleetd.control.model_change import ModelDone, ModelProgress, Verb
+from fleetd.control.model_listing import FoundModels, ModelListing
 from fleetd.control.network_diagnosis import NetworkDiagnosis, PeerPortView
 from fleetd.control.prefill_plan import AddedQuestion, AddedView, PlanQuestion, PlanView
 from fleetd.control.usage_report import Span, UsageReport, UsageRow, UsageTotals
@@ -224,6 +226,35 @@ class FakeFleet:
     prompts: list[tuple[str, bool, bool]] = field(default_factory=list)
     waiting: str = ""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    # What was asked of other machines' models; what an operation there says, and the models there.
+    managed: list[tuple[str, str, str]] = field(default_factory=list)
+    manage_steps: list[ModelProgress | ModelDone | Exception | asyncio.Event] = field(default_factory=list)
+    listing: ModelListing | errors.FleetError = field(default_factory=ModelListing)
+    found: FoundModels = field(default_factory=FoundModels)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def is_here(self, ref: str) -> bool:
+        return ref == self.fleet.name
+
+    def manage(self, machine: str, verb: Verb, model: str) -> AsyncGenerator[ModelProgress | ModelDone, None]:
+        self._find(machine)
+        self.managed.append((machine, verb, model))
+        return self._managing(model)
+
+    async def _managing(self, model: str) -> AsyncGenerator[ModelProgress | ModelDone, None]:
+        self.begun.set()
+        try:
+            async for step in play(self.manage_steps):
+                yield step
+            yield ModelDone(name=model)
+        finally:
+            self.closed.set()
+
+    async def look(self, machine: str, words: str = "") -> ModelListing | FoundModels:
+        self._find(machine)
+        if isinstance(self.listing, errors.FleetError):
+            raise self.listing
+        return replace(self.found, words=words) if words else self.listing
 
     def view(self) -> fleet_view.FleetView:
         return self.fleet
@@ -247,9 +278,10 @@ class FakeFleet:
         return self.pair()
 
     def _find(self, peer: str) -> fleet_view.PeerView:
-        if peer != STUDIO.name:
-            raise errors.NotFound(f"No machine is called {peer!r}.", hint="The nearest is 'studio'.")
-        return STUDIO
+        for each in self.fleet.peers:
+            if peer in (each.name, each.node_id):
+                return each
+        raise errors.NotFound(f"No machine is called {peer!r}.", hint="The nearest is 'studio'.")
 
     async def unpair(self, peer: str, keep: Iterable[str] = ()) -> pairing_events.Unpaired:
         return pairing_events.Unpaired(self._find(peer).node_id, peer, ["air"], ["pro"], kept=list(keep))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import browser as browsers
@@ -10,9 +11,12 @@ from api_fakes import MODEL, speak
 from live_daemon import until
 from page_fakes import PageWorld, goto
 
+from fleetd.control.daemon_status import MemoryBudget
 from fleetd.control.fleet_view import FleetView, PeerView
+from fleetd.control.model_change import ModelProgress
+from fleetd.control.model_listing import InstalledModel, ModelFit, ModelListing, OfferedModel
 from fleetd.control.prefill_plan import AddedPoint, AddedQuestion, AddedView
-from fleetd.errors import DownloadFailed
+from fleetd.errors import DownloadFailed, Forbidden
 from fleetd.models.hub_search import HubModel, HubPage
 
 pytestmark = [browsers.NEEDED, pytest.mark.one_loop]
@@ -115,6 +119,79 @@ def test_a_hub_that_cannot_be_asked_says_why(world: PageWorld) -> None:
     page.fill("#search", "qwen")
     page.keyboard.press("Enter")
     page.wait_for_selector(".trouble:has-text('The hub could not be reached. Check the network.')")
+
+
+# ---- Models of other machines ----------------------------------------------------------------------------
+
+THEIRS = ModelListing(
+    installed=[InstalledModel("their-model", weights_bytes=GIB, context_tokens=4096, loaded=True)],
+    catalog=[
+        OfferedModel("small-one", roles=["chat"], download_bytes=GIB, memory_bytes=GIB),
+        OfferedModel("huge-one", roles=["chat"], fit=ModelFit("none", [], 5 * GIB)),
+    ],
+    memory=MemoryBudget(64 * GIB, 32 * GIB, usable_bytes=30 * GIB, largest_bytes=50 * GIB),
+)
+
+
+def looking_at_studio(world: PageWorld) -> Any:
+    world.fleet.fleet = FleetView(True, "me", "me", "mini", peers=[STUDIO])
+    world.fleet.listing = THEIRS
+    page = world.opened("models")
+    page.select_option("#models-of", label="studio")
+    page.wait_for_selector("h2:text-is('On studio')")
+    return page
+
+
+def test_the_models_of_another_machine_are_looked_at_as_those_of_this_one(world: PageWorld) -> None:
+    page = looking_at_studio(world)
+    assert page.locator(".modelrows h3").all_inner_texts()[:2] == ["their-model", "small-one"]
+    assert rows(page, "Fits on studio") == ["small-one"]
+    assert "studio is 5.4 GB short" in page.locator("li", has_text="huge-one").text_content()
+    assert "of studio's memory" in page.inner_text("main")
+    assert "Compare before you buy" not in page.inner_text("main")
+    page.select_option("#models-of", "")
+    page.wait_for_selector("h2:text-is('On this machine')")
+    page.wait_for_selector("section[aria-label='Fits here']")
+
+
+@pytest.mark.parametrize(("button", "verb"), [("Unload", "unload"), ("Pin", "pin"), ("Remove …", "remove")])
+def test_buttons_of_another_machines_models_act_there(world: PageWorld, button: str, verb: str) -> None:
+    page = looking_at_studio(world)
+    row = page.locator(".modelrows li", has_text="their-model")
+    row.get_by_role("button", name=button, exact=True).click()
+    if verb == "remove":
+        assert world.fleet.managed == []
+        row.get_by_text("for good").click()
+    until(lambda: world.fleet.managed == [("s", verb, "their-model")])
+    assert (world.pool.loaded, world.models.removed) == ([], [])
+
+
+def test_a_download_on_another_machine_shows_how_far_it_is_and_can_be_stopped(world: PageWorld) -> None:
+    page = looking_at_studio(world)
+    world.fleet.manage_steps = [ModelProgress("w.safetensors", GIB, 2 * GIB, "copying"), asyncio.Event()]
+    row = page.locator(".modelrows li", has_text="small-one")
+    row.get_by_role("button", name="Download", exact=True).click()
+    row.get_by_text("copying w.safetensors").wait_for()
+    assert "1.1 GB of 2.1 GB" in row.inner_text()
+    # It is the other machine's: this one's list says nothing of it.
+    page.select_option("#models-of", "")
+    page.wait_for_selector("h2:text-is('On this machine')")
+    assert "copying" not in page.inner_text("main")
+    page.select_option("#models-of", label="studio")
+    page.locator(".modelrows li", has_text="small-one").get_by_role("button", name="Stop").click()
+    until(world.fleet.closed.is_set)
+    assert world.fleet.managed == [("s", "pull", "small-one")]
+
+
+def test_a_machine_that_refuses_to_be_managed_says_so_and_this_one_is_a_choice_away(world: PageWorld) -> None:
+    world.fleet.fleet = FleetView(True, "me", "me", "mini", peers=[STUDIO])
+    world.fleet.listing = Forbidden("studio: fleet.manage is off there.", hint="Type it there.")
+    page = world.opened("models")
+    page.select_option("#models-of", label="studio")
+    page.wait_for_selector(".trouble:has-text('fleet.manage is off there. Type it there.')")
+    world.fleet.listing = THEIRS
+    page.click("text=Try again")
+    page.wait_for_selector("h2:text-is('On studio')")
 
 
 # ---- One more machine ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import msgspec
 import pytest
-from fake_daemon import FLEET, FLEETCTL, STATUS, FakeDaemon, Reply, Run, data
+from fake_daemon import FLEET, FLEETCTL, REPO, STATUS, FakeDaemon, Reply, Run, data
 
 from fleetctl.cli import VERBS, fleetctl
 from fleetctl.exits import Exit
@@ -516,6 +516,101 @@ def test_a_pull_asks_before_it_fetches_what_cannot_be_loaded(run: Run, daemon: F
     done = run("models", "pull", name, "--yes", home=daemon.home)
     assert (done.returncode, pulls(daemon)) == (0, [name])
     assert told in done.stderr
+
+
+PEERS = {"enabled": True, "manage": True, "name": "mini", "peers": []}
+
+
+def elsewhere(daemon: FakeDaemon) -> None:
+    """A daemon that manages other machines' models."""
+    daemon.on("GET", "/fleet/v1/peers", Reply(PEERS))
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS))
+
+
+def test_models_of_another_machine_are_listed_as_that_machine_judges(run: Run, daemon: FakeDaemon) -> None:
+    elsewhere(daemon)
+    listed = run("models", "--on", "my studio", home=daemon.home).stdout
+    assert daemon.seen[-1].path == "/fleet/v1/models?on=my%20studio"
+    assert listed == run("models", "list", "--on", "my studio", home=daemon.home).stdout
+    for part in (
+        "FITS ON MY STUDIO",
+        "Recommended on my studio: qwen3.5-4b",
+        "On my studio's CPU weights",
+        "pull NAME --on my studio",
+        "do not fit on my studio",
+    ):
+        assert part in listed, part
+    assert " here" not in listed
+    assert "FITS HERE" not in listed
+    daemon.on("GET", "/fleet/v1/models", Reply({}))
+    assert "No model is on studio yet." in run("models", "--on", "studio", home=daemon.home).stdout
+    misplaced = run("models", "--on", "studio", "load", "x", home=daemon.home)
+    assert misplaced.returncode == Exit.USAGE
+    assert "load NAME --on MACHINE" in misplaced.stderr
+
+
+def test_a_pull_on_another_machine_asks_by_what_fits_there(run: Run, daemon: FakeDaemon) -> None:
+    elsewhere(daemon)
+    daemon.on("POST", "/fleet/v1/models/pull", pulling(data({"done": True, "name": "qwen3-32b"})))
+    refused = run("models", "pull", "qwen3-32b", "--on", "air", home=daemon.home)
+    assert refused.returncode == Exit.USAGE
+    assert "qwen3-32b will not load on air: it needs 24.0 GB" in " ".join(refused.stderr.split())
+    assert pulls(daemon) == []
+    done = run("models", "pull", "qwen3-32b", "--on", "air", "--yes", home=daemon.home)
+    assert (done.returncode, done.stdout) == (0, "qwen3-32b on air is ready to use.\n")
+    assert daemon.seen[-1].body == {"model": "qwen3-32b", "on": "air"}
+
+
+@pytest.mark.parametrize(
+    ("verb", "told"),
+    [
+        ("load", "m on air is loaded."),
+        ("pin", "m on air stays loaded. `fleetctl models unpin m --on air` ends that."),
+        ("unload", "m on air is not loaded any more."),
+        ("unpin", "m on air is not pinned any more."),
+        ("remove", "m on air is removed."),
+    ],
+)
+def test_verbs_go_to_another_machine(run: Run, daemon: FakeDaemon, verb: str, told: str) -> None:
+    elsewhere(daemon)
+    streamed = verb in ("load", "pin")
+    reply = pulling(data({"done": True, "name": "m"})) if streamed else Reply({"ok": True})
+    daemon.on("POST", f"/fleet/v1/models/{verb}", reply)
+    if verb == "remove":
+        refused = run("models", verb, "m", "--on", "air", home=daemon.home)
+        assert "m's files on air" in refused.stderr
+    done = run("models", verb, "m", "--on", "air", *(["--yes"] if verb == "remove" else []), home=daemon.home)
+    assert (done.returncode, done.stdout[: len(told)]) == (0, told)
+    assert daemon.seen[-1].body == {"model": "m", "on": "air"} | ({"stream": True} if streamed else {})
+    again = ["--yes", "--json"] if verb == "remove" else ["--json"]
+    shown = run("models", verb, "m", "--on", "air", *again, home=daemon.home).stdout
+    assert json.loads(shown) == {"ok": True}
+
+
+@pytest.mark.parametrize("words", [["load", "m"], ["remove", "m", "--yes"], ["pull", "m"], ["list"]])
+def test_attack_an_older_daemon_does_nothing_here_that_was_meant_for_another_machine(
+    run: Run, daemon: FakeDaemon, words: list[str]
+) -> None:
+    """It would not know `on`, and do it to its own models."""
+    daemon.on("GET", "/fleet/v1/peers", Reply({"enabled": True, "name": "mini", "peers": []}))
+    refused = run("models", *words, "--on", "air", home=daemon.home)
+    assert refused.returncode != 0
+    assert "older than this fleetctl" in refused.stderr
+    assert [seen.path for seen in daemon.seen] == ["/fleet/v1/peers"]
+
+
+def test_ctrl_c_during_a_load_on_another_machine_leaves_it(run: Run, daemon: FakeDaemon) -> None:
+    elsewhere(daemon)
+    waiting = pulling(threading.Event())
+    daemon.on("POST", "/fleet/v1/models/load", waiting)
+    command = [*FLEETCTL, "--home", str(daemon.home), "models", "load", "m", "--on", "air"]
+    with subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True) as loading:
+        assert loading.stderr is not None
+        shown = loading.stderr.readline()
+        assert shown.startswith("loading m on air: downloading model.gguf"), shown
+        loading.send_signal(signal.SIGINT)
+        assert loading.wait(30) == Exit.INTERRUPTED
+    assert waiting.gone.wait(30)
 
 
 def test_a_pull_says_what_has_to_be_freed_and_goes_on(run: Run, daemon: FakeDaemon) -> None:

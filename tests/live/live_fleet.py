@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 from forked_programs import Programs
 from live_daemon import FLEETCTL, REPO, LiveDaemon, until
 
@@ -29,6 +30,7 @@ USABLE_S = 20.0
 VERB_S = 30.0
 SILENT_S = 60.0
 LOOPBACK = "127.0.0.1"
+SMOL, WEIGHTS = "smollm2-135m", "model.safetensors"
 # Below what systems hand out by themselves, so that nobody takes a port between its choice and its use; and
 # none is chosen twice.
 _PORTS = iter(random.SystemRandom().sample(range(20_000, 30_000), 10_000))
@@ -375,6 +377,41 @@ class Verb:
         """Exit code, and what was said on stderr."""
         _, said = self.process.communicate(timeout=VERB_S)
         return self.process.returncode, said
+
+
+# ---- Copies of models -------------------------------------------------------------------------------------
+
+
+def senders(fleet: LiveFleet) -> dict[str, psutil.Process]:
+    """The processes that send files now, by machine."""
+    found = {}
+    for name in fleet.names:
+        for process in fleet[name].processes()[1:]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "fleetd.models.copy.send" in process.cmdline():
+                    found[name] = process
+    return found
+
+
+def stop_in_the_middle(fleet: LiveFleet, receiver: str) -> str:
+    """Halt whoever sends the model once some of it has arrived, and not all; its name."""
+    until(lambda: senders(fleet))
+    ((name, process),) = senders(fleet).items()
+    partial = fleet.models_dir(receiver) / ".partial"
+    total = (fleet.models_dir(name) / SMOL / WEIGHTS).stat().st_size
+
+    def arrived() -> int:
+        return sum(file.stat().st_blocks * 512 for file in partial.rglob(f"{WEIGHTS}*"))
+
+    process.suspend()
+    # A millisecond at a time: however fast the machine is, it stops somewhere in between.
+    while arrived() == 0:
+        process.resume()
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(0.001)
+        process.suspend()
+    assert 0 < arrived() < total
+    return name
 
 
 # ---- Doing harm ------------------------------------------------------------------------------------------

@@ -13,12 +13,11 @@ from typing import Any
 import psutil
 import pytest
 from live_daemon import FLEETCTL, REPO, SOON_S, LiveDaemon, until
-from live_fleet import LiveFleet, answer, body, give_model
+from live_fleet import WEIGHTS, LiveFleet, answer, body, give_model, senders, stop_in_the_middle
 
 pytestmark = [pytest.mark.model, pytest.mark.one_loop]
 
 SMOL = "smollm2-135m"
-WEIGHTS = "model.safetensors"
 # No way out: whatever does not come from a peer fails at once.
 CUT_OFF = {
     "HTTP_PROXY": "http://127.0.0.1:9",
@@ -60,38 +59,6 @@ def pulling(daemon: LiveDaemon) -> Iterator[Iterator[dict[str, Any]]]:
         yield steps
 
 
-def senders(fleet: LiveFleet) -> dict[str, psutil.Process]:
-    """The processes that send files now, by machine."""
-    found = {}
-    for name in fleet.names:
-        for process in fleet[name].processes()[1:]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if "fleetd.models.copy.send" in process.cmdline():
-                    found[name] = process
-    return found
-
-
-def stop_in_the_middle(fleet: LiveFleet) -> str:
-    """Halt whoever sends when some of it has arrived, and not all; its name."""
-    until(lambda: senders(fleet))
-    ((name, process),) = senders(fleet).items()
-    partial = fleet.models_dir("alpha") / ".partial"
-    total = (fleet.models_dir(name) / SMOL / WEIGHTS).stat().st_size
-
-    def arrived() -> int:
-        return sum(file.stat().st_blocks * 512 for file in partial.rglob(f"{WEIGHTS}*"))
-
-    process.suspend()
-    # A millisecond at a time: however fast the machine is, it stops somewhere in between.
-    while arrived() == 0:
-        process.resume()
-        with contextlib.suppress(psutil.TimeoutExpired):
-            process.wait(0.001)
-        process.suspend()
-    assert 0 < arrived() < total
-    return name
-
-
 def test_a_model_comes_from_a_peer_when_there_is_no_other_way(fleet: LiveFleet) -> None:
     said = []
     with pulling(fleet["alpha"]) as steps:
@@ -114,7 +81,7 @@ def test_a_model_comes_from_a_peer_when_there_is_no_other_way(fleet: LiveFleet) 
 
 def test_a_sender_that_dies_is_followed_by_another_which_goes_on_where_it_stopped(fleet: LiveFleet) -> None:
     with pulling(fleet["alpha"]) as steps:
-        first = stop_in_the_middle(fleet)
+        first = stop_in_the_middle(fleet, "alpha")
         fleet[first].kill()
         said = list(steps)
     second = {"beta": "gamma", "gamma": "beta"}[first]
@@ -156,7 +123,7 @@ def test_ctrl_c_stops_a_copy_at_both_ends_and_pulling_again_finishes_it(fleet: L
     command = [*FLEETCTL, "--home", str(fleet["alpha"].home), "models", "pull", SMOL]
     running = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        name = stop_in_the_middle(fleet)
+        name = stop_in_the_middle(fleet, "alpha")
         sender = senders(fleet)[name]
         running.send_signal(signal.SIGINT)
         running.communicate(timeout=SOON_S)

@@ -102,6 +102,18 @@ async def test_a_machine_that_sleeps_is_woken_and_is_back(
         assert studio.sent[0] == [MAC]
 
 
+async def test_the_models_of_a_machine_that_sleeps_are_not_managed_and_the_error_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "REFUSED", "not said")
+    async with pair(tmp_path) as (fleet, studio):
+        await studio.end()
+        await until(fleet.node, lambda: not len(fleet.node.mesh.cards))
+        with pytest.raises(PeerUnreachable, match="studio: It is probably asleep") as error:
+            fleet.manage("studio", "load", "m")
+        assert error.value.hint == "Wake it, then try again."
+
+
 async def test_a_machine_that_says_good_bye_is_left_alone(tmp_path: Path) -> None:
     async with pair(tmp_path) as (fleet, studio):
         await studio.end(word=True)

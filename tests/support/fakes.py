@@ -131,6 +131,7 @@ class FakePool:
     """Streams ``script``, as ``play`` does. Models of ``loaded`` stay for the time of ``kept``."""
 
     script: Sequence[Loading | Event | BaseException | asyncio.Event] = ()
+    load_steps: Sequence[Loading | BaseException | asyncio.Event] = ()
     cancelled: int = 0
     streamed: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
@@ -158,6 +159,17 @@ class FakePool:
 
     async def load(self, folder: FakeFolder) -> None:
         self.loaded.append(folder.name)
+
+    async def loading(self, folder: FakeFolder) -> AsyncGenerator[Loading, None]:
+        """Loads once what is to be said of it, ``load_steps``, is said."""
+        try:
+            async with aclosing(play(self.load_steps)) as steps:
+                async for step in steps:
+                    yield step
+        except (GeneratorExit, asyncio.CancelledError):
+            self.cancelled += 1
+            raise
+        await self.load(folder)
 
     async def unload(self, name: str) -> bool:
         if name not in self.loaded:

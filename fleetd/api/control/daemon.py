@@ -3,66 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.api.control.offered import Rooms, found_models, offered
 from fleetd.api.http.body import json_answer, parse, read
 from fleetd.api.http.context import SERVICES
-from fleetd.api.http.relay import relay
 from fleetd.api.http.services import Services
 from fleetd.api.model_list import abilities, loaded_models
 from fleetd.control.daemon_status import ClientSettings, DaemonStatus, HttpAddress
 from fleetd.control.model_listing import (
+    FoundModels,
     ImportableModel,
     InstalledModel,
     ModelListing,
-    ModelVerdict,
     UnlistedModel,
 )
 from fleetd.control.setting_view import SettingChange
 from fleetd.control.usage_report import SPANS
 from fleetd.engine.protocol import Ready
-from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
+from fleetd.errors import InvalidValue
 from fleetd.models import catalog, file_threads
 from fleetd.models.catalog import CatalogEntry
 from fleetd.models.folder import ModelFolder
+from fleetd.models.names import is_name
 from fleetd.models.weights import unused_files
 from fleetd.text.host_port import host_port
 
 _DAYS = (1, 3650)
-
-
-class ModelRef(msgspec.Struct, frozen=True):
-    """The body of every POST under /fleet/v1/models; ``full`` is for verify alone."""
-
-    model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-    full: bool = True
-
-
-class AddedModel(msgspec.Struct, frozen=True):
-    """The body of POST /fleet/v1/models/add: an absolute path, or a name from ``importable``; "" chooses."""
-
-    path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-    name: Annotated[str, msgspec.Meta(max_length=200)] = ""
-
-
-async def _ref(request: web.Request) -> ModelRef:
-    return parse(await read(request), ModelRef)
-
-
-async def _resolve(request: web.Request, ref: ModelRef | None = None) -> ModelFolder:
-    ref = ref or await _ref(request)
-    return await file_threads.look(request.app[SERVICES].models.resolve, ref.model)
-
-
-# ---- Reading ---------------------------------------------------------------------------------------------
 
 
 async def status(request: web.Request) -> web.StreamResponse:
@@ -71,10 +43,35 @@ async def status(request: web.Request) -> web.StreamResponse:
 
 async def models(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
+    if machine := other_machine(services, request.query.get("on", "")):
+        return json_answer(await services.fleet.look(machine))
+    return json_answer(await listing(services))
+
+
+def other_machine(services: Services, on: str) -> str:
+    """The machine that ``on`` names; "" for this one. Raises InvalidValue for several."""
+    if "," in on:
+        raise InvalidValue(
+            "Models of one machine are managed at a time.", hint="Ask once for each machine.", param="on"
+        )
+    return "" if not on or services.fleet.is_here(on) else on
+
+
+async def shown(services: Services, words: str) -> ModelListing | FoundModels:
+    """What another machine is told: as ``listing`` and ``found``, without where anything is on the disk."""
+    if words:
+        return await found(services, words)
+    whole = await listing(services)
+    installed = [replace(model, path="", ignored=[]) for model in whole.installed if is_name(model.name)]
+    return replace(whole, installed=installed, importable=[], unlisted=[])
+
+
+async def listing(services: Services) -> ModelListing:
+    """The models that this machine has or could have."""
     # The engines' state belongs to the event loop; only the disk is asked from a thread.
     loaded = loaded_models(services)
     facts = {name: found for name in loaded if (found := services.pool.facts(name)) is not None}
-    return json_answer(await file_threads.look(_listing, services, loaded, facts, services.status()))
+    return await file_threads.look(_listing, services, loaded, facts, services.status())
 
 
 def _listing(
@@ -130,14 +127,29 @@ def _installed(
 
 async def search(request: web.Request) -> web.StreamResponse:
     """Models of the hub by words of their names; only a person's question gets here, and only it is sent."""
-    services = request.app[SERVICES]
-    words = " ".join(request.query.get("words", "").split())
+    services, words = request.app[SERVICES], " ".join(request.query.get("words", "").split())
+    _check(words)
+    if machine := other_machine(services, request.query.get("on", "")):
+        return json_answer(await services.fleet.look(machine, words))
+    return json_answer(await found(services, words))
+
+
+def _check(words: str) -> None:
+    """Raises InvalidValue for words that the hub is not asked for."""
     if not 2 <= len(words) <= limits.HUB_SEARCH_CHARS:
         raise InvalidValue(f"words has to have 2 to {limits.HUB_SEARCH_CHARS} characters.", param="words")
+
+
+async def found(services: Services, words: str) -> FoundModels:
+    """The models of the hub that have these words, and whether they fit here.
+
+    Raises InvalidValue, DownloadFailed.
+    """
+    _check(words)
     page = await services.search(words)
     folders = await file_threads.look(lambda: list(services.models.installed()))
     names = {folder.name for folder in folders} | {entry.hub_id or "" for entry in _entries(folders)}
-    return json_answer(found_models(words, page, names, _rooms(services, services.status())))
+    return found_models(words, page, names, _rooms(services, services.status()))
 
 
 def _entries(folders: Sequence[ModelFolder]) -> list[CatalogEntry]:
@@ -189,114 +201,3 @@ async def env(request: web.Request) -> web.StreamResponse:
 def _url(http: HttpAddress) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)  # noqa: S104  an address to call, not to bind
     return f"http://{host_port(host, http.port)}"
-
-
-# ---- Acting ----------------------------------------------------------------------------------------------
-
-
-async def load(request: web.Request) -> web.StreamResponse:
-    folder = await _resolve(request)
-    await request.app[SERVICES].pool.load(folder)
-    return json_answer({"ok": True})
-
-
-async def unload(request: web.Request) -> web.StreamResponse:
-    services = request.app[SERVICES]
-    name = await _installed_name(services, (await _ref(request)).model)
-    if not await services.pool.unload(name):
-        raise ModelNotFound(f"{name} is not loaded.", hint="`fleetctl status` lists what is.")
-    return json_answer({"ok": True})
-
-
-async def pin(request: web.Request) -> web.StreamResponse:
-    """Load it too: what is pinned can be loaded here."""
-    services = request.app[SERVICES]
-    folder = await _resolve(request)
-    await services.pool.load(folder)
-    await asyncio.to_thread(services.pinned.pin, folder.name)
-    return json_answer({"ok": True})
-
-
-async def unpin(request: web.Request) -> web.StreamResponse:
-    services = request.app[SERVICES]
-    name = await _installed_name(services, (await _ref(request)).model)
-    if name not in services.pinned.names:
-        raise ModelNotFound(f"{name} is not pinned.", hint="`fleetctl models` lists what is.")
-    await asyncio.to_thread(services.pinned.unpin, name)
-    return json_answer({"ok": True})
-
-
-async def remove(request: web.Request) -> web.StreamResponse:
-    await remove_model(request.app[SERVICES], (await _ref(request)).model)
-    return json_answer({"ok": True})
-
-
-async def remove_model(services: Services, ref: str) -> None:
-    """Unload first: a worker that has the files mapped would keep the disk space. Raises FleetError."""
-    name = await _installed_name(services, ref)
-    await services.pool.unload(name)
-    await file_threads.look(services.models.remove, name)
-    await asyncio.to_thread(services.pinned.unpin, name)
-    services.models_changed()
-
-
-async def _installed_name(services: Services, ref: str) -> str:
-    """The name that a model is loaded and removed by; ``ref`` itself where its folder is gone or damaged."""
-    try:
-        return (await file_threads.look(services.models.resolve, ref)).name
-    except (ModelNotFound, ModelCorrupt):
-        return ref
-
-
-async def verify(request: web.Request) -> web.StreamResponse:
-    services = request.app[SERVICES]
-    ref = await _ref(request)
-    folder = await _resolve(request, ref)
-    await file_threads.read_whole(services.verify, folder.path, full=ref.full)
-    digest = await file_threads.read_whole(services.models.digest, folder)
-    return json_answer(ModelVerdict(digest=str(digest)))
-
-
-async def pull(request: web.Request) -> web.StreamResponse:
-    """Progress as a stream of events; the last one says done, or what went wrong."""
-    services = request.app[SERVICES]
-    return await relay(request, _pulling(services, (await _ref(request)).model))
-
-
-async def _pulling(services: Services, ref: str) -> AsyncGenerator[object, None]:
-    async with aclosing(_steps(services, ref)) as steps:
-        async for step in steps:
-            yield step
-    folder = await file_threads.look(services.models.resolve, ref)
-    yield {"done": True, "name": folder.name}
-
-
-async def _steps(services: Services, ref: str) -> AsyncGenerator[object, None]:
-    async with aclosing(services.pull(ref)) as steps:
-        async for step in steps:
-            yield {
-                "file": step.file,
-                "done_bytes": step.done_bytes,
-                "total_bytes": step.total_bytes,
-                "stage": step.stage,
-            }
-
-
-async def add(request: web.Request) -> web.StreamResponse:
-    """Stream progress as ``pull`` does: importing a GGUF file takes a while."""
-    body = parse(await read(request), AddedModel)
-    return await relay(request, _adding(request.app[SERVICES], body))
-
-
-async def _adding(services: Services, body: AddedModel) -> AsyncGenerator[object, None]:
-    models = services.models
-    place = await file_threads.look(models.locate, body.path)
-    name = await file_threads.look(models.name_for, place, body.name)
-    path = str(place if isinstance(place, Path) else place.path)
-    if await file_threads.look(models.needs_pull, path):
-        async with aclosing(_steps(services, path)) as steps:
-            async for step in steps:
-                yield step
-    folder = await file_threads.read_whole(models.add, place, name)
-    services.models_changed()
-    yield {"done": True, "name": folder.name}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 
 from fleetd.control.fleet_view import FleetView, PeerView
+from fleetd.control.model_change import ModelDone, ModelProgress, Verb
+from fleetd.control.model_listing import FoundModels, ModelListing
 from fleetd.control.pairing_events import PairingEvent, Unpaired
 from fleetd.errors import FleetError, NotPaired, PairingClosed
 from fleetd.p2p.session.transport import PeerStream
@@ -32,6 +34,15 @@ class DisabledFleet:
         raise _off(NotPaired)
 
     def request(self, node_id: str, method: str, body: bytes) -> PeerStream:
+        raise _off(NotPaired)
+
+    def is_here(self, ref: str) -> bool:
+        return False
+
+    def manage(self, machine: str, verb: Verb, model: str) -> AsyncGenerator[ModelProgress | ModelDone, None]:
+        raise _off(NotPaired)
+
+    async def look(self, machine: str, words: str = "") -> ModelListing | FoundModels:
         raise _off(NotPaired)
 
     async def diagnose(self) -> None:

@@ -28,6 +28,7 @@ from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
 from fleetd.models.pull_lines import PullProgress
 from fleetd.requests.ledger import Ledger
+from fleetd.requests.managing.operations import ModelOperations
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.runner import RequestRunner
 from fleetd.requests.smart_prefill.compression_job import CompressionService
@@ -99,3 +100,8 @@ class Services(msgspec.Struct, frozen=True):
     kept_responses: KeptAnswers[Any, Any] = msgspec.field(default_factory=KeptAnswers)
     #: One object for each listener to events.
     listeners: set[object] = msgspec.field(default_factory=set)
+
+    @property
+    def operations(self) -> ModelOperations:
+        """What people do with the models of this machine."""
+        return ModelOperations(self.models, self.pool, self.pinned, self.pull, self.models_changed)

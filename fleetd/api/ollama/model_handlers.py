@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from aiohttp import web
 
-from fleetd.api.control.daemon import remove_model
 from fleetd.api.http import token
 from fleetd.api.http.body import json_answer, parse, read
 from fleetd.api.http.context import SERVICES
@@ -122,7 +121,7 @@ async def _pulling(services: Services, ref: str) -> AsyncGenerator[o.OllamaPullL
 
 async def delete(request: web.Request) -> web.StreamResponse:
     token.require_token(request)
-    await remove_model(request.app[SERVICES], await _ref(request))
+    await request.app[SERVICES].operations.remove(await _ref(request))
     return web.Response()
 
 
