@@ -32,6 +32,7 @@ from fleetd.text.terminal_text import printable
 _KEEPALIVE = re.compile(r"keepalive (\d+)/(\d+)")
 _LOADING = re.compile(r"loading (.+?)(?: (\d+)/(\d+))?")
 # The machine that a request moved to, and the reason.
+_EXACTNESS = re.compile(r"exactness (\w+)")
 _PLAN = re.compile(r"plan (\w+; nodes=.*?)(?:: (.*))?")
 # Stages of loading count bytes, layers or files; no count of the latter kinds comes near this.
 _LOOKS_LIKE_BYTES = 1_000_000
@@ -300,6 +301,8 @@ def _comment(answer: Answer, text: str, printer: Printer, progress: Progress) ->
         answer.headers["x-fleet-plan"] = plan[1]
         progress.clear()
         printer.remark(plan[2])
+    elif exactness := _EXACTNESS.fullmatch(text):
+        answer.headers["x-fleet-exactness"] = exactness[1]
     elif reason := smart_prefill.told_by_comment(text):
         _not_shortened(answer, reason, printer, progress)
     else:

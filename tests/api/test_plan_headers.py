@@ -82,6 +82,7 @@ async def test_headers_that_cannot_wait_name_no_machine(monkeypatch: pytest.Monk
     plan, exactness, text = await asked(Planner(Wait.HEADERS, REMOTE), stream=True)
     assert (plan, exactness) == ("undecided; nodes=", "")
     assert ": plan remote; nodes=studio\n" in text
+    assert ": exactness equivalent\n" in text
 
 
 async def test_a_move_to_another_machine_is_said_in_the_stream() -> None:
@@ -90,6 +91,15 @@ async def test_a_move_to_another_machine_is_said_in_the_stream() -> None:
     assert ": plan remote; nodes=mini: studio went away.\n" in text
     plan, _, _ = await asked(Planner(REMOTE, moved), stream=False)
     assert plan == "remote; nodes=mini"
+
+
+async def test_exactness_is_said_in_the_stream_if_it_changes() -> None:
+    moved = Planned("remote", ("mini",), "equivalent", "studio went away.")
+    _, _, text = await asked(Planner(REMOTE, Wait.HEADERS, moved), stream=True)
+    assert ": exactness" not in text
+    _, exactness, text = await asked(Planner(LOCAL, Wait.HEADERS, moved), stream=True)
+    assert exactness == "exact"
+    assert text.count(": exactness equivalent\n") == 1
 
 
 async def test_helpers_that_join_later_are_said_in_the_stream() -> None:

@@ -359,3 +359,11 @@ def test_a_plan_that_was_late_is_the_plan(run: Run, daemon: FakeDaemon) -> None:
     assert (
         json.loads(run("chat", "x", "--json", home=daemon.home).stdout)["plan"] == "layers; nodes=studio,this"
     )
+
+
+def test_exactness_that_was_late_is_in_the_json(run: Run, daemon: FakeDaemon) -> None:
+    late = ": plan remote; nodes=studio\n\n: exactness equivalent\n\n"
+    daemon.chat(Reply(stream=[late, delta(content="ok"), *final()]))
+    done = run("chat", "x", "--json", home=daemon.home)
+    assert json.loads(done.stdout)["exactness"] == "equivalent"
+    assert done.stderr == ""

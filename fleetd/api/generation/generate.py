@@ -7,7 +7,7 @@ A streamed request waits up to ``limits.HEADERS_GRACE_S`` for a first event, whi
 that is loaded (Tokenized, however busy it is) or that has to be: so an early refusal (unknown model, prompt
 too long) gets its own status.
 After that the headers go out, and a failure is a frame. The headers name the plan as it stands then; if the
-job moves to another machine later, a comment says so.
+job moves to another machine later, or exactness changes, a comment says so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Prompt, Tokenized
 from fleetd.errors import EngineError
-from fleetd.requests.job import Job, Origin, Planned
+from fleetd.requests.job import Exactness, Job, Origin, Planned
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
@@ -115,6 +115,12 @@ class _Plans:
         return bool(self._latest)
 
     @property
+    def exactness(self) -> Exactness | None:
+        """The least of the choices'; None before any is planned."""
+        told = (planned.exactness for planned in self._latest.values())
+        return max(told, key=_LOSS.__getitem__, default=None)
+
+    @property
     def smart(self) -> SmartPrefillResult | None:
         return next((planned.smart for planned in self._latest.values() if planned.smart), None)
 
@@ -128,9 +134,9 @@ class _Plans:
         return list(found.values())
 
     def headers(self, work: GenerationRequest) -> Mapping[str, str]:
-        found = list(self._latest.values())
+        found, exactness = list(self._latest.values()), self.exactness
         tools = {"X-Fleet-Tools": "grammar"} if self._tools_by_grammar else {}
-        if not found:
+        if exactness is None:
             undecided = {"X-Fleet-Request": work.id, "X-Fleet-Plan": "undecided; nodes="}
             # Parts of the prompt may yet be left out, so "exact" is not promised.
             return undecided | ({"X-Fleet-Exactness": "lossy"} if work.smart is not None else {}) | tools
@@ -140,7 +146,7 @@ class _Plans:
             "X-Fleet-Request": work.id,
             # A machine's name is whatever its owner typed; a header holds one line of ASCII.
             "X-Fleet-Plan": f"{kind}; nodes={','.join(quote(node, safe=' ') for node in nodes)}",
-            "X-Fleet-Exactness": max((planned.exactness for planned in found), key=_LOSS.__getitem__),
+            "X-Fleet-Exactness": exactness,
             **smart_prefill_reports.headers(self._results(work.per_prompt)),
             **tools,
         }
@@ -226,7 +232,7 @@ class _Sender:
         self._streamer = streamer
         self._progress = ProgressComments()
         self._sent_s = self._object_s = 0.0
-        self._smart = plans.smart
+        self._smart, self._exactness = plans.smart, plans.exactness
 
     async def open(self, first: Item) -> None:
         if first is not None:
@@ -255,6 +261,9 @@ class _Sender:
                     await self._say(f"smart prefill {smart_prefill_reports.sentence(event.smart)}")
                 if self._plans.feed(index, event) or event.reason:
                     await self._say(f"plan {event}" + (f": {event.reason}" if event.reason else ""))
+                if (exactness := self._plans.exactness) != self._exactness:
+                    self._exactness = exactness
+                    await self._say(f"exactness {exactness}")
                 continue
             if self._plans.learns_of_tools(event):
                 # The headers are out.

@@ -108,10 +108,12 @@ function heard(turn, chunk) {
   if (smart) turn.smart = smart.skipped ? notUsed(smart.skipped) : `smart prefill: read ${count(smart.compressed_tokens)} of ${counted(smart.original_tokens, "token")}`;
 }
 
-// A stream whose headers are out says it in a comment.
+// What is known only once the headers are out comes in comments.
 function commented(turn, text) {
-  const skipped = /^smart prefill skipped: (.*)$/.exec(text);
-  if (skipped) turn.smart = notUsed(skipped[1]);
+  const [, name, told] = /^(plan|exactness|smart prefill skipped:) (.*)$/.exec(text) ?? [];
+  if (name === "plan") turn.plan = told.split(": ")[0];
+  else if (name === "exactness") turn.exactness = told;
+  else if (name) turn.smart = notUsed(told);
   redraw();
 }
 
@@ -271,7 +273,7 @@ function reply(turn, last) {
     ended && h("p", { class: "acts" },
       turn.content && copyButton("the answer", turn.content),
       last && !chat.abort && h("button", { key: "retry", class: "plain small", onclick: retry }, "Retry"),
-      turn.request && h("a", { key: "why", href: `#requests/${encodeURIComponent(turn.request)}` }, "where the time went"))];
+      turn.request && h("a", { key: "why", href: `#requests/${encodeURIComponent(turn.request)}` }, "Where the time went"))];
 }
 
 function waiting(turn) {
