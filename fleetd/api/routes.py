@@ -329,7 +329,7 @@ FLEET: tuple[Route, ...] = (
     _post("/fleet/v1/models/unpin", model_verbs.unpin, CONTROL, page=True),
     _post("/fleet/v1/models/verify", model_verbs.verify, CONTROL),
     _post("/fleet/v1/models/remove", model_verbs.remove, CONTROL, page=True),
-    _get("/fleet/v1/cache", cache.show, CONTROL),
+    _get("/fleet/v1/cache", cache.show, CONTROL, page=True),
     _post("/fleet/v1/cache/clear", cache.clear, CONTROL),
     _get("/fleet/v1/peers", peers.index, CONTROL, page=True),
     _get("/fleet/v1/diagnose", peers.diagnose, CONTROL),

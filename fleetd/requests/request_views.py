@@ -135,6 +135,7 @@ def refused_trace(
         reason=error.message,
         took_s=ended_s - arrived_s,
         asked_by=job.asked_by,
+        client=job.client,
         machine=here,
         clock_s=arrived_s,
     )

@@ -17,6 +17,7 @@ from fleetd.api.http.page_sessions import PageSessions
 from fleetd.api.http.services import Services
 from fleetd.config import Config
 from fleetd.control import pairing_events
+from fleetd.control.cache_report import CacheReport
 from fleetd.control.daemon_status import DaemonStatus
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
@@ -39,6 +40,16 @@ class WatchedFleet(FakeFleet):
         self.unpaired = [*getattr(self, "unpaired", []), peer]
         self.kept = list(keep)
         return pairing_events.Unpaired(peer, peer)
+
+
+@dataclass
+class FakeDiskCache:
+    """Keeps as many bytes."""
+
+    n_bytes: int = 0
+
+    def report(self) -> CacheReport:
+        return CacheReport(on=True, n_bytes=self.n_bytes)
 
 
 def fleet_of(number: int) -> FleetView:
@@ -137,6 +148,7 @@ class PageWorld:
     added: AddedView = field(default_factory=AddedView)
     asked: list[Any] = field(default_factory=list)
     ledger: FakeLedger = field(default_factory=FakeLedger)
+    disk_cache: FakeDiskCache = field(default_factory=FakeDiskCache)
     settings: SettingsFile = field(default_factory=lambda: SettingsFile(Path("fleetd.toml"), Config()))
     status: Callable[[], DaemonStatus] | None = None
     now_s: float = 0.0
@@ -156,6 +168,7 @@ class PageWorld:
             models=self.models,
             status=lambda: self.status() if self.status is not None else status(fleet=self.fleet.fleet),
             ledger=_Newest(self, "ledger"),
+            disk_cache=self.disk_cache,  # type: ignore[arg-type]
             settings=lambda: self.settings.view(),
             change_setting=lambda change: self.settings.change(change),
             traces=lambda last, request_id: TracesView(self.traces[:last]),

@@ -14,7 +14,7 @@ from api_fakes import MODEL, FakeLedger, Step, engine, speak, status
 from live_daemon import until
 from page_fakes import PageWorld, fleet_of, goto, trace
 
-from fleetd import config
+from fleetd import config, limits
 from fleetd.api.control.settings_file import SettingsFile
 from fleetd.control.fleet_view import FleetView, Neighbour, PeerView
 from fleetd.control.prefill_plan import OptionView
@@ -67,6 +67,20 @@ def test_a_memory_bar_adds_up_to_all_of_the_memory(world: PageWorld) -> None:
         "all => all.map(x => x.x.baseVal.value + x.width.baseVal.value)",
     )
     assert abs(max(ends) - 1000) < 2
+
+
+def test_what_is_kept_on_the_disk_stands_beside_the_memory(world: PageWorld) -> None:
+    held = engine(disk_written_bytes=1)
+    world.status = lambda: status(fleet=world.fleet.fleet, engines=[held])
+    world.disk_cache.n_bytes = 1_234_000_000
+    page = world.opened()
+    page.wait_for_selector(".machines > li:first-child .legend >> text=kept prompts on disk 1.2 GB")
+    assert page.locator(".legend >> text=on disk").count() == 1
+    # More is written; then all of it is thrown away.
+    held, world.disk_cache.n_bytes = engine(disk_written_bytes=2), 2_500_000_000
+    page.wait_for_selector(".legend >> text=kept prompts on disk 2.5 GB")
+    held, world.disk_cache.n_bytes = engine(disk_written_bytes=2, prefix_bytes=1), 0
+    page.wait_for_selector(".legend >> text=on disk", state="detached")
 
 
 def test_what_is_not_known_of_a_lost_machine_is_not_shown_as_none(world: PageWorld) -> None:
@@ -223,13 +237,19 @@ def test_the_figures_of_a_bar_are_read_by_pointer_and_by_keyboard(world: PageWor
     world.ledger = GainLedger(UsageTotals(requests=4), days_ago(0, 1, 2, 5))
     page = world.opened("history")
     first = "figure:has-text('First token')"
-    page.wait_for_selector(f"{first} >> text=1.50 s median, 4.25 s 9 of 10 within")
+    page.wait_for_selector(f"{first} >> text=median 1.50 s, 9 of 10 within 4.25 s")
     # The highest value is written at the axis.
     assert page.inner_text(f"{first} .most") == "up to 4.25 s"
-    for ago in (1, 2, 3):
-        page.press(f"{first} .plot", "ArrowLeft")
-        page.wait_for_selector(f"{first} .reading:has-text('{days_ago(ago)[0][5:]}')")
+    page.focus(f"{first} .plot")
+    # Three within one frame: keys may come faster than drawings.
+    page.evaluate("""() => [1, 2, 3].forEach(() => document.activeElement.dispatchEvent(
+        new KeyboardEvent("keydown", {key: "ArrowLeft", bubbles: true})))""")
     page.wait_for_selector(f"{first} .reading:has-text('{days_ago(3)[0][5:]}: \u2013')")
+    for _ in range(26):
+        page.keyboard.press("ArrowLeft")
+    page.wait_for_selector(f"{first} .reading:has-text('{days_ago(29)[0][5:]}')")
+    page.keyboard.press("End")
+    page.wait_for_selector(f"{first} .reading:has-text('{days_ago(0)[0][5:]}')")
     page.hover(f"{first} .plot", position={"x": 1, "y": 30})
     page.wait_for_selector(f"{first} .reading:has-text('{days_ago(29)[0][5:]}')")
     saved = page.inner_text("figure:has-text('Time saved')")
@@ -282,6 +302,29 @@ def test_a_chat_follows_its_answer_unless_the_person_scrolled_up(world: PageWorl
     until(lambda: len(more) == 3)
     go_on()
     page.wait_for_selector("text=The answer is complete.", state="attached")
+
+
+def test_where_an_answer_comes_from_is_right_if_the_headers_could_not_tell(
+    world: PageWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HEADERS_PLAN_S", 0.0)
+    monkeypatch.setattr(limits, "HEADERS_GRACE_S", 0.0)
+    shown: list[asyncio.Event] = []
+
+    def script(job: Job) -> Iterable[Step]:
+        shown.append(asyncio.Event())
+        yield shown[0]
+        yield Planned("remote", ("studio",), "equivalent")
+        yield from speak(job)
+
+    world.runner.script = script
+    page = world.opened("chat")
+    page.fill("#prompt", "Hello.")
+    with page.expect_response("**/v1/chat/completions") as response:
+        page.click("text=Send")
+    assert response.value.headers["x-fleet-plan"] == "undecided; nodes="
+    shown[0]._loop.call_soon_threadsafe(shown[0].set)  # type: ignore[attr-defined]
+    page.wait_for_selector(".assistant .told:has-text('on studio · equivalent')")
 
 
 def test_smart_prefill_that_was_declined_says_so_and_why(world: PageWorld) -> None:

@@ -312,6 +312,21 @@ def test_the_system_service_keeps_its_own_home(run: Run, short_dir: Path) -> Non
     done = run("service", "install", "--system", "--print", home=short_dir)
     assert done.returncode == Exit.USAGE
     assert "/var/lib/fleetd" in done.stderr
+    assert f"but --home says {short_dir}: add --user." in " ".join(done.stderr.split())
+
+
+@linux_only
+@pytest.mark.parametrize("name", ["FLEETD_HOME", "STATE_DIRECTORY"])
+def test_a_home_of_the_environment_is_named_as_the_cause(
+    run: Run, short_dir: Path, env: dict[str, str], name: str
+) -> None:
+    """No --home was typed, so an error that speaks of --home would puzzle."""
+    env[name] = str(short_dir)
+    done = run("service", "install", "--system", "--print")
+    assert done.returncode == Exit.USAGE
+    said = " ".join(done.stderr.split())
+    assert f"but {name} says {short_dir}: unset {name}, or add --user." in said
+    assert "--home" not in said
 
 
 def test_launchd_is_waited_for_and_understood(short_dir: Path) -> None:

@@ -25,7 +25,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     import together
 
     yield together
-    for name in {"together", "daemons"} - before:
+    for name in {"together", "daemons", "run"} - before:
         sys.modules.pop(name, None)
 
 
@@ -68,6 +68,36 @@ def test_the_verdict_claims_no_more_than_was_seen(
 ) -> None:
     together = answered(demo, plan, together_s, content)
     assert said in demo.verdict(answered(demo, ALONE, 35.0), together)
+
+
+def test_an_answer_is_told_in_the_terms_of_its_headers(
+    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan is how a prompt is read, and exactness how its answer compares: neither is called the other."""
+    import run
+
+    answer = {
+        "content": "Four.",
+        "plan": "remote; nodes=kitchen",
+        "exactness": "equivalent",
+        "first_token_s": 0.25,
+        "usage": {
+            "prompt_tokens": 2259,
+            "completion_tokens": 9,
+            "prompt_tokens_details": {"cached_tokens": 24},
+        },
+        "timings": {"prompt_ms": 1500.0, "predicted_ms": 400.0},
+    }
+    monkeypatch.setattr(run, "fleetctl", lambda *arguments, **options: answer)
+    run.ask(demo.Machine("studio", Path("home"), {}), "What is 2+2?", about_text=False)
+    told = capsys.readouterr().out.splitlines()
+    assert told[1:3] == ["> What is 2+2?", "  Four."]
+    assert told[3] == "  way        remote; nodes=kitchen · exactness equivalent"
+    assert told[4] == "  prompt     2,259 tokens, 24 of them known already; the others read in 1.50 s"
+    assert told[5].startswith("  answer     9 tokens in 0.40 s; first one after 0.25 s, everything after ")
+    told_together = demo.line(answered(demo, LAYERS, 20.0), SimpleNamespace(name="studio"))
+    assert told_together.splitlines()[0] == "first token after 20.00 s · 4,600 tokens"
+    assert told_together.endswith("answered by studio · layers; nodes=studio,this · exactness exact")
 
 
 def picture_maker() -> dict[str, Any]:

@@ -541,10 +541,11 @@ async def test_a_request_that_no_model_was_found_for_is_counted_listed_and_in_th
     traces: list[Trace] = []
     runner = make_runner(FakePool(answer()), FakeModels(), record=traces.append, name="mini")
     with pytest.raises(ModelNotFound, match="nope") as caught:
-        await collect(runner, job("nope"))
+        await collect(runner, replace(job("nope"), client="claude"))
     assert "Did you mean" in caught.value.hint
     (trace,) = traces
     assert (trace.id, trace.model, trace.outcome) == ("r1", "nope", "failed")
+    assert trace.client == "claude"
     assert trace.code == "model_not_found"
     assert trace.summary.startswith("Failed after 0.")
     check_steps(trace)

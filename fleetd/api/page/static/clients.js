@@ -50,7 +50,7 @@ function cards(model) {
     { name: "Python", note: "In a shell.",
       text: `pip install openai\n${SHELL}\npython - <<'END'\nfrom openai import OpenAI\n\nanswer = OpenAI().chat.completions.create(\n    model="${name}",\n    messages=[{"role": "user", "content": "Hello"}],\n)\nprint(answer.choices[0].message.content)\nEND` },
     { name: "curl", note: "In a shell.",
-      text: `${SHELL}\ncurl "$OPENAI_BASE_URL/chat/completions" \\\n  -H "Authorization: Bearer $OPENAI_API_KEY" -H "Content-Type: application/json" \\\n  -d '{"model": "${name}", "messages": [{"role": "user", "content": "Hello"}]}'` },
+      text: `${SHELL}\ncurl "$OPENAI_BASE_URL/chat/completions" \\\n  -H "Authorization: Bearer $OPENAI_API_KEY" \\\n  -H "Content-Type: application/json" \\\n  -d '{"model": "${name}", "messages": [{"role": "user", "content": "Hello"}]}'` },
     { name: "Any other app", note: `For programs that ask for the server of an OpenAI-compatible provider. ${KEY}`, text: `Base URL  ${base}\nModel     ${name}\nAPI key   KEY\nContext   ${context}` },
   ];
 }
@@ -131,7 +131,8 @@ function cannot(card, model, found) {
   const able = found.filter((one) => one.context_tokens >= AGENT_TOKENS);
   const has = `${short(model.name)} has ${count(model.context_tokens)} tokens of context`;
   return h("p", { class: "why" }, card.agent ? `This model cannot: ${has}, and ${card.name} needs ${count(AGENT_TOKENS)}. ` : `${has}: enough for short questions, and too few for the agent of ${card.name}. `,
-    able.length ? ["Take one of ", able.slice(0, 3).map((one, at) => [at > 0 && ", ", h("button", { key: one.name, class: "plain small", onclick: () => { chosen = one.name; redraw(); } }, short(one.name))]), "."]
+    able.length ? [able.length > 1 ? "Take one of " : "Take ", able.slice(0, 3).map((one, at, all) => h("span", { key: one.name, class: "together" },
+      h("button", { class: "plain small", onclick: () => { chosen = one.name; redraw(); } }, short(one.name)), at === all.length - 1 ? "." : ", "))]
       : "No model that fits this machine has as much.");
 }
 

@@ -1,6 +1,7 @@
 // The machines and the links between them.
 
 import { post } from "/page/calls.js";
+import { keptOnDisk } from "/page/kept.js";
 import { h } from "/page/dom.js";
 import { gainLine } from "/page/gain.js";
 import { pace, paces } from "/page/pace.js";
@@ -152,7 +153,8 @@ function memoryBar(machine) {
       }),
       limit > 0 && h("line", { class: "limit", x1: (limit * scale).toFixed(1), x2: (limit * scale).toFixed(1), y1: 0, y2: 16 }, h("title", null, `models may fill the memory up to ${memory(limit)}`))),
     h("ul", { class: "legend" }, parts.map((part) => h("li", { key: part.name }, h("span", { class: `swatch ${part.kind}` }), `${part.name} `, h("b", null, memory(part.size)))),
-      limit > 0 && h("li", { key: "limit", title: "Models may fill the memory up to here" }, h("span", { class: "swatch limit" }), "limit ", h("b", null, memory(limit)))),
+      limit > 0 && h("li", { key: "limit", title: "Models may fill the memory up to here" }, h("span", { class: "swatch limit" }), "limit ", h("b", null, memory(limit))),
+      machine.here && keptOnDisk()),
   ];
 }
 
@@ -191,7 +193,7 @@ function chip(model, at) {
     h("span", { class: "name" }, short(model.name)), part && h("span", { class: "tag" }, part),
     model.state !== "loaded" && h("span", { class: `tag ${model.state}` }, ` ${model.state}`),
     model.speed?.prefill_tok_s > 0 && h("span", { class: "quiet" },
-      ` reads ${speed(model.speed.prefill_tok_s)}, writes ${speed(model.speed.decode_tok_s)}`, model.speed.doubt && h("abbr", { title: model.speed.doubt }, " (uncertain)"), model.capped && " (not believed)"),
+      ` reads ${speed(model.speed.prefill_tok_s)}, writes ${speed(model.speed.decode_tok_s)}`, model.speed.doubt && [" ", h("abbr", { title: model.speed.doubt }, "(uncertain)")], model.capped && " (not believed)"),
     model.helping > 0 && h("span", { class: "quiet" }, " helping another machine"),
     model.note && h("span", { class: "why" }, ` ${model.note}`));
 }

@@ -87,14 +87,15 @@ const COLUMNS = [
 
 // ---- Charts ----------------------------------------------------------------------------------------------
 
-/** `bars`: what is stacked in a column, from the bottom up; `mark`: a figure above it. */
+/** `bars`: what is stacked in a column, from the bottom up; `mark`: a figure above it. Each is a text with "*" for
+ * the value, a field, and how it is drawn. */
 const CHARTS = [
-  { title: "First token", unit: seconds, bars: [["median", "p50_s", "fill"]], mark: ["9 of 10 within", "p90_s"] },
-  { title: "Prompt tokens read", unit: speed, bars: [["while reading", "read_tok_s", "fill"]] },
-  { title: "Tokens written", unit: speed, bars: [["while writing", "written_tok_s", "fill"]] },
-  { title: "Time saved", unit: seconds, bars: [["by other machines", "helped_s", "lane2"], ["by drafts", "drafts_s", "lane1"], ["by smart prefill", "smart_s", "lane3"]] },
-  { title: "Not read again", unit: (value) => `${count(value)} tokens`, bars: [["from caches", "cached_tokens", "fill"]] },
-  { title: "Requests", unit: count, bars: [["", "requests", "fill"]] },
+  { title: "First token", unit: seconds, bars: [["median *", "p50_s", "fill"]], mark: ["9 of 10 within *", "p90_s"] },
+  { title: "Prompt tokens read", unit: speed, bars: [["* while reading", "read_tok_s", "fill"]] },
+  { title: "Tokens written", unit: speed, bars: [["* while writing", "written_tok_s", "fill"]] },
+  { title: "Time saved", unit: seconds, bars: [["* by other machines", "helped_s", "lane2"], ["* by drafts", "drafts_s", "lane1"], ["* by smart prefill", "smart_s", "lane3"]] },
+  { title: "Not read again", unit: (value) => `${count(value)} tokens`, bars: [["* from caches", "cached_tokens", "fill"]] },
+  { title: "Requests", unit: count, bars: [["*", "requests", "fill"]] },
 ];
 const WIDTH = 300;
 const HEIGHT = 72;
@@ -108,7 +109,7 @@ function chart(all, { title, unit, bars, mark }, each) {
   const y = (height) => ((top - height) / (top - bottom)) * HEIGHT;
   const last = all.findLastIndex((one) => one.requests);
   const at = cursor !== null && cursor < all.length ? cursor : last;
-  const read = (one) => [...bars, ...(mark ? [mark] : [])].filter(([, field]) => one[field] !== null && (bars.length === 1 || one[field])).map(([name, field]) => `${unit(one[field])} ${name}`.trim()).join(", ") || none;
+  const read = (one) => [...bars, ...(mark ? [mark] : [])].filter(([, field]) => one[field] !== null && (bars.length === 1 || one[field])).map(([text, field]) => text.replace("*", unit(one[field]))).join(", ") || none;
   const step = WIDTH / all.length;
   return h("figure", { key: title },
     h("figcaption", null, h("b", null, title), h("span", { class: "most" }, known ? `up to ${unit(known)}` : ""), h("span", { class: "reading" }, `${label(all[at].name)}: ${read(all[at])}`)),
@@ -121,7 +122,7 @@ function chart(all, { title, unit, bars, mark }, each) {
         cursor === at && h("rect", { class: "here", x: (at * step).toFixed(1), width: step.toFixed(1), y: 0, height: HEIGHT }),
         all.map((one, place) => column(one, place, bars, mark, { step, y })))),
     h("p", { class: "ends quiet" }, h("span", null, label(all[0].name)), h("span", null, label(all[Math.floor(all.length / 2)].name)), h("span", null, label(all[all.length - 1].name))),
-    bars.length > 1 && h("ul", { class: "legend" }, bars.map(([name, , kind]) => h("li", { key: name }, h("span", { class: `swatch ${kind}` }), name))));
+    bars.length > 1 && h("ul", { class: "legend" }, bars.map(([text, , kind]) => h("li", { key: text }, h("span", { class: `swatch ${kind}` }), text.replace("* ", "")))));
 }
 
 function column(one, place, bars, mark, { step, y }) {
@@ -129,14 +130,14 @@ function column(one, place, bars, mark, { step, y }) {
   const width = Math.max(1, step - 2).toFixed(1);
   let up = 0;
   let down = 0;
-  const found = bars.map(([name, field, kind]) => {
+  const found = bars.map(([text, field, kind]) => {
     const size = one[field] ?? 0;
     if (!size) return null;
     const from = size > 0 ? up : down;
     if (size > 0) up += size;
     else down += size;
     const [high, low] = [y(Math.max(from, from + size)), y(Math.min(from, from + size))];
-    return h("rect", { key: `${place} ${name}`, class: size < 0 ? "less" : kind, x, width, y: high.toFixed(1), height: Math.max(1, low - high).toFixed(1) });
+    return h("rect", { key: `${place} ${text}`, class: size < 0 ? "less" : kind, x, width, y: high.toFixed(1), height: Math.max(1, low - high).toFixed(1) });
   });
   const marked = mark && one[mark[1]] !== null && h("line", { key: `${place} mark`, class: "mark90", x1: x, x2: (place * step + step - 1).toFixed(1), y1: y(one[mark[1]]).toFixed(1), y2: y(one[mark[1]]).toFixed(1) });
   return [found, marked];
@@ -154,7 +155,9 @@ function moveTo(place, number = 0) {
   redraw();
 }
 
-function stepped(event, at, number) {
+// `shown` is what was drawn last: of keys that come faster than drawings, each goes on from the one before.
+function stepped(event, shown, number) {
+  const at = cursor ?? shown;
   const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: number - 1 };
   if (!Object.hasOwn(moves, event.key)) return;
   event.preventDefault();

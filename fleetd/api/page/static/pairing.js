@@ -138,7 +138,7 @@ function join() {
 /** The machines of this network that are not in the fleet, and what to do on each. */
 function nearby() {
   const { neighbours } = state.fleet;
-  if (!neighbours.length) return h("p", { key: "nearby", class: "quiet" }, "No other machine with fleetd is seen on this network.");
+  if (!neighbours.length) return h("p", { key: "nearby", class: "quiet nearby" }, "fleetd sees no machine on this network that could be paired.");
   return h("div", { key: "nearby", class: "nearby" }, h("h3", { id: "nearby" }, "Nearby"),
     h("ul", { class: "plainlist", "aria-labelledby": "nearby" }, neighbours.map((one) => h("li", { key: one.node_id }, h("b", null, one.name), " ",
       one.pairing ? h("span", { class: "good" }, "shows a code now: type it above") : h("span", { class: "quiet" }, "shows a code with ", h("code", null, "fleetctl pair"), ", or on its page")))));

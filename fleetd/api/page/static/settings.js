@@ -34,7 +34,7 @@ export function setting(key) {
 
 /** Key → what it is about, its value in words, and how it is typed if not as it is written. */
 const WORDS = {
-  "models.default": { name: "Model of requests that name none" },
+  "models.default": { name: "Default model" },
   "engine.idle_unload_s": { name: "An unused model is unloaded", say: (value) => (value ? `after ${duration(value)} idle` : "never"), unit: "minutes (0: never)", shown: (value) => value / 60, read: (text) => Math.round(Number(text) * 60) },
   "engine.memory_fraction": { name: "Models may hold", say: (value) => `${Math.round(value * 100)} % of the usable memory`, unit: "%", shown: (value) => Math.round(value * 100), read: (text) => Number(text) / 100 },
   "fleet.name": { name: "Name of this machine", say: (value) => value || `${hereName()}, from the system` },

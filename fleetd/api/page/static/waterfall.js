@@ -97,7 +97,7 @@ export function waterfall(trace) {
             steps.map(draw));
         }))),
     h("p", { class: "explain quiet", role: "status" }, explained),
-    folded > 0 && h("p", null, h("button", { class: "plain", "aria-expanded": String(all), onclick: () => { if (!unfolded.delete(trace.id)) unfolded.add(trace.id); redraw(); } },
+    folded > 0 && h("p", null, h("button", { class: "plain small", "aria-expanded": String(all), onclick: () => { if (!unfolded.delete(trace.id)) unfolded.add(trace.id); redraw(); } },
       all ? "Hide steps of less than 1 %" : `Show ${count(folded)} more of less than 1 %`)),
   ];
 }
