@@ -94,6 +94,8 @@ class LazyGroup(click.Group):
 
             near = difflib.get_close_matches(args[0], VERBS, n=1)
             maybe = f" Did you mean '{near[0]}'?" if near else ""
+            if args[0] in ("settings", "config"):
+                maybe = " `fleetd config show` lists the settings; the page of `fleetctl open` changes them."
             raise click.UsageError(f"No such command '{printable(args[0])}'.{maybe}", ctx)
         return super().resolve_command(ctx, args)
 

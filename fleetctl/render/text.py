@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
 from fleetd.text.terminal_text import printable
 
+# Between a figure and its unit no line is broken.
+_UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:ms|s|min|h|d|B|kB|MB|GB|TB|%|tok/s|tokens?|cores?)(?![\w/]))")
+_NO_BREAK = "\u00a0"
 # Narrower lines are unreadable, so the text is not broken further.
 _NARROWEST = 20
 
@@ -79,14 +83,21 @@ def wrapped(text: str, width: int | None, indent: str = "") -> str:
     """Lines of at most ``width`` cells, broken between words; None leaves it to the reader."""
     if width is None:
         return indent + text
-    return textwrap.fill(
-        text,
+    filled = textwrap.fill(
+        _UNIT_SPACE.sub(_NO_BREAK, text),
         max(width, _NARROWEST),
         initial_indent=indent,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return filled.replace(_NO_BREAK, " ")
+
+
+def labelled(label: str, text: str, width: int | None, chars: int) -> str:
+    """A fact behind its label, whose lines begin in the column after ``chars``."""
+    indent = " " * chars
+    return f"{label:<{chars}}{wrapped(text, width, indent=indent)[chars:]}"
 
 
 def joined(facts: Sequence[str], between: str, width: int | None) -> list[str]:

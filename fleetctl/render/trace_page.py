@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from fleetctl.render.columns import Column, drawn, fitted, shortened
 from fleetctl.render.options_table import options_table
 from fleetctl.render.plan_words import division, helpers, local_s, miss, prompt
-from fleetctl.render.text import brief, clause, count, one_line, wrapped
+from fleetctl.render.text import brief, clause, count, labelled, one_line, wrapped
 from fleetctl.render.trace_steps import seen_from_here, table
 from fleetd.control.prefill_trace import DrafterView, Trace
 
@@ -131,10 +131,7 @@ def _story_there(there: Trace) -> Iterable[tuple[str, str]]:
 
 
 def _facts(facts: Iterable[tuple[str, str]], width: int | None) -> str:
-    indent = " " * 13
-    return "\n".join(
-        f"{name:<13}{wrapped(value, width, indent=indent)[len(indent) :]}" for name, value in facts
-    )
+    return "\n".join(labelled(name, value, width, 13) for name, value in facts)
 
 
 def _answering(trace: Trace) -> str:

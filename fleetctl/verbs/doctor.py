@@ -19,7 +19,9 @@ from fleetctl.doctor import checks_daemon, checks_fleet, checks_local, checks_ma
 from fleetctl.doctor.findings import Finding, Level, fail
 from fleetctl.exits import Exit
 from fleetctl.home import Address
+from fleetctl.render.columns import terminal_width
 from fleetctl.render.progress_line import Progress
+from fleetctl.render.text import labelled
 from fleetctl.replies import read
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading
 from fleetd.errors import FleetError
@@ -172,11 +174,13 @@ def _show(session: CliSession, progress: Progress, findings: list[Finding]) -> N
     if session.json:
         return
     progress.clear()
+    width = terminal_width()
     for finding in findings:
-        mark = click.style(f"{finding.level:<5}", fg=_COLOURS[finding.level])
-        click.echo(f"{mark} {printable(finding.name)}: {printable(finding.what)}")
+        mark = click.style(f"{finding.level:<6}", fg=_COLOURS[finding.level])
+        said = labelled("", f"{printable(finding.name)}: {printable(finding.what)}", width, 6)
+        click.echo(mark + said[6:])
         if finding.fix:
-            click.echo(f"      → {printable(finding.fix)}")
+            click.echo(labelled("      →", printable(finding.fix), width, 8))
 
 
 def _summary(findings: list[Finding]) -> str:

@@ -4,13 +4,15 @@ Reads plain JSON: loading msgspec would cost this verb a sixth of its time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 
 from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.render.columns import Column, drawn, fitted, terminal_width
 from fleetctl.render.fleet_words import OFF, crowd_of, label, newcomer, removal, summary
-from fleetctl.render.text import count, duration, layers, one_line, size, table
+from fleetctl.render.text import count, duration, labelled, layers, one_line, size, wrapped
 
 
 @click.command("status")
@@ -19,10 +21,10 @@ from fleetctl.render.text import count, duration, layers, one_line, size, table
 def command(session: CliSession) -> None:
     """Show the daemon, its machine and its models."""
     status = session.client().get("/fleet/v1/status")
-    session.emit(status, lambda: render(status))
+    session.emit(status, lambda: render(status, terminal_width()))
 
 
-def render(status: dict[str, Any]) -> str:
+def render(status: dict[str, Any], width: int | None) -> str:
     """The whole page. Fields may be missing: an older daemon does not send all of them."""
     facts = [
         ("home", one_line(str(status.get("home", "-")))),
@@ -34,29 +36,44 @@ def render(status: dict[str, Any]) -> str:
     names = ("running", "waiting", "completed", "failed")
     facts.append(("requests", ", ".join(f"{count(requests.get(name, 0))} {name}" for name in names)))
     facts += _fleet(status)
-    lines = [_headline(status), *(f"{name:<10}{value}".rstrip() for name, value in facts), ""]
+    lines = [wrapped(_headline(status), width), *(labelled(*fact, width, 10).rstrip() for fact in facts), ""]
     engines = status.get("engines") or []
     if engines:
-        header = ("MODEL", "STATE", "DEVICE", "WEIGHTS", "KV CACHE", "PREFILL", "DECODE", "WORK")
-        lines.append(table(header, [_engine(engine) for engine in engines], right=(3, 5, 6)))
-        lines += [
-            f"{one_line(engine['model'])}: {one_line(engine['error'])}"
-            for engine in engines
-            if engine.get("error")
-        ]
-        lines += [
-            f"{one_line(engine['model'])}: speeds uncertain ({one_line(doubt)}); will be measured again"
-            for engine in engines
-            if (doubt := (engine.get("speed") or {}).get("doubt"))
-        ]
-        lines += [
-            f"{one_line(engine['model'])}: {_load(engine)}" for engine in engines if engine.get("load_steps")
-        ]
-        lines += [f"{one_line(engine['model'])}: {told}" for engine in engines if (told := _drafts(engine))]
+        lines += drawn(fitted(_columns(engines), width))
+        lines += [wrapped(line, width) for line in _remarks(engines)]
     else:
         default = one_line(str(status.get("default_model") or "the default model"))
-        lines.append(f"No model is loaded; {default} loads with the first request.")
+        lines.append(wrapped(f"No model is loaded; {default} loads with the first request.", width))
     return "\n".join(lines)
+
+
+def _columns(engines: list[dict[str, Any]]) -> list[Column]:
+    kinds = [
+        *(("MODEL", 9, False), ("STATE", 9, False), ("DEVICE", 4, False), ("WEIGHTS", 3, True)),
+        *(("KV CACHE", 2, False), ("PREFILL", 6, True), ("DECODE", 6, True), ("WORK", 9, False)),
+    ]
+    cells = zip(*(_engine(engine) for engine in engines), strict=True)
+    return [
+        Column(header, [*each], keep, right) for (header, keep, right), each in zip(kinds, cells, strict=True)
+    ]
+
+
+def _remarks(engines: list[dict[str, Any]]) -> Iterator[str]:
+    """What no column has: errors, doubts, loads, drafts."""
+    told: tuple[Callable[[dict[str, Any]], str], ...] = (_error, _doubt, _load, _drafts)
+    for tell in told:
+        for engine in engines:
+            if said := tell(engine):
+                yield f"{one_line(engine['model'])}: {said}"
+
+
+def _error(engine: dict[str, Any]) -> str:
+    return one_line(str(engine.get("error") or ""))
+
+
+def _doubt(engine: dict[str, Any]) -> str:
+    doubt = (engine.get("speed") or {}).get("doubt")
+    return f"speeds uncertain ({one_line(doubt)}); will be measured again" if doubt else ""
 
 
 def _drafts(engine: dict[str, Any]) -> str:
@@ -192,11 +209,11 @@ def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _load(engine: dict[str, Any]) -> str:
-    """Where the seconds of its load went."""
-    steps = engine["load_steps"]
+    """Where the seconds of its load went; "" if that is not known."""
+    steps = engine.get("load_steps") or []
     total = duration(sum(step["seconds"] for step in steps))
     parts = ", ".join(f"{one_line(step['name'])} {duration(step['seconds'])}" for step in steps)
-    return f"loaded in {total}: {parts}"
+    return f"loaded in {total}: {parts}" if steps else ""
 
 
 def _model(engine: dict[str, Any]) -> str:

@@ -5,14 +5,26 @@ from __future__ import annotations
 import click
 
 from fleetctl.cli import CliSession, json_option, pass_session
-from fleetctl.render.text import brief, count, table
+from fleetctl.render.columns import Column, drawn, fitted, terminal_width
+from fleetctl.render.text import brief, count
 from fleetctl.replies import read
 from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 
-_HEADER = (
-    *("DAY", "MODEL", "REQUESTS", "FAILED", "PROMPT", "CACHED", "ANSWER"),
-    *("PREFILL", "DECODE", "SCORED", "FIRST", "SAVED"),
-)
+# Each with its worth: without room, the column of the least goes first.
+_HEADER = {
+    "DAY": 9,
+    "MODEL": 9,
+    "REQUESTS": 9,
+    "FAILED": 4,
+    "PROMPT": 6,
+    "CACHED": 5,
+    "ANSWER": 6,
+    "PREFILL": 7,
+    "DECODE": 7,
+    "SCORED": 1,
+    "FIRST": 8,
+    "SAVED": 8,
+}
 
 
 @click.command("usage")
@@ -27,17 +39,21 @@ def command(session: CliSession, days: int) -> None:
     as estimated.
     """
     usage = session.client().get(f"/fleet/v1/usage?days={days}")
-    session.emit(usage, lambda: render(read(usage, UsageReport), days))
+    session.emit(usage, lambda: render(read(usage, UsageReport), days, terminal_width()))
 
 
-def render(usage: UsageReport, days: int) -> str:
+def render(usage: UsageReport, days: int, width: int | None) -> str:
     """The whole table; speeds are tokens computed per second, so cached tokens do not count."""
     if not usage.rows:
         return f"No requests in the last {days} day{'s' if days > 1 else ''}."
     with_node = len({row.node for row in usage.rows}) > 1
     lines = [_cells(row.day, _model(row, with_node=with_node), row) for row in usage.rows]
     lines.append(_cells("total", "", usage.totals))
-    return table(_HEADER, lines, right=range(2, len(_HEADER)))
+    by_column = zip(_HEADER.items(), zip(*lines, strict=True), strict=True)
+    columns = [
+        Column(name, [*cells], keep, right=at > 1) for at, ((name, keep), cells) in enumerate(by_column)
+    ]
+    return "\n".join(drawn(fitted(columns, width)))
 
 
 def _model(row: UsageRow, *, with_node: bool) -> str:

@@ -313,8 +313,9 @@ def _passed_over(way: Way, best: Way, c: Candidate, chosen: Candidate) -> Way:
     else:
         code = "margin"
         least = percent(1 - ADVANTAGE)
-        of = f"any but {_named(best)}, where the session is" if chosen.session else "another machine"
-        reason = f"The answer would take {percent(1 - share)} less; {least} are asked of {of}."
+        home = best.name if best.node_id != THIS_NODE else "this machine"
+        to = f"leave {home}, which has the session" if chosen.session else "ask another machine"
+        reason = f"The answer would take {percent(1 - share)} less, too little to {to}: {least} would do."
     return replace(way, code=code, reason=reason)
 
 

@@ -67,7 +67,7 @@ STEPS: list[dict[str, Any]] = [
     _step("exposed hand-off", "vm", 1.14, 1.15, 2, planned_s=0.036),
     _step("writing", "vm", 1.15, 3.25, 0),
 ]
-_MARGIN = "6 % faster than staying here; 10 % are asked of another machine."
+_MARGIN = "6 % faster than staying here, too little to ask another machine: 10 % would do."
 _CHOSEN_LOCAL = {**LOCAL, "chosen": True, "code": "", "reason": ""}
 TRACES: dict[str, Any] = {
     "traces": [

@@ -19,8 +19,10 @@ from fleetctl.cli import VERBS, fleetctl
 from fleetctl.exits import Exit
 from fleetctl.render.models_table import models_page
 from fleetctl.verb_table import GROUPS
+from fleetctl.verbs import status, usage
 from fleetd import errors
 from fleetd.control.model_listing import ModelListing
+from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 
 NOT_FOUND = Reply(
     {"error": {"message": "Unknown model foo.", "code": "model_not_found", "hint": "Try bar."}}, 404
@@ -170,6 +172,11 @@ def test_a_mistyped_verb_gets_the_nearest(run: Run) -> None:
     assert "Did you mean 'status'?" in run("statsu").stderr
 
 
+@pytest.mark.parametrize("verb", ["settings", "config"])
+def test_a_verb_of_another_program_is_named(run: Run, verb: str) -> None:
+    assert "`fleetd config show` lists the settings" in run(verb).stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -258,6 +265,21 @@ def test_status_for_people(run: Run, daemon: FakeDaemon) -> None:
         "1 decoding, 2 waiting",
     ):
         assert part in done.stdout
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_no_line_of_a_page_is_wider_than_the_terminal(width: int) -> None:
+    steps = [{"name": "reading the tokenizer", "seconds": 0.98}] * 6
+    engine = {**STATUS["engines"][0], "load_steps": steps, "error": "Out of memory: 12.5 GB needed."}
+    page = status.render({**STATUS, "engines": [engine]}, width)
+    assert max(map(len, page.splitlines())) <= width
+    # What matters most of an engine stays, and no figure leaves its unit.
+    assert "1 decoding, 2 waiting" in page
+    assert not [line for line in page.splitlines() if line.startswith(("GB", "s,", "          GB"))]
+    used = UsageRow(day="2026-11-27", model="smollm2-135m", requests=5, prompt_tokens=8937, saved_s=21.8)
+    table = usage.render(UsageReport([used], UsageTotals(requests=5)), 7, max(width, 60))
+    assert max(map(len, table.splitlines())) <= max(width, 60)
+    assert "21.8 s" in table
 
 
 @pytest.mark.parametrize(

@@ -637,7 +637,7 @@ def test_a_tenth_is_asked_of_another_machine() -> None:
     assert choice.best is local
     assert why(choice, "a", "tokens") == (
         "margin",
-        "10 % faster than staying here; 10 % are asked of another machine.",
+        "10 % faster than staying here, too little to ask another machine: 10 % would do.",
     )
 
 

@@ -139,7 +139,7 @@ def test_this_machine_shows_all_its_ways_and_another_its_best() -> None:
     ("other", "code", "words"),
     [
         (home("a", faster=0.2), "slower", "longer than staying here."),
-        (home("a", faster=1.05), "margin", "10 % are asked of another machine."),
+        (home("a", faster=1.05), "margin", "too little to ask another machine: 10 % would do."),
         (home("a", faster=9.0, left_out=True), "failed", "a failed a short while ago"),
         (
             home("a", faster=9.0, state="installed", kv_bytes=2 * GIB, kv_room_bytes=GIB // 2),

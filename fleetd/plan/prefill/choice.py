@@ -381,8 +381,8 @@ def _rejected(option: PrefillOption, best: PrefillOption, local: PrefillOption) 
         code, sentence = "kept", f"{faster} faster than {described(best)}, too little to change."
     else:
         code = "margin"
-        asked = percent(1 - ADVANTAGE)
-        sentence = f"{faster} faster than staying here; {asked} are asked of another machine."
+        least = percent(1 - ADVANTAGE)
+        sentence = f"{faster} faster than staying here, too little to ask another machine: {least} would do."
     return replace(option, code=code, reason=sentence)
 
 

@@ -223,7 +223,8 @@ async function loadModel(model) {
 export function linkText(link) {
   const parts = [link.kind, link.bytes_per_s ? `${bytes(link.bytes_per_s)}/s${link.doubtful ? " (in doubt)" : ""}` : "speed not measured",
     link.rtt_ms !== null && link.rtt_ms !== undefined && `${link.rtt_ms < 10 ? link.rtt_ms.toFixed(1) : count(link.rtt_ms)} ms`];
-  return parts.filter(Boolean).join(" · ");
+  // A line breaks between the facts.
+  return parts.filter(Boolean).map((part) => part.replaceAll(" ", "\u00a0")).join(" · ");
 }
 
 export function bar(part, of, label) {
