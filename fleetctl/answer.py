@@ -23,7 +23,7 @@ from fleetctl.event_stream import Comment
 from fleetctl.exits import ConnectionBroken
 from fleetctl.render.live_text import LiveText, live_dim, live_markdown
 from fleetctl.render.progress_line import Progress, live_terminal
-from fleetctl.render.text import count, duration, joined, listed, one_line, size
+from fleetctl.render.text import count, duration, joined, listed, one_line, size, wrapped
 from fleetctl.text_files import SchemaFile
 from fleetd import limits
 from fleetd.errors import FleetError, InvalidValue
@@ -214,7 +214,7 @@ class Printer:
         """Print a note about the answer on stderr, dimmed; None prints nothing."""
         if text and not self._quiet:
             self.end()
-            click.echo(click.style(one_line(text), dim=True), err=True)
+            click.echo(click.style(wrapped(one_line(text), _stderr_width()), dim=True), err=True)
 
     def end(self) -> None:
         """Leave the cursor at the start of a line."""
@@ -236,13 +236,17 @@ class Printer:
             click.echo("" if self._thoughts is not None else "\n", err=True)
 
 
+def _stderr_width() -> int | None:
+    """The cells of a line on stderr's terminal; None for files and pipes, where no line is broken."""
+    return shutil.get_terminal_size().columns - 1 if sys.stderr.isatty() else None
+
+
 def closing(answer: Answer) -> None:
     """Print the closing line of an answer on stderr, on a terminal broken between its facts."""
     facts = answer.closing_facts()
     if answer.finish_reason == "length":
         facts.insert(0, "cut off at the token limit")
-    width = shutil.get_terminal_size().columns - 1 if sys.stderr.isatty() else None
-    for line in joined(facts, " · ", width):
+    for line in joined(facts, " · ", _stderr_width()):
         click.echo(click.style(line, dim=True), err=True)
 
 

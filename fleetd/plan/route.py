@@ -308,7 +308,8 @@ def _refusal(ask: RouteQuestion, c: Candidate) -> Refusal | None:
         return _other_files(ask, c)
     if ask.counted and 0 < c.shape.context_tokens < ask.prompt_tokens:
         most, has = c.shape.context_tokens, ask.prompt_tokens
-        return Refusal("context", f"{ask.model} on {c.name} takes {most} tokens; this prompt has {has}.")
+        on = "" if c.node_id == THIS_NODE else f" on {c.name}"
+        return Refusal("context", f"{ask.model}{on} takes {most:,} tokens; this prompt has {has:,}.")
     if c.state == "installed" and c.needed_bytes > c.available_bytes + c.evictable_bytes:
         need = f"{ask.model} needs {gigabytes(c.needed_bytes)}"
         if c.needed_bytes > c.memory_bytes:

@@ -458,14 +458,14 @@ def test_smart_prefill_stands_in_front_of_each_way() -> None:
 @pytest.mark.parametrize("here", [True, False])
 def test_a_prompt_over_the_context_is_offered_smart_prefill(here: bool) -> None:
     fleet = OneMachine(card("home", {} if here else None), other("studio", {}))
-    with pytest.raises(ContextLengthExceeded, match="takes 8192 tokens; this prompt has 20000"):
+    with pytest.raises(ContextLengthExceeded, match="takes 8,192 tokens; this prompt has 20,000"):
         fleet.plan(20_000)
     view = fleet.plan(20_000, smart=0.2)
     best = chosen(view)
     assert best.kind == "smart"
     refused = [option for option in view.options if option.code == "context"]
     assert {option.kind for option in refused} == ({"local", "remote"} if here else {"remote"})
-    assert all(option.predicted_s is None and "takes 8192 tokens" in option.reason for option in refused)
+    assert all(option.predicted_s is None and "takes 8,192 tokens" in option.reason for option in refused)
     # Nothing that reads all of it is a price to compare with.
     assert fleet.scorers.asked[0].asked.dense_s == 0
     assert (best.prefill, best.nodes[1:]) == (told(fleet.plan(4000))[0], chosen(fleet.plan(4000)).nodes)

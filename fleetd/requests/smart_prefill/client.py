@@ -441,4 +441,5 @@ def _document(job: Job) -> tuple[Document, int]:
 
 def _short(tokens: int, policy: SmartPrefillPolicy) -> SkipCompression:
     least = policy.min_prompt_tokens
-    return SkipCompression("short", f"The prompt has about {tokens} tokens; smart prefill begins at {least}.")
+    has = f"The prompt has about {tokens:,} tokens"
+    return SkipCompression("short", f"{has}; smart prefill begins at {least:,}.")

@@ -99,11 +99,11 @@ function letIn() {
       code && !met && [
         h("p", { class: "code", "aria-label": `The code: ${code.code}` }, code.code),
         h("p", null, `It works once, for ${seconds(Math.max(0, Math.round((pairing.ends - performance.now()) / 1000)))} more.`),
-        h("p", { class: "quiet" }, "On the other machine: ", h("code", null, `fleetctl join ${code.code}`)),
+        h("p", { class: "quiet" }, "On the other machine: ", h("code", { class: "together" }, `fleetctl join ${code.code}`)),
         code.addresses.length > 0 && h("p", { class: "quiet" }, "If it does not find this one by itself, it needs an address: ", h("code", null, `${code.addresses[0]}:${code.port}`))],
       pairing.note && h("p", { class: "why" }, pairing.note),
       met && phrase(true),
-      h("button", { key: "close", class: "plain", onclick: () => { reset(); redraw(); } }, "Stop pairing")]);
+      h("button", { key: "close", onclick: () => { reset(); redraw(); } }, "Stop pairing")]);
 }
 
 // The code decides who is let in, so the machine that shows it is the one that is asked.
