@@ -84,12 +84,14 @@ def answers(bench: Turned, *, together: bool) -> list[Any]:
     return [bench.answer(f"r{number}") for number in range(len(PROMPTS))]
 
 
+@pytest.mark.usefixtures("cpu_installed")
 @pytest.mark.parametrize("cuts", [(2,), (1, 3)])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 def test_answers_are_those_of_the_whole_model(
     llama: TinyFamily, grouped: Callable[..., tuple[Turned, Group]], cuts: tuple[int, ...], *, together: bool
 ) -> None:
-    # Without the arithmetic of a worker on a CPU a batch rounds otherwise than its answers alone.
+    # With the arithmetic of a worker on a CPU: another's rounds otherwise when an answer joins the batch at
+    # another token, as it does where no step begins ahead.
     expected = answers(Turned(llama), together=together)
     bench, _ = grouped(*cuts)
     assert answers(bench, together=together) == expected

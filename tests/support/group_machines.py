@@ -1,10 +1,12 @@
-"""A group of machines in one process: a member computes whenever the worker that answers waits for it."""
+"""A group of machines in one process: a member computes whenever the worker that answers asks for what comes
+back, or only now and then."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pipes import Events, MemoryPipe
 from typing import Any
 
@@ -18,6 +20,7 @@ from fleetd.engine.layers.stage import Stage
 from fleetd.engine.streams.frames import Connect, Frame, Place
 
 MOST_BYTES = 1 << 30
+LAZY = 0.7
 
 
 @dataclass
@@ -25,10 +28,17 @@ class AnsweringPipe(MemoryPipe):
     """The end of the worker that answers."""
 
     member: MemberStage | None = None
+    # Decides whether the member computes when it is asked; None: always. Blocks pile up meanwhile.
+    dice: random.Random | None = None
+    moved: threading.Event = field(default_factory=threading.Event)
 
     def receive(self) -> Frame | None:
         while (frame := super().receive()) is None:
             assert self.member is not None
+            if self.dice is not None and self.dice.random() < LAZY:
+                # It is asked again at once.
+                self.moved.set()
+                return None
             assert self.member.ready, "both ends wait"
             self.member.step()
         return frame
@@ -47,7 +57,7 @@ class Group:
 def group_of(whole: Any, *cuts: int, most_bytes: int = MOST_BYTES) -> Group:
     """A model over len(cuts) + 1 machines, cut before these layers."""
     stage = Stage.of(whole)
-    events = Events()
+    events, moved = Events(), threading.Event()
     ends = [*cuts, stage.total]
     members: list[MemberStage] = []
     pipes: list[AnsweringPipe] = []
@@ -57,8 +67,8 @@ def group_of(whole: Any, *cuts: int, most_bytes: int = MOST_BYTES) -> Group:
         dtype = stage.embed(mx.array([[0]])).dtype
         remote.append(
             RemoteStage(
-                _answering(events, pipes),
-                threading.Event(),
+                _answering(events, pipes, moved),
+                moved,
                 first=first,
                 last=last,
                 width=own.width,
@@ -82,10 +92,17 @@ def group_of(whole: Any, *cuts: int, most_bytes: int = MOST_BYTES) -> Group:
     return Group(model, members, pipes, events)
 
 
-def _answering(events: Events, pipes: list[AnsweringPipe]) -> Connect:
+def lazy(group: Group, seed: int) -> Group:
+    """The same, whose members compute now and then."""
+    for number, pipe in enumerate(group.pipes):
+        pipe.dice = random.Random(seed + number)
+    return group
+
+
+def _answering(events: Events, pipes: list[AnsweringPipe], moved: threading.Event) -> Connect:
     def connect(name: str, place: Place) -> AnsweringPipe:
         assert name == "stage"
-        pipes.append(AnsweringPipe(place, events))
+        pipes.append(AnsweringPipe(place, events, moved=moved))
         return pipes[-1]
 
     return connect

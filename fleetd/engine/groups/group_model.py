@@ -3,7 +3,7 @@
     tokens ─► embedding, own layers ─► member ─► member ─► norm, head ─► logits
 
 For all that calls it, it is one of mlx-lm's models. A chunk of a prompt is sent on and not waited for, so
-that every machine computes a chunk of its own.
+that every machine computes a chunk of its own. Nor need a block of an answer be: ``begin`` sends it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from fleetd import limits
+from fleetd.engine.groups.flight import Flight, Members
 from fleetd.engine.groups.remote_rows import KeptThere, RemoteRows
 from fleetd.engine.groups.remote_stage import RemoteStage
 from fleetd.engine.layers.layer_calls import PassInputs
@@ -41,7 +43,7 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         self.dtype = dtype
         self.takes_tokens, self.width = whole.takes_tokens, whole.width
         self._empty = whole.empty
-        self._members: tuple[RemoteStage, ...] = ()
+        self._members = Members()
 
     @classmethod
     def front_of(cls, model: Any, first: int, *, on_cpu: bool) -> GroupModel:
@@ -58,7 +60,12 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         ends = [self._front.last, *(member.last for member in members)]
         if [member.first for member in members] != ends[:-1] or ends[-1] != self._front.total:
             raise ValueError(f"layers {ends} of {self._front.total} are in this group")
-        self._members = tuple(members)
+        self._members = Members(tuple(members))
+
+    @property
+    def machines(self) -> int:
+        """Machines that can each compute another block at the same time."""
+        return 1 + len(self._members.stages)
 
     def kept_by(self, first: int, last: int) -> KeptThere:
         """What layers [first, last) keep of sequences."""
@@ -73,38 +80,57 @@ class GroupModel(nn.Module):  # type: ignore[misc]
     def make_cache(self) -> list[Any]:
         """What this machine's layers keep, then an entry for each other machine."""
         own = [cache for cache in self._front.make_caches() if cache is not None]
-        return own + [member.rows() for member in self._members]
+        return own + [member.rows() for member in self._members.stages]
 
     def __call__(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:  # (B, T) -> (B, T, V)
-        hidden = self._through(tokens, cache or self.make_cache(), wanted=True)
-        return self._front.finish(hidden)
+        return self.begin(tokens, cache or self.make_cache()).logits()
 
-    def read(self, tokens: mx.array, cache: list[Any], room: int = 0) -> None:
-        """Have all layers keep what they keep of ``tokens``; nothing comes back.
+    def begin(self, tokens: mx.array, cache: list[Any], *, wanted: bool = True, room: int = 0) -> Flight:
+        """Run this machine's layers on a block (B, T) and send it on; others may follow before it comes back.
 
-        ``room``: so many tokens follow, with these.
+        ``wanted``: what comes out of the last layer is sent back. ``room``: so many tokens follow, with
+        these.
         """
-        self._through(tokens, cache, wanted=False, room=room)
-
-    def settle(self) -> None:
-        """Wait until every machine has computed what it was sent."""
-        for member in self._members:
-            member.settle()
-
-    def _through(self, tokens: mx.array, cache: list[Any], *, wanted: bool, room: int = 0) -> mx.array:
-        own, rest = cache[: len(cache) - len(self._members)], cache[len(cache) - len(self._members) :]
+        stages = self._members.stages
+        self._members.pass_on()
+        own, rest = cache[: len(cache) - len(stages)], cache[len(cache) - len(stages) :]
         # In a batch each row has a position of its own, which its caches know.
         start = _remote(rest[0]).tokens if tokens.shape[0] == 1 else 0
         inputs = self._front.inputs(tokens, start) if self.takes_tokens else PassInputs(start)
         hidden = self._front.run(self._front.embed(tokens), self._front.spread(own), inputs)
-        for member, rows in zip(self._members, rest, strict=True):
-            # No wait for another machine may lie within what a device computes.
-            mx.eval(hidden)
-            if not wanted and member is self._members[-1]:
-                member.read(hidden, _remote(rows), tokens, room=room)
-            else:
-                hidden = member.run(hidden, _remote(rows), tokens, room=room)
-        return hidden
+        # No wait for another machine may lie within what a device computes.
+        mx.eval(hidden)
+        passes = [
+            member.enter(_remote(rows), tokens, wanted=wanted or member is not stages[-1], room=room)
+            for member, rows in zip(stages, rest, strict=True)
+        ]
+        for entered, after in zip(passes, zip(stages[1:], passes[1:], strict=True), strict=False):
+            entered.after = after
+        stages[0].give(passes[0], hidden)
+        return Flight(self._members, passes, self._front.finish)
+
+    def undo(self, flights: Sequence[Flight]) -> None:
+        """Tell all machines that these blocks, whose tokens were taken back from the caches, are not
+        wanted: those that were not run yet never are."""
+        for flight in flights:
+            flight.drop()
+        self._members.tell()
+
+    def read(self, tokens: mx.array, cache: list[Any], room: int = 0) -> None:
+        """Have all layers keep what they keep of ``tokens``; nothing comes back. Nothing is waited for but
+        what was sent ``limits.GROUP_FRAMES`` before.
+
+        ``room``: so many tokens follow, with these.
+        """
+        self.begin(tokens, cache, wanted=False, room=room)
+        self._wait_for_all_but(limits.GROUP_FRAMES)
+
+    def settle(self) -> None:
+        """Wait until every machine has computed what it was sent."""
+        self._wait_for_all_but(0)
+
+    def _wait_for_all_but(self, blocks: int) -> None:
+        self._members.wait(lambda: all(member.under_way <= blocks for member in self._members.stages))
 
 
 def _remote(rows: Any) -> RemoteRows:

@@ -56,7 +56,8 @@ class MemberRows:
             case Copy(old, new, tokens):
                 self._keep(new, self._copy(self._known(old), tokens))
             case Trim(held, tokens):
-                rollback.take_back(self._known(held), tokens)
+                caches = self._known(held)
+                rollback.take_back(caches, max(0, (rollback.held(caches) or 0) - tokens))
             case Merge(sequences, new):
                 self._keep(new, batches.merged([self.caches(each) for each in sequences]))
             case Extend(batch, other):

@@ -1,19 +1,24 @@
 """A member's part of a group: its layers, run on what comes, frame by frame.
 
 STAGE ─► changes of what is kept ─► layers ─► STAGED, in the order in which they came
+
+What a later frame undoes is not computed: it was guessed on from a draft that was wrong.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 
 from fleetd import limits
 from fleetd.engine.groups import messages
 from fleetd.engine.groups.member_rows import MemberRows
-from fleetd.engine.groups.messages import RunStage, StageRan
+from fleetd.engine.groups.messages import Change, RunStage, StageRan, Trim
 from fleetd.engine.layers.layer_calls import PassInputs
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import STAGE
@@ -29,7 +34,8 @@ class MemberStage:
     def __init__(self, stage: Stage, dtype: mx.Dtype, most_bytes: int, connect: Connect) -> None:
         self._stage, self._dtype, self._most_bytes = stage, dtype, most_bytes
         self.rows = MemberRows(stage)
-        self._next: Frame | None = None
+        # What came and was not run yet.
+        self._due: deque[tuple[RunStage, Frame]] = deque()
         self._broken: FleetError | None = None
         self._pipe = connect(STAGE, self._place)
 
@@ -37,12 +43,12 @@ class MemberStage:
 
     @property
     def ready(self) -> bool:
-        if self._next is None and self._broken is None:
-            try:
-                self._next = self._pipe.receive()
-            except FleetError as error:
-                self._broken = error
-        return self._next is not None or self._broken is not None
+        try:
+            while self._broken is None and (frame := self._pipe.receive()) is not None:
+                self._due.append((messages.decode(frame.buffers[0], RunStage), frame))
+        except FleetError as error:
+            self._broken = error
+        return bool(self._due) or self._broken is not None
 
     @property
     def due_s(self) -> None:
@@ -53,17 +59,20 @@ class MemberStage:
         """Run the layers on what came first. Raises what the stream broke with, and FleetError."""
         if not self.ready:
             return
-        if self._next is None:
+        if not self._due:
             raise self._broken or ProtocolError("The stream of a group has ended.")
-        frame, self._next = self._next, None
+        command, frame = self._due.popleft()
         begun = time.monotonic()
-        command = messages.decode(frame.buffers[0], RunStage)
         for change in command.changes:
             self.rows.change(change)
         if not command.tokens or not command.batch:
             return
-        out = self._run(command, frame)
-        done = memoryview(messages.encode(StageRan(time.monotonic() - begun)))
+        skipped = self._is_undone(command)
+        # What is told later may name it, run or not.
+        caches = self.rows.caches(command.held)
+        out = None if skipped else self._run(command, frame, caches)
+        ran = StageRan(time.monotonic() - begun, skipped=skipped)
+        done = memoryview(messages.encode(ran))
         payload = [] if out is None else [buffer_of(as_bytes(out))]
         sizes = done.nbytes, sum(part.nbytes for part in payload)
         head = FrameHeader(Kind.STAGED, count=command.tokens, sizes=sizes)
@@ -74,8 +83,18 @@ class MemberStage:
 
     # ---- the layers ------------------------------------------------------------------------------------
 
-    def _run(self, command: RunStage, frame: Frame) -> mx.array | None:
-        caches = self.rows.caches(command.held)
+    def _is_undone(self, command: RunStage) -> bool:
+        """True if what came since undoes all of this block, and nothing reads its rows before that."""
+        for later, _ in self._due:
+            for change in later.changes:
+                if isinstance(change, Trim) and change.held == command.held:
+                    if change.tokens <= command.start:
+                        return command.batch == 1
+                elif _may_name(change, command.held):
+                    return False
+        return False
+
+    def _run(self, command: RunStage, frame: Frame, caches: list[Any]) -> mx.array | None:
         hidden = self._hidden(command, frame)
         ids = mx.array(command.ids).reshape(command.batch, -1) if command.ids else None
         inputs = PassInputs(command.start)
@@ -110,3 +129,9 @@ class MemberStage:
                 f"A {head.kind.name} of {first} and {second} bytes came where a STAGE was due."
             )
         return [memoryview(bytearray(first)), memoryview(bytearray(second))]
+
+
+def _may_name(change: Change, held: int) -> bool:
+    """False if the change surely has nothing to do with what is kept under this number."""
+    values = msgspec.structs.astuple(change)
+    return any(held in value if isinstance(value, list) else held == value for value in values)

@@ -3,6 +3,9 @@
     answering ─► STAGE   a message, hidden states (B, T, D)      run the member's layers on them
     answering ◄─ STAGED  a message, hidden states or nothing     once that is done, in the same order
 
+Blocks of one sequence may follow each other before the first has come back. Positions number them: a Trim
+undoes all that was sent from a position on, computed or not.
+
 What a member keeps of sequences has numbers, which the answering worker gives. What happens to it (copies,
 tokens taken back, batches) is told in the order in which it happens, with the next STAGE. So a member is
 never asked, and none of this waits for an answer.
@@ -35,7 +38,8 @@ class Copy(msgspec.Struct, frozen=True, tag="copy", array_like=True):
 
 
 class Trim(msgspec.Struct, frozen=True, tag="trim", array_like=True):
-    """The last ``tokens`` of it are undone."""
+    """All but the first ``tokens`` of it are undone; nothing is if it holds no more. A block of it that was
+    sent before, begins there or later and was not run yet need not be run."""
 
     held: _Number
     tokens: _Count
@@ -132,9 +136,10 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageRan(msgspec.Struct, frozen=True, array_like=True):
-    """``seconds``: what the layers took."""
+    """``seconds``: what the layers took. ``skipped``: they were not run, as a Trim had come since."""
 
     seconds: Annotated[float, Meta(ge=0, le=1e9)]
+    skipped: bool = False
 
 
 _T = TypeVar("_T", RunStage, StageRan)

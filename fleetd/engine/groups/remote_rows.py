@@ -31,22 +31,26 @@ from fleetd.engine.groups.messages import (
     Return,
     Trim,
 )
-from fleetd.engine.sequence_state.kinds import ANY, StateKind, kind_of, register
+from fleetd.engine.sequence_state.kinds import ANY, StateKind, all_plain, kind_of, register
 from fleetd.engine.sequence_state.parts import all_parts
 
 
 class KeptThere(msgspec.Struct, frozen=True):
-    """What a member's layers keep: the sizes of its windows, and whether there are running states."""
+    """What a member's layers keep: the sizes of its windows, whether there are running states, and whether
+    there is nothing but plain rows."""
 
     windows: tuple[int, ...] = ()
     running: bool = False
+    plain: bool = False
 
     @classmethod
     def of(cls, empty: Sequence[Any]) -> KeptThere:
         """What layers with these empty caches keep; None is the cache of one that keeps nothing."""
         parts = all_parts(empty)
         windows = {window for part in parts if (window := kind_of(part).window(part)) is not None}
-        return cls(tuple(sorted(windows)), any(kind_of(part).needs_mark(part) for part in parts))
+        running = any(kind_of(part).needs_mark(part) for part in parts)
+        plain = all_plain([cache for cache in empty if cache is not None])
+        return cls(tuple(sorted(windows)), running, plain)
 
     @property
     def in_rows(self) -> bool:
@@ -151,7 +155,7 @@ class RemoteRows:
         undone = min(tokens, self.tokens)
         if undone:
             self.tokens -= undone
-            self.there.tell(Trim(self.number, undone))
+            self.there.tell(Trim(self.number, self.tokens))
         return undone
 
     def empty(self) -> bool:
@@ -200,6 +204,9 @@ class RemoteBatch(RemoteRows):
 
 class RemoteKind(StateKind):
     """All layers of a member together."""
+
+    def is_plain(self, cache: RemoteRows) -> bool:
+        return cache.there.kept.plain
 
     def has_rows(self, cache: RemoteRows) -> bool:
         return cache.there.kept.in_rows

@@ -1,13 +1,15 @@
 """A member's layers as the worker that answers sees them.
 
-Nothing is asked of a member: what becomes of its caches is told with the next run.
+Nothing is asked of a member: what becomes of its caches is told with the next block of tokens. A block gets
+its place in the member's stream when it begins its way through the group, which may be before its hidden
+states are known: they come from the machine before.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -23,12 +25,34 @@ from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
 from fleetd.errors import FleetError, GroupLost, ProtocolError
 
 
+@dataclass(slots=True, eq=False)
+class StagePass:
+    """A block's way through one member's layers, or changes alone, which need no hidden states."""
+
+    command: RunStage
+    # What goes in, (B, T, D); None until it is known.
+    hidden: mx.array | None = None
+    # What came out, (B, T, D), if it was wanted.
+    out: mx.array | None = None
+    # True once the member has answered.
+    done: bool = False
+    # True if what comes out is of no use any more.
+    dropped: bool = False
+    # The next member, and the block's way through its layers.
+    after: tuple[RemoteStage, StagePass] | None = None
+
+    @property
+    def runs(self) -> bool:
+        """False if there are changes alone."""
+        return self.command.tokens > 0
+
+
 class RemoteStage:
     """Layers [first, last), on another machine.
 
     Args:
         connect: opens the stream to it.
-        moved: set whenever something came on any member's stream.
+        moved: set whenever something came on any member's stream; one for all members of a group.
         width, dtype: of the hidden states.
         kept: what the layers keep of sequences.
         ids: whether the layers take the tokens themselves.
@@ -48,101 +72,132 @@ class RemoteStage:
         ids: bool = False,
         name: str = "",
     ) -> None:
-        self.first, self.last, self.name, self.takes_ids = first, last, name, ids
+        self.first, self.last, self.name, self.takes_ids, self.moved = first, last, name, ids, moved
         self._caches = CachesThere(kept or KeptThere())
         # Seconds that the member's layers took of the last run that was wanted.
         self.took_s = 0.0
         self._width, self._dtype = width, dtype
-        # Of each frame that was sent and not answered: the sequences that come back, 0 for none, and tokens.
-        self._due: deque[tuple[int, int]] = deque()
-        self._moved = moved
+        # What has a place in the stream and was not sent, and what was sent and not answered.
+        self._unsent: deque[StagePass] = deque()
+        self._due: deque[StagePass] = deque()
         self._pipe = connect(STAGE, self._place)
 
     def rows(self) -> RemoteRows:
         """What the layers keep of a sequence of which no token came yet."""
         return RemoteRows(self._caches)
 
-    def run(self, hidden: mx.array, rows: RemoteRows, tokens: mx.array, *, room: int = 0) -> mx.array:
-        """Hidden states (B, T, D) of ``tokens`` (B, T) to those behind the last layer. Raises MemberLost."""
-        self._begin(hidden, rows, tokens, wanted=True, room=room)
-        while len(self._due) > 1:
-            self._take()
-        found = self._take()
-        if found is None:
-            raise MemberLost(ProtocolError(f"{self.name} sent no hidden states."))
-        return found
+    # ---- what is sent ----------------------------------------------------------------------------------
 
-    def read(self, hidden: mx.array, rows: RemoteRows, tokens: mx.array, *, room: int = 0) -> None:
-        """The same with nothing coming back. Nothing is waited for but what was sent
-        ``limits.GROUP_FRAMES`` before. Raises MemberLost."""
-        self._begin(hidden, rows, tokens, wanted=False, room=room)
-        while len(self._due) > limits.GROUP_FRAMES:
-            self._take()
+    def enter(self, rows: RemoteRows, tokens: mx.array, *, wanted: bool, room: int) -> StagePass:
+        """A place for a block of ``tokens`` (B, T), with all changes of caches so far; ``give`` sends it.
 
-    def _begin(
-        self, hidden: mx.array, rows: RemoteRows, tokens: mx.array, *, wanted: bool, room: int
-    ) -> None:
+        ``wanted``: what comes out of the layers is sent back. ``room``: as many tokens follow, with these.
+        """
         batch, count = tokens.shape
         ids = np.array(tokens).reshape(-1).tolist() if self.takes_ids else []
         start = rows.tokens if batch == 1 else 0
-        self._send(RunStage(self._told(), rows.number, batch, count, wanted, room, start, ids), hidden)
+        command = RunStage(self._told(), rows.number, batch, count, wanted, room, start, ids)
         rows.grow(count)
-        self._due.append((batch if wanted else 0, count))
+        self._unsent.append(StagePass(command))
+        return self._unsent[-1]
+
+    def give(self, entered: StagePass, hidden: mx.array) -> None:
+        """The hidden states (B, T, D) of a block that has its place."""
+        entered.hidden = hidden
+        self._flush()
+
+    def drop(self, entered: StagePass) -> None:
+        """What comes out of this block is of no use; its rows are taken back by what is told next."""
+        entered.dropped = True
+        if entered in self._unsent and entered.hidden is None:
+            entered.command = RunStage(entered.command.changes)
+        self._flush()
+
+    def tell(self) -> None:
+        """Send changes that there are now, without waiting for a block to send them with."""
+        if changes := self._told():
+            self._unsent.append(StagePass(RunStage(changes)))
+            self._flush()
 
     def _told(self) -> list[Change]:
         """The changes that were not sent yet, the last of which go with a run."""
         untold = self._caches.untold
         while len(untold) > limits.GROUP_CHANGES:
-            self._send(RunStage([untold.popleft() for _ in range(limits.GROUP_CHANGES)]))
+            changes = [untold.popleft() for _ in range(limits.GROUP_CHANGES)]
+            self._unsent.append(StagePass(RunStage(changes)))
         # Others may be added meanwhile, of caches that are thrown away.
         return [untold.popleft() for _ in range(len(untold))]
 
-    def _send(self, command: RunStage, hidden: mx.array | None = None) -> None:
+    def _flush(self) -> None:
+        while self._unsent and (self._unsent[0].hidden is not None or not self._unsent[0].runs):
+            entered = self._unsent.popleft()
+            self._send(entered.command, entered.hidden if entered.runs else None)
+            entered.hidden = None
+            if entered.runs:
+                self._due.append(entered)
+
+    def _send(self, command: RunStage, hidden: mx.array | None) -> None:
         message = memoryview(messages.encode(command))
         payload = [] if hidden is None else [buffer_of(as_bytes(hidden))]
         sizes = message.nbytes, sum(part.nbytes for part in payload)
         self._pipe.send(FrameHeader(Kind.STAGE, count=command.tokens, sizes=sizes), message, *payload)
-
-    def settle(self) -> None:
-        """Wait until the layers have run on all that was sent. Raises MemberLost."""
-        while self._due:
-            self._take()
 
     def close(self) -> None:
         self._pipe.close()
 
     # ---- what comes back -------------------------------------------------------------------------------
 
-    def _take(self) -> mx.array | None:
-        batch, count = self._due[0]
-        frame = self._wait()
-        self._due.popleft()
+    @property
+    def under_way(self) -> int:
+        """Blocks that have begun and were not answered."""
+        return len(self._due) + sum(entered.runs for entered in self._unsent)
+
+    def collect(self) -> bool:
+        """Take one answer and pass its hidden states on to the next member. False if none has come.
+
+        Raises MemberLost.
+        """
+        if not self._due:
+            return False
         try:
-            done = messages.decode(frame.buffers[0], StageRan)
+            frame = self._pipe.receive()
+        except FleetError as error:
+            raise MemberLost(GroupLost(f"{self.name} left the group: {error.message}")) from error
+        if frame is None:
+            return False
+        self._take(self._due.popleft(), frame)
+        return True
+
+    def check(self, since_s: float, now_s: float) -> None:
+        """Raises MemberLost if the member answers nothing for too long. ``since_s``: when it was last known
+        to be at work, by the monotonic clock."""
+        if not self._due:
+            return
+        silent_s = now_s - max(since_s, self._pipe.heard_s)
+        if silent_s > limits.GROUP_SILENT_S:
+            raise MemberLost(GroupLost(f"{self.name} was silent for {silent_s:.1f} s."))
+        if now_s - since_s > limits.GROUP_STEP_S:
+            raise MemberLost(GroupLost(f"{self.name} took {limits.GROUP_STEP_S:.0f} s for a step."))
+
+    def _take(self, entered: StagePass, frame: Frame) -> None:
+        try:
+            ran = messages.decode(frame.buffers[0], StageRan)
         except ProtocolError as error:
             raise MemberLost(error) from error
-        if not batch:
-            return None
-        self.took_s = done.seconds
-        data = np.frombuffer(frame.buffers[1], np.uint8).reshape(batch, count, -1)
-        return of_bytes(data, self._dtype)
-
-    def _wait(self) -> Frame:
-        began_s = time.monotonic()
-        while True:
-            self._moved.clear()
-            try:
-                if (frame := self._pipe.receive()) is not None:
-                    return frame
-            except FleetError as error:
-                raise MemberLost(GroupLost(f"{self.name} left the group: {error.message}")) from error
-            self._moved.wait(limits.GROUP_BEAT_S)
-            now_s = time.monotonic()
-            silent_s = now_s - max(began_s, self._pipe.heard_s)
-            if silent_s > limits.GROUP_SILENT_S:
-                raise MemberLost(GroupLost(f"{self.name} was silent for {silent_s:.1f} s."))
-            if now_s - began_s > limits.GROUP_STEP_S:
-                raise MemberLost(GroupLost(f"{self.name} took {limits.GROUP_STEP_S:.0f} s for a step."))
+        entered.done = True
+        if entered.dropped or not entered.command.wanted:
+            return
+        shape = entered.command.batch, entered.command.tokens, self._width
+        nbytes = shape[0] * shape[1] * shape[2] * self._dtype.size
+        if ran.skipped or frame.head.sizes[1] != nbytes:
+            raise MemberLost(ProtocolError(f"{self.name} sent no hidden states of {nbytes} bytes."))
+        self.took_s = ran.seconds
+        data = np.frombuffer(frame.buffers[1], np.uint8).reshape(*shape[:2], -1)
+        entered.out = of_bytes(data, self._dtype)
+        if entered.after is not None:
+            stage, then = entered.after
+            stage.give(then, entered.out)
+            entered.out = None
 
     def _place(self, head: FrameHeader) -> list[memoryview]:
         first, second = head.sizes

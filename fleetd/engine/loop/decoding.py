@@ -12,6 +12,10 @@ sequence has computed goes to the prefix cache when it leaves.
 A sequence that is alone and has no draft begins its next step before the token of this one is read, so that
 the device does not wait for the host. A step that has begun ends before its sequence moves into the batch.
 
+Over several machines (``sends_blocks``) a sequence that is apart has blocks under way between turns, and the
+next begins before others have come back: ahead of its own, if its drafts are good, and beside those of other
+sequences. So a batch also comes apart where no sequence has drafts, if it is sooner so.
+
 Everything runs on the compute thread. What goes wrong in one sequence's text fails that sequence.
 """
 
@@ -50,10 +54,10 @@ from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import all_plain
 from fleetd.engine.sparse_prefill.sparse_caches import rows
 from fleetd.engine.speculation.controller import NO_DRAFT, Draft
-from fleetd.engine.speculation.rounds import Rounds
+from fleetd.engine.speculation.rounds import Promise, Rounds
 from fleetd.engine.speculation.sources import DraftSource, HiddenRows
 from fleetd.engine.speculation.speculation import SequenceDrafts, WorkerSpeculation
-from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
+from fleetd.engine.speculation.verify_row import Chosen, VerifyRow, sends_blocks
 from fleetd.errors import EngineError
 
 # Moving costs a copy of the KV. Sequences leave the batch only after so many steps in which it did not
@@ -77,13 +81,16 @@ class DecodingSequence:
     drafts: SequenceDrafts | None
     row: VerifyRow | None = None
     uid: int = -1
+    # Seconds that sending its blocks took since the last one that was taken, and whether that one was alone.
+    sending_s: float = 0.0
+    sent_alone: bool = True
 
 
 @dataclass(slots=True)
 class _SequencePass:
     """A pass of one sequence that is apart: the tokens that it gave, in ``seconds``.
 
-    ``again``: tokens that it computed a second time.
+    ``again``: tokens that it computed a second time. ``timed``: False if others were under way meanwhile.
     """
 
     running: DecodingSequence
@@ -91,6 +98,7 @@ class _SequencePass:
     chosen: list[Chosen]
     again: int
     seconds: float
+    timed: bool = True
 
 
 @dataclass
@@ -131,6 +139,8 @@ class Decoding:
         self._empty = make_prompt_cache(self.model)
         # In a batch a window's cache is laid out otherwise: a sequence with one does not come back.
         self._may_return = all_plain(self._empty)
+        # Machines that can each compute another block.
+        self._machines = self.model.machines if sends_blocks(self.model, self._empty) else 1
         self._stop_tokens = StopSequences([(t,) for t in sorted(self._ends)])
         self._held = HeldRows(self.model, lambda: self._generator._generation_batch._current_tokens)
         self._generator = BatchGenerator(
@@ -236,7 +246,9 @@ class Decoding:
             self._join()
         elif self.batch and self._settled >= SETTLED_TOKENS and self._better_apart():
             self._take_apart()
-        if self.apart:
+        if self.apart and self._machines > 1:
+            self._turn_sent()
+        elif self.apart:
             self._turn_apart()
         elif self.batch:
             self._turn_batch()
@@ -321,6 +333,8 @@ class Decoding:
         if not self._may_return or (len(self.batch) > 1 and self.rounds.resting):
             return False
         promises = []
+        # Of passes under way at the same time each takes its part of the machines.
+        beside = min(self._machines, len(self.batch))
         for running in self.batch.values():
             drafts = running.drafts
             if drafts is None or self._room(running, self._empty) < 2:
@@ -329,9 +343,10 @@ class Decoding:
                 drafts.proposals(running.tokens),
                 running.sequence.max_tokens - running.sequence.generated - 1,
             )
-            if len(draft.tokens) < LEAST_DRAFTS:
+            if len(draft.tokens) < LEAST_DRAFTS and self._machines == 1:
                 return False
-            promises.append(drafts.promise(draft))
+            promise = drafts.promise(draft)
+            promises.append(Promise(promise.tokens, promise.seconds / beside))
         return len(promises) == 1 or self.rounds.worth(promises)
 
     def _insert(self, running: DecodingSequence, cache: list[Any]) -> None:
@@ -410,11 +425,14 @@ class Decoding:
             self.rounds.add_round({p.running.sequence.id: len(p.chosen) for p in passes}, now - begun)
             step_s = self.rounds.step_s(len(passes))
         for p in passes:
-            if p.running.drafts is not None:
-                saved_s = None if step_s is None else len(p.chosen) * step_s - (now - begun)
-                emitted = [c.token for c in p.chosen]
-                p.running.drafts.verified(p.draft, emitted, p.seconds, saved_s, again=p.again)
-            self._on_tokens(p.running, p.chosen, now)
+            saved_s = None if step_s is None else len(p.chosen) * step_s - (now - begun)
+            self._on_pass(p, saved_s, now)
+
+    def _on_pass(self, p: _SequencePass, saved_s: float | None, now: float) -> None:
+        if p.running.drafts is not None:
+            emitted = [c.token for c in p.chosen]
+            p.running.drafts.verified(p.draft, emitted, p.seconds, saved_s, again=p.again, timed=p.timed)
+        self._on_tokens(p.running, p.chosen, now)
 
     def _pass(self, running: DecodingSequence, row: VerifyRow, *, moving: bool) -> _SequencePass:
         begun = time.monotonic()
@@ -439,6 +457,78 @@ class Decoding:
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
         return _SequencePass(running, draft, chosen, again, time.monotonic() - begun)
+
+    # ---- apart, over several machines ------------------------------------------------------------------
+
+    def _turn_sent(self) -> None:
+        """What was sent first of each sequence comes back. The next block of a sequence is sent before that
+        of another one is waited for, so that the machines have something to do meanwhile."""
+        begun = time.monotonic()
+        together = list(self.apart)
+        for running in together:
+            if running.row is not None:
+                self._send(running, running.row)
+        given: dict[str, int] = {}
+        step_s = self.rounds.step_s(len(together)) if len(together) > 1 else None
+        for running in together:
+            if running.row is None:
+                continue
+            p = self._take(running, running.row)
+            given[running.sequence.id] = len(p.chosen)
+            # Its share of a round.
+            share_s = (step_s or 0.0) * len(p.chosen) - len(together) * p.seconds
+            self._on_pass(p, None if step_s is None else share_s, time.monotonic())
+            if running.row is not None and len(together) > 1:
+                self._send(running, running.row)
+        if len(together) > 1:
+            self.rounds.add_round(given, time.monotonic() - begun)
+
+    def _send(self, running: DecodingSequence, row: VerifyRow) -> None:
+        """Send blocks until as many are under way as there shall be."""
+        begun = time.monotonic()
+        # Other sequences fill the machines as well as guesses do, and none of that is waste.
+        depth = max(1, self._machines // len(self.apart))
+        if row.blocks >= depth:
+            return
+        draft = self._draft_ahead(running, row, depth)
+        if not row.blocks:
+            row.send(draft.tokens[: draft.block - 1], draft.source)
+            running.sent_alone = len(self.apart) == 1
+        while row.blocks < depth and (rest := draft.tokens[len(row.guessed) :][: draft.block]):
+            row.send(rest, draft.source)
+            running.sent_alone = False
+        running.sending_s += time.monotonic() - begun
+
+    def _draft_ahead(self, running: DecodingSequence, row: VerifyRow, depth: int) -> Draft:
+        """What to verify, with the drafts that were sent already; none if those are no longer guessed."""
+        sequence, drafts, guessed = running.sequence, running.drafts, row.guessed
+        if drafts is None or self.speculation is None:
+            return NO_DRAFT
+        verdict = self.speculation.verdict
+        free = len(guessed) + rollback.room(row.cache) - (not row.blocks)
+        most = min(sequence.max_tokens - sequence.generated, sequence.promised - sequence.held)
+        room = min(most - 1, free, verdict.context - len(running.tokens) - 1)
+        fitting = {
+            name: tokens
+            for name, tokens in drafts.proposals(running.tokens, depth).items()
+            if len(tokens) > len(guessed) and tokens[: len(guessed)] == guessed
+        }
+        return drafts.choose(fitting, max(0, room), depth)
+
+    def _take(self, running: DecodingSequence, row: VerifyRow) -> _SequencePass:
+        begun = time.monotonic()
+        timed = running.sent_alone and row.blocks == 1
+        chosen, draft = row.take()
+        if running.drafts is not None:
+            running.drafts.hidden = row.hidden
+        self.steps += 1
+        if self.steps % CLEAR_PASSES == 0:
+            mx.clear_cache()
+        seconds = running.sending_s + time.monotonic() - begun
+        running.sending_s = 0.0
+        # The next one was under way while this one was.
+        running.sent_alone = not row.blocks
+        return _SequencePass(running, draft, chosen, 0, seconds, timed)
 
     def _ahead(self, running: DecodingSequence) -> bool:
         """True if steps are begun ahead. Not if there may be drafts and a pass computes while it is being

@@ -55,6 +55,10 @@ class StateKind:
     # A pass over two tokens can be taken back by one, whatever is in there.
     widens = False
 
+    def is_plain(self, cache: Any) -> bool:
+        """``plain``; where one stands for several, of all of them."""
+        return self.plain
+
     def has_rows(self, cache: Any) -> bool:
         """True if it has a row per token, so that it can be cut at any."""
         return False
@@ -364,4 +368,4 @@ def first_held(caches: Sequence[Any]) -> int | None:
 
 def all_plain(caches: Sequence[Any]) -> bool:
     """True if nothing but plain rows is kept."""
-    return all(kind_of(cache).plain for cache in caches)
+    return all(kind_of(cache).is_plain(cache) for cache in caches)

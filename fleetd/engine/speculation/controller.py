@@ -4,6 +4,13 @@ With acceptance a, k drafts bring (1 - a^(k+1)) / (1 - a) tokens (Leviathan et a
 tv(k+1) / t1 plain steps; the k with the most tokens per time is taken, or none where that is not clearly more
 than one.
 
+Over m machines of a group, blocks of w tokens follow each other without waiting for the one before, as if all
+of it were right: as many at a time as there are machines, since each computes one. Blocks that were sent
+behind a wrong draft are waste. A guess of K blocks brings (1 - a^(K·w)) / (1 - a) tokens. The first block
+takes its whole way, each of the N - 1 that are expected to count after it an m-th of that:
+
+    tv(w) / t1 · (1 + (N - 1) / min(K, m))        N = (1 - a^(K·w)) / (1 - a^w)
+
 Where a wrong draft undoes its whole pass (``rollback.mark``), what was right in it is computed again in the
 next pass, which is so much wider. That is taken into account at its most: all k tokens, as often as any is
 wrong.
@@ -38,6 +45,9 @@ SUREST = 0.98
 # Plain steps that drafts may lose: at the beginning of an answer, and for each of its tokens. Together less
 # than 2 % of an answer of 50 tokens or more.
 RISK, RISK_PER_TOKEN = 0.25, 0.015
+# What a block that is sent ahead costs at its worst, in plain steps: the machine that waits would have idled,
+# but the next block may find another machine still busy with it.
+AHEAD = 0.1
 
 
 @dataclass(slots=True)
@@ -66,10 +76,14 @@ class SourceStats:
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """What the next pass verifies besides the token that is due: ``tokens`` of ``source``, or none."""
+    """What the next pass verifies besides the token that is due: ``tokens`` of ``source``, or none.
+
+    ``block``: over several machines they are cut into blocks of so many tokens, the due one included.
+    """
 
     source: str = ""
     tokens: tuple[int, ...] = ()
+    block: int = 1
 
 
 NO_DRAFT = Draft()
@@ -99,21 +113,23 @@ class Controller:
     # What each source guessed, from the token that is due on, and how much of it has come.
     _guesses: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
 
-    def choose(self, proposals: Mapping[str, Sequence[int]], room: int) -> Draft:
-        """The drafts to verify, at most ``room``; sources in order of preference."""
+    def choose(self, proposals: Mapping[str, Sequence[int]], room: int, machines: int = 1) -> Draft:
+        """The drafts to verify, at most ``room``; sources in order of preference. ``machines``: that can each
+        compute another block."""
         best, gain = NO_DRAFT, MARGIN
         for name, tokens in proposals.items():
             if not tokens:
                 continue
             self._guesses.setdefault(name, (tuple(tokens), 0))
-            usable = min(len(tokens), self.most, room)
+            usable = min(len(tokens), room, (self.most + 1) * machines - 1)
             if self.always:
                 if usable > len(best.tokens):
-                    best = Draft(name, tuple(tokens[:usable]))
+                    best = Draft(name, tuple(tokens[:usable]), -(-(usable + 1) // machines))
                 continue
-            width, found = self._width(self._record(name).acceptance, usable)
+            block, found = self._block(self._record(name).acceptance, usable, machines)
             if found > gain:
-                best, gain = Draft(name, tuple(tokens[:width])), found
+                drafts = tokens[: min(usable, block * machines - 1)]
+                best, gain = Draft(name, tuple(drafts), block), found
         return best
 
     def promise(self, draft: Draft) -> Promise:
@@ -131,21 +147,24 @@ class Controller:
         saved_s: float | None = None,
         *,
         again: int = 0,
+        timed: bool = True,
     ) -> None:
-        """The pass over ``draft`` gave ``emitted`` tokens, one more than were right, in ``seconds``.
+        """The pass over ``draft`` gave ``emitted`` in ``seconds``: tokens that were right, and the next one.
 
         ``saved_s``: seconds that the pass saved, given if plain decoding would have been steps of a batch.
-        ``again``: tokens that the pass computed a second time.
+        ``again``: tokens that the pass computed a second time. ``timed``: False if other blocks were under
+        way, so that the seconds say nothing of what a pass costs.
         """
         step_s = self.costs.step_s
-        self.costs.add_pass(again + 1 + len(draft.tokens), seconds)
+        if timed:
+            self.costs.add_pass(again + 1 + len(draft.tokens), seconds)
         self.on_tokens(emitted)
         self.passes += 1
         self.tokens += len(emitted)
         if draft.tokens:
             record = self._record(draft.source)
             record.drafted += len(draft.tokens)
-            record.accepted += len(emitted) - 1
+            record.accepted += leading(draft.tokens, emitted)
             record.passes += 1
         elif not again:
             return
@@ -157,10 +176,8 @@ class Controller:
         """Hold guesses against tokens of the answer, drafted or not."""
         self._bearable += RISK_PER_TOKEN * len(tokens)
         for name, (guess, seen) in list(self._guesses.items()):
-            right = 0
             rest = guess[seen:]
-            while right < min(len(rest), len(tokens)) and rest[right] == tokens[right]:
-                right += 1
+            right = leading(rest, tokens)
             wrong = right < min(len(rest), len(tokens))
             if wrong or seen + right == len(guess):
                 self._record(name).judge(seen + right, wrong=wrong)
@@ -171,22 +188,34 @@ class Controller:
     def _record(self, name: str) -> SourceStats:
         return self.records.setdefault(name, SourceStats())
 
-    def _width(self, acceptance: float, most: int) -> tuple[int, float]:
-        """The number of drafts that brings most tokens per time, and how many times a plain step's that is.
+    def _block(self, acceptance: float, drafts: int, machines: int) -> tuple[int, float]:
+        """The tokens of a block, the due one included, that bring most tokens per time, and how many times a
+        plain step's that is. ``drafts``: how many there are.
 
-        Numbers that would lose more than the answer can bear, if every draft were wrong, are left out.
+        Blocks that would lose more than the answer can bear, if every draft were wrong, are left out.
         """
-        best, gain, expected, power = 0, 1.0, 1.0, 1.0
-        for k in range(1, most + 1):
-            at_worst = self.costs.ratio(k + 1) - 1 + (self.costs.ratio(2) - 1 if self.again else 0.0)
+        best, gain = 1, 1.0
+        for width in range(1, min(self.most, drafts) + 2):
+            blocks = min(machines, -(-(drafts + 1) // width))
+            at_worst = self.costs.ratio(width) - 1 + AHEAD * (blocks - 1)
+            if self.again and width > 1:
+                at_worst += self.costs.ratio(2) - 1
             if at_worst > self._bearable:
                 break
-            power *= acceptance
-            expected += power
-            found = expected / self._ratio(k, power)
+            found = self._gain(acceptance, width, blocks, drafts)
             if found > gain:
-                best, gain = k, found
+                best, gain = width, found
         return best, gain
+
+    def _gain(self, acceptance: float, width: int, blocks: int, drafts: int) -> float:
+        """Tokens per time of blocks of ``width`` tokens, so many under way at a time, over a plain step's."""
+        right = acceptance**width
+        # On one machine the next block is chosen anew.
+        all_blocks = 1 if blocks == 1 else -(-(drafts + 1) // width)
+        tokens = (1 - acceptance ** min(drafts + 1, width * all_blocks)) / (1 - acceptance)
+        counted = (1 - right**all_blocks) / (1 - right)
+        ratio = self._ratio(width - 1, acceptance ** (width - 1))
+        return tokens / (ratio * (1 + (counted - 1) / blocks))
 
     def _ratio(self, drafts: int, all_right: float) -> float:
         """Plain steps that a pass over ``drafts`` drafts takes, and the next pass for what it computes again.
@@ -195,3 +224,11 @@ class Controller:
         """
         ratio = self.costs.ratio(1 + drafts)
         return ratio + (1 - all_right) * (ratio - 1) if self.again else ratio
+
+
+def leading(guess: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens at the beginning are the same."""
+    same = 0
+    while same < min(len(guess), len(tokens)) and guess[same] == tokens[same]:
+        same += 1
+    return same

@@ -94,10 +94,11 @@ class SequenceDrafts:
         if self.names is None or source.name in self.names:
             self.sources.insert(0, source)
 
-    def proposals(self, tokens: Sequence[int]) -> dict[str, list[int]]:
-        """The drafts of each source that has a guess; mostly no source has one."""
+    def proposals(self, tokens: Sequence[int], machines: int = 1) -> dict[str, list[int]]:
+        """The drafts of each source that has a guess; mostly no source has one. ``machines``: that can each
+        verify another block of them."""
         found = {}
-        context = Context(tokens, self.controller.most, self.hidden)
+        context = Context(tokens, (self.controller.most + 1) * machines - 1, self.hidden)
         for source in list(self.sources):
             try:
                 if known := self._possible(source.propose(context)):
@@ -106,9 +107,9 @@ class SequenceDrafts:
                 self._drop(source)
         return found
 
-    def choose(self, proposals: Mapping[str, Sequence[int]], room: int) -> Draft:
+    def choose(self, proposals: Mapping[str, Sequence[int]], room: int, machines: int = 1) -> Draft:
         """What the next pass verifies, at most ``room`` drafts."""
-        return self.controller.choose(proposals, room)
+        return self.controller.choose(proposals, room, machines)
 
     def promise(self, draft: Draft) -> Promise:
         """What the pass over ``draft`` is expected to bring."""
@@ -122,9 +123,10 @@ class SequenceDrafts:
         saved_s: float | None = None,
         *,
         again: int = 0,
+        timed: bool = True,
     ) -> None:
         """Tell the controller what a pass gave (``Controller.verified``), and the sources its tokens."""
-        self.controller.verified(draft, emitted, seconds, saved_s, again=again)
+        self.controller.verified(draft, emitted, seconds, saved_s, again=again, timed=timed)
         self._committed(emitted)
 
     def on_token(self, token: int) -> None:

@@ -13,6 +13,12 @@ computes it again, before the token that is due.
 Without drafts a pass is a single step, and the next one can be begun before its token is read: the device
 computes while the host shows the token. The step over the due token is then ``under_way``.
 
+Over several machines (``sends_blocks``) blocks can follow each other before the first has come back, as if
+all of it were right. ``send`` begins one, ``take`` waits for the oldest. After a wrong draft the later ones
+are undone, and every machine drops those that it has not computed.
+
+    sent    [ due d1 ] [ d2 d3 ] [ d4 d5 ]          x1 … x6 follow; x3 ≠ d3: all but due, d1 and d2 is undone
+
 An answer that is held to a grammar has a mask for each row, made while the device computes.
 
 Tokens are chosen row by row exactly as mlx-lm's batch does it (mask, processors on what the answer has so
@@ -24,6 +30,7 @@ log-probabilities included, is what plain decoding gives wherever a block's arit
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +46,7 @@ from fleetd.engine.grammar.matcher import AnswerMatcher, Mask
 from fleetd.engine.layers.hidden_states import noted_states
 from fleetd.engine.sampling.sampler import LogitsProcessor, Sampler, SeededSampler, masked
 from fleetd.engine.sequence_state import rollback
+from fleetd.engine.speculation.controller import Draft, leading
 from fleetd.engine.speculation.sources import HiddenRows
 
 
@@ -53,6 +61,23 @@ class Chosen(msgspec.Struct, frozen=True):
     def logprobs(self) -> mx.array:  # (V,)
         """Cut out when it is asked for: few answers are."""
         return self.row[0]
+
+
+def sends_blocks(model: Any, cache: list[Any]) -> bool:
+    """True if several blocks of a sequence can be under way. ``cache``: one in which nothing is yet.
+
+    Not where a block can only be undone as a whole, nor where none can.
+    """
+    several = getattr(model, "machines", 1) > 1
+    return several and rollback.room(cache) > 0 and not rollback.needs_mark(cache)
+
+
+class Block(msgspec.Struct, frozen=True):
+    """One that was sent: its tokens, the source that guessed them, and what comes out (``Flight``)."""
+
+    tokens: list[int]
+    source: str
+    flight: Any
 
 
 @dataclass(slots=True)
@@ -79,6 +104,8 @@ class VerifyRow:
     _before: tuple[int, list[Any]] | None = field(init=False, default=None)
     # Of the step over the due token: the token that it chooses, (1,), log-probabilities, (1, V), and states.
     _next: tuple[mx.array, mx.array, HiddenRows | None] | None = field(init=False, default=None)
+    # Those that were sent and not taken, in order; the first one begins with the due token.
+    _blocks: deque[Block] = field(init=False, default_factory=deque)
     # The tokens so far, as far as processors have asked for them.
     _context: TokenBuffer = field(init=False, default_factory=TokenBuffer)
     _in_context: int = field(init=False, default=0)
@@ -91,7 +118,21 @@ class VerifyRow:
     @property
     def held(self) -> int:
         """Tokens whose rows are in the cache."""
-        return len(self.tokens) - 1 - self.pending + self.under_way
+        return len(self.tokens) - 1 - self.pending + self.under_way + self._sent
+
+    @property
+    def _sent(self) -> int:
+        return sum(len(block.tokens) for block in self._blocks)
+
+    @property
+    def blocks(self) -> int:
+        """How many were sent and not taken."""
+        return len(self._blocks)
+
+    @property
+    def guessed(self) -> list[int]:
+        """The drafts that were sent, in order; the first follows the due token."""
+        return [token for block in self._blocks for token in block.tokens][1:]
 
     def advance(self, drafts: Sequence[int]) -> list[Chosen]:
         """Make one pass. Returns at least one token, and at most one more than ``drafts``.
@@ -122,8 +163,46 @@ class VerifyRow:
         self._commit([c.token for c in chosen])
         return chosen
 
+    def send(self, drafts: Sequence[int], source: str = "") -> None:
+        """Begin a block and do not wait for it: the due token, unless it was sent, and ``drafts``, which
+        follow what was sent. They must fit in ``rollback.room(cache)``."""
+        tokens = [*drafts] if self._blocks else [self.tokens[-1], *drafts]
+        flight = self.model.begin(mx.array([tokens]), self.cache)
+        self._blocks.append(Block(tokens, source, flight))
+
+    def take(self) -> tuple[list[Chosen], Draft]:
+        """Wait for the block that was sent first. Returns what it gives to the answer, at least one token,
+        and the drafts that were held against it."""
+        block = self._blocks[0]
+        later = self._blocks[1] if len(self._blocks) > 1 else None
+        inner = block.tokens[1:]
+        # While the other machines compute.
+        masks = self._masks_of(inner)
+        logits = block.flight.logits()
+        self._blocks.popleft()
+        checked = [*inner, later.tokens[0]] if later else inner
+        rows = [logits[:, i, :] for i in range(len(block.tokens))]
+        chosen = self._choose(rows, masks, checked)
+        found = [one.token for one in chosen]
+        if leading(checked, found) < len(checked):
+            self._undo(len(rows) - len(chosen))
+        self.hidden = None
+        self._commit(found)
+        source = block.source or (later.source if later else "")
+        return chosen, Draft(source, tuple(checked))
+
+    def _undo(self, more: int = 0) -> None:
+        """Take back all that was sent and not taken, and ``more`` tokens before that."""
+        rollback.take_back(self.cache, self._sent + more)
+        flights = [block.flight for block in self._blocks]
+        self._blocks.clear()
+        if flights:
+            self.model.undo(flights)
+
     def settle(self) -> None:
-        """Compute what is ``pending``, so that all tokens but the last have their rows in ``cache``."""
+        """Compute what is ``pending``, and undo what was sent, so that all tokens but the last have their
+        rows in ``cache``."""
+        self._undo()
         if self.pending:
             with unread_logits():
                 self.model(mx.array([self.tokens[self.held : -1]]), cache=self.cache)
@@ -167,8 +246,11 @@ class VerifyRow:
             return [None] * (1 + len(drafts))
         # First, so that the device does not wait. A token that is not read yet is there before them.
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        if isinstance(drafts, mx.array):
-            drafts = [_id(drafts)]
+        return self._masks_of([_id(drafts)] if isinstance(drafts, mx.array) else drafts)
+
+    def _masks_of(self, drafts: Sequence[int]) -> list[Mask | None]:
+        if self.matcher is None:
+            return [None] * (1 + len(drafts))
         found: list[Mask | None] = [*self.matcher.masks(drafts)]
         # Behind a draft that is forbidden no row counts.
         return found + [None] * (1 + len(drafts) - len(found))
@@ -182,10 +264,9 @@ class VerifyRow:
             picked = mx.concatenate([self.sampler(logprobs) for logprobs in found])
             mx.eval(picked, found)
             tokens = [int(token) for token in np.array(picked)]
-            right = 0
-            while right < len(drafts) and tokens[right] == drafts[right]:
-                right += 1
-            return [Chosen(tokens[i], found[i]) for i in range(right + 1)]
+            # Where the draft behind the last row is known, all rows may be right.
+            count = min(len(rows), leading(drafts, tokens) + 1)
+            return [Chosen(tokens[i], found[i]) for i in range(count)]
         out: list[Chosen] = []
         for i, row in enumerate(rows):
             logprobs = self._logprobs(row, self._seen(drafts[:i]), masks[i])
@@ -235,6 +316,7 @@ class VerifyRow:
 
         Fewer tokens come back if the last pass went past them and can only be undone as a whole.
         """
+        self._undo()
         kept = min(tokens, self.held)
         undone = self.held - kept
         if undone and self._before is not None:

@@ -1,0 +1,70 @@
+"""Blocks of tokens on their way through the members of a group, several at a time.
+
+    own layers ─► member 1 ─► member 2 ─► …        each member computes another block
+        block 3     block 2     block 1
+
+This machine passes hidden states on from one member to the next, whenever it waits or begins a block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from fleetd import limits
+from fleetd.engine.groups.remote_stage import RemoteStage, StagePass
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One block. ``passes``: its way through each member's layers. ``finish``: hidden states behind the last
+    layer to logits, (B, T, D) -> (B, T, V)."""
+
+    members: Members
+    passes: Sequence[StagePass]
+    finish: Callable[[mx.array], mx.array]
+
+    def logits(self) -> mx.array:  # (B, T, V)
+        """Wait for what comes out. Raises MemberLost."""
+        last = self.passes[-1]
+        self.members.wait(lambda: last.done)
+        if last.out is None:
+            raise RuntimeError("a block that was dropped has no logits")
+        return self.finish(last.out)
+
+    def drop(self) -> None:
+        """Nothing more is wanted of it."""
+        for member, entered in zip(self.members.stages, self.passes, strict=True):
+            member.drop(entered)
+
+
+@dataclass(slots=True)
+class Members:
+    """The other machines of a group, in the order of their layers."""
+
+    stages: Sequence[RemoteStage] = field(default=())
+
+    def pass_on(self) -> bool:
+        """Take what has come, and send on what goes on. False if nothing has come. Raises MemberLost."""
+        came = [member.collect() for member in self.stages]
+        return any(came)
+
+    def tell(self) -> None:
+        """Send the changes that there are now at once."""
+        for member in self.stages:
+            member.tell()
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Pass on what comes until ``until``. Raises MemberLost."""
+        since_s = time.monotonic()
+        while not until():
+            self.stages[0].moved.clear()
+            if self.pass_on():
+                since_s = time.monotonic()
+                continue
+            self.stages[0].moved.wait(limits.GROUP_BEAT_S)
+            for member in self.stages:
+                member.check(since_s, time.monotonic())

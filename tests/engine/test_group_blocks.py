@@ -1,0 +1,248 @@
+"""Blocks of an answer that are sent ahead over several machines, and those of several answers beside each
+other: every answer is, bit for bit, that of the whole model."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import speculating
+import tiny_architectures
+from group_machines import group_of, lazy
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
+
+from fleetd.engine.failures import MemberLost
+from fleetd.engine.protocol import Cancel, Sampling
+from fleetd.engine.sequence_state.kinds import ANY
+from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
+from fleetd.engine.speculation.rounds import Rounds
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+VOCAB = tiny_architectures.VOCAB
+PROMPT = [(7 * i + 3) % 64 for i in range(50)]
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "sampled": Sampling(temperature=0.7, seed=11, top_p=0.9, top_k=50),
+    "penalised": Sampling(
+        temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={9: 1.5}
+    ),
+}
+ASKED: dict[str, Any] = {"max_tokens": 40, "top_logprobs": 2}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chain_path: Path) -> Any:
+    return load_tokenizer(chain_path)
+
+
+@functools.cache
+def model(name: str = "llama") -> Any:
+    return tiny_architectures.tiny(name)
+
+
+def spec(mode: Any = "on", **changes: Any) -> Any:
+    return speculating.speculation(VOCAB, mode, **changes)
+
+
+@functools.cache
+def whole(name: str, tokenizer: Any, sampling: str = "greedy") -> Run:
+    """The whole model's answer without drafts."""
+    run = Run(model(name), tokenizer)
+    run.submit("r", PROMPT, sampling=SAMPLINGS[sampling], **ASKED)
+    run.finish()
+    return run
+
+
+SOURCES: dict[str, Callable[[list[int]], list[Scripted]]] = {
+    "perfect": lambda text: [perfect(text)],
+    **{
+        f"right for {count}": functools.partial(lambda count, text: [right_for(text, count)], count)
+        for count in (0, 1, 2, 3, 7, 20)
+    },
+    "random": lambda text: [guessing(VOCAB, 3)],
+    "lying": lambda text: [lying(VOCAB, 3)],
+    "lookup and suffix": lambda text: [],
+}
+
+
+@pytest.mark.parametrize(
+    ("cuts", "width"), [((2,), 4), ((1, 3), 1), pytest.param((1, 3), 4, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("kind", SOURCES)
+def test_any_source_gives_the_answer_of_the_whole_model(
+    tokenizer: Any, kind: str, cuts: tuple[int, ...], width: int
+) -> None:
+    plain = whole("llama", tokenizer)
+    group = group_of(model(), *cuts)
+    verdict = ExactnessVerdict(1 + width, ANY, "exact: for the test", {1: 1.0, 16: 1.5})
+    run = Run(group.model, tokenizer, spec(verdict=verdict))
+    run.submit("r", PROMPT, *SOURCES[kind](plain.tokens["r"]), **ASKED)
+    run.finish()
+    assert run.said("r") == plain.said("r")
+
+
+def patchy(text: Sequence[int], seed: int, right: float) -> Scripted:
+    """Each guess is right with this chance, the same one whenever it is asked; sometimes it has none."""
+
+    def say(tokens: Sequence[int], width: int) -> list[int]:
+        found = []
+        for at in range(len(tokens), min(len(text), len(tokens) + width)):
+            dice = random.Random(f"{seed} {at}")
+            if dice.random() < 0.05:
+                break
+            found.append(text[at] if dice.random() < right else dice.randrange(VOCAB))
+        return found
+
+    return Scripted(say)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))]
+)
+def test_any_pattern_of_right_and_wrong_drafts_gives_the_answer_of_the_whole_model(
+    tokenizer: Any, seed: int, sampling: str
+) -> None:
+    """While members lag behind, so that they find out in time what need not be computed."""
+    plain = whole("llama", tokenizer, sampling)
+    dice = random.Random(seed)
+    group = lazy(group_of(model(), *dice.choice([(1,), (2,), (1, 3), (1, 2, 3)])), seed)
+    verdict = ExactnessVerdict(dice.choice([2, 3, 5, 16]), ANY, "exact: for the test", {1: 1.0, 16: 1.5})
+    run = Run(group.model, tokenizer, spec(verdict=verdict))
+    source = patchy(plain.tokens["r"], seed, dice.choice([0.3, 0.7, 0.9]))
+    run.submit("r", PROMPT, source, sampling=SAMPLINGS[sampling], **ASKED)
+    run.finish()
+    assert run.said("r") == plain.said("r")
+
+
+def test_blocks_behind_a_wrong_draft_are_not_computed(tokenizer: Any) -> None:
+    plain = whole("llama", tokenizer)
+    group = lazy(group_of(model(), 1, 2, 3), 5)
+    run = Run(group.model, tokenizer, spec())
+    run.submit("r", PROMPT, right_for(plain.tokens["r"], 0), **ASKED)
+    run.finish()
+    answers = [frame for pipe in group.pipes for frame in pipe.other.sent]
+    # The last machine answers a prompt's chunk without hidden states; a block is answered so if skipped.
+    chunks = -(-len(PROMPT) // 32)
+    assert len([frame for frame in answers if frame.count and not frame.sizes[1]]) > chunks + 10
+
+
+def test_an_automatic_choice_sends_ahead_what_pays(tokenizer: Any) -> None:
+    plain = whole("llama", tokenizer)
+    group = group_of(model(), 2)
+    flat = ExactnessVerdict(16, ANY, "exact: for the test", {1: 1e-9, 16: 1e-9})
+    run = Run(group.model, tokenizer, spec("auto", verdict=flat))
+    run.submit("r", PROMPT, perfect(plain.tokens["r"]), **ASKED)
+    most = 0
+    while run.busy:
+        run.turn()
+        most = max([most, *(running.row.blocks for running in run.decoding.apart if running.row)])
+    assert run.said("r") == plain.said("r")
+    assert most == 1  # between turns; another is under way while one is taken
+
+
+# ---- several answers -------------------------------------------------------------------------------------
+
+
+class Apart(Rounds):
+    """A batch is taken apart whenever it may be."""
+
+    def worth(self, promises: Sequence[Any]) -> bool:
+        return True
+
+    @property
+    def losing(self) -> bool:
+        return False
+
+
+PROMPTS = {f"r{n}": [(7 * i + 5 * n + 3) % 64 for i in range(40 + 9 * n)] for n in range(5)}
+
+
+@functools.cache
+def each_alone(tokenizer: Any, sampling: str) -> Run:
+    run = Run(model(), tokenizer)
+    for number, (name, prompt) in enumerate(PROMPTS.items()):
+        run.submit(name, prompt, sampling=SAMPLINGS[sampling], max_tokens=24 + 4 * number, top_logprobs=2)
+        run.finish()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("cuts", "sampling", "drafted"),
+    [
+        ((2,), "greedy", False),
+        ((2,), "sampled", True),
+        ((1, 3), "greedy", True),
+        pytest.param((1, 3), "sampled", False, marks=pytest.mark.long),
+    ],
+)
+def test_several_answers_beside_each_other_are_those_of_the_whole_model(
+    tokenizer: Any, sampling: str, cuts: tuple[int, ...], *, drafted: bool
+) -> None:
+    """They join and leave at their own times, one is cancelled."""
+    alone = each_alone(tokenizer, sampling)
+    group = group_of(model(), *cuts)
+    run = Run(group.model, tokenizer, spec())
+    run.decoding.rounds = Apart()
+    beside = 0
+    for number, (name, prompt) in enumerate(PROMPTS.items()):
+        sources = [patchy(alone.tokens[name], number, 0.7)] if drafted else []
+        run.submit(
+            name, prompt, *sources, sampling=SAMPLINGS[sampling], max_tokens=24 + 4 * number, top_logprobs=2
+        )
+        for _ in range(12):
+            run.turn()
+            under_way = [running.row.blocks for running in run.decoding.apart if running.row is not None]
+            beside = max(beside, len([blocks for blocks in under_way if blocks]))
+        if number == 1:
+            run.submit("cancelled", prompt, sampling=SAMPLINGS[sampling], max_tokens=500)
+            while not run.said("cancelled"):
+                run.turn()
+            run.scheduler.tell(Cancel("cancelled"))
+    run.finish()
+    for name in PROMPTS:
+        assert run.said(name) == alone.said(name)
+    assert beside > 1
+
+
+def test_an_answer_that_is_cancelled_leaves_what_it_computed(tokenizer: Any) -> None:
+    plain = whole("llama", tokenizer)
+    group = lazy(group_of(model(), 1, 3), 3)
+    run = Run(group.model, tokenizer, spec())
+    run.submit("gone", PROMPT, perfect(plain.tokens["r"]), max_tokens=500)
+    while not any(running.row.blocks for running in run.decoding.apart if running.row is not None):
+        run.turn()
+    run.scheduler.tell(Cancel("gone"))
+    run.turn()
+    run.submit("r", PROMPT, **ASKED)
+    run.finish()
+    assert run.said("r")[:-1] == plain.said("r")[:-1]
+    assert run.finished("r").usage.cached_tokens >= len(PROMPT) - 1
+
+
+def test_a_member_that_is_lost_while_blocks_are_under_way_is_named(tokenizer: Any) -> None:
+    plain = whole("llama", tokenizer)
+    group = group_of(model(), 2)
+    run = Run(group.model, tokenizer, spec())
+    run.submit("r", PROMPT, perfect(plain.tokens["r"]), **ASKED)
+    while not any(running.row.blocks for running in run.decoding.apart if running.row is not None):
+        run.turn()
+    group.pipes[0].fail()
+    with pytest.raises(MemberLost, match="machine 1 left the group"):
+        run.turn()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "mixtral", "qwen3", "gemma3_text", "lfm2"])
+def test_other_families_answer_as_whole_models(tokenizer: Any, name: str) -> None:
+    """Running states, windows and experts among them."""
+    plain = whole(name, tokenizer)
+    group = lazy(group_of(model(name), 1), 2)
+    run = Run(group.model, tokenizer, spec())
+    run.submit("r", PROMPT, patchy(plain.tokens["r"], 4, 0.8), **ASKED)
+    run.finish()
+    assert run.said("r") == plain.said("r")
