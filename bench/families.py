@@ -33,6 +33,7 @@ from bench.scenarios import (
     forks,
     forks_fleet,
     grammar,
+    groups,
     host_time,
     hybrid_drafts,
     kept_prompts,
@@ -154,6 +155,13 @@ FAMILIES = {
         ("Makefile", "demo", "pyproject.toml", "fleetd", "fleetctl", *_scenario("demo")),
     ),
     "decode": Family("Decode through HTTP", 7, 2, decode.measure, (*_SERVED, *_scenario("decode"))),
+    "groups": Family(
+        "A model over two machines",
+        5,
+        1,
+        groups.measure,
+        (*_WORKER, "fleetd/engine/groups", "fleetd/engine/streams", "fleetd/sealed", *_scenario("groups")),
+    ),
     "batching": Family("Eight streams at once", 3, 1, batching.measure, (*_SERVED, *_scenario("batching"))),
     "prefill": Family("Prefill on the CPU", 5, 1, prefill.measure, (*_WORKER, *_scenario("prefill"))),
     "quantised": Family(

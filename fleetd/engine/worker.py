@@ -481,6 +481,7 @@ def _speculation(settings: WorkerSettings, loaded: Loaded) -> WorkerSpeculation:
         loaded.facts.vocab_size,
         settings.speculation,
         computes_ahead=loaded.facts.device != "cpu",
+        ahead=settings.blocks_ahead,
     )
 
 

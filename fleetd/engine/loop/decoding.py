@@ -487,12 +487,13 @@ class Decoding:
         """Send blocks until as many are under way as there shall be."""
         begun = time.monotonic()
         # Other sequences fill the machines as well as guesses do, and none of that is waste.
-        depth = max(1, self._machines // len(self.apart))
+        ahead = self.speculation is not None and self.speculation.ahead
+        depth = max(1, self._machines // len(self.apart)) if ahead else 1
         if row.blocks >= depth:
             return
         draft = self._draft_ahead(running, row, depth)
         if not row.blocks:
-            row.send(draft.tokens[: draft.block - 1], draft.source)
+            row.send(draft.tokens[: draft.block - 1] if draft.block else draft.tokens, draft.source)
             running.sent_alone = len(self.apart) == 1
         while row.blocks < depth and (rest := draft.tokens[len(row.guessed) :][: draft.block]):
             row.send(rest, draft.source)

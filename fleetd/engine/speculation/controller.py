@@ -78,12 +78,13 @@ class SourceStats:
 class Draft(msgspec.Struct, frozen=True):
     """What the next pass verifies besides the token that is due: ``tokens`` of ``source``, or none.
 
-    ``block``: over several machines they are cut into blocks of so many tokens, the due one included.
+    ``block``: over several machines they are cut into blocks of so many tokens, the due one included; 0: they
+    are not.
     """
 
     source: str = ""
     tokens: tuple[int, ...] = ()
-    block: int = 1
+    block: int = 0
 
 
 NO_DRAFT = Draft()
@@ -124,12 +125,13 @@ class Controller:
             usable = min(len(tokens), room, (self.most + 1) * machines - 1)
             if self.always:
                 if usable > len(best.tokens):
-                    best = Draft(name, tuple(tokens[:usable]), -(-(usable + 1) // machines))
+                    block = -(-(usable + 1) // machines) if machines > 1 else 0
+                    best = Draft(name, tuple(tokens[:usable]), block)
                 continue
             block, found = self._block(self._record(name).acceptance, usable, machines)
             if found > gain:
                 drafts = tokens[: min(usable, block * machines - 1)]
-                best, gain = Draft(name, tuple(drafts), block), found
+                best, gain = Draft(name, tuple(drafts), block if machines > 1 else 0), found
         return best
 
     def promise(self, draft: Draft) -> Promise:

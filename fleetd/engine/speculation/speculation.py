@@ -40,6 +40,8 @@ class WorkerSpeculation:
     # True if the device computes while the host goes on (any GPU): then an answer without a draft has its
     # next step computed while the host looks at this step's token.
     computes_ahead: bool = False
+    # False: over several machines one block of an answer is under way at a time. For measuring.
+    ahead: bool = True
     costs: Costs = field(init=False)
 
     def __post_init__(self) -> None:

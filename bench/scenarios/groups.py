@@ -1,0 +1,201 @@
+"""A model over two workers on a core each, against the whole model in one worker on one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+from bench.figures import Figure, Measured, alternated, at_least, at_most
+from bench.harness import prompts
+from bench.harness.cores import loopback, starting_on, why_no_cores, worker_on
+from bench.harness.daemon import MODEL
+from bench.harness.repetitive_prompts import REPETITIVE
+from bench.harness.samples import Samples
+from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.protocol import (
+    STAGE,
+    Delta,
+    Generate,
+    Sampling,
+    ServeStage,
+    Speculate,
+    StreamTag,
+    TokenPrompt,
+)
+from fleetd.engine.settings import GroupMember, WorkerSettings
+from fleetd.process import observe
+
+# The head costs as much as eight layers: the worker that answers has fewer.
+_LAYERS, _CUT = 30, 11
+_TOKENS, _PROMPT_TOKENS = 96, 64
+_STREAMS = 4
+_ROOM_TOKENS = 8192
+_KEY_BYTES = 32
+_WHOLE, _GROUP, _ONE_BLOCK = "whole", "group", "one block"
+# Between two machines a step goes there and back.
+_HOPS = 2
+
+
+def measure(runs: int) -> Measured:
+    """Raises RuntimeError where two workers cannot have a core each."""
+    if why := why_no_cores():
+        raise RuntimeError(why)
+    observe.configure("warning")
+    return asyncio.run(_measure(runs))
+
+
+async def _measure(runs: int) -> Measured:
+    seen = Samples()
+    here, there, *_ = sorted(os.sched_getaffinity(0))
+    async with (
+        worker_on(here) as whole,
+        _group(here, there) as group,
+        _group(here, there, blocks_ahead=False) as one_block,
+    ):
+        sides = {_WHOLE: whole, _GROUP: group, _ONE_BLOCK: one_block}
+        for engine in sides.values():
+            await _several(engine, 91, _STREAMS, 24)
+        for run in range(runs):
+            for side in alternated(run, tuple(sides)):
+                await _ask(sides[side], side, run, seen)
+    return Measured(_figures(seen), _HOW)
+
+
+async def _ask(engine: EngineProcess, side: str, run: int, seen: Samples) -> None:
+    if side != _ONE_BLOCK:
+        seen[side, "one"].append((await _several(engine, 400 + run, 1, _TOKENS)) / _TOKENS)
+        seen[side, "several"].append(
+            (await _several(engine, 500 + run, _STREAMS, _TOKENS)) / _TOKENS / _STREAMS
+        )
+    for name, text in REPETITIVE.items():
+        tokens = prompts.encoded(MODEL, text)
+        seen[side, name].append(await _answer(engine, tokens, _TOKENS, drafts=True) / _TOKENS)
+
+
+def _figures(seen: Samples) -> list[Figure]:
+    hops = [
+        1000 * (group - whole) / _HOPS
+        for group, whole in zip(seen[_GROUP, "one"], seen[_WHOLE, "one"], strict=True)
+    ]
+    return [
+        Figure(
+            "One stream over two machines, over the whole model on one",
+            "x",
+            seen.ratios((_WHOLE, "one"), (_GROUP, "one")),
+            at_least(0.9),
+        ),
+        Figure(
+            f"{_STREAMS} streams over two machines, over one stream there",
+            "x",
+            seen.ratios((_GROUP, "one"), (_GROUP, "several")),
+            at_least(1.7),
+        ),
+        Figure(
+            f"{_STREAMS} streams on the whole model, over one stream there",
+            "x",
+            seen.ratios((_WHOLE, "one"), (_WHOLE, "several")),
+        ),
+        *(
+            Figure(
+                f"Blocks ahead over one at a time: {name}",
+                "x",
+                seen.ratios((_ONE_BLOCK, name), (_GROUP, name)),
+                at_least(1.3),
+            )
+            for name in REPETITIVE
+        ),
+        *(
+            Figure(
+                f"Two machines over the whole model on one, both with drafts: {name}",
+                "x",
+                seen.ratios((_WHOLE, name), (_GROUP, name)),
+            )
+            for name in REPETITIVE
+        ),
+        Figure("A hop, over the layers' own time", "ms", hops, at_most(0.3)),
+    ]
+
+
+# ---- Answers ---------------------------------------------------------------------------------------------
+
+
+async def _several(engine: EngineProcess, seed: int, streams: int, count: int) -> float:
+    """Seconds that all of them take together, from the last one's first token on."""
+    asked = [prompts.tokens(MODEL, 1000 * seed + n, _PROMPT_TOKENS) for n in range(streams)]
+    if streams == 1:
+        return await _answer(engine, asked[0], count, drafts=False)
+    begun = time.perf_counter()
+    await asyncio.gather(*(_answer(engine, tokens, count, drafts=False) for tokens in asked))
+    return time.perf_counter() - begun
+
+
+async def _answer(engine: EngineProcess, tokens: list[int], count: int, *, drafts: bool) -> float:
+    """Seconds from the first token to the last, for as many tokens as there are."""
+    request = Generate(
+        f"answer-{secrets.token_hex(4)}",
+        TokenPrompt(tokens),
+        Sampling(temperature=0.0),
+        max_tokens=count,
+        ignore_eos=True,
+        # Without sources there are no drafts, and answers may still be computed beside each other.
+        speculate=None if drafts else Speculate(sources=[]),
+    )
+    first_s = 0.0
+    async for event in engine.stream(request):
+        if isinstance(event, Delta):
+            first_s = first_s or time.perf_counter()
+    return (time.perf_counter() - first_s) * count / (count - 1)
+
+
+# ---- Two workers with one model --------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _group(here: int, there: int, **settings: Any) -> AsyncIterator[EngineProcess]:
+    """The worker that answers, on ``here``; the one with the other layers is on ``there``."""
+    async with AsyncExitStack() as stack:
+        member = await stack.enter_async_context(
+            worker_on(there, first_layer=_CUT, last_layer=_LAYERS, part_of=MODEL.name)
+        )
+        job, key = f"stage-{secrets.token_hex(4)}", secrets.token_bytes(_KEY_BYTES)
+        near, far = loopback()
+        events = await stack.enter_async_context(
+            aclosing(member.serve(ServeStage(job, _CUT, _LAYERS, _ROOM_TOKENS)))
+        )
+        # Accepted: there is memory for it.
+        await anext(events)
+        await member.give_stream(StreamTag(job, STAGE, key, "acceptor"), near)
+        asked = GroupMember(_CUT, _LAYERS, "member", "the other worker")
+        front = EngineProcess(
+            WorkerSettings(
+                name=MODEL.name,
+                path=str(MODEL),
+                threads=1,
+                prefix_cache_bytes=1,
+                group=(asked,),
+                group_tokens=_ROOM_TOKENS,
+                **settings,
+            )
+        )
+        with starting_on({here}):
+            await front.start()
+        try:
+            await front.give_stream(StreamTag("member", STAGE, key, "connector"), far)
+            async for _ in front.loaded():
+                pass
+            yield front
+        finally:
+            await front.stop()
+
+
+_HOW = (
+    f"Two workers on one core each, without daemons; the one that answers has {_CUT} of {_LAYERS} layers "
+    "and the head. Their stream is sealed, over loopback TCP. Beside them the whole model in one worker on "
+    f"one of the two cores. Greedy, {_TOKENS} tokens; the answers are the same bytes. A hop is half of what "
+    "a step takes longer than the whole model's."
+)
