@@ -23,7 +23,7 @@ class Flight:
     """One block. ``passes``: its way through each member's layers. ``finish``: hidden states behind the last
     layer to logits, (B, T, D) -> (B, T, V)."""
 
-    members: Members
+    members: GroupStages
     passes: Sequence[StagePass]
     finish: Callable[[mx.array], mx.array]
 
@@ -42,7 +42,7 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Members:
+class GroupStages:
     """The other machines of a group, in the order of their layers."""
 
     stages: Sequence[RemoteStage] = field(default=())

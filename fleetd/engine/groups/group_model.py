@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from fleetd import limits
-from fleetd.engine.groups.flight import Flight, Members
+from fleetd.engine.groups.flight import Flight, GroupStages
 from fleetd.engine.groups.remote_rows import KeptThere, RemoteRows
 from fleetd.engine.groups.remote_stage import RemoteStage
 from fleetd.engine.layers.layer_calls import PassInputs
@@ -43,7 +43,7 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         self.dtype = dtype
         self.takes_tokens, self.width = whole.takes_tokens, whole.width
         self._empty = whole.empty
-        self._members = Members()
+        self._members = GroupStages()
 
     @classmethod
     def front_of(cls, model: Any, first: int, *, on_cpu: bool) -> GroupModel:
@@ -60,7 +60,7 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         ends = [self._front.last, *(member.last for member in members)]
         if [member.first for member in members] != ends[:-1] or ends[-1] != self._front.total:
             raise ValueError(f"layers {ends} of {self._front.total} are in this group")
-        self._members = Members(tuple(members))
+        self._members = GroupStages(tuple(members))
 
     @property
     def machines(self) -> int:

@@ -72,7 +72,7 @@ def sends_blocks(model: Any, cache: list[Any]) -> bool:
     return several and rollback.room(cache) > 0 and not rollback.needs_mark(cache)
 
 
-class Block(msgspec.Struct, frozen=True):
+class SentBlock(msgspec.Struct, frozen=True):
     """One that was sent: its tokens, the source that guessed them, and what comes out (``Flight``)."""
 
     tokens: list[int]
@@ -105,7 +105,7 @@ class VerifyRow:
     # Of the step over the due token: the token that it chooses, (1,), log-probabilities, (1, V), and states.
     _next: tuple[mx.array, mx.array, HiddenRows | None] | None = field(init=False, default=None)
     # Those that were sent and not taken, in order; the first one begins with the due token.
-    _blocks: deque[Block] = field(init=False, default_factory=deque)
+    _blocks: deque[SentBlock] = field(init=False, default_factory=deque)
     # The tokens so far, as far as processors have asked for them.
     _context: TokenBuffer = field(init=False, default_factory=TokenBuffer)
     _in_context: int = field(init=False, default=0)
@@ -168,7 +168,7 @@ class VerifyRow:
         follow what was sent. They must fit in ``rollback.room(cache)``."""
         tokens = [*drafts] if self._blocks else [self.tokens[-1], *drafts]
         flight = self.model.begin(mx.array([tokens]), self.cache)
-        self._blocks.append(Block(tokens, source, flight))
+        self._blocks.append(SentBlock(tokens, source, flight))
 
     def take(self) -> tuple[list[Chosen], Draft]:
         """Wait for the block that was sent first. Returns what it gives to the answer, at least one token,
