@@ -269,6 +269,7 @@ class Daemon:
             fleet=self._fleet or DisabledFleet(),
             plan=parts.plans.plan,
             added=parts.plans.added,
+            over=parts.placer.over,
             pinned=machine.pinned,
             traces=machine.traces.newest,
             smart_defaults=self._config.smart_prefill.policy,

@@ -21,6 +21,7 @@ from fleetd.config import Config
 from fleetd.control.daemon_status import HardwareReading, MemoryBudget
 from fleetd.control.fleet_view import PeerView
 from fleetd.control.model_listing import FoundModels, ModelListing
+from fleetd.engine.daemon_side.group_front import GroupFront
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import Draining
@@ -31,7 +32,7 @@ from fleetd.hardware.probe import HardwareProbe
 from fleetd.models import cpu_arithmetic
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import WeightRules, needed_bytes
+from fleetd.models.memory_need import WORKING_BYTES, WeightRules, needed_bytes
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pinned import PinnedModels
 from fleetd.models.pull_lines import PullProgress
@@ -49,6 +50,7 @@ from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.groups import messages as group_messages
 from fleetd.requests.groups.labels import GroupLabels
 from fleetd.requests.groups.planning import FleetGroups
+from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.groups.server import StageServer
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.kv_fetching import messages as fetching_messages
@@ -133,6 +135,11 @@ class MachineParts:
             overcommit=self._engine.overcommit,
         )
 
+    def usable_bytes(self) -> int:
+        """What one more model may take now, without what it works with."""
+        machine = self.prober.read()
+        return max(0, self.memory_budget(machine, machine.model_available_bytes).usable_bytes - WORKING_BYTES)
+
     def weight_rules(self, machine: HardwareReading | None = None) -> WeightRules:
         """What decides how models are held here; by a reading of this moment if none is given."""
         machine = machine or self.prober.read()
@@ -199,8 +206,10 @@ class DaemonParts:
         self.survey = self._survey(self.fleet) if self.fleet else None
         self.fetching = self._block_fetching(self.fleet) if self.fleet else None
         self.sharing = self._prefill_sharing(self.fleet) if self.fleet else None
-        if self.fleet is not None:
-            self.machine.pool.groups = FleetGroups(self.fleet, self.members, self._room_bytes)
+        self.promised = PromisedMemory()
+        self.groups = self._groups(self.fleet) if self.fleet else None
+        if self.groups is not None:
+            self.machine.pool.groups = self.groups
         self.drafting = self._drafter_service()
         self.placer = self._placer()
         self.compressing = self._compression()
@@ -216,6 +225,7 @@ class DaemonParts:
             self.drafting,
             config.smart_prefill.policy,
             self.survey,
+            self.groups,
         )
         # What other machines are told of the models here, and for words of those of the hub. The daemon sets
         # it once its API has begun.
@@ -329,9 +339,15 @@ class DaemonParts:
             return None
         return BlockFetching(fleet, self.machine.pool, self.members, self.fetch_counts, self.origins.label)
 
-    def _room_bytes(self) -> int:
-        """What one model may take of this machine's memory, once all others are unloaded."""
-        return self.machine.weight_rules().budget_bytes
+    def _groups(self, fleet: Fleet) -> FleetGroups:
+        pool = self.machine.pool
+        return FleetGroups(
+            fleet,
+            self.members,
+            self.machine.weight_rules,
+            lambda folder: isinstance(pool.engine(folder), GroupFront),
+            self.promised,
+        )
 
     def _prefill_sharing(self, fleet: Fleet) -> PrefillSharing:
         machine = self.machine
@@ -435,7 +451,15 @@ class DaemonParts:
         node.handle(fetching_messages.FETCH, blocks.fetch)
         node.handle(sharing_messages.ASSIST, assists.assist)
         node.handle(sharing_messages.WARM, assists.warm)
-        self.stages = StageServer(dialer, machine.pool, context)
+        self.stages = StageServer(
+            dialer,
+            machine.pool,
+            context,
+            node.name_of,
+            self.promised,
+            machine.usable_bytes,
+            machine.weight_rules,
+        )
         node.handle(group_messages.SERVE, self.stages)
         managing = ManageServer(
             ModelOperations(machine.models, machine.pool, machine.pinned, self.pull, self.models_changed),

@@ -476,6 +476,8 @@ GROUP_MESSAGE_BYTES = 256 * KIB
 # A group must have room for the keys and values of so many tokens, and takes no more than for so many prompts
 # of the model's whole context.
 GROUP_LEAST_TOKENS, GROUP_STREAM_CONTEXTS = 2048, 2
+# Machines that a request may name to hold its model together: as many as a cut is looked for over.
+PLACEMENT_MACHINES = 8
 # So often an answer is begun if machines of its group leave.
 GROUP_TRIES = 3
 # Others may need so long to free what they held for the group that has ended.

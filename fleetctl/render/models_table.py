@@ -7,12 +7,20 @@ from collections.abc import Callable, Iterable, Sequence
 from fleetctl.render.columns import Column, drawn, fitted, shortened, total
 from fleetctl.render.memory import memory_lines
 from fleetctl.render.text import count, listed, one_line, size, wrapped
-from fleetd.control.model_listing import FoundModel, FoundModels, InstalledModel, ModelListing, OfferedModel
+from fleetd.control.model_listing import (
+    FoundModel,
+    FoundModels,
+    InstalledModel,
+    ModelFit,
+    ModelListing,
+    OfferedModel,
+)
 
 _GROUPS = {
     "here": "FITS",
     "freed": "FITS WHEN MEMORY IS FREED",
     "elsewhere": "FITS ON OTHER MACHINES",
+    "together": "FITS ON SEVERAL TOGETHER",
     "none": "TOO LARGE",
 }
 _WORDS = {"chat": "chat", "coding": "coding", "draft": "drafts"}
@@ -36,7 +44,7 @@ def models_page(models: ModelListing, width: int | None, *, everything: bool = F
             group = shown
         if group:
             title = f"{title} {_place(on).upper()}" if where == "here" else title
-            parts.append(_offered_table(title, group, width))
+            parts.append(_offered_table(title, group, width, on))
     parts.append("\n".join(wrapped(line, width) for line in _remarks(models, hidden, on)))
     return "\n\n".join(parts)
 
@@ -55,11 +63,33 @@ def recommended_line(models: ModelListing, on: str = "") -> str:
     return f"Recommended {_place(on)}: {', '.join(chosen)}." if chosen else ""
 
 
+def fits(fit: ModelFit, on: str = "") -> str:
+    """Where a model has room, in a table: "here", "studio", "here + kitchen", "no: 12.0 GB short".
+
+    ``on``: the machine that judges, "" for this one.
+    """
+    here = one_line(on) or "here"
+    names = [one_line(name) for name in fit.machines]
+    match fit.where:
+        case "freed":
+            return f"{here}, {size(fit.short_bytes)} to free"
+        case "elsewhere":
+            return " or ".join(names)
+        case "together":
+            return " + ".join([here, *names])
+        case "none":
+            return f"no: {size(fit.short_bytes)} short"
+        case _:
+            return here
+
+
 def fit_words(entry: OfferedModel | FoundModel) -> str:
     """Where a model has room, as a part of a sentence; "" if it does here and now."""
     fit = entry.fit
     if fit.where == "elsewhere":
         return f"fits on {one_line(listed(fit.machines))}"
+    if fit.where == "together":
+        return f"fits on this machine and {one_line(listed(fit.machines))} together"
     return {"freed": f"free {size(fit.short_bytes)} first", "none": f"{size(fit.short_bytes)} short"}.get(
         fit.where, ""
     )
@@ -99,6 +129,7 @@ def _installed(models: ModelListing, width: int | None, on: str) -> Iterable[str
         Column("INSTALLED", [model.name for model in shown], 9),
         Column("FOR", [_roles(model) for model in shown], 6),
         Column("WEIGHTS", [size(model.weights_bytes) for model in shown], 7, right=True),
+        Column("FITS", [fits(model.fit, on) for model in shown], 8),
         Column("CONTEXT", [count(model.context_tokens) for model in shown], 8, right=True),
         Column("TOOLS", [model.tools or "-" for model in shown], 5),
         Column("THINKS", ["yes" if model.thinking else "-" for model in shown], 4),
@@ -128,13 +159,14 @@ def _of_others(models: ModelListing, width: int | None) -> Iterable[str]:
         yield wrapped(text, width)
 
 
-def _offered_table(title: str, group: Sequence[OfferedModel], width: int | None) -> str:
+def _offered_table(title: str, group: Sequence[OfferedModel], width: int | None, on: str) -> str:
     columns = [
         Column(" ", ["*" if entry.recommended else " " for entry in group], 9),
         Column(title, [entry.name for entry in group], 9),
         Column("FOR", [_roles(entry) for entry in group], 8),
         Column("DOWNLOAD", [size(entry.download_bytes) for entry in group], 8, right=True),
         Column("MEMORY", [size(entry.memory_bytes) for entry in group], 8, right=True),
+        Column("FITS", [fits(entry.fit, on) for entry in group], 7),
     ]
     return "\n".join(_with_remarks(columns, group, _offered_remark, width))
 
@@ -158,7 +190,7 @@ def _with_remarks(
 def _offered_remark(entry: OfferedModel | FoundModel) -> str:
     served = "" if not isinstance(entry, OfferedModel) or entry.served else "not served yet"
     note = entry.note if isinstance(entry, OfferedModel) else ""
-    return "; ".join(filter(None, (fit_words(entry), served, note)))
+    return "; ".join(filter(None, (served, note)))
 
 
 def _found_remark(entry: OfferedModel | FoundModel) -> str:

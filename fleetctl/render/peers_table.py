@@ -137,7 +137,9 @@ def _models(models: Sequence[PeerModel], room: int | None) -> str:
 def _model(model: PeerModel, name: str) -> str:
     mark = {"loaded": "*", "loading": " (loading)"}.get(model.state, "")
     if model.part_last and not mark:
-        mark = f" ({layers(model.part_first, model.part_last)})"
+        total = f" of {model.part_total}" if model.part_total else ""
+        asked_by = f", for {one_line(model.part_asked_by)}" if model.part_asked_by else ""
+        mark = f" ({layers(model.part_first, model.part_last)}{total}{asked_by})"
     return one_line(name) + mark + ("~" if model.speed.doubtful else "") + ("!" if model.capped else "")
 
 

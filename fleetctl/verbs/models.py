@@ -13,10 +13,11 @@ from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.client import Client
 from fleetctl.exits import ClientError, ConnectionBroken, Exit
+from fleetctl.placement import named_machines
 from fleetctl.render.columns import terminal_width
 from fleetctl.render.models_table import fit_words, found_page, models_page, recommended_line
 from fleetctl.render.progress_line import Progress
-from fleetctl.render.text import one_line, size
+from fleetctl.render.text import listed, one_line, size
 from fleetctl.replies import read
 from fleetd import limits
 from fleetd.control.model_listing import FoundModel, FoundModels, ModelListing, ModelVerdict, OfferedModel
@@ -262,11 +263,24 @@ def verify(session: CliSession, name: str) -> None:
 
 @command.command("load")
 @click.argument("name", shell_complete=completion.models)
-@_on_option
+@click.option(
+    "--on",
+    default="",
+    metavar="MACHINE[,…]",
+    shell_complete=completion.machines,
+    help="A paired machine instead of this one; several, this one first, hold it together.",
+)
 @json_option
 @pass_session
 def load(session: CliSession, name: str, on: str) -> None:
-    """Load a model now instead of with its first request."""
+    """Load a model now instead of with its first request.
+
+    With --on this,studio both machines hold a part, also of a model that would fit on one. It stays loaded so
+    until it is unloaded here.
+    """
+    if "," in on:
+        _load_together(session, name, named_machines(on))
+        return
     done = _load(session, "load", name, on)
     session.emit(done, f"{_there(on, name)} is loaded.")
 
@@ -335,6 +349,15 @@ def _load(session: CliSession, verb: str, name: str, on: str) -> Any:
             _follow(session, verb, {**_body(name, on), "stream": True}, progress, doing)
             return {"ok": True}
         return client.post(f"/fleet/v1/models/{verb}", _body(name, on), timeout_s=limits.CLIENT_LONG_CALL_S)
+
+
+def _load_together(session: CliSession, name: str, machines: list[str]) -> None:
+    """Load a model over several machines, this one first."""
+    with Progress() as progress:
+        progress.update(f"loading {name}")
+        body = {"model": name, "placement": machines}
+        done = session.client().post("/fleet/v1/models/load", body, timeout_s=limits.CLIENT_LONG_CALL_S)
+    session.emit(done, one_line(f"{name} is loaded on {listed(machines)}."))
 
 
 def _post(session: CliSession, verb: str, name: str, on: str) -> Any:

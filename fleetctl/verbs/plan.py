@@ -9,14 +9,19 @@ import click
 
 from fleetctl import completion
 from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.placement import named_machines
 from fleetctl.render.added_page import added_page
 from fleetctl.render.columns import Column, drawn, fitted, terminal_width
+from fleetctl.render.group_table import group_lines
 from fleetctl.render.options_table import options_table
 from fleetctl.render.plan_words import division, drafts_line, local_s, prompt
 from fleetctl.render.text import brief, one_line, size, wrapped
 from fleetctl.replies import read
 from fleetctl.text_files import read_text
 from fleetd.control.prefill_plan import AddedView, KnownMachines, PlanView, StepView
+
+# Of a prompt that is not named.
+_TOKENS = 1000
 
 
 @click.command("plan")
@@ -30,6 +35,12 @@ from fleetd.control.prefill_plan import AddedView, KnownMachines, PlanView, Step
     shell_complete=completion.models,
 )
 @click.option("--tokens", type=click.IntRange(1, 2**31 - 1), help="A prompt of so many tokens.")
+@click.option(
+    "--on",
+    metavar="A,B,…",
+    default="",
+    help="As if these machines were to hold the model together; this one is the first of them.",
+)
 @click.option(
     "--cached",
     type=click.IntRange(0, 2**31 - 1),
@@ -61,6 +72,7 @@ def command(
     file: str | None,
     model: str,
     tokens: int | None,
+    on: str,
     cached: int,
     smart: bool,
     ratio: float | None,
@@ -69,7 +81,8 @@ def command(
 ) -> None:
     """Show how a prompt would be answered, and why so.
 
-    The prompt is the text in FILE (- is stdin), or any one with --tokens. Nothing is computed or loaded:
+    The prompt is the text in FILE (- is stdin), or any one with --tokens; with a model alone it has 1,000
+    tokens. If several machines are to hold the model, it says who holds what. Nothing is computed or loaded:
     these are the prices by which a request would be placed now, and who would draft for its answer.
     `fleetctl trace` shows what came of past ones. With --with no prompt is named: the times are those of
     prompts of many lengths, modelled, with one machine more.
@@ -79,9 +92,13 @@ def command(
             raise click.UsageError("--with shows prompts of many lengths: leave FILE and --tokens out.")
         _with_machine(session, model, machine, link)
         return
+    if file is None and tokens is None and model:
+        tokens = _TOKENS
     if (file is None) == (tokens is None):
-        raise click.UsageError("Give a FILE (- is stdin), --tokens or --with.")
+        raise click.UsageError("Give a FILE (- is stdin), --tokens, a model or --with.")
     body: dict[str, Any] = {"model": model, "cached": cached}
+    if on:
+        body["placement"] = named_machines(on)
     body |= {"tokens": tokens} if file is None else {"text": read_text(file)}
     if smart or ratio:
         body["smart"] = ratio or 0
@@ -108,6 +125,10 @@ def render(plan: PlanView, width: int | None, *, estimated: bool = False) -> str
     """
     asked = ("about " if estimated else "") + prompt(plan.prompt_tokens, plan.cached_tokens)
     parts = [wrapped(f"{one_line(plan.model)} · a prompt of {asked}", width)]
+    if plan.group is not None:
+        parts.append("\n".join(group_lines(plan.group, width)))
+    if not plan.options and plan.group is not None:
+        return "\n\n".join(parts)
     if not plan.options:
         return f"{parts[0]}\n\nThere is no way to compute it."
     parts.append("\n".join(options_table(plan.options, local_s(plan.options), width)))

@@ -12,7 +12,7 @@ import click
 from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.render.columns import Column, drawn, fitted, terminal_width
 from fleetctl.render.fleet_words import OFF, crowd_of, label, newcomer, removal, summary
-from fleetctl.render.text import count, duration, labelled, layers, one_line, size, wrapped
+from fleetctl.render.text import count, duration, labelled, layers, listed, one_line, size, wrapped
 
 
 @click.command("status")
@@ -59,8 +59,8 @@ def _columns(engines: list[dict[str, Any]]) -> list[Column]:
 
 
 def _remarks(engines: list[dict[str, Any]]) -> Iterator[str]:
-    """What no column has: errors, doubts, loads, drafts."""
-    told: tuple[Callable[[dict[str, Any]], str], ...] = (_error, _doubt, _load, _drafts)
+    """What no column has: errors, doubts, loads, drafts, the parts of models over several machines."""
+    told: tuple[Callable[[dict[str, Any]], str], ...] = (_error, _doubt, _load, _drafts, _held_together)
     for tell in told:
         for engine in engines:
             if said := tell(engine):
@@ -82,6 +82,22 @@ def _drafts(engine: dict[str, Any]) -> str:
     if verdict.startswith("declined"):
         return f"decoded without drafts, {verdict}"
     return f"drafts are {verdict}" if verdict.startswith("exact") and ";" in verdict else ""
+
+
+def _held_together(engine: dict[str, Any]) -> str:
+    """Which machine holds which layers, of a model over several; "" of others."""
+    members = engine.get("members") or []
+    if members:
+        parts = [f"{layers(0, members[0]['first'])} here"]
+        parts += [f"{layers(held['first'], held['last'])} on {one_line(held['name'])}" for held in members]
+        return ", ".join(parts)
+    if not engine.get("asked_by"):
+        return ""
+    total = (engine.get("shape") or {}).get("layers")
+    held = layers(engine.get("first_layer", 0), engine.get("last_layer", 0))
+    held += f" of {total}" if total else ""
+    asked_by = one_line(listed(engine["asked_by"]))
+    return f"{held} of {one_line(engine['part_of'])}, asked by {asked_by}"
 
 
 def _headline(status: dict[str, Any]) -> str:

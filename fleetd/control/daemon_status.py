@@ -147,6 +147,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     part_of: str = ""
     first_layer: int = 0
     last_layer: int = 0
+    # The machines for which it has these layers, by name.
+    asked_by: list[str] = []
     # Of a model over several machines, what the others hold.
     members: list[HeldLayers] = []
     # Requests by what is done for them; ``assisting``: parts of other machines' prompts.

@@ -37,6 +37,9 @@ class PeerModel(msgspec.Struct, frozen=True):
     # The layers [first, last) that are loaded to help other machines, of a model that is not loaded whole.
     part_first: int = 0
     part_last: int = 0
+    # How many layers the model has, and the machines for which that one has these.
+    part_total: int = 0
+    part_asked_by: str = ""
     # Whether its card claims more than its hardware can do.
     capped: bool = False
     # What it is, as far as that machine knows.

@@ -9,18 +9,20 @@ import msgspec
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.text.bounded import Count
 
-#: Where a model can run: "here"; here once memory is "freed"; only "elsewhere", on another paired machine; or
-#: on "none" of the fleet's machines.
-FitWhere = Literal["here", "freed", "elsewhere", "none"]
+#: Where a model can run: "here"; here once memory is "freed"; only "elsewhere", on another paired machine; on
+#: several machines "together", this one among them; or on "none" of the fleet's machines.
+FitWhere = Literal["here", "freed", "elsewhere", "together", "none"]
 
 
 class ModelFit(msgspec.Struct, frozen=True):
     """Where a model has room, by what machines may hold at most; what is free parts here from freed."""
 
     where: FitWhere = "here"
-    # Other paired machines that have room for it, by name.
+    # Other paired machines by name: those that have room for it or, of "together", those that hold it with
+    # this one, in the order of their layers.
     machines: list[str] = []
-    # Bytes that are missing here: that have to be freed or, with all memory free, that this machine lacks.
+    # Bytes that are missing here: that have to be freed or, with all memory free, that this machine lacks; of
+    # "none" those that it lacks together with others, if that is less.
     short_bytes: Count = 0
 
     @property
@@ -49,6 +51,7 @@ class InstalledModel(msgspec.Struct, frozen=True):
     tools: str = ""
     # It can reason before it answers.
     thinking: bool = False
+    fit: ModelFit = ModelFit()
     # Files in its folder that look as if they belonged to it, and are not used.
     ignored: list[str] = []
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.control.group_view import GroupView
 
 _Text = Annotated[str, Meta(max_length=limits.CONTROL_TEXT_CHARS)]
 _Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -28,6 +29,8 @@ class PlanQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str | None = None
     cached: _Tokens = 0
     smart: Annotated[float, Meta(ge=0, le=1)] | None = None
+    # The machines that are to hold the model, "this" first; none leaves it to the planner.
+    placement: Annotated[list[_Text], Meta(max_length=limits.PLACEMENT_MACHINES)] = []
 
 
 class AddedQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,18 +92,18 @@ class StepView(msgspec.Struct, frozen=True, omit_defaults=True):
 class OptionView(msgspec.Struct, frozen=True):
     """One way to answer a prompt, possible or not."""
 
-    # local, a kind of split, whole, remote, smart, or "any" for a machine that cannot help at all.
+    # local, a kind of split, whole, remote, group, smart, or "any" for a machine that cannot help at all.
     kind: str = ""
     # Helpers in the order of the chain, then "this". Of "remote": the machine that answers, then its helpers.
     nodes: list[str] = []
-    # Seconds to the first token; None if the way is impossible.
+    # Seconds to the first token; None if the way is impossible, or not priced, as a group is.
     predicted_s: float | None = None
     steps: list[StepView] = []
     chosen: bool = False
     # Why it was not chosen, as a code and as a sentence; both "" for the chosen one.
     code: str = ""
     reason: str = ""
-    # Tokens or layers, as in ``plan.prefill.split.Split``.
+    # Tokens or layers, as in ``plan.prefill.split.Split``; of a group, the layers at which its model is cut.
     cuts: list[int] = []
     # Tokens that a turn computes.
     chunk: int = 0
@@ -143,3 +146,5 @@ class PlanView(msgspec.Struct, frozen=True):
     options: list[OptionView] = []
     drafts: DraftsView | None = None
     capped: list[str] = []
+    # How machines hold the model together; None if one holds it alone.
+    group: GroupView | None = None

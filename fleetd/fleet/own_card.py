@@ -291,6 +291,10 @@ class CardMaker:
             prefix_budget_bytes=holder.prefix_budget_bytes if holder is not None else 0,
             part_first=helping.first_layer if helping is not None else 0,
             part_last=helping.last_layer if helping is not None else 0,
+            part_total=helping.shape.layers if helping is not None else 0,
+            part_asked_by=", ".join(helping.asked_by)[: limits.CARD_TEXT_CHARS]
+            if helping is not None
+            else "",
             arithmetic=self._arithmetic.get(folder.name, ""),
             scoring=self._scoring.get(folder.name, ""),
             exactness=engine.speculation[: limits.CARD_TEXT_CHARS] if engine and state == "loaded" else "",

@@ -17,7 +17,7 @@ from fleetd.models.memory_need import WeightRules
 
 # Of a machine's most, a recommended model leaves this share for longer contexts.
 _LEFT = 0.05
-_RANK = {"here": 0, "freed": 0, "elsewhere": 1, "none": 2}
+_RANK = {"here": 0, "freed": 0, "elsewhere": 1, "together": 2, "none": 3}
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -30,6 +30,10 @@ class Room(msgspec.Struct, frozen=True):
     most_bytes: int
     # Bytes that one more model may take now, idle models unloaded; None if that is not known.
     free_bytes: int | None = None
+    # It may see prompts, so it may hold a part of a model.
+    sees_prompts: bool = True
+    # Of weights that it reads for each token; only ratios count.
+    bytes_per_s: float = 1.0
 
 
 def fit(need: Callable[[WeightRules], int], here: Room, others: Iterable[Room] = ()) -> ModelFit:

@@ -43,6 +43,8 @@ _CATALOG_BITS = {"quantization": {"bits": 4}}
 _FLOATING = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F16", "BF16", "F32", "F64"})
 # MLX packs no more weights than this with one scale.
 _GROUP_MOST = 128
+# Of a model whose files are not here: layers, and bytes that each keeps of a token (8 heads of 128, 16 bits).
+_EVEN_LAYERS, _EVEN_ROW_BYTES = 60, 4096
 # A layer's number in the name of a weight.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 # Of a group that nothing is known of: most have so many weights, and its scale and bias have so many bits.
@@ -154,6 +156,13 @@ def layer_bytes(path: Path, config: Mapping[str, Any], arithmetic: CpuArithmetic
 
     each = tuple(size(layers[index]) for index in range(len(layers)))
     return LayerBytes(each, size(outside), _row_bytes(config, FLOAT_BYTES if arithmetic else 2))
+
+
+def even_layer_bytes(weights_bytes: int) -> LayerBytes:
+    """The same for a model of which only the bytes of its weights are known: as if it had layers of one size,
+    as many and as wide as large models have, and one more for all that belongs to none."""
+    each = -(-weights_bytes // (_EVEN_LAYERS + 1))
+    return LayerBytes((each,) * _EVEN_LAYERS, each, _EVEN_ROW_BYTES)
 
 
 def _row_bytes(config: Mapping[str, Any], width: int) -> int:

@@ -106,6 +106,8 @@ def peer_view(node: Node, member: RosterMember, now: float) -> PeerView:
                 m.speed,
                 m.part_first,
                 m.part_last,
+                m.part_total,
+                m.part_asked_by,
                 shape=m.shape,
             )
             for m in (card.models if card is not None else ())

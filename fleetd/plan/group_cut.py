@@ -56,9 +56,10 @@ class GroupCut(msgspec.Struct, frozen=True):
 
 
 class Shortage(msgspec.Struct, frozen=True):
-    """No machines hold it: so many bytes are missing."""
+    """No machines hold it: so many bytes are missing. ``cramped``: machines without room for one layer."""
 
     missing_bytes: int
+    cramped: tuple[GroupMachine, ...] = ()
 
 
 def cut(
@@ -68,17 +69,19 @@ def cut(
     *,
     least_tokens: int,
     most_tokens: int,
+    every: bool = False,
 ) -> GroupCut | Shortage:
     """The cut over this machine, which answers, and as few others as hold the model.
 
     Args:
         others: in any order; the fastest with room come first in the chain.
+        every: all others have to hold a part, also if fewer would do.
         least_tokens: whose keys and values must have room; ``most_tokens``: more are not wanted.
     """
     able = [each for each in others if _most_layers(model, each, least_tokens) >= LEAST_LAYERS]
     able.sort(key=lambda each: (-each.room_bytes, each.node_id))
     able = able[:MOST_OTHERS]
-    for count in range(1, len(able) + 1):
+    for count in range(len(others) if every else 1, len(able) + 1):
         found = []
         for some in combinations(able, count):
             chosen = [here, *sorted(some, key=lambda each: (-each.bytes_per_s, each.node_id))]
@@ -90,7 +93,10 @@ def cut(
     have = sum(_most_layers(model, each, least_tokens) for each in able)
     have += max(0, _most_layers(model, here, least_tokens, ends=True))
     missing = max(1, model.layers - have) * (here.layer_bytes + least_tokens * model.row_bytes)
-    return Shortage(missing)
+    cramped = tuple(each for each in others if each not in able)
+    if _most_layers(model, here, least_tokens, ends=True) < LEAST_LAYERS:
+        cramped = (here, *cramped)
+    return Shortage(missing, cramped)
 
 
 def step_s(found: GroupCut, hops_s: float) -> float:

@@ -46,6 +46,8 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     unaided: bool = False
     session: str = ""
     client: str = ""
+    # The machines that are to hold the model, by name, "this" first of several; none leaves it open.
+    placement: tuple[str, ...] = ()
 
     @cached_property
     def prompt_text(self) -> str:
@@ -83,6 +85,8 @@ class Planned(msgspec.Struct, frozen=True):
     exactness: Exactness
     reason: str = ""
     smart: SmartPrefillResult | None = None
+    # Of a group, the layers at which its model is cut: machine i has those from cuts[i] to cuts[i + 1].
+    cuts: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind}; nodes={','.join(self.nodes)}"

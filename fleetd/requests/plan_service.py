@@ -8,7 +8,15 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.control.prefill_plan import AddedPoint, AddedQuestion, AddedView, PlanQuestion, PlanView
+from fleetd.control.group_view import GroupView
+from fleetd.control.prefill_plan import (
+    AddedPoint,
+    AddedQuestion,
+    AddedView,
+    OptionView,
+    PlanQuestion,
+    PlanView,
+)
 from fleetd.engine.protocol import ChatPrompt, Generate
 from fleetd.errors import (
     ContextLengthExceeded,
@@ -25,6 +33,7 @@ from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import RouteQuestion
 from fleetd.plan.ways import Ways
 from fleetd.requests.drafting.client import AnswerDrafting
+from fleetd.requests.groups.planning import FleetGroups
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, prompt_text
 from fleetd.requests.kv_fetching.prompt_survey import PromptSurvey
 from fleetd.requests.members.members import Member
@@ -49,6 +58,7 @@ class PlanService:
         locate: as ``ModelLocator.locate``.
         survey: asks where a prompt is kept; None if no other machine could tell.
         policy: what smart prefill does if the question leaves it open.
+        groups: how machines hold a model together that none holds alone; None without a fleet.
     """
 
     def __init__(
@@ -59,6 +69,7 @@ class PlanService:
         drafting: AnswerDrafting,
         policy: SmartPrefillPolicy,
         survey: PromptSurvey | None = None,
+        groups: FleetGroups | None = None,
     ) -> None:
         self._placer = placer
         self._locate = locate
@@ -66,6 +77,7 @@ class PlanService:
         self._drafting = drafting
         self._policy = policy
         self._survey = survey
+        self._groups = groups
 
     async def plan(self, question: PlanQuestion) -> PlanView:
         """Every way to answer such a prompt. Nothing is loaded, and no text leaves this machine: others that
@@ -74,10 +86,14 @@ class PlanService:
         Raises:
             ContextLengthExceeded: no way is left because the prompt is longer than the model's context.
             ModelNotFound, NoMachine: no machine can run the model; with each machine's reason.
+            InvalidValue, NoMachine, OutOfMemory: the machines that are named cannot hold it.
         """
         model = await file_threads.look(self._locate, question.model)
+        over = self._placer.over(question.placement) if question.placement else ()
         tokens = question.tokens or len(question.text or "") // CHARS_PER_TOKEN
         cached = min(question.cached, tokens)
+        if (group := self._group(model, over)) is not None:
+            return _over_machines(PlanView(model.name, tokens, cached, group=group))
         ask = RouteQuestion(model.name, tokens, ANSWER_TOKENS, counted=True)
         wanted = model.wanted
         prompts = _as_prompts(question.text or "")
@@ -101,8 +117,22 @@ class PlanService:
                 ways = self._placer.ways(replace(ask, counted=False), wanted)
             view = await self._smart.plan(view, question.smart, _target(model, ways), self._policy)
         if not any(option.chosen for option in view.options):
+            if model.folder is not None and self._groups is not None:
+                group = self._groups.planned(model.folder)
+                if group is not None:
+                    return _over_machines(replace(view, group=group))
             raise _nowhere(model, whole)
         return view if model.folder is None else await self._drafting.plan(view, model.folder)
+
+    def _group(self, model: LocatedModel, over: Sequence[str]) -> GroupView | None:
+        """How the machines that are named would hold a model, or those that have it loaded do."""
+        if model.folder is None or self._groups is None:
+            return None
+        loaded = self._groups.loaded(model.folder)
+        names = {part.machine for part in loaded.parts[1:]} if loaded is not None else set()
+        if loaded is not None and (not over or names == set(over)):
+            return loaded
+        return self._groups.planned(model.folder, over) if over else None
 
     async def added(self, question: AddedQuestion) -> AddedView:
         """How soon first tokens would come with one more machine. Nothing is loaded, asked or sent.
@@ -166,6 +196,16 @@ class PlanService:
             for node_id, kept in places.items():
                 found[node_id] = _more(kept, found.get(node_id, kept))
         return found
+
+
+def _over_machines(view: PlanView) -> PlanView:
+    """The plan with the group as its chosen way, if the machines hold the model."""
+    if view.group is None or not view.group.parts:
+        return view
+    parts = view.group.parts
+    nodes, cuts = [part.machine for part in parts], [0, *(part.last for part in parts)]
+    chosen = OptionView("group", nodes, chosen=True, cuts=cuts, cached_tokens=view.cached_tokens)
+    return replace(view, options=[chosen, *view.options])
 
 
 def _known_machine(name: str) -> KnownMachine | None:

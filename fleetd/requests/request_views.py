@@ -13,7 +13,7 @@ from fleetd.control.prefill_trace import Speculated, Trace, TraceStep
 from fleetd.errors import FleetError
 from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import SmartPlan
-from fleetd.requests.job import THIS_NAME, Job
+from fleetd.requests.job import THIS_NAME, Job, Planned
 from fleetd.requests.placement import planner_facts
 from fleetd.requests.request import Request
 from fleetd.requests.request_plan import RequestPlan, plan_of
@@ -49,11 +49,17 @@ def running_request(request: Request, now_s: float) -> RunningRequest:
 
 
 def _plan_of(request: Request) -> OptionView:
-    choice = request.attempt.sharing.choice
-    if choice is not None and not request.answered_by:
-        return planner_facts.view(choice.best, chosen=True)
     planned = request.planned or request.placement.planned
-    return OptionView(planned.kind, [*planned.nodes], None, chosen=True, reason=planned.reason)
+    choice = request.attempt.sharing.choice
+    if choice is not None and not request.answered_by and planned.kind != "group":
+        return planner_facts.view(choice.best, chosen=True)
+    return _as_planned(planned)
+
+
+def _as_planned(planned: Planned) -> OptionView:
+    return OptionView(
+        planned.kind, [*planned.nodes], None, chosen=True, reason=planned.reason, cuts=[*planned.cuts]
+    )
 
 
 def trace_of(request: Request) -> Trace:
@@ -187,9 +193,12 @@ def attempt_of(request: Request, now_s: float) -> Trace:
 def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView, list[OptionView]]:
     """The way that was taken, then the others."""
     choice = request.attempt.sharing.choice
+    planned = request.planned or request.placement.planned
     chosen, losers = OptionView("local", [THIS_NAME], None, chosen=True), list[OptionView]()
-    if request.answered_by:
-        planned = request.planned or request.placement.planned
+    if planned.kind == "group":
+        # Its prompt is read by all machines of the group, whatever others would have done with it.
+        chosen, choice = _as_planned(planned), None
+    elif request.answered_by:
         placed = request.placement
         chosen = OptionView("remote", [*planned.nodes], placed.first_s, [*placed.steps], chosen=True)
     elif choice is not None:

@@ -40,6 +40,7 @@ from fleetd.errors import (
     PeerError,
 )
 from fleetd.models import file_threads
+from fleetd.models.folder import ModelFolder
 from fleetd.plan import load_times
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.process.observe import get_logger
@@ -261,7 +262,11 @@ class RequestRunner:
             )
             events = request.attempt.remote.events()
             return self._woken(request, events) if placement.asleep else events
-        return self._pulled(request) if folder is None else self._pool.stream(folder, self._asked(request))
+        return self._pulled(request) if folder is None else self._loaded(request, folder)
+
+    def _loaded(self, request: Request, folder: ModelFolder) -> AsyncGenerator[Loading | Event, None]:
+        """Events of this machine's engine, with the machines that the request names."""
+        return self._pool.stream(folder, self._asked(request), request.placement.over)
 
     def _asked(self, request: Request) -> Generate:
         """What this machine's engine is asked for."""
@@ -288,7 +293,7 @@ class RequestRunner:
                     yield step
                 else:
                     folder = step
-        async with aclosing(self._pool.stream(folder, self._asked(request))) as events:
+        async with aclosing(self._loaded(request, folder)) as events:
             async for event in events:
                 yield event
 

@@ -469,19 +469,19 @@ def test_models(run: Run, daemon: FakeDaemon) -> None:
     assert listed.stdout == run("models", "list", home=daemon.home).stdout
     installed, fits, freed, remarks = listed.stdout.strip().split("\n\n")
     assert installed.splitlines()[1].split()[:2] == ["smollm2-135m", "chat"]
-    assert installed.splitlines()[1].split()[5:7] == ["grammar", "-"]
+    assert installed.splitlines()[1].split()[5:8] == ["8,192", "grammar", "-"]
     assert installed.splitlines()[1].endswith("loaded")
     assert [line.split()[:4] for line in fits.splitlines()[1:]] == [["*", "qwen3.5-4b", "chat,", "coding"]]
-    assert "3.0 GB  4.3 GB  a hybrid: its KV cache stays small" in fits
+    assert "3.0 GB  4.3 GB  here  a hybrid: its KV cache stays small" in fits
     assert freed.startswith("   FITS WHEN MEMORY IS FREED")
-    assert freed.splitlines()[1].endswith("free 2.5 GB first; for 16 GB machines")
+    assert freed.splitlines()[1].endswith("  here, 2.5 GB to free  for 16 GB machines")
     assert remarks.startswith("* Recommended here: qwen3.5-4b for chat and coding.\n")
     assert remarks.count("On this machine's CPU weights take more.") == 1
     assert "3 more do not fit here: `fleetctl models --all`" in remarks
     everything = run("models", "--all", home=daemon.home).stdout
     assert everything == run("models", "list", "--all", home=daemon.home).stdout
-    assert "fits on studio; dense" in everything
-    assert "  37.0 GB short" in everything
+    assert "  studio  dense" in everything
+    assert "  no: 37.0 GB short" in everything
     assert "not served yet" in everything
     assert json.loads(run("models", "--json", home=daemon.home).stdout) == MODELS
     assert json.loads(run("models", "list", "--json", home=daemon.home).stdout) == MODELS
@@ -885,3 +885,22 @@ def test_home_from_the_environment(daemon: FakeDaemon, run: Run, env: dict[str, 
     env["FLEETD_HOME"] = str(daemon.home)
     assert run("status").returncode == 0
     assert os.environ.get("FLEETD_HOME") != str(daemon.home)
+
+
+def test_status_says_who_holds_which_layers(run: Run, daemon: FakeDaemon) -> None:
+    front = {"model": "m", "state": "ready", "members": [{"name": "kitchen", "first": 15, "last": 30}]}
+    part = {"model": "n[0:4]", "part_of": "n", "state": "ready", "first_layer": 0, "last_layer": 4}
+    part |= {"shape": {"layers": 8}, "asked_by": ["garage", "studio"]}
+    daemon.on("GET", "/fleet/v1/status", Reply({"engines": [front, part]}))
+    shown = run("status", home=daemon.home).stdout
+    assert "m: layers 0-14 here, layers 15-29 on kitchen" in shown
+    assert "layers 0-3 of 8 of n, asked by garage and studio" in shown
+
+
+def test_loading_over_several_machines_names_them(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("POST", "/fleet/v1/models/load", Reply({"ok": True}))
+    done = run("models", "load", "m", "--on", "this, kitchen", home=daemon.home)
+    assert "m is loaded on this and kitchen." in done.stdout
+    assert daemon.seen[-1].body == {"model": "m", "placement": ["this", "kitchen"]}
+    refused = run("models", "load", "m", "--on", "kitchen,", home=daemon.home)
+    assert "commas" in refused.stderr

@@ -117,7 +117,9 @@ class HomePool:
     def engine(self, folder: Any) -> FakeEngine | None:
         return self.fake
 
-    async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Loading | Event, None]:
+    async def stream(
+        self, folder: Any, request: Generate, over: Any = None
+    ) -> AsyncGenerator[Loading | Event, None]:
         self.requests.append(request)
         done = False
         try:

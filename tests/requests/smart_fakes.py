@@ -150,7 +150,9 @@ class ScoringPool(FakePool):
     to_measure: list[str] = field(default_factory=list)
     tokens_per_estimated: float = 1.0
 
-    async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Loading | Event, None]:
+    async def stream(
+        self, folder: Any, request: Generate, over: Any = None
+    ) -> AsyncGenerator[Loading | Event, None]:
         if request.count_only:
             assert isinstance(request.prompt, TextPrompt)
             estimated = estimate_tokens(request.prompt.text)

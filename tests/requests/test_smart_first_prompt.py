@@ -109,7 +109,7 @@ class CountedPool(ScoringPool):
         found = await super().ask(folder, question, evict=evict, progress=progress)
         return replace(found, profile=question.profile)
 
-    async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Any, None]:
+    async def stream(self, folder: Any, request: Generate, over: Any = None) -> AsyncGenerator[Any, None]:
         if not request.count_only:
             n = round(self.tokens_per_estimated * estimate_tokens(text_of(request)))
             self.clock += self.target.total(1.0, range(n), MEASURED_TOKENS)

@@ -137,7 +137,9 @@ class FakePool:
     loaded: list[str] = field(default_factory=list)
     kept: dict[str, float] = field(default_factory=dict)
 
-    async def stream(self, folder: FakeFolder, request: Generate) -> AsyncGenerator[Loading | Event, None]:
+    async def stream(
+        self, folder: FakeFolder, request: Generate, over: Any = None
+    ) -> AsyncGenerator[Loading | Event, None]:
         self.streamed.append(folder.name)
         try:
             async with aclosing(play(self.script)) as steps:
@@ -157,10 +159,10 @@ class FakePool:
     def facts(self, name: str) -> Ready | None:
         return None
 
-    async def load(self, folder: FakeFolder) -> None:
+    async def load(self, folder: FakeFolder, over: Any = None) -> None:
         self.loaded.append(folder.name)
 
-    async def loading(self, folder: FakeFolder) -> AsyncGenerator[Loading, None]:
+    async def loading(self, folder: FakeFolder, over: Any = None) -> AsyncGenerator[Loading, None]:
         """Loads once what is to be said of it, ``load_steps``, is said."""
         try:
             async with aclosing(play(self.load_steps)) as steps:

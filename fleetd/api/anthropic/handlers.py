@@ -38,6 +38,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
         bool(body.local_only),
         options.smart,
         session=session_of(request.headers, translate.user_id(body)),
+        placement=body.placement or (),
     )
     if body.stream:
         return await generate.stream(request, work, MessageStream(options))

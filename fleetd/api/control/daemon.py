@@ -20,6 +20,7 @@ from fleetd.control.model_listing import (
     FoundModels,
     ImportableModel,
     InstalledModel,
+    ModelFit,
     ModelListing,
     UnlistedModel,
 )
@@ -80,13 +81,14 @@ def _listing(
     """What is here and what could be. A digest may cost minutes of reading, so it is left to verify."""
     folders = list(services.models.installed())
     rooms = _rooms(services, status)
+    fits = {folder.name: rooms.of_folder(folder) for folder in folders}
     importable = [
         ImportableModel(found.name, found.program, str(found.path), found.size_bytes)
         for found in services.models.importable()
     ]
     unlisted = [UnlistedModel(str(each.path), each.reason) for each in services.models.unlisted()]
     return ModelListing(
-        installed=_installed(services, folders, loaded, facts),
+        installed=_installed(services, folders, loaded, facts, fits),
         catalog=offered({folder.name for folder in folders}, rooms),
         memory_reason=rooms.memory_reason,
         memory=status.memory,
@@ -97,7 +99,11 @@ def _listing(
 
 
 def _installed(
-    services: Services, folders: Sequence[ModelFolder], loaded: frozenset[str], facts: Mapping[str, Ready]
+    services: Services,
+    folders: Sequence[ModelFolder],
+    loaded: frozenset[str],
+    facts: Mapping[str, Ready],
+    fits: Mapping[str, ModelFit],
 ) -> list[InstalledModel]:
     """The models of ``folders``. ``facts``: what the workers of those that are ``loaded`` have reported."""
     by_name = {entry.name: entry for entry in catalog.entries()}
@@ -117,6 +123,7 @@ def _installed(
                 path=str(folder.path),
                 loaded=folder.name in loaded,
                 pinned=folder.name in services.pinned.names,
+                fit=fits[folder.name],
                 tools=able.shown_tools,
                 thinking=able.thinking,
                 ignored=unused_files(Path(folder.path)),

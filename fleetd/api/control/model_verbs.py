@@ -18,6 +18,7 @@ from fleetd.api.http.relay import relay
 from fleetd.api.http.services import Services
 from fleetd.control.model_change import ModelDone, Verb
 from fleetd.control.model_listing import ModelVerdict
+from fleetd.errors import InvalidValue
 from fleetd.models import file_threads
 
 _Ref = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
@@ -31,6 +32,11 @@ class ManagedModel(msgspec.Struct, frozen=True):
     on: Annotated[str, msgspec.Meta(max_length=limits.CONTROL_TEXT_CHARS)] = ""
     # The answer is a stream of events, as that of ``pull`` always is.
     stream: bool = False
+    # Of a load: the machines that are to hold the model together, "this" first.
+    placement: Annotated[
+        list[Annotated[str, msgspec.Meta(min_length=1, max_length=limits.CONTROL_TEXT_CHARS)]],
+        msgspec.Meta(max_length=limits.PLACEMENT_MACHINES),
+    ] = []
 
 
 class VerifiedModel(msgspec.Struct, frozen=True):
@@ -50,10 +56,13 @@ class AddedModel(msgspec.Struct, frozen=True):
 def _handler(verb: Verb) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def handle(request: web.Request) -> web.StreamResponse:
         services, asked = request.app[SERVICES], parse(await read(request), ManagedModel)
+        if asked.placement and (verb != "load" or asked.on):
+            raise InvalidValue("Only a load here names several machines.", param="placement")
         if machine := other_machine(services, asked.on):
             events = services.fleet.manage(machine, verb, asked.model)
         else:
-            events = services.operations.run(verb, asked.model)
+            over = services.over(asked.placement) if asked.placement else None
+            events = services.operations.run(verb, asked.model, over)
         if asked.stream or verb == "pull":
             return await relay(request, events)
         async with aclosing(events):

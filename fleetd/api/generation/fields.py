@@ -30,6 +30,17 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 LocalOnly = Annotated[
     bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
 ]
+PlacementField = Annotated[
+    Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=limits.CONTROL_TEXT_CHARS)]],
+        Meta(max_length=limits.PLACEMENT_MACHINES),
+    ]
+    | None,
+    Meta(
+        description='The machines that are to answer: one, or several that hold the model together. "this" '
+        "is the machine that was asked, and the first of several. By default the planner chooses."
+    ),
+]
 SmartPrefillField = Annotated[
     bool | SmartPrefillBody | None,
     Meta(description="Leaves out what a small model finds does not matter. Lossy, and labelled so."),
@@ -70,6 +81,7 @@ class FleetFields(ReasoningFields, frozen=True, kw_only=True):
     computed. All fields here but the last are fleetd's."""
 
     local_only: LocalOnly = None
+    placement: PlacementField = None
     smart_prefill: SmartPrefillField = None
     speculate: Annotated[
         bool | SpeculateBody | None,

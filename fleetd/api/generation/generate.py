@@ -58,6 +58,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     per_prompt: int = 1
     #: The name of the client's session (``client_sessions.session_of``); "" if it has none.
     session: str = ""
+    #: The machines that are to hold the model, by name; none leaves it to the planner.
+    placement: Sequence[str] = ()
 
 
 def _choices(request: web.Request, work: GenerationRequest) -> Choices:
@@ -74,6 +76,7 @@ def _choices(request: web.Request, work: GenerationRequest) -> Choices:
             smart=work.smart,
             session=work.session,
             client=client_name(request),
+            placement=tuple(work.placement),
         )
         for generate in work.generates
     ]

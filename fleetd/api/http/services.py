@@ -63,6 +63,8 @@ class Services(msgspec.Struct, frozen=True):
     added: Callable[[AddedQuestion], Awaitable[AddedView]]
     #: Models that stay loaded. Changing them blocks.
     pinned: PinnedModels
+    #: Names of the other machines that are to hold a model, of those that were named. Raises FleetError.
+    over: Callable[[Sequence[str]], tuple[str, ...]] = lambda names: tuple(names[1:])
     #: Host values accepted besides 127.0.0.1, localhost and [::1], which are accepted at any port.
     hosts: frozenset[str] = msgspec.field(default_factory=frozenset)
     #: Web origins that may call from a browser. Without any there are no CORS headers.

@@ -98,4 +98,13 @@ def _request(
 ) -> generate.GenerationRequest:
     smart = None if work.count_only else options.smart
     local_only, session = bool(body.local_only), session_of(request.headers)
-    return generate.GenerationRequest(work.id, body.model, route, [work], local_only, smart, session=session)
+    return generate.GenerationRequest(
+        work.id,
+        body.model,
+        route,
+        [work],
+        local_only,
+        smart,
+        session=session,
+        placement=body.placement or (),
+    )

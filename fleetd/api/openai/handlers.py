@@ -85,4 +85,5 @@ def _work(
         reply.smart,
         reply.per_prompt,
         session_of(request.headers, body.prompt_cache_key, body.user),
+        body.placement or (),
     )

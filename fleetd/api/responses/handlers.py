@@ -55,6 +55,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         bool(body.local_only),
         options.smart,
         session=session_of(request.headers, body.prompt_cache_key, body.user),
+        placement=body.placement or (),
     )
     if body.stream:
         return await generate.stream(request, work, ResponseStream(options))

@@ -29,7 +29,7 @@ from fleetd.engine.daemon_side.replay import Replay
 from fleetd.engine.daemon_side.supervisor import EngineProcess, no_progress
 from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Question, Ready
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
-from fleetd.errors import EngineDied, FleetError, GroupLost, NoMachine, OutOfMemory
+from fleetd.errors import EngineDied, FleetError, GroupLost, NoMachine, OutOfMemory, Overloaded
 from fleetd.limits import MIB
 from fleetd.models import cpu_arithmetic
 from fleetd.models.cpu_arithmetic import CpuArithmetic
@@ -58,6 +58,9 @@ class _WantedLayers(msgspec.Struct, frozen=True):
     folder: ModelFolder
     first: int = 0
     last: int = 0
+    # Names of the other machines that are to hold the model with this one, which holds it alone if there are
+    # none; None leaves it open.
+    over: frozenset[str] | None = None
 
     @property
     def name(self) -> str:
@@ -81,9 +84,10 @@ class EnginePool:
     load_s: Callable[[ModelFolder], float] = lambda folder: chip_speeds.load_s(folder.weights_bytes)
     # Models that stay loaded unless the system is critically short of memory.
     pinned: Callable[[], Collection[str]] = frozenset
-    # The other machines for a model that does not fit this one, given how it would be held; None: none.
-    groups: Callable[[ModelFolder, CpuArithmetic | Literal[""]], GroupLife | None] = (
-        lambda folder, arithmetic: None
+    # The other machines for a model that does not fit this one, given how it would be held and the names of
+    # those that were asked for; None: none.
+    groups: Callable[[ModelFolder, CpuArithmetic | Literal[""], Sequence[str]], GroupLife | None] = (
+        lambda folder, arithmetic, over: None
     )
     # Told the id of each worker's process once that has ended.
     ended: Callable[[int], None] = lambda pid: None
@@ -97,6 +101,8 @@ class EnginePool:
     _ending: list[LoadedModel] = field(default_factory=list, init=False)
     # Requests that have an engine but have not started to stream: they keep it from being unloaded.
     _claims: dict[str, int] = field(default_factory=dict, init=False)
+    # The machines whose groups have a worker's layers, with a name for each group.
+    _askers: dict[str, list[str]] = field(default_factory=dict, init=False)
     # Seconds of idleness after which a model is unloaded, where a client has said so.
     _stays_s: dict[str, float] = field(default_factory=dict, init=False)
     # Models that are to be measured for scoring whatever their size; those of them that are to be loaded.
@@ -231,17 +237,24 @@ class EnginePool:
         except FleetError as error:
             log.info("engine.not_measured", model=folder.name, reason=str(error))
 
-    async def stream(self, folder: ModelFolder, request: Generate) -> AsyncGenerator[Loading | Event, None]:
+    async def stream(
+        self, folder: ModelFolder, request: Generate, over: Collection[str] | None = None
+    ) -> AsyncGenerator[Loading | Event, None]:
         """Load the model if needed (yields Loading), then yield the request's events up to Finished.
+
+        Args:
+            over: names of the other machines that have to hold the model with this one, which holds it alone
+                if there are none; None leaves it open.
 
         Raises FleetError: why the load or the request failed. Closing the generator cancels the request.
         """
+        wanted = _WantedLayers(folder, over=_names(over))
         replay, lost_s = Replay(request), -math.inf
         clock = asyncio.get_running_loop().time
         with self._claim(folder.name):
             while True:
                 try:
-                    async with aclosing(self._streamed(folder, replay)) as events:
+                    async with aclosing(self._streamed(wanted, replay)) as events:
                         async for event in events:
                             passed = event if isinstance(event, Loading) else replay.passed(event)
                             if passed is not None:
@@ -260,9 +273,9 @@ class EnginePool:
                 else:
                     return
 
-    async def _streamed(self, folder: ModelFolder, replay: Replay) -> AsyncGenerator[Loading | Event, None]:
+    async def _streamed(self, wanted: _WantedLayers, replay: Replay) -> AsyncGenerator[Loading | Event, None]:
         """The same, as long as the model stays loaded."""
-        async for item in self._acquire(_WantedLayers(folder)):
+        async for item in self._acquire(wanted):
             if not isinstance(item, EngineProcess):
                 yield item
                 continue
@@ -270,7 +283,7 @@ class EnginePool:
             if isinstance(item, GroupFront):
                 if request.local_only:
                     raise NoMachine(
-                        f"{folder.name} is on several machines, and this request stays on one.",
+                        f"{wanted.name} is on several machines, and this request stays on one.",
                         hint="Choose a model that fits this machine (fleetctl models).",
                     )
                 request = replay.repeatable
@@ -299,17 +312,21 @@ class EnginePool:
                     progress(step)
         raise EngineDied(f"The engine for {folder.name} did not load.")
 
-    async def load(self, folder: ModelFolder) -> None:
-        """Load without a request. Raises as ``stream``."""
-        async for _ in self.loading(folder):
+    async def load(self, folder: ModelFolder, over: Collection[str] | None = None) -> None:
+        """Load without a request. ``over`` and what it raises: as ``stream``."""
+        async for _ in self.loading(folder, over=over):
             pass
 
-    async def loading(self, folder: ModelFolder, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
+    async def loading(
+        self, folder: ModelFolder, *, evict: bool = True, over: Collection[str] | None = None
+    ) -> AsyncGenerator[Loading, None]:
         """Load without a request and yield the progress. ``evict`` and what it raises: as ``ask``."""
-        async with aclosing(self._acquire(_WantedLayers(folder), evict=evict)) as steps:
-            async for step in steps:
-                if isinstance(step, Loading):
-                    yield step
+        wanted = _WantedLayers(folder, over=_names(over))
+        with self._claim(folder.name):
+            async with aclosing(self._acquire(wanted, evict=evict)) as steps:
+                async for step in steps:
+                    if isinstance(step, Loading):
+                        yield step
 
     def engine(self, folder: ModelFolder) -> EngineProcess | None:
         """The worker that has the whole model, if it is ready."""
@@ -332,15 +349,17 @@ class EnginePool:
         last: int,
         *,
         progress: Callable[[Loading], None] = no_progress,
+        asked_by: str = "",
     ) -> AsyncIterator[EngineProcess]:
         """A ready worker that has layers [first, last), not unloaded for others meanwhile.
 
         One is loaded if need be, with these layers alone (with the whole model where ``last`` is 0): whoever
         asks for some has found that its prompts do not fit beside all of them. No model makes room for other
-        machines' prompts. ``progress`` is told of the load. Raises as ``stream``.
+        machines' prompts. ``progress`` is told of the load. ``asked_by``: a machine whose group has these
+        layers until the end, by name. Raises as ``stream``.
         """
         name = await self._with_layers(folder, first, last, progress)
-        with self._claim(name):
+        with self._claim(name), self._asked_by(name, asked_by):
             yield self._models[name].first
 
     async def let_go(self, folder: ModelFolder, first: int, last: int) -> None:
@@ -360,6 +379,11 @@ class EnginePool:
         ]
         return max(found, key=lambda part: part[1] - part[0], default=None)
 
+    def held_of(self, folder: ModelFolder, first: int, last: int) -> int:
+        """Bytes of memory that the worker of just these layers holds; 0 without one."""
+        model = self._models.get(_WantedLayers(folder, first, last).name)
+        return sum(worker.claimed_bytes for worker in model.workers) if model is not None else 0
+
     def holds(self, folder: ModelFolder, first: int, last: int) -> bool:
         """True if a ready worker has layers [first, last), so that ``assisting`` would load nothing."""
         return self._holder(folder, first, last) is not None
@@ -368,7 +392,7 @@ class EnginePool:
         for name, model in self._models.items():
             held = model.first.settings
             if model.state == "ready" and (
-                name == folder.name
+                (name == folder.name and not held.group)
                 or (held.path == str(folder.path) and held.first_layer <= first < last <= held.last_layer)
             ):
                 return name
@@ -381,7 +405,7 @@ class EnginePool:
         if (name := self._holder(folder, first, last)) is not None:
             return name
         whole = self._models.get(folder.name)
-        if whole is not None and whole.state == "loading":
+        if whole is not None and whole.state == "loading" and not whole.first.settings.group:
             first = last = 0
         wanted = _WantedLayers(folder, first, last)
         await self._load_beside(wanted, progress)
@@ -427,7 +451,11 @@ class EnginePool:
     def status(self) -> list[EngineStatus]:
         pinned = self.pinned()
         return [
-            msgspec.structs.replace(self._with_earlier(model.status), pinned=name in pinned)
+            msgspec.structs.replace(
+                self._with_earlier(model.status),
+                pinned=name in pinned,
+                asked_by=sorted({*self._askers.get(name, ())} - {""}),
+            )
             for name, model in self._models.items()
         ]
 
@@ -449,6 +477,17 @@ class EnginePool:
         await asyncio.gather(*(self.unload(name) for name in list(self._models)))
 
     @contextmanager
+    def _asked_by(self, name: str, machine: str) -> Iterator[None]:
+        """Meanwhile a machine's group has a worker's layers; "" is no group."""
+        self._askers.setdefault(name, []).append(machine)
+        try:
+            yield
+        finally:
+            self._askers[name].remove(machine)
+            if not self._askers[name]:
+                del self._askers[name]
+
+    @contextmanager
     def _claim(self, name: str) -> Iterator[None]:
         """Meanwhile the model is not unloaded to make room for others."""
         self._claims[name] = self._claims.get(name, 0) + 1
@@ -463,7 +502,7 @@ class EnginePool:
         """Yield progress, then the ready engine. Two first requests share one load; idle models make room."""
         while True:
             # One load at a time: each looks at the memory that is free, and would count the same bytes.
-            while other := self._loading_besides(wanted.name):
+            while other := self._loading_besides(wanted):
                 yield Loading(f"{WAITING}{other.name} to load")
                 with suppress(FleetError):  # its own requests hear of that
                     async for _ in other.loaded():
@@ -479,29 +518,41 @@ class EnginePool:
                 ):
                     raise
                 continue
+            if not _is_over(model, wanted.over):
+                continue
             yield model.first
             return
 
-    def _loading_besides(self, name: str) -> LoadedModel | None:
-        if name in self._models and self._models[name].state in ("loading", "ready"):
+    def _loading_besides(self, wanted: _WantedLayers) -> LoadedModel | None:
+        """Another model whose load is to be over first.
+
+        Layers for another machine do not wait for a group that is formed here: its members load first, and
+        one of them may wait for these.
+        """
+        own = self._models.get(wanted.name)
+        if own is not None and own.state in ("loading", "ready"):
             return None
-        return next((model for model in self._models.values() if model.state == "loading"), None)
+        loading = (model for model in self._models.values() if model.state == "loading")
+        return next((each for each in loading if not (wanted.last and _forms(each))), None)
 
     async def _running(self, wanted: _WantedLayers) -> LoadedModel | None:
         """The model, its workers started if need be. None if another has begun to load meanwhile: that one
         is first."""
         name = wanted.name
-        if (ready := self._models.get(name)) is not None and ready.state == "ready":
+        ready = self._models.get(name)
+        if ready is not None and ready.state == "ready" and _is_over(ready, wanted.over):
             return ready
         async with self._starting:
             model = self._models.get(name)
             if model is not None and model.state in ("loading", "ready"):
-                return model
+                if model.state == "loading" or _is_over(model, wanted.over):
+                    return model
+                self._check_unused(model)
             if model is not None:
                 # Only this one: unloading would also end what helps with other layers.
                 del self._models[name]
                 await self._end(model)
-            if self._loading_besides(name):
+            if self._loading_besides(wanted):
                 return None
             model = LoadedModel(self._new_workers(wanted), self._exited)
             # It measures its speed at the end of its load.
@@ -515,6 +566,15 @@ class EnginePool:
                     del self._models[name]
                 raise
             return model
+
+    def _check_unused(self, model: LoadedModel) -> None:
+        """Raises Overloaded unless the request that is placed now is the model's only one: then it is loaded
+        anew, over other machines."""
+        if model.busy or self._claims.get(model.name, 0) > 1:
+            raise Overloaded(
+                f"{model.name} is in use, and on other machines than those that were named.",
+                hint="Leave `placement` out, or send it again once its requests have ended.",
+            )
 
     def _new_workers(self, wanted: _WantedLayers) -> Sequence[EngineProcess]:
         """What is to compute it, not started: one worker."""
@@ -531,8 +591,9 @@ class EnginePool:
             "on_work": self._end_idle_time,
         }
         group = None
-        if not wanted.last and need.n_bytes > rules.budget_bytes:
-            group = self.groups(folder, need.arithmetic)
+        too_large = not wanted.last and need.n_bytes > rules.budget_bytes
+        if wanted.over or (wanted.over is None and too_large):
+            group = self.groups(folder, need.arithmetic, sorted(wanted.over or ()))
         if group is not None:
             return [GroupFront(self._settings(wanted), group, **options)]
         return [EngineProcess(self._settings(wanted), **options)]
@@ -582,3 +643,17 @@ class EnginePool:
         # Unwanted deaths only, and one for all workers that end with the one that died.
         if self._models.get(name) is model and worker is model.lost and worker.facts is not None:
             self._deaths[name] = self._deaths.get(name, 0) + 1
+
+
+def _names(over: Collection[str] | None) -> frozenset[str] | None:
+    return None if over is None else frozenset(over)
+
+
+def _forms(model: LoadedModel) -> bool:
+    """True if it waits for the other machines of its group, and has no worker yet."""
+    return bool(model.first.settings.group) and model.first.pid is None
+
+
+def _is_over(model: LoadedModel, over: frozenset[str] | None) -> bool:
+    """True if just these machines hold it with this one, or it is left open which."""
+    return over is None or {member.name for member in model.first.settings.group} == over

@@ -50,6 +50,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     # The layers [first, last) that are loaded to help others, if not all are; (0, 0): none.
     part_first: Layers = 0
     part_last: Layers = 0
+    # How many layers the model has of which it has these, and the machines for which it has them.
+    part_total: Layers = 0
+    part_asked_by: Text = ""
     # Two machines with the same one compute the same bytes; "" if it is not known.
     arithmetic: Text = ""
     # The probe's verdict, whether drafts can be verified there without changing a byte

@@ -1,6 +1,7 @@
 """One group seen from the machine that answers: which machines hold what, and whether they still do.
 
-    planned ──► every member at once: its layers are loaded ──► streams to the engine here ──► watched
+    planned ──► each promises memory in turn ──► all at once: layers are loaded
+        ──► streams to the engine here ──► watched
 
 The engine's process asks for all of this when it starts (``engine.daemon_side.group_front``).
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 from fleetd import limits
@@ -44,10 +46,23 @@ class _AskedMember:
 class FleetGroup:
     """Args:
     model, digest: as the members are to find it.
+    promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
     """
 
-    def __init__(self, partners: FleetPort, model: str, digest: str, planned: GroupCut) -> None:
+    def __init__(
+        self,
+        partners: FleetPort,
+        model: str,
+        digest: str,
+        planned: GroupCut,
+        promise_here: Callable[[Callable[[], int]], AbstractContextManager[None]] = lambda held: (
+            nullcontext()
+        ),
+    ) -> None:
         self._partners, self._model, self._digest, self._planned = partners, model, digest, planned
+        self._promise_here, self._promised = promise_here, ExitStack()
+        self._is_promised = False
+        self._engine: EngineProcess | None = None
         self._id = secrets.token_hex(8)
         self._held = [
             _AskedMember(part, GroupMember(part.first, part.last, f"{self._id}.{number}", part.machine.name))
@@ -70,10 +85,17 @@ class FleetGroup:
 
     async def form(self, told: Callable[[Loading], None]) -> None:
         """Have every member load its layers. Raises the first failure, naming its machine."""
-        await gather_or_cancel(*(self._ask(held, told) for held in self._held))
+        # In this order on all machines: of two groups one is promised all that it needs.
+        for held in sorted(self._held, key=lambda held: held.part.machine.node_id):
+            if held.part.machine.node_id > self._partners.node_id:
+                self._promise()
+            await self._begin(held, told)
+        self._promise()
+        await gather_or_cancel(*(self._load(held, told) for held in self._held))
 
     async def connect(self, engine: EngineProcess) -> None:
         """Give the engine its streams to the members. Raises PeerError, EngineDied."""
+        self._engine = engine
         await gather_or_cancel(*(self._dial(held, engine) for held in self._held))
 
     async def watch(self) -> None:
@@ -82,26 +104,43 @@ class FleetGroup:
 
     def close(self) -> None:
         """The members may let go of their layers; idempotent."""
+        self._promised.close()
         for held in self._held:
             if held.stream is not None:
                 held.stream.cancel()
 
     # ---- one member --------------------------------------------------------------------------------------
 
-    async def _ask(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
+    def _promise(self) -> None:
+        """Promise this machine's own part the memory, once. Raises OutOfMemory."""
+        if self._is_promised:
+            return
+        self._is_promised = True
+        self._promised.enter_context(
+            self._promise_here(lambda: self._engine.claimed_bytes if self._engine is not None else 0)
+        )
+
+    async def _begin(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
+        """Ask a member, and wait until it has promised the memory."""
         part = held.part
         ask = StageQuestion(self._model, self._digest, self._id, part.first, part.last, self._planned.tokens)
+        held.stream = self._partners.request(part.machine.node_id, messages.SERVE, messages.encode(ask))
+        await self._hear(held, held.stream, told)
+
+    async def _load(self, held: _AskedMember, told: Callable[[Loading], None]) -> None:
+        while held.stream is not None and held.invitation is None:
+            await self._hear(held, held.stream, told)
+
+    async def _hear(self, held: _AskedMember, stream: PeerStream, told: Callable[[Loading], None]) -> None:
+        part = held.part
         try:
-            node_id = part.machine.node_id
-            held.stream = self._partners.request(node_id, messages.SERVE, messages.encode(ask))
-            while held.invitation is None:
-                answer = await self._told(held.stream)
-                held.invitation, held.arithmetic = answer.stream, answer.arithmetic
-                if answer.stream is None:
-                    where = f"{answer.stage}: layers {part.first} to {part.last} on {held.name}"
-                    told(Loading(where[: limits.CARD_TEXT_CHARS], answer.done, answer.total))
+            answer = await self._told(stream)
         except FleetError as error:
             raise said_by(held.name, error) from error
+        held.invitation, held.arithmetic = answer.stream, answer.arithmetic
+        if answer.stream is None:
+            where = f"{answer.stage}: layers {part.first} to {part.last} on {held.name}"
+            told(Loading(where[: limits.CARD_TEXT_CHARS], answer.done, answer.total))
 
     async def _told(self, stream: PeerStream) -> StageTold:
         if (body := await next_message(stream)) is None:

@@ -36,5 +36,7 @@ class GroupLabels(PipelineStep):
         if not isinstance(engine, GroupFront):
             return None
         exactness: Exactness = "exact" if engine.exact else "equivalent"
-        names = tuple(member.name for member in engine.settings.group)
-        return Planned("group", (THIS_NAME, *names), exactness)
+        members = engine.settings.group
+        names = tuple(member.name for member in members)
+        cuts = (0, *(member.first for member in members), members[-1].last)
+        return Planned("group", (THIS_NAME, *names), exactness, cuts=cuts)

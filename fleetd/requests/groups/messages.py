@@ -2,6 +2,7 @@
 answers, which stays open for as long as the model is loaded.
 
     → SERVE   StageQuestion           which layers, and for how many tokens
+    ← StageTold                       there is memory for them
     ← StageTold*                      they are loaded; the last one says where the stream is expected
     ← b""*                            they stay
 

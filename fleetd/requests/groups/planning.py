@@ -1,100 +1,203 @@
-"""Which machines hold a model that does not fit this one."""
+"""Which machines hold a model that does not fit this one, or that is to be held by several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
 
 from fleetd import limits
-from fleetd.errors import ModelCorrupt, ModelUnsupported, OutOfMemory
+from fleetd.control.group_view import GroupView
+from fleetd.errors import FleetError, ModelCorrupt, ModelUnsupported, NoMachine, OutOfMemory
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
-from fleetd.models.memory_need import WORKING_BYTES, LayerBytes, layer_bytes
+from fleetd.models.memory_need import WORKING_BYTES, LayerBytes, WeightRules, layer_bytes, weight_need
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut
 from fleetd.requests.groups.client import FleetGroup
+from fleetd.requests.groups.group_views import group_view
+from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.members.members import Member, Members, eligible
+from fleetd.requests.members.named_machines import hint_for
 from fleetd.requests.ports import FleetPort
 
 Arithmetic = CpuArithmetic | Literal[""]
 
 
 class GroupPlan(msgspec.Struct, frozen=True):
-    """A cut, or why there is none; and the digest of the files that it is for."""
+    """A cut, or why there is none."""
 
     found: GroupCut | Shortage
+    # Of the files that it is for.
     digest: str
+    size: GroupModelSize
+    # By node id, seconds that one hidden state takes to a machine and back.
+    hops_s: Mapping[str, float]
+    # A person has named the machines.
+    named: bool = False
+
+    @property
+    def view(self) -> GroupView:
+        return group_view(self.found, self.size, self.hops_s, named=self.named)
 
 
 class FleetGroups:
     """Args:
-    room_bytes: what models may take of this machine's memory, all but what runs unloaded.
+    rules: how this machine holds weights, with all others unloaded.
+    loaded: True if a model is loaded over several machines.
+    promised: what groups were promised of this machine's memory.
     """
 
-    def __init__(self, partners: FleetPort, members: Members, room_bytes: Callable[[], int]) -> None:
-        self._partners, self._members, self._room_bytes = partners, members, room_bytes
+    def __init__(
+        self,
+        partners: FleetPort,
+        members: Members,
+        rules: Callable[[], WeightRules],
+        loaded: Callable[[ModelFolder], bool] = lambda folder: False,
+        promised: PromisedMemory | None = None,
+    ) -> None:
+        self._promised = promised or PromisedMemory()
+        self._partners, self._members, self._rules, self._loaded = partners, members, rules, loaded
+        # By model, the plan of its last group.
+        self._formed: dict[str, GroupPlan] = {}
 
-    def __call__(self, folder: ModelFolder, arithmetic: Arithmetic) -> FleetGroup | None:
+    def __call__(
+        self, folder: ModelFolder, arithmetic: Arithmetic, over: Sequence[str] = ()
+    ) -> FleetGroup | None:
         """The machines that hold a model with this one; None if there are no others to ask.
 
-        Raises OutOfMemory if they do not have the memory for it.
+        Raises OutOfMemory if they do not have the memory for it, and as ``plan``.
         """
-        planned = self.plan(folder, arithmetic)
+        planned = self.plan(folder, arithmetic, over)
         if planned is None:
             return None
         if isinstance(planned.found, Shortage):
-            missing = planned.found.missing_bytes / 1e9
-            raise OutOfMemory(
-                f"{folder.name} does not fit this machine, and with the others {missing:.1f} GB are missing.",
-                hint="Unload models there (fleetctl peers), or choose a smaller one (fleetctl models).",
-            )
-        return FleetGroup(self._partners, folder.name, planned.digest, planned.found)
+            raise _no_room(folder.name, planned.found, over)
+        self._formed[folder.name] = planned
+        part, room = planned.found.parts[0], self._rules().budget_bytes
+        n_bytes = (part.last - part.first) * (
+            part.machine.layer_bytes + planned.found.tokens * planned.size.row_bytes
+        )
+        own = partial(
+            self._promised.promise,
+            f"Layers {part.first} to {part.last} of {folder.name}",
+            n_bytes + planned.size.outside_bytes,
+            room,
+        )
+        return FleetGroup(self._partners, folder.name, planned.digest, planned.found, own)
 
-    def plan(self, folder: ModelFolder, arithmetic: Arithmetic) -> GroupPlan | None:
-        """The cut that a group would have; None if there are no others to ask. Nothing is begun."""
-        own = self._members.here().model(folder.name)
+    def loaded(self, folder: ModelFolder) -> GroupView | None:
+        """How machines hold a model together now; None if they do not."""
+        planned = self._formed.get(folder.name) if self._loaded(folder) else None
+        return msgspec.structs.replace(planned.view, loaded=True) if planned is not None else None
+
+    def planned(self, folder: ModelFolder, over: Sequence[str] = ()) -> GroupView | None:
+        """How they would hold it; None if there are no others to ask. Reads headers of files.
+
+        Raises as ``plan``, and OutOfMemory if the machines ``over`` have not the room.
+        """
+        rules = self._rules()
+        need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
+        planned = self.plan(folder, need.arithmetic, over)
+        if planned is not None and over and isinstance(planned.found, Shortage):
+            raise _no_room(folder.name, planned.found, over)
+        return planned.view if planned is not None else None
+
+    def plan(self, folder: ModelFolder, arithmetic: Arithmetic, over: Sequence[str] = ()) -> GroupPlan | None:
+        """The cut that a group would have; None if there are no others to ask. Nothing is begun.
+
+        Args:
+            over: names of the other machines that have to hold a part; none leaves it to the planner.
+
+        Raises NoMachine if one of ``over`` cannot hold a part, ModelUnsupported if such a model is not cut.
+        """
+        here = self._members.here()
+        own = here.model(folder.name)
         if own is None or not own.digest:
+            if over:
+                raise NoMachine(
+                    f"This machine does not know yet which files its {folder.name} is made of.",
+                    hint="Send it again once they are hashed (fleetctl models).",
+                )
             return None
-        others = [
-            (member, model)
-            for member in self._members.others("prefill")
-            if eligible(member, own.digest) is None and (model := member.model_with(own.digest)) is not None
-        ]
+        others = self._others(own, over)
         if not others:
             return None
         try:
             sizes = layer_bytes(folder.path, folder.config, arithmetic)
             bare = layer_bytes(folder.path, folder.config, "")
         except (ModelCorrupt, ModelUnsupported, OSError):
+            if over:
+                raise
             return None
-        here = self._members.here()
-        machines = [_machine(member, model, sizes, bare) for member, model in others]
+        size = GroupModelSize(len(sizes.layers), sizes.outside, sizes.row)
         found = cut(
-            GroupModelSize(len(sizes.layers), sizes.outside, sizes.row),
-            GroupMachine(
-                here.node_id,
-                here.name,
-                self._room_bytes(),
-                _speed(here, own),
-                max(sizes.layers),
-            ),
-            machines,
+            size,
+            _machine(here, own, sizes, self._rules().budget_bytes),
+            [_member(member, model, sizes, bare) for member, model in others],
             least_tokens=min(limits.GROUP_LEAST_TOKENS, folder.context_tokens),
             most_tokens=limits.GROUP_STREAM_CONTEXTS * folder.context_tokens,
+            every=bool(over),
         )
-        return GroupPlan(found, own.digest)
+        width = own.shape.hidden_bytes or 2 * int(folder.config.get("hidden_size") or 0)
+        hops_s = {member.node_id: _hop_s(member, width) for member, _ in others}
+        return GroupPlan(found, own.digest, size, hops_s, named=bool(over))
+
+    def _others(self, own: ModelCard, over: Sequence[str]) -> list[tuple[Member, ModelCard]]:
+        """The other machines that could hold a part, with the model there. Raises NoMachine as ``plan``."""
+        members = self._members.others("prefill")
+        found = []
+        for member in members:
+            if over and member.name not in over:
+                continue
+            refusal = eligible(member, own.digest, even_left_out=bool(over))
+            model = member.model_with(own.digest)
+            if refusal is None and model is not None:
+                found.append((member, model))
+            elif over and refusal is not None:
+                hint = hint_for(refusal.code, member.name, own.name)
+                raise NoMachine(refusal.sentence, hint=hint, param="placement")
+        if missing := set(over) - {member.name for member, _ in found}:
+            raise NoMachine(f"{sorted(missing)[0]} has left the fleet.", param="placement")
+        return found
 
 
-def _machine(member: Member, found: ModelCard, sizes: LayerBytes, bare: LayerBytes) -> GroupMachine:
+def _no_room(model: str, found: Shortage, over: Sequence[str]) -> FleetError:
+    missing = f"{found.missing_bytes / 1e9:.1f} GB are missing"
+    if not over:
+        return OutOfMemory(
+            f"{model} does not fit this machine, and with the others {missing}.",
+            hint="Unload models there (fleetctl peers), or choose a smaller one (fleetctl models).",
+        )
+    names = ", ".join(machine.name for machine in found.cramped)
+    cramped = f" {names} has no room for a single layer." if names else ""
+    return OutOfMemory(
+        f"{model} does not fit the machines that were named: {missing}.{cramped}",
+        hint="Unload models there (fleetctl peers), or name others.",
+    )
+
+
+def _machine(member: Member, found: ModelCard, sizes: LayerBytes, room_bytes: int) -> GroupMachine:
+    """``sizes``: of the layers as that machine holds them."""
+    bytes_per_s = _speed(member, found) * (sum(sizes.layers) + sizes.outside)
+    return GroupMachine(member.node_id, member.name, room_bytes, bytes_per_s, max(sizes.layers))
+
+
+def _member(member: Member, found: ModelCard, sizes: LayerBytes, bare: LayerBytes) -> GroupMachine:
     """``sizes``: of layers on a CPU, ``bare``: as they are in the files, which a GPU holds."""
     on_cpu = member.card.machine.accelerator == "cpu"
-    layer = max((sizes if on_cpu else bare).layers)
     room = max(0, member.card.usable_bytes - WORKING_BYTES)
-    return GroupMachine(member.node_id, member.name, room, _speed(member, found), layer)
+    return _machine(member, found, sizes if on_cpu else bare, room)
 
 
 def _speed(member: Member, found: ModelCard) -> float:
-    """How fast it is at single steps, by its chip's published figures: all know the same of each other."""
+    """Tokens of an answer per second with the whole model, by its chip's published figures: all know the same
+    of each other."""
     return member.chip(found.shape.cpu_arithmetic).decode_tok_s(max(1, found.shape.weights_bytes))
+
+
+def _hop_s(member: Member, hidden_bytes: int) -> float:
+    """What one hidden state takes to a machine and back, by its measured link."""
+    return member.rtt_s + (2 * hidden_bytes / member.bytes_per_s if member.bytes_per_s else 0.0)

@@ -1,6 +1,6 @@
 """Holding layers of other machines' models: what a member may ask for, and how long they stay here.
 
-    StageQuestion ──► digest checked, layers loaded beside what runs ──► their memory reserved
+    StageQuestion ──► digest checked ──► memory promised ──► layers loaded beside what runs
         ──► StageTold with a stream ──► stream to the engine ──► alive, alive …
 
 The request's stream is the life of it: when the machine that asked is gone, so is everything begun for it.
@@ -9,28 +9,57 @@ The request's stream is the life of it: when the machine that asked is gone, so 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
+from typing import Literal
 
 from fleetd import limits
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Accepted, Event, Loading, Prefill, ServeStage, StreamTag
 from fleetd.errors import EngineDied
+from fleetd.models import file_threads
+from fleetd.models.cpu_arithmetic import CpuArithmetic
+from fleetd.models.folder import ModelFolder
+from fleetd.models.memory_need import WeightRules, layer_bytes
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import BackgroundTasks, with_heartbeats
 from fleetd.requests.groups import messages
 from fleetd.requests.groups.messages import StageQuestion, StageTold
+from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.requests.remote.peer_stream import own_id
+
+_ON_CPU: tuple[CpuArithmetic, ...] = ("int8", "float32")
+_ON_GPU: tuple[Literal[""], ...] = ("",)
 
 
 class StageServer:
     """The handler of ``messages.SERVE``."""
 
-    def __init__(self, dialer: BulkDialer, pool: EnginePool, context: ServingContext) -> None:
+    def __init__(
+        self,
+        dialer: BulkDialer,
+        pool: EnginePool,
+        context: ServingContext,
+        name_of: Callable[[str], str] = str,
+        promised: PromisedMemory | None = None,
+        free_bytes: Callable[[], int] = lambda: 1 << 62,
+        rules: Callable[[], WeightRules] = lambda: WeightRules(),
+    ) -> None:
+        """
+        Args:
+            name_of: a machine's name, by its node id.
+            promised: what groups were promised here.
+            free_bytes: what models may take now, beside what workers hold.
+            rules: how this machine holds weights.
+        """
+        self._name_of = name_of
+        self._promised = promised or PromisedMemory()
+        self._free_bytes, self._rules = free_bytes, rules
         self._dialer = dialer
         self._pool = pool
         self._context = context
@@ -42,13 +71,15 @@ class StageServer:
         ask = messages.decode(body, StageQuestion)
         with self._limit.serving(peer, ask.id):
             async with (
-                aclosing(self._hold(ask, stream)) as told,
+                aclosing(self._hold(peer, ask, stream)) as told,
                 aclosing(with_heartbeats(told, limits.JOB_ALIVE_S)) as beats,
             ):
                 async for message in beats:
                     stream.send(ALIVE if message is None else messages.encode(message))
 
-    async def _hold(self, ask: StageQuestion, stream: PeerStream) -> AsyncGenerator[StageTold, None]:
+    async def _hold(
+        self, peer: str, ask: StageQuestion, stream: PeerStream
+    ) -> AsyncGenerator[StageTold, None]:
         """What the other machine is told, while the layers are here; does not end by itself."""
         folder = await self._context.model_by_digest(ask.model, ask.digest)
 
@@ -56,8 +87,35 @@ class StageServer:
             if isinstance(step, Loading):
                 stream.send(messages.encode(StageTold(step.stage, step.done, step.total)))
 
+        layers = f"Layers {ask.first} to {ask.last} of {folder.name}"
+        n_bytes = await file_threads.look(self._need, folder, ask)
+        held = partial(self._pool.held_of, folder, ask.first, ask.last)
+        with self._promised.promise(layers, n_bytes, self._free_bytes() + held(), held):
+            yield StageTold("promised")
+            async with aclosing(self._loaded(peer, ask, folder, loading)) as told:
+                async for message in told:
+                    yield message
+
+    def _need(self, folder: ModelFolder, ask: StageQuestion) -> int:
+        """Bytes of memory for the layers and their keys and values, at least: a CPU's worker chooses its
+        arithmetic itself, and counts for itself. Reads headers of files."""
+        kinds = _ON_CPU if self._rules().accelerator == "cpu" else _ON_GPU
+        found = [layer_bytes(folder.path, folder.config, arithmetic) for arithmetic in kinds]
+        weights = min(sum(sizes.layers[ask.first : ask.last]) for sizes in found)
+        return weights + (ask.last - ask.first) * ask.tokens * found[0].row
+
+    async def _loaded(
+        self,
+        peer: str,
+        ask: StageQuestion,
+        folder: ModelFolder,
+        loading: Callable[[Loading | Prefill], None],
+    ) -> AsyncGenerator[StageTold, None]:
+        """The same, once there is memory for it."""
         try:
-            async with self._pool.assisting(folder, ask.first, ask.last, progress=loading) as engine:
+            async with self._pool.assisting(
+                folder, ask.first, ask.last, progress=loading, asked_by=self._name_of(peer)
+            ) as engine:
                 served = ServeStage(own_id(ask.id), ask.first, ask.last, ask.tokens)
                 async with aclosing(engine.serve(served)) as events:
                     if not isinstance(await anext(events, None), Accepted):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -29,8 +29,13 @@ class ModelOperations(msgspec.Struct, frozen=True):
     #: Is called when a model went; other machines hear of it at once.
     changed: Callable[[], None]
 
-    async def run(self, verb: Verb, ref: str) -> AsyncGenerator[ModelProgress | ModelDone, None]:
+    async def run(
+        self, verb: Verb, ref: str, over: Sequence[str] | None = None
+    ) -> AsyncGenerator[ModelProgress | ModelDone, None]:
         """Do it; the last event is ModelDone. Closing it early stops a download or a load.
+
+        Args:
+            over: names of the other machines that are to hold a model that is loaded, as ``EnginePool.load``.
 
         Raises:
             FleetError: as ``ModelStore`` and ``EnginePool``.
@@ -46,7 +51,7 @@ class ModelOperations(msgspec.Struct, frozen=True):
             case "load" | "pin":
                 folder = await self._resolve(ref)
                 # What is pinned can be loaded here, so it is loaded first.
-                async with aclosing(self.pool.loading(folder)) as loading:
+                async with aclosing(self.pool.loading(folder, over=over)) as loading:
                     async for each in loading:
                         yield ModelProgress("", each.done, each.total, each.stage)
                 if verb == "pin":

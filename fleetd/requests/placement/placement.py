@@ -16,7 +16,7 @@ from fleetd import limits
 from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Ready
-from fleetd.errors import FleetError, NoMachine, from_code
+from fleetd.errors import FleetError, InvalidValue, NoMachine, from_code
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
 from fleetd.p2p.membership.cards import Card, ModelCard
@@ -28,8 +28,9 @@ from fleetd.plan.prefill import step_names
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import Candidate, RouteQuestion
 from fleetd.plan.ways import Home, Ways, plan
-from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, Exactness, Job, Planned
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Exactness, Job, Planned
 from fleetd.requests.members.members import Member, Members, eligible
+from fleetd.requests.members.named_machines import named
 from fleetd.requests.placement import planner_facts
 
 #: By node id, what machines keep of a prompt.
@@ -65,6 +66,9 @@ class Placement(msgspec.Struct, frozen=True):
     steps: tuple[StepView, ...] = ()
     first_s: float | None = None
     alone_s: float | None = None
+    # Names of the other machines that have to hold the model with this one, which holds it alone for ();
+    # None leaves it open.
+    over: tuple[str, ...] | None = None
 
 
 class AnswerTokens(msgspec.Struct, frozen=True):
@@ -154,6 +158,8 @@ class Placer:
         reason = str(why) if why is not None and tried else ""
         staying = Placement(THIS_NODE, Planned("local", LOCAL.nodes, LOCAL.exactness, reason))
         possible = (model.here or model.can_pull) and THIS_NODE not in tried
+        if job.placement:
+            return self._named(job, model, staying if possible else None, tried=tried, why=why)
         if job.local_only or self._members.local_only:
             if possible:
                 return replace(staying, **self._priced_alone(job, model))
@@ -170,29 +176,71 @@ class Placer:
                 return staying
             raise no_machine(model.name, ways, why, tried=bool(tried))
         best = ways.placements[0]
-        cached_tokens = ways.chosen.cached_tokens if ways.chosen is not None else 0
         if best.node_id == THIS_NODE:
             declined = ways.chosen is not None and ways.chosen.declined
             return replace(
                 staying,
                 kept_where=ways.kept_where,
                 fetches=not declined,
-                cached_tokens=cached_tokens,
+                cached_tokens=ways.chosen.cached_tokens if ways.chosen is not None else 0,
                 **_priced(ways),
             )
         member = next(member for member in others if member.node_id == best.node_id)
-        card = member.card
-        exactness: Exactness = "exact" if alike(self._members.here().card, card, model.name) else "equivalent"
-        planned = Planned("remote", (best.name,), exactness, reason)
+        return replace(self._remote(model, member, ways, reason), capped=capped)
+
+    def _named(
+        self,
+        job: Job,
+        model: WantedModel,
+        staying: Placement | None,
+        *,
+        tried: frozenset[str],
+        why: FleetError | None,
+    ) -> Placement:
+        """Where a request runs that names its machines. ``staying``: here, None if that is not possible.
+
+        Raises as ``named``, and NoMachine if the machine that is named cannot run it.
+        """
+        first, *rest = named(self._members, job.placement)
+        if job.local_only and (rest or not first.here):
+            raise InvalidValue(
+                "A request that stays on this machine cannot be placed on others.",
+                hint="Leave out `local_only` or `placement`.",
+                param="placement",
+            )
+        if first.here:
+            if staying is None:
+                raise why or NoMachine(f"{model.name} is not on this machine.", param="placement")
+            return replace(staying, over=tuple(member.name for member in rest))
+        ways = self.rank(job, model, [first], tried=tried | {THIS_NODE})
+        if not ways.placements:
+            raise no_machine(model.name, ways, why, tried=bool(tried))
+        return self._remote(model, first, ways, "")
+
+    def over(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Names of the other machines that are to hold a model with this one. Raises as ``named``, and
+        InvalidValue if this machine is not the first of ``names``."""
+        first, *rest = named(self._members, names)
+        if not first.here:
+            raise InvalidValue(
+                f"{first.name} alone is named, and this machine holds the first layers.",
+                hint=f"Begin the list with {THIS_NAME!r}.",
+                param="placement",
+            )
+        return tuple(member.name for member in rest)
+
+    def _remote(self, model: WantedModel, member: Member, ways: Ways, reason: str) -> Placement:
+        """On another machine, by the first of ``ways``."""
+        best, own = ways.placements[0], self._members.here().card
+        exactness: Exactness = "exact" if alike(own, member.card, model.name) else "equivalent"
         return Placement(
             best.node_id,
-            planned,
+            Planned("remote", (best.name,), exactness, reason),
             best.digest,
             best.price.prefill_s,
             member.wake_s > 0,
-            capped,
-            ways.kept_where,
-            cached_tokens=cached_tokens,
+            kept_where=ways.kept_where,
+            cached_tokens=ways.chosen.cached_tokens if ways.chosen is not None else 0,
             **_priced(ways),
         )
 

@@ -43,6 +43,9 @@ export function machines() {
       speed: engine.speed,
       part_first: engine.part_of ? engine.first_layer : 0,
       part_last: engine.part_of ? engine.last_layer : 0,
+      part_total: engine.shape?.layers ?? 0,
+      part_asked_by: engine.asked_by.join(", "),
+      members: engine.members,
       note: engine.error || (engine.state === "loading" && engine.stage) || "",
       // Weights that a CPU holds packed are not in what its worker reports.
       bytes: Math.max(engine.memory_bytes, (engine.shape?.weights_bytes ?? 0) + engine.prefix_bytes + engine.kv_bytes),
@@ -187,8 +190,14 @@ function modelList(machine) {
     machine.here && !active.some((model) => model.name === state.status.default_model) && loadDefault());
 }
 
+/** Which machine holds which layers: "0–14 here, 15–29 on kitchen". */
+export function spans({ members }) {
+  return [`0–${members[0].first - 1} here`, ...members.map((held) => `${held.first}–${held.last - 1} on ${held.name}`)].join(", ");
+}
+
 function chip(model, at) {
-  const part = model.part_last > 0 && ` layers ${model.part_first}–${model.part_last - 1}`;
+  const part = model.part_last > 0 ? ` layers ${model.part_first}–${model.part_last - 1}${model.part_total ? ` of ${model.part_total}` : ""}${model.part_asked_by ? `, for ${model.part_asked_by}` : ""}`
+    : model.members?.length > 0 && ` layers ${spans(model)}`;
   return h("li", { key: `${model.name} ${model.part_first} ${at}`, class: "chip" },
     h("span", { class: "name" }, short(model.name)), part && h("span", { class: "tag" }, part),
     model.state !== "loaded" && h("span", { class: `tag ${model.state}` }, ` ${model.state}`),

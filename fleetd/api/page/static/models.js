@@ -2,7 +2,7 @@
 
 import { call, events, get } from "/page/calls.js";
 import { h } from "/page/dom.js";
-import { bar, machines, short } from "/page/fleet.js";
+import { bar, machines, short, spans } from "/page/fleet.js";
 import { lookAt, models, refresh, there } from "/page/listing.js";
 import { hereName, redraw, say, state } from "/page/store.js";
 import { bytes, count } from "/page/units.js";
@@ -153,9 +153,9 @@ function recommendations() {
 
 function groups(offered) {
   const places = new Map();
-  for (const where of ["here", "freed", "elsewhere"]) {
+  for (const where of ["here", "freed", "elsewhere", "together"]) {
     for (const model of offered.filter((one) => one.served && one.fit.where === where)) {
-      const title = { here: there.on ? `Fits on ${machineName()}` : "Fits here", freed: "Fits when memory is freed", elsewhere: `Fits on ${listed(model.fit.machines, "or")}` }[where];
+      const title = { here: there.on ? `Fits on ${machineName()}` : "Fits here", freed: "Fits when memory is freed", elsewhere: `Fits on ${listed(model.fit.machines, "or")}`, together: `Fits on ${listed([machineName() || "this machine", ...model.fit.machines])} together` }[where];
       places.set(title, [...(places.get(title) ?? []), model]);
     }
   }
@@ -197,6 +197,8 @@ function installedRow(model) {
       h("p", { class: "quiet" }, [bytes(model.weights_bytes), `${count(model.context_tokens)} tokens of context`, model.architecture, model.roles.join(", "), tools(model)].filter(Boolean).join(" · "))),
     h("div", null, h("p", null, h("span", { class: `tag ${at}` }, at), model.pinned && h("span", { class: "tag" }, "pinned"), engine?.memory_bytes > 0 && h("span", { class: "quiet" }, ` ${bytes(engine.memory_bytes)}`)),
       engine?.state === "loading" && [h("p", { class: "quiet" }, engine.stage), engine.total > 0 && bar(engine.done, engine.total, engine.stage)],
+      engine?.members?.length > 0 && h("p", { class: "quiet" }, `layers ${spans(engine)}`),
+      !engine && room(model),
       engine?.error && h("p", { class: "why" }, engine.error), progress(model.name)),
     h("p", { class: "buttons" },
       engine?.state === "ready"
@@ -226,6 +228,7 @@ function offeredRow(model) {
 /** What is missing for a model to load here. */
 function room({ fit }) {
   if (fit.where === "here") return null;
+  if (fit.where === "together") return h("p", { class: "quiet" }, `${listed([machineName() || "this machine", ...fit.machines])} hold it together`);
   const text = fit.where === "freed" ? `loads once ${bytes(fit.short_bytes)} more are free` : `${machineName() || "this machine"} is ${bytes(fit.short_bytes)} short`;
   return h("p", { class: "quiet" }, text, fit.machines.length > 0 && fit.where !== "freed" && `; fits on ${listed(fit.machines, "or")}`);
 }

@@ -1,0 +1,28 @@
+"""Machines that hold one model together: who has which layers, how fast that is, and why. Pure."""
+
+from __future__ import annotations
+
+from fleetctl.render.columns import Column, drawn, fitted
+from fleetctl.render.text import brief, count, layers, one_line, size, wrapped
+from fleetd.control.group_view import GroupView
+
+
+def group_lines(group: GroupView, width: int | None) -> list[str]:
+    """The lines of the table, and the sentences below it."""
+    if not group.parts:
+        return [wrapped(one_line(group.why), width)]
+    parts = group.parts
+    columns = [
+        Column("MACHINE", [one_line(part.machine) for part in parts], 9),
+        Column("LAYERS", [layers(part.first, part.last).partition(" ")[2] for part in parts], 9),
+        Column("WEIGHTS", [size(part.weights_bytes) for part in parts], 8, right=True),
+        Column("ROOM FOR TOKENS", [count(part.kv_tokens) for part in parts], 7, right=True),
+        Column("PER TOKEN", [brief(part.step_s) for part in parts], 5, right=True),
+        Column("LINK", [brief(part.hop_s) if part.hop_s else "-" for part in parts], 4, right=True),
+    ]
+    held = "hold" if group.loaded else "would hold"
+    facts = (
+        f"{len(parts)} machines {held} its {count(group.layers)} layers: about {group.tok_s:.1f} tokens per "
+        f"second for one answer (modelled), with room for {count(group.tokens)} tokens."
+    )
+    return [*drawn(fitted(columns, width)), wrapped(facts, width), wrapped(one_line(group.why), width)]

@@ -1,0 +1,38 @@
+"""How several machines hold one model together: part of the answer to POST /fleet/v1/plan."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class GroupPartView(msgspec.Struct, frozen=True):
+    """Layers [``first``, ``last``) of a model on one machine."""
+
+    # Its name; "this" is the machine that answers, which also holds the embedding and the head.
+    machine: str = ""
+    first: int = 0
+    last: int = 0
+    # Bytes of memory that its weights take there.
+    weights_bytes: int = 0
+    # Tokens whose keys and values have room beside the weights.
+    kv_tokens: int = 0
+    # Seconds that its layers take for one token of an answer, modelled.
+    step_s: float = 0.0
+    # Seconds that a token's hidden state travels there and back; 0 for "this".
+    hop_s: float = 0.0
+
+
+class GroupView(msgspec.Struct, frozen=True):
+    """The parts in the order of their layers, or what is missing."""
+
+    parts: list[GroupPartView] = []
+    # Of the model.
+    layers: int = 0
+    # Tokens whose keys and values have room on every machine.
+    tokens: int = 0
+    # Tokens of one answer per second, by the machines' figures and the measured links; 0 without parts.
+    tok_s: float = 0.0
+    # Why it is cut so, or what is missing: sentences.
+    why: str = ""
+    # The group is loaded now.
+    loaded: bool = False

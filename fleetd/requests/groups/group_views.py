@@ -1,0 +1,73 @@
+"""A cut as people read it: who holds what, how fast that is, and why it is cut so. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fleetd.control.group_view import GroupPartView, GroupView
+from fleetd.plan.group_cut import GroupCut, GroupModelSize, GroupPart, Shortage, step_s
+from fleetd.requests.job import THIS_NAME
+
+# Machines whose layers take times that differ by less than this share count as equally fast.
+_ALIKE = 0.1
+
+
+def group_view(
+    found: GroupCut | Shortage, size: GroupModelSize, hops_s: Mapping[str, float], *, named: bool
+) -> GroupView:
+    """
+    Args:
+        hops_s: by node id, what a hidden state takes to a machine and back.
+        named: a person has named the machines.
+    """
+    if isinstance(found, Shortage):
+        missing = (
+            f"{found.missing_bytes / 1e9:.1f} GB are missing on the machines that could hold it together."
+        )
+        return GroupView(layers=size.layers, why=missing)
+    parts = [
+        _part(part, size, hops_s.get(part.machine.node_id, 0.0) if index else 0.0, here=not index)
+        for index, part in enumerate(found.parts)
+    ]
+    token_s = step_s(found, sum(part.hop_s for part in parts))
+    return GroupView(parts, size.layers, found.tokens, 1 / token_s, _why(found, named=named))
+
+
+def _part(part: GroupPart, size: GroupModelSize, hop_s: float, *, here: bool) -> GroupPartView:
+    count, machine = part.last - part.first, part.machine
+    weights = count * machine.layer_bytes + (size.outside_bytes if here else 0)
+    return GroupPartView(
+        THIS_NAME if here else machine.name,
+        part.first,
+        part.last,
+        weights,
+        max(0, machine.room_bytes - weights) // max(1, count * size.row_bytes),
+        count * machine.layer_bytes / machine.bytes_per_s,
+        hop_s,
+    )
+
+
+def _why(found: GroupCut, *, named: bool) -> str:
+    count = len(found.parts)
+    chosen = (
+        f"These {count} machines were named."
+        if named
+        else f"No machine has room for all of it; {count} are the fewest that hold it together."
+    )
+    return f"{chosen} {_division(found)}"
+
+
+def _division(found: GroupCut) -> str:
+    """Why one machine has more layers than another, as a sentence."""
+    names = [THIS_NAME, *(part.machine.name for part in found.parts[1:])]
+    counts = [part.last - part.first for part in found.parts]
+    if max(counts) - min(counts) <= 1:
+        return "Each has about as many layers."
+    layer_s = [part.machine.layer_bytes / part.machine.bytes_per_s for part in found.parts]
+    most, fastest = counts.index(max(counts)), layer_s.index(min(layer_s))
+    if layer_s[most] <= layer_s[fastest] * (1 + _ALIKE):
+        least = counts.index(min(counts))
+        if layer_s[most] < layer_s[least] * (1 - _ALIKE):
+            return f"{names[most]} is faster than {names[least]} and has more layers."
+        return f"{names[most]} has more room than {names[least]} and more layers."
+    return f"{names[fastest]} is faster than {names[most]}, and has no room for more layers."

@@ -1,0 +1,79 @@
+"""Models over several machines in the pool: which are named, and what is loaded for others meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from asking import folder_of
+from sharing import LAYERS, write
+
+from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.protocol import Loading
+from fleetd.engine.settings import GroupMember
+from fleetd.errors import GroupLost
+
+pytestmark = pytest.mark.one_loop
+
+
+class FormingGroup:
+    """A group whose members never get ready."""
+
+    tokens, kinds = 4096, frozenset[str]()
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.members = tuple(GroupMember(2, LAYERS, f"m{n}", name) for n, name in enumerate(names))
+        self.begun, self.lost = asyncio.Event(), asyncio.Event()
+
+    async def form(self, told: Callable[[Loading], None]) -> None:
+        self.begun.set()
+        await self.lost.wait()
+        raise GroupLost("kitchen has left.")
+
+    async def connect(self, engine: object) -> None:
+        raise AssertionError("it is not formed")
+
+    async def watch(self) -> None:
+        raise AssertionError("it is not formed")
+
+    def close(self) -> None:
+        pass
+
+
+async def test_layers_for_another_machine_do_not_wait_for_a_group_that_is_formed_here(tmp_path: Path) -> None:
+    folder, made = folder_of(write(tmp_path / "tiny")), list[FormingGroup]()
+
+    def groups(_folder: object, _arithmetic: object, over: Sequence[str]) -> FormingGroup:
+        made.append(FormingGroup(over))
+        return made[-1]
+
+    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), groups=groups)
+    try:
+        loading = asyncio.create_task(pool.load(folder, ["kitchen"]))
+        while not made:  # noqa: ASYNC110  (the pool announces nothing before)
+            await asyncio.sleep(0)
+        await made[0].begun.wait()
+        # Its front has some layers only: it is not asked for those of others.
+        async with pool.assisting(folder, 2, LAYERS, asked_by="studio") as engine:
+            assert (engine.settings.first_layer, engine.settings.last_layer) == (2, LAYERS)
+            assert [status.asked_by for status in pool.status()] == [[], ["studio"]]
+        assert all(status.asked_by == [] for status in pool.status())
+        made[0].lost.set()
+        with pytest.raises(GroupLost, match="kitchen has left"):
+            await loading
+    finally:
+        await pool.close()
+
+
+async def test_a_model_that_is_to_be_here_alone_is_not_cut(tmp_path: Path) -> None:
+    folder = folder_of(write(tmp_path / "tiny"))
+    pool = EnginePool(
+        PoolOptions(device="cpu", max_memory_bytes=2 << 30), groups=lambda *_: pytest.fail("it is not cut")
+    )
+    try:
+        await pool.load(folder, [])
+        assert pool.engine(folder) is not None
+    finally:
+        await pool.close()

@@ -1,0 +1,180 @@
+"""Memory of groups: all machines promise it, or none; real sessions, workers that only look like workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_architectures
+from fakes import WITHIN_S
+from sharing_fakes import DIGEST, HelperMachine, HomePartners, machines, own_card
+
+from fleetd.engine.protocol import Accepted, Event, ServeStage
+from fleetd.errors import OutOfMemory
+from fleetd.models.folder import ModelFolder, read_folder
+from fleetd.models.memory_need import WeightRules, layer_bytes
+from fleetd.p2p.node import Node
+from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupPart
+from fleetd.requests.admission import ServingContext
+from fleetd.requests.groups import messages
+from fleetd.requests.groups.client import FleetGroup
+from fleetd.requests.groups.promised_memory import PromisedMemory
+from fleetd.requests.groups.server import StageServer
+from fleetd.requests.remote.bulk_dialer import BulkDialer
+
+LAYERS = 3
+GPU = WeightRules("metal", budget_bytes=1 << 40)
+
+
+class StageWorker:
+    """Holds layers until it is cancelled."""
+
+    facts = None
+
+    async def serve(self, stage: ServeStage) -> AsyncGenerator[Event, None]:
+        yield Accepted(stage.id, stage.tokens)
+        await asyncio.Event().wait()
+
+
+class StagePool:
+    """Loads at once what it is asked for; ``used``: the parts that are held now."""
+
+    def __init__(self) -> None:
+        self.used: list[tuple[int, int]] = []
+
+    @contextlib.asynccontextmanager
+    async def assisting(
+        self, folder: Any, first: int, last: int, *, progress: Any, asked_by: str
+    ) -> AsyncIterator[StageWorker]:
+        self.used.append((first, last))
+        try:
+            await asyncio.sleep(0)
+            yield StageWorker()
+        finally:
+            self.used.remove((first, last))
+
+    def held_of(self, folder: Any, first: int, last: int) -> int:
+        return 0
+
+    async def let_go(self, folder: Any, first: int, last: int) -> None:
+        pass
+
+
+class OneModel:
+    def __init__(self, folder: ModelFolder) -> None:
+        self._folder = folder
+
+    def resolve(self, ref: str) -> ModelFolder:
+        return self._folder
+
+
+class MemberMachine:
+    """A machine that has room for one part."""
+
+    def __init__(self, machine: HelperMachine, folder: ModelFolder, room_bytes: int) -> None:
+        self.node, self.pool, self.promised = machine.node, StagePool(), PromisedMemory()
+        card = own_card(machine.node.name)
+        context = ServingContext(OneModel(folder), lambda: card, draining=lambda: False)  # type: ignore[arg-type]
+        self.server = StageServer(
+            BulkDialer(machine.node),
+            self.pool,  # type: ignore[arg-type]
+            context,
+            promised=self.promised,
+            free_bytes=lambda: room_bytes,
+            rules=lambda: GPU,
+        )
+        machine.node.handle(messages.SERVE, self.server)
+
+    @property
+    def idle(self) -> bool:
+        return not self.pool.used and not self.promised.outstanding_bytes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_architectures.write(path, "llama", num_hidden_layers=LAYERS)
+    return read_folder(path, name="m", source="folder", revision=None)
+
+
+def group(front: Node, *members: Node) -> FleetGroup:
+    """A layer on each machine, this one first."""
+    names = [(front.identity.node_id, front.name), *((node.identity.node_id, node.name) for node in members)]
+    parts = [
+        GroupPart(GroupMachine(node_id, name, 1 << 30, 1e9, 1000), number, number + 1)
+        for number, (node_id, name) in enumerate(names)
+    ]
+    return FleetGroup(HomePartners(front), "m", DIGEST, GroupCut(tuple(parts), 16))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():  # noqa: ASYNC110  (states of several servers, which announce nothing)
+            await asyncio.sleep(0.01)
+
+
+async def until_idle(members: list[MemberMachine]) -> None:
+    await until(lambda: all(member.idle for member in members))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+async def test_of_two_groups_over_the_same_machines_one_gets_all_and_the_other_none(
+    tmp_path: Path, folder: ModelFolder, turned: bool
+) -> None:
+    async with machines(tmp_path, 3) as (one, (other, *helpers)):
+        # For one layer and the tokens, not for two.
+        room = 3 * max(layer_bytes(folder.path, folder.config, "").layers) // 2
+        members = [MemberMachine(helper, folder, room) for helper in helpers]
+        nodes = [member.node for member in members]
+        groups = [group(one, *nodes), group(other.node, *(reversed(nodes) if turned else nodes))]
+        async with asyncio.timeout(WITHIN_S):
+            forming = (each.form(lambda told: None) for each in groups)
+            outcomes = await asyncio.gather(*forming, return_exceptions=True)
+        assert sorted(type(outcome) for outcome in outcomes if outcome is not None) == [OutOfMemory]
+        refused = groups[next(n for n, outcome in enumerate(outcomes) if outcome is not None)]
+        refused.close()
+        (held,) = [each for each in groups if each is not refused]
+        await until(lambda: all(len(member.pool.used) == 1 for member in members))
+        # Once it has ended, the other one may have all of them.
+        held.close()
+        await until_idle(members)
+        again = group(one, *nodes)
+        async with asyncio.timeout(WITHIN_S):
+            await again.form(lambda told: None)
+        again.close()
+        await until_idle(members)
+        for member in members:
+            await member.server.close()
+
+
+async def test_a_machine_without_room_is_named_and_the_others_give_theirs_back(
+    tmp_path: Path, folder: ModelFolder
+) -> None:
+    async with machines(tmp_path, 2) as (home, helpers):
+        rooms = (folder.weights_bytes, 1000)
+        members = [MemberMachine(helper, folder, room) for helper, room in zip(helpers, rooms, strict=True)]
+        made = group(home, *(member.node for member in members))
+        with pytest.raises(OutOfMemory, match=r"helper1: Layers 2 to 3 of m need .* promised to no group"):
+            async with asyncio.timeout(WITHIN_S):
+                await made.form(lambda told: None)
+        made.close()
+        await until_idle(members)
+        for member in members:
+            await member.server.close()
+
+
+def test_what_a_worker_holds_by_now_is_not_counted_twice() -> None:
+    promised, held = PromisedMemory(), [0]
+    with promised.promise("these", 100, 150, lambda: held[0]):
+        with pytest.raises(OutOfMemory), promised.promise("those", 60, 150):
+            pass
+        assert promised.outstanding_bytes == 100
+        held[0] = 100
+        # Of 150 bytes, 100 are held by now.
+        with promised.promise("those", 50, 50):
+            assert promised.outstanding_bytes == 50
+    assert promised.outstanding_bytes == 0

@@ -1,0 +1,191 @@
+"""Machines that hold a model together: named by a request, planned, refused by name; and how that is told."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import tiny_architectures
+from member_cards import FACTS, OWN, machine
+from member_cards import MODEL as CARD
+from msgspec.structs import replace
+
+from fleetctl.render.group_table import group_lines
+from fleetd.control.group_view import GroupView
+from fleetd.engine.protocol import Generate, TextPrompt
+from fleetd.errors import FleetError, InvalidValue, NoMachine, OutOfMemory
+from fleetd.limits import GIB
+from fleetd.models.folder import ModelFolder, read_folder
+from fleetd.models.memory_need import WORKING_BYTES, WeightRules
+from fleetd.p2p.membership.cards import Card, MachineFacts
+from fleetd.plan.refusals import THIS_NODE
+from fleetd.requests.groups.planning import FleetGroups
+from fleetd.requests.job import Job, Planned
+from fleetd.requests.members.members import Member, Members
+from fleetd.requests.placement.placement import Placer, WantedModel
+
+MODEL = CARD.name
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_architectures.write(path, "llama", num_hidden_layers=LAYERS, hidden_size=256)
+    return read_folder(path, name=MODEL, source="folder", revision=None)
+
+
+def own(digest: str = "d") -> Card:
+    return replace(OWN, models=[replace(CARD, digest=digest, state="installed")])
+
+
+def other(name: str, *, room: int = 8 * GIB, facts: MachineFacts = FACTS, **fields: Any) -> Member:
+    found = machine(name, **{"state": "installed", **fields})
+    return replace(found, card=replace(found.card, usable_bytes=WORKING_BYTES + room, machine=facts))
+
+
+def groups(*others: Member, budget: int = 8 * GIB, card: Card | None = None) -> FleetGroups:
+    members = Members(lambda: others, lambda: card or own())
+    rules = WeightRules("cpu", "float32", available=False, budget_bytes=budget)
+    return FleetGroups(None, members, lambda: rules)  # type: ignore[arg-type]  # nothing is sent
+
+
+def placer(*others: Member, **settings: Any) -> Placer:
+    members = Members(lambda: others, own, **settings)
+    return Placer(members, lambda *_: pytest.fail("nothing is sent"))
+
+
+def placed(placement: list[str], *others: Member, local_only: bool = False, **settings: Any) -> Any:
+    asked = Generate("r1", TextPrompt("x" * 400), max_tokens=10)
+    job = Job(MODEL, asked, "http", "chat", local_only=local_only, placement=tuple(placement))
+    wanted = WantedModel(MODEL, here=True)
+    return placer(*others, **settings).choose(job, wanted, tried=frozenset(), why=None)
+
+
+def view_of(made: FleetGroups, folder: ModelFolder, *over: str) -> GroupView:
+    view = made.planned(folder, over)
+    assert view is not None
+    return view
+
+
+# ---- named by a request ----------------------------------------------------------------------------------
+
+
+def test_several_machines_hold_the_model_with_this_one() -> None:
+    found = placed(["this", "studio"], other("studio"), other("kitchen"))
+    assert (found.node_id, found.over) == (THIS_NODE, ("studio",))
+
+
+def test_this_machine_alone_is_a_placement_too_and_another_one_answers_alone() -> None:
+    assert placed(["me"], other("studio")).over == ()
+    found = placed(["STUDIO"], other("studio", state="loaded"))
+    assert (found.node_id, found.over) == ("studio", None)
+    assert found.planned == Planned("remote", ("studio",), "equivalent")
+
+
+def test_without_a_placement_nothing_is_asked_of_the_engine() -> None:
+    assert placed([]).over is None
+
+
+@pytest.mark.parametrize(
+    ("placement", "settings", "error", "said"),
+    [
+        (["this", "gamma"], {}, InvalidValue, "No machine called gamma is paired with this one."),
+        (["studio", "this"], {}, InvalidValue, "holds the first layers"),
+        (["this", "studio", "studio"], {}, InvalidValue, "studio is named twice."),
+        (["this", "blind"], {}, NoMachine, "blind may not see prompts."),
+        (["this", "gone"], {}, NoMachine, "gone cannot be used: It is off."),
+        (["this", "studio"], {"local_only": True}, InvalidValue, "stays on this machine"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    placement: list[str], settings: dict[str, Any], error: type[FleetError], said: str
+) -> None:
+    others = (other("studio"), other("blind", sees=False), other("gone", reach="It is off."))
+    with pytest.raises(error, match=re.escape(said)) as caught:
+        placed(placement, *others, **settings)
+    assert caught.value.param == "placement"
+    assert caught.value.hint or error is InvalidValue
+
+
+def test_where_prompts_stay_by_the_settings_other_machines_are_not_even_known() -> None:
+    members = Members(lambda: [other("studio")], own, local_only=True)
+    with pytest.raises(NoMachine, match="studio is not asked: prompts stay here"):
+        Placer(members, lambda *_: pytest.fail("nothing is sent")).over(["this", "studio"])
+
+
+def test_a_machine_without_the_files_or_room_is_refused_by_name(folder: ModelFolder) -> None:
+    with pytest.raises(NoMachine, match="studio has no model with these files") as caught:
+        groups(other("studio", digest="e")).planned(folder, ["studio"])
+    assert "fleetctl models pull big" in (caught.value.hint or "")
+    with pytest.raises(OutOfMemory, match="kitchen has no room for a single layer"):
+        groups(other("studio"), other("kitchen", room=1000)).planned(folder, ["studio", "kitchen"])
+    with pytest.raises(NoMachine, match="does not know yet which files"):
+        groups(other("studio"), card=own("")).planned(folder, ["studio"])
+    with pytest.raises(NoMachine, match="garage has left"):
+        groups(other("studio")).planned(folder, ["garage"])
+
+
+# ---- planned ---------------------------------------------------------------------------------------------
+
+
+def test_all_machines_that_are_named_hold_a_part_though_fewer_would_do(folder: ModelFolder) -> None:
+    view = view_of(groups(other("a"), other("b"), other("c")), folder, "a", "b")
+    assert {part.machine for part in view.parts} == {"this", "a", "b"}
+    assert view.parts[0].machine == "this"
+    assert [part.first for part in view.parts] == [0, *(part.last for part in view.parts[:-1])]
+    assert view.parts[-1].last == view.layers == LAYERS
+    assert "were named" in view.why
+
+
+def test_the_view_says_what_each_part_takes_and_how_fast_it_is(folder: ModelFolder) -> None:
+    view = view_of(groups(replace(other("studio"), bytes_per_s=1e6, rtt_s=0.004)), folder)
+    here, there = view.parts
+    # Embedding and head are held where answers are written.
+    assert here.weights_bytes > there.weights_bytes > 0
+    assert view.tokens <= min(here.kv_tokens, there.kv_tokens)
+    assert here.hop_s == 0
+    # Half a hidden state of 16-bit numbers each way, and the round trip.
+    assert there.hop_s == pytest.approx(0.004 + 2 * 2 * 256 / 1e6)
+    assert 1 / view.tok_s == pytest.approx(here.step_s + there.step_s + there.hop_s)
+    assert view.why == (
+        "No machine has room for all of it; 2 are the fewest that hold it together. "
+        "Each has about as many layers."
+    )
+
+
+def test_a_faster_machine_has_more_layers_and_the_view_says_why(folder: ModelFolder) -> None:
+    fast = replace(FACTS, chip="Apple M3 Ultra", accelerator="metal")
+    view = view_of(groups(other("studio", facts=fast)), folder)
+    assert view.parts[1].last - view.parts[1].first > 2
+    assert "studio is faster than this and has more layers." in view.why
+
+
+def test_what_is_missing_is_said(folder: ModelFolder) -> None:
+    view = view_of(groups(other("studio", room=1000), budget=1000), folder)
+    assert view.parts == []
+    assert "are missing on the machines that could hold it together" in view.why
+
+
+def test_without_others_to_ask_there_is_no_group(folder: ModelFolder) -> None:
+    assert groups().planned(folder) is None
+
+
+def test_the_terminal_shows_parts_speed_and_reason(folder: ModelFolder) -> None:
+    lines = group_lines(view_of(groups(other("studio")), folder), None)
+    assert lines[0].split() == [
+        "MACHINE",
+        "LAYERS",
+        "WEIGHTS",
+        "ROOM",
+        "FOR",
+        "TOKENS",
+        "PER",
+        "TOKEN",
+        "LINK",
+    ]
+    assert lines[1].startswith("this     0-1 ")
+    assert lines[2].startswith("studio   2-3 ")
+    assert "2 machines would hold its 4 layers: about" in lines[3]
+    assert lines[4].startswith("No machine has room")
