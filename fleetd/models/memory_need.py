@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -14,7 +13,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.errors import ModelCorrupt
 from fleetd.limits import MIB
 from fleetd.models.catalog import CatalogEntry
 from fleetd.models.cpu_arithmetic import (
@@ -28,6 +27,7 @@ from fleetd.models.cpu_arithmetic import (
     weight_bytes,
 )
 from fleetd.models.folder import ModelFolder
+from fleetd.models.layer_files import absent, check_numbers, layer_of
 from fleetd.models.safetensors_header import TensorInfo, read_header
 from fleetd.models.weights import weight_files
 
@@ -43,8 +43,6 @@ _CATALOG_BITS = {"quantization": {"bits": 4}}
 _FLOATING = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F16", "BF16", "F32", "F64"})
 # MLX packs no more weights than this with one scale.
 _GROUP_MOST = 128
-# A layer's number in the name of a weight.
-_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 # Of a group that nothing is known of: most have so many weights, and its scale and bias have so many bits.
 _GROUP_USUAL, _GROUP_BITS = 64, 32
 
@@ -141,10 +139,9 @@ def layer_bytes(path: Path, config: Mapping[str, Any], arithmetic: CpuArithmetic
     layers: dict[int, dict[str, TensorInfo]] = {}
     outside: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
-        found = _LAYER.search(name)
-        (layers.setdefault(int(found[1]), {}) if found else outside)[name] = info
-    if sorted(layers) != list(range(len(layers))) or not layers:
-        raise ModelUnsupported(f"The weights of {path.name} are not named by layers: it runs whole.")
+        layer = layer_of(name)
+        (outside if layer is None else layers.setdefault(layer, {}))[name] = info
+    check_numbers(path, layers)
     groups, plain = _groups(config), not is_quantised(config)
 
     def size(part: Mapping[str, TensorInfo]) -> int:
@@ -196,8 +193,14 @@ class GroupSizes(msgspec.Struct, frozen=True):
 def _sizes_in_files(
     states: tuple[tuple[Path, int, int], ...], groups: GroupSizes, *, plain: bool
 ) -> CpuSizes:
-    """What the headers of these files tell, cached by the files' times and sizes. Raises ModelCorrupt."""
-    return cpu_sizes(ChainMap(*(read_header(file) for file, _, _ in states)), groups, plain=plain)
+    """What the headers of these files tell, cached by the files' times and sizes. Raises ModelCorrupt.
+
+    The tensors that a part of a model does not have count as well: a part is held as the whole would be.
+    """
+    found = ChainMap(*(read_header(file) for file, _, _ in states))
+    others = absent(states[0][0].parent)
+    elsewhere = {name: TensorInfo(each.dtype, each.shape, 0, each.size_bytes) for name, each in others.items()}
+    return cpu_sizes({**found, **elsewhere}, groups, plain=plain)
 
 
 def cpu_sizes(tensors: Mapping[str, TensorInfo], groups: GroupSizes, *, plain: bool) -> CpuSizes:

@@ -144,6 +144,16 @@ class Stage(msgspec.Struct, frozen=True):
                 front.weights[name] = module
         return front
 
+    def without_head(self) -> Stage:
+        """The same layers without what only logits need: norm, head, and a table that is both ends."""
+        begins = self.first == 0 or self.takes_tokens
+        dropped = {"norm", "lm_head", *self._between.last} | ({"embed_tokens"} if not begins else set())
+        weights = nn.Module()
+        for name, module in self.weights.items():
+            if name not in dropped:
+                weights[name] = module
+        return replace(self, weights=weights)
+
     @property
     def width(self) -> int:
         """How many numbers a token has between layers."""

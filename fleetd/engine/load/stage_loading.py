@@ -58,9 +58,15 @@ class LoadedPart(msgspec.Struct, frozen=True):
 
 
 def load_stage(
-    settings: WorkerSettings, device: Device, report: Callable[[Loading], None], *, first: int, last: int
+    settings: WorkerSettings,
+    device: Device,
+    report: Callable[[Loading], None],
+    *,
+    first: int,
+    last: int,
+    head: bool = True,
 ) -> LoadedStage:
-    """Verify, read layers [first, last) and warm up.
+    """Verify, read layers [first, last) and warm up. ``head``: with the last layer, what makes logits, too.
 
     Raises:
         ModelCorrupt, ModelRefused: from ``verify``; ModelCorrupt also for files of which more is built.
@@ -76,7 +82,7 @@ def load_stage(
         whole = Stage.of(lazy_model(place, config))
         # The embedding decides it; to know it, none is computed.
         dtype = mx.float32 if device == "cpu" else whole.embed(mx.array([[0]])).dtype
-        stage = whole.part(first, last)
+        stage = whole.part(first, last) if head else whole.part(first, last).without_head()
         del whole
         on_disk = stage.weights_bytes
         admit_weights(
@@ -98,7 +104,10 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
     """The layers that ``settings`` name, for a worker that only helps; raises as ``load_stage``."""
     begun = time.monotonic()
     usable = memory_budget(device, settings).usable_bytes
-    loaded = load_stage(settings, device, report, first=settings.first_layer, last=settings.last_layer)
+    # It runs layers for others, who make the logits.
+    loaded = load_stage(
+        settings, device, report, first=settings.first_layer, last=settings.last_layer, head=False
+    )
     stage = loaded.stage
     sharable = Sharable.of(stage, device, versions(loaded.arithmetic))
     with readable(Path(settings.path)) as place:
