@@ -207,6 +207,9 @@ class DaemonParts:
         self.smart = SmartPrefill(
             self.compressing, self.members, self.machine.pool, self.machine.metrics, placer=self.placer
         )
+        self.copies = (
+            ModelCopies(self.node, self.machine.models, self._own_card) if self.node is not None else None
+        )
         self.locator = self._locator()
         self.runner = self._runner()
         self.plans = PlanService(
@@ -383,8 +386,7 @@ class DaemonParts:
 
     def _locator(self) -> ModelLocator:
         models = self.machine.models
-        copies = ModelCopies(self.node, models, self._own_card) if self.node is not None else None
-        return ModelLocator(models, self._config.models.names, embedded_name, copies)
+        return ModelLocator(models, self._config.models.names, embedded_name, self.copies)
 
     def _runner(self) -> RequestRunner:
         machine = self.machine
@@ -435,7 +437,7 @@ class DaemonParts:
         node.handle(fetching_messages.FETCH, blocks.fetch)
         node.handle(sharing_messages.ASSIST, assists.assist)
         node.handle(sharing_messages.WARM, assists.warm)
-        self.stages = StageServer(dialer, machine.pool, context)
+        self.stages = StageServer(dialer, machine.pool, context, self.copies)
         node.handle(group_messages.SERVE, self.stages)
         managing = ManageServer(
             ModelOperations(machine.models, machine.pool, machine.pinned, self.pull, self.models_changed),

@@ -65,7 +65,7 @@ class FileContent(msgspec.Struct, frozen=True):
     def pieces(self, offset: int, buffer: memoryview) -> Iterator[memoryview]:
         """The content from ``offset`` on; ``buffer`` has each piece until the next.
 
-        Links are not followed: paths are resolved, and a link in its place was put there since. Raises OSError.
+        Links are not followed: the paths are resolved, and a link was put there since. Raises OSError.
         """
         if offset < len(self.head):
             yield memoryview(self.head)[offset:]

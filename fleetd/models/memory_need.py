@@ -197,10 +197,10 @@ def _sizes_in_files(
 
     The tensors that a part of a model does not have count as well: a part is held as the whole would be.
     """
-    found = ChainMap(*(read_header(file) for file, _, _ in states))
-    others = absent(states[0][0].parent)
-    elsewhere = {name: TensorInfo(each.dtype, each.shape, 0, each.size_bytes) for name, each in others.items()}
-    return cpu_sizes({**found, **elsewhere}, groups, plain=plain)
+    found = ChainMap({}, *(read_header(file) for file, _, _ in states))
+    for name, each in absent(states[0][0].parent).items():
+        found[name] = TensorInfo(each.dtype, each.shape, 0, each.size_bytes)
+    return cpu_sizes(found, groups, plain=plain)
 
 
 def cpu_sizes(tensors: Mapping[str, TensorInfo], groups: GroupSizes, *, plain: bool) -> CpuSizes:

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelUnsupported, OutOfMemory
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WORKING_BYTES, LayerBytes, layer_bytes
-from fleetd.p2p.membership.cards import ModelCard
-from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut
+from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut_with_fetchers
 from fleetd.requests.groups.client import FleetGroup
+from fleetd.requests.groups.machine_speeds import decode_tok_s
+from fleetd.requests.groups.part_fetchers import fetchers, most_layers
 from fleetd.requests.members.members import Member, Members, eligible
 from fleetd.requests.ports import FleetPort
 
@@ -57,12 +59,14 @@ class FleetGroups:
         own = self._members.here().model(folder.name)
         if own is None or not own.digest:
             return None
-        others = [
+        others = self._members.others("prefill")
+        having = [
             (member, model)
-            for member in self._members.others("prefill")
+            for member in others
             if eligible(member, own.digest) is None and (model := member.model_with(own.digest)) is not None
         ]
-        if not others:
+        lacking = fetchers(others, own)
+        if not having and not lacking:
             return None
         try:
             sizes = layer_bytes(folder.path, folder.config, arithmetic)
@@ -70,31 +74,34 @@ class FleetGroups:
         except (ModelCorrupt, ModelUnsupported, OSError):
             return None
         here = self._members.here()
-        machines = [_machine(member, model, sizes, bare) for member, model in others]
-        found = cut(
+        speeds = decode_tok_s([(here, own), *having, *lacking])
+
+        def machine(member: Member) -> GroupMachine:
+            return _machine(member, speeds[member.node_id], sizes, bare)
+
+        found = cut_with_fetchers(
             GroupModelSize(len(sizes.layers), sizes.outside, sizes.row),
             GroupMachine(
                 here.node_id,
                 here.name,
                 self._room_bytes(),
-                _speed(here, own),
+                speeds[here.node_id],
                 max(sizes.layers),
             ),
-            machines,
+            [machine(member) for member, _ in having],
+            [
+                replace(machine(member), can_fetch=most_layers(member, max(bare.layers)))
+                for member, _ in lacking
+            ],
             least_tokens=min(limits.GROUP_LEAST_TOKENS, folder.context_tokens),
             most_tokens=limits.GROUP_STREAM_CONTEXTS * folder.context_tokens,
         )
         return GroupPlan(found, own.digest)
 
 
-def _machine(member: Member, found: ModelCard, sizes: LayerBytes, bare: LayerBytes) -> GroupMachine:
+def _machine(member: Member, speed: float, sizes: LayerBytes, bare: LayerBytes) -> GroupMachine:
     """``sizes``: of layers on a CPU, ``bare``: as they are in the files, which a GPU holds."""
     on_cpu = member.card.machine.accelerator == "cpu"
     layer = max((sizes if on_cpu else bare).layers)
     room = max(0, member.card.usable_bytes - WORKING_BYTES)
-    return GroupMachine(member.node_id, member.name, room, _speed(member, found), layer)
-
-
-def _speed(member: Member, found: ModelCard) -> float:
-    """How fast it is at single steps, by its chip's published figures: all know the same of each other."""
-    return member.chip(found.shape.cpu_arithmetic).decode_tok_s(max(1, found.shape.weights_bytes))
+    return GroupMachine(member.node_id, member.name, room, speed, layer)
