@@ -170,6 +170,13 @@ def table(path: Path) -> dict[str, TensorShape]:
     return found
 
 
+def has_layers(path: Path, first: int, last: int) -> bool:
+    """False for a folder with a part of a model in which the file of a layer of [first, last) is missing."""
+    if path.parent.name != PARTS:
+        return True
+    return all((path / name_of(layer)).is_file() for layer in range(first, last))
+
+
 def absent(path: Path) -> dict[str, TensorShape]:
     """The tensors of the model that a folder with a part of it does not have. Raises ModelCorrupt."""
     found = table(path)

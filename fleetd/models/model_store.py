@@ -268,8 +268,14 @@ class ModelStore:
     def sweep(self) -> list[str]:
         """Put right what killed processes left. Returns the folders that were brought back."""
         back = install.sweep(self.models_dir)
-        parts.remove_whole(self.models_dir, frozenset(self.known_digest(each) for each in self.installed()))
+        self.drop_parts()
         return back
+
+    def drop_parts(self) -> None:
+        """Delete the parts of models that are here as a whole."""
+        if any(parts.all_of(self.models_dir)):
+            whole = frozenset(self.known_digest(each) for each in self.installed())
+            parts.remove_whole(self.models_dir, whole)
 
     def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]:
         """Bring a model to this machine, in a child process; ``aclose()`` ends it.

@@ -104,7 +104,7 @@ def cut_with_fetchers(
     least_tokens: int,
     most_tokens: int,
 ) -> GroupCut | Shortage:
-    """As ``cut``, over machines that have the files, and if these do not do, also over ``fetchers``."""
+    """The cut over machines that have the files; if these do not hold the model, also over ``fetchers``."""
     found: GroupCut | Shortage = Shortage(0)
     for others in (having, [*having, *fetchers]):
         found = cut(model, here, others, least_tokens=least_tokens, most_tokens=most_tokens)

@@ -135,10 +135,12 @@ class ModelCopies:
                     "copy.failed", peer=self._node.name_of(node_id), model=model.name, error=str(error)
                 )
             else:
+                await file_threads.look(self._models.drop_parts)
                 return
         async with aclosing(self._models.pull(ref)) as steps:
             async for step in steps:
                 yield step
+        await file_threads.look(self._models.drop_parts)
 
     async def _holders(self, ref: str) -> list[tuple[str, ModelCard]]:
         """Peers that have the model, the fastest path first; of different files only the most common ones."""

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from model_parts import part_of
 from tiny_architectures import FAMILIES, LONG, tiny, write
 
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.stage_loading import LoadedStage, load_stage
 from fleetd.engine.settings import WorkerSettings
+from fleetd.errors import ModelCorrupt
 from fleetd.models import layer_files
+from fleetd.models.memory_need import WORKING_BYTES
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
-
-
-def part_of(whole: Path, root: Path, first: int, last: int) -> Path:
-    """A folder with the files of layers [first, last), as a copy from another machine leaves them."""
-    place = root / layer_files.PARTS / f"{first}-{last}"
-    place.mkdir(parents=True)
-    shutil.copy(whole / "config.json", place)
-    found = layer_files.files_of(whole)
-    names = [layer_files.TABLE_NAME, *(layer_files.name_of(layer) for layer in range(first, last))]
-    if found.ends_everywhere:
-        names.append(layer_files.ENDS_NAME)
-    buffer = memoryview(bytearray(1000))
-    for name in names:
-        (place / name).write_bytes(b"".join(bytes(each) for each in found.files[name].pieces(0, buffer)))
-    return place
 
 
 def load(path: Path, first: int, last: int, **settings: Any) -> LoadedStage:
@@ -66,3 +53,23 @@ def test_any_family_is_loaded_from_the_files_of_its_layers(tmp_path: Path, name:
     assert np.array_equal(run(loaded), run(load(path, first, total)))
     # As a group has it, whose part may be smaller than what is loaded.
     loaded.stage.part(total - 1, total)
+
+
+def test_tensors_that_are_not_there_are_never_taken_for_zeros(tmp_path: Path) -> None:
+    path = part_of(write(tmp_path / "whole", "llama"), tmp_path, 2, 4)
+    with pytest.raises(ModelCorrupt, match=r"Layers 1 to 3 .* not in"):
+        load(path, 1, 3)
+
+
+@pytest.mark.parametrize("setting", ["auto", "int8"])
+def test_a_part_is_held_as_the_whole_model_would_be(tmp_path: Path, setting: Any) -> None:
+    path = write(tmp_path / "whole", "llama", bits=4)
+    # Room for the part in f32, and not for the whole.
+    room = {"max_memory_bytes": WORKING_BYTES + 1_500_000, "cpu_arithmetic": setting}
+    part = part_of(path, tmp_path, 2, 4)
+    assert load(part, 2, 4, **room).arithmetic == load(path, 2, 4, **room).arithmetic == "int8"
+
+
+def test_ends_come_only_to_layers_that_need_them(tmp_path: Path) -> None:
+    assert not layer_files.files_of(write(tmp_path / "llama", "llama")).ends_everywhere
+    assert layer_files.files_of(write(tmp_path / "gemma3n", "gemma3n")).ends_everywhere

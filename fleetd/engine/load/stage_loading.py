@@ -35,6 +35,8 @@ from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.errors import ModelCorrupt
+from fleetd.models import layer_files
 from fleetd.models.memory_need import WORKING_BYTES
 
 WARM_UP_TOKENS = 8
@@ -85,6 +87,8 @@ def load_stage(
         stage = whole.part(first, last) if head else whole.part(first, last).without_head()
         del whole
         on_disk = stage.weights_bytes
+        if not layer_files.has_layers(path, first, last):
+            raise ModelCorrupt(f"Layers {first} to {last} of this model are not in {path}.")
         admit_weights(
             f"{settings.name}, layers {first} to {last} of {stage.total},",
             weights.bytes_of(stage.weights, tied=stage.is_tied),

@@ -23,6 +23,7 @@ from fleetd.models.weights import WEIGHTS_PATTERN
 if TYPE_CHECKING:  # it imports the other end of a copy
     from fleetd.models.model_store import ModelStore
 
+_Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
 _FileName = Annotated[str, Meta(max_length=255)]
 _Size = Annotated[int, Meta(ge=0, le=limits.COPY_BYTES)]
 _Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -70,8 +71,8 @@ class PartOrder(msgspec.Struct, frozen=True):
     name: str
     # That machine, by its node id.
     source: str
-    first: int
-    last: int
+    first: _Layer
+    last: _Layer
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file of the part, by its name, small ones first."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import stat
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from fleetd.models import layer_files, manifest, names, verify
 from fleetd.models.copy import child_process
 from fleetd.models.copy.child_process import DaemonLines
 from fleetd.models.copy.messages import CopyNeed, SendOrder
-from fleetd.models.layer_files import FileContent
+from fleetd.models.layer_files import FileContent, is_layer_file
 from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.sealed.stream import SealedSender
 
@@ -33,9 +34,7 @@ def send(order: SendOrder, sender: SealedSender, report: Report) -> None:
     """
     folder = Path(order.folder)
     homes = verify.homes(folder)
-    layers: dict[str, FileContent] = {}
-    if any(layer_files.is_layer_file(need.file) for need in order.needs):
-        layers = dict(layer_files.files_of(folder).files)
+    layers = _layers(folder, homes) if any(is_layer_file(need.file) for need in order.needs) else {}
     # All files are found before the first byte is sent: a wrong name must not cost a transfer.
     found = [(need, layers.get(need.file) or _find(folder, need, homes)) for need in order.needs]
     total = sum(max(0, content.size_bytes - need.offset) for need, content in found)
@@ -47,6 +46,15 @@ def send(order: SendOrder, sender: SealedSender, report: Report) -> None:
             done += len(piece)
             report(PullProgress(need.file, done_bytes=done, total_bytes=total, stage="sending"))
     sender.finish()
+
+
+def _layers(folder: Path, homes: list[Path]) -> Mapping[str, FileContent]:
+    """The files of single layers, by name. Raises ModelRefused, ModelCorrupt, ModelUnsupported."""
+    found = layer_files.files_of(folder).files
+    sources = {file for content in found.values() for file, _, _ in content.ranges}
+    if outside := [file for file in sources if not any(file.is_relative_to(home) for home in homes)]:
+        raise ModelRefused(f"{outside[0]} is not a file in the model's folder.")
+    return found
 
 
 def _find(folder: Path, need: CopyNeed, homes: list[Path]) -> FileContent:

@@ -14,7 +14,7 @@ from fleetd.requests.members.members import Member
 
 
 def decode_tok_s(machines: Sequence[tuple[Member, ModelCard]]) -> Mapping[str, float]:
-    """By node id, tokens of an answer per second that a machine would write with a whole model.
+    """Tokens of an answer per second that each machine would write with a whole model, by node id.
 
     Args:
         machines: each with the model as it has it, or would have it.
