@@ -216,6 +216,9 @@ class DaemonParts:
         self.smart = SmartPrefill(
             self.compressing, self.members, self.machine.pool, self.machine.metrics, placer=self.placer
         )
+        self.copies = (
+            ModelCopies(self.node, self.machine.models, self._own_card) if self.node is not None else None
+        )
         self.locator = self._locator()
         self.runner = self._runner()
         self.plans = PlanService(
@@ -399,8 +402,7 @@ class DaemonParts:
 
     def _locator(self) -> ModelLocator:
         models = self.machine.models
-        copies = ModelCopies(self.node, models, self._own_card) if self.node is not None else None
-        return ModelLocator(models, self._config.models.names, embedded_name, copies)
+        return ModelLocator(models, self._config.models.names, embedded_name, self.copies)
 
     def _runner(self) -> RequestRunner:
         machine = self.machine
@@ -459,6 +461,7 @@ class DaemonParts:
             self.promised,
             machine.usable_bytes,
             machine.weight_rules,
+            copies=self.copies,
         )
         node.handle(group_messages.SERVE, self.stages)
         managing = ManageServer(

@@ -730,6 +730,8 @@ HANDOFF_BYTES = MIB
 HANDOFF_S = 10.0
 # Files of one model in a copy: a million million parameters at 16 bits in shards of 5 GB are 400.
 COPY_FILES = 1024
+# Machines whose link would need longer for the layers of a model fetch none.
+PART_FETCH_S = 3600.0
 # An offer or an order names them all, with hashes.
 COPY_MESSAGE_BYTES = 512 * COPY_FILES
 # All of them together; four times as much.

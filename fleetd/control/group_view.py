@@ -20,6 +20,8 @@ class GroupPartView(msgspec.Struct, frozen=True):
     step_s: float = 0.0
     # Seconds that a token's hidden state travels there and back; 0 for "this".
     hop_s: float = 0.0
+    # It has no file of the model, and fetches its layers from "this" before it loads them.
+    fetches: bool = False
 
 
 class GroupView(msgspec.Struct, frozen=True):

@@ -103,6 +103,7 @@ class CardMaker:
         self._undigested: dict[tuple[str, float, int], _FailedDigest] = {}
         self._sequence = 0
         self._available_bytes = 0
+        self._part_bytes = 0
         self._look = asyncio.Event()
 
     def card(self) -> Card:
@@ -133,6 +134,7 @@ class CardMaker:
             unread_tokens=-(-self._now.unread_tokens() // _UNREAD_STEP) * _UNREAD_STEP,
             draining=self._now.draining(),
             load=_load(machine.cores),
+            part_bytes=self._part_bytes,
         )
 
     def changed(self) -> None:
@@ -173,6 +175,7 @@ class CardMaker:
     def _listed(self) -> tuple[list[ModelFolder], dict[tuple[str, float, int], str]]:
         """The models, and the digests that take no hashing: a request right after a start needs its own."""
         folders = list(self._models.installed())
+        self._part_bytes = self._models.part_bytes() // limits.GIB * limits.GIB
         new = [folder for folder in folders if _key(folder) not in self._digests]
         known = {_key(folder): self._known_digest(folder) for folder in new}
         return folders, {key: digest for key, digest in known.items() if digest}

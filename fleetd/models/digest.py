@@ -17,7 +17,8 @@ from fleetd.models import manifest
 from fleetd.models.folder import ModelFolder
 from fleetd.models.weights import weight_files
 
-_CONFIGS = frozenset({"config.json", "generation_config.json"})
+#: The files that say how the weights are computed with.
+CONFIGS = frozenset({"config.json", "generation_config.json"})
 _VERSION = b"fleetd model 1\n"
 
 
@@ -39,12 +40,12 @@ def of_records(records: dict[str, manifest.FileRecord], weights: frozenset[str])
     """The digest of files by their records. ``weights``: the names of those that are weights. Pure."""
     parts = {
         "weights": {name: record for name, record in records.items() if name in weights},
-        "config": {name: record for name, record in records.items() if name in _CONFIGS},
+        "config": {name: record for name, record in records.items() if name in CONFIGS},
         "tokenizer": {
             name: record
             for name, record in records.items()
             if name not in weights
-            and name not in _CONFIGS
+            and name not in CONFIGS
             and not name.endswith((".safetensors", ".index.json"))
         },
     }

@@ -96,6 +96,13 @@ def _lock_file(models_dir: Path, folder: str) -> Iterator[int]:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def free_to_change(models_dir: Path, folder: str) -> Iterator[bool]:
+    """Hold the lock of ``folder`` if no other process has it; yields whether it is held."""
+    with _lock_file(models_dir, folder) as handle:
+        yield _taken(handle)
+
+
 def _taken(handle: int) -> bool:
     """Take the lock, which is held as long as its file is open. Returns False if another process has it."""
     try:

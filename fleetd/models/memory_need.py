@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.errors import ModelCorrupt
 from fleetd.limits import MIB
 from fleetd.models.catalog import CatalogEntry
 from fleetd.models.cpu_arithmetic import (
@@ -28,6 +27,7 @@ from fleetd.models.cpu_arithmetic import (
     weight_bytes,
 )
 from fleetd.models.folder import ModelFolder
+from fleetd.models.layer_files import absent, check_numbers, layer_of
 from fleetd.models.safetensors_header import TensorInfo, read_header
 from fleetd.models.weights import weight_files
 
@@ -45,8 +45,6 @@ _FLOATING = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F16", "BF16", "F32", "F
 _GROUP_MOST = 128
 # Of a model whose files are not here: layers, and bytes that each keeps of a token (8 heads of 128, 16 bits).
 _EVEN_LAYERS, _EVEN_ROW_BYTES = 60, 4096
-# A layer's number in the name of a weight.
-_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 # Of a group that nothing is known of: most have so many weights, and its scale and bias have so many bits.
 _GROUP_USUAL, _GROUP_BITS = 64, 32
 
@@ -139,14 +137,13 @@ def layer_bytes(path: Path, config: Mapping[str, Any], arithmetic: CpuArithmetic
 
     Raises ModelCorrupt; ModelUnsupported if the names of the weights tell no layers.
     """
-    tensors = ChainMap(*(read_header(file) for file in weight_files(path)))
+    tensors = _tensors(path, weight_files(path))
     layers: dict[int, dict[str, TensorInfo]] = {}
     outside: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
-        found = _LAYER.search(name)
-        (layers.setdefault(int(found[1]), {}) if found else outside)[name] = info
-    if sorted(layers) != list(range(len(layers))) or not layers:
-        raise ModelUnsupported(f"The weights of {path.name} are not named by layers: it runs whole.")
+        layer = layer_of(name)
+        (outside if layer is None else layers.setdefault(layer, {}))[name] = info
+    check_numbers(path, layers)
     groups, plain = _groups(config), not is_quantised(config)
 
     def size(part: Mapping[str, TensorInfo]) -> int:
@@ -206,7 +203,19 @@ def _sizes_in_files(
     states: tuple[tuple[Path, int, int], ...], groups: GroupSizes, *, plain: bool
 ) -> CpuSizes:
     """What the headers of these files tell, cached by the files' times and sizes. Raises ModelCorrupt."""
-    return cpu_sizes(ChainMap(*(read_header(file) for file, _, _ in states)), groups, plain=plain)
+    files = [file for file, _, _ in states]
+    return cpu_sizes(_tensors(files[0].parent, files), groups, plain=plain)
+
+
+def _tensors(path: Path, files: Iterable[Path]) -> Mapping[str, TensorInfo]:
+    """The tensors of a model's files in a folder, by name. Raises ModelCorrupt.
+
+    Those that a part of a model does not have count as well: a part is held as the whole would be.
+    """
+    found = ChainMap({}, *(read_header(file) for file in files))
+    for name, each in absent(path).items():
+        found[name] = TensorInfo(each.dtype, each.shape, 0, each.size_bytes)
+    return found
 
 
 def cpu_sizes(tensors: Mapping[str, TensorInfo], groups: GroupSizes, *, plain: bool) -> CpuSizes:

@@ -26,6 +26,7 @@ from fleetd.models import (
     model_names,
     names,
     other_stores,
+    parts,
     pull_client,
 )
 from fleetd.models import digest as digests
@@ -258,11 +259,23 @@ class ModelStore:
             return known.name
         return name
 
+    def part_bytes(self) -> int:
+        """Bytes of the disk that parts of other machines' models may take."""
+        return parts.free_bytes(self.models_dir)
+
     # ---- Changing ----------------------------------------------------------------------------------------
 
     def sweep(self) -> list[str]:
         """Put right what killed processes left. Returns the folders that were brought back."""
-        return install.sweep(self.models_dir)
+        back = install.sweep(self.models_dir)
+        self.drop_parts()
+        return back
+
+    def drop_parts(self) -> None:
+        """Delete the parts of models that are here as a whole."""
+        if any(parts.all_of(self.models_dir)):
+            whole = frozenset(self.known_digest(each) for each in self.installed())
+            parts.remove_whole(self.models_dir, whole)
 
     def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]:
         """Bring a model to this machine, in a child process; ``aclose()`` ends it.
@@ -337,7 +350,7 @@ class ModelStore:
         )
 
     def remove(self, ref: str) -> None:
-        """Delete a model in the models folder. Of a folder that was added only the name goes.
+        """Delete a model in the models folder, and parts of it. Of a folder that was added the name goes.
 
         Raises:
             ModelNotFound: it is not on this machine.
@@ -347,10 +360,15 @@ class ModelStore:
         if name is not None and (link := self.models_dir / names.folder_name(name)).is_symlink():
             self._remove_added(link)
             return
+        in_parts = name is not None and parts.remove(self.models_dir, name)
         try:
             folder = self.resolve(ref)
         except ModelCorrupt:
             folder = self._damaged(ref)
+        except ModelNotFound:
+            if in_parts:
+                return
+            raise
         home = self.models_dir.resolve()
         if not folder.path.resolve().is_relative_to(home) or folder.path.is_symlink():
             how = (

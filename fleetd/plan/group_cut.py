@@ -31,6 +31,8 @@ class GroupMachine(msgspec.Struct, frozen=True):
     # Of its memory or its arithmetic, whichever bounds its steps; only ratios count.
     bytes_per_s: float
     layer_bytes: int
+    # It has no files of the model, and can fetch so many layers; None for a machine that has the files.
+    can_fetch: int | None = None
 
 
 class GroupModelSize(msgspec.Struct, frozen=True):
@@ -99,6 +101,27 @@ def cut(
     return Shortage(missing, cramped)
 
 
+def cut_with_fetchers(
+    model: GroupModelSize,
+    here: GroupMachine,
+    having: Sequence[GroupMachine],
+    fetchers: Sequence[GroupMachine],
+    *,
+    least_tokens: int,
+    most_tokens: int,
+    every: bool = False,
+) -> GroupCut | Shortage:
+    """The cut over machines that have the files; if these do not hold the model, also over ``fetchers``.
+    ``every``: over all of them."""
+    found: GroupCut | Shortage = Shortage(0)
+    both = [*having, *fetchers]
+    for others in (both,) if every else (having, both):
+        found = cut(model, here, others, least_tokens=least_tokens, most_tokens=most_tokens, every=every)
+        if isinstance(found, GroupCut):
+            break
+    return found
+
+
 def step_s(found: GroupCut, hops_s: float) -> float:
     """Seconds of one token of one answer, if ``bytes_per_s`` are bytes per second that steps read of weights.
 
@@ -114,7 +137,8 @@ def step_s(found: GroupCut, hops_s: float) -> float:
 def _most_layers(model: GroupModelSize, machine: GroupMachine, tokens: int, *, ends: bool = False) -> int:
     room = machine.room_bytes - (model.outside_bytes if ends else 0)
     each = machine.layer_bytes + tokens * model.row_bytes
-    return min(model.layers, max(0, room) // each)
+    most = model.layers if machine.can_fetch is None else min(model.layers, machine.can_fetch)
+    return min(most, max(0, room) // each)
 
 
 def _counts(

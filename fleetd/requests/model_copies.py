@@ -1,6 +1,7 @@
 """Models from a peer instead of the internet: who has the same files, and both ends of the copy.
 
     here    MODEL_OFFER digest            →  names, sizes and hashes of its files, checked against the digest
+    here    MODEL_PART digest             →  the same, and how large its layers are, each by itself
     here    MODEL_SEND digest, what lacks →  an invitation; a child process reads the sealed stream
     there                                    a child process reads the files and seals them
 
@@ -14,6 +15,7 @@ import contextlib
 import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -28,10 +30,17 @@ from fleetd.errors import (
     PeerUnreachable,
     ProtocolError,
 )
-from fleetd.models import file_threads
+from fleetd.models import file_threads, parts
 from fleetd.models.catalog import find
 from fleetd.models.copy import client
-from fleetd.models.copy.messages import CopyNeed, CopyOffer, offer_of
+from fleetd.models.copy.messages import (
+    CopyNeed,
+    CopyOffer,
+    PartOffer,
+    PartOrder,
+    offer_of,
+    part_offer_of,
+)
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pull_lines import PullProgress
@@ -48,7 +57,7 @@ from fleetd.requests.remote.message_codec import Digest, encode
 
 log = get_logger("fleetd.copies")
 
-MODEL_OFFER, MODEL_SEND = "model.offer", "model.send"
+MODEL_OFFER, MODEL_PART, MODEL_SEND = "model.offer", "model.part", "model.send"
 _ATTEMPTS = 3
 # Stages of a copy that are the other machine's as well.
 _ON_THE_WAY = ("connecting", "copying")
@@ -70,6 +79,9 @@ _read_wanted: Callable[[bytes], CopyQuestion] = reader(
 _read_order: Callable[[bytes], Order] = reader(Order, "A peer's order of a model", limits.COPY_MESSAGE_BYTES)
 _read_offer: Callable[[bytes], CopyOffer] = reader(
     CopyOffer, "A peer's offer of a model", limits.COPY_MESSAGE_BYTES
+)
+_read_part: Callable[[bytes], PartOffer] = reader(
+    PartOffer, "A peer's offer of layers", limits.COPY_MESSAGE_BYTES
 )
 
 
@@ -100,6 +112,7 @@ class ModelCopies:
         self._own_card = own_card
         self._given = 0
         node.handle(MODEL_OFFER, self._offer)
+        node.handle(MODEL_PART, self._offer_part)
         node.handle(MODEL_SEND, self._send)
 
     # ---- fetching ----------------------------------------------------------------------------------------
@@ -122,10 +135,12 @@ class ModelCopies:
                     "copy.failed", peer=self._node.name_of(node_id), model=model.name, error=str(error)
                 )
             else:
+                await file_threads.look(self._models.drop_parts)
                 return
         async with aclosing(self._models.pull(ref)) as steps:
             async for step in steps:
                 yield step
+        await file_threads.look(self._models.drop_parts)
 
     async def _holders(self, ref: str) -> list[tuple[str, ModelCard]]:
         """Peers that have the model, the fastest path first; of different files only the most common ones."""
@@ -158,14 +173,56 @@ class ModelCopies:
         return best.expected_bytes_per_s if best is not None else 0.0
 
     async def _copy(self, node_id: str, model: ModelCard) -> AsyncGenerator[PullProgress, None]:
-        name = self._node.name_of(node_id)
-        log.info("copy.begins", peer=name, model=model.name)
+        log.info("copy.begins", peer=self._node.name_of(node_id), model=model.name)
         body = encode(CopyQuestion(model.digest))
         offer = _read_offer(await self._node.ask(node_id, MODEL_OFFER, body, within_s=limits.COPY_OFFER_S))
+
+        def receive(connect: client.Connect) -> AsyncGenerator[PullProgress, None]:
+            models_dir = self._models.models_dir
+            return client.receive(offer, models_dir, connect, name=model.name, digest=model.digest)
+
+        async with aclosing(self._received(node_id, model.digest, receive)) as steps:
+            async for step in steps:
+                yield step
+
+    async def part(
+        self, node_id: str, name: str, digest: str, first: int, last: int
+    ) -> AsyncGenerator[PullProgress, None]:
+        """Fetch what is not here of layers [first, last) from a machine that has the whole model.
+
+        ``name``: of the model there. Raises FleetError, as ``client.receive``.
+        """
+        held = parts.find(self.part_path(node_id, digest))
+        if held is not None and held.has_layers(first, last):
+            return
+        log.info("copy.begins", peer=self._node.name_of(node_id), model=name, first=first, last=last)
+        body = encode(CopyQuestion(digest))
+        offer = _read_part(await self._node.ask(node_id, MODEL_PART, body, within_s=limits.COPY_OFFER_S))
+        order = PartOrder(offer, digest, name, node_id, first, last)
+
+        def receive(connect: client.Connect) -> AsyncGenerator[PullProgress, None]:
+            return client.receive_part(order, self._models.models_dir, connect)
+
+        async with aclosing(self._received(node_id, digest, receive)) as steps:
+            async for step in steps:
+                yield step
+
+    def part_path(self, node_id: str, digest: str) -> Path:
+        """Where the part of a machine's model lies, if it is here."""
+        return parts.place(self._models.models_dir, digest, node_id)
+
+    async def _received(
+        self,
+        node_id: str,
+        digest: str,
+        receive: Callable[[client.Connect], AsyncGenerator[PullProgress, None]],
+    ) -> AsyncGenerator[PullProgress, None]:
+        """The steps of ``receive``, which is given the way to the machine that sends."""
+        name = self._node.name_of(node_id)
         opened: list[PeerStream] = []
 
         async def connect(needs: list[CopyNeed]) -> tuple[socket.socket, bytes]:
-            stream = self._node.request(node_id, MODEL_SEND, encode(Order(model.digest, needs)))
+            stream = self._node.request(node_id, MODEL_SEND, encode(Order(digest, needs)))
             opened.append(stream)
             try:
                 async with asyncio.timeout(limits.COPY_OFFER_S):
@@ -178,11 +235,8 @@ class ModelCopies:
             return await self._dialer.connect(node_id, invited), invited.key
 
         try:
-            steps = client.receive(
-                offer, self._models.models_dir, connect, name=model.name, digest=model.digest
-            )
             copied = CopyTimes()
-            async with aclosing(steps):
+            async with aclosing(receive(connect)) as steps:
                 async for step in steps:
                     copied.seen(step, asyncio.get_running_loop().time())
                     if step.stage in _ON_THE_WAY:
@@ -198,6 +252,10 @@ class ModelCopies:
     async def _offer(self, _peer: str, body: bytes, stream: PeerStream) -> None:
         folder = await self._model(_read_wanted(body).digest)
         stream.send(encode(await file_threads.read_whole(offer_of, self._models, folder)))
+
+    async def _offer_part(self, _peer: str, body: bytes, stream: PeerStream) -> None:
+        folder = await self._model(_read_wanted(body).digest)
+        stream.send(encode(await file_threads.read_whole(part_offer_of, self._models, folder)))
 
     async def _send(self, peer: str, body: bytes, stream: PeerStream) -> None:
         order = _read_order(body)

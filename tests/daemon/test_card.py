@@ -21,6 +21,7 @@ from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import ModelCorrupt
 from fleetd.fleet.own_card import CardMaker, Readings, _key
 from fleetd.hardware.memory import MemoryReading, budget
+from fleetd.limits import GIB
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WORKING_BYTES, WeightRules
 from fleetd.p2p.membership.cards import Card, ModelCard
@@ -71,6 +72,7 @@ class CardDaemon:
             Card("n", 1, 0, name="n", software="0", max_streams=4),
             SimpleNamespace(  # type: ignore[arg-type]  # what it asks of the models
                 installed=lambda: [FOLDER],
+                part_bytes=lambda: 5 * GIB + 7,
                 digest=lambda folder: "d",
                 known_digest=lambda folder: self.remembered(),
             ),
@@ -118,6 +120,13 @@ async def test_a_card_tells_what_a_load_measured_in_two_digits() -> None:
     # A little is no news.
     daemon.engines = [engine(8, prefill_tok_s=308.0, prefill_context_s=1.23e-6)]
     assert daemon.model == told
+
+
+@pytest.mark.one_loop
+async def test_a_card_tells_the_room_for_layers_of_others_in_gib() -> None:
+    daemon = CardDaemon()
+    await daemon.listed()
+    assert daemon.maker.card().part_bytes == 5 * GIB
 
 
 @pytest.mark.one_loop

@@ -18,6 +18,7 @@ from fakes import FACTS
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model
+from model_parts import part_of
 from nested_fields import changed
 from tiny_architectures import VOCAB, tiny, write
 
@@ -179,8 +180,10 @@ def report(loading):
         before["read"] = read()
         mx.reset_peak_memory()
 
-path, first, last = sys.argv[1:]
-loaded = load_stage(WorkerSettings("m", path), "cpu", report, first=int(first), last=int(last))
+path, first, last, head = sys.argv[1:]
+loaded = load_stage(
+    WorkerSettings("m", path), "cpu", report, first=int(first), last=int(last), head=head == "True"
+)
 print(json.dumps({
     "weights": loaded.stage.weights_bytes,
     "rss": process.memory_info().rss - before["rss"],
@@ -191,8 +194,8 @@ print(json.dumps({
 """
 
 
-def in_a_process(path: Path, first: int, last: int) -> dict[str, int]:
-    command = [sys.executable, "-c", CHILD, str(path), str(first), str(last)]
+def in_a_process(path: Path, first: int, last: int, *, head: bool = True) -> dict[str, int]:
+    command = [sys.executable, "-c", CHILD, str(path), str(first), str(last), str(head)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     figures: dict[str, int] = json.loads(done.stdout)
     return figures
@@ -226,6 +229,28 @@ def test_half_of_the_layers_takes_half_of_the_reading_and_of_the_memory(large: P
     if sys.platform == "linux":
         assert whole["read"] == pytest.approx(size, rel=0.01)
         assert half["read"] == pytest.approx(size / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["f32", "bf16"])
+def test_a_part_takes_no_more_memory_than_its_layers_at_any_time(tmp_path: Path, dtype: mx.Dtype) -> None:
+    whole = write(
+        tmp_path / "whole",
+        "llama",
+        dtype=dtype,
+        num_hidden_layers=12,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+    )
+    part = part_of(whole, tmp_path, 6, 12)
+    (whole / "model.safetensors").unlink()
+    figures = in_a_process(part, 6, 12, head=False)
+    on_disk = sum(file.stat().st_size for file in part.glob("*.safetensors"))
+    assert figures["peak"] <= 1.05 * figures["weights"]
+    if sys.platform == "linux":
+        assert figures["read"] <= 1.01 * on_disk
 
 
 def test_a_stage_is_admitted_by_its_own_size(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ OWN = {
     "fleetd.engine.protocol": "daemon and worker",
     "fleetd.engine.streams.channel": "daemon and worker",
     "fleetd.models.copy.receive": "daemon and its copying process",
+    "fleetd.models.copy.receive_part": "daemon and its copying process",
     "fleetd.models.copy.send": "daemon and its copying process",
     "fleetd.requests.traces": "the own database",
     "fleetd.p2p.membership.roster_file": "the own disk",

@@ -120,7 +120,7 @@ def to_float32(model: nn.Module) -> None:
     """Dequantise every quantised layer and cast all weights to f32, in place, layer by layer."""
     import mlx.core as mx
     import mlx.nn as nn
-    from mlx.utils import tree_map_with_path
+    from mlx.utils import tree_flatten, tree_map_with_path
 
     def plain(_: str, layer: nn.Module) -> nn.Module:
         if not isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
@@ -138,7 +138,9 @@ def to_float32(model: nn.Module) -> None:
 
     model.update_modules(tree_map_with_path(plain, model.leaf_modules(), is_leaf=nn.Module.is_module))
     model.set_dtype(mx.float32)
-    mx.eval(model.parameters())
+    # One after the other, so that few are in memory in two types at a time.
+    for _, array in tree_flatten(model.parameters()):
+        mx.eval(array)
 
 
 def dequantized(layer: Any) -> mx.array:

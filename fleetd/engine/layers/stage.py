@@ -123,9 +123,9 @@ class Stage(msgspec.Struct, frozen=True):
         weights.layers = self.weights.layers[inner]
         ends = last == self.total
         wanted = {
-            "embed_tokens": first == 0 or self.takes_tokens or (ends and "lm_head" not in self.weights),
+            "embed_tokens": first == 0 or self.takes_tokens or (ends and self.is_tied),
             "positions": first == 0 and "positions" in self.weights,
-            "norm": ends,
+            "norm": ends and "norm" in self.weights,
             "lm_head": ends and "lm_head" in self.weights,
             **dict.fromkeys(PER_LAYER_MODULES, self.takes_tokens),
             **{name: first == 0 and name in self.weights for name in self._between.first},
@@ -143,6 +143,16 @@ class Stage(msgspec.Struct, frozen=True):
             if name != "layers" and name not in front.weights:
                 front.weights[name] = module
         return front
+
+    def without_head(self) -> Stage:
+        """The same layers without what only logits need: norm, head, and a table that is both ends."""
+        begins = self.first == 0 or self.takes_tokens
+        dropped = {"norm", "lm_head", *self._between.last} | ({"embed_tokens"} if not begins else set())
+        weights = nn.Module()
+        for name, module in self.weights.items():
+            if name not in dropped:
+                weights[name] = module
+        return replace(self, weights=weights)
 
     @property
     def width(self) -> int:

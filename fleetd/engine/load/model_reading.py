@@ -27,7 +27,7 @@ from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.failures import over_files
 from fleetd.engine.groups.group_model import GroupModel
 from fleetd.engine.load.group_members import GroupMembers
-from fleetd.engine.load.readable_folder import readable
+from fleetd.engine.load.readable_folder import forbid_absent, readable
 from fleetd.engine.measure import device_memory
 from fleetd.engine.measure.memory import admit_weights, human
 from fleetd.engine.protocol import Loading
@@ -278,6 +278,7 @@ def lazy_model(path: Path, config: dict[str, Any]) -> Any:
                 f"The engine has no code for models of type {config.get('model_type')!r}.",
                 hint="Update mlx-lm, or choose another model (fleetctl models).",
             ) from error
+    forbid_absent(path)
     return model
 
 

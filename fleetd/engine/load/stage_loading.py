@@ -35,6 +35,8 @@ from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.errors import ModelCorrupt
+from fleetd.models import layer_files
 from fleetd.models.memory_need import WORKING_BYTES
 
 WARM_UP_TOKENS = 8
@@ -58,9 +60,15 @@ class LoadedPart(msgspec.Struct, frozen=True):
 
 
 def load_stage(
-    settings: WorkerSettings, device: Device, report: Callable[[Loading], None], *, first: int, last: int
+    settings: WorkerSettings,
+    device: Device,
+    report: Callable[[Loading], None],
+    *,
+    first: int,
+    last: int,
+    head: bool = True,
 ) -> LoadedStage:
-    """Verify, read layers [first, last) and warm up.
+    """Verify, read layers [first, last) and warm up. ``head``: with the last layer, what makes logits, too.
 
     Raises:
         ModelCorrupt, ModelRefused: from ``verify``; ModelCorrupt also for files of which more is built.
@@ -76,9 +84,11 @@ def load_stage(
         whole = Stage.of(lazy_model(place, config))
         # The embedding decides it; to know it, none is computed.
         dtype = mx.float32 if device == "cpu" else whole.embed(mx.array([[0]])).dtype
-        stage = whole.part(first, last)
+        stage = whole.part(first, last) if head else whole.part(first, last).without_head()
         del whole
         on_disk = stage.weights_bytes
+        if not layer_files.has_layers(path, first, last):
+            raise ModelCorrupt(f"Layers {first} to {last} of this model are not in {path}.")
         admit_weights(
             f"{settings.name}, layers {first} to {last} of {stage.total},",
             weights.bytes_of(stage.weights, tied=stage.is_tied),
@@ -98,7 +108,10 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
     """The layers that ``settings`` name, for a worker that only helps; raises as ``load_stage``."""
     begun = time.monotonic()
     usable = memory_budget(device, settings).usable_bytes
-    loaded = load_stage(settings, device, report, first=settings.first_layer, last=settings.last_layer)
+    # It runs layers for others, who make the logits.
+    loaded = load_stage(
+        settings, device, report, first=settings.first_layer, last=settings.last_layer, head=False
+    )
     stage = loaded.stage
     sharable = Sharable.of(stage, device, versions(loaded.arithmetic))
     with readable(Path(settings.path)) as place:

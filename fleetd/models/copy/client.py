@@ -21,7 +21,7 @@ import msgspec
 from fleetd import limits
 from fleetd.errors import DownloadFailed, ProtocolError
 from fleetd.models import child
-from fleetd.models.copy.messages import CopyLine, CopyNeed, CopyOffer, SendOrder
+from fleetd.models.copy.messages import CopyLine, CopyNeed, CopyOffer, PartOrder, SendOrder
 from fleetd.models.pull_lines import PullProgress
 from fleetd.sealed import handoff
 
@@ -43,11 +43,31 @@ async def receive(
         FleetError: any error of ``connect``.
     """
     arguments = [f"--models-dir={models_dir}", f"--name={name}", f"--digest={digest}"]
+    steps = _receiving("receive", arguments, offer, connect, f"The copy of {name}")
+    async with aclosing(steps):
+        async for step in steps:
+            yield step
+
+
+async def receive_part(
+    order: PartOrder, models_dir: Path, connect: Connect
+) -> AsyncGenerator[PullProgress, None]:
+    """Bring the files of some layers that are not here yet; all else as ``receive``."""
+    arguments = [f"--models-dir={models_dir}"]
+    steps = _receiving("receive_part", arguments, order, connect, f"The copy of layers of {order.name}")
+    async with aclosing(steps):
+        async for step in steps:
+            yield step
+
+
+async def _receiving(
+    module: str, arguments: list[str], order: CopyOffer | PartOrder, connect: Connect, what: str
+) -> AsyncGenerator[PullProgress, None]:
     async with (
-        _running("fleetd.models.copy.receive", *arguments) as (process, channel),
-        aclosing(child.lines(process, CopyLine, f"The copy of {name}", "Try again.")) as lines,
+        _running(f"fleetd.models.copy.{module}", *arguments) as (process, channel),
+        aclosing(child.lines(process, CopyLine, what, "Try again.")) as lines,
     ):
-        await _tell(channel, msgspec.msgpack.encode(offer))
+        await _tell(channel, msgspec.msgpack.encode(order))
         async for line in lines:
             if line.needs is not None:
                 sock, key = await connect(line.needs)

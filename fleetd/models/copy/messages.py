@@ -15,7 +15,7 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelRefused
 from fleetd.models import digest as digests
-from fleetd.models import manifest, names
+from fleetd.models import layer_files, manifest, names
 from fleetd.models.folder import ModelFolder, Source
 from fleetd.models.pull_lines import PullLine
 from fleetd.models.weights import WEIGHTS_PATTERN
@@ -23,6 +23,7 @@ from fleetd.models.weights import WEIGHTS_PATTERN
 if TYPE_CHECKING:  # it imports the other end of a copy
     from fleetd.models.model_store import ModelStore
 
+_Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
 _FileName = Annotated[str, Meta(max_length=255)]
 _Size = Annotated[int, Meta(ge=0, le=limits.COPY_BYTES)]
 _Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -46,6 +47,42 @@ class CopyOffer(msgspec.Struct, frozen=True):
     revision: Annotated[str, Meta(pattern=r"\A[0-9a-f]{40}\Z")] | None
     # All files that decide what it computes.
     files: Annotated[list[OfferedFile], Meta(min_length=1, max_length=limits.COPY_FILES)]
+
+
+class PartOffer(msgspec.Struct, frozen=True):
+    """A model of which the other machine gives single layers, as files by ``layer_files``."""
+
+    whole: CopyOffer
+    # Bytes of each layer's file, by its number.
+    layers: Annotated[list[_Size], Meta(min_length=1, max_length=limits.LAYERS)]
+    # Bytes of the file of what belongs to no layer; 0 if only machines that answer need it.
+    ends: _Size
+    # Bytes of the table of tensors.
+    table: Annotated[int, Meta(gt=0, le=limits.MODEL_JSON_BYTES)]
+
+
+class PartOrder(msgspec.Struct, frozen=True):
+    """The message to the process that receives layers [first, last) of a model."""
+
+    offer: PartOffer
+    # That the offer must be of, even if it says another.
+    digest: str
+    # The model's name on the machine that asked for the part.
+    name: str
+    # That machine, by its node id.
+    source: str
+    first: _Layer
+    last: _Layer
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file of the part, by its name, small ones first."""
+        offer = self.offer
+        found = {file.name: file.size_bytes for file in offer.whole.files if file.name in digests.CONFIGS}
+        found[layer_files.TABLE_NAME] = offer.table
+        if offer.ends:
+            found[layer_files.ENDS_NAME] = offer.ends
+        numbered = list(enumerate(offer.layers))[self.first : self.last]
+        return found | {layer_files.name_of(layer): size for layer, size in numbered}
 
 
 class CopyNeed(msgspec.Struct, frozen=True):
@@ -90,6 +127,18 @@ def offer_of(store: ModelStore, folder: ModelFolder) -> CopyOffer:
     )
     check(offer, digest_of(offer))
     return offer
+
+
+def part_offer_of(store: ModelStore, folder: ModelFolder) -> PartOffer:
+    """The offer of single layers of a model; as ``offer_of``. Raises ModelUnsupported if it has none."""
+    whole, found = offer_of(store, folder), layer_files.files_of(folder.path)
+    sizes = {name: content.size_bytes for name, content in found.files.items()}
+    return PartOffer(
+        whole,
+        [sizes[layer_files.name_of(layer)] for layer in range(found.layers)],
+        sizes[layer_files.ENDS_NAME] if found.ends_everywhere else 0,
+        sizes[layer_files.TABLE_NAME],
+    )
 
 
 def digest_of(offer: CopyOffer) -> str:

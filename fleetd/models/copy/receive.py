@@ -174,6 +174,19 @@ def _is_large(file: OfferedFile) -> bool:
 # ---- The process -----------------------------------------------------------------------------------------
 
 
+def connecting(daemon: DaemonLines, reporter: Reporter) -> Connect:
+    """Asks the daemon for the stream."""
+
+    @contextlib.contextmanager
+    def connect(needs: list[CopyNeed]) -> Iterator[SealedReceiver]:
+        reporter.line(CopyLine(needs=needs))
+        key, sock = daemon.stream()
+        with sock:
+            yield SealedReceiver(sock, key, "connector")
+
+    return connect
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fleetd.models.copy.receive")
     parser.add_argument("--models-dir", type=Path, required=True)
@@ -183,14 +196,7 @@ def main() -> int:
 
     def work(daemon: DaemonLines, reporter: Reporter) -> str:
         offer = msgspec.msgpack.decode(daemon.message()[0], type=CopyOffer)
-
-        @contextlib.contextmanager
-        def connect(needs: list[CopyNeed]) -> Iterator[SealedReceiver]:
-            reporter.line(CopyLine(needs=needs))
-            key, sock = daemon.stream()
-            with sock:
-                yield SealedReceiver(sock, key, "connector")
-
+        connect = connecting(daemon, reporter)
         receive(offer, options.digest, options.name, options.models_dir, connect, reporter)
         return str(options.name)
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import stat
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelRefused
-from fleetd.models import manifest, names, verify
+from fleetd.models import layer_files, manifest, names, verify
 from fleetd.models.copy import child_process
 from fleetd.models.copy.child_process import DaemonLines
 from fleetd.models.copy.messages import CopyNeed, SendOrder
-from fleetd.models.opening import open_regular
+from fleetd.models.layer_files import FileContent, is_layer_file
 from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.sealed.stream import SealedSender
 
@@ -31,28 +32,33 @@ def send(order: SendOrder, sender: SealedSender, report: Report) -> None:
         ModelCorrupt: a file is not there, or is shorter than the part that the other machine has.
         PeerLost: the other machine went away, or takes no bytes.
     """
-    homes = verify.homes(Path(order.folder))
+    folder = Path(order.folder)
+    homes = verify.homes(folder)
+    layers = _layers(folder, homes) if any(is_layer_file(need.file) for need in order.needs) else {}
     # All files are found before the first byte is sent: a wrong name must not cost a transfer.
-    files = [(need, *_find(Path(order.folder), need, homes)) for need in order.needs]
-    total = sum(size - need.offset for need, _, size in files)
+    found = [(need, layers.get(need.file) or _find(folder, need, homes)) for need in order.needs]
+    total = sum(max(0, content.size_bytes - need.offset) for need, content in found)
     buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
     done = 0
-    for need, file, size in files:
-        # The path is resolved: a link in its place was put there since.
-        with open_regular(file, follow=False) as content:
-            content.seek(need.offset)
-            left = size - need.offset
-            # Not beyond the size that it had: a file that grows would never end.
-            while count := content.readinto(buffer[: min(left, len(buffer))]):
-                sender.send(buffer[:count])
-                left -= count
-                done += count
-                report(PullProgress(need.file, done_bytes=done, total_bytes=total, stage="sending"))
+    for need, content in found:
+        for piece in content.pieces(need.offset, buffer):
+            sender.send(piece)
+            done += len(piece)
+            report(PullProgress(need.file, done_bytes=done, total_bytes=total, stage="sending"))
     sender.finish()
 
 
-def _find(folder: Path, need: CopyNeed, homes: list[Path]) -> tuple[Path, int]:
-    """The file with links resolved, and its size in bytes. Raises ModelRefused, ModelCorrupt."""
+def _layers(folder: Path, homes: list[Path]) -> Mapping[str, FileContent]:
+    """The files of single layers, by name. Raises ModelRefused, ModelCorrupt, ModelUnsupported."""
+    found = layer_files.files_of(folder).files
+    sources = {file for content in found.values() for file, _, _ in content.ranges}
+    if outside := [file for file in sources if not any(file.is_relative_to(home) for home in homes)]:
+        raise ModelRefused(f"{outside[0]} is not a file in the model's folder.")
+    return found
+
+
+def _find(folder: Path, need: CopyNeed, homes: list[Path]) -> FileContent:
+    """The file with links resolved, in its size now. Raises ModelRefused, ModelCorrupt."""
     if not names.is_file_name(need.file) or not manifest.is_part(need.file):
         raise ModelRefused(f"{need.file[:80]!r} is not the name of a model's data file.")
     try:
@@ -66,7 +72,7 @@ def _find(folder: Path, need: CopyNeed, homes: list[Path]) -> tuple[Path, int]:
         raise ModelCorrupt(
             f"{need.file} has {found.st_size} bytes; those after {need.offset} were asked for."
         )
-    return file, found.st_size
+    return FileContent(b"", ((file, 0, found.st_size),))
 
 
 def _work(daemon: DaemonLines, report: Report) -> str:

@@ -44,6 +44,7 @@ def _part(part: GroupPart, size: GroupModelSize, hop_s: float, *, here: bool) ->
         max(0, machine.room_bytes - weights) // max(1, count * size.row_bytes),
         count * machine.layer_bytes / machine.bytes_per_s,
         hop_s,
+        machine.can_fetch is not None,
     )
 
 
@@ -54,7 +55,10 @@ def _why(found: GroupCut, *, named: bool) -> str:
         if named
         else f"No machine has room for all of it; {count} are the fewest that hold it together."
     )
-    return f"{chosen} {_division(found)}"
+    fetching = [part.machine.name for part in found.parts if part.machine.can_fetch is not None]
+    names = " and ".join(fetching)
+    fetched = f" The layers of {names} are fetched from this machine first." if fetching else ""
+    return f"{chosen} {_division(found)}{fetched}"
 
 
 def _division(found: GroupCut) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.group_view import GroupView
@@ -15,15 +16,19 @@ from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WORKING_BYTES, LayerBytes, WeightRules, layer_bytes, weight_need
 from fleetd.p2p.membership.cards import ModelCard
-from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut
+from fleetd.plan.group_cut import GroupCut, GroupMachine, GroupModelSize, Shortage, cut_with_fetchers
 from fleetd.requests.groups.client import FleetGroup
 from fleetd.requests.groups.group_views import group_view
+from fleetd.requests.groups.machine_speeds import decode_tok_s
+from fleetd.requests.groups.part_fetchers import fetchers, most_layers
 from fleetd.requests.groups.promised_memory import PromisedMemory
 from fleetd.requests.members.members import Member, Members, eligible
 from fleetd.requests.members.named_machines import hint_for
 from fleetd.requests.ports import FleetPort
 
 Arithmetic = CpuArithmetic | Literal[""]
+# Each with the model as it has it, or would have it.
+_Machines = list[tuple[Member, ModelCard]]
 
 
 class GroupPlan(msgspec.Struct, frozen=True):
@@ -122,8 +127,8 @@ class FleetGroups:
                     hint="Send it again once they are hashed (fleetctl models).",
                 )
             return None
-        others = self._others(own, over)
-        if not others:
+        having, lacking = self._others(own, over)
+        if not having and not lacking:
             return None
         try:
             sizes = layer_bytes(folder.path, folder.config, arithmetic)
@@ -133,35 +138,47 @@ class FleetGroups:
                 raise
             return None
         size = GroupModelSize(len(sizes.layers), sizes.outside, sizes.row)
-        found = cut(
+        speeds = decode_tok_s([(here, own), *having, *lacking])
+
+        def machine(member: Member) -> GroupMachine:
+            return _other(member, speeds[member.node_id], sizes, bare)
+
+        found = cut_with_fetchers(
             size,
-            _machine(here, own, sizes, self._rules().budget_bytes),
-            [_member(member, model, sizes, bare) for member, model in others],
+            _machine(here, speeds[here.node_id], sizes, self._rules().budget_bytes),
+            [machine(member) for member, _ in having],
+            [
+                replace(machine(member), can_fetch=most_layers(member, max(bare.layers)))
+                for member, _ in lacking
+            ],
             least_tokens=min(limits.GROUP_LEAST_TOKENS, folder.context_tokens),
             most_tokens=limits.GROUP_STREAM_CONTEXTS * folder.context_tokens,
             every=bool(over),
         )
         width = own.shape.hidden_bytes or 2 * int(folder.config.get("hidden_size") or 0)
-        hops_s = {member.node_id: _hop_s(member, width) for member, _ in others}
+        hops_s = {member.node_id: _hop_s(member, width) for member, _ in [*having, *lacking]}
         return GroupPlan(found, own.digest, size, hops_s, named=bool(over))
 
-    def _others(self, own: ModelCard, over: Sequence[str]) -> list[tuple[Member, ModelCard]]:
-        """The other machines that could hold a part, with the model there. Raises NoMachine as ``plan``."""
-        members = self._members.others("prefill")
-        found = []
-        for member in members:
-            if over and member.name not in over:
-                continue
+    def _others(self, own: ModelCard, over: Sequence[str]) -> tuple[_Machines, _Machines]:
+        """The other machines that could hold a part: those with the files, and those that can fetch layers.
+
+        Raises NoMachine as ``plan``.
+        """
+        named = [each for each in self._members.others("prefill") if not over or each.name in over]
+        lacking = fetchers(named, own)
+        can_fetch = {member.node_id for member, _ in lacking}
+        having: _Machines = []
+        for member in named:
             refusal = eligible(member, own.digest, even_left_out=bool(over))
             model = member.model_with(own.digest)
             if refusal is None and model is not None:
-                found.append((member, model))
-            elif over and refusal is not None:
+                having.append((member, model))
+            elif over and refusal is not None and member.node_id not in can_fetch:
                 hint = hint_for(refusal.code, member.name, own.name)
                 raise NoMachine(refusal.sentence, hint=hint, param="placement")
-        if missing := set(over) - {member.name for member, _ in found}:
+        if missing := set(over) - {member.name for member, _ in [*having, *lacking]}:
             raise NoMachine(f"{sorted(missing)[0]} has left the fleet.", param="placement")
-        return found
+        return having, lacking
 
 
 def _no_room(model: str, found: Shortage, over: Sequence[str]) -> FleetError:
@@ -179,23 +196,17 @@ def _no_room(model: str, found: Shortage, over: Sequence[str]) -> FleetError:
     )
 
 
-def _machine(member: Member, found: ModelCard, sizes: LayerBytes, room_bytes: int) -> GroupMachine:
-    """``sizes``: of the layers as that machine holds them."""
-    bytes_per_s = _speed(member, found) * (sum(sizes.layers) + sizes.outside)
+def _machine(member: Member, tok_s: float, sizes: LayerBytes, room_bytes: int) -> GroupMachine:
+    """``tok_s``: tokens of an answer per second with the whole model; ``sizes``: as that machine holds it."""
+    bytes_per_s = tok_s * (sum(sizes.layers) + sizes.outside)
     return GroupMachine(member.node_id, member.name, room_bytes, bytes_per_s, max(sizes.layers))
 
 
-def _member(member: Member, found: ModelCard, sizes: LayerBytes, bare: LayerBytes) -> GroupMachine:
+def _other(member: Member, tok_s: float, sizes: LayerBytes, bare: LayerBytes) -> GroupMachine:
     """``sizes``: of layers on a CPU, ``bare``: as they are in the files, which a GPU holds."""
     on_cpu = member.card.machine.accelerator == "cpu"
     room = max(0, member.card.usable_bytes - WORKING_BYTES)
-    return _machine(member, found, sizes if on_cpu else bare, room)
-
-
-def _speed(member: Member, found: ModelCard) -> float:
-    """Tokens of an answer per second with the whole model, by its chip's published figures: all know the same
-    of each other."""
-    return member.chip(found.shape.cpu_arithmetic).decode_tok_s(max(1, found.shape.weights_bytes))
+    return _machine(member, tok_s, sizes if on_cpu else bare, room)
 
 
 def _hop_s(member: Member, hidden_bytes: int) -> float:

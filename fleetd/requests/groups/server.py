@@ -1,7 +1,7 @@
 """Holding layers of other machines' models: what a member may ask for, and how long they stay here.
 
-    StageQuestion ──► digest checked ──► memory promised ──► layers loaded beside what runs
-        ──► StageTold with a stream ──► stream to the engine ──► alive, alive …
+    StageQuestion ──► digest checked, layers fetched if they are not here ──► memory promised
+        ──► loaded beside what runs ──► StageTold with a stream ──► stream to the engine ──► alive, alive …
 
 The request's stream is the life of it: when the machine that asked is gone, so is everything begun for it.
 """
@@ -18,8 +18,8 @@ from fleetd import limits
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Accepted, Event, Loading, Prefill, ServeStage, StreamTag
-from fleetd.errors import EngineDied
-from fleetd.models import file_threads
+from fleetd.errors import EngineDied, ModelNotFound
+from fleetd.models import file_threads, parts
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WeightRules, layer_bytes
@@ -29,6 +29,7 @@ from fleetd.requests.concurrency import BackgroundTasks, with_heartbeats
 from fleetd.requests.groups import messages
 from fleetd.requests.groups.messages import StageQuestion, StageTold
 from fleetd.requests.groups.promised_memory import PromisedMemory
+from fleetd.requests.model_copies import ModelCopies
 from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.requests.remote.peer_stream import own_id
@@ -49,6 +50,7 @@ class StageServer:
         promised: PromisedMemory | None = None,
         free_bytes: Callable[[], int] = lambda: 1 << 62,
         rules: Callable[[], WeightRules] = lambda: WeightRules(),
+        copies: ModelCopies | None = None,
     ) -> None:
         """
         Args:
@@ -56,11 +58,13 @@ class StageServer:
             promised: what groups were promised here.
             free_bytes: what models may take now, beside what workers hold.
             rules: how this machine holds weights.
+            copies: fetches layers of models that are not here; None if nothing is fetched.
         """
         self._name_of = name_of
         self._promised = promised or PromisedMemory()
         self._free_bytes, self._rules = free_bytes, rules
         self._dialer = dialer
+        self._copies = copies
         self._pool = pool
         self._context = context
         self._limit = ConcurrencyLimit(context, "group", limits.GROUPS, f"is in {limits.GROUPS} groups")
@@ -81,7 +85,7 @@ class StageServer:
         self, peer: str, ask: StageQuestion, stream: PeerStream
     ) -> AsyncGenerator[StageTold, None]:
         """What the other machine is told, while the layers are here; does not end by itself."""
-        folder = await self._context.model_by_digest(ask.model, ask.digest)
+        folder = await self._folder(peer, ask, stream)
 
         def loading(step: Loading | Prefill) -> None:
             if isinstance(step, Loading):
@@ -129,6 +133,21 @@ class StageServer:
         finally:
             # The next group may be cut elsewhere, and needs the memory for that.
             self._background.start(self._pool.let_go(folder, ask.first, ask.last))
+
+    async def _folder(self, peer: str, ask: StageQuestion, stream: PeerStream) -> ModelFolder:
+        """The model that this machine has, else the layers of it, which are fetched from ``peer``."""
+        try:
+            return await self._context.model_by_digest(ask.model, ask.digest)
+        except ModelNotFound:
+            if self._copies is None:
+                raise
+        steps = self._copies.part(peer, ask.model, ask.digest, ask.first, ask.last)
+        async with aclosing(steps):
+            async for step in steps:
+                stream.send(messages.encode(StageTold(step.stage, step.done_bytes, step.total_bytes)))
+        path = self._copies.part_path(peer, ask.digest)
+        # Another model may have its name here.
+        return await file_threads.look(parts.folder, path, f"{ask.model}~{ask.digest[:8]}")
 
     async def close(self) -> None:
         """End what still runs in the background."""

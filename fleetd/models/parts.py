@@ -1,0 +1,123 @@
+"""The parts of other machines' models on this machine: where they lie, what there is of each, and what goes.
+
+MODELS/.parts/DIGEST-SOURCE/    config, table of tensors, files of layers (``layer_files``), a manifest
+
+A part is never taken for a model: nothing lists or resolves such a folder. The hashes of a model are those of
+whole files, so they say nothing of a part; a part is believed only for work of the machine that it came from.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from fleetd import limits
+from fleetd.errors import ModelCorrupt
+from fleetd.models import install, manifest
+from fleetd.models.folder import ModelFolder, read_folder
+from fleetd.models.layer_files import PARTS, name_of
+from fleetd.storage.durable import sync_file, sync_folder
+
+_DIGEST_CHARS, _SOURCE_CHARS = 32, 16
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A part on the disk."""
+
+    path: Path
+    # Its files by name; none that has not arrived whole.
+    known: manifest.Manifest
+
+    def has_layers(self, first: int, last: int) -> bool:
+        """True if the files of layers [first, last) are there, by their names."""
+        return all(name_of(layer) in self.known.files for layer in range(first, last))
+
+
+def place(models_dir: Path, digest: str, source: str) -> Path:
+    """The folder of a part. ``source``: the machine that it is of, by its node id."""
+    return models_dir / PARTS / f"{digest[:_DIGEST_CHARS]}-{source[:_SOURCE_CHARS].lower()}"
+
+
+def find(path: Path) -> Part | None:
+    """The part in a folder; None if there is none that can be used."""
+    try:
+        known = manifest.load(path / manifest.FILE_NAME)
+    except ModelCorrupt:
+        known = None
+    return Part(path, known) if known is not None else None
+
+
+def folder(path: Path, name: str) -> ModelFolder:
+    """A part as the folder that a worker loads layers from. Raises ModelCorrupt."""
+    os.utime(path)
+    return read_folder(path, name=name, source="folder", revision=None)
+
+
+def opened(path: Path, fresh: manifest.Manifest) -> Part:
+    """The part, or an empty one with the manifest ``fresh``. What has not arrived whole is gone."""
+    part = find(path) or Part(path, msgspec.structs.replace(fresh, files={}))
+    path.mkdir(parents=True, exist_ok=True)
+    for file in path.iterdir():
+        record = part.known.files.get(file.name)
+        if file.name != manifest.FILE_NAME and (record is None or not record.matches(file.stat())):
+            file.unlink()
+    files = {name: record for name, record in part.known.files.items() if (path / name).is_file()}
+    return Part(path, msgspec.structs.replace(part.known, files=files))
+
+
+def with_file(part: Part, arrived: Path, name: str, digest: str) -> Part:
+    """The part with a file that has arrived under another name. ``digest``: its BLAKE3, in hex."""
+    sync_file(arrived)
+    stat = arrived.stat()
+    record = manifest.FileRecord(stat.st_size, stat.st_mtime_ns, stat.st_ino, digest)
+    known = msgspec.structs.replace(part.known, files={**part.known.files, name: record})
+    arrived.rename(part.path / name)
+    manifest.save(known, part.path / manifest.FILE_NAME)
+    sync_folder(part.path)
+    return Part(part.path, known)
+
+
+def free_bytes(models_dir: Path) -> int:
+    """Bytes of the disk that parts may take, those included that are there; 0 if there is no such disk."""
+    existing = next((place for place in (models_dir, *models_dir.parents) if place.exists()), models_dir)
+    try:
+        taken = sum(file.stat().st_size for path in all_of(models_dir) for file in path.iterdir())
+        return max(0, shutil.disk_usage(existing).free + taken - limits.DISK_RESERVE_BYTES)
+    except OSError:
+        return 0
+
+
+def make_room(models_dir: Path, besides: Path, need_bytes: int) -> None:
+    """Delete parts, those first that were not used for longest, until so many bytes are free."""
+    others = [path for path in all_of(models_dir) if path != besides]
+    for path in sorted(others, key=lambda path: path.stat().st_mtime):
+        if shutil.disk_usage(models_dir).free >= need_bytes + limits.DISK_RESERVE_BYTES:
+            return
+        with install.free_to_change(models_dir, path.name) as free:
+            if free:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(models_dir: Path, name: str) -> bool:
+    """Delete the parts of the model of this name. False if there are none."""
+    found = [path for path in all_of(models_dir) if (part := find(path)) and part.known.name == name]
+    for path in found:
+        shutil.rmtree(path)
+    return bool(found)
+
+
+def remove_whole(models_dir: Path, digests: frozenset[str]) -> None:
+    """Delete the parts of models that are here as a whole, by their digests."""
+    whole = {digest[:_DIGEST_CHARS] for digest in digests if digest}
+    for path in all_of(models_dir):
+        if path.name.split("-")[0] in whole:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def all_of(models_dir: Path) -> Iterator[Path]:
+    """The folders of all parts."""
+    return (path for path in sorted((models_dir / PARTS).glob("*-*")) if path.is_dir())

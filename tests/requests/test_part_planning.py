@@ -1,0 +1,145 @@
+"""Machines without the files of a model are in its group if they can fetch layers; speeds compare alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from fleetd import limits
+from fleetd.control.model_facts import MeasuredSpeed, ModelShape
+from fleetd.limits import GIB
+from fleetd.models.folder import ModelFolder, read_folder
+from fleetd.models.memory_need import WORKING_BYTES, WeightRules
+from fleetd.models.safetensors_write import PlannedTensor, write_safetensors
+from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
+from fleetd.plan.group_cut import GroupCut, Shortage
+from fleetd.requests.groups.machine_speeds import decode_tok_s
+from fleetd.requests.groups.planning import FleetGroups, GroupPlan
+from fleetd.requests.members.members import Member, Members
+
+DIGEST = "d" * 64
+MODEL = ModelCard("own", DIGEST, shape=ModelShape(weights_bytes=10**9))
+M4, M3_MAX = (
+    MachineFacts(chip="Apple M4", accelerator="metal"),
+    MachineFacts(chip="Apple M3 Max", accelerator="metal"),
+)
+
+
+def machine(name: str, facts: MachineFacts = M4, models: tuple[ModelCard, ...] = (), **fields: Any) -> Member:
+    card = Card(name, 1, 1, name=name, machine=facts, models=list(models), usable_bytes=64 * GIB)
+    known = {field: fields.pop(field) for field in ("part_bytes", "usable_bytes") if field in fields}
+    return Member(replace(card, **known), name, **{"bytes_per_s": 1e9, "rtt_s": 0.001, **fields})
+
+
+def measured(name: str, weights_bytes: int, tok_s: float, doubt: str = "") -> ModelCard:
+    speed = MeasuredSpeed(decode_tok_s=tok_s, doubt=doubt)
+    return ModelCard(name, name, shape=ModelShape(weights_bytes=weights_bytes), speed=speed)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """Eight layers of 1 MiB."""
+    path = tmp_path_factory.mktemp("own")
+    (path / "config.json").write_text('{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}')
+    values = np.zeros((512, 512), np.float32)
+    names = [*(f"layers.{n}.weight" for n in range(8)), "embed.weight"]
+    plans = [PlannedTensor.whole(name, "F32", (512, 512), lambda: values) for name in names]
+    write_safetensors(path / "model.safetensors", plans)
+    return read_folder(path, name="own", source="folder", revision=None)
+
+
+def planned(folder: ModelFolder, *others: Member) -> GroupPlan | None:
+    """The plan of a machine that has room for five of the layers."""
+    own = Card("here", 1, 1, machine=M4, models=[MODEL])
+    members = Members(lambda: others, lambda: own)
+    partners: Any = None
+    rules = WeightRules("metal", budget_bytes=8 << 20)
+    return FleetGroups(partners, members, lambda: rules).plan(folder, "")
+
+
+def parts(found: GroupPlan | None) -> dict[str, int]:
+    assert found is not None
+    assert isinstance(found.found, GroupCut)
+    return {part.machine.name: part.last - part.first for part in found.found.parts}
+
+
+ROOMY = WORKING_BYTES + (64 << 20)
+
+
+def test_a_machine_with_room_on_its_disk_can_hold_a_part_without_the_files(folder: ModelFolder) -> None:
+    assert parts(planned(folder, machine("bare", part_bytes=GIB))) == {"this": 4, "bare": 4}
+    assert planned(folder, machine("full", part_bytes=0)) is None
+    assert planned(folder, machine("private", part_bytes=GIB, sees_prompts=False)) is None
+
+
+def test_machines_that_have_the_files_come_first(folder: ModelFolder) -> None:
+    fast, slow = machine("bare", M3_MAX, part_bytes=GIB), machine("has", models=(MODEL,))
+    assert set(parts(planned(folder, fast, slow))) == {"this", "has"}
+    cramped = machine("has", models=(MODEL,), usable_bytes=WORKING_BYTES + (1 << 20))
+    assert "bare" in parts(planned(folder, fast, cramped))
+
+
+def test_it_gets_no_more_layers_than_its_disk_has_room_for(folder: ModelFolder) -> None:
+    found = planned(folder, machine("bare", part_bytes=3 << 20))
+    assert parts(found) == {"this": 5, "bare": 3}
+    assert found is not None
+    assert isinstance(found.found, GroupCut)
+    assert [part.machine.can_fetch for part in found.found.parts] == [None, 3]
+    assert [part.fetches for part in found.view.parts] == [False, True]
+    assert found.view.why.endswith("The layers of bare are fetched from this machine first.")
+    none = planned(folder, machine("bare", part_bytes=1 << 20))
+    assert none is not None
+    assert isinstance(none.found, Shortage)
+
+
+def test_it_gets_no_more_layers_than_its_link_brings_in_time(folder: ModelFolder) -> None:
+    layer = 1 << 20
+    slow = machine("bare", part_bytes=GIB, bytes_per_s=3.5 * layer / limits.PART_FETCH_S)
+    assert parts(planned(folder, slow)) == {"this": 5, "bare": 3}
+
+
+# ---- speeds ----------------------------------------------------------------------------------------------
+
+
+def speeds(*machines: Member) -> dict[str, float]:
+    return dict(decode_tok_s([(each, MODEL) for each in machines]))
+
+
+def test_published_figures_count_if_no_machine_has_measured_any() -> None:
+    found = speeds(machine("m4", M4), machine("max", M3_MAX))
+    assert found["max"] / found["m4"] == pytest.approx(300 / 120)
+
+
+def test_a_measured_figure_replaces_the_published_one() -> None:
+    m4 = speeds(machine("m4", M4))["m4"]
+    slow = machine("slow", M4, (measured("large", 10**9, m4 / 2),))
+    true = machine("true", M4, (measured("large", 10**9, m4),))
+    found = speeds(slow, true)
+    assert found["slow"] == pytest.approx(m4 / 2)
+    assert found["true"] == pytest.approx(m4)
+
+
+def test_a_measured_figure_is_not_compared_with_a_published_one() -> None:
+    m4 = speeds(machine("m4", M4))["m4"]
+    found = speeds(machine("slow", M4, (measured("large", 10**9, m4 / 2),)), machine("max", M3_MAX))
+    assert found["max"] / found["slow"] == pytest.approx(300 / 120)
+
+
+def test_the_largest_model_is_believed_and_no_doubtful_figure() -> None:
+    m4 = speeds(machine("m4", M4))["m4"]
+    models = (
+        measured("small", 10**7, 1.0),
+        measured("large", 10**9, m4 / 2),
+        measured("larger", 2 * 10**9, m4, doubt="something else ran"),
+    )
+    assert speeds(machine("m4", M4, models))["m4"] == pytest.approx(m4 / 2)
+
+
+def test_what_was_measured_in_another_arithmetic_does_not_count() -> None:
+    other = replace(
+        measured("large", 10**9, 1.0), shape=ModelShape(weights_bytes=10**9, cpu_arithmetic="int8")
+    )
+    assert speeds(machine("m4", M4, (other,))) == speeds(machine("m4", M4))
