@@ -26,6 +26,7 @@ import mlx.nn as nn
 import msgspec
 from msgspec.structs import replace
 
+from fleetd.engine.cpu.packed_layers import table_rows
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.errors import ModelUnsupported
@@ -60,6 +61,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         # MLX takes what begins with "_" for no parameter.
         self._draft_tokens = draft_tokens
         if draft_tokens is not None:
+            _check_ids(draft_tokens, min(_output_head(stage).weight.shape[0], _table_rows(stage)))
             self.lm_head = _rows_of(_output_head(stage), draft_tokens)
         self._index = index
         self.attach(model)
@@ -106,11 +108,19 @@ class MtpHead(nn.Module):  # type: ignore[misc]
     def likeliest(self, given: mx.array) -> mx.array:
         """The likeliest next token of each row that ``__call__`` gave: (B, T, D) to int32 (B, T)."""
         best = mx.argmax(self.logits(given), axis=-1).astype(mx.int32)
-        return best if self._draft_tokens is None else self._draft_tokens[best]
+        if self._draft_tokens is not None:
+            return self._draft_tokens[best]
+        # A head may have more rows than the table; to read behind that would end the process.
+        return mx.minimum(best, _table_rows(self._target.stage) - 1)
 
     def fed_back(self, given: mx.array) -> mx.array:
         """What a further step takes as hidden state, of what ``__call__`` gave."""
         return self.norm(given) if self.feeds_normed else given
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self._target.stage.hidden_width
 
     @property
     def hidden_layer(self) -> int:
@@ -152,17 +162,26 @@ def _like(layer: Any, args: Any, index: int) -> Any:
     return type(layer)(**given)
 
 
+def _table_rows(stage: Stage) -> int:
+    """Ids that the embedding has a row for."""
+    return table_rows(stage.weights.embed_tokens)
+
+
+def _check_ids(tokens: mx.array, known: int) -> None:
+    """Raises ValueError for what is no list of ids below ``known``."""
+    if tokens.ndim != 1 or not tokens.size or not mx.issubdtype(tokens.dtype, mx.integer):
+        raise ValueError("draft_tokens is no list of token ids")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= known:
+        raise ValueError(f"draft_tokens has ids that are none of the model's {known}")
+
+
 def _output_head(stage: Stage) -> Any:
     """A linear layer, or the table of the embedding."""
     return stage.weights.lm_head if "lm_head" in stage.weights else stage.weights.embed_tokens
 
 
 def _rows_of(head: Any, tokens: mx.array) -> Any:
-    """A linear layer of some rows of an output head, packed as that is. Raises ValueError for other ids."""
-    if tokens.ndim != 1 or not tokens.size or not mx.issubdtype(tokens.dtype, mx.integer):
-        raise ValueError("draft_tokens is no list of token ids")
-    if int(tokens.min()) < 0 or int(tokens.max()) >= int(head.weight.shape[0]):
-        raise ValueError(f"draft_tokens has ids that are none of {head.weight.shape[0]}")
+    """A linear layer of some rows of an output head, packed as that is."""
     bits = hasattr(head, "bits")
     rows: Any = nn.QuantizedLinear(64, 1, bias=False) if bits else nn.Linear(1, 1, bias=False)
     rows.clear()
