@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,21 @@ import speculating
 import tiny_architectures
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_model
 from speculating import GREEDY, Run
 
 from fleetd import limits
+from fleetd.engine.cpu.packed_layers import weights_bytes
 from fleetd.engine.heads import mtp_source
 from fleetd.engine.heads.head_files import read_head
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.heads.mtp_source import MtpSource, WorkerHead
+from fleetd.engine.load import loading
 from fleetd.engine.loop import decoding
 from fleetd.engine.protocol import Cancel, Sampling, Speculate
+from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
-from fleetd.errors import ModelUnsupported
+from fleetd.errors import ModelCorrupt, ModelUnsupported
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 VOCAB = tiny_architectures.VOCAB
@@ -357,3 +362,41 @@ def test_a_head_guesses_among_its_draft_tokens_alone(tmp_path: Path, bits: int, 
     expected = [ids[at] for at in mx.argmax(whole.logits(given)[0][:, mx.array(ids)], axis=-1).tolist()]
     assert head.likeliest(given)[0].tolist() == expected
     assert len(set(expected)) > 1
+
+
+@pytest.fixture
+def folder(chain_path: Path, tmp_path: Path) -> Path:
+    """A model's folder of its own."""
+    return Path(shutil.copytree(chain_path, tmp_path / "m"))
+
+
+def loaded(folder: Path, **changes: Any) -> loading.Loaded:
+    settings = WorkerSettings("m", str(folder), device="cpu", **changes)
+    return loading.load(settings, "cpu", lambda _: None)
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "int8"])
+def test_a_load_finds_the_head_and_counts_its_bytes_once(folder: Path, arithmetic: Any) -> None:
+    before = loaded(folder, cpu_arithmetic=arithmetic)
+    assert (before.head, before.facts.draft_head) == (None, "")
+    model, _ = load_model(folder)
+    saved(folder, "mtp.safetensors", MtpHead(model))
+    found = loaded(folder, cpu_arithmetic=arithmetic)
+    assert found.head is not None
+    assert found.facts.draft_head.startswith("mtp: ")
+    own = found.facts.shape.weights_bytes - before.facts.shape.weights_bytes
+    assert own == weights_bytes(found.head.head) > 0
+    assert loaded(folder, speculation="off").facts.draft_head == ""
+
+
+def test_a_head_that_does_not_fit_is_named_and_the_model_loads(folder: Path) -> None:
+    saved(folder, "mtp.safetensors", MtpHead(tiny_architectures.tiny("llama")))
+    found = loaded(folder)
+    assert found.head is None
+    assert found.facts.draft_head.startswith("off: Its tensors are not those of a head of this model")
+
+
+def test_a_damaged_sidecar_is_damage_of_the_model(folder: Path) -> None:
+    (folder / "mtp.safetensors").write_bytes(b"no tensors at all")
+    with pytest.raises(ModelCorrupt, match=r"mtp\.safetensors"):
+        loaded(folder)

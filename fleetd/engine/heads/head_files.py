@@ -18,9 +18,8 @@ import msgspec
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.errors import ModelUnsupported
 from fleetd.models.safetensors_header import read_header
-from fleetd.models.weights import weight_files
+from fleetd.models.weights import HEAD_NAME, weight_files
 
-SIDECAR = "mtp.safetensors"
 # What a layer's tensors begin with in ``MtpHead``.
 _LAYER = "layers.0."
 # A norm's name, by which mlx-lm's ``sanitize`` knows that some publishers write it less by one.
@@ -90,7 +89,7 @@ def read_head(folder: Path, model: Any) -> MtpHead | None:
         ModelUnsupported: there is one, and it does not belong to this model, or cannot be called.
         ModelCorrupt: the file of its own cannot be read.
     """
-    sidecar = folder / SIDECAR
+    sidecar = folder / HEAD_NAME
     files = [sidecar] if sidecar.is_file() else weight_files(folder)
     for family in FAMILIES:
         prefix = re.compile(family.prefix.replace("{layers}", str(len(model.layers))))
