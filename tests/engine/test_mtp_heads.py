@@ -21,15 +21,15 @@ from speculating import GREEDY, Run
 
 from fleetd import limits
 from fleetd.engine.cpu.packed_layers import weights_bytes
-from fleetd.engine.heads import mtp_source
 from fleetd.engine.heads.head_files import read_head
 from fleetd.engine.heads.mtp_head import MtpHead
-from fleetd.engine.heads.mtp_source import MtpSource, WorkerHead
 from fleetd.engine.load import loading
 from fleetd.engine.loop import decoding
 from fleetd.engine.protocol import Cancel, Sampling, Speculate
 from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.speculation import mtp_source
 from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
+from fleetd.engine.speculation.mtp_source import MtpSource, WorkerHead
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.engine.heads.mtp_source import MtpSource
 from fleetd.engine.speculation.automaton import Automaton
 from fleetd.engine.speculation.local_sources import GRAMMAR, LOCAL_NAMES, SOURCE_NAMES, local_sources
 from fleetd.engine.speculation.lookup import LONGEST, SHORTEST, PromptLookup
+from fleetd.engine.speculation.mtp_source import MtpSource
 from fleetd.engine.speculation.remote_source import RemoteSource
 from fleetd.engine.speculation.sources import Context
 from fleetd.engine.speculation.suffix import SuffixSource

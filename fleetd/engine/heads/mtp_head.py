@@ -96,7 +96,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         return self._target.block.run(self.fc(both), self.make_cache() if cache is None else cache)
 
     def logits(self, given: mx.array) -> mx.array:
-        """Of what ``__call__`` gave, (…, D): (…, Vd), or (…, V) if it guesses among all tokens.
+        """What ``__call__`` gave, (…, D), as logits: (…, Vd), or (…, V) if it guesses among all tokens.
 
         Without what the model does to its head's output: that keeps their order.
         """

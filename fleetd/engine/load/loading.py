@@ -22,7 +22,6 @@ from fleetd.engine.cpu import products
 from fleetd.engine.failures import over_files
 from fleetd.engine.grammar.grammars import Grammars
 from fleetd.engine.groups.group_model import GroupModel
-from fleetd.engine.heads.mtp_source import WorkerHead
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.group_members import GroupMembers
 from fleetd.engine.load.load_findings import FindingsKey, LoadFindings, block_basis, versions
@@ -44,6 +43,7 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
+from fleetd.engine.speculation.mtp_source import WorkerHead
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models import digest as digests

@@ -58,30 +58,3 @@ class DraftSource(Protocol):
 
     def close(self) -> None:
         """Called when the answer has ended. Idempotent."""
-
-
-class PricedSource(DraftSource, Protocol):
-    """A source that takes time of this device, and is asked only if that pays. It is given hidden states even
-    if it is not asked."""
-
-    @property
-    def token_s(self) -> float:
-        """Seconds that a drafted token takes, as far as is known now."""
-
-    @property
-    def spent_s(self) -> float:
-        """Seconds of the last ``propose``, without what was made up for of the prompt."""
-
-    def note(self, hidden: HiddenRows) -> None:
-        """These hidden states have been computed."""
-
-
-class HeadSources(Protocol):
-    """What makes the sources of a model that has a head to draft with."""
-
-    @property
-    def off(self) -> str:
-        """Why it drafts no more; "" while it does."""
-
-    def source(self) -> PricedSource | None:
-        """The source of a new answer; None while it is off."""

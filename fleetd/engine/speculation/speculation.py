@@ -21,9 +21,10 @@ from fleetd.engine.speculation.canonical_width import WideSteps
 from fleetd.engine.speculation.controller import NO_DRAFT, Controller, Draft
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.local_sources import MTP, local_sources
+from fleetd.engine.speculation.mtp_source import MtpSource, WorkerHead
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
-from fleetd.engine.speculation.sources import Context, DraftSource, HeadSources, HiddenRows, PricedSource
+from fleetd.engine.speculation.sources import Context, DraftSource, HiddenRows
 
 T = TypeVar("T")
 Mode = Literal["auto", "on", "off"]
@@ -44,7 +45,7 @@ class WorkerSpeculation:
     # False: over several machines one block of an answer is under way at a time. For measuring.
     ahead: bool = True
     # None: the model has no head that drafts from its hidden states.
-    head: HeadSources | None = None
+    head: WorkerHead | None = None
     costs: Costs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class WorkerSpeculation:
         wanted = request.speculate
         return self.verdict.exact and self.mode != "off" and (wanted is None or wanted.enabled)
 
-    def _priced(self, request: Generate) -> list[PricedSource]:
+    def _priced(self, request: Generate) -> list[MtpSource]:
         names = None if request.speculate is None else request.speculate.sources
         if self.head is None or (names is not None and MTP not in names):
             return []
@@ -109,7 +110,7 @@ class SequenceDrafts:
     # What the answer is held to: drafts that it forbids are not verified. None: nothing.
     matcher: AnswerMatcher | None = None
     # Sources that take time of this device: they are asked after the others.
-    priced: list[PricedSource] = field(default_factory=list)
+    priced: list[MtpSource] = field(default_factory=list)
     # What the last pass computed of the layers in ``hidden_layers``.
     hidden: HiddenRows | None = field(init=False, default=None)
 

@@ -89,7 +89,7 @@ class MtpSource:
 
     worker: WorkerHead
     name: ClassVar[str] = MTP
-    # Of the last ``propose``.
+    # Seconds of the last ``propose``, without what was made up for of the prompt.
     spent_s: float = field(init=False, default=0.0)
     # The newest hidden states, (rows, D) each, with the tokens of their first rows.
     _noted: list[tuple[int, mx.array]] = field(init=False, default_factory=list)
@@ -106,9 +106,11 @@ class MtpSource:
 
     @property
     def token_s(self) -> float:
+        """Seconds that a guess takes, as far as is known now."""
         return self.worker.token_s
 
     def note(self, hidden: HiddenRows) -> None:
+        """These hidden states have been computed. They are given even if the source is not asked."""
         if (states := hidden.states.get(self.hidden_layers[0])) is None:
             return
         known, end = self._end, hidden.start + states.shape[0]
