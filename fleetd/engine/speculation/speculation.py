@@ -163,8 +163,8 @@ class SequenceDrafts:
         return draft
 
     def prospect(self, tokens: Sequence[int], room: Callable[[], int]) -> tuple[int, Promise]:
-        """How many drafts ``next_draft`` would give, and what that pass is expected to bring; what takes time is
-        not made."""
+        """How many drafts ``next_draft`` would give, and what that pass is expected to bring; no draft that
+        takes time is made."""
         draft, drafting_s, proposals = NO_DRAFT, 0.0, self.proposals(tokens)
         most = room() if proposals or self.priced else 0
         if proposals:
