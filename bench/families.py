@@ -85,7 +85,7 @@ _REQUESTS = (
     ":(glob)fleetd/requests/*.py",
     *(f"fleetd/requests/{room}" for room in ("members", "placement", "remote")),
 )
-_WORKER = (*_ENGINE, "fleetd/engine/speculation")
+_WORKER = (*_ENGINE, "fleetd/engine/speculation", "fleetd/engine/heads")
 _SERVED = (*_WORKER, "fleetd/api", *_REQUESTS)
 _SHARED = (
     *_ENGINE,

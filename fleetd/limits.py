@@ -552,6 +552,8 @@ SPEC_WIDTH = 16
 SPEC_INDEX_TOKENS = 32_768
 # Of these, taken up between two passes: about 5 ms of Python.
 SPEC_INDEX_STEP = 1024
+# Hidden states of the newest tokens that are kept for a source which drafts from them, the prompt's included.
+SPEC_HIDDEN_ROWS = 256
 # The probe at load, of a model whose pace it does not know yet.
 SPEC_PROBE_S = 0.5
 # The same where kernels are chosen by size: no further context is probed after this long, and blocks are not

@@ -149,16 +149,16 @@ class _Runs:
         drafting = self._speculation.new_drafts(Generate("r", TokenPrompt([0])))
         assert drafting is not None
         text = list(prompt)
-        drafting.choose(drafting.proposals(text), 0)
+        drafting.next_draft(text, lambda: 0)
         held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         # The prompt is taken up once, some of it in each of the first passes.
         while any(not _ready(source, text) for source in drafting.sources):
-            drafting.choose(drafting.proposals(text), 0)
+            drafting.next_draft(text, lambda: 0)
         step_s = self._speculation.costs.step_s
         begun = time.perf_counter()
         for token in answer:
-            drafting.verified(drafting.choose(drafting.proposals(text), 0), [token], step_s)
+            drafting.verified(drafting.next_draft(text, lambda: 0), [token], step_s)
             text.append(token)
         took_s = time.perf_counter() - begun
         return {"each_s": took_s / len(answer), "held_bytes": held}

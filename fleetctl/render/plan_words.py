@@ -56,7 +56,7 @@ def drafts_line(drafts: DraftsView) -> str:
     """Which sources would draft for the answer; where there are none, why."""
     if not drafts.sources:
         return f"Drafting: off, {clause(drafts.reason) or 'no source can draft'}."
-    words = {"lookup": "prompt lookup", "suffix": "suffix", "drafter": _drafter(drafts)}
+    words = {"lookup": "prompt lookup", "drafter": _drafter(drafts), "mtp": "its own MTP head"}
     named = ", ".join(words.get(source) or one_line(source) for source in drafts.sources)
     missing = ""
     if drafts.draft_model and not drafts.drafters:

@@ -138,6 +138,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
     arithmetic: str = ""
     # The probe's verdict, whether drafts can be verified without changing a byte, as a sentence.
     speculation: str = ""
+    # What drafts from the model's own hidden states: "mtp: …", "off: …" with the reason, or "" if no head
+    # lies beside the model.
+    draft_head: str = ""
     # What each stage of the load took, in seconds.
     load_steps: list[StepView] = []
     # "ready" if it can score prompts, "unmeasured" until its profile is found, "unable" if it never can.

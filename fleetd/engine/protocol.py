@@ -396,6 +396,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     speculation_width: int = 1
     # The verdict holds in texts of up to so many tokens.
     speculation_context: int = 0
+    # What drafts from the model's hidden states: "mtp: …" if an MTP head does, "off: …" with the reason if
+    # one lies beside the model and does not, "" if there is none.
+    draft_head: str = ""
     # Why a Keep is not followed here; "" if it is.
     sparse: str = "This worker answers nothing by itself."
     # Tokens at a prompt's end that are computed whatever a Keep leaves out.
@@ -671,7 +674,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     ``scoring``: None if this worker scores nothing.
     ``disk_queued_bytes``: keys and values that wait to be written to the disk; ``disk_written_bytes``: those
     that were; ``disk_dropped``: prompts of which nothing was written, or not all; ``disk_note``: why nothing
-    is at the moment.
+    is at the moment. ``draft_head``: why the model's head drafts no more, if it did at load.
     """
 
     steps: int
@@ -689,6 +692,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     disk_written_bytes: int = 0
     disk_dropped: int = 0
     disk_note: Text = ""
+    draft_head: Text = ""
 
 
 # ---- Questions that have one answer ----------------------------------------------------------------------

@@ -482,6 +482,7 @@ def _speculation(settings: WorkerSettings, loaded: Loaded) -> WorkerSpeculation:
         settings.speculation,
         computes_ahead=loaded.facts.device != "cpu",
         ahead=settings.blocks_ahead,
+        head=loaded.head,
     )
 
 

@@ -21,7 +21,7 @@ from fleetd.models.folder import read_config
 from fleetd.models.json_files import PULL_AGAIN, read_json
 from fleetd.models.opening import open_regular
 from fleetd.models.safetensors_header import read_header
-from fleetd.models.weights import missing_weights, weight_files
+from fleetd.models.weights import HEAD_NAME, missing_weights, weight_files
 
 Progress = Callable[[int, int], None]
 
@@ -275,7 +275,7 @@ def _check_hashes(path: Path, known: manifest.Manifest, *, full: bool, progress:
 
 def _refuse_strangers(path: Path, known: manifest.Manifest) -> None:
     for file in manifest.part_files(path):
-        if file.name not in known.files:
+        if file.name not in known.files and file.name != HEAD_NAME:
             raise ModelCorrupt(f"{file} was not there when the model was installed.", hint=PULL_AGAIN)
 
 

@@ -16,6 +16,8 @@ from fleetd.models.json_files import PULL_AGAIN, read_json
 
 #: The files that mlx-lm loads; other safetensors files in a folder are not weights of the model.
 WEIGHTS_PATTERN = "model*.safetensors"
+#: A head that drafts for the model, which may be added to an installed one: it never changes an answer.
+HEAD_NAME = "mtp.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 

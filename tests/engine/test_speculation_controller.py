@@ -10,7 +10,15 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetd.engine.speculation.controller import MARGIN, RISK_PER_TOKEN, Controller, Draft, SourceStats
+from fleetd.engine.speculation.controller import (
+    MARGIN,
+    NO_DRAFT,
+    RISK_PER_TOKEN,
+    TRIAL_TOKENS,
+    Controller,
+    Draft,
+    SourceStats,
+)
 from fleetd.engine.speculation.pass_costs import Costs
 
 FLAT = {1: 1.0, 4: 1.05, 16: 1.5}
@@ -263,3 +271,43 @@ def test_a_step_that_drafts_made_wider_counts_against_them_and_a_plain_one_does_
     controller.verified(Draft(), [4], 1.3, again=again)
     assert controller.saved_s == pytest.approx(-lost, abs=0.02)
     assert controller._bearable == pytest.approx(bearable + RISK_PER_TOKEN - lost, abs=0.02)
+
+
+def test_a_source_that_takes_time_is_asked_only_if_that_pays_beside_what_is_free() -> None:
+    costs = Costs({1: 1.0, 2: 1.1, 16: 2.0})
+    controller = Controller(costs, most=4)
+    controller.drafted("mtp", 0.0)
+    controller._bearable = 10.0
+    assert controller.wanted("mtp", 0.05, NO_DRAFT, 8) >= 1
+    assert controller.wanted("mtp", 5.0, NO_DRAFT, 8) == 0
+    assert controller.wanted("mtp", 0.05, NO_DRAFT, 0) == 0
+    # A draft that costs nothing and is as good is not beaten.
+    controller.records["lookup"] = SourceStats(_right=30.0, _judged=30.0)
+    assert controller.wanted("mtp", 0.05, Draft("lookup", (1, 2, 3)), 8) == 0
+
+
+def test_a_source_that_did_not_pay_is_asked_for_a_token_now_and_then() -> None:
+    controller = Controller(Costs({1: 1.0, 2: 1.1, 16: 2.0}), most=4)
+    controller.records["mtp"] = SourceStats(_right=0.0, _judged=30.0)
+    controller._bearable = 1.0
+    asked = []
+    for token in range(3 * TRIAL_TOKENS):
+        if count := controller.wanted("mtp", 0.1, NO_DRAFT, 8):
+            asked.append((token, count))
+            controller.drafted("mtp", 0.1)
+        controller.verified(NO_DRAFT, [token], 1.0)
+    assert asked == [(TRIAL_TOKENS, 1), (2 * TRIAL_TOKENS, 1)]
+
+
+def test_what_drafting_took_is_lost_time_and_no_cost_of_the_pass() -> None:
+    controller = Controller(Costs({1: 1.0, 2: 1.0, 16: 1.0}), most=4)
+    before = controller._bearable
+    controller.drafted("mtp", 0.5)
+    controller.verified(Draft("mtp", (7, 8)), [7, 8, 9], 1.5)
+    assert controller.costs.ratio(3) == 1.0
+    assert controller.saved_s == pytest.approx(1.5)
+    controller.drafted("mtp", 0.5)
+    controller.verified(NO_DRAFT, [1], 1.5)
+    assert controller.costs.step_s == pytest.approx(1.0)
+    assert controller.saved_s == pytest.approx(1.0)
+    assert controller._bearable == pytest.approx(before + 1.0 + 4 * RISK_PER_TOKEN)

@@ -267,6 +267,14 @@ def test_missing_changed_or_added_parts_are_named(installed: Path) -> None:
         verify(installed)
 
 
+def test_a_head_that_drafts_may_be_laid_beside_an_installed_model(installed: Path) -> None:
+    write_weights(installed / "mtp.safetensors", "mtp.fc.weight")
+    verify(installed)
+    (installed / "mtp2.safetensors").write_bytes((installed / "mtp.safetensors").read_bytes())
+    with pytest.raises(ModelCorrupt, match="mtp2"):
+        verify(installed)
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"name":"own","source":"hub","files":{"../x.json":{}}}'])
 def test_damaged_manifest_is_named(installed: Path, content: bytes) -> None:
     (installed / manifest.FILE_NAME).write_bytes(content)

@@ -26,7 +26,7 @@ from fleetd.engine.cpu.packed_product import (
     kernels,
     threads,
 )
-from fleetd.engine.cpu.unread_logits import are_unread
+from fleetd.engine.cpu.unread_logits import Unread, are_unread
 from fleetd.models.cpu_arithmetic import OWN_BITS, OWN_GROUP, prepared_bytes, weight_bytes
 from fleetd.models.memory_need import TOKEN_TABLES
 
@@ -42,11 +42,11 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class PackedLinear(nn.Module):  # type: ignore[misc]
     """``nn.Linear`` and ``nn.QuantizedLinear`` for packed weights.
 
-    ``behind_caches``: what it computes ends in logits, and in no layer's cache.
+    ``behind_caches``: what it computes ends in logits, or in the last layer's states, and in no cache.
     """
 
     def __init__(
-        self, products: Together, index: int, bias: mx.array | None, *, behind_caches: bool = False
+        self, products: Together, index: int, bias: mx.array | None, *, behind_caches: Unread = ""
     ) -> None:
         super().__init__()
         self.products, self.index, self.behind_caches = products, index, behind_caches
@@ -54,7 +54,7 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
             self.bias = bias
 
     def __call__(self, x: mx.array) -> mx.array:
-        if self.behind_caches and are_unread():
+        if are_unread(self.behind_caches):
             return mx.zeros((*x.shape[:-1], self.products.outputs(self.index)))
         out = self.products.of(self.index, x)
         return out + self.bias if "bias" in self else out
@@ -103,7 +103,7 @@ class GatedMlp(nn.Module):  # type: ignore[misc]
     """The class that ``llama.MLP`` and its likes get: the same numbers, without MLX between the products."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        if self.down_proj.behind_caches and are_unread():
+        if are_unread(self.down_proj.behind_caches):
             return mx.zeros(x.shape)
         given = _view(x)
         both = self.gate_proj.products.all_of(given.reshape(-1, given.shape[-1]))
@@ -371,12 +371,16 @@ def _is_affine(layer: Any) -> bool:
     return hasattr(layer, "bits") and layer.mode == "affine"
 
 
-def _behind_caches(layers: int, name: str) -> bool:
-    """True if what a layer of this name computes, in a model of so many, ends in no cache."""
-    return name.rpartition(".")[2] == "lm_head" or f"layers.{layers - 1}.mlp." in name
+def _behind_caches(layers: int, name: str) -> Unread:
+    """What a layer of this name computes, in a model of so many, that ends in no cache; "" if nothing."""
+    if name.rpartition(".")[2] == "lm_head":
+        return "logits"
+    return "states" if f"layers.{layers - 1}.mlp." in name else ""
 
 
-def _int8(layers: Sequence[Any], weights: Sequence[Affine | None], *, behind_caches: bool) -> list[nn.Module]:
+def _int8(
+    layers: Sequence[Any], weights: Sequence[Affine | None], *, behind_caches: Unread
+) -> list[nn.Module]:
     """The layers that take the place of those of a run; computes nothing with MLX."""
     first, affine = layers[0], [each for each in weights if each is not None]
     if not affine:

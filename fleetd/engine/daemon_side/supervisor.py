@@ -532,7 +532,11 @@ class EngineProcess:
             pid=self.pid,
             error=str(self.error) if self.error else None,
         )
-        return status if self.facts is None else _with_facts(status, self.facts)
+        if self.facts is None:
+            return status
+        # A head that is hardly ever right is switched off while it is in use.
+        known = msgspec.structs.replace(status, draft_head=heartbeat.draft_head or self.facts.draft_head)
+        return _with_facts(known, self.facts)
 
     # ---- what arrives ----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from fleetd import limits
 from fleetd.engine.cpu.unread_logits import unread_logits
+from fleetd.engine.layers.hidden_states import noted_states
 from fleetd.engine.sequence_state import checkpoints, growth
 from fleetd.models.memory_need import WORKING_BYTES
 
@@ -35,6 +36,10 @@ class Prefiller:
 
     ``states``: by token, the states of layers that cannot be taken back later, at most ``state_bytes`` of
     them, at ``checkpoints.places``, which ``borders`` are for. A step ends where one is kept.
+
+    ``hidden``: what those ``hidden_layers`` give for the prompt's last tokens, at most
+    ``limits.SPEC_HIDDEN_ROWS`` of them, as far as they are computed here: for each chunk the first such
+    token, and by layer (rows, D).
     """
 
     model: Any
@@ -44,6 +49,8 @@ class Prefiller:
     score: Callable[[mx.array], None] | None = None
     state_bytes: int = 0
     borders: Sequence[int] = ()
+    hidden_layers: tuple[int, ...] = ()
+    hidden: list[tuple[int, dict[int, mx.array]]] = field(default_factory=list, init=False)
     states: dict[int, list[Any]] = field(default_factory=dict, init=False)
     _places: list[int] = field(default_factory=list, init=False)
     _begun: int = field(default=0, init=False)
@@ -72,7 +79,9 @@ class Prefiller:
             n = min(n, self._places[0] - self.done)
         chunk = mx.array(self.tokens[self.done : self.done + n])[None]  # (1, n)
         with growth.at_once(self.cache, self.remaining):
-            if self.score is None:
+            if self.score is None and self.remaining - n < limits.SPEC_HIDDEN_ROWS and self.hidden_layers:
+                self._read_noting(chunk)
+            elif self.score is None:
                 read(self.model, chunk, self.cache, self.remaining)
             else:
                 logits = self.model(chunk, cache=self.cache)[0].astype(mx.float32)  # (n, V)
@@ -83,6 +92,15 @@ class Prefiller:
             self._save(self._places.pop(0))
         give_back(done=not self.remaining)
         return n
+
+    def _read_noting(self, chunk: mx.array) -> None:
+        """``read`` a chunk that has some of the last tokens, and note their hidden states."""
+        with noted_states(self.model, self.hidden_layers) as states, unread_logits(states_are_read=True):
+            self.model(chunk, cache=self.cache)
+        first = max(0, len(self.tokens) - 1 - limits.SPEC_HIDDEN_ROWS - self.done)
+        rows = {layer: noted[0][0, first:] for layer, noted in states.items() if noted}
+        mx.eval(rows)
+        self.hidden.append((self.done + first, rows))
 
     def _save(self, place: int) -> None:
         self.states[place] = checkpoints.saved(self.cache)

@@ -43,6 +43,7 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
+from fleetd.engine.speculation.mtp_source import WorkerHead
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models import digest as digests
@@ -121,6 +122,8 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     keeps_states: bool
     # What holds answers to their form.
     grammars: Grammars
+    # What drafts from the model's hidden states; None if nothing does.
+    head: WorkerHead | None
 
 
 def load(
@@ -151,13 +154,14 @@ def load(
         cached.keep(msgspec.structs.replace(found.findings, measured=better))
 
     verdict = _verdict(read, settings, key.model, found.findings.measured.speed.decode_tok_s, report)
+    head, head_text = _head(read, verdict)
     keep_weights(device, settings)
     shares = MemoryShares.of(read.weights_bytes, read.sizes, room, settings)
     search = _profile_search(read, settings, key.model.digest)
     return Loaded(
         model=read.model,
         tokenizer=read.tokenizer,
-        facts=_ready(read, found, verdict, shares, search, load_s=time.monotonic() - begun),
+        facts=_ready(read, found, verdict, shares, search, head_text, load_s=time.monotonic() - begun),
         prefix_bytes=shares.prefix,
         defaults=_defaults(Path(settings.path)),
         together=found.findings.together,
@@ -170,7 +174,21 @@ def load(
         basis=_basis(settings, stats, key, found.sharable),
         keeps_states=checkpoints.needed(make_prompt_cache(read.model)),
         grammars=Grammars(read.tokenizer, read.vocab_size),
+        head=head,
     )
+
+
+def _head(read: ReadModel, verdict: ExactnessVerdict) -> tuple[WorkerHead | None, str]:
+    """What drafts from the model's hidden states, and what is said of it: "" if there is no head."""
+    if read.head is None:
+        return None, read.headless
+    if not verdict.exact:
+        return None, "off: drafts cannot be verified here"
+    try:
+        found = WorkerHead.measured(read.head)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        return None, f"off: it cannot be computed ({error})"[: limits.CARD_TEXT_CHARS]
+    return found, f"mtp: {1000 * found.token_s:.1f} ms a token"
 
 
 def _find_out(
@@ -200,6 +218,7 @@ def _ready(
     verdict: ExactnessVerdict,
     shares: MemoryShares,
     search: ProfileSearch,
+    head_text: str,
     *,
     load_s: float,
 ) -> Ready:
@@ -234,6 +253,7 @@ def _ready(
         speculation=verdict.text,
         speculation_width=verdict.width,
         speculation_context=verdict.context,
+        draft_head=head_text,
         sparse=found.dense_reason,
         sparse_tail=found.sparse.tail if found.sparse else 0,
         arithmetic=sharable.arithmetic if sharable is not None else _of_front(read),

@@ -17,6 +17,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
 from msgspec.structs import replace
 
+from fleetd import limits
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.control.model_facts import StateSizes
 from fleetd.engine.answer.tool_formats import with_format
@@ -26,6 +27,8 @@ from fleetd.engine.cpu.packed_product import kernels
 from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.failures import over_files
 from fleetd.engine.groups.group_model import GroupModel
+from fleetd.engine.heads.head_files import read_head
+from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.load.group_members import GroupMembers
 from fleetd.engine.load.readable_folder import forbid_absent, readable
 from fleetd.engine.measure import device_memory
@@ -35,7 +38,7 @@ from fleetd.engine.sequence_state.kinds import StateKind, kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
-from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.errors import ModelCorrupt, ModelUnsupported, OutOfMemory
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
 from fleetd.models.memory_need import (
@@ -64,10 +67,14 @@ class ReadModel(msgspec.Struct, frozen=True):
     sizes: StateSizes
     vocab_size: int
     context_tokens: int
+    # Drafts from its hidden states; None if no head lies beside it, or if ``headless`` says why it cannot be
+    # used.
+    head: MtpHead | None = None
+    headless: str = ""
 
     @property
     def weights_bytes(self) -> int:
-        return weights_bytes(self.model)
+        return weights_bytes(self.model) + (0 if self.head is None else weights_bytes(self.head))
 
     @property
     def dtype(self) -> str:
@@ -133,7 +140,7 @@ def read_model(
     # Hub caches hold links; the size that counts is the target's.
     on_disk = sum(file.stat().st_size for file in Path(settings.path).glob("model*.safetensors"))
     weights = HeldWeights.of(settings, config, device, room, on_disk)
-    model, tokenizer = _read(settings, config, weights, room, report)
+    model, tokenizer, head, headless = _read(settings, config, weights, room, report)
     if members is not None:
         report(Loading("connecting"))
         model.join(members.of(model))
@@ -148,6 +155,8 @@ def read_model(
         sizes,
         _vocab_size(model),
         context_tokens(config),
+        head,
+        headless,
     )
 
 
@@ -207,8 +216,9 @@ def _read(
     weights: HeldWeights,
     room: MemoryBudget,
     report: Callable[[Loading], None],
-) -> tuple[Any, Any]:
-    """The model and its tokenizer. Raises OutOfMemory before reading what does not fit."""
+) -> tuple[Any, Any, MtpHead | None, str]:
+    """The model, its tokenizer, and its head or why that is not used. Raises OutOfMemory before reading what
+    does not fit."""
     path, on_disk = Path(settings.path), weights.on_disk
     if not settings.group:
         admit_weights(settings.name, weights.expected, room)
@@ -223,11 +233,32 @@ def _read(
         if settings.group:
             model = GroupModel.front_of(model, settings.group[0].first, on_cpu=weights.device == "cpu")
         tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
-        admit_weights(settings.name, weights.bytes_of(model, tied=tied), room)
+        needed = weights.bytes_of(model, tied=tied)
+        admit_weights(settings.name, needed, room)
+        head, headless = _lazy_head(settings, place, model)
+        if head is not None:
+            try:
+                admit_weights(settings.name, needed + weights.bytes_of(head, tied=False), room)
+            except OutOfMemory:
+                head, headless = None, "off: there is no memory for it"
         weights.hold(model)
+        if head is not None:
+            weights.hold(head)
+            head.attach(model)
         report(Loading("reading", on_disk, on_disk))
         report(Loading("reading the tokenizer"))
-        return model, reading.result()
+        return model, reading.result(), head, headless
+
+
+def _lazy_head(settings: WorkerSettings, place: Path, model: Any) -> tuple[MtpHead | None, str]:
+    """The head that lies beside a model, with none of its weights read yet; or why it is not used, "" if
+    there is none."""
+    if settings.speculation == "off" or settings.group:
+        return None, ""
+    try:
+        return read_head(place, model), ""
+    except (ModelCorrupt, ModelUnsupported) as error:
+        return None, f"off: {error.message}"[: limits.CARD_TEXT_CHARS]
 
 
 @contextmanager

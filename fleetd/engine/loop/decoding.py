@@ -24,6 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -209,8 +210,17 @@ class Decoding:
         running = self._running(request_id)
         return None if running is None else running.sequence
 
-    def begin(self, sequence: ScheduledSequence, tokens: list[int], cache: list[Any]) -> None:
-        """Decode on from ``tokens``, all but the last of which are in ``cache``, which is not written to."""
+    def begin(
+        self,
+        sequence: ScheduledSequence,
+        tokens: list[int],
+        cache: list[Any],
+        hidden: Sequence[HiddenRows] = (),
+    ) -> None:
+        """Decode on from ``tokens``, all but the last of which are in ``cache``, which is not written to.
+
+        ``hidden``: what was noted of the prompt's end for its drafts.
+        """
         request, matcher = sequence.prepared.request, sequence.prepared.matcher
         # The slots of a sparse prompt are not its positions: only the batch can decode it.
         drafts = self.speculation is not None and sequence.kept is None
@@ -225,6 +235,8 @@ class Decoding:
         if running.drafts is not None:
             for source in self._sources.get(sequence.id, []):
                 running.drafts.add(source)
+            for rows_of_chunk in hidden:
+                running.drafts.note(rows_of_chunk)
         if not len(self) and sequence.kept is None:
             self._begin_apart(running, copy_on_write(cache))
         else:
@@ -339,13 +351,9 @@ class Decoding:
             drafts = running.drafts
             if drafts is None or self._room(running, self._empty) < 2:
                 return False
-            draft = drafts.choose(
-                drafts.proposals(running.tokens),
-                running.sequence.max_tokens - running.sequence.generated - 1,
-            )
-            if len(draft.tokens) < LEAST_DRAFTS and self._machines == 1:
+            count, promise = drafts.prospect(running.tokens, partial(_left, running.sequence))
+            if count < LEAST_DRAFTS and self._machines == 1:
                 return False
-            promise = drafts.promise(draft)
             promises.append(Promise(promise.tokens, promise.seconds / beside))
         return len(promises) == 1 or self.rounds.worth(promises)
 
@@ -437,22 +445,27 @@ class Decoding:
     def _pass(self, running: DecodingSequence, row: VerifyRow, *, moving: bool) -> _SequencePass:
         begun = time.monotonic()
         sequence, draft, again = running.sequence, NO_DRAFT, row.pending
-        if running.drafts is not None and (proposals := running.drafts.proposals(running.tokens)):
+
+        def room() -> int:
             # No draft past the sequence's end, nor past the memory that is promised.
-            most = min(sequence.max_tokens - sequence.generated - 1, sequence.promised - sequence.held)
-            room = max(0, min(most, self._room(running, row.cache) - 1))
-            draft = running.drafts.choose(proposals, room)
+            most = min(_left(sequence), sequence.promised - sequence.held)
+            return max(0, min(most, self._room(running, row.cache) - 1))
+
+        expected = 0
         if running.drafts is not None:
             row.hidden_layers = running.drafts.hidden_layers
-        if draft.tokens and not row.under_way:
+            if row.under_way:
+                # A draft that comes now is verified after that step, from the next token on.
+                expected, _ = running.drafts.prospect(running.tokens, room)
+            else:
+                draft = running.drafts.next_draft(running.tokens, room)
+        if draft.tokens:
             chosen = row.advance(draft.tokens)
         else:
-            # A draft that comes while a step is under way is verified after it, from the next token on.
             last = moving or len(self.apart) > 1 or sequence.generated + 1 >= sequence.max_tokens
-            chosen = [row.step(ahead=self._ahead(running) and not draft.tokens and not last)]
-            draft = NO_DRAFT
+            chosen = [row.step(ahead=self._ahead(running) and not expected and not last)]
         if running.drafts is not None:
-            running.drafts.hidden = row.hidden
+            running.drafts.note(row.hidden)
         self.steps += 1
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
@@ -670,7 +683,12 @@ def _give_hidden(
         for row, running in enumerate(group):
             if running.drafts is not None:
                 own = {layer: noted[call][row, :1] for layer, noted in states.items() if len(noted) > call}
-                running.drafts.hidden = HiddenRows(len(running.tokens) - 1, own)
+                running.drafts.note(HiddenRows(len(running.tokens) - 1, own))
+
+
+def _left(sequence: ScheduledSequence) -> int:
+    """Tokens of the answer that may come after its next one."""
+    return sequence.max_tokens - sequence.generated - 1
 
 
 def _check_held(running: DecodingSequence) -> None:

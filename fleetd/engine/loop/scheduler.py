@@ -60,6 +60,7 @@ from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading
 from fleetd.engine.speculation.draft_guests import DraftGuests
 from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.engine.speculation.remote_source import RemoteSource
+from fleetd.engine.speculation.sources import HiddenRows
 from fleetd.engine.speculation.speculation import WorkerSpeculation
 from fleetd.engine.streams.handed_over import HandedOverStreams
 
@@ -372,6 +373,8 @@ class Scheduler(ComputeLoop):
         """The next chunk of one prompt."""
         sequence.started_s = sequence.started_s or time.monotonic()
         prefiller = sequence.prefiller or self._beginnings.start(sequence)
+        if isinstance(prefiller, Prefiller) and self.speculation is not None:
+            prefiller.hidden_layers = self.speculation.hidden_layers(sequence.prepared.request)
         self._show_prefill(sequence)
         begun = time.monotonic()
         try:
@@ -444,7 +447,9 @@ class Scheduler(ComputeLoop):
             self._finish(sequence, "length")
             return
         sequence.move(Phase.DECODING)
-        self.decoding.begin(sequence, prefiller.tokens, cache)
+        noted = prefiller.hidden if isinstance(prefiller, Prefiller) else []
+        hidden = [HiddenRows(first, states) for first, states in noted]
+        self.decoding.begin(sequence, prefiller.tokens, cache, hidden)
 
     def _remember_sparse(self, sequence: ScheduledSequence, kept: list[int], cache: list[Any]) -> None:
         """Keep the part that a sparse prompt shares with a dense one, which is the system prompt as a rule;
@@ -563,4 +568,5 @@ class Scheduler(ComputeLoop):
             disk_written_bytes=disk.written_bytes,
             disk_dropped=disk.dropped,
             disk_note=disk.note,
+            draft_head=self.speculation.headless if self.speculation is not None else "",
         )

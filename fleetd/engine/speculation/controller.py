@@ -18,6 +18,10 @@ wrong.
 A draft that is not verified is judged all the same, by the tokens that come without it: so a source that is
 off costs nothing and is on again as soon as it would have been right.
 
+A source may take time of this device for each token that it drafts. It is asked only if that pays as well.
+Otherwise it is asked for a single token now and then, as nothing else shows that it has become right. What it
+took is lost whatever comes of it.
+
 No answer may take much longer than without drafts. So the time that drafts have saved and lost so far is
 added up, in plain steps, and a pass may only risk what they have saved and a small share of the answer: the
 steps that it takes beyond one, if no draft is right. Losses end drafts until the answer can bear them again,
@@ -48,6 +52,8 @@ RISK, RISK_PER_TOKEN = 0.25, 0.015
 # What a block that is sent ahead costs at its worst, in plain steps: the machine that waits would have idled,
 # but the next block may find another machine still busy with it.
 AHEAD = 0.1
+# Tokens of the answer after which a source that takes time, and did not pay, is asked for a token again.
+TRIAL_TOKENS = 48
 
 
 @dataclass(slots=True)
@@ -113,6 +119,11 @@ class Controller:
     _bearable: float = RISK
     # What each source guessed, from the token that is due on, and how much of it has come.
     _guesses: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    # Tokens of the answer, and how many of them there were when each source that takes time was last asked.
+    _seen: int = 0
+    _asked: dict[str, int] = field(default_factory=dict)
+    # Seconds that sources have taken since the last pass.
+    _drafting_s: float = 0.0
 
     def choose(self, proposals: Mapping[str, Sequence[int]], room: int, machines: int = 1) -> Draft:
         """The drafts to verify, at most ``room``; sources in order of preference. ``machines``: that can each
@@ -134,12 +145,30 @@ class Controller:
                 best, gain = Draft(name, tuple(drafts), block if machines > 1 else 0), found
         return best
 
-    def promise(self, draft: Draft) -> Promise:
-        """What the pass over ``draft`` is expected to bring."""
+    def wanted(self, source: str, token_s: float, beside: Draft, room: int) -> int:
+        """How many tokens ``source`` is to draft, if each takes ``token_s`` seconds of this device; 0 if
+        that is not expected to bring more than ``beside``."""
+        most, price = min(self.most, room), token_s / self.costs.step_s
+        if most <= len(beside.tokens) or self.always:
+            return most if most > len(beside.tokens) else 0
+        promised = self.promise(beside)
+        block, found = self._block(self._record(source).acceptance, most, 1, price)
+        if found > max(MARGIN, promised.tokens * self.costs.step_s / promised.seconds):
+            return block - 1
+        due = self._seen - self._asked.get(source, 0) >= TRIAL_TOKENS
+        return 1 if due and not beside.tokens and price <= self._bearable else 0
+
+    def drafted(self, source: str, seconds: float) -> None:
+        """Note that ``source`` was asked, and took ``seconds`` of this device."""
+        self._asked[source] = self._seen
+        self._drafting_s += seconds
+
+    def promise(self, draft: Draft, drafting_s: float = 0.0) -> Promise:
+        """What the pass over ``draft`` is expected to bring. ``drafting_s``: what the draft itself takes."""
         acceptance = self._record(draft.source).acceptance if draft.tokens else 0.0
         count = len(draft.tokens)
         tokens = sum(acceptance**k for k in range(count + 1))
-        return Promise(tokens, self._ratio(count, acceptance**count) * self.costs.step_s)
+        return Promise(tokens, self._ratio(count, acceptance**count) * self.costs.step_s + drafting_s)
 
     def verified(
         self,
@@ -152,14 +181,16 @@ class Controller:
         timed: bool = True,
     ) -> None:
         """The pass over ``draft`` gave ``emitted`` in ``seconds``: tokens that were right, and the next one.
+        The seconds include what sources have taken (``drafted``).
 
         ``saved_s``: seconds that the pass saved, given if plain decoding would have been steps of a batch.
         ``again``: tokens that the pass computed a second time. ``timed``: False if other blocks were under
         way, so that the seconds say nothing of what a pass costs.
         """
-        step_s = self.costs.step_s
+        step_s, drafting_s = self.costs.step_s, self._drafting_s
+        self._drafting_s = 0.0
         if timed:
-            self.costs.add_pass(again + 1 + len(draft.tokens), seconds)
+            self.costs.add_pass(again + 1 + len(draft.tokens), seconds - drafting_s)
         self.on_tokens(emitted)
         self.passes += 1
         self.tokens += len(emitted)
@@ -169,6 +200,8 @@ class Controller:
             record.accepted += leading(draft.tokens, emitted)
             record.passes += 1
         elif not again:
+            self.saved_s -= drafting_s
+            self._bearable -= drafting_s / step_s
             return
         alone_s = len(emitted) * step_s - seconds
         self.saved_s += alone_s if saved_s is None else saved_s
@@ -177,6 +210,7 @@ class Controller:
     def on_tokens(self, tokens: Sequence[int]) -> None:
         """Hold guesses against tokens of the answer, drafted or not."""
         self._bearable += RISK_PER_TOKEN * len(tokens)
+        self._seen += len(tokens)
         for name, (guess, seen) in list(self._guesses.items()):
             rest = guess[seen:]
             right = leading(rest, tokens)
@@ -190,9 +224,9 @@ class Controller:
     def _record(self, name: str) -> SourceStats:
         return self.records.setdefault(name, SourceStats())
 
-    def _block(self, acceptance: float, drafts: int, machines: int) -> tuple[int, float]:
+    def _block(self, acceptance: float, drafts: int, machines: int, price: float = 0.0) -> tuple[int, float]:
         """The tokens of a block, the due one included, that bring most tokens per time, and how many times a
-        plain step's that is. ``drafts``: how many there are.
+        plain step's that is. ``drafts``: how many there are; ``price``: plain steps that each takes to make.
 
         Blocks that would lose more than the answer can bear, if every draft were wrong, are left out.
         """
@@ -202,22 +236,24 @@ class Controller:
             at_worst = self.costs.ratio(width) - 1 + AHEAD * (blocks - 1)
             if self.again and width > 1:
                 at_worst += self.costs.ratio(2) - 1
-            if at_worst > self._bearable:
+            drafting = (width - 1) * price
+            if at_worst + drafting > self._bearable:
                 break
-            found = self._gain(acceptance, width, blocks, drafts)
+            found = self._gain(acceptance, width, blocks, drafts, drafting)
             if found > gain:
                 best, gain = width, found
         return best, gain
 
-    def _gain(self, acceptance: float, width: int, blocks: int, drafts: int) -> float:
-        """Tokens per time of blocks of ``width`` tokens, so many under way at a time, over a plain step's."""
+    def _gain(self, acceptance: float, width: int, blocks: int, drafts: int, drafting: float = 0.0) -> float:
+        """Tokens per time of blocks of ``width`` tokens, so many under way at a time, over a plain step's.
+        ``drafting``: plain steps that making the drafts takes."""
         right = acceptance**width
         # On one machine the next block is chosen anew.
         all_blocks = 1 if blocks == 1 else -(-(drafts + 1) // width)
         tokens = (1 - acceptance ** min(drafts + 1, width * all_blocks)) / (1 - acceptance)
         counted = (1 - right**all_blocks) / (1 - right)
         ratio = self._ratio(width - 1, acceptance ** (width - 1))
-        return tokens / (ratio * (1 + (counted - 1) / blocks))
+        return tokens / (ratio * (1 + (counted - 1) / blocks) + drafting)
 
     def _ratio(self, drafts: int, all_right: float) -> float:
         """Plain steps that a pass over ``drafts`` drafts takes, and the next pass for what it computes again.

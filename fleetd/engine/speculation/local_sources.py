@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from fleetd.engine.grammar.matcher import AnswerMatcher
 
 # Requests, figures and plans name a source by one of these.
-SourceName = Literal["grammar", "suffix", "lookup", "drafter"]
+SourceName = Literal["grammar", "suffix", "lookup", "drafter", "mtp"]
 SOURCE_NAMES: tuple[SourceName, ...] = get_args(SourceName)
 # The source that another worker feeds; it is added to an answer once that worker is found.
 DRAFTER: Final = "drafter"
 # The source of an answer that is held to a grammar.
 GRAMMAR: Final = "grammar"
+# The source of a model that has an MTP head.
+MTP: Final = "mtp"
 # Those that every answer has.
-LOCAL_NAMES = tuple(name for name in SOURCE_NAMES if name not in (DRAFTER, GRAMMAR))
+LOCAL_NAMES = tuple(name for name in SOURCE_NAMES if name not in (DRAFTER, GRAMMAR, MTP))
 
 
 def local_sources(matcher: AnswerMatcher | None = None) -> list[DraftSource]:

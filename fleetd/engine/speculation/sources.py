@@ -16,8 +16,8 @@ class HiddenRows:
     """Hidden states of committed tokens, as the last pass of the target model computed them.
 
     The newest token is among them if its step has been computed: in a batch it has, after a verified pass it
-    has not. Rows of earlier tokens may come again, and may be missing: of a prompt only the last token's row
-    is ever computed here.
+    has not. Rows of earlier tokens may come again, and may be missing: of a prompt only its end is given, and
+    only as much of that as was computed here.
     """
 
     # The index in the text of the token that row 0 belongs to.

@@ -9,22 +9,24 @@ A source that raises is left out from then on: drafts are never worth an answer.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fleetd import limits
 from fleetd.control.prefill_trace import SourceCounts, Speculated
 from fleetd.engine.grammar.matcher import AnswerMatcher
 from fleetd.engine.protocol import Generate
 from fleetd.engine.speculation.canonical_width import WideSteps
-from fleetd.engine.speculation.controller import Controller, Draft
+from fleetd.engine.speculation.controller import NO_DRAFT, Controller, Draft
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
-from fleetd.engine.speculation.local_sources import local_sources
+from fleetd.engine.speculation.local_sources import MTP, local_sources
+from fleetd.engine.speculation.mtp_source import MtpSource, WorkerHead
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
 from fleetd.engine.speculation.sources import Context, DraftSource, HiddenRows
 
+T = TypeVar("T")
 Mode = Literal["auto", "on", "off"]
 
 
@@ -42,6 +44,8 @@ class WorkerSpeculation:
     computes_ahead: bool = False
     # False: over several machines one block of an answer is under way at a time. For measuring.
     ahead: bool = True
+    # None: the model has no head that drafts from its hidden states.
+    head: WorkerHead | None = None
     costs: Costs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +59,7 @@ class WorkerSpeculation:
         """The drafts of a new answer, with the matcher of its grammar if it has one; None if nothing is to be
         drafted for it."""
         wanted = request.speculate
-        if not self.verdict.exact or self.mode == "off" or (wanted is not None and not wanted.enabled):
+        if not self._drafts(request):
             return None
         names = None if wanted is None else wanted.sources
         width = min(self.verdict.width, limits.SPEC_WIDTH, (wanted.width if wanted else 0) or 1 << 30)
@@ -67,7 +71,29 @@ class WorkerSpeculation:
             ),
             vocab_size=self.vocab_size,
             matcher=matcher,
+            priced=self._priced(request),
         )
+
+    def hidden_layers(self, request: Generate) -> tuple[int, ...]:
+        """Layers whose hidden states of the end of a request's prompt its drafts need; none as a rule."""
+        return _layers_of(self._priced(request)) if self._drafts(request) else ()
+
+    @property
+    def headless(self) -> str:
+        """Why the model's head drafts no more; "" if it does, or there is none."""
+        return "" if self.head is None else self.head.off
+
+    def _drafts(self, request: Generate) -> bool:
+        """True if anything is to be drafted for an answer."""
+        wanted = request.speculate
+        return self.verdict.exact and self.mode != "off" and (wanted is None or wanted.enabled)
+
+    def _priced(self, request: Generate) -> list[MtpSource]:
+        names = None if request.speculate is None else request.speculate.sources
+        if self.head is None or (names is not None and MTP not in names):
+            return []
+        source = self.head.source()
+        return [] if source is None else [source]
 
 
 @dataclass(slots=True)
@@ -83,13 +109,22 @@ class SequenceDrafts:
     vocab_size: int
     # What the answer is held to: drafts that it forbids are not verified. None: nothing.
     matcher: AnswerMatcher | None = None
+    # Sources that take time of this device: they are asked after the others.
+    priced: list[MtpSource] = field(default_factory=list)
     # What the last pass computed of the layers in ``hidden_layers``.
     hidden: HiddenRows | None = field(init=False, default=None)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """Layers whose hidden states a pass has to note; none as a rule."""
-        return tuple({layer for source in self.sources for layer in source.hidden_layers})
+        return _layers_of([*self.sources, *self.priced])
+
+    def note(self, hidden: HiddenRows | None) -> None:
+        """Hidden states of ``hidden_layers`` that have been computed; None if none were."""
+        self.hidden = hidden
+        if hidden is not None:
+            for source in list(self.priced):
+                self._told(source, source.note, hidden)
 
     def add(self, source: DraftSource) -> None:
         """Add a source, preferred to those that are there."""
@@ -97,25 +132,48 @@ class SequenceDrafts:
             self.sources.insert(0, source)
 
     def proposals(self, tokens: Sequence[int], machines: int = 1) -> dict[str, list[int]]:
-        """The drafts of each source that has a guess; mostly no source has one. ``machines``: that can each
-        verify another block of them."""
+        """The drafts of each source that takes no time and has a guess; mostly no source has one.
+        ``machines``: that can each verify another block of them."""
         found = {}
         context = Context(tokens, (self.controller.most + 1) * machines - 1, self.hidden)
         for source in list(self.sources):
-            try:
-                if known := self._possible(source.propose(context)):
-                    found[source.name] = known
-            except Exception:
-                self._drop(source)
+            if known := self._proposed(source, context):
+                found[source.name] = known
         return found
 
     def choose(self, proposals: Mapping[str, Sequence[int]], room: int, machines: int = 1) -> Draft:
         """What the next pass verifies, at most ``room`` drafts."""
         return self.controller.choose(proposals, room, machines)
 
-    def promise(self, draft: Draft) -> Promise:
-        """What the pass over ``draft`` is expected to bring."""
-        return self.controller.promise(draft)
+    def next_draft(self, tokens: Sequence[int], room: Callable[[], int]) -> Draft:
+        """What the next pass verifies, of all sources; ``room`` is asked for if there may be any draft."""
+        proposals = self.proposals(tokens)
+        if not proposals and not self.priced:
+            return NO_DRAFT
+        most = room()
+        draft = self.choose(proposals, most)
+        for source in list(self.priced):
+            count = self.controller.wanted(source.name, source.token_s, draft, most)
+            if count <= 0:
+                continue
+            known = self._proposed(source, Context(tokens, count, self.hidden))
+            self.controller.drafted(source.name, source.spent_s)
+            found = {source.name: known, **({draft.source: draft.tokens} if draft.tokens else {})}
+            draft = self.choose(found, most)
+        return draft
+
+    def prospect(self, tokens: Sequence[int], room: Callable[[], int]) -> tuple[int, Promise]:
+        """How many drafts ``next_draft`` would give, and what that pass is expected to bring; no draft that
+        takes time is made."""
+        draft, drafting_s, proposals = NO_DRAFT, 0.0, self.proposals(tokens)
+        most = room() if proposals or self.priced else 0
+        if proposals:
+            draft = self.controller.choose(proposals, most)
+        for source in self.priced:
+            count = self.controller.wanted(source.name, source.token_s, draft, most)
+            if count > 0:
+                draft, drafting_s = Draft(source.name, (0,) * count), count * source.token_s
+        return len(draft.tokens), self.controller.promise(draft, drafting_s)
 
     def verified(
         self,
@@ -137,7 +195,7 @@ class SequenceDrafts:
         self._committed((token,))
 
     def close(self) -> None:
-        for source in list(self.sources):
+        for source in (*self.sources, *self.priced):
             source.close()
 
     @property
@@ -158,11 +216,22 @@ class SequenceDrafts:
         )
 
     def _committed(self, tokens: Sequence[int]) -> None:
-        for source in list(self.sources):
-            try:
-                source.committed(tokens)
-            except Exception:
-                self._drop(source)
+        for source in (*self.sources, *self.priced):
+            self._told(source, source.committed, tokens)
+
+    def _told(self, source: DraftSource, tell: Callable[[T], None], what: T) -> None:
+        try:
+            tell(what)
+        except Exception:
+            self._drop(source)
+
+    def _proposed(self, source: DraftSource, context: Context) -> list[int]:
+        """What a source proposes, as far as it can be verified."""
+        try:
+            return self._possible(source.propose(context))
+        except Exception:
+            self._drop(source)
+            return []
 
     def _possible(self, drafts: Sequence[int]) -> list[int]:
         """``drafts`` up to the first id that is no token of this model, or that the grammar forbids."""
@@ -175,5 +244,11 @@ class SequenceDrafts:
 
     def _drop(self, source: DraftSource) -> None:
         traceback.print_exc()
-        self.sources.remove(source)
+        self.sources = [other for other in self.sources if other is not source]
+        self.priced = [other for other in self.priced if other is not source]
         source.close()
+
+
+def _layers_of(sources: Iterable[DraftSource]) -> tuple[int, ...]:
+    """All hidden layers that any of ``sources`` asks for."""
+    return tuple({layer for source in sources for layer in source.hidden_layers})

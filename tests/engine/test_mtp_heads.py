@@ -1,0 +1,402 @@
+"""MTP heads: answers are those of plain decoding whatever a head drafts; other models' heads are refused."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import speculating
+import tiny_architectures
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_model
+from speculating import GREEDY, Run
+
+from fleetd import limits
+from fleetd.engine.cpu.packed_layers import weights_bytes
+from fleetd.engine.heads.head_files import read_head
+from fleetd.engine.heads.mtp_head import MtpHead
+from fleetd.engine.load import loading
+from fleetd.engine.loop import decoding
+from fleetd.engine.protocol import Cancel, Sampling, Speculate
+from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.speculation import mtp_source
+from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
+from fleetd.engine.speculation.mtp_source import MtpSource, WorkerHead
+from fleetd.errors import ModelCorrupt, ModelUnsupported
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+VOCAB = tiny_architectures.VOCAB
+PROMPT = [(7 * i + 3) % 64 for i in range(30)]
+FAMILIES = ["llama", "qwen3_5", "qwen3_next", "glm4_moe"]
+# No draft but those of the head.
+ALONE = Speculate(sources=["mtp"])
+SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=11)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chain_path: Path) -> Any:
+    return load_tokenizer(chain_path)
+
+
+@pytest.fixture(scope="module")
+def model_of() -> Callable[[str], Any]:
+    return functools.cache(tiny_architectures.tiny)
+
+
+def silenced(module: nn.Module) -> None:
+    """Let all layers add nothing to the hidden state: it stays the token's embedding."""
+    ends = ("o_proj.weight", "down_proj.weight", "out_proj.weight")
+    for name, array in tree_flatten(module.parameters()):
+        if name.endswith(ends):
+            module.load_weights([(name, mx.zeros_like(array))], strict=False)
+
+
+@functools.cache
+def simple(name: str) -> Any:
+    """A model of a family whose next token depends on the newest one alone."""
+    model = tiny_architectures.tiny(name)
+    silenced(model)
+    return model
+
+
+def right_head(model: Any, draft_tokens: mx.array | None = None) -> MtpHead:
+    """A head of a ``simple`` model that gives what the model gives."""
+    head = MtpHead(model, draft_tokens)
+    silenced(head)
+    width = head.width
+    head.pre_fc_norm_embedding.weight = mx.ones(width)
+    head.fc.weight = mx.concatenate([mx.eye(width), mx.zeros((width, width))], axis=1)
+    return head
+
+
+class LyingHead(MtpHead):
+    """Guesses another token than the head does, every time."""
+
+    def likeliest(self, given: mx.array) -> mx.array:
+        return (super().likeliest(given) + 1) % VOCAB
+
+
+def spec(model: Any, head: MtpHead, **changes: Any) -> Any:
+    worker = WorkerHead.measured(head)
+    return speculating.speculation(VOCAB, verdict=verdict_of(model), head=worker, **changes)
+
+
+VERDICTS: dict[int, Any] = {}
+
+
+def verdict_of(model: Any) -> Any:
+    """The probe's verdict, found once for each model."""
+    if id(model) not in VERDICTS:
+        plan = ProbePlan((20,), (2, 16), 1, every=True)
+        VERDICTS[id(model)] = probe(model, vocab_size=VOCAB, context_tokens=2048, plan=plan)
+    assert VERDICTS[id(model)].exact
+    return VERDICTS[id(model)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_random_head_changes_no_byte(
+    name: str, sampling: Sampling, model_of: Callable[[str], Any], tokenizer: Any
+) -> None:
+    model = model_of(name)
+    plain = Run(model, tokenizer)
+    plain.submit("r", PROMPT, sampling=sampling, max_tokens=24)
+    plain.finish()
+    run = Run(model, tokenizer, spec(model, MtpHead(model)))
+    run.submit("r", PROMPT, sampling=sampling, max_tokens=24, speculate=ALONE)
+    run.finish()
+    assert run.said("r") == plain.said("r")
+    report = run.finished("r").speculation
+    assert report is not None
+    assert report.sources["mtp"].drafted > report.accepted
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_head_that_is_right_by_construction_is_always_right(name: str, tokenizer: Any) -> None:
+    model = simple(name)
+    plain = Run(model, tokenizer)
+    plain.submit("r", PROMPT, max_tokens=24)
+    plain.finish()
+    run = Run(model, tokenizer, spec(model, right_head(model)))
+    run.submit("r", PROMPT, max_tokens=24, speculate=ALONE)
+    run.finish()
+    assert run.said("r") == plain.said("r")
+    report = run.finished("r").speculation
+    assert report is not None
+    assert report.sources["mtp"].drafted == report.accepted > 15
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["right", "random", "lying"])
+def test_several_answers_that_come_and_go_are_those_without_a_head(
+    name: str, kind: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apart and in the batch; one is cancelled and asked again, so that its prompt's rows are restored."""
+    monkeypatch.setattr(decoding, "SETTLED_TOKENS", 0)
+    model = simple(name)
+    head = {"right": right_head, "random": MtpHead, "lying": LyingHead}[kind](model)
+    prompts = {"a": PROMPT, "b": [*PROMPT[:29], 9], "c": PROMPT[:20]}
+    sampling = {"a": GREEDY, "b": SEEDED, "c": GREEDY}
+    plain = Run(model, tokenizer)
+    for request, prompt in prompts.items():
+        plain.submit(request, prompt, sampling=sampling[request], max_tokens=20)
+    plain.finish()
+    run = Run(model, tokenizer, spec(model, head))
+    monkeypatch.setattr(run.decoding.rounds, "step_s", lambda size: 100.0 * size)
+    run.submit("lost", PROMPT, max_tokens=20)
+    for _ in range(3):
+        run.turn()
+    run.scheduler.inbox.put(Cancel("lost"))
+    for request, prompt in prompts.items():
+        run.submit(request, prompt, sampling=sampling[request], max_tokens=20, speculate=ALONE)
+        for _ in range(3):
+            run.turn()
+    run.finish()
+    for request in prompts:
+        # Of the prompt more or less was in memory.
+        assert [event[:2] for event in run.said(request)[:-1]] == [
+            event[:2] for event in plain.said(request)[:-1]
+        ]
+
+
+class Even:
+    """Lets an answer have even tokens only, as an ``AnswerMatcher`` does."""
+
+    failure, open = "", True
+
+    def __init__(self) -> None:
+        self.held = 0
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        assert all(token % 2 == 0 for token in tokens)
+        self.held += len(tokens)
+
+    def allowed(self, drafts: Sequence[int]) -> int:
+        return next((at for at, token in enumerate(drafts) if token % 2), len(drafts))
+
+    def forced(self, most: int) -> list[int]:
+        return []
+
+    def masks(self, drafts: Sequence[int] = ()) -> list[Any]:
+        return [np.arange(VOCAB) % 2 == 0] * (self.allowed(drafts) + 1)
+
+
+def test_an_answer_that_is_held_to_a_grammar_is_the_same(tokenizer: Any) -> None:
+    model = simple("llama")
+
+    def answer(speculation: Any) -> Run:
+        run = Run(model, tokenizer, speculation)
+        run.submit("r", PROMPT, matcher=Even(), max_tokens=16)
+        run.finish()
+        return run
+
+    drafted, plain = answer(spec(model, right_head(model))), answer(None)
+    assert drafted.said("r") == plain.said("r")
+    assert all(token % 2 == 0 for token in plain.tokens["r"][len(PROMPT) :])
+
+
+def test_a_head_begins_with_the_end_of_a_prompt_and_its_rows_stay_bounded(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SPEC_HIDDEN_ROWS", 40)
+    monkeypatch.setattr(mtp_source, "ROWS", 48)
+    model = simple("llama")
+    plain = Run(model, tokenizer)
+    long = [(5 * i + 1) % 200 for i in range(150)]
+    plain.submit("r", long, max_tokens=60)
+    plain.finish()
+    worker = WorkerHead.measured(right_head(model))
+    fed: list[list[int]] = []
+    due = MtpSource._due
+
+    def spied(source: MtpSource, newest: int) -> Any:
+        places, states = due(source, newest)
+        fed.append(places)
+        assert source._rows + len(places) <= 48
+        return places, states
+
+    monkeypatch.setattr(MtpSource, "_due", spied)
+    run = Run(model, tokenizer, speculating.speculation(VOCAB, verdict=verdict_of(model), head=worker))
+    run.submit("r", long, max_tokens=60, speculate=ALONE)
+    run.finish()
+    assert run.said("r") == plain.said("r")
+    # The prompt's last token is left to decoding; the rows of the 40 before it are read in chunks of 64.
+    assert fed[0] == list(range(len(long) - 1 - 40, len(long) - 1))
+    again = [places for places in fed[1:] if len(places) > 20]
+    assert again
+    assert all(places == list(range(places[0], places[-1] + 1)) for places in again)
+    report = run.finished("r").speculation
+    assert report is not None
+    assert report.accepted == report.drafted
+
+
+def test_a_head_that_is_hardly_ever_right_is_switched_off_and_says_so(tokenizer: Any) -> None:
+    model = simple("llama")
+    worker = WorkerHead.measured(LyingHead(model))
+    run = Run(model, tokenizer, speculating.speculation(VOCAB, verdict=verdict_of(model), head=worker))
+    for i in range(4):
+        run.submit(f"r{i}", PROMPT, max_tokens=30, speculate=ALONE)
+        run.finish()
+    assert worker.judged >= mtp_source.JUDGED
+    assert worker.off.startswith("off: 0 of its ")
+    assert run.scheduler._figures().draft_head == worker.off
+    assert worker.source() is None
+
+
+NAMES: dict[str, Callable[[str], str]] = {
+    "qwen": lambda name: f"mtp.{name}",
+    "deepseek": lambda name: (
+        "model.layers.4." + _renamed(name, "eh_proj", "enorm", "hnorm", "shared_head.norm")
+    ),
+    "mimo": lambda name: (
+        "model.mtp_layers.0."
+        + _renamed(name, "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
+    ),
+}
+
+
+def _renamed(name: str, *publishers: str) -> str:
+    own = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    for ours, theirs in zip(own, publishers, strict=True):
+        if name.rpartition(".")[0] == ours:
+            return f"{theirs}.{name.rpartition('.')[2]}"
+    return name.removeprefix("layers.0.")
+
+
+def saved(folder: Path, file: str, head: MtpHead, names: str = "qwen", **more: mx.array) -> Path:
+    tensors = {NAMES[names](name): array for name, array in tree_flatten(head.parameters())}
+    if names == "mimo":
+        first, second = mx.split(tensors["model.mtp_layers.0.input_proj.weight"], 2, axis=1)
+        tensors["model.mtp_layers.0.input_proj.weight"] = mx.concatenate([second, first], axis=1)
+    mx.save_safetensors(str(folder / file), {**tensors, **more}, metadata={"format": "mlx"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "file"),
+    [
+        ("llama", "qwen", "mtp.safetensors"),
+        ("qwen3_next", "qwen", "model.safetensors"),
+        ("qwen3_5_moe", "qwen", "mtp.safetensors"),
+        ("deepseek_v3", "deepseek", "model.safetensors"),
+        ("glm4_moe", "deepseek", "model-00002-of-00002.safetensors"),
+        ("qwen2", "mimo", "model.safetensors"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_head_is_found_by_its_publishers_names(
+    family: str, names: str, file: str, tmp_path: Path, *, packed: bool
+) -> None:
+    model = tiny_architectures.tiny(family)
+    head = MtpHead(model)
+    if packed:
+        nn.quantize(head, 32, 8, class_predicate=lambda name, layer: name != "fc" and _can_be_packed(layer))
+    found = read_head(saved(tmp_path, file, head, names), model)
+    assert found is not None
+    assert found.feeds_normed == (names != "deepseek")
+    ours, theirs = dict(tree_flatten(head.parameters())), dict(tree_flatten(found.parameters()))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def _can_be_packed(layer: Any) -> bool:
+    return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
+
+
+def test_norms_that_a_publisher_writes_less_by_one_are_read_as_the_model_s_own(tmp_path: Path) -> None:
+    model = tiny_architectures.tiny("qwen3_5")
+    head = MtpHead(model)
+    raw = mx.zeros((8, 1, 4))  # as a publisher has it: mlx-lm's own has the last two changed over
+    found = read_head(
+        saved(tmp_path, "model.safetensors", head, **{"model.layers.0.linear_attn.conv1d.weight": raw}), model
+    )
+    assert found is not None
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        assert mx.array_equal(found[name].weight, head[name].weight + 1.0)
+    assert mx.array_equal(found.fc.weight, head.fc.weight)
+
+
+def test_a_folder_without_a_head_has_none(tmp_path: Path) -> None:
+    folder = tiny_architectures.write(tmp_path / "m", "llama")
+    assert read_head(folder, tiny_architectures.tiny("llama")) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"hidden_size": 64}, "Expected shape"), ({"num_key_value_heads": 4}, "Expected shape")],
+)
+def test_a_head_of_another_model_is_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:
+    other = MtpHead(tiny_architectures.tiny("llama", **change))
+    with pytest.raises(ModelUnsupported, match=why):
+        read_head(saved(tmp_path, "mtp.safetensors", other), tiny_architectures.tiny("llama"))
+
+
+@pytest.mark.parametrize("ids", [[3, VOCAB], [-1, 4], []])
+def test_draft_tokens_that_the_model_does_not_have_are_refused(ids: list[int], tmp_path: Path) -> None:
+    model = tiny_architectures.tiny("llama")
+    more = {"mtp.draft_tokens": mx.array(ids, dtype=mx.int32)}
+    with pytest.raises(ModelUnsupported, match="draft_tokens"):
+        read_head(saved(tmp_path, "mtp.safetensors", MtpHead(model), **more), model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bits", [0, 8])
+def test_a_head_guesses_among_its_draft_tokens_alone(tmp_path: Path, bits: int, *, tied: bool) -> None:
+    model = tiny_architectures.tiny("llama", tie_word_embeddings=tied)
+    if bits:
+        nn.quantize(model, 32, bits)
+    ids = [200, 7, 30, 31, 32]
+    more = {"mtp.draft_tokens": mx.array(ids, dtype=mx.int32)}
+    whole = MtpHead(model)
+    head = read_head(saved(tmp_path, "mtp.safetensors", whole, **more), model)
+    assert head is not None
+    given = mx.random.normal((1, 20, head.width), key=mx.random.key(1))
+    expected = [ids[at] for at in mx.argmax(whole.logits(given)[0][:, mx.array(ids)], axis=-1).tolist()]
+    assert head.likeliest(given)[0].tolist() == expected
+    assert len(set(expected)) > 1
+
+
+@pytest.fixture
+def folder(chain_path: Path, tmp_path: Path) -> Path:
+    """A model's folder of its own."""
+    return Path(shutil.copytree(chain_path, tmp_path / "m"))
+
+
+def loaded(folder: Path, **changes: Any) -> loading.Loaded:
+    settings = WorkerSettings("m", str(folder), device="cpu", **changes)
+    return loading.load(settings, "cpu", lambda _: None)
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "int8"])
+def test_a_load_finds_the_head_and_counts_its_bytes_once(folder: Path, arithmetic: Any) -> None:
+    before = loaded(folder, cpu_arithmetic=arithmetic)
+    assert (before.head, before.facts.draft_head) == (None, "")
+    model, _ = load_model(folder)
+    saved(folder, "mtp.safetensors", MtpHead(model))
+    found = loaded(folder, cpu_arithmetic=arithmetic)
+    assert found.head is not None
+    assert found.facts.draft_head.startswith("mtp: ")
+    own = found.facts.shape.weights_bytes - before.facts.shape.weights_bytes
+    assert own == weights_bytes(found.head.head) > 0
+    assert loaded(folder, speculation="off").facts.draft_head == ""
+
+
+def test_a_head_that_does_not_fit_is_named_and_the_model_loads(folder: Path) -> None:
+    saved(folder, "mtp.safetensors", MtpHead(tiny_architectures.tiny("llama")))
+    found = loaded(folder)
+    assert found.head is None
+    assert found.facts.draft_head.startswith("off: Its tensors are not those of a head of this model")
+
+
+def test_a_damaged_sidecar_is_damage_of_the_model(folder: Path) -> None:
+    (folder / "mtp.safetensors").write_bytes(b"no tensors at all")
+    with pytest.raises(ModelCorrupt, match=r"mtp\.safetensors"):
+        loaded(folder)
