@@ -16,14 +16,14 @@ from two_disks import (
     first_then,
     forget_exact,
     gone,
-    keep_as_plan,
+    keep_as_equivalent,
 )
 
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.pricing import PrefillCost
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.prefixes.front_prefill import FrontPrefill
-from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
+from fleetd.engine.prefixes.prefix_cache import DENSE, EQUIVALENT
 from fleetd.engine.protocol import (
     Cancel,
     Failed,
@@ -143,7 +143,7 @@ def test_what_goes_on_from_another_accelerators_numbers_is_never_kept_as_exact(
     machines: TwoMachines,
 ) -> None:
     model, own, over = machines.model, settings_in(machines.root / "own"), threading.Event()
-    keep_as_plan(Worker(model, machines.tokenizer, own), PROMPT[: BLOCK + 10])
+    keep_as_equivalent(Worker(model, machines.tokenizer, own), PROMPT[: BLOCK + 10])
     forget_exact(own, machines, PROMPT[: BLOCK + 10])
     machines.here.stop()
     sharable = Sharable.of(Stage.of(model), "cpu", {"mlx-lm": "1"})
@@ -157,7 +157,7 @@ def test_what_goes_on_from_another_accelerators_numbers_is_never_kept_as_exact(
     machines.here.scheduler.tell(Cancel("second"))
     assert machines.here.finish("second").reason == "cancelled"
     over.set()
-    computed = prefix.longest(PROMPT, PLAN)
+    computed = prefix.longest(PROMPT, EQUIVALENT)
     assert computed > BLOCK, "it is kept, as what it is"
     assert prefix.longest(PROMPT, DENSE) == 0
     machines.here.stop()

@@ -13,7 +13,7 @@ from turned_pair import TurnedPair
 from turned_scheduler import TinyFamily, family
 
 from fleetd import limits
-from fleetd.engine.prefixes.prefix_cache import DENSE, PLAN
+from fleetd.engine.prefixes.prefix_cache import DENSE, EQUIVALENT
 from fleetd.engine.protocol import (
     Accepted,
     Cancel,
@@ -271,7 +271,7 @@ def test_numbers_of_another_accelerator_are_never_kept_as_exact(
     else:
         pair.finish("first")
     prefix = pair.home.scheduler.prefix
-    took_part = prefix.longest(the_tokens(), PLAN) > 0
+    took_part = prefix.longest(the_tokens(), EQUIVALENT) > 0
     assert not (took_part and prefix.longest(the_tokens(), DENSE)), "exact only if no helper's rows are in it"
     if end == "finishes":
         assert took_part

@@ -15,7 +15,7 @@ from turned_scheduler import TurnedScheduler
 from fleetd import limits
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.measure.chunk_size import FixedChunks
-from fleetd.engine.prefixes.prefix_cache import PLAN
+from fleetd.engine.prefixes.prefix_cache import EQUIVALENT
 from fleetd.engine.prompt.prompt_encoding import prepare
 from fleetd.engine.protocol import (
     Accepted,
@@ -183,7 +183,7 @@ def test_cached_numbers_of_others_serve_only_what_may_be_shared(parts: tuple[Any
     bench.finish_all("first")
     entries = bench.scheduler.prefix._entries
     for key, entry in entries.items():
-        entries[key] = type(entry)(PLAN, entry.tokens, entry.cache, entry.nbytes, entry.trimmable)
+        entries[key] = type(entry)(EQUIVALENT, entry.tokens, entry.cache, entry.nbytes, entry.trimmable)
     bench.ask("shared", 700)
     bench.turn()
     (accepted,) = bench.of("shared", Accepted)
@@ -200,7 +200,7 @@ def test_cached_numbers_of_others_serve_only_what_may_be_shared(parts: tuple[Any
     bench.finish_all("turn")
     assert bench.of("turn", Finished)[0].usage.cached_tokens == 700
     # What rests on them is kept with them, and an answer of its own begins anew.
-    assert {entry.namespace for entry in entries.values()} == {PLAN}
+    assert {entry.namespace for entry in entries.values()} == {EQUIVALENT}
     bench.ask("own", 700, shared=False)
     bench.finish_all("own")
     assert bench.of("own", Finished)[0].usage.cached_tokens == 0
