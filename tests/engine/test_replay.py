@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from fleetd import limits
@@ -27,7 +29,9 @@ DONE = Finished("r", "stop")
 
 
 def replay(seed: int | None = None) -> Replay:
-    return Replay(Generate("r", TextPrompt("x"), Sampling(seed=seed)))
+    found = Replay(Generate("r", TextPrompt("x"), Sampling(seed=seed)))
+    found.of_group = True
+    return found
 
 
 def passed(replay: Replay, events: list[Event]) -> list[Event]:
@@ -45,6 +49,15 @@ def test_what_was_passed_on_is_not_passed_on_again(came: int) -> None:
     assert rest[-1] == DONE
     # How the prompt is read is told again only to who has nothing of the answer yet.
     assert any(isinstance(event, Accepted) for event in rest) is (came == 0)
+
+
+def test_of_an_answer_of_one_machine_nothing_is_kept() -> None:
+    alone = replay()
+    alone.of_group = False
+    events = [*BEGUN, *TEXT, DONE]
+    kept = [*map(sys.getrefcount, events)]
+    assert passed(alone, events) == events
+    assert [*map(sys.getrefcount, events)] == kept
 
 
 def test_another_answer_is_no_continuation() -> None:

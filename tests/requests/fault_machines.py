@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -345,7 +345,7 @@ async def machines(folder: Path) -> AsyncIterator[FaultMachines]:
             async with running(*(machine.node for machine in found.all.values())):
                 for machine in found.all.values():
                     await machine.ready()
-                await _introduced(found)
+                await introduced(found.all, found.wire)
                 yield found
         finally:
             found.mend()
@@ -401,9 +401,9 @@ async def _made(folder: Path, patch: pytest.MonkeyPatch, stack: contextlib.ExitS
     return found
 
 
-async def _introduced(found: FaultMachines) -> None:
+async def introduced(machines: Mapping[str, FaultMachine], wire: WatchedWire) -> None:
     """Each knows the others, and finds them only through the wire."""
-    nodes = {name: machine.node for name, machine in found.all.items()}
+    nodes = {name: machine.node for name, machine in machines.items()}
     ports = {name: node.port for name, node in nodes.items()}
     pairs = list(itertools.permutations(nodes.items(), 2))
     for (_, node), (_, other) in pairs:
@@ -412,6 +412,6 @@ async def _introduced(found: FaultMachines) -> None:
         node.port = 0  # not told to others
         await node.roster_changed()
     for (name, node), (other_name, other) in pairs:
-        address = await found.wire.between(name, other_name, ports[other_name])
+        address = await wire.between(name, other_name, ports[other_name])
         node.reached(other.identity.node_id, address)
     await together(list(nodes.values()))

@@ -257,8 +257,13 @@ async def exec_forked(channel: socket.socket, *command: str, **options: Any) -> 
     finally:
         theirs.close()
         os.close(nothing)
-    status, stderr = await _reading(asked), await _reading(ours)
-    return ForkedWorker(_number(await status.reader.readexactly(_NUMBER_BYTES)), status, stderr)
+    try:
+        status, stderr = await _reading(asked), await _reading(ours)
+        return ForkedWorker(_number(await status.reader.readexactly(_NUMBER_BYTES)), status, stderr)
+    except asyncio.CancelledError:
+        asked.close()
+        ours.close()
+        raise
 
 
 def _ask(

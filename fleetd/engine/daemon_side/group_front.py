@@ -17,6 +17,7 @@ import structlog
 
 from fleetd.control.daemon_status import EngineStatus, HeldLayers
 from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.failures import typed
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import GroupMember, WorkerSettings
 from fleetd.errors import EngineDied, FleetError
@@ -69,7 +70,8 @@ class GroupFront(EngineProcess):
             await super().start()
             await self._group.connect(self)
             await self._group.watch()
-        except FleetError as error:
+        except Exception as failure:
+            error = typed(failure, f"{self.settings.name} could not be held together ({failure}).")
             log.warning("group.lost", model=self.settings.name, code=error.code, reason=error.message)
             await self._lost(error)
         finally:

@@ -264,14 +264,22 @@ class EnginePool:
                     lost_s = clock()
                     log.warning("group.again", model=folder.name, reason=error.message)
                     yield Loading(f"going on: {error.message}"[: limits.CARD_TEXT_CHARS])
-                except OutOfMemory:
-                    # The others of a group that has just lost a machine have yet to free their parts of it.
+                except OutOfMemory as error:
                     if clock() - lost_s > limits.GROUP_AGAIN_S:
-                        raise
+                        if not self._refused_by_member(folder.name):
+                            raise
+                        replay.again(error)
+                        continue
+                    # The others of a group that has just lost a machine have yet to free their parts of it.
                     yield Loading("waiting for memory on other machines")
                     await asyncio.sleep(_CHECK_S)
                 else:
                     return
+
+    def _refused_by_member(self, name: str) -> bool:
+        """True if the model's group failed before its worker here was started: others may do better."""
+        model = self._models.get(name)
+        return model is not None and isinstance(model.first, GroupFront) and model.first.pid is None
 
     async def _streamed(self, wanted: _WantedLayers, replay: Replay) -> AsyncGenerator[Loading | Event, None]:
         """The same, as long as the model stays loaded."""
@@ -279,14 +287,14 @@ class EnginePool:
             if not isinstance(item, EngineProcess):
                 yield item
                 continue
-            request = replay.request
             if isinstance(item, GroupFront):
-                if request.local_only:
+                if replay.request.local_only:
                     raise NoMachine(
                         f"{wanted.name} is on several machines, and this request stays on one.",
                         hint="Choose a model that fits this machine (fleetctl models).",
                     )
-                request = replay.repeatable
+                replay.of_group = True
+            request = replay.repeatable if replay.of_group else replay.request
             async with aclosing(item.stream(request)) as events:
                 async for event in events:
                     yield event

@@ -15,19 +15,21 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.engine.protocol import Delta, Event, Finished, Generate, ToolCall, ToolCallPiece
-from fleetd.errors import EngineError, GroupLost
+from fleetd.errors import EngineError, FleetError
 
 _ANSWER = (Delta, ToolCallPiece, ToolCall)
 
 
 class Replay:
-    """What was passed on of an answer.
+    """What was passed on of an answer, if a group gives it.
 
     ``repeatable``: the request with a seed, so that a second try draws the same tokens.
     """
 
     def __init__(self, request: Generate) -> None:
         self.request = self.repeatable = request
+        # Set once several machines answer. Until then no event is kept.
+        self.of_group = False
         if request.sampling.seed is None:
             seeded = replace(request.sampling, seed=secrets.randbits(31))
             self.repeatable = replace(request, sampling=seeded)
@@ -38,7 +40,7 @@ class Replay:
         # Ids of tool calls of the present try, and those that they had in the first.
         self._call_ids: dict[str, str] = {}
 
-    def again(self, error: GroupLost) -> None:
+    def again(self, error: FleetError) -> None:
         """Begin another try. Raises ``error`` if there were enough."""
         if self._tries >= limits.GROUP_TRIES:
             raise error
@@ -51,6 +53,8 @@ class Replay:
 
         Raises EngineError if it is another one than then.
         """
+        if not self.of_group:
+            return event
         if isinstance(event, _ANSWER):
             self._came += 1
             known = self._passed[self._came - 1] if self._came <= len(self._passed) else None

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.group_view import GroupView
-from fleetd.errors import FleetError, ModelCorrupt, ModelUnsupported, NoMachine, OutOfMemory
+from fleetd.errors import FleetError, Incompatible, ModelCorrupt, ModelUnsupported, NoMachine, OutOfMemory
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WORKING_BYTES, LayerBytes, WeightRules, layer_bytes, weight_need
@@ -91,7 +91,13 @@ class FleetGroups:
             n_bytes + planned.size.outside_bytes,
             room,
         )
-        return FleetGroup(self._partners, folder.name, planned.digest, planned.found, own)
+        failed = partial(self._left_out, planned.digest)
+        return FleetGroup(self._partners, folder.name, planned.digest, planned.found, own, failed)
+
+    def _left_out(self, digest: str, node_id: str, error: FleetError) -> None:
+        """A member has failed. What has too little memory for a part is asked last for it, from now on."""
+        known = Incompatible(error.message) if isinstance(error, OutOfMemory) else error
+        self._members.failed(node_id, "prefill", known, digest)
 
     def loaded(self, folder: ModelFolder) -> GroupView | None:
         """How machines hold a model together now; None if they do not."""
@@ -113,11 +119,21 @@ class FleetGroups:
     def plan(self, folder: ModelFolder, arithmetic: Arithmetic, over: Sequence[str] = ()) -> GroupPlan | None:
         """The cut that a group would have; None if there are no others to ask. Nothing is begun.
 
+        A machine that failed a short while ago is asked only if the model does not fit the others.
+
         Args:
             over: names of the other machines that have to hold a part; none leaves it to the planner.
 
         Raises NoMachine if one of ``over`` cannot hold a part, ModelUnsupported if such a model is not cut.
         """
+        found = self._plan(folder, arithmetic, over, even_left_out=bool(over))
+        if not over and (found is None or isinstance(found.found, Shortage)):
+            return self._plan(folder, arithmetic, over, even_left_out=True)
+        return found
+
+    def _plan(
+        self, folder: ModelFolder, arithmetic: Arithmetic, over: Sequence[str], *, even_left_out: bool
+    ) -> GroupPlan | None:
         here = self._members.here()
         own = here.model(folder.name)
         if own is None or not own.digest:
@@ -127,7 +143,7 @@ class FleetGroups:
                     hint="Send it again once they are hashed (fleetctl models).",
                 )
             return None
-        having, lacking = self._others(own, over)
+        having, lacking = self._others(own, over, even_left_out=even_left_out)
         if not having and not lacking:
             return None
         try:
@@ -159,7 +175,9 @@ class FleetGroups:
         hops_s = {member.node_id: _hop_s(member, width) for member, _ in [*having, *lacking]}
         return GroupPlan(found, own.digest, size, hops_s, named=bool(over))
 
-    def _others(self, own: ModelCard, over: Sequence[str]) -> tuple[_Machines, _Machines]:
+    def _others(
+        self, own: ModelCard, over: Sequence[str], *, even_left_out: bool
+    ) -> tuple[_Machines, _Machines]:
         """The other machines that could hold a part: those with the files, and those that can fetch layers.
 
         Raises NoMachine as ``plan``.
@@ -169,7 +187,7 @@ class FleetGroups:
         can_fetch = {member.node_id for member, _ in lacking}
         having: _Machines = []
         for member in named:
-            refusal = eligible(member, own.digest, even_left_out=bool(over))
+            refusal = eligible(member, own.digest, even_left_out=even_left_out)
             model = member.model_with(own.digest)
             if refusal is None and model is not None:
                 having.append((member, model))

@@ -76,7 +76,7 @@ class StageServer:
         with self._limit.serving(peer, ask.id):
             async with (
                 aclosing(self._hold(peer, ask, stream)) as told,
-                aclosing(with_heartbeats(told, limits.JOB_ALIVE_S)) as beats,
+                aclosing(with_heartbeats(told, limits.GROUP_BEAT_S)) as beats,
             ):
                 async for message in beats:
                     stream.send(ALIVE if message is None else messages.encode(message))

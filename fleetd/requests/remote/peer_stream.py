@@ -14,27 +14,34 @@ from fleetd.requests.remote.message_codec import ALIVE
 
 
 async def next_message(
-    stream: PeerStream, of: str = "life", due_s: Callable[[], float] = lambda: math.inf
+    stream: PeerStream,
+    of: str = "life",
+    due_s: Callable[[], float] = lambda: math.inf,
+    *,
+    silence_s: float | None = None,
 ) -> bytes | None:
     """The next message that says more than that the other side is alive; None at the end.
 
     Args:
         due_s: when it must have come at the latest, whatever signs of life there are; the loop's time.
+        silence_s: seconds without any sign of life after which the other side is taken for lost; None is
+            ``limits.JOB_SILENCE_S``.
 
     Raises PeerLost for silence, of what: ``of``, and once ``due_s`` has passed.
     """
     loop = asyncio.get_running_loop()
+    silence_s = limits.JOB_SILENCE_S if silence_s is None else silence_s
     while True:
         # Looked at each time: messages that are there already leave no moment in which a timeout could fire.
         if (left_s := due_s() - loop.time()) <= 0:
             raise PeerLost("It says that it is alive, and gets no further.")
         try:
-            async with asyncio.timeout(min(limits.JOB_SILENCE_S, left_s)):
+            async with asyncio.timeout(min(silence_s, left_s)):
                 body = await stream.receive()
         except TimeoutError:
-            if left_s <= limits.JOB_SILENCE_S:
+            if left_s <= silence_s:
                 continue
-            raise PeerLost(f"No sign of {of} for {limits.JOB_SILENCE_S:.0f} s.") from None
+            raise PeerLost(f"No sign of {of} for {silence_s:g} s.") from None
         if body != ALIVE:
             return body
 

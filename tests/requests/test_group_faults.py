@@ -1,0 +1,361 @@
+"""Every step of a model over several machines, every fault, every role: the answer is the same, or its error
+says what is wrong; it is known in time; and nothing is left of it in any process.
+
+``group_table`` has the cases and the reasons for those that are none; ``grouped_machines`` the machines.
+``make test`` runs one case for each fault and role, ``make test-long`` all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import short_stages
+import structlog
+import uvloop
+from group_table import FAULTS, FORMING, HOME, MEMBER, STEPS, Case, table
+from grouped_machines import NOTICED_S, GroupedMachines, began_again, machines
+from msgspec.structs import replace
+from request_events import RequestEvents
+from sharing import workers
+from wire import Effect
+
+from fleetd import limits
+from fleetd.engine.daemon_side.group_front import GroupFront
+from fleetd.errors import FleetError
+from fleetd.requests.groups import server
+
+_CASES = [case for case in table() if isinstance(case, Case)]
+# A daemon that answers and stands still goes on after this.
+_PAUSE_S = 0.3
+# By which this process may grow: allocators keep what they had once.
+_LEAST_BYTES, _GROUP_BYTES = 16 << 20, 64 << 10
+
+
+def _chosen() -> set[str]:
+    """One case for each fault and role, each at another step."""
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in _CASES:
+        groups.setdefault((case.fault, str(case.role)), []).append(case)
+    return {str(group[number * 5 % len(group)]) for number, group in enumerate(groups.values())}
+
+
+def _parameters() -> list[Any]:
+    chosen = _chosen()
+    return [
+        pytest.param(case, id=str(case), marks=() if str(case) in chosen else pytest.mark.long)
+        for case in _CASES
+    ]
+
+
+@dataclass
+class KeptMachines:
+    """Machines that outlast one test, what is here of them at rest, and the loop that is theirs."""
+
+    machines: GroupedMachines
+    runner: asyncio.Runner
+    expected: Any
+    before: dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptMachines]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    folder = tmp_path_factory.mktemp("machines")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        loop = runner.get_loop()
+        made: asyncio.Future[tuple[GroupedMachines, Any]] = loop.create_future()
+        over = asyncio.Event()
+
+        async def keep() -> None:
+            async with machines(folder) as found:
+                # What is made once and kept is there after the first group.
+                await found.ask(found.prompt("first"), RequestEvents(), lambda _: None)
+                await found.unload()
+                await found.quiet()
+                made.set_result((found, await _whole(found)))
+                await over.wait()
+
+        async def begin() -> asyncio.Task[None]:
+            keeper = loop.create_task(keep())
+            await asyncio.wait({keeper, made}, return_when=asyncio.FIRST_COMPLETED)
+            if not made.done():
+                await keeper
+            return keeper
+
+        async def at_rest() -> dict[str, int]:
+            return made.result()[0].own()
+
+        async def end(keeper: asyncio.Task[None]) -> None:
+            over.set()
+            await keeper
+
+        keeper = runner.run(begin())
+        before = runner.run(at_rest())
+        yield KeptMachines(made.result()[0], runner, made.result()[1], before)
+        runner.run(end(keeper))
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+async def _whole(fleet: GroupedMachines) -> Any:
+    """The answer of one worker that has the whole model."""
+    async with workers(Path(fleet.home.folder.path), 1) as (whole,):
+        told = RequestEvents()
+        await told.read(whole.stream(fleet.prompt("whole")))
+        return told.answer
+
+
+class Strike:
+    """One fault, at its step."""
+
+    def __init__(self, fleet: GroupedMachines, case: Case) -> None:
+        self.fleet, self.case = fleet, case
+        self._clock = asyncio.get_running_loop().time
+        self.struck_s = self.noticed_s = 0.0
+
+    def __call__(self, step: str) -> Effect:
+        if not self.struck_s and step == STEPS[self.case.step]:
+            self.struck_s = self._clock()
+            getattr(self, f"_{self.case.fault.replace(' ', '_')}")(self.case.role.machine)
+        return Effect.PASS
+
+    def seen(self, event: Any) -> None:
+        """Notes when the fault is known."""
+        if self.struck_s and not self.noticed_s and (began_again(event) or isinstance(event, FleetError)):
+            self.noticed_s = self._clock()
+
+    def _killed(self, name: str) -> None:
+        self.fleet.signal(name, signal.SIGKILL)
+        if self.case.role.part == "daemon":
+            self.fleet.wire.cut_off(name)
+
+    def _stopped(self, name: str) -> None:
+        if self.case.role.part == "worker":
+            self.fleet.signal(name, signal.SIGSTOP)
+            return
+        self.fleet.wire.freeze(name)
+        if name == HOME:
+            asyncio.get_running_loop().call_later(_PAUSE_S, self.fleet.wire.mend)
+
+    def _stalled(self, name: str) -> None:
+        for link in self.fleet.streams(name):
+            link.hold()
+
+    def _reset(self, name: str) -> None:
+        kind = "session" if self.case.role.part == "daemon" else "stream"
+        # Home dials its members.
+        end = Effect.RESET_DIALLER if name == HOME else Effect.RESET_LISTENER
+        for link in self.fleet.wire.links(name, kind):
+            link.reset(Effect.RESET if kind == "session" else end)
+
+    def _out_of_memory(self, name: str) -> None:
+        for pid in self.fleet.pids(name):
+            short_stages.path(pid).touch()
+        pool = self.fleet.all[name].pool
+        pool.options = replace(pool.options, max_memory_bytes=1 << 20)
+
+    def _disk_full(self, _name: str) -> None:
+        self.fleet.fill_disk()
+
+
+@pytest.mark.parametrize("case", _parameters())
+def test_a_fault_costs_time_and_nothing_else(kept: KeptMachines, case: Case) -> None:
+    kept.runner.run(_strike(kept, case))
+
+
+async def _strike(kept: KeptMachines, case: Case) -> None:
+    fleet, told = kept.machines, RequestEvents()
+    strike = fleet.point = Strike(fleet, case)
+    try:
+        async with asyncio.timeout(30):
+            await fleet.ask(fleet.prompt(f"case.{_CASES.index(case)}"), told, strike.seen)
+        if case.step == "ending":
+            strike(STEPS["ending"])
+    finally:
+        await fleet.unload()
+        fleet.mend()
+    assert strike.struck_s, "it never came so far"
+    _check(case, strike, told, kept.expected)
+    await fleet.together()
+    await fleet.quiet()
+    await fleet.unchanged(kept.before)
+
+
+def _check(case: Case, strike: Strike, told: RequestEvents, expected: Any) -> None:
+    """What the request came to."""
+    if case.outcome in ("again", "same", "either"):
+        assert told.error is None, told.error
+        assert told.answer == expected
+    else:
+        assert told.error is not None
+        assert told.error.code == case.outcome, told.error
+        assert told.error.message
+    if case.outcome == "again":
+        assert strike.noticed_s, "nothing was lost"
+    if strike.noticed_s:
+        assert strike.noticed_s - strike.struck_s < NOTICED_S
+
+
+# ---- what is no single fault of a process ----------------------------------------------------------------
+
+
+async def _asked(kept: KeptMachines, step: str, strike: Callable[[], object], **fields: Any) -> RequestEvents:
+    """One prompt, during which something happens at a step; then its group ends, and nothing is left."""
+    fleet, told = kept.machines, RequestEvents()
+    left = [strike]
+
+    def point(name: str) -> Effect:
+        if name == step and left:
+            left.pop()()
+        return Effect.PASS
+
+    fleet.point = point
+    try:
+        async with asyncio.timeout(60):
+            await fleet.ask(fleet.prompt(f"asked.{step}", **fields), told, lambda _: None)
+        assert not left, "it never came so far"
+    finally:
+        await fleet.unload()
+        fleet.mend()
+    return told
+
+
+def test_a_member_that_falls_asleep_is_replaced_and_free_when_it_wakes(kept: KeptMachines) -> None:
+    async def run() -> None:
+        fleet = kept.machines
+
+        def sleep() -> None:
+            fleet.signal(MEMBER, signal.SIGSTOP)
+            fleet.wire.freeze(MEMBER)
+            for link in fleet.streams(MEMBER):
+                link.hold()
+
+        told = await _asked(kept, STEPS["writing"], sleep)
+        assert told.answer == kept.expected
+        assert any(began_again(event) for event in told.events)
+        await fleet.together()
+        await fleet.quiet()
+        await fleet.unchanged(kept.before)
+
+    kept.runner.run(run())
+
+
+def test_a_member_that_is_unpaired_in_the_middle_of_an_answer_is_replaced(kept: KeptMachines) -> None:
+    async def run() -> None:
+        fleet = kept.machines
+        node, member = fleet.home.node, fleet.all[MEMBER].node
+        tasks = []
+
+        def unpair() -> None:
+            node.roster.remove(member.node_id)
+            tasks.append(asyncio.create_task(node.roster_changed()))
+
+        told = await _asked(kept, STEPS["writing"], unpair, max_tokens=40)
+        assert any(began_again(event) for event in told.events)
+        assert told.finished.usage.completion_tokens == 40
+        await asyncio.gather(*tasks)
+        await fleet.quiet()
+        await fleet.pair_again(MEMBER)
+        await fleet.unchanged(kept.before)
+
+    kept.runner.run(run())
+
+
+def test_a_member_with_another_version_is_in_a_group_that_is_labelled_so(
+    kept: KeptMachines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was updated, and its layers may round otherwise."""
+
+    async def run() -> None:
+        fleet = kept.machines
+        labels = []
+
+        def label() -> None:
+            front = fleet.home.pool.engine(fleet.home.folder)
+            assert isinstance(front, GroupFront)
+            labels.append(front.exact)
+
+        await _asked(kept, "token 1", label)
+        monkeypatch.setattr(server, "_arithmetic", lambda _engine: "as a later version computes")
+        await _asked(kept, "token 1", label)
+        assert labels == [True, False]
+        await fleet.quiet()
+
+    kept.runner.run(run())
+
+
+def test_a_member_whose_memory_is_needed_elsewhere_keeps_its_promise_and_makes_no_other(
+    kept: KeptMachines,
+) -> None:
+    async def run() -> None:
+        fleet = kept.machines
+        pool = fleet.all[MEMBER].pool
+
+        def shrink() -> None:
+            pool.options = replace(pool.options, max_memory_bytes=1 << 20)
+            for worker in pool._workers():
+                worker.taken_elsewhere(1 << 30)
+
+        running = await _asked(kept, STEPS["reading"], shrink)
+        assert running.answer == kept.expected
+        assert not any(began_again(event) for event in running.events)
+        await fleet.quiet()
+        asked = []
+        pool.options = replace(pool.options, max_memory_bytes=1 << 20)
+        later = await _asked(kept, "helper1: asked", lambda: asked.append("the other one"))
+        assert later.answer == kept.expected
+        assert asked
+        await fleet.quiet()
+
+    kept.runner.run(run())
+
+
+# ---- leaks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_groups_that_formed_and_ended_leave_nothing(kept: KeptMachines, count: int) -> None:
+    """Processes, tasks, descriptors, reservations, memory: whatever one group leaves, many would add up."""
+
+    async def run() -> None:
+        fleet, process = kept.machines, psutil.Process()
+        resident = 0
+        for number in range(count):
+            told = RequestEvents()
+            await fleet.ask(fleet.prompt(f"group.{number}"), told, lambda _: None)
+            assert told.answer == kept.expected
+            await fleet.unload()
+            await fleet.quiet()
+            resident = resident or process.memory_info().rss
+        await fleet.unchanged(kept.before)
+        assert process.memory_info().rss - resident < _LEAST_BYTES + count * _GROUP_BYTES
+
+    kept.runner.run(run())
+
+
+def test_the_table_is_whole() -> None:
+    """Nothing is left out without a reason, and the figures that are reported are these."""
+    whole = table()
+    cases, reasons = [c for c in whole if isinstance(c, Case)], [r for r in whole if isinstance(r, str)]
+    assert len({str(case) for case in cases}) == len(cases)
+    by_fault = Counter(case.fault for case in cases)
+    assert set(by_fault) == set(FAULTS)
+    assert {case.step for case in cases} == set(STEPS)
+    print(len(whole), "combinations,", len(cases), "cases:", dict(by_fault), Counter(reasons))  # noqa: T201
+
+
+def test_a_member_is_missed_in_time() -> None:
+    """The tests above have a shorter silence; this is the one that counts."""
+    assert limits.GROUP_SILENT_S + limits.GROUP_BEAT_S <= NOTICED_S
+    assert set(FORMING) < set(STEPS)
