@@ -67,6 +67,9 @@ LINKS = {
     "Wi-Fi, next room, or a VPN": LinkSpeed(20e6, 10e-3),
 }
 ETHERNET = "1 Gbit/s Ethernet"
+#: What hidden states of a model over several machines may travel over. RDMA is there for comparison: by what
+#: others measured (docs/large-models.md).
+HOPS = {"Thunderbolt 5 with RDMA (fleetd does not use it)": LinkSpeed(6e9, 0.02e-3), **LINKS}
 
 
 def alone_s(machine: Machine, model: str, tokens: int) -> float:
@@ -156,8 +159,12 @@ def together_tok_s(model: str, count: int, machine: Machine, link: LinkSpeed) ->
     found = cut(size, each[0], each[1:], least_tokens=limits.GROUP_LEAST_TOKENS, most_tokens=8192)
     if isinstance(found, Shortage):
         return 0.0
-    hop_s = link.rtt_s / 2 + 2 * width / link.bytes_per_s
-    return 1 / step_s(found, 2 * (len(found.parts) - 1) * hop_s)
+    return 1 / step_s(found, 2 * (len(found.parts) - 1) * hop_s(link, width))
+
+
+def hop_s(link: LinkSpeed, width: int) -> float:
+    """Seconds in which the hidden state of one token reaches the next machine."""
+    return link.rtt_s / 2 + 2 * width / link.bytes_per_s
 
 
 def groups() -> str:
@@ -167,13 +174,13 @@ def groups() -> str:
         for model, count, machine in _SEVERAL
     )
     rows = [
-        f"| link | {' | '.join(heads)} |",
-        f"|---|{'---|' * len(_SEVERAL)}",
+        f"| link | a hop of 16 KB | {' | '.join(heads)} |",
+        f"|---|---|{'---|' * len(_SEVERAL)}",
     ]
-    for name, link in LINKS.items():
+    for name, link in HOPS.items():
         found = (together_tok_s(*each, link) for each in _SEVERAL)
         cells = (f"{speed:.1f} tok/s" if speed else "does not fit" for speed in found)
-        rows.append(f"| {name} | {' | '.join(cells)} |")
+        rows.append(f"| {name} | {1000 * hop_s(link, 8192):.2f} ms | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -13,8 +13,11 @@ _END = "<!-- End of the table. -->"
 
 
 def page() -> str:
-    """The page with a new table."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    """The page with a new table. Raises ValueError if the page does not have each marker once."""
+    text = PAGE.read_text(encoding="utf-8")
+    if text.count(_BEGIN) != 1 or text.count(_END) != 1:
+        raise ValueError(f"{PAGE.name} must have each of these lines once: {_BEGIN} {_END}")
+    before, _, rest = text.partition(_BEGIN)
     return f"{before}{_BEGIN}\n\n{pairs.groups()}\n\n{_END}{rest.partition(_END)[2]}"
 
 
