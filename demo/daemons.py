@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,3 +129,46 @@ def fleetctl(machine: Machine, *arguments: str, limit_s: float, stdin: str = "")
     lines = done.stdout.splitlines()
     # Verbs that take a while tell what happens line by line; the others print one object over many lines.
     return json.loads(lines[-1]) if lines and lines[0].endswith("}") else json.loads(done.stdout)
+
+
+def pair(inviter: Machine, joiner: Machine) -> None:
+    """What two people would do at two terminals."""
+    with subprocess.Popen(
+        command_line(inviter, "pair", "--yes", "--json"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        env=inviter.environ,
+    ) as window:
+        shown = window.stdout.readline() if window.stdout else ""
+        if not shown:
+            fail(f"{inviter.name} did not open a pairing window", inviter.log)
+        code = json.loads(shown)["code"]
+        done = subprocess.run(
+            command_line(joiner, "join", code, "--yes", "--json"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            env=joiner.environ,
+            timeout=PAIR_S,
+            check=False,
+        )
+        if done.returncode:
+            window.terminate()
+            fail(f"{joiner.name} could not join {inviter.name}", joiner.log)
+        theirs = {event["type"]: event for event in map(json.loads, done.stdout.splitlines())}
+        ours = {event["type"]: event for event in map(json.loads, window.stdout or ())}
+    if theirs["meeting"]["phrase"] != ours["meeting"]["phrase"]:
+        fail("the two machines do not show the same phrase", inviter.log)
+    say(f"  {joiner.name} joined {inviter.name} with the code {code}; both show {ours['meeting']['phrase']}")
+
+
+def wait_usable(machines: Sequence[Machine]) -> None:
+    """Every machine can use every other one."""
+    deadline = time.monotonic() + PAIR_S
+    while time.monotonic() < deadline:
+        views = [fleetctl(machine, "peers", limit_s=30)["peers"] for machine in machines]
+        if all(sum(peer["state"] == "usable" for peer in view) == len(machines) - 1 for view in views):
+            return
+        time.sleep(0.1)
+    fail("the machines did not all become usable", machines[0].log)

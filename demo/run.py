@@ -1,4 +1,5 @@
-"""`make demo`: a throw-away fleet of three daemons, questions to it, and one prompt that two of them share.
+"""`make demo`: a throw-away fleet of three daemons, questions to it, one prompt that two of them share, and a
+model that two more hold together, because it fits neither.
 
 They find each other by mDNS and are paired with a code, as three machines would be; the model is fetched once
 and copied from one to another; the third, which has none, is asked. Needs nothing but what `make` installed.
@@ -8,14 +9,12 @@ after Ctrl-C.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,9 +28,12 @@ from daemons import (
     daemon,
     fail,
     fleetctl,
+    pair,
     say,
     temporary_home,
+    wait_usable,
 )
+from held_by_two import held_by_two
 from together import shared_and_alone
 
 # A text that the answers can be checked against, some 2,200 tokens long.
@@ -45,49 +47,8 @@ QUESTIONS = (
 PULL_S = 900.0
 # Three rooms of one flat.
 NAMES = ("studio", "kitchen", "attic")
-
-
-def pair(inviter: Machine, joiner: Machine) -> None:
-    """What two people would do at two terminals."""
-    with subprocess.Popen(
-        command_line(inviter, "pair", "--yes", "--json"),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-        env=inviter.environ,
-    ) as window:
-        shown = window.stdout.readline() if window.stdout else ""
-        if not shown:
-            fail(f"{inviter.name} did not open a pairing window", inviter.log)
-        code = json.loads(shown)["code"]
-        done = subprocess.run(
-            command_line(joiner, "join", code, "--yes", "--json"),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-            env=joiner.environ,
-            timeout=PAIR_S,
-            check=False,
-        )
-        if done.returncode:
-            window.terminate()
-            fail(f"{joiner.name} could not join {inviter.name}", joiner.log)
-        theirs = {event["type"]: event for event in map(json.loads, done.stdout.splitlines())}
-        ours = {event["type"]: event for event in map(json.loads, window.stdout or ())}
-    if theirs["meeting"]["phrase"] != ours["meeting"]["phrase"]:
-        fail("the two machines do not show the same phrase", inviter.log)
-    say(f"  {joiner.name} joined {inviter.name} with the code {code}; both show {ours['meeting']['phrase']}")
-
-
-def wait_usable(machines: Sequence[Machine]) -> None:
-    """Every machine can use every other one."""
-    deadline = time.monotonic() + PAIR_S
-    while time.monotonic() < deadline:
-        views = [fleetctl(machine, "peers", limit_s=30)["peers"] for machine in machines]
-        if all(sum(peer["state"] == "usable" for peer in view) == len(machines) - 1 for view in views):
-            return
-        time.sleep(0.1)
-    fail("the machines did not all become usable", machines[0].log)
+# Two machines that are too small for the model.
+SMALL_NAMES = ("cellar", "garage")
 
 
 def ask(machine: Machine, question: str, *, about_text: bool) -> None:
@@ -153,6 +114,8 @@ def main() -> None:
         say(f"\n{third.name}$ fleetctl peers")
         subprocess.run(command_line(third, "peers"), env=third.environ, check=False, timeout=30)
         shared_and_alone(second, first)
+        others = [Machine(name, folder / name, environment(name, folder)) for name in SMALL_NAMES]
+        held_by_two(others, first)
     say(f"\nthe fleet is stopped, its homes removed; {time.monotonic() - began:.0f} s in all")
     say("next: `.venv/bin/fleetd run`, and in another terminal `.venv/bin/fleetctl chat`")
 
@@ -164,7 +127,7 @@ def environment(name: str, folder: Path) -> dict[str, str]:
     environ["FLEETD_ENGINE_THREADS"] = "1"
     # Nothing of what this machine really has takes part.
     environ["FLEETD_MODELS_HUB_CACHE"] = str(folder / "no-hub")
-    if name == NAMES[0]:
+    if name in (NAMES[0], *SMALL_NAMES):
         environ["FLEETD_MODELS_DIR"] = str(REPO / ".cache" / "models")
     return environ
 
