@@ -151,3 +151,38 @@ def test_every_thread_of_a_worker_moves_to_its_core(demo: Any) -> None:
         assert len(threads) >= 2
         assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset({core})}
         worker.stdin.close()
+
+
+# ---- a model that two machines hold ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(demo: Any) -> Iterator[Any]:
+    import held_by_two
+
+    yield held_by_two
+    sys.modules.pop("held_by_two", None)
+
+
+def test_what_two_machines_hold_is_said_of_each(held: Any) -> None:
+    front = {"members": [{"name": "garage", "first": 14, "last": 30}], "shape": {"weights_bytes": 101e6}}
+    part = {"first_layer": 14, "last_layer": 30, "shape": {"weights_bytes": 80e6}}
+    assert held.shares(front, part) == [
+        "here       layers 0 to 14, both ends: 101 MB",
+        "garage     layers 14 to 30: 80 MB",
+    ]
+
+
+@pytest.mark.parametrize(("content", "said"), [("Yes.", "are identical"), ("No.", "differ")])
+def test_the_speed_of_two_stands_beside_that_of_one(held: Any, content: str, said: str) -> None:
+    def answer(content: str, ms: float) -> dict[str, Any]:
+        return {
+            "content": content,
+            "usage": {"completion_tokens": 60},
+            "timings": {"predicted_ms": ms},
+        }
+
+    found = held.verdict(answer("Yes.", 3000), answer(content, 2000), "studio")
+    assert found == (
+        f"=> 20.0 tokens per second; studio, which has the whole model, writes 30.0; the answers {said}"
+    )

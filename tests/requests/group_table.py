@@ -36,7 +36,7 @@ Outcome = str
 
 
 @dataclass(frozen=True)
-class Role:
+class GroupRole:
     """``part``: "worker" or "daemon"."""
 
     machine: str
@@ -46,14 +46,14 @@ class Role:
         return f"{'member' if self.machine == MEMBER else HOME} {self.part}"
 
 
-ROLES = tuple(Role(machine, part) for machine in (HOME, MEMBER) for part in ("worker", "daemon"))
+ROLES = tuple(GroupRole(machine, part) for machine in (HOME, MEMBER) for part in ("worker", "daemon"))
 
 
 @dataclass(frozen=True)
-class Case:
+class GroupCase:
     step: str
     fault: Fault
-    role: Role
+    role: GroupRole
     outcome: Outcome
 
     def __str__(self) -> str:
@@ -74,10 +74,10 @@ LOADS_ALONE = "A load that stands still is ended as that of a whole model (tests
 NOTHING_ASKED = "It computes nothing then."
 
 
-def verdict(step: str, fault: Fault, role: Role) -> Case | str:
+def verdict(step: str, fault: Fault, role: GroupRole) -> GroupCase | str:
     """What is to be done and to be expected, or why that makes no sense."""
     found = (_worker if role.part == "worker" else _daemon)(step, fault, role.machine == HOME)
-    return found if found.endswith(".") else Case(step, fault, role, found)
+    return found if found.endswith(".") else GroupCase(step, fault, role, found)
 
 
 def _worker(step: str, fault: Fault, home: bool) -> str:
@@ -121,6 +121,6 @@ def _daemon(step: str, fault: Fault, home: bool) -> str:
     return "either" if step in SERVING and fault != "killed" else "again"
 
 
-def table() -> list[Case | str]:
+def table() -> list[GroupCase | str]:
     """The whole of it."""
     return [verdict(step, fault, role) for step in STEPS for fault in FAULTS for role in ROLES]

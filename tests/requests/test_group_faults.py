@@ -21,7 +21,7 @@ import pytest
 import short_stages
 import structlog
 import uvloop
-from group_table import FAULTS, FORMING, HOME, MEMBER, STEPS, Case, table
+from group_table import FAULTS, FORMING, HOME, MEMBER, STEPS, GroupCase, table
 from grouped_machines import NOTICED_S, GroupedMachines, began_again, machines
 from msgspec.structs import replace
 from request_events import RequestEvents
@@ -33,7 +33,7 @@ from fleetd.engine.daemon_side.group_front import GroupFront
 from fleetd.errors import FleetError
 from fleetd.requests.groups import server
 
-_CASES = [case for case in table() if isinstance(case, Case)]
+_CASES = [case for case in table() if isinstance(case, GroupCase)]
 # A daemon that answers and stands still goes on after this.
 _PAUSE_S = 0.3
 # By which this process may grow: allocators keep what they had once.
@@ -42,7 +42,7 @@ _LEAST_BYTES, _GROUP_BYTES = 16 << 20, 64 << 10
 
 def _chosen() -> set[str]:
     """One case for each fault and role, each at another step."""
-    groups: dict[tuple[str, str], list[Case]] = {}
+    groups: dict[tuple[str, str], list[GroupCase]] = {}
     for case in _CASES:
         groups.setdefault((case.fault, str(case.role)), []).append(case)
     return {str(group[number * 5 % len(group)]) for number, group in enumerate(groups.values())}
@@ -57,7 +57,7 @@ def _parameters() -> list[Any]:
 
 
 @dataclass
-class KeptMachines:
+class KeptGroups:
     """Machines that outlast one test, what is here of them at rest, and the loop that is theirs."""
 
     machines: GroupedMachines
@@ -67,7 +67,7 @@ class KeptMachines:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptMachines]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptGroups]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     folder = tmp_path_factory.mktemp("machines")
@@ -101,7 +101,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptMachines]:
 
         keeper = runner.run(begin())
         before = runner.run(at_rest())
-        yield KeptMachines(made.result()[0], runner, made.result()[1], before)
+        yield KeptGroups(made.result()[0], runner, made.result()[1], before)
         runner.run(end(keeper))
     root.handlers[:] = handlers
     root.setLevel(level)
@@ -116,10 +116,10 @@ async def _whole(fleet: GroupedMachines) -> Any:
         return told.answer
 
 
-class Strike:
+class GroupStrike:
     """One fault, at its step."""
 
-    def __init__(self, fleet: GroupedMachines, case: Case) -> None:
+    def __init__(self, fleet: GroupedMachines, case: GroupCase) -> None:
         self.fleet, self.case = fleet, case
         self._clock = asyncio.get_running_loop().time
         self.struck_s = self.noticed_s = 0.0
@@ -170,13 +170,13 @@ class Strike:
 
 
 @pytest.mark.parametrize("case", _parameters())
-def test_a_fault_costs_time_and_nothing_else(kept: KeptMachines, case: Case) -> None:
+def test_a_fault_costs_time_and_nothing_else(kept: KeptGroups, case: GroupCase) -> None:
     kept.runner.run(_strike(kept, case))
 
 
-async def _strike(kept: KeptMachines, case: Case) -> None:
+async def _strike(kept: KeptGroups, case: GroupCase) -> None:
     fleet, told = kept.machines, RequestEvents()
-    strike = fleet.point = Strike(fleet, case)
+    strike = fleet.point = GroupStrike(fleet, case)
     try:
         async with asyncio.timeout(30):
             await fleet.ask(fleet.prompt(f"case.{_CASES.index(case)}"), told, strike.seen)
@@ -192,7 +192,7 @@ async def _strike(kept: KeptMachines, case: Case) -> None:
     await fleet.unchanged(kept.before)
 
 
-def _check(case: Case, strike: Strike, told: RequestEvents, expected: Any) -> None:
+def _check(case: GroupCase, strike: GroupStrike, told: RequestEvents, expected: Any) -> None:
     """What the request came to."""
     if case.outcome in ("again", "same", "either"):
         assert told.error is None, told.error
@@ -210,7 +210,7 @@ def _check(case: Case, strike: Strike, told: RequestEvents, expected: Any) -> No
 # ---- what is no single fault of a process ----------------------------------------------------------------
 
 
-async def _asked(kept: KeptMachines, step: str, strike: Callable[[], object], **fields: Any) -> RequestEvents:
+async def _asked(kept: KeptGroups, step: str, strike: Callable[[], object], **fields: Any) -> RequestEvents:
     """One prompt, during which something happens at a step; then its group ends, and nothing is left."""
     fleet, told = kept.machines, RequestEvents()
     left = [strike]
@@ -231,7 +231,7 @@ async def _asked(kept: KeptMachines, step: str, strike: Callable[[], object], **
     return told
 
 
-def test_a_member_that_falls_asleep_is_replaced_and_free_when_it_wakes(kept: KeptMachines) -> None:
+def test_a_member_that_falls_asleep_is_replaced_and_free_when_it_wakes(kept: KeptGroups) -> None:
     async def run() -> None:
         fleet = kept.machines
 
@@ -251,7 +251,7 @@ def test_a_member_that_falls_asleep_is_replaced_and_free_when_it_wakes(kept: Kep
     kept.runner.run(run())
 
 
-def test_a_member_that_is_unpaired_in_the_middle_of_an_answer_is_replaced(kept: KeptMachines) -> None:
+def test_a_member_that_is_unpaired_in_the_middle_of_an_answer_is_replaced(kept: KeptGroups) -> None:
     async def run() -> None:
         fleet = kept.machines
         node, member = fleet.home.node, fleet.all[MEMBER].node
@@ -273,7 +273,7 @@ def test_a_member_that_is_unpaired_in_the_middle_of_an_answer_is_replaced(kept: 
 
 
 def test_a_member_with_another_version_is_in_a_group_that_is_labelled_so(
-    kept: KeptMachines, monkeypatch: pytest.MonkeyPatch
+    kept: KeptGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was updated, and its layers may round otherwise."""
 
@@ -296,7 +296,7 @@ def test_a_member_with_another_version_is_in_a_group_that_is_labelled_so(
 
 
 def test_a_member_whose_memory_is_needed_elsewhere_keeps_its_promise_and_makes_no_other(
-    kept: KeptMachines,
+    kept: KeptGroups,
 ) -> None:
     async def run() -> None:
         fleet = kept.machines
@@ -325,7 +325,7 @@ def test_a_member_whose_memory_is_needed_elsewhere_keeps_its_promise_and_makes_n
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
-def test_groups_that_formed_and_ended_leave_nothing(kept: KeptMachines, count: int) -> None:
+def test_groups_that_formed_and_ended_leave_nothing(kept: KeptGroups, count: int) -> None:
     """Processes, tasks, descriptors, reservations, memory: whatever one group leaves, many would add up."""
 
     async def run() -> None:
@@ -347,7 +347,7 @@ def test_groups_that_formed_and_ended_leave_nothing(kept: KeptMachines, count: i
 def test_the_table_is_whole() -> None:
     """Nothing is left out without a reason, and the figures that are reported are these."""
     whole = table()
-    cases, reasons = [c for c in whole if isinstance(c, Case)], [r for r in whole if isinstance(r, str)]
+    cases, reasons = [c for c in whole if isinstance(c, GroupCase)], [r for r in whole if isinstance(r, str)]
     assert len({str(case) for case in cases}) == len(cases)
     by_fault = Counter(case.fault for case in cases)
     assert set(by_fault) == set(FAULTS)
