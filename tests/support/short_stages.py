@@ -30,5 +30,5 @@ def install() -> None:
 
         return called
 
-    for kind, name in ((MemberStage, "_run"), (GroupModel, "_through")):
+    for kind, name in ((MemberStage, "_run"), (GroupModel, "begin")):
         setattr(kind, name, scarce(getattr(kind, name)))
