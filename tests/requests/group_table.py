@@ -89,6 +89,8 @@ def _worker(step: str, fault: Fault, home: bool) -> str:
     if not runs:
         # A member's memory is looked at before its worker starts to load.
         return "again" if fault == "out of memory" and not home else NO_WORKER
+    if (step, fault) == ("loading", "stopped"):
+        return LOADS_ALONE
     streams = step in (*SERVING, "ending", "given to home")
     if fault in ("stalled", "reset") and not streams:
         return NO_STREAM
@@ -117,8 +119,9 @@ def _daemon(step: str, fault: Fault, home: bool) -> str:
         return "again" if step in FORMING[:-1] else "engine_died"
     if home and fault == "stopped":
         return "same"  # it goes on after a while
-    # The workers do not need their daemons to finish an answer.
-    return "either" if step in SERVING and fault != "killed" else "again"
+    # Workers that are connected do not need their daemons to finish an answer.
+    connected = step in (*SERVING, "dialled", "given to the member", "given to home")
+    return "either" if connected and fault != "killed" else "again"
 
 
 def table() -> list[GroupCase | str]:

@@ -63,6 +63,8 @@ SILENT_S, BEAT_S, NOTICED_S = 1.0, 0.1, 3.0
 # A worker of this machine that stands still is ended after this.
 STALL_S = 4.0
 MEMORY_BYTES = WORKING_BYTES + (24 << 20)
+# By which home holds no model whole.
+_NO_ROOM = WeightRules("cpu", setting="float32")
 _LIMITS = {
     "GROUP_SILENT_S": SILENT_S,
     "GROUP_BEAT_S": BEAT_S,
@@ -107,8 +109,9 @@ class GroupedMachines:
             self._serve(machine)
         dialer = BulkDialer(home.node)
         self.expect, self.connect = dialer.expect, dialer.connect
-        home.pool.weight_rules = lambda: WeightRules("cpu", setting="float32")
-        home.pool.groups = FleetGroups(self, self.members, lambda: 24 << 20)  # type: ignore[arg-type]
+        home.pool.weight_rules = lambda: _NO_ROOM
+        rules = replace(_NO_ROOM, budget_bytes=24 << 20)
+        home.pool.groups = FleetGroups(self, self.members, lambda: rules)  # type: ignore[arg-type]
 
     def _serve(self, machine: FaultMachine) -> None:
         context = ServingContext(machine, lambda: self.card(machine), draining=lambda: False)  # type: ignore[arg-type]
@@ -159,7 +162,7 @@ class GroupedMachines:
     # ---- use ---------------------------------------------------------------------------------------------
 
     def prompt(self, request_id: str, **fields: Any) -> Generate:
-        return request(request_id, CHUNK * PREFILL_CHUNKS - 10, 1, **{"max_tokens": 6, **fields})
+        return request(request_id, CHUNK * PREFILL_CHUNKS - 10, 1, **{"max_tokens": 40, **fields})
 
     async def ask(self, asked: Generate, told: RequestEvents, seen: Callable[[Any], None]) -> None:
         """As the pool of a daemon that is asked. ``seen`` is told of each event and of the error."""

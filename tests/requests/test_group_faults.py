@@ -21,8 +21,8 @@ import pytest
 import short_stages
 import structlog
 import uvloop
-from group_table import FAULTS, FORMING, HOME, MEMBER, STEPS, GroupCase, table
-from grouped_machines import NOTICED_S, GroupedMachines, began_again, machines
+from group_table import FAULTS, FORMING, HOME, MEMBER, SERVING, STEPS, GroupCase, table
+from grouped_machines import NOTICED_S, STALL_S, GroupedMachines, began_again, machines
 from msgspec.structs import replace
 from request_events import RequestEvents
 from sharing import workers
@@ -186,25 +186,29 @@ async def _strike(kept: KeptGroups, case: GroupCase) -> None:
         await fleet.unload()
         fleet.mend()
     assert strike.struck_s, "it never came so far"
-    _check(case, strike, told, kept.expected)
     await fleet.together()
     await fleet.quiet()
     await fleet.unchanged(kept.before)
+    _check(case, strike, told, kept.expected)
 
 
 def _check(case: GroupCase, strike: GroupStrike, told: RequestEvents, expected: Any) -> None:
     """What the request came to."""
-    if case.outcome in ("again", "same", "either"):
+    # Home's worker may have said all of the answer, of which its daemon had read the beginning.
+    all_said = case.step in SERVING and case.role.machine == HOME and told.error is None
+    if case.outcome in ("again", "same", "either") or all_said:
         assert told.error is None, told.error
         assert told.answer == expected
     else:
         assert told.error is not None
         assert told.error.code == case.outcome, told.error
         assert told.error.message
-    if case.outcome == "again":
+    if case.outcome == "again" and not all_said:
         assert strike.noticed_s, "nothing was lost"
     if strike.noticed_s:
-        assert strike.noticed_s - strike.struck_s < NOTICED_S
+        # A worker of this machine that stands still is no member: it is ended as any other.
+        own_s = STALL_S if case.outcome == "engine_stalled" else 0.0
+        assert strike.noticed_s - strike.struck_s < NOTICED_S + own_s
 
 
 # ---- what is no single fault of a process ----------------------------------------------------------------

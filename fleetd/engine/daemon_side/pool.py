@@ -263,12 +263,13 @@ class EnginePool:
                     replay.again(error)
                     lost_s = clock()
                     log.warning("group.again", model=folder.name, reason=error.message)
-                    yield Loading(f"going on: {error.message}"[: limits.CARD_TEXT_CHARS])
+                    yield _going_on(error)
                 except OutOfMemory as error:
                     if clock() - lost_s > limits.GROUP_AGAIN_S:
                         if not self._refused_by_member(folder.name):
                             raise
                         replay.again(error)
+                        yield _going_on(error)
                         continue
                     # The others of a group that has just lost a machine have yet to free their parts of it.
                     yield Loading("waiting for memory on other machines")
@@ -279,7 +280,7 @@ class EnginePool:
     def _refused_by_member(self, name: str) -> bool:
         """True if the model's group failed before its worker here was started: others may do better."""
         model = self._models.get(name)
-        return model is not None and isinstance(model.first, GroupFront) and model.first.pid is None
+        return model is not None and _forms(model)
 
     async def _streamed(self, wanted: _WantedLayers, replay: Replay) -> AsyncGenerator[Loading | Event, None]:
         """The same, as long as the model stays loaded."""
@@ -665,3 +666,8 @@ def _forms(model: LoadedModel) -> bool:
 def _is_over(model: LoadedModel, over: frozenset[str] | None) -> bool:
     """True if just these machines hold it with this one, or it is left open which."""
     return over is None or {member.name for member in model.first.settings.group} == over
+
+
+def _going_on(error: FleetError) -> Loading:
+    """What a request is told while another group forms because of ``error``."""
+    return Loading(f"going on: {error.message}"[: limits.CARD_TEXT_CHARS])
