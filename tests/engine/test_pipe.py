@@ -276,3 +276,38 @@ def test_an_eager_pipe_does_not_wait_for_a_side_that_reads_nothing() -> None:
         assert here.backlog > 0
         here.close()
     assert pipe_threads() == 0
+
+
+class OneThreadPoll:
+    """As ``select.poll``, which refuses a second thread, and takes so long that one comes."""
+
+    def __init__(self) -> None:
+        self._busy = threading.Lock()
+        self.asked = 0
+
+    def poll(self, _timeout: float) -> list[tuple[int, int]]:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("concurrent poll() invocation")
+        try:
+            self.asked += 1
+            time.sleep(0.0005)
+        finally:
+            self._busy.release()
+        return [(0, 0)]
+
+
+def test_beats_and_short_frames_do_not_disturb_each_other() -> None:
+    near, far = tcp_pair()
+    there = PipeEnd(far, "acceptor")
+    here = SocketPipe(
+        near, KEY, "connector", place=lambda head: [], wake=there.woken.set, eager=True, beat_s=0.0001
+    )
+    writable = OneThreadPoll()
+    here._writable = writable  # type: ignore[assignment]
+    for number in range(300):
+        here.send(rows(5, layer=number % 7), memoryview(bytes(5)))
+        assert here.receive() is None
+    assert [there.frame().head.layer for _ in range(300)] == [number % 7 for number in range(300)]
+    assert writable.asked
+    here.close()
+    there.pipe.close()

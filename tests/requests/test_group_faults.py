@@ -81,6 +81,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptGroups]:
                 # What is made once and kept is there after the first group.
                 await found.ask(found.prompt("first"), RequestEvents(), lambda _: None)
                 await found.unload()
+                found.mend()
                 await found.quiet()
                 made.set_result((found, await _whole(found)))
                 await over.wait()

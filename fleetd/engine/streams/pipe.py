@@ -69,7 +69,8 @@ class SocketPipe:
         self._out: queue.SimpleQueue[tuple[memoryview, ...] | None] = queue.SimpleQueue()
         self._in: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        # Held while something is written: a frame of the compute thread, or a beat.
+        # Held while something is written, a frame of the compute thread or a beat, and while it is looked
+        # whether that would wait: a poll object serves one thread at a time.
         self._writing = threading.Lock()
         self._beat_s = beat_s
         # When the other side was heard last, by the monotonic clock.
@@ -134,11 +135,11 @@ class SocketPipe:
         """Only if that cannot wait, and if the writer thread has nothing to do."""
         if not self._eager or self._backlog or self._broken is not None or self._closed:
             return False
-        if _cost(parts) > EAGER_BYTES or not self._writable.poll(0):
-            return False
-        if not self._writing.acquire(blocking=False):
+        if _cost(parts) > EAGER_BYTES or not self._writing.acquire(blocking=False):
             return False
         try:
+            if not self._writable.poll(0):
+                return False
             self._sender.send(b"".join(parts))
         except FleetError as error:
             self._break(error)
@@ -182,9 +183,10 @@ class SocketPipe:
         while self._beat_s:
             with contextlib.suppress(queue.Empty):
                 return self._out.get(timeout=self._beat_s)
-            if self._writable.poll(0) and self._writing.acquire(blocking=False):
+            if self._writing.acquire(blocking=False):
                 try:
-                    self._sender.send(FrameHeader(Kind.ALIVE).pack())
+                    if self._writable.poll(0):
+                        self._sender.send(FrameHeader(Kind.ALIVE).pack())
                 finally:
                     self._writing.release()
         return self._out.get()
