@@ -46,7 +46,7 @@ def test_a_machine_without_the_model_fetches_the_layers_that_it_holds(
     pair: LiveFleet, live_models: Path, short_dir: Path, programs: Programs
 ) -> None:
     with LiveFleet(
-        short_dir / "whole", {"whole": [live_models / SMOL]}, settings={"whole": COMMON}, programs=programs
+        short_dir / "unparted", {"whole": [live_models / SMOL]}, settings={"whole": COMMON}, programs=programs
     ) as fleet:
         expected = answer(fleet["whole"])
     pair.until_has("beta", "alpha", SMOL)

@@ -311,6 +311,9 @@ class Library:
     async def pull(self, ref: str) -> AsyncIterator[PullProgress]:
         yield PullProgress("from where it was published", 1, 1, "downloading")
 
+    def drop_parts(self) -> None:
+        """There are none."""
+
 
 def copies(node: Node, *names: str) -> ModelCopies:
     own = card(node, models=[ModelCard(name, digest=DIGEST) for name in names])

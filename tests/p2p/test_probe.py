@@ -113,6 +113,9 @@ async def test_a_copy_of_a_model_tells_what_its_path_carries(
         def resolve(self, ref: str) -> None:
             raise ModelNotFound(f"There is no {ref}.")
 
+        def drop_parts(self) -> None:
+            """There are none."""
+
     async def offering(_peer: str, _body: bytes, stream: PeerStream) -> None:
         stream.send(msgspec.msgpack.encode(offer))
 

@@ -228,8 +228,8 @@ async def test_no_feature_wraps_the_stream_of_events(home: Any) -> None:
     passed: set[tuple[str, ...]] = set()
     stream = this.pool.stream
 
-    async def watched(folder: Any, request: Generate) -> AsyncGenerator[Any, None]:
-        async for event in stream(folder, request):
+    async def watched(folder: Any, request: Generate, *over: Any) -> AsyncGenerator[Any, None]:
+        async for event in stream(folder, request, *over):
             if isinstance(event, Delta):
                 passed.add(tuple(generators()))
             yield event

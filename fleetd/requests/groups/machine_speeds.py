@@ -6,7 +6,6 @@ measurements is as much slower than its chip's figures as those with measurement
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 
 from fleetd.p2p.membership.cards import ModelCard
@@ -19,9 +18,12 @@ def decode_tok_s(machines: Sequence[tuple[Member, ModelCard]]) -> Mapping[str, f
     Args:
         machines: each with the model as it has it, or would have it.
     """
+    # Imported late: few daemons hold models together.
+    from statistics import median
+
     shares = {member.node_id: _share(member, model) for member, model in machines}
     known = [share for share in shares.values() if share]
-    usual = statistics.median(known) if known else 1.0
+    usual = median(known) if known else 1.0
     return {
         member.node_id: _published(member, model) * (shares[member.node_id] or usual)
         for member, model in machines
