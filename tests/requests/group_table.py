@@ -31,7 +31,7 @@ Fault = Literal["killed", "stopped", "stalled", "reset", "out of memory", "disk 
 FAULTS: tuple[Fault, ...] = ("killed", "stopped", "stalled", "reset", "out of memory", "disk full")
 # "again": it is known within ``NOTICED_S`` that the member is lost, and the answer is the same.
 # "same": nothing is lost, and the answer is the same. "either": a race of these two.
-# Otherwise the code of the error that the request ends with.
+# Otherwise the code of the error that the request ends with, or two of them.
 Outcome = str
 
 
@@ -104,7 +104,8 @@ def _worker(step: str, fault: Fault, home: bool) -> str:
         return "again"
     if fault == "stopped":
         return LOADS_ALONE if forming else "engine_stalled"
-    return "engine_died" if fault == "killed" else "out_of_memory"
+    # If memory lacks at home, the request fails, or the worker with it in the middle of a batch.
+    return "engine_died" if fault == "killed" else "out_of_memory or engine_died"
 
 
 def _daemon(step: str, fault: Fault, home: bool) -> str:

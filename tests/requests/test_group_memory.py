@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import tiny_architectures
 from fakes import WITHIN_S
 from sharing_fakes import DIGEST, HelperMachine, HomePartners, machines, own_card
 
-from fleetd.engine.protocol import Accepted, Event, ServeStage
+from fleetd.engine.protocol import Accepted, Event, ServeStage, StreamTag
 from fleetd.errors import OutOfMemory
 from fleetd.models.folder import ModelFolder, read_folder
 from fleetd.models.memory_need import WeightRules, layer_bytes
@@ -38,6 +39,9 @@ class StageWorker:
     async def serve(self, stage: ServeStage) -> AsyncGenerator[Event, None]:
         yield Accepted(stage.id, stage.tokens)
         await asyncio.Event().wait()
+
+    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
+        sock.close()
 
 
 class StagePool:
