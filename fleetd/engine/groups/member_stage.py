@@ -7,7 +7,6 @@ What a later frame undoes is not computed: it was guessed on from a draft that w
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import Any
 
@@ -62,7 +61,6 @@ class MemberStage:
         if not self._due:
             raise self._broken or ProtocolError("The stream of a group has ended.")
         command, frame = self._due.popleft()
-        begun = time.monotonic()
         for change in command.changes:
             self.rows.change(change)
         if not command.tokens or not command.batch:
@@ -71,7 +69,7 @@ class MemberStage:
         # What is told later may name it, run or not.
         caches = self.rows.caches(command.held)
         out = None if skipped else self._run(command, frame, caches)
-        ran = StageRan(time.monotonic() - begun, skipped=skipped)
+        ran = StageRan(skipped=skipped)
         done = memoryview(messages.encode(ran))
         payload = [] if out is None else [buffer_of(as_bytes(out))]
         sizes = done.nbytes, sum(part.nbytes for part in payload)

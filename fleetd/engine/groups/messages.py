@@ -136,9 +136,8 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageRan(msgspec.Struct, frozen=True, array_like=True):
-    """``seconds``: what the layers took. ``skipped``: they were not run, as a Trim had come since."""
+    """``skipped``: the layers were not run, as a Trim had come since."""
 
-    seconds: Annotated[float, Meta(ge=0, le=1e9)]
     skipped: bool = False
 
 

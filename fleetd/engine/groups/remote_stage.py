@@ -74,8 +74,6 @@ class RemoteStage:
     ) -> None:
         self.first, self.last, self.name, self.takes_ids, self.moved = first, last, name, ids, moved
         self._caches = CachesThere(kept or KeptThere())
-        # Seconds that the member's layers took of the last run that was wanted.
-        self.took_s = 0.0
         self._width, self._dtype = width, dtype
         # What has a place in the stream and was not sent, and what was sent and not answered.
         self._unsent: deque[StagePass] = deque()
@@ -191,7 +189,6 @@ class RemoteStage:
         nbytes = shape[0] * shape[1] * shape[2] * self._dtype.size
         if ran.skipped or frame.head.sizes[1] != nbytes:
             raise MemberLost(ProtocolError(f"{self.name} sent no hidden states of {nbytes} bytes."))
-        self.took_s = ran.seconds
         data = np.frombuffer(frame.buffers[1], np.uint8).reshape(*shape[:2], -1)
         entered.out = of_bytes(data, self._dtype)
         if entered.after is not None:

@@ -534,7 +534,7 @@ class Decoding:
         timed = running.sent_alone and row.blocks == 1
         chosen, draft = row.take()
         if running.drafts is not None:
-            running.drafts.hidden = row.hidden
+            running.drafts.note(row.hidden)
         self.steps += 1
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
