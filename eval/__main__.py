@@ -10,7 +10,7 @@ import asyncio
 import datetime
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from bench import staleness
 from bench.harness import host
 from bench.harness.child import ROOT
 from bench.harness.daemon import MODEL, fetch_model
-from eval import forms, requests, tried_voices
+from eval import forms, kept_facts, long_texts, requests, tried_voices
 from eval.engine import Engine
 from eval.report import Results, page, pictures
 from eval.runs import Outcome, RequestRunner, gate, selection_recall
@@ -69,7 +69,19 @@ SEGMENTS = (1, 2, 4)
 LAYERS = (2, 4, 6, 8, 10, 12, 14, 16, 20)
 
 
-STEPS = ("gate", "verdict", "peaks", *(f"{kind}-{tokens}" for kind, tokens, *_ in PLAN), "segments", "layers")
+# Lengths of long texts, and texts of each kind in a run without names: the longest ones take hours.
+LONG_TEXTS = {4000: 2, 16_000: 1, 32_000: 0, 64_000: 0, 128_000: 0}
+
+
+STEPS = (
+    "gate",
+    *(f"facts-{tokens}" for tokens in LONG_TEXTS),
+    "verdict",
+    "peaks",
+    *(f"{kind}-{tokens}" for kind, tokens, *_ in PLAN),
+    "segments",
+    "layers",
+)
 
 
 def main() -> int:
@@ -127,7 +139,8 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
         results.declined = {kind: (share.hits, share.of) for kind, share in declined.items()}
         print("\n".join(requests.table(results.requests)))
         step()
-    if list(names) == ["gate"]:
+    await _long_texts(results, names, step)
+    if all(name == "gate" or name.startswith("facts-") for name in names):
         return
     async with AsyncExitStack() as stack:
         # Decoding gains little from a second thread, and answers are many: a worker for each core.
@@ -165,6 +178,25 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
             step()
         if results.scored and "layers" in names and not results.quick:
             results.layers = await _layers(engine, count)
+            step()
+
+
+async def _long_texts(results: Results, names: Sequence[str], step: Callable[[], None]) -> None:
+    """Facts kept of texts of the named lengths; a length that is named is measured at least once."""
+    for tokens, usual in LONG_TEXTS.items():
+        texts = usual if len(names) == len(STEPS) else max(1, usual)
+        if results.quick or f"facts-{tokens}" not in names:
+            continue
+        for kind in long_texts.KINDS if texts else ():
+            seeds = range(FIRST_SEED, FIRST_SEED + texts)
+            new = await asyncio.to_thread(kept_facts.of_kind, MODEL, kind, tokens, seeds)
+            results.facts = [
+                cell for cell in results.facts if (cell.kind, cell.tokens) != (kind, tokens)
+            ] + new
+            print(
+                f"{kind} {tokens} tokens: "
+                + "  ".join(f"{cell.ratio} {cell.share('scores')}" for cell in new)
+            )
             step()
 
 

@@ -65,7 +65,7 @@ def main() -> int:
 
 def _find(folder: Path) -> ShippedProfile:
     """Search, and say what that took."""
-    search = _loaded(folder).search
+    search = loaded(folder).search
     from fleetd.engine.scoring.head_profile import Profiling
 
     profiling = Profiling(search.tap, search.tokenizer, search.context_tokens)
@@ -82,16 +82,16 @@ def _find(folder: Path) -> ShippedProfile:
 
 def _price(folder: Path) -> None:
     """Score texts of some lengths, and say which share of their price they cost."""
-    loaded = _loaded(folder)
+    model = loaded(folder)
     from fleetd.engine.measure.calibrate import Calibration
     from fleetd.engine.measure.memory import KvBudget
     from fleetd.engine.scoring.score_guests import ScoreGuests
     from fleetd.engine.scoring.scoring_layout import lay_out
 
-    facts, search = loaded.facts, loaded.search
+    facts, search = model.facts, model.search
     budget_s, clock = 4 * limits.CALIBRATE_S, time.process_time
     context_tokens = facts.shape.context_tokens
-    measured = Calibration(loaded.model, facts.vocab_size, context_tokens, budget_s, clock=clock).measured()
+    measured = Calibration(model.model, facts.vocab_size, context_tokens, budget_s, clock=clock).measured()
     speed = PrefillSpeed.of(measured.speed)
     profile = search.profile()
     scorer = Scorer("", "", speed, exit_share(profile.exit_layer, profile.layers))
@@ -110,7 +110,8 @@ def _price(folder: Path) -> None:
         )
 
 
-def _loaded(folder: Path) -> Loaded:
+def loaded(folder: Path) -> Loaded:
+    """An installed model, loaded into this process as a worker loads it."""
     products.preload_blas()
     from fleetd.engine import worker
     from fleetd.engine.cpu import mlx_functions

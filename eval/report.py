@@ -8,6 +8,7 @@ import msgspec
 
 from bench import staleness
 from eval import plots
+from eval.kept_facts import FORMS, RATIOS, THIRDS, KeptFacts
 from eval.requests import BEHIND, GATE, IN_FRONT, Declined, table
 from eval.runs import Outcome, compared, dense, form_names, kept, recall, unbroken
 from eval.statistics import Ratio, Share
@@ -82,6 +83,21 @@ class Results(msgspec.Struct):
     tuned: list[Declined] = []
     tried: dict[str, Told] = {}
     profile: str = ""
+    facts: list[KeptFacts] = []
+
+
+# Kinds of long texts of which several facts must be kept at once.
+_SEVERAL = ("four needles", "eight needles", "four values of a key")
+
+_LONG = """\
+## Long texts
+
+Facts that selection keeps, word for word, of texts with many facts and 40 questions about each text (8 about
+code); no answer is generated. The text between them is made of sentences from templates, or is the
+documentation that Python ships. *ratio* is the share of the tokens that may be kept. Beside the share at
+each ratio stand, for a ratio of 0.1, its thirds by place in the text, and what others keep in the same room:
+*BM25* by the question's words alone, *the end* and *random*. Questions for which nothing was selected are
+left out: the whole text would be read. *passes*: in how many pieces the scorer read the text."""
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -111,6 +127,15 @@ def bars(results: Results) -> list[Bar]:
             said = f"{kinds.capitalize()}, ratio 0.3, {form}"
             found.append(Bar(f"{said}, of the whole prompt's own answers", recall(mine, form), 0.95))
             found.append(Bar(f"{said}, as many answers as the whole prompt", compared(mine, form), 0.95))
+    for several, of_kinds, least in (
+        ("One needle", ("one needle",), 0.97),
+        ("Several needles", _SEVERAL, 0.95),
+    ):
+        for tokens in sorted({cell.tokens for cell in results.facts}):
+            cells = [cell for cell in results.facts if (cell.tokens, cell.ratio) == (tokens, 0.3)]
+            share = sum((cell.share("scores") for cell in cells if cell.kind in of_kinds), Share(0, 0))
+            if share.of:
+                found.append(Bar(f"{several}, {tokens} tokens, ratio 0.3, facts kept", share, least))
     for kind in ("aggregate", "verbatim"):
         if kind in results.declined:
             said = f"Declined: {_NAMES[kind]}"
@@ -135,6 +160,8 @@ def page(results: Results, age: int | None) -> str:
     parts.append("## The gate\n\n" + "\n".join(_gate(results)))
     if results.segments or results.layers:
         parts.append("## The scorer\n\n" + "\n".join(_scorer(results)))
+    if results.facts:
+        parts.append(_LONG + "\n\n" + "\n".join(_long(results.facts)))
     parts.append("\n".join(_plots(results)))
     parts.append(_ALWAYS)
     parts.append("## How\n\n" + "\n".join(_how(results)))
@@ -320,3 +347,20 @@ def _over_depth(results: Results, parts: int = 5) -> dict[str, list[plots.Point]
         if points:
             found[form] = points
     return found
+
+
+def _long(facts: Sequence[KeptFacts]) -> list[str]:
+    """A row for each kind and length."""
+    ratios = " | ".join(f"ratio {ratio:g}" for ratio in RATIOS)
+    columns = f"| kind | tokens | passes | {ratios} | {' | '.join(THIRDS)} | {' | '.join(FORMS[1:])} |"
+    rows = [columns, "|---" * (columns.count("|") - 1) + "|"]
+    cells = {(found.kind, found.tokens, found.ratio): found for found in facts}
+    for kind, tokens, ratio in cells:
+        if ratio == RATIOS[0]:
+            at = [str(cells[kind, tokens, ratio].share("scores")) for ratio in RATIOS]
+            tenth = cells[kind, tokens, 0.1]
+            beside = [
+                f"{tenth.share(form).value:.0%}" for form in (*THIRDS, *FORMS[1:]) if tenth.share(form).of
+            ]
+            rows.append(f"| {kind} | {tokens} | {tenth.passes} | {' | '.join([*at, *beside])} |")
+    return rows

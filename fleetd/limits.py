@@ -590,11 +590,10 @@ DRAFT_OFFER_S = 10.0
 # ---- Smart prefill ---------------------------------------------------------------------------------------
 # Machines that score one prompt side by side: each repeats the prompt's head and the question.
 SMART_SCORERS = 4
-# Pieces that one prompt is scored in: a model of 4,096 tokens reads a quarter of a million in so many.
-SMART_SEGMENTS = 64
-# Scoring that takes longer than this is given up for the whole prompt, however long that is.
-SMART_SCORE_S = 120.0
-# Nor is it waited for much longer than planned: this factor times the plan's figure, and this on top of it.
+# A scorer that computes its segment in several passes, because that is sooner, scores at least so many tokens
+# in each: a pass of fewer has more around it and less to compare.
+SMART_PASS_TOKENS = 4096
+# Scoring is not waited for much longer than planned: this factor times the plan's figure, and this on top.
 SMART_LATE, SMART_GRACE_S = 3.0, 10.0
 # A request for scores is a text of at most one HTTP body; scores are about 120 bytes per token.
 SMART_SCORES_BYTES = 64 * MIB

@@ -732,6 +732,8 @@ class Score(Question[Scored], frozen=True, tag=True, omit_defaults=True):
     are put around it. ``questions``: character ranges that ask, in order; without any the end of the text
     does. What asks is not scored.
 
+    ``passes``: in how many passes it is computed at least, each of ``limits.SMART_PASS_TOKENS`` or more; the
+    context may want more of them.
     ``exit_layer``: layers that are run; 0 is the profile's. Without a ``profile`` the worker takes its own;
     while it has none (``ScoringState``), it refuses the text: no text waits for a search.
     """
@@ -741,6 +743,7 @@ class Score(Question[Scored], frozen=True, tag=True, omit_defaults=True):
     text: str
     questions: list[tuple[Natural, Natural]] = []
     segment: tuple[Natural, Natural] = (0, 0)
+    passes: Natural = 1
     exit_layer: Natural = 0
     profile: Profile | None = None
 

@@ -5,8 +5,10 @@
 If a share q of the prompt is kept, linear work shrinks with q and attention with q² (SpecPrefill, arXiv
 2502.02789, section 4). Each term is priced from the machines' own measurements.
 
-Several scorers share a prompt by segments, each with the prompt's head and the question around it. Small
-machines are preferred: large ones are needed for models that only they can hold. Pure.
+Several scorers share a prompt by segments. A scorer computes its segment in passes that do not see each
+other, each with the prompt's head and the question around it: attention in one pass over n tokens costs n²,
+in passes of p tokens n · p. Small machines are preferred: large ones are needed for models that only they can
+hold. Pure.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import ADVANTAGE, SHARING
 
-Code = Literal["", "no_scorer", "slower", "margin", "deadline"]
+Code = Literal["", "no_scorer", "slower", "margin"]
 
-# The prompt's head and the question around each segment, in tokens. They are a part of the whole text.
+# The prompt's head and the question around each pass, in tokens. They are a part of the whole text.
 AROUND_TOKENS = 384
 # A scorer stops within the last layer of its profile, once that layer's keys are computed. Where the profile
 # is not known here, this share of the layers is assumed.
 EXIT_SHARE = 0.6
 _LAST_LAYER = 0.5
+# Fewer passes are taken if they take at most so many times as long as the best number of them.
+_NEARLY = 1.05
 # Bytes per token, of text sent to another machine and of the scores that it sends back.
 _TEXT_BYTES, _SCORE_BYTES = 4, 120
 # Large machines are asked too if the first token would otherwise come later than this many times.
@@ -62,17 +66,29 @@ class Scorer(msgspec.Struct, frozen=True):
     def here(self) -> bool:
         return self.node_id == THIS_NODE
 
-    def seconds(self, tokens: int, segments: int = 1, around: int = AROUND_TOKENS) -> float:
-        """Time to score so many tokens in so many segments, one after another, ``around`` more in each."""
-        if tokens <= 0 or segments <= 0:
+    def seconds(self, tokens: int, passes: int = 1, around: int = AROUND_TOKENS) -> float:
+        """Time to score so many tokens in so many passes of the same length, ``around`` more in each."""
+        if tokens <= 0:
             return 0.0
-        each = math.ceil(tokens / segments) + around
-        computed_s = segments * self.speed.total(self.share, range(each), MEASURED_TOKENS)
+        each = math.ceil(tokens / passes) + around
+        computed_s = passes * self.speed.total(self.share, range(each), MEASURED_TOKENS)
         there_s = 0.0
         if self.link is not None:
-            n_bytes = tokens * (_TEXT_BYTES + _SCORE_BYTES)
-            there_s = segments * self.link.rtt_s + self.link.seconds(n_bytes)
+            there_s = self.link.rtt_s + self.link.seconds(tokens * (_TEXT_BYTES + _SCORE_BYTES))
         return self.load_s + computed_s * (1 + SHARING * self.running) + there_s
+
+    def passes(self, tokens: int) -> int:
+        """In how many passes so many tokens are scored soonest: as many as the context wants, at least 1."""
+        room = max(1, self.context_tokens - AROUND_TOKENS) if self.context_tokens > 0 else tokens
+        fewest = max(1, math.ceil(tokens / max(1, room)))
+        most = max(fewest, tokens // limits.SMART_PASS_TOKENS)
+        # The minimum is broad: steps of a quarter miss it by next to nothing.
+        counts = [fewest]
+        while counts[-1] < most:
+            counts.append(min(most, counts[-1] + max(1, counts[-1] // 4)))
+        times_s = [self.seconds(tokens, count) for count in counts]
+        # What a pass sees of the text helps it: the fewest that are not clearly slower.
+        return next(n for n, s in zip(counts, times_s, strict=True) if s <= _NEARLY * min(times_s))
 
 
 class SmartPrefillQuestion(msgspec.Struct, frozen=True):
@@ -92,22 +108,22 @@ class SmartPrefillQuestion(msgspec.Struct, frozen=True):
 
 
 class Segments(msgspec.Struct, frozen=True):
-    """A scorer's part of the text: shares of its length, [first, last), cut into ``count`` equal segments."""
+    """A scorer's part of the text: shares of its length, [first, last), computed in so many passes."""
 
     scorer: Scorer
     first: float
     last: float
-    count: int = 1
+    passes: int = 1
 
     def seconds(self, tokens: int) -> float:
         """Time to score this part of a text of so many tokens."""
-        whole = self.count == 1 and self.first <= 0 and self.last >= 1
+        whole = self.passes == 1 and self.first <= 0 and self.last >= 1
         around = 0 if whole else AROUND_TOKENS
-        return self.scorer.seconds(math.ceil(tokens * (self.last - self.first)), self.count, around)
+        return self.scorer.seconds(self.tokens(tokens), self.passes, around)
 
-    def timed_s(self, tokens: int) -> float:
-        """Those of them for which ``limits.SMART_SCORE_S`` counts: a load on this machine comes before."""
-        return self.seconds(tokens) - (self.scorer.load_s if self.scorer.here else 0.0)
+    def tokens(self, tokens: int) -> int:
+        """How many of a text of so many tokens are in this part."""
+        return math.ceil(tokens * (self.last - self.first))
 
 
 class SmartPlan(msgspec.Struct, frozen=True):
@@ -142,7 +158,7 @@ def plan(asked: SmartPrefillQuestion, scorers: Iterable[Scorer]) -> SmartPlan:
 
     The order of ``scorers`` changes nothing.
     """
-    able = sorted(scorers, key=lambda s: (s.seconds(asked.tokens), s.node_id))
+    able = sorted(scorers, key=lambda s: (s.seconds(asked.tokens, s.passes(asked.tokens)), s.node_id))
     if not able:
         return SmartPlan(dense_s=asked.dense_s, code="no_scorer", reason="No machine has a compressor.")
     score_s, parts = _best(asked.tokens, able)
@@ -150,8 +166,7 @@ def plan(asked: SmartPrefillQuestion, scorers: Iterable[Scorer]) -> SmartPlan:
     if small and len(small) < len(able):
         small_s, small_parts = _best(asked.tokens, small)
         prefill_s = _prefill_s(asked)
-        in_time = _in_time(asked.tokens, small_parts) or not _in_time(asked.tokens, parts)
-        if in_time and small_s + prefill_s <= _SMALL_FIRST * (score_s + prefill_s):
+        if small_s + prefill_s <= _SMALL_FIRST * (score_s + prefill_s):
             score_s, parts = small_s, small_parts
     return _judged(asked, parts, score_s)
 
@@ -172,9 +187,6 @@ def _judged(asked: SmartPrefillQuestion, parts: tuple[Segments, ...], score_s: f
             f"Scoring would take {score_s:.2f} s and prefilling {asked.ratio:.0%} of it {prefill_s:.2f} s; "
             f"all of it takes {asked.dense_s:.2f} s."
         )
-    elif measured and not _in_time(asked.tokens, parts):
-        code = "deadline"
-        reason = f"Scoring would take {score_s:.0f} s; after {limits.SMART_SCORE_S:.0f} s it is given up."
     return SmartPlan(parts, score_s, prefill_s, asked.dense_s, code, reason)
 
 
@@ -193,15 +205,9 @@ def _best(tokens: int, able: Sequence[Scorer]) -> tuple[float, tuple[Segments, .
     for count in range(1, min(len(able), limits.SMART_SCORERS) + 1):
         parts = _divided(tokens, able[:count])
         seconds = max(part.seconds(tokens) for part in parts)
-        late = bool(best) and not _in_time(tokens, best)
-        if seconds < ADVANTAGE * best_s or (late and _in_time(tokens, parts)):
+        if seconds < ADVANTAGE * best_s:
             best_s, best = seconds, parts
     return best_s, best
-
-
-def _in_time(tokens: int, parts: Iterable[Segments]) -> bool:
-    """True if all parts are scored before scoring is given up."""
-    return max(part.timed_s(tokens) for part in parts) <= limits.SMART_SCORE_S
 
 
 def _divided(tokens: int, scorers: Sequence[Scorer]) -> tuple[Segments, ...]:
@@ -209,22 +215,14 @@ def _divided(tokens: int, scorers: Sequence[Scorer]) -> tuple[Segments, ...]:
     # Two rounds, because a machine's time does not grow in proportion to its part.
     shares = [1 / len(scorers)] * len(scorers)
     for _ in range(2 if len(scorers) > 1 else 0):
-        rates = [
-            share / max(1e-9, scorer.seconds(max(1, round(tokens * share))))
-            for scorer, share in zip(scorers, shares, strict=True)
-        ]
+        rates = []
+        for scorer, share in zip(scorers, shares, strict=True):
+            own = max(1, round(tokens * share))
+            rates.append(share / max(1e-9, scorer.seconds(own, scorer.passes(own))))
         shares = [rate / sum(rates) for rate in rates]
     parts, first = [], 0.0
     for index, (scorer, share) in enumerate(zip(scorers, shares, strict=True)):
         last = 1.0 if index == len(scorers) - 1 else first + share
-        parts.append(Segments(scorer, first, last, _count(scorer, round(tokens * (last - first)))))
+        parts.append(Segments(scorer, first, last, scorer.passes(round(tokens * (last - first)))))
         first = last
     return tuple(parts)
-
-
-def _count(scorer: Scorer, tokens: int) -> int:
-    """Segments that a machine needs, at least 1: no model reads more than its context at once."""
-    room = scorer.context_tokens - AROUND_TOKENS
-    if scorer.context_tokens <= 0 or tokens <= room:
-        return 1
-    return min(limits.SMART_SEGMENTS, max(1, math.ceil(tokens / max(AROUND_TOKENS, room))))

@@ -14,9 +14,12 @@ import pytest
 from decoded_reports import DecodedReports
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from msgspec.structs import replace
 from tiny_architectures import OWN, VOCAB, tiny
 
+from eval.kept_facts import TextScorer
 from fleetd import limits
+from fleetd.compression.document import Document
 from fleetd.compression.token_scores import SegmentScores, log_sum_exp, merge
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.protocol import (
@@ -460,6 +463,43 @@ def test_several_passes_are_joined(tokenizer: Any, text: str) -> None:
     assert len(laid.passes) > 1
     assert found.queries == laid.passes[0].asking
     assert found.starts.tolist() == laid.starts.tolist()
+
+
+def test_more_passes_than_the_context_wants_are_made_if_they_are_long_enough(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "lorem ipsum " * 300 + "dolor?"
+    asked = Score("a", text, [(len(text) - 6, len(text))])
+    monkeypatch.setattr(limits, "SMART_PASS_TOKENS", 200)
+    whole = lay_out(asked, tokenizer, 4096)
+    most = len(whole.starts) // 200
+    assert len(whole.passes) == 1
+    for passes in (1, 2, 3, 10**9):
+        laid = lay_out(replace(asked, passes=passes), tokenizer, 4096)
+        assert len(laid.passes) == min(passes, most)
+        assert laid.starts.tolist() == whole.starts.tolist()
+
+
+def test_questions_about_one_text_share_its_keys(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scores are those of a worker that is asked one question after another."""
+    monkeypatch.setattr(limits, "SMART_PASS_TOKENS", 300)
+    bench = ScoringBench(tokenizer)
+    text = " ".join(f"lorem {n} ipsum" for n in range(200))
+    documents = [Document.of_text(f"{text}\n\n{question}?") for question in ("dolor", "sit amet", "et")]
+    shape = SimpleNamespace(context_tokens=bench.context)
+    loaded: Any = SimpleNamespace(search=bench.search, facts=SimpleNamespace(shape=shape))
+    found = TextScorer(loaded, PROFILE).scores(documents, passes=3)
+    for number, document in enumerate(documents):
+        score = Score(str(number), document.text, list(document.questions), passes=3, profile=PROFILE)
+        laid = lay_out(score, tokenizer, bench.context)
+        assert len(laid.passes) == 3
+        bench.scoring.begin(laid)
+        bench.run()
+        scored = bench.of(str(number))[-1]
+        assert isinstance(scored, Scored)
+        alone = merge([SegmentScores.unpack(scored.scores)])
+        assert alone.starts.tolist() == found[number].starts.tolist()
+        np.testing.assert_allclose(found[number].values, alone.values, rtol=1e-3, atol=1e-6)
 
 
 def test_what_fails_at_the_end_is_told_too(bench: ScoringBench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
     text      ├─ head ─┤ · · · ├──── segment ────┤ · · ├─ question ─┤
     a pass    [bos] head | piece of the segment | newline | question
 
-A segment that is longer than one pass takes is computed in pieces, each with head and question around it. The
+A segment that is longer than one pass takes, or that is computed sooner in several, is cut into pieces, each
+with head and question around it. The
 head is what the text begins with: a model leans on its first tokens whatever they are, and a piece that had
 none would give that weight to its own first words.
 """
@@ -91,7 +92,8 @@ def lay_out(request: Score, tokenizer: Any, context_tokens: int) -> ScoringLayou
         raise ContextLengthExceeded(f"A context of {context_tokens} tokens is too short for scoring.")
     asking = min(len(question), limits.SCORE_QUERIES)
     passes = []
-    for at, end in itertools.pairwise(_cuts(starts[own], room)):
+    fewest = max(-(-len(own) // room), min(request.passes, len(own) // limits.SMART_PASS_TOKENS))
+    for at, end in itertools.pairwise(_cuts(starts[own], room, fewest)):
         piece = own[at:end]
         before = head[head < piece[0]]
         tokens = [*opening, *ids[before].tolist(), *ids[piece].tolist(), *closing]
@@ -99,11 +101,11 @@ def lay_out(request: Score, tokenizer: Any, context_tokens: int) -> ScoringLayou
     return ScoringLayout(request, starts[own], ends[own], passes)
 
 
-def _cuts(starts: I32, room: int) -> list[int]:
-    """Where tokens are cut into as few pieces as fit, of about the same length. Those that start together are
-    parts of one character, and stay together: nothing could tell their order once they are apart."""
+def _cuts(starts: I32, room: int, fewest: int) -> list[int]:
+    """Where tokens are cut into ``fewest`` pieces of about the same length, or a few more to make them fit.
+    Those that start together are parts of one character, and stay together: nothing could tell their order
+    once they are apart."""
     n = len(starts)
-    fewest = -(-n // room)
     for pieces in range(fewest, 2 * fewest + 1):
         even = n * np.arange(1, pieces) // pieces
         cuts = np.unique([0, *np.searchsorted(starts, starts[even]), n])

@@ -218,7 +218,6 @@ class CompressionService:
         work = ScoringJob(question, compressor, self.scorers.profile(compressor))
         await compression.bill.reserve(compressor.name, [part.scorer for part in plan.parts])
         within_s = limits.SMART_LATE * plan.score_s + limits.SMART_GRACE_S
-        within_s = min(limits.SMART_SCORE_S, within_s)
         until_s = self._monotonic() + within_s
         task = asyncio.create_task(self._scoring.run(work, plan.parts, able))
         late = False

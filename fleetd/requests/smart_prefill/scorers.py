@@ -209,7 +209,7 @@ class Scorers:
                     key,
                     scorer.speed.token_s / scorer.correction,
                     "score",
-                    expected_s=scorer.seconds(ran.tokens, around=0) / scorer.correction,
+                    expected_s=scorer.seconds(ran.tokens, ran.passes, around=0) / scorer.correction,
                     took_s=ran.computed_s,
                 )
 

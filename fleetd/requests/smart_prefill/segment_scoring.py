@@ -1,16 +1,15 @@
-"""Scores one prompt: its segments in parallel on several machines, one after another on each.
+"""Scores one prompt: its segments in parallel on several machines, one on each.
 
-    plan ─► cut ─► machine 1: segment, segment ─┐
-                   machine 2: segment          ─┴─► checked, all in the order of the text
+    plan ─► cut ─► machine 1: segment ─┐
+                   machine 2: segment ─┴─► checked, all in the order of the text
 
-A machine that fails, or sends impossible scores, is not asked again for this prompt; its remaining segments
-go to the others, cheapest first.
+A machine that fails, or sends impossible scores, is not asked again for this prompt; its segment goes to the
+others, cheapest first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -83,6 +82,8 @@ class ScorerRun:
     # Segments that it was asked to score and has not scored.
     unanswered: int = 0
     tokens: int = 0
+    # In how many passes, by the plan.
+    passes: int = 0
     # By its engine.
     computed_s: float = 0.0
     # Until its model was loaded.
@@ -167,34 +168,28 @@ class SegmentScoring:
 
         Raises FleetError: that of the last machine that was tried. Cancelling this cancels all its requests.
         """
-        planned = [(part.scorer, segments) for part in parts if (segments := cut(work.question, part))]
+        planned = [(part, segment) for part in parts if (segment := cut(work.question, part))]
         # If the text is all question, an engine refuses it with the right error.
-        planned = planned or [(parts[0].scorer, [(0, 0)])]
-        found: list[list[SegmentScores]] = [[] for _ in planned]
-        if work.profile is None and sum(len(segments) for _, segments in planned) > 1:
+        planned = planned or [(parts[0], (0, 0))]
+        found: list[SegmentScores] = []
+        if work.profile is None and len(planned) > 1:
             # Scores can be merged only if the same heads gave them; the first segment finds these heads.
-            found[0] += await self._part(work, planned[0][0], planned[0][1][:1], able)
-        rest = [
-            self._part(work, scorer, segments[len(known) :], able)
-            for (scorer, segments), known in zip(planned, found, strict=True)
-        ]
-        for known, more in zip(found, await gather_or_cancel(*rest), strict=True):
-            known += more
-        return [scored for part in found for scored in part]
+            found.append(await self._part(work, *planned[0], able))
+        rest = [self._part(work, part, segment, able) for part, segment in planned[len(found) :]]
+        return found + await gather_or_cancel(*rest)
 
     async def _part(
-        self, work: ScoringJob, first: Scorer, segments: Sequence[tuple[int, int]], able: Sequence[Scorer]
-    ) -> list[SegmentScores]:
-        found: list[SegmentScores] = []
+        self, work: ScoringJob, part: Segments, segment: tuple[int, int], able: Sequence[Scorer]
+    ) -> SegmentScores:
         last: FleetError | None = None
-        for scorer in (first, *(other for other in able if other.node_id != first.node_id)):
+        others = (other for other in able if other.node_id != part.scorer.node_id)
+        for scorer in (part.scorer, *others):
             ran = work.ran.setdefault(scorer.node_id, ScorerRun(scorer))
             if ran.error is not None:
                 last = last or ran.error
                 continue
             try:
-                while len(found) < len(segments):
-                    found.append(await self._segment(work, ran, segments[len(found)]))
+                return await self._segment(work, ran, segment, part.passes)
             except FleetError as error:
                 ran.error = last = error if scorer.here else said_by(scorer.name, error)
                 log.warning(
@@ -203,17 +198,18 @@ class SegmentScoring:
                 if isinstance(error, ModelUnsupported) and scorer.here:
                     # The others have the same files.
                     break
-            else:
-                return found
         raise last or EngineDied("No machine is left that could score the prompt.")
 
-    async def _segment(self, work: ScoringJob, ran: ScorerRun, segment: tuple[int, int]) -> SegmentScores:
+    async def _segment(
+        self, work: ScoringJob, ran: ScorerRun, segment: tuple[int, int], passes: int
+    ) -> SegmentScores:
         question = work.question
         score = Score(
             f"{question.id}.score{segment[0]}",
             question.text,
             list(question.questions),
             segment=segment,
+            passes=passes,
             profile=work.profile,
         )
         began_s = self._monotonic()
@@ -236,6 +232,7 @@ class SegmentScoring:
         found = await asyncio.to_thread(_unpacked, scored, question, score)
         ran.unanswered -= 1
         ran.tokens += scored.tokens
+        ran.passes += passes
         ran.asked.append((began_s, came_s))
         # It began after this one had asked, whatever it tells.
         computed_s = min(scored.seconds, came_s - began_s)
@@ -306,23 +303,18 @@ def _unpacked(scored: Scored, question: ScoringQuestion, asked: Score) -> Segmen
     return found
 
 
-def cut(question: ScoringQuestion, part: Segments) -> list[tuple[int, int]]:
-    """A part's segments as ranges of the text, cut at a line's end if one is near, else between words.
+def cut(question: ScoringQuestion, part: Segments) -> tuple[int, int] | None:
+    """A part as a range of the text, cut at a line's end if one is near, else between words.
 
-    Shares are of the text without its questions, and a segment with nothing else but blanks is left out.
-    (0, 0) stands for the whole text, as in ``Score``.
+    Shares are of the text without its questions. (0, 0) stands for the whole text, as in ``Score``. None: the
+    part has nothing but questions and blanks.
     """
-    if part.first <= 0 and part.last >= 1 and part.count == 1:
-        return [(0, 0)]
+    if part.first <= 0 and part.last >= 1:
+        return (0, 0)
     text = question.text
     own = list(question.own(0, len(text)))
-    shares = [part.first + (part.last - part.first) * n / part.count for n in range(part.count + 1)]
-    edges = [_edge(text, _at(text, own, share)) for share in shares]
-    return [
-        (first, last)
-        for first, last in itertools.pairwise(edges)
-        if any(text[a:b].strip() for a, b in question.own(first, last))
-    ]
+    first, last = (_edge(text, _at(text, own, share)) for share in (part.first, part.last))
+    return (first, last) if any(text[a:b].strip() for a, b in question.own(first, last)) else None
 
 
 def _at(text: str, own: Sequence[tuple[int, int]], share: float) -> int:

@@ -15,7 +15,6 @@ Code = Literal[
     "measuring",
     "slower",
     "margin",
-    "deadline",
     "declined",
     "empty",
     "no_form",

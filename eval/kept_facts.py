@@ -1,0 +1,168 @@
+"""Facts that selection keeps of long texts, by the scorer alone: no answer is generated.
+
+Many questions share a text: keys of the text do not depend on a question that stands behind it, so they are
+computed once for all questions. Scores are those of the worker, which computes the same passes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from eval import forms
+from eval.long_texts import LongText, long_text
+from eval.runs import lost
+from eval.statistics import Share
+from eval.tasks import Count
+from fleetd import limits
+from fleetd.compression.document import Document
+from fleetd.compression.token_scores import SegmentScores, TokenScores, merge
+from fleetd.engine.protocol import Profile, Score
+
+if TYPE_CHECKING:  # needs MLX, which is set up first
+    from fleetd.engine.load.loading import Loaded
+
+RATIOS = (0.3, 0.1, 0.05, 0.02)
+FORMS = ("scores", "BM25", "the end", "random")
+THIRDS = ("front", "middle", "back")
+_CHUNK_TOKENS = 512
+
+
+class KeptFacts(msgspec.Struct):
+    """Counts of one kind at one length and ratio.
+
+    ``kept``: facts kept, of facts, by form, and by third of the text for the scores. ``declined``: questions
+    for which nothing was selected, by form: the whole text would be read, and they are not in ``kept``.
+    ``seconds``: of scoring a text for all its questions; ``kept_ratio``: sum of the shares of tokens kept.
+    """
+
+    kind: str
+    tokens: int
+    ratio: float
+    passes: int
+    questions: int = 0
+    kept: dict[str, tuple[int, int]] = {}
+    declined: dict[str, int] = {}
+    seconds: float = 0.0
+    kept_ratio: float = 0.0
+
+    def add(self, form: str, share: Share) -> None:
+        hits, of = self.kept.get(form, (0, 0))
+        self.kept[form] = hits + share.hits, of + share.of
+
+    def share(self, form: str) -> Share:
+        return Share(*self.kept.get(form, (0, 0)))
+
+
+class TextScorer:
+    """Scores of one text for many questions. ``passes``: in how many it is computed at least, as in Score."""
+
+    def __init__(self, loaded: Loaded, profile: Profile) -> None:
+        self._loaded = loaded
+        self._profile = profile
+
+    def scores(self, documents: Sequence[Document], passes: int) -> list[TokenScores]:
+        """Of documents that differ in the question behind the same text."""
+        from fleetd.engine.scoring.scoring_layout import lay_out
+
+        search = self._loaded.search
+        context = self._loaded.facts.shape.context_tokens
+        laid = [
+            lay_out(
+                Score("eval", document.text, list(document.questions), passes=passes),
+                search.tokenizer,
+                context,
+            )
+            for document in documents
+        ]
+        if len({len(layout.passes) for layout in laid}) != 1:
+            raise ValueError("the questions differ too much in length to share passes")
+        found: list[list[SegmentScores]] = [[] for _ in laid]
+        for index in range(len(laid[0].passes)):
+            self._pass(index, laid, found)
+        return [merge(each) for each in found]
+
+    def _pass(self, index: int, laid: Sequence[Any], found: list[list[SegmentScores]]) -> None:
+        from mlx_lm.models.cache import trim_prompt_cache
+
+        from fleetd.engine.scoring import score_guests
+        from fleetd.engine.scoring.attention_pass import AttentionPass
+        from fleetd.engine.sequence_state.kinds import kind_of
+
+        tap, heads = self._loaded.search.tap, self._profile.heads
+        kept = {layer: score_guests._key_heads(tap, layer, heads) for layer, _ in heads}
+        first = laid[0].passes[index]
+        end = first.own + first.count
+        shared = AttentionPass(tap, first, kept, self._profile.rotated)
+        while shared.done < end:
+            shared.step(min(_CHUNK_TOKENS, end - shared.done))
+        caches = shared._caches
+        for layout, scores in zip(laid, found, strict=True):
+            work = layout.passes[index]
+            if work.tokens[:end] != first.tokens[:end]:
+                raise ValueError("the passes of two questions begin differently")
+            one = AttentionPass(tap, work, kept, self._profile.rotated, done=end)
+            one._stage, one._caches = shared._stage, list(caches)
+            one._keys = {layer: list(rows) for layer, rows in shared._keys.items()}
+            one._queries = {}
+            one.step(len(work.tokens))
+            # Back to the shared text. The last layer's keys are only seen, and its cache holds a count alone.
+            trim_prompt_cache(caches[:-1], len(work.tokens) - end)
+            kind_of(caches[-1]).set_held(caches[-1], end)
+            scores.append(score_guests._scores(tap, layout, one, heads))
+
+
+def measured(scorer: TextScorer, text: LongText, passes: int, into: dict[float, KeptFacts]) -> None:
+    """Add what is kept of a text, for each of its questions, at each ratio of ``into``."""
+    began_s = time.monotonic()
+    documents = [Document.of_text(f"{text.text}\n\n{asked.question}") for asked in text.asked]
+    scored = scorer.scores(documents, passes)
+    seconds = time.monotonic() - began_s
+    for kept in into.values():
+        kept.seconds += seconds
+    for index, (asked, document, scores) in enumerate(zip(text.asked, documents, scored, strict=True)):
+        for ratio, kept in into.items():
+            kept.questions += 1
+            chosen = {
+                "scores": forms.selected(document, scores, ratio),
+                "BM25": forms.selected(document, None, ratio),
+                "the end": forms.truncated(document, ratio),
+                "random": forms.at_random(document, ratio, index),
+            }
+            kept.kept_ratio += chosen["scores"].ratio
+            for form, selection in chosen.items():
+                if selection.declined:
+                    kept.declined[form] = kept.declined.get(form, 0) + 1
+                    continue
+                gone = lost(document, selection, asked.facts)
+                kept.add(form, Share(len(asked.facts) - len(gone), len(asked.facts)))
+                if form == "scores":
+                    for fact in asked.facts:
+                        third = THIRDS[min(2, 3 * text.text.find(fact) // max(1, len(text.text)))]
+                        kept.add(third, Share(int(fact not in gone), 1))
+
+
+def of_kind(folder: Path, kind: str, tokens: int, seeds: Sequence[int]) -> list[KeptFacts]:
+    """What a scorer keeps of a text per seed, at each ratio. Loads the model into this process once."""
+    scorer, count = _scorer(folder)
+    passes = max(1, tokens // limits.SMART_PASS_TOKENS)
+    found = {ratio: KeptFacts(kind, tokens, ratio, passes) for ratio in RATIOS}
+    for seed in seeds:
+        measured(scorer, long_text(kind, tokens, seed, count), passes, found)
+    return list(found.values())
+
+
+@cache
+def _scorer(folder: Path) -> tuple[TextScorer, Count]:
+    from eval.profile import loaded
+
+    model = loaded(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    scorer = TextScorer(model, model.search.profile())
+    return scorer, lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
