@@ -1,8 +1,8 @@
 """What a second machine would give, by the planner's own prices: `python -m bench.pairs`.
 
 Nothing is measured here. The speeds of the chips are their makers' figures (``fleetd/plan/chip_speeds.py``),
-and the links carry what is usual for their kind. The tables stand in docs/macs.md, docs/links.md and
-docs/large-models.md.
+and the links carry what is usual for their kind. The tables stand in docs/macs.md, docs/links.md,
+docs/large-models.md and docs/smart-prefill.md.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from fleetd.plan.chip_speeds import APPLE, GB10, Hardware
 from fleetd.plan.costs import LinkSpeed, modelled
 from fleetd.plan.group_cut import GroupMachine, GroupModelSize, Shortage, cut, step_s
 from fleetd.plan.prefill.choice import HelperSpec, PrefillOption, PrefillSize, choose, options
+from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
+from fleetd.plan.scoring import plan as plan_scoring
 
 #: Tokens of one chunk on a GPU.
 CHUNK = 2048
@@ -184,6 +186,45 @@ def groups() -> str:
     return "\n".join(rows)
 
 
+#: The model that scores (qwen3-0.6b), and how much of a prompt is kept.
+_SCORER, _RATIO = _shape(0.34, 28, 1024, 112), 0.2
+#: Which model answers where, and the machine that scores; None is the same one.
+_SMART = (
+    ("qwen3-8b", MACBOOK, None),
+    ("qwen3-14b", STUDIO, None),
+    ("llama-3.3-70b", STUDIO, None),
+    ("llama-3.3-70b", STUDIO, MACBOOK),
+    ("llama-3.3-70b", SPARK, MACBOOK),
+)
+_SMART_TOKENS = (8_000, 16_000, 32_000, 64_000, 128_000)
+
+
+def smart_plan(model: str, home: Machine, scorer: Machine | None, tokens: int) -> SmartPlan:
+    """What the planner makes of a prompt that a small model scores, on ``home`` or on another machine."""
+    target = modelled(home.hardware, MODELS[model])
+    asked = SmartPrefillQuestion(tokens, _RATIO, target, CHUNK, target.total(1.0, range(tokens), CHUNK))
+    speed = modelled((scorer or home).hardware, _SCORER)
+    link = LINKS[ETHERNET] if scorer else None
+    return plan_scoring(asked, [Scorer("scorer", (scorer or home).name, speed, link=link)])
+
+
+def smart() -> str:
+    """The table of docs/smart-prefill.md: what scoring and a fifth of the prompt take, beside all of it."""
+    rows = [
+        f"| the answer by | scores by | {' | '.join(f'{tokens:,}' for tokens in _SMART_TOKENS)} |",
+        f"|---|---|{'---|' * len(_SMART_TOKENS)}",
+    ]
+    for model, home, scorer in _SMART:
+        cells = []
+        for tokens in _SMART_TOKENS:
+            found = smart_plan(model, home, scorer, tokens)
+            gain = f"{found.dense_s / found.predicted_s:.1f}×"  # noqa: RUF001
+            cells.append(f"{seconds(found.dense_s)} → {seconds(found.predicted_s)}, {gain}")
+        by = scorer.name if scorer else "itself"
+        rows.append(f"| {home.name}, `{model}` | {by} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def _fits(machine: Machine, model: str) -> bool:
     entry = catalog.find(model)
     return entry is not None and entry.memory_gib <= machine.memory_gb * GPU_SHARE
@@ -196,4 +237,4 @@ def _gain(plan: PrefillOption, local_s: float) -> str:
 
 
 if __name__ == "__main__":
-    print(f"{macs()}\n\n{links()}\n\n{groups()}")
+    print(f"{macs()}\n\n{links()}\n\n{groups()}\n\n{smart()}")

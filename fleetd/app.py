@@ -280,6 +280,7 @@ class Daemon:
             running=self._runner.running,
             ended=machine.traces.ended,
             answer_tokens=self._config.engine.answer_tokens or None,
+            exactness=self._config.fleet.exactness,
             settings=settings.view,
             change_setting=settings.change,
         )

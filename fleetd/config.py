@@ -222,6 +222,14 @@ class FleetSettings(msgspec.Struct, frozen=True):
         bool,
         Meta(description="Prompts given to this machine are never sent to another one."),
     ] = False
+    exactness: Annotated[
+        Literal["exact", "equivalent"],
+        Meta(
+            description="exact: other machines have a part in an answer only if it has the same bytes as one "
+            "of the machine that answers alone; equivalent: also if they round in another order (label "
+            "`equivalent`), as a Mac and a Spark do. Requests may say otherwise."
+        ),
+    ] = "equivalent"
     manage: Annotated[
         bool,
         Meta(

@@ -67,14 +67,23 @@ class SmartPrefillPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def resolve(
-    wanted: bool | SmartPrefillBody | None, defaults: SmartPrefillPolicy
+    wanted: bool | SmartPrefillBody | None, defaults: SmartPrefillPolicy, *, exact: bool = False
 ) -> SmartPrefillPolicy | None:
     """The policy of one request; None where its prompt is to be read whole.
 
-    Raises InvalidValue where the bounds contradict each other.
+    Args:
+        exact: the request takes no answer but an exact one, so its prompt is shortened by no default.
+
+    Raises InvalidValue if the bounds, or the wish for exactness, contradict it.
     """
     if wanted is None:
-        wanted = defaults.enabled
+        wanted = defaults.enabled and not exact
+    if exact and (wanted if isinstance(wanted, bool) else wanted.enabled):
+        raise InvalidValue(
+            "An answer to a shortened prompt is not exact.",
+            hint="Leave out `smart_prefill` or `exactness`.",
+            param="exactness",
+        )
     if not (wanted if isinstance(wanted, bool) else wanted.enabled):
         return None
     given = {} if isinstance(wanted, bool) else msgspec.structs.asdict(wanted)

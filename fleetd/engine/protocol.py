@@ -125,6 +125,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     ``shared``: once it is Accepted, the prompt waits for PrefillWithHelpers or PrefillAlone.
     ``keep``: prefill only this of it, where the worker can.
     ``local_only``: no other machine may learn anything of the prompt, now or later.
+    ``exact``: only bytes that the machine which answers computes, or that are proven to be the same.
     ``fetches``: other machines may have keys and values of it; the worker asks for them by a KvMissing.
     ``tells_blocks``: once the prompt is read, a KvStored says which blocks it fills.
     ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
@@ -146,6 +147,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     speculate: Speculate | None = None
     count_only: bool = False
     local_only: bool = False
+    exact: bool = False
     fetches: bool = False
     tells_blocks: bool = False
     call_pieces: bool = False
@@ -732,10 +734,9 @@ class Score(Question[Scored], frozen=True, tag=True, omit_defaults=True):
     are put around it. ``questions``: character ranges that ask, in order; without any the end of the text
     does. What asks is not scored.
 
-    ``passes``: in how many passes it is computed at least, each of ``limits.SMART_PASS_TOKENS`` or more; the
-    context may want more of them.
     ``exit_layer``: layers that are run; 0 is the profile's. Without a ``profile`` the worker takes its own;
-    while it has none (``ScoringState``), it refuses the text: no text waits for a search.
+    while it has none (``ScoringState``), it refuses the text: no text waits for a search. ``passes``: in how
+    many it is computed at least, each of ``limits.SMART_PASS_TOKENS`` or more; the context may want more.
     """
 
     answer = Scored
@@ -743,9 +744,9 @@ class Score(Question[Scored], frozen=True, tag=True, omit_defaults=True):
     text: str
     questions: list[tuple[Natural, Natural]] = []
     segment: tuple[Natural, Natural] = (0, 0)
-    passes: Natural = 1
     exit_layer: Natural = 0
     profile: Profile | None = None
+    passes: Natural = 1
 
 
 # ---- All of them -----------------------------------------------------------------------------------------

@@ -357,12 +357,15 @@ class Request:
 
     def expected(self) -> Planned:
         """Where it will run, as far as that is known before its prompt is tokenized, for headers that leave
-        with the first progress. "exact" is not promised: parts may yet be left out, or others may help."""
+        with the first progress. "exact" is promised only if nothing else is taken: parts may yet be left out,
+        or others may help."""
         self.planned, self.expecting = self.placement.planned, True
         result = self.smart.result if self.smart is not None else None
         decided = result if result is not None and (result.used or result.code) else None
         whole = self.asked.smart is None or (decided is not None and not decided.used)
-        exactness: Exactness = "equivalent" if whole else "lossy"
+        exactness: Exactness = "lossy"
+        if whole:
+            exactness = "exact" if self.attempt.generate.exact else "equivalent"
         return msgspec.structs.replace(self.planned, exactness=exactness, smart=decided)
 
     def take_announced(self) -> list[Planned]:

@@ -9,9 +9,10 @@ from enum import Enum, auto
 from typing import Any
 
 import pytest
-from api_fakes import serve, services, speak
+from api_fakes import FakeRunner, serve, services, speak
 
 from fleetd import limits
+from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.protocol import Accepted, Event, Loading, Tokenized
 from fleetd.requests.job import LOCAL, Job, Planned
 
@@ -139,3 +140,53 @@ async def test_tools_by_grammar_are_said_once_in_a_stream_whose_headers_are_out(
     headers, text = await answer(Planner(LOCAL, Wait.HEADERS, GRAMMAR, GRAMMAR), stream=True)
     assert "X-Fleet-Tools" not in headers
     assert text.count(": tools grammar\n") == 1
+
+
+# ---- Which exactness is asked for -----------------------------------------------------------------------
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+    "/api/chat": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+    "/api/generate": {"model": "m", "prompt": "hi"},
+}
+
+
+@pytest.mark.parametrize("setting", ["exact", "equivalent"])
+@pytest.mark.parametrize("wish", ["exact", "equivalent", None])
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_request_says_whether_others_may_round_otherwise_and_the_settings_do_if_it_does_not(
+    path: str, wish: Any, setting: Any
+) -> None:
+    runner = FakeRunner()
+    body = BODIES[path] | ({} if wish is None else {"exactness": wish})
+    defaults = SmartPrefillPolicy(enabled=True)
+    made = services(runner, exactness=setting, smart_defaults=defaults)
+    async with serve(made) as site, site.client() as session, session.post(path, json=body) as response:
+        assert response.status == 200
+    (job,) = runner.jobs
+    # By default prompts are shortened here, but for one whose answer is to be exact.
+    assert (job.smart is None) is (wish == "exact")
+    assert job.request.exact is (wish == "exact")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_a_shortened_prompt_has_no_exact_answer(path: str) -> None:
+    runner = FakeRunner()
+    body = BODIES[path] | {"exactness": "exact", "smart_prefill": True}
+    async with serve(services(runner)) as site, site.client() as session:
+        async with session.post(path, json=body) as response:
+            assert response.status == 400
+            assert "not exact" in await response.text()
+    assert not runner.jobs
+
+
+@pytest.mark.parametrize("setting", ["exact", "equivalent"])
+async def test_the_settings_decide_for_a_request_that_says_nothing(setting: Any) -> None:
+    runner = FakeRunner()
+    async with serve(services(runner, exactness=setting)) as site, site.client() as session:
+        async with session.post("/v1/completions", json={"prompt": "hi"}) as response:
+            assert response.status == 200
+    assert runner.jobs[0].request.exact is (setting == "exact")

@@ -48,3 +48,15 @@ def test_a_group_is_as_fast_as_its_machines_read_weights_less_the_links() -> Non
     whole = machine.hardware.decode_tok_s(int(39.7e9))
     assert 0.9 * whole < slow < fast < whole
     assert pairs.together_tok_s(model, 2, pairs.MACBOOK, pairs.LINKS[pairs.ETHERNET]) == 0.0
+
+
+@pytest.mark.parametrize(("model", "home", "scorer"), pairs._SMART)
+def test_scoring_of_a_long_prompt_is_a_small_part_of_what_it_saves(
+    model: str, home: pairs.Machine, scorer: pairs.Machine | None
+) -> None:
+    plans = [pairs.smart_plan(model, home, scorer, tokens) for tokens in (8_000, 16_000, 128_000)]
+    assert all(plan.worth_it for plan in plans)
+    gains = [plan.dense_s / plan.predicted_s for plan in plans]
+    assert gains == sorted(gains)
+    if scorer is None and model == "llama-3.3-70b":
+        assert plans[1].score_s < 0.2 * plans[1].predicted_s

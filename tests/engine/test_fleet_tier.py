@@ -277,8 +277,16 @@ def test_an_answer_that_begins_with_other_numbers_is_labelled_wherever_these_lie
     assert machines.here.scheduler.prefix.longest(PROMPT, EQUIVALENT) == len(PROMPT) - 1
 
 
-def test_a_prompt_whose_answer_must_be_exact_asks_for_no_other_numbers(machines: TwoMachines) -> None:
-    machines.ask()
+@pytest.mark.parametrize("fields", [{}, {"shared": True, "exact": True}], ids=["not shared", "by its wish"])
+def test_a_prompt_whose_answer_must_be_exact_asks_for_no_other_numbers(
+    fields: dict[str, bool], machines: TwoMachines
+) -> None:
+    if fields:
+        machines.here.stop()
+        sharable = Sharable.of(Stage.of(machines.model), "cpu", {"mlx-lm": "1"})
+        own = settings_in(machines.root / "own")
+        machines.here = Worker(machines.model, machines.tokenizer, own, sharable=sharable)
+    machines.ask(**fields)
     assert machines.lacking().equivalent_names == []
     machines.decide(0)
     machines.finish()

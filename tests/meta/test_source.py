@@ -249,7 +249,7 @@ def test_every_error_has_a_code_of_its_own() -> None:
     "name",
     [
         *("catalog", "choose", "errors", "gguf", "http", "large-models"),
-        *("links", "macs", "models", "protocol", "settings"),
+        *("links", "macs", "models", "protocol", "settings", "smart-prefill"),
     ],
 )
 def test_the_generated_page_is_up_to_date(name: str) -> None:

@@ -55,7 +55,8 @@ from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.members.members import Member, Members
 from fleetd.requests.metrics import Metrics
-from fleetd.requests.placement.placement import KnownTokens, Placer, WantedModel, alike, candidate
+from fleetd.requests.placement import planner_facts
+from fleetd.requests.placement.placement import KnownTokens, Placer, WantedModel, candidate
 from fleetd.requests.remote import messages, remote
 from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.requests.runner import RequestRunner
@@ -116,8 +117,8 @@ def test_an_answer_from_elsewhere_is_exact_only_where_both_measured_the_same_ari
     mine: str, theirs: str, exactness: str
 ) -> None:
     here, there = (machine("a", arithmetic=arithmetic).card for arithmetic in (mine, theirs))
-    assert alike(here, there, "big") is (exactness == "exact")
-    assert not alike(here, machine("a", arithmetic=theirs, digest="e").card, "big")
+    assert planner_facts.alike(here, there, "big") is (exactness == "exact")
+    assert not planner_facts.alike(here, machine("a", arithmetic=theirs, digest="e").card, "big")
 
 
 async def test_the_header_says_exact_of_an_answer_with_the_bytes_that_this_machine_would_give(
@@ -127,6 +128,31 @@ async def test_the_header_says_exact_of_an_answer_with_the_bytes_that_this_machi
     own = replace(OWN, models=[replace(MODEL, arithmetic="bits")])
     seen = await collect(make(others, own=own).run(job()))
     assert seen[0] == Planned("remote", ("studio",), "exact")
+
+
+@pytest.mark.parametrize("placement", [(), ("studio",)], ids=["left open", "named"])
+@pytest.mark.parametrize("theirs", ["bits", "other bits", ""])
+async def test_an_answer_that_must_be_exact_runs_only_where_the_bytes_are_the_same(
+    make: Make, theirs: str, placement: tuple[str, ...]
+) -> None:
+    own = replace(OWN, models=[replace(MODEL, arithmetic="bits")])
+    asked = job(placement=placement)
+    asked = replace(asked, request=replace(asked.request, exact=True))
+    others = FakeOthers(machine("studio", faster=100, arithmetic=theirs), studio=[WHOLE])
+    runner = make(others, own=own, models=FakeModels(names=["big"]))
+    if theirs != "bits" and placement:
+        with pytest.raises(NoMachine, match="same bytes") as refused:
+            await collect(runner.run(asked))
+        assert refused.value.param == "exactness"
+        return
+    seen = await collect(runner.run(asked))
+    if theirs == "bits":
+        assert seen[0] == Planned("remote", ("studio",), "exact")
+        # That machine, too, takes help only of machines that compute the same.
+        assert others.asked[0][1].request.exact
+    else:
+        assert (seen[0].kind, seen[0].exactness) == ("local", "exact")
+        assert not others.asked
 
 
 # ---- where ---------------------------------------------------------------------------------------------

@@ -389,6 +389,28 @@ async def test_other_arithmetic_is_no_exact_answer(tmp_path: Path) -> None:
         assert (await home.trace()).exactness == "equivalent"
 
 
+@pytest.mark.parametrize(
+    ("by_card", "by_offer", "helps"),
+    [("bits", True, True), ("other bits", True, False), ("bits", False, False)],
+    ids=["alike", "told by its card", "told by its offer"],
+)
+async def test_no_helper_that_rounds_otherwise_has_a_part_in_an_exact_answer(
+    tmp_path: Path, by_card: str, by_offer: bool, helps: bool
+) -> None:
+    async with home_with(tmp_path, card=own_card("home", arithmetic="bits")) as home:
+        home.helpers[0].card = own_card("mini", arithmetic=by_card)
+        if not by_offer:
+            home.helpers[0].engine.facts = replace(
+                FACTS, arithmetic=replace(ARITHMETIC, accelerator="metal", layers=[b"x" * 8] * 4)
+            )
+        asked = job()
+        asked = msgspec.structs.replace(asked, request=msgspec.structs.replace(asked.request, exact=True))
+        planned = (await home.ask(request=request_of(asked, FakeFolder())))[0]
+        assert (planned.shared, planned.exactness) == (helps, "exact")
+        assert bool(home.pool.fake.shares) == helps
+        assert (await home.trace()).exactness == "exact"
+
+
 @pytest.mark.parametrize("fields", [{}, {"bytes_per_s": 1000.0}], ids=["shared", "alone"])
 async def test_what_rests_on_cached_numbers_of_others_is_no_exact_answer(
     tmp_path: Path, fields: dict[str, Any]

@@ -14,7 +14,13 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.api.generation.answer_form import SchemaForm
 from fleetd.api.generation.conversation import StopTexts
-from fleetd.api.generation.fields import LocalOnly, PlacementField, Positive, SmartPrefillField
+from fleetd.api.generation.fields import (
+    ExactnessField,
+    LocalOnly,
+    PlacementField,
+    Positive,
+    SmartPrefillField,
+)
 from fleetd.api.generation.reasoning import ReasoningFields
 from fleetd.api.generation.sampling_fields import takes_sampling
 
@@ -91,6 +97,7 @@ class Conversation(ReasoningFields, frozen=True, kw_only=True):
     mcp_servers: list[Any] | None = None
     local_only: LocalOnly = None
     placement: PlacementField = None
+    exactness: ExactnessField = None
 
 
 @takes_sampling("anthropic")

@@ -28,7 +28,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
         max_tokens=services.answer_tokens if body.max_tokens is None else body.max_tokens,
         parallel_tools=translate.parallel_tools(body),
         marked=translate.marks_cache(body),
-        smart=resolve(body.smart_prefill, services.smart_defaults),
+        smart=resolve(body.smart_prefill, services.smart_defaults, exact=body.exactness == "exact"),
     )
     work = generate.GenerationRequest(
         options.id,
@@ -39,6 +39,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
         options.smart,
         session=session_of(request.headers, translate.user_id(body)),
         placement=body.placement or (),
+        exactness=body.exactness,
     )
     if body.stream:
         return await generate.stream(request, work, MessageStream(options))

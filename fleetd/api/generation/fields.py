@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,14 @@ from fleetd.errors import InvalidValue, UnsupportedParameter
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 LocalOnly = Annotated[
     bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
+]
+ExactnessField = Annotated[
+    Literal["exact", "equivalent"] | None,
+    Meta(
+        description="exact: other machines have a part in the answer only if it has the same bytes as one of "
+        "the machine that answers alone; equivalent: also if they round in another order. By default the "
+        "setting `fleet.exactness`. An `exact` prompt is not shortened."
+    ),
 ]
 PlacementField = Annotated[
     Annotated[
@@ -82,6 +90,7 @@ class FleetFields(ReasoningFields, frozen=True, kw_only=True):
 
     local_only: LocalOnly = None
     placement: PlacementField = None
+    exactness: ExactnessField = None
     smart_prefill: SmartPrefillField = None
     speculate: Annotated[
         bool | SpeculateBody | None,

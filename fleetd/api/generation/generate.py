@@ -60,16 +60,20 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     session: str = ""
     #: The machines that are to hold the model, by name; none leaves it to the planner.
     placement: Sequence[str] = ()
+    #: Whether other machines may round otherwise; None leaves it to the settings.
+    exactness: Exactness | None = None
 
 
 def _choices(request: web.Request, work: GenerationRequest) -> Choices:
     services = request.app[SERVICES]
     token.check_model(request, work.model)
     origin: Origin = "socket" if is_trusted(request) else "http"
+    # A request that asks for a shortened prompt takes what that gives.
+    exact = (work.exactness or services.exactness) == "exact" and work.smart is None
     jobs = [
         Job(
             work.model,
-            _bounded(generate, services.answer_tokens),
+            _by_settings(generate, services.answer_tokens, exact=exact),
             origin,
             work.route,
             local_only=work.local_only,
@@ -83,10 +87,11 @@ def _choices(request: web.Request, work: GenerationRequest) -> Choices:
     return Choices([partial(services.runner.run, job) for job in jobs])
 
 
-def _bounded(generate: Generate, answer_tokens: int | None) -> Generate:
-    if answer_tokens is None or generate.max_tokens is not None:
-        return generate
-    return msgspec.structs.replace(generate, max_tokens=max(answer_tokens, generate.min_tokens))
+def _by_settings(generate: Generate, answer_tokens: int | None, *, exact: bool) -> Generate:
+    most = generate.max_tokens
+    if most is None and answer_tokens is not None:
+        most = max(answer_tokens, generate.min_tokens)
+    return msgspec.structs.replace(generate, max_tokens=most, exact=exact)
 
 
 _LOSS: Mapping[str, int] = {"exact": 0, "equivalent": 1, "lossy": 2}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -92,6 +92,8 @@ class Services(msgspec.Struct, frozen=True):
     ended: Callable[[int], tuple[int, Sequence[Trace]]] = lambda number: (number, ())
     #: The most tokens of an answer whose request has no bound; None is what the context holds.
     answer_tokens: int | None = None
+    #: Whether other machines may round otherwise, if a request does not say.
+    exactness: Literal["exact", "equivalent"] = "equivalent"
     #: The settings as the daemon runs with them, and as their file has them by now. Blocks.
     settings: Callable[[], SettingsView] = SettingsView
     #: Changes one of them in their file. Blocks. Raises FleetError.

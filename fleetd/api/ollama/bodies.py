@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.generation.conversation import StopText, StopTexts
-from fleetd.api.generation.fields import LocalOnly, PlacementField
+from fleetd.api.generation.fields import ExactnessField, LocalOnly, PlacementField
 from fleetd.api.generation.reasoning import ReasoningFields
 from fleetd.api.generation.sampling_fields import takes_sampling
 
@@ -82,6 +82,7 @@ class OllamaBody(ReasoningFields, frozen=True, kw_only=True):
     options: OllamaOptions | None = None
     local_only: LocalOnly = None
     placement: PlacementField = None
+    exactness: ExactnessField = None
     format: Annotated[
         Literal["json", ""] | dict[str, Any] | None,
         Meta(description="The answer's form: any JSON object, or a schema."),

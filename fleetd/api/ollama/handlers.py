@@ -89,7 +89,7 @@ def _options(request: web.Request, body: OllamaBody, *, chat: bool) -> OllamaRep
         chat=chat,
         began=datetime.now(UTC),
         elapsed_s=lambda: time.monotonic() - began_s,
-        smart=resolve(None, request.app[SERVICES].smart_defaults),
+        smart=resolve(None, request.app[SERVICES].smart_defaults, exact=body.exactness == "exact"),
     )
 
 
@@ -107,4 +107,5 @@ def _request(
         smart,
         session=session,
         placement=body.placement or (),
+        exactness=body.exactness,
     )

@@ -65,7 +65,7 @@ def _options(request: web.Request, prefix: str, body: bodies.Common) -> ReplyOpt
         model=services.names.answered(body.model),
         fingerprint=f"fleetd-{services.version}",
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        smart=resolve(body.smart_prefill, services.smart_defaults),
+        smart=resolve(body.smart_prefill, services.smart_defaults, exact=body.exactness == "exact"),
     )
 
 
@@ -86,4 +86,5 @@ def _work(
         reply.per_prompt,
         session_of(request.headers, body.prompt_cache_key, body.user),
         body.placement or (),
+        body.exactness,
     )

@@ -37,7 +37,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         response=_begun(body, asked, name, services.names.answered(body.model)),
         tools=asked.tools,
         carry=asked.carry,
-        smart=resolve(body.smart_prefill, services.smart_defaults),
+        smart=resolve(body.smart_prefill, services.smart_defaults, exact=body.exactness == "exact"),
     )
     if options.response.store:
         client = client_of(request)
@@ -56,6 +56,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         options.smart,
         session=session_of(request.headers, body.prompt_cache_key, body.user),
         placement=body.placement or (),
+        exactness=body.exactness,
     )
     if body.stream:
         return await generate.stream(request, work, ResponseStream(options))

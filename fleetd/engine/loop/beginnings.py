@@ -213,7 +213,8 @@ class Beginnings:
 
     def _takes_equivalent(self, sequence: ScheduledSequence) -> bool:
         """True if a prompt may have other accelerators' numbers in it: how it is labelled is not decided."""
-        return self.sharable is not None and sequence.kept is None and not sequence.accepted
+        possible = self.sharable is not None and sequence.kept is None and not sequence.accepted
+        return possible and not sequence.prepared.request.exact
 
     # ---- what has come ---------------------------------------------------------------------------------
 

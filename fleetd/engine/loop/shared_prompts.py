@@ -55,7 +55,8 @@ class SharedPrompts:
         whole = sequence.kept is None and not sequence.scores_prompt
         if self.sharable is None or not whole or tokens in self._lost:
             return False
-        hit = sequence.hit or self.prefix.fetch(tokens, DENSE, EQUIVALENT)
+        arithmetics = (DENSE,) if sequence.prepared.request.exact else (DENSE, EQUIVALENT)
+        hit = sequence.hit or self.prefix.fetch(tokens, *arithmetics)
         short = len(tokens) - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS
         # A short prompt with another machine's numbers in its prefix is offered too: it is not exact.
         if short and hit.namespace == DENSE:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from fleetd.engine.daemon_side.group_front import GroupFront
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.engine.protocol import Accepted
+from fleetd.errors import NoMachine
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.job import THIS_NAME, Exactness, Planned
 from fleetd.requests.pipeline import PipelineStep
@@ -36,6 +37,12 @@ class GroupLabels(PipelineStep):
         if not isinstance(engine, GroupFront):
             return None
         exactness: Exactness = "exact" if engine.exact else "equivalent"
+        if request.attempt.generate.exact and exactness != "exact":
+            raise NoMachine(
+                f"The machines that hold {folder.name} together round in different ways.",
+                hint="Leave out `exactness`.",
+                param="exactness",
+            )
         members = engine.settings.group
         names = tuple(member.name for member in members)
         cuts = (0, *(member.first for member in members), members[-1].last)

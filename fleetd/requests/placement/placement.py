@@ -165,6 +165,8 @@ class Placer:
                 return replace(staying, **self._priced_alone(job, model))
             raise why or NoMachine(f"{model.name} is not on this machine, and this request stays here.")
         others = self._members.others("answer")
+        if job.request.exact:
+            others = [member for member in others if self._computes_the_same(member, model)]
         if not others and possible:
             return replace(staying, **self._priced_alone(job, model))
         capped = tuple(self.capped(model.name))
@@ -212,6 +214,12 @@ class Placer:
             if staying is None:
                 raise why or NoMachine(f"{model.name} is not on this machine.", param="placement")
             return replace(staying, over=tuple(member.name for member in rest))
+        if job.request.exact and not self._computes_the_same(first, model):
+            raise NoMachine(
+                f"{first.name} has not been shown to compute the same bytes of {model.name} as this machine.",
+                hint="Leave out `exactness` or `placement`; load the model on both for a comparison.",
+                param="exactness",
+            )
         ways = self.rank(job, model, [first], tried=tried | {THIS_NODE})
         if not ways.placements:
             raise no_machine(model.name, ways, why, tried=bool(tried))
@@ -231,8 +239,8 @@ class Placer:
 
     def _remote(self, model: WantedModel, member: Member, ways: Ways, reason: str) -> Placement:
         """On another machine, by the first of ``ways``."""
-        best, own = ways.placements[0], self._members.here().card
-        exactness: Exactness = "exact" if alike(own, member.card, model.name) else "equivalent"
+        best = ways.placements[0]
+        exactness: Exactness = "exact" if self._computes_the_same(member, model) else "equivalent"
         return Placement(
             best.node_id,
             Planned("remote", (best.name,), exactness, reason),
@@ -243,6 +251,9 @@ class Placer:
             cached_tokens=ways.chosen.cached_tokens if ways.chosen is not None else 0,
             **_priced(ways),
         )
+
+    def _computes_the_same(self, member: Member, model: WantedModel) -> bool:
+        return planner_facts.alike(self._members.here().card, member.card, model.name)
 
     def _priced_alone(self, job: Job, model: WantedModel) -> dict[str, Any]:
         """What is planned for a request that this machine answers without others."""
@@ -415,7 +426,7 @@ class Placer:
             kept = places.get(source.node_id)
             if source.node_id == member.node_id or kept is None:
                 continue
-            if not alike(member.card, source.card, model.name):
+            if not planner_facts.alike(member.card, source.card, model.name):
                 continue
             fetch = self._fetch_speed(member, source, kept)
             theirs = from_peer(kept, cached, own, fetch, source.name, speed, state_bytes)
@@ -525,20 +536,6 @@ def no_machine(name: str, ways: Ways, why: FleetError | None = None, *, tried: b
         f"No machine of the fleet can run {name} now: {' '.join(reasons) or 'none has it.'}",
         hint="`fleetctl peers` shows what each machine has.",
         param="model",
-    )
-
-
-def alike(own: Card, other: Card, model: str) -> bool:
-    """True if both have measured that they compute the same bytes from the same files.
-
-    False while one of them has never loaded the model.
-    """
-    mine, theirs = (next((m for m in card.models if m.name == model), None) for card in (own, other))
-    return (
-        mine is not None
-        and theirs is not None
-        and mine.digest == theirs.digest != ""
-        and mine.arithmetic == theirs.arithmetic != ""
     )
 
 

@@ -133,6 +133,20 @@ def corrected(specs: Iterable[HelperSpec], members: Members, digest: str) -> lis
     ]
 
 
+def alike(own: Card, other: Card, model: str) -> bool:
+    """True if both have measured that they compute the same bytes from the same files.
+
+    False while one of them has never loaded the model.
+    """
+    mine, theirs = (next((m for m in card.models if m.name == model), None) for card in (own, other))
+    return (
+        mine is not None
+        and theirs is not None
+        and mine.digest == theirs.digest != ""
+        and mine.arithmetic == theirs.arithmetic != ""
+    )
+
+
 def between(answering: Member, helping: Member) -> LinkSpeed:
     """The link between two machines; of two others it is not known here, and the worse figures are taken."""
     ours, theirs = answering.link, helping.link

@@ -31,7 +31,7 @@ from fleetd.engine.protocol import (
     StepTime,
     Tokenized,
 )
-from fleetd.errors import FleetError, from_code
+from fleetd.errors import FleetError, Incompatible, from_code
 from fleetd.models.folder import ModelFolder
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -146,14 +146,17 @@ class PrefillSharing(PipelineStep):
         model = self.members.here().model(name)
         return model if model is not None and model.digest else None
 
-    def choose(self, own: ModelCard, asked: PrefillSize) -> PlanChoice:
-        """The planner's choice."""
-        here, *helpers = planner_facts.corrected(self.machines(own), self.members, own.digest)
+    def choose(self, own: ModelCard, asked: PrefillSize, *, exact: bool) -> PlanChoice:
+        """The planner's choice. ``exact``: of helpers that compute the bytes of this machine."""
+        here, *helpers = planner_facts.corrected(self.machines(own, exact=exact), self.members, own.digest)
         return plan_prefill(asked, here, helpers, self.members.last_prefill.get(own.name))
 
-    def machines(self, own: ModelCard) -> list[HelperSpec]:
+    def machines(self, own: ModelCard, *, exact: bool) -> list[HelperSpec]:
         """This machine first, all by their own figures."""
-        return planner_facts.chain_of(self.members.here(), self.members.others("prefill"), own)
+        here, helping = self.members.here(), self.members.others("prefill")
+        if exact:
+            helping = [each for each in helping if planner_facts.alike(here.card, each.card, own.name)]
+        return planner_facts.chain_of(here, helping, own)
 
     def chose(self, choice: PlanChoice, own: ModelCard) -> None:
         """Remember it, and let helpers load what would have made this one faster."""
@@ -245,7 +248,8 @@ class SharingRun:
             places=accepted.places,
             states=accepted.states,
         )
-        choice = self._sharing.choose(own, asked)
+        exact = self._request.attempt.generate.exact
+        choice = self._sharing.choose(own, asked, exact=exact)
         self._request.decided(choice, accepted, self._sharing.monotonic())
         split = choice.best.split
         if split is None or facts.arithmetic is None:
@@ -255,7 +259,7 @@ class SharingRun:
         own_chunks = split.chunk == accepted.chunk
         terms = SharingTerms(accepted.id, name, own.digest, split, facts.arithmetic, own_chunks)
         self._digest = own.digest
-        self._parts = planner_facts.parts(choice.best, self._sharing.machines(own))
+        self._parts = planner_facts.parts(choice.best, self._sharing.machines(own, exact=exact))
         chain = list(zip(choice.best.helpers, choice.best.names, strict=True))
         self._agreement = Agreement(self._sharing.partners, engine, terms, chain)
         within_s = min(limits.SHARE_SETUP_S, max(_SETUP_LEAST_S, _gain_s(choice)))
@@ -278,6 +282,8 @@ class SharingRun:
         """Agree, tell the engine, watch the helpers. After a failure the engine goes on alone at once."""
         try:
             exact = await agreed.reach(within_s)
+            if self._request.attempt.generate.exact and not exact:
+                raise Incompatible("The helpers round in another order, and the answer is to be exact.")
             origins = [await self._sharing.label(helper.node_id) for helper in agreed.helpers]
             self._began_s = self._sharing.monotonic()
             engine.share(PrefillWithHelpers(terms.id, terms.split, _left_s(option), exact, origins))
