@@ -78,7 +78,7 @@ class Scorer(msgspec.Struct, frozen=True):
         return self.load_s + computed_s * (1 + SHARING * self.running) + there_s
 
     def passes(self, tokens: int) -> int:
-        """The number of passes, 1 or more, in which so many tokens are scored soonest; the context wants some."""
+        """The passes, 1 or more, in which so many tokens are scored soonest; the context may want more."""
         room = max(1, self.context_tokens - AROUND_TOKENS) if self.context_tokens > 0 else tokens
         fewest = max(1, math.ceil(tokens / max(1, room)))
         most = max(fewest, tokens // limits.SMART_PASS_TOKENS)
