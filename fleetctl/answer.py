@@ -113,7 +113,8 @@ class Answer:
         }
 
     def closing_facts(self) -> list[str]:
-        """Prompt size, time to the first token, both speeds, model and machine, as far as they are known."""
+        """Prompt size, time to the first token, both speeds, model, machines, and the label of an answer that is
+        not exact, as far as they are known."""
         parts = []
         cached = self.timings.get("cache_n", 0)
         details = self.usage.get("prompt_tokens_details") or {}
@@ -139,6 +140,8 @@ class Answer:
             parts.append(one_line(self.model))
         if others := _others(self.headers.get("x-fleet-plan", "")):
             parts.append(others)
+        if (exactness := self.headers.get("x-fleet-exactness", "")) in ("equivalent", "lossy"):
+            parts.append(exactness)
         return parts
 
 

@@ -341,6 +341,14 @@ def test_the_last_line_says_which_machine_answered(plan: str, where: str) -> Non
     assert said == f"m{where}"
 
 
+@pytest.mark.parametrize(
+    ("exactness", "said"), [("exact", ""), ("equivalent", " · equivalent"), ("lossy", " · lossy"), ("", "")]
+)
+def test_the_last_line_has_the_label_of_an_answer_that_is_not_exact(exactness: str, said: str) -> None:
+    facts = Answer(model="m", headers={"x-fleet-exactness": exactness}).closing_facts()
+    assert " · ".join(facts) == f"m{said}"
+
+
 def test_a_change_of_plan_is_told_with_its_reason(run: Run, daemon: FakeDaemon) -> None:
     moved = ": plan local; nodes=this: studio went away.\n\n"
     daemon.chat(Reply(stream=[": keepalive 0/412\n\n", moved, delta(content="ok"), *final()]))
