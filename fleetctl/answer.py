@@ -113,8 +113,8 @@ class Answer:
         }
 
     def closing_facts(self) -> list[str]:
-        """Prompt size, time to the first token, both speeds, model, machines, and the label of an answer that is
-        not exact, as far as they are known."""
+        """Prompt size, time to the first token, both speeds, model, machines, and the label of an answer that
+        is not exact, as far as they are known."""
         parts = []
         cached = self.timings.get("cache_n", 0)
         details = self.usage.get("prompt_tokens_details") or {}
