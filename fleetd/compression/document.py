@@ -22,6 +22,9 @@ from fleetd.compression.words import PARAGRAPH_END, Range, estimate_tokens, line
 
 # Text between these is always kept; models never see them. One alone on its line takes the line with it.
 _MARK = re.compile(r"(?m)^[ \t]*</?fleet:keep>[ \t]*\n|</?fleet:keep>")
+# What stands between such tags in a system prompt is material, put there by a program that looked it up. One
+# that is not closed holds to the end.
+_CONTEXT = re.compile(r"<(context|documents|sources)>(.*?)(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
 # Only a client says what is to be kept: in a tool's result, or an answer, markers are text like any other.
 _INSTRUCTING = ("system", "developer")
 _MARKING = ("text", "user", "system", "developer")
@@ -55,13 +58,22 @@ _HEADING = re.compile(r"#{1,6} [^\n]*")
 class Block(msgspec.Struct, frozen=True):
     """One message's content, or a whole text prompt (``role`` "text"). ``marked``: what the user wants kept.
 
-    ``example``: said to be part of an example, by its name.
+    ``example``: said to be part of an example, by its name. ``context``: what of a system prompt is material.
     """
 
     text: str
     role: str = "text"
     marked: tuple[Range, ...] = ()
     example: bool = False
+    context: tuple[Range, ...] = ()
+
+    @property
+    def instructions(self) -> list[Range]:
+        """What a system prompt says: all of it but its ``context``. None of another message."""
+        if self.role not in _INSTRUCTING:
+            return []
+        edges = [0, *(edge for span in self.context for edge in span), len(self.text)]
+        return [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +96,15 @@ class Document:
         object.__setattr__(self, "starts", tuple(starts))
 
     @classmethod
-    def of_messages(cls, messages: Sequence[Mapping[str, Any]]) -> Document:
-        """``messages`` as chat templates read them. Content that is not one string becomes an empty block."""
+    def of_messages(cls, messages: Sequence[Mapping[str, Any]], *, system_context: bool = False) -> Document:
+        """``messages`` as chat templates read them. Content that is not one string becomes an empty block.
+
+        Args:
+            system_context: long system prompts are material, but for what they say at their ends.
+        """
         blocks = tuple(_block(message) for message in messages)
+        if system_context:
+            blocks = tuple(map(_as_context, blocks))
         document = cls(blocks)
         users = [i for i, block in enumerate(blocks) if block.role == "user"]
         for i in reversed(users):
@@ -125,7 +143,7 @@ class Document:
     def material(self) -> str:
         """The text without what asks and without what a system prompt says."""
         found, at = [], 0
-        apart = [self.flat(i, (0, len(b.text))) for i, b in enumerate(self.blocks) if b.role in _INSTRUCTING]
+        apart = [self.flat(i, span) for i, block in enumerate(self.blocks) for span in block.instructions]
         for start, end in merged([*self.questions, *apart]):
             found.append(self.text[at:start])
             at = end
@@ -270,4 +288,14 @@ def _block(message: Mapping[str, Any]) -> Block:
     text = content if isinstance(content, str) else ""
     text, marked = unmark(text) if role in _MARKING else (text, ())
     example = isinstance(name, str) and name.startswith("example")
-    return Block(text, role, marked, example)
+    found = _CONTEXT.finditer(text) if role in _INSTRUCTING else ()
+    return Block(text, role, marked, example, tuple(match.span(2) for match in found))
+
+
+def _as_context(block: Block) -> Block:
+    """A long system prompt that marks no context as one whose middle is context."""
+    if block.role not in _INSTRUCTING or block.context or estimate_tokens(block.text) <= _BLOB_TOKENS:
+        return block
+    end = len(block.text.rstrip())
+    middle = _head(block.text, end)[1], _tail(block.text, end)[0]
+    return msgspec.structs.replace(block, context=(middle,)) if middle[0] < middle[1] else block

@@ -1,8 +1,8 @@
 """What of a prompt is kept whatever the scores say.
 
-system prompt · examples · the last user turn, or what asks in it · head and tail · what the user marked ·
-control tokens of a chat template in a text prompt. Tools, tool calls and names are no part of a document:
-they are never touched.
+system prompt but for its context · examples · the last user turn, or what asks in it · head and tail · what
+the user marked · control tokens of a chat template in a text prompt. Tools, tool calls and names are no part
+of a document: they are never touched.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def _always(document: Document, budget_tokens: float) -> Iterator[Range]:
     last_user = max((i for i, block in enumerate(document.blocks) if block.role == "user"), default=-1)
     examples = _examples(document, last_user, budget_tokens)
     for i, block in enumerate(document.blocks):
-        if block.role in ("system", "developer") or block.example or i in examples:
+        if block.example or i in examples:
             yield document.flat(i, (0, len(block.text)))
+        for span in block.instructions:
+            yield document.flat(i, span)
         for span in block.marked:
             yield document.flat(i, span)
         if block.role == "text":

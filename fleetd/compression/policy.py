@@ -42,6 +42,13 @@ class SmartPrefillBody(msgspec.Struct, frozen=True, omit_defaults=True, forbid_u
         bool | None,
         Meta(description="Drop whole paragraphs, statements, values and rows only, never parts of them."),
     ] = None
+    system_context: Annotated[
+        bool | None,
+        Meta(
+            description="True: a long system prompt is material to choose from, but for its first and last "
+            "paragraph. What it has between <context> tags (or <documents>, <sources>) always is."
+        ),
+    ] = None
     mode: Annotated[
         Mode | None,
         Meta(description="text rewrites the prompt; sparse keeps tokens at their places; auto chooses."),
@@ -64,6 +71,7 @@ class SmartPrefillPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     min_prompt_tokens: int = MIN_PROMPT_TOKENS
     preserve_boundaries: bool = True
     mode: Mode = "auto"
+    system_context: bool = False
 
 
 def resolve(

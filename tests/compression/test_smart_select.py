@@ -275,6 +275,43 @@ def agent_messages() -> list[dict[str, object]]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "option"),
+    [
+        ("Be brief.\n\n<context>\n", "\n</context>\nCite your sources.", False),
+        ("Be brief.\n\n<documents>\n", "\n</documents>\nCite your sources.", False),
+        ("Be brief.\n\n", "\n\nCite your sources.", True),
+    ],
+    ids=["context", "documents", "by option"],
+)
+def test_of_a_system_prompt_with_material_only_its_instructions_are_always_kept(
+    before: str, after: str, option: bool
+) -> None:
+    material = haystack(60)
+    fact = "The secret code of the old mill is 48213."
+    at = material.index(". ", len(material) // 2) + 2
+    messages = [
+        {"role": "system", "content": f"{before}{material[:at]}{fact} {material[at:]}{after}"},
+        {"role": "user", "content": "What is the secret code of the old mill?"},
+    ]
+    whole = Document.of_messages(messages)
+    document = Document.of_messages(messages, system_context=option)
+    selection = select(document, None, SmartPrefillPolicy(enabled=True, target_ratio=0.2))
+    (shortened, asked) = elide.messages(document, selection, messages)
+    assert selection.ratio < 0.4
+    for kept in ("Be brief.", fact, "Cite your sources."):
+        assert kept in shortened["content"]
+    assert asked == messages[1]
+    if option:
+        assert select(whole, None, SmartPrefillPolicy(enabled=True, target_ratio=0.2)).declined
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+def test_only_a_system_prompt_has_context(role: str) -> None:
+    messages = [{"role": role, "content": "<context>x</context>"}, {"role": "user", "content": "Why?"}]
+    assert not Document.of_messages(messages, system_context=True).blocks[0].context
+
+
 def test_the_system_prompt_is_never_dropped() -> None:
     document = Document.of_messages(agent_messages())
     for found in (None, scores(document)):

@@ -433,7 +433,8 @@ def _document(job: Job) -> tuple[Document, int]:
     """A job's prompt as a document, and about how many tokens it has. Raises SkipCompression."""
     if job.request.echo:
         raise SkipCompression("echo", "The prompt is to be echoed, so it is read whole.")
-    found = smart_prompt.document(job.request)
+    system_context = job.smart is not None and job.smart.system_context
+    found = smart_prompt.document(job.request, system_context=system_context)
     if found is None:
         raise SkipCompression("token_prompt", "A prompt of token ids has no text that could be cut.")
     return found, found.estimated_tokens

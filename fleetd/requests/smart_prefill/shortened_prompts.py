@@ -18,11 +18,14 @@ from fleetd.compression.words import Range, estimate_tokens
 from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt, TokenPrompt
 
 
-def document(request: Generate) -> Document | None:
-    """The prompt as a document; None for token ids, which have no text that could be cut."""
+def document(request: Generate, *, system_context: bool = False) -> Document | None:
+    """The prompt as a document; None for token ids, which have no text that could be cut.
+
+    ``system_context``: as in ``Document.of_messages``.
+    """
     match request.prompt:
         case ChatPrompt(messages=messages):
-            return Document.of_messages(messages)
+            return Document.of_messages(messages, system_context=system_context)
         case TextPrompt(text):
             return Document.of_text(text)
         case TokenPrompt():
