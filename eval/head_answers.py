@@ -71,10 +71,28 @@ def pieces(tokenizer: Any) -> list[Piece]:
     ]
 
 
-def read(folder: Path, *, held_out: bool) -> list[Answers]:
-    """The pieces that are in a folder, in their order."""
-    numbers = sorted(int(file.stem) for file in folder.glob("*.npz"))
-    return [_read(folder / _name(n)) for n in numbers if (n >= HELD_PIECES) is held_out]
+def held_out(folder: Path) -> list[Path]:
+    """The pieces of held-out prompts that are in a folder."""
+    return [file for file in sorted(folder.glob("*.npz")) if int(file.stem) >= HELD_PIECES]
+
+
+def pieces_of(folder: Path, tokens: int) -> list[Path]:
+    """The first other pieces that are in a folder, up to about so many tokens of answers."""
+    found, total = [], 0
+    for file in sorted(folder.glob("*.npz")):
+        if total < tokens and int(file.stem) < HELD_PIECES:
+            found.append(file)
+            total += len(read(file).kinds) * TOKENS
+    return found
+
+
+def read(file: Path) -> Answers:
+    """A piece that was written."""
+    with np.load(file) as arrays:
+        fields: dict[str, Any] = {name: arrays[name] for name in Answers.__struct_fields__}
+    kinds: Any = tuple(str(kind) for kind in fields.pop("kinds"))
+    prompt_tokens = int(fields.pop("prompt_tokens"))
+    return Answers(**fields, kinds=kinds, prompt_tokens=prompt_tokens)
 
 
 def answer(model: Any, piece: Piece, ends: Sequence[int]) -> Answers:
@@ -113,18 +131,6 @@ def write(folder: Path, number: int, answers: Answers) -> None:
     os.replace(unfinished, folder / _name(number))
 
 
-def _read(file: Path) -> Answers:
-    with np.load(file) as arrays:
-        kinds = tuple(str(kind) for kind in arrays["kinds"])
-        return Answers(
-            kinds,  # type: ignore[arg-type]
-            int(arrays["prompt_tokens"]),
-            arrays["tokens"],
-            arrays["hidden"],
-            arrays["lengths"],
-        )
-
-
 def _name(number: int) -> str:
     return f"{number:04}.npz"
 
@@ -145,7 +151,8 @@ def _lengths(tokens: npt.NDArray[np.int32], prompt: int, ends: Sequence[int]) ->
     """Tokens of each row up to, and with, the first one after the prompt that ends an answer."""
     ended = np.isin(tokens[:, prompt:], list(ends))
     first = np.where(ended.any(1), ended.argmax(1) + 1, ended.shape[1])
-    return (prompt + first).astype(np.int32)
+    lengths: npt.NDArray[np.int32] = (prompt + first).astype(np.int32)
+    return lengths
 
 
 def main() -> int:

@@ -15,7 +15,8 @@ import msgspec
 Kind = Literal["text", "code"]
 KINDS: tuple[Kind, ...] = ("text", "code")
 
-_SUBJECTS = """a lighthouse keeper; baking bread; bees; the moon; a bicycle trip; volcanoes; a village library;
+_SUBJECTS = """a lighthouse keeper; baking bread; bees; the moon; a bicycle trip; volcanoes;
+a village library;
 winter; the Roman Empire; electric cars; growing tomatoes; a lost key; night trains; coffee; rivers; whales;
 the human heart; learning the piano; old maps; a friendly robot; climbing a mountain; rain; friendship;
 the internet; chess; clouds; how paper is made; ice cream; a wise owl; earthquakes; dreams; oil painting;
@@ -29,7 +30,8 @@ steam engines; meditation; tigers; apples; memory; travel to Mars; good teachers
 castles; swimming; wind power; the first snow; a quiet village; healthy food; goldfish; public parks;
 the printing press; a blacksmith; magnets; coral reefs; camping; jazz; the Nile; being kind;
 a dragon; city traffic; photography; the alphabet; a baker's son; time zones; kites; moving to a new town;
-honesty; the stock market; a shipwreck; mushrooms; working from home; how planes fly; sharing; a talking tree"""
+honesty; the stock market; a shipwreck; mushrooms; working from home; how planes fly; sharing;
+a talking tree"""
 _ASKED = (
     "Write a short story about {}.",
     "Explain {} to a child of ten.",
@@ -89,7 +91,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 def training(seed: int = 7) -> list[Prompt]:
-    """Prompts without the held-out ones, all different: text and code in turns, so a beginning is as mixed."""
+    """Prompts without the held-out ones, all different; text and code in turns."""
     text = _every("text", _ASKED, _words(_SUBJECTS)[:-_HELD_SUBJECTS])
     code = _every("code", _ORDERED, _words(_JOBS)[:-_HELD_JOBS])
     chance = random.Random(seed)
