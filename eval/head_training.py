@@ -52,7 +52,7 @@ class Recipe(msgspec.Struct, frozen=True):
     seed: int = 5
 
 
-# Updates until the full rate.
+# Updates until the full rate, at most.
 _WARM = 10
 # Of the linear map.
 _RIDGE = 1e-3
@@ -257,9 +257,11 @@ def trained(
 def _optimizer(recipe: Recipe, updates: int) -> optim.Optimizer:
     """Muon for matrices, Adam for the rest; their rates rise for a few updates, and then fall to 0."""
 
+    warm = min(_WARM, updates // 10 + 1)
+
     def falling(rate: float) -> Any:
-        rise = optim.linear_schedule(0.0, rate, _WARM)
-        return optim.join_schedules([rise, optim.cosine_decay(rate, max(updates - _WARM, 1))], [_WARM])
+        rise = optim.linear_schedule(0.0, rate, warm)
+        return optim.join_schedules([rise, optim.cosine_decay(rate, max(updates - warm, 1))], [warm])
 
     matrices = optim.Muon(learning_rate=falling(recipe.matrix_rate), weight_decay=0.0)
     rest = optim.AdamW(learning_rate=falling(recipe.rate), weight_decay=0.0)
@@ -323,4 +325,4 @@ def save(head: MtpHead, file: Path) -> None:
         for name, array in tree_flatten(head.parameters())
         if not name.startswith("lm_head.")
     }
-    mx.save_safetensors(str(file), {**named, "mtp.draft_tokens": _draft_tokens(head)})
+    mx.save_safetensors(str(file), {**named, "mtp.draft_tokens": _draft_tokens(head)}, {"format": "mlx"})
