@@ -1,4 +1,4 @@
-"""``python -m eval.fit_head FOLDER``: fit an MTP head to the default model, from its checksummed package.
+"""``python -m eval.fit_head [FOLDER]``: fit an MTP head to the default model, from its checksummed package.
 
     the model ──► its answers to many prompts ──► a head ──► FOLDER: links to the model, and mtp.safetensors
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.harness.child import ROOT
-from bench.harness.daemon import MODEL, fetch_model
+from bench.harness.daemon import FITTED, MODEL, fetch_model
 from eval import head_answers, head_prompts
 from fleetd.engine.cpu import products
 from fleetd.models.weights import HEAD_NAME
@@ -27,7 +27,7 @@ from fleetd.models.weights import HEAD_NAME
 if TYPE_CHECKING:  # needs MLX, which is set up first
     from eval.head_training import Recipe
 
-KEPT = ROOT / ".cache" / "fit-head"
+KEPT = FITTED.parent
 # Changed whenever the answers or the head would be others for what else the digests are made of.
 _ANSWERS_VERSION = _HEAD_VERSION = 1
 

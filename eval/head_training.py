@@ -36,7 +36,7 @@ class Recipe(msgspec.Struct, frozen=True):
     # Tokens that it guesses among.
     draft_tokens: int = 8192
     # For each epoch, the steps of a draft: more cost more, and are worth it once the first is often right.
-    steps: tuple[int, ...] = (1, 1, 2, 3)
+    steps: tuple[int, ...] = (1, 1, 1, 2, 3)
     # What a step counts beside the one before it.
     step_weight: float = 0.8
     # What the distance of its hidden states from the model's counts beside the distance of its guesses.
@@ -46,8 +46,8 @@ class Recipe(msgspec.Struct, frozen=True):
     common: int = 1024
     others: int = 512
     # Texts of an update; the rate of the first one, for matrices and for the rest.
-    rows: int = 16
-    matrix_rate: float = 0.01
+    rows: int = 8
+    matrix_rate: float = 0.015
     rate: float = 3e-4
     seed: int = 5
 
