@@ -35,7 +35,7 @@ _ANSWERS_VERSION = _HEAD_VERSION = 1
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.fit_head", description=__doc__)
     parser.add_argument(
-        "folder", type=Path, help="the model with its head; it is made, or the head is replaced"
+        "folder", type=Path, nargs="?", default=FITTED, help="is made, or its head is replaced"
     )
     parser.add_argument("--tokens", type=int, default=90_000, help="tokens of answers, about")
     parser.add_argument("--draft-tokens", type=int, default=8192, help="tokens that the head guesses among")
