@@ -29,9 +29,8 @@ from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.parts import arrays
 from fleetd.engine.speculation.local_sources import MTP
 from fleetd.engine.speculation.sources import Context, HiddenRows
+from fleetd.models.heads import ROWS
 
-# Rows of a text that the head keeps at most.
-ROWS = 2048
 # More rows at once are the prompt's, or those of a time in which the head was not asked.
 _FEW = 2 * limits.SPEC_WIDTH
 # Guesses after which a head that is hardly ever right is taken to be another model's, and how rarely that is.
