@@ -167,6 +167,37 @@ def test_several_answers_that_come_and_go_are_those_without_a_head(
         ]
 
 
+@pytest.mark.parametrize("name", ["llama", "glm4_moe"])
+def test_after_a_restored_prefix_a_head_begins_with_what_is_computed_and_says_so(
+    name: str, tokenizer: Any
+) -> None:
+    """The head is right from the first draft on; of the prompt it needs the last token's state alone."""
+    model = simple(name)
+    longer = [*PROMPT, *((5 * i + 1) % 64 for i in range(40))]
+    plain = Run(model, tokenizer)
+    plain.submit("r", longer, max_tokens=20)
+    plain.finish()
+    run = Run(model, tokenizer, spec(model, right_head(model)))
+    for request, prompt in (
+        ("whole", longer),
+        ("restored", longer),
+        ("edited", [*longer[:-8], *longer[8:16]]),
+    ):
+        run.submit(request, prompt, max_tokens=20, speculate=ALONE)
+        run.finish()
+    assert run.said("restored")[:-1] == plain.said("r")[:-1]
+    counts = {}
+    for request in ("whole", "restored", "edited"):
+        report = run.finished(request).speculation
+        assert report is not None
+        counts[request] = report.sources["mtp"]
+        assert counts[request].drafted == counts[request].accepted > 10
+    # The last token's states come with the first pass.
+    assert counts["whole"].known_tokens == len(longer) - 1
+    for request in ("restored", "edited"):
+        assert 0 < counts[request].known_tokens < len(longer) - 1
+
+
 class Even:
     """Lets an answer have even tokens only, as an ``AnswerMatcher`` does."""
 
