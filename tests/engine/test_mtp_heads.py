@@ -20,10 +20,11 @@ from mlx_lm.utils import load_model
 from speculating import GREEDY, Run
 
 from fleetd import limits
-from fleetd.engine.cpu.packed_layers import weights_bytes
+from fleetd.engine.cpu.packed_layers import PackedLinear, weights_bytes
 from fleetd.engine.heads.head_files import read_head
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.load import loading
+from fleetd.engine.load.model_reading import HeldWeights
 from fleetd.engine.loop import decoding
 from fleetd.engine.protocol import Cancel, Sampling, Speculate
 from fleetd.engine.settings import WorkerSettings
@@ -418,6 +419,18 @@ def test_a_load_finds_the_head_and_counts_its_bytes_once(folder: Path, arithmeti
     own = found.facts.shape.weights_bytes - before.facts.shape.weights_bytes
     assert own == weights_bytes(found.head.head) > 0
     assert loaded(folder, speculation="off").facts.draft_head == ""
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_head_of_a_quantised_model_is_held_in_int8(*, drafts: bool) -> None:
+    """A model's own weights that its publisher left plain are not."""
+    model = tiny_architectures.tiny("llama")
+    nn.quantize(model, 32, 4)
+    held, head = HeldWeights("cpu", "int8", packed=True, on_disk=0, expected=0), MtpHead(model)
+    expected = held.bytes_of(head, tied=False, drafts=drafts)
+    held.hold(head, drafts=drafts)
+    assert isinstance(head.fc, PackedLinear) is drafts
+    assert weights_bytes(head) == expected
 
 
 def test_a_head_that_does_not_fit_is_named_and_the_model_loads(folder: Path) -> None:
