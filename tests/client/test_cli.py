@@ -336,6 +336,10 @@ def engine(**changes: Any) -> Reply:
             {"speculation": "exact: blocks of up to 9 tokens; single tokens are computed as 2 rows"},
             "smollm2-135m: drafts are exact: blocks of up to 9 tokens; single tokens are computed as 2 rows",
         ),
+        (
+            {"draft_head": "off: there is no memory for it"},
+            "smollm2-135m: its head is off: there is no memory for it",
+        ),
     ],
 )
 def test_status_of_an_engine(run: Run, daemon: FakeDaemon, changes: dict[str, Any], shown: str) -> None:
