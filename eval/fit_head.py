@@ -1,6 +1,6 @@
 """``python -m eval.fit_head [FOLDER]``: fit an MTP head to the default model, from its checksummed package.
 
-    the model ──► its answers to many prompts ──► a head ──► FOLDER: links to the model, and mtp.safetensors
+    the model ──► its answers to many prompts ──► a head ──► FOLDER: the model, and mtp.safetensors
 
 Answers and epochs are kept as they are made, in a folder named for what they come of: a run that was cut off
 goes on. It takes an hour or two on two cores. Prints how often the head is right on prompts that it was not
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,11 +91,11 @@ def _fitted(folder: Path, tokens: int, recipe: Recipe) -> Path:
 
 
 def _place(head: Path, folder: Path) -> None:
-    """The model's files in a folder, as links, and the head beside them."""
+    """Copies of the model's files in a folder, and the head beside them: links out of it are refused."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in MODEL.resolve().iterdir():
         if not (folder / file.name).exists():
-            (folder / file.name).symlink_to(file)
+            shutil.copy2(file, folder / file.name)
     (folder / HEAD_NAME).write_bytes(head.read_bytes())
 
 
