@@ -34,6 +34,7 @@ from bench.scenarios import (
     forks_fleet,
     grammar,
     groups,
+    heads,
     host_time,
     hybrid_drafts,
     kept_prompts,
@@ -282,6 +283,7 @@ FAMILIES = {
         (*_DRAFTED, *_scenario("drafter_beside_local")),
     ),
     "spec": Family("Speculative decoding", 3, 1, speculation.measure, (*_WORKER, *_scenario("speculation"))),
+    "heads": Family("A head that drafts for its model", 3, 1, heads.measure, (*_WORKER, *_scenario("heads"))),
     "grammar": Family(
         "Answers held to a schema",
         5,
@@ -361,7 +363,7 @@ FAMILIES = {
     "card-nccl": Family("mlx.distributed by NCCL", 1, 1, card_nccl.measure, _scenario("card_nccl")),
 }
 # Measured only when named: one downloads everything anew, the others are for a machine with a GPU.
-ON_REQUEST = {"demo", *(name for name in FAMILIES if name.startswith("card-"))}
+ON_REQUEST = {"demo", "heads", *(name for name in FAMILIES if name.startswith("card-"))}
 
 
 def needs_default_model(name: str) -> bool:

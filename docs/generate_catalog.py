@@ -20,7 +20,8 @@ _INTRO = """\
 makers publish figures of coding agents.
 *Tools* is how the model writes tool calls, by the name of the format's parser; *grammar*: it
 [is told how](http.md#tools-by-grammar). *Thinks*: it can reason before it answers.
-*Draft* is the smallest model with the same vocabulary, whose drafts the model can verify;
+*Draft* is the smallest model with the same vocabulary, whose drafts the model can verify,
+and a repository with an MTP head, if one is known ([speculation.md](speculation.md));
 a compressor may be of any family.
 
 *Type* is `model_type` in the config; [Models that machines can share](models.md) says what each can do.
@@ -65,7 +66,7 @@ def _row(entry: CatalogEntry) -> str:
     memory_gb = entry.memory_bytes / 1e9
     memory = f"{memory_gb:.2g} GB" if memory_gb < 10 else f"{memory_gb:.0f} GB"
     tools = f"`{entry.tools}`" if entry.tools else of_entry(entry).shown_tools or "none"
-    draft = f"`{entry.draft}`" if entry.draft else "none"
+    drafts = ([f"`{entry.draft}`"] if entry.draft else []) + ([f"head `{entry.head}`"] if entry.head else [])
     repository = f"`{entry.hub_id}`" if entry.hub_id else "in a Python package"
     cells = [
         f"`{entry.name}`",
@@ -75,7 +76,7 @@ def _row(entry: CatalogEntry) -> str:
         ", ".join(entry.roles),
         tools,
         "yes" if entry.thinking else "no",
-        draft,
+        ", ".join(drafts) or "none",
         f"`{entry.model_type}`",
         repository,
         entry.checked or "not checked",

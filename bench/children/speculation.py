@@ -2,6 +2,7 @@
 
 plain       no speculation
 auto        as shipped
+prefill     no answer: what a prompt takes until its first token
 published   a remote n-gram drafter as it was published to lose (reference below): blocks of 4 padded with
             token 0, n-grams from 1 token on, two forward passes per round, always on
 played      as shipped, and a source that knows the answer and says each token wrongly with a given chance
@@ -39,7 +40,10 @@ class _Runs:
 
         self._loaded = loaded
         self._speculation = WorkerSpeculation(
-            loaded.verdict, loaded.facts.vocab_size, computes_ahead=loaded.facts.device != "cpu"
+            loaded.verdict,
+            loaded.facts.vocab_size,
+            computes_ahead=loaded.facts.device != "cpu",
+            head=loaded.head,
         )
         self._speculation.costs = self._passes = _noted_costs(loaded.verdict.seconds)
 
@@ -49,6 +53,10 @@ class _Runs:
                 return self._verdict()
             case "published":
                 return published(self._loaded.model, question["prompts"][0], question["max_tokens"])
+            case "head":
+                return {"text": self._loaded.facts.draft_head}
+            case "prefill":
+                return self._prefill(question["prompts"][0], question["sources"])
             case "idle":
                 return self._idle(question["tokens"], question["answer"])
             case mode:
@@ -76,31 +84,24 @@ class _Runs:
 
     def _decode(self, question: dict[str, Any], speculation: Any) -> dict[str, Any]:
         """All prompts at the same time; the rate is that of all their tokens, from the first of any."""
-        from fleetd.engine.loop.scheduler import Scheduler
-        from fleetd.engine.measure.chunk_size import FixedChunks
-        from fleetd.engine.measure.memory import KvBudget
-        from fleetd.engine.prefixes.prefix_cache import PrefixCache
         from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
-        from fleetd.engine.protocol import Generate, Sampling, TokenPrompt
+        from fleetd.engine.protocol import Generate, Sampling, Speculate, TokenPrompt
 
         events: list[Any] = []
         self._passes.widths.clear()
-        scheduler = Scheduler(
-            model=self._loaded.model,
-            tokenizer=self._loaded.tokenizer,
-            context_tokens=8192,
-            chunks=FixedChunks(256, 64),
-            max_streams=4,
-            budget=KvBudget.of(4 << 30, self._loaded.facts.shape.sizes.token_bytes),
-            prefix=PrefixCache(0),
-            emit=events.append,
-            speculation=speculation,
-        )
-        prompts: list[list[int]] = question["prompts"]
+        scheduler = self._scheduler(events, speculation)
+        prompts: list[list[int]] = question.get("prompts") or self._asked(question["asked"])
+        sources = question.get("sources")
+        speculate = None if sources is None else Speculate(sources=sources)
         sampling = Sampling(temperature=question.get("temperature", 0.0), seed=1)
         for i, tokens in enumerate(prompts):
             request = Generate(
-                str(i), TokenPrompt(tokens), sampling, max_tokens=question["max_tokens"], top_logprobs=0
+                str(i),
+                TokenPrompt(tokens),
+                sampling,
+                max_tokens=question["max_tokens"],
+                top_logprobs=0,
+                speculate=speculate,
             )
             scheduler.inbox.put(PreparedPrompt(request, tokens))
             if question["mode"] == "played":
@@ -131,6 +132,44 @@ class _Runs:
             "seen": seen,
             "answers": [_answer(events, str(i)) for i in range(len(prompts))],
         }
+
+    def _scheduler(self, events: list[Any], speculation: Any) -> Any:
+        from fleetd.engine.loop.scheduler import Scheduler
+        from fleetd.engine.measure.chunk_size import FixedChunks
+        from fleetd.engine.measure.memory import KvBudget
+        from fleetd.engine.prefixes.prefix_cache import PrefixCache
+
+        return Scheduler(
+            model=self._loaded.model,
+            tokenizer=self._loaded.tokenizer,
+            context_tokens=8192,
+            chunks=FixedChunks(256, 64),
+            max_streams=4,
+            budget=KvBudget.of(4 << 30, self._loaded.facts.shape.sizes.token_bytes),
+            prefix=PrefixCache(0),
+            emit=events.append,
+            speculation=speculation,
+        )
+
+    def _asked(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens of users' messages."""
+        messages = [[{"role": "user", "content": each}] for each in words]
+        template = self._loaded.tokenizer.apply_chat_template
+        return [list(template(each, add_generation_prompt=True)) for each in messages]
+
+    def _prefill(self, tokens: list[int], sources: list[str]) -> dict[str, Any]:
+        """Seconds until the first token, with drafts of these sources to follow it."""
+        from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
+        from fleetd.engine.protocol import Delta, Generate, Speculate, TokenPrompt
+
+        events: list[Any] = []
+        scheduler = self._scheduler(events, self._speculation)
+        request = Generate("r", TokenPrompt(tokens), max_tokens=2, speculate=Speculate(sources=sources))
+        scheduler.inbox.put(PreparedPrompt(request, tokens))
+        begun = time.perf_counter()
+        while not any(isinstance(event, Delta) for event in events):
+            scheduler.turn()
+        return {"first_s": time.perf_counter() - begun}
 
     def _priced(self, tokens: int) -> float:
         """Times plain, where each pass takes what the probe measured of its width: no clock, no noise of one.

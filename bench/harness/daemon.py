@@ -24,6 +24,8 @@ from fleetd.models.pull import process
 
 MODELS = ROOT / ".cache" / "models"
 MODEL = MODELS / DEFAULT_MODEL
+# The same with a head that ``eval.fit_head`` fitted to it; not there before that.
+FITTED = ROOT / ".cache" / "fit-head" / DEFAULT_MODEL
 
 # Settings of another daemon; and what would make Python compile all of fleetd at every start, which no
 # installed program does.

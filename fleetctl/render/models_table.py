@@ -133,6 +133,7 @@ def _installed(models: ModelListing, width: int | None, on: str) -> Iterable[str
         Column("CONTEXT", [count(model.context_tokens) for model in shown], 8, right=True),
         Column("TOOLS", [model.tools or "-" for model in shown], 5),
         Column("THINKS", ["yes" if model.thinking else "-" for model in shown], 4),
+        Column("DRAFTS", [_drafter(model) for model in shown], 3),
         Column("ARCHITECTURE", [model.architecture or "?" for model in shown], 2),
         Column("SOURCE", [model.source or "-" for model in shown], 1),
         Column("", [_state(model) for model in shown], 8),
@@ -143,6 +144,9 @@ def _installed(models: ModelListing, width: int | None, on: str) -> Iterable[str
             unused = one_line(", ".join(model.ignored))
             text = f"{one_line(model.name)} answers without {unused}: fuse it first, with mlx_lm.fuse."
             yield wrapped(text, width)
+        if model.drafter_off:
+            why = one_line(model.drafter_off)
+            yield wrapped(f"The head of {one_line(model.name)} does not draft: {why}.", width)
     if models.unlisted:
         yield f"Not listed: {len(models.unlisted)} more. `fleetctl doctor` says why."
 
@@ -214,6 +218,12 @@ def _remarks(models: ModelListing, hidden: int, on: str) -> Iterable[str]:
 
 def _roles(model: InstalledModel | OfferedModel) -> str:
     return ", ".join(role for role in model.roles if role in _WORDS) or ", ".join(model.roles) or "-"
+
+
+def _drafter(model: InstalledModel) -> str:
+    """What drafts for a model besides its own text."""
+    said = {"head": "own head", "sidecar": "head beside it", "": "-"}.get(model.drafter)
+    return f"{said or one_line(model.drafter)}{', off' if model.drafter_off else ''}"
 
 
 def _state(model: InstalledModel) -> str:

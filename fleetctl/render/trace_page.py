@@ -152,6 +152,7 @@ def _drafts(trace: Trace) -> Iterable[tuple[str, str]]:
     if told is not None:
         by_source = ", ".join(
             f"{_source(source, drafter)} {_share(found.accepted, found.drafted)} in {_passes(found.passes)}"
+            f"{_known(found.known_tokens)}"
             for source, found in sorted(told.sources.items())
         )
         per_pass = f"{told.tokens / told.passes:.2f} tokens per pass" if told.passes else "no pass"
@@ -163,6 +164,11 @@ def _drafts(trace: Trace) -> Iterable[tuple[str, str]]:
     elif drafter is not None and told is None:
         said.append(f"{_named(drafter)} was asked; none of its drafts was verified")
     yield "drafts", one_line("; ".join(said))
+
+
+def _known(tokens: int) -> str:
+    """How much of the text a source that drafts from hidden states began with."""
+    return f" from {tokens:,} tokens' hidden states on" if tokens else ""
 
 
 def _source(name: str, drafter: DrafterView | None) -> str:

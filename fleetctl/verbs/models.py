@@ -106,25 +106,54 @@ def _search(client: Client, words: str, on: str) -> Any:
 @command.command("pull", short_help="Download a model by name or hub id")
 @click.argument("name", required=False, default="", shell_complete=completion.models)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--with-drafter", is_flag=True, help="Also the small model that can draft for it.")
 @_on_option
 @json_option
 @pass_session
-def pull(session: CliSession, name: str, yes: bool, on: str) -> int:
+def pull(session: CliSession, name: str, yes: bool, with_drafter: bool, on: str) -> int:
     """Download a model: a catalog name or a hub id such as mlx-community/Qwen3-0.6B-4bit.
 
     Without a name it is the one that is recommended here. It asks before it downloads what cannot be loaded
-    on the machine that is to have it. Ctrl-C stops it; pulling again continues where it stopped.
+    on the machine that is to have it. Ctrl-C stops it; pulling again continues where it stopped. A drafter is
+    used once `speculation.draft_model` names it.
     """
     client = _client(session, on)
     if name.startswith(("/", "~")):
         return _bring(session, "pull", _body(name, on), name, on)
     models = read(_listing(client, on), ModelListing)
+    drafter = _drafter(models, name) if with_drafter and name else ""
     asks = not (yes or session.json) and sys.stdin.isatty()
     if name:
         _warn(name, _needs(client, models, name, on), models, yes=yes, asks=asks, on=on)
     else:
         name = _recommended(models, yes=yes, asks=asks, on=on)
+        drafter = _drafter(models, name) if with_drafter else ""
+    if drafter and (ended := _bring(session, "pull", _body(drafter, on), drafter, on)) != Exit.OK:
+        return ended
     return _bring(session, "pull", _body(name, on), name, on)
+
+
+def _drafter(models: ModelListing, name: str) -> str:
+    """The model of the catalog that can draft for another. Raises ClientError if none is known."""
+    entry = _offered(models, name)
+    if entry is None or not entry.draft:
+        raise ClientError(
+            f"The catalog names no model that drafts for {one_line(name)}.",
+            hint="Pull it without --with-drafter: its own text is drafted from all the same.",
+        )
+    return entry.draft
+
+
+def _offered(models: ModelListing, name: str) -> OfferedModel | None:
+    """The entry of the catalog with this name, id or other name."""
+    return next(
+        (
+            entry
+            for entry in models.catalog
+            if name.lower() in {each.lower() for each in (entry.name, entry.hub_id or "", *entry.aliases)}
+        ),
+        None,
+    )
 
 
 def _recommended(models: ModelListing, *, yes: bool, asks: bool, on: str) -> str:
@@ -151,9 +180,8 @@ def _recommended(models: ModelListing, *, yes: bool, asks: bool, on: str) -> str
 
 def _needs(client: Client, models: ModelListing, name: str, on: str) -> OfferedModel | FoundModel | None:
     """What is known of a model that is not there: by the catalog, or for a hub id by the hub."""
-    for entry in models.catalog:
-        if name.lower() in {each.lower() for each in (entry.name, entry.hub_id or "", *entry.aliases)}:
-            return None if entry.installed else entry
+    if (entry := _offered(models, name)) is not None:
+        return None if entry.installed else entry
     if "/" not in name or any(model.name == name for model in models.installed):
         return None
     try:

@@ -60,7 +60,14 @@ def _columns(engines: list[dict[str, Any]]) -> list[Column]:
 
 def _remarks(engines: list[dict[str, Any]]) -> Iterator[str]:
     """What no column has: errors, doubts, loads, drafts, the parts of models over several machines."""
-    told: tuple[Callable[[dict[str, Any]], str], ...] = (_error, _doubt, _load, _drafts, _held_together)
+    told: tuple[Callable[[dict[str, Any]], str], ...] = (
+        _error,
+        _doubt,
+        _load,
+        _drafts,
+        _head,
+        _held_together,
+    )
     for tell in told:
         for engine in engines:
             if said := tell(engine):
@@ -82,6 +89,12 @@ def _drafts(engine: dict[str, Any]) -> str:
     if verdict.startswith("declined"):
         return f"decoded without drafts, {verdict}"
     return f"drafts are {verdict}" if verdict.startswith("exact") and ";" in verdict else ""
+
+
+def _head(engine: dict[str, Any]) -> str:
+    """Why the head that lies with a model does not draft; "" if it does, or there is none."""
+    said = one_line(str(engine.get("draft_head") or ""))
+    return f"its head is {said}" if said.startswith("off") else ""
 
 
 def _held_together(engine: dict[str, Any]) -> str:

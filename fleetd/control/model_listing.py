@@ -54,6 +54,11 @@ class InstalledModel(msgspec.Struct, frozen=True):
     fit: ModelFit = ModelFit()
     # Files in its folder that look as if they belonged to it, and are not used.
     ignored: list[str] = []
+    # What drafts for it besides its own text: "head", in its files; "sidecar", a head in a file beside them;
+    # the name of the model that the settings name; "" if nothing does.
+    drafter: str = ""
+    # Why that does not draft, as a sentence; "" if it does, or if the model is not loaded.
+    drafter_off: str = ""
 
 
 class OfferedModel(msgspec.Struct, frozen=True):
@@ -81,6 +86,10 @@ class OfferedModel(msgspec.Struct, frozen=True):
     # As an installed model has them.
     tools: str = ""
     thinking: bool = False
+    # The smallest model of the catalog whose drafts it can verify, which `fleetctl models pull NAME
+    # --with-drafter` gets too, and the repository of an MTP head for it; "" if none is known.
+    draft: str = ""
+    head: str = ""
 
 
 class ImportableModel(msgspec.Struct, frozen=True):

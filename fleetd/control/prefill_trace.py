@@ -25,6 +25,9 @@ class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
     drafted: Natural = 0
     accepted: Natural = 0
     passes: Natural = 0
+    # Of a source that drafts from hidden states: of how many tokens it knew them at its first draft. Those of
+    # a prefix that was in memory, on the disk or on another machine are not known.
+    known_tokens: Natural = 0
 
 
 class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -64,6 +64,8 @@ class CatalogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     thinking: bool = False
     # The smallest entry with the same vocabulary, whose drafts it can verify; "" if there is none.
     draft: str = ""
+    # The repository on the hub of an MTP head that others made for it; "" if none is known.
+    head: str = ""
     # What of the entry was found elsewhere, or that it was run with fleetd. ``docs/catalog.md`` names where.
     checked: Checked = ""
 

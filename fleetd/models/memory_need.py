@@ -27,6 +27,7 @@ from fleetd.models.cpu_arithmetic import (
     weight_bytes,
 )
 from fleetd.models.folder import ModelFolder
+from fleetd.models.heads import ROWS, head_tensors
 from fleetd.models.layer_files import absent, check_numbers, layer_of
 from fleetd.models.safetensors_header import TensorInfo, read_header
 from fleetd.models.weights import weight_files
@@ -108,8 +109,9 @@ class LayerBytes(msgspec.Struct, frozen=True):
 
 
 def needed_bytes(folder: ModelFolder, rules: WeightRules) -> int:
-    """Bytes that must be free for the weights and the work of a forward pass."""
-    return weight_need(folder.path, folder.weights_bytes, folder.config, rules).n_bytes + WORKING_BYTES
+    """Bytes that must be free for the weights, the work of a forward pass, and a head beside the weights."""
+    weights = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
+    return weights.n_bytes + WORKING_BYTES + head_bytes(folder.path, folder.config, weights.arithmetic)
 
 
 def weight_need(path: Path, on_disk: int, config: Mapping[str, Any], rules: WeightRules) -> WeightNeed:
@@ -130,6 +132,22 @@ def weight_need(path: Path, on_disk: int, config: Mapping[str, Any], rules: Weig
             return sizes_by_config(on_disk, config)
 
     return rules.need(on_disk, config, sizes)
+
+
+def head_bytes(path: Path, config: Mapping[str, Any], arithmetic: CpuArithmetic | Literal[""]) -> int:
+    """Bytes of the head that lies beside a model's weights, and of the rows that it keeps of an answer; 0 if
+    there is none, or its file is not sound: then it is not loaded."""
+    try:
+        tensors = head_tensors(path)
+    except (ModelCorrupt, OSError):
+        return 0
+    if not tensors:
+        return 0
+    rows = ROWS * _row_bytes(config, FLOAT_BYTES if arithmetic else 2)
+    if not arithmetic:
+        return rows + sum(info.end - info.begin for info in tensors.values())
+    # What only drafts is held in int8, as the publisher's own weights are not.
+    return rows + int(getattr(cpu_sizes(tensors, _groups(config), plain=True), arithmetic))
 
 
 def layer_bytes(path: Path, config: Mapping[str, Any], arithmetic: CpuArithmetic | Literal[""]) -> LayerBytes:

@@ -33,7 +33,8 @@ from fleetd.api.app import build_app
 from fleetd.api.http.deadlines import BoundedRunner
 from fleetd.control.daemon_status import DaemonStatus, HttpAddress
 from fleetd.control.fleet_view import FleetView, PeerView
-from fleetd.models import catalog
+from fleetd.control.setting_view import SettingsView, SettingView
+from fleetd.models import catalog, heads
 from fleetd.models.hub_search import HubModel, HubPage
 from fleetd.models.memory_need import WORKING_BYTES
 
@@ -47,6 +48,7 @@ class ControlledDaemon:
     status: DaemonStatus
     found: HubPage = field(default_factory=lambda: HubPage([]))
     searched: list[str] = field(default_factory=list)
+    settings: SettingsView = field(default_factory=SettingsView)
 
     async def search(self, words: str) -> HubPage:
         self.searched.append(words)
@@ -76,7 +78,15 @@ async def daemon(tmp_path: Path) -> AsyncIterator[ControlledDaemon]:
     async def search(words: str) -> HubPage:
         return await daemon.search(words)
 
-    given = services(FakeRunner(), models=models, pool=pool, verify=verify, status=current, search=search)
+    given = services(
+        FakeRunner(),
+        models=models,
+        pool=pool,
+        verify=verify,
+        status=current,
+        search=search,
+        settings=lambda: daemon.settings,
+    )
     async with serve_unix(given, tmp_path / "s") as site, site.client(headers={}) as session:
         daemon = ControlledDaemon(
             session, models, pool, verified, status(engines=[engine(memory_bytes=1 << 30)])
@@ -93,8 +103,9 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: ControlledDae
     first = listing["installed"][0]
     assert set(first) == {
         "name", "source", "architecture", "weights_bytes", "context_tokens", "roles", "path", "loaded",
-        "pinned", "digest", "tools", "thinking", "ignored", "fit",
+        "pinned", "digest", "tools", "thinking", "ignored", "fit", "drafter", "drafter_off",
     }  # fmt: skip
+    assert (first["drafter"], first["drafter_off"]) == ("", "")
     assert (first["name"], first["loaded"]) == (MODEL, True)
     assert (first["ignored"], listing["unlisted"]) == ([], [])
     assert len(listing["catalog"]) == len(catalog.entries())
@@ -117,6 +128,7 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: ControlledDae
     assert set(entries[MODEL]) == {
         "name", "aliases", "hub_id", "roles", "note", "download_bytes", "memory_bytes", "context_tokens",
         "tier", "installed", "fit", "recommended", "served", "tools", "thinking",
+        "draft", "head",
     }  # fmt: skip
     assert (entries["gpt-oss-20b"]["tools"], entries["gpt-oss-20b"]["thinking"]) == ("harmony", True)
     second = listing["installed"][1]
@@ -143,6 +155,23 @@ async def test_a_model_that_is_too_large_here_fits_on_a_paired_machine_by_its_me
     assert entries["llama-3.3-70b"] == {**elsewhere, "machines": ["box"], "short_bytes": 30 << 30}
     assert entries["gpt-oss-120b"]["where"] == "none"
     assert entries["qwen3-8b"]["machines"] == ["studio", "box"]
+
+
+async def test_a_listing_tells_what_drafts_for_a_model_and_why_it_does_not(
+    daemon: ControlledDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drafter() -> tuple[str, str]:
+        first = (await daemon.get("/fleet/v1/models"))["installed"][0]
+        return first["drafter"], first["drafter_off"]
+
+    daemon.settings = SettingsView([SettingView("speculation.draft_model", "small")])
+    assert await drafter() == ("small", "")
+    for file, said in (("model.safetensors", "head"), ("mtp.safetensors", "sidecar")):
+        monkeypatch.setattr(heads, "head_file", lambda path, config, file=file: file)
+        assert await drafter() == (said, "")
+    engines = [replace(each, draft_head="off: it is another model's") for each in daemon.status.engines]
+    daemon.status = replace(daemon.status, engines=engines)
+    assert await drafter() == ("sidecar", "it is another model's")
 
 
 async def test_the_hub_is_searched_by_name_and_what_fits_comes_first(daemon: ControlledDaemon) -> None:

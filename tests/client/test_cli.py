@@ -336,6 +336,10 @@ def engine(**changes: Any) -> Reply:
             {"speculation": "exact: blocks of up to 9 tokens; single tokens are computed as 2 rows"},
             "smollm2-135m: drafts are exact: blocks of up to 9 tokens; single tokens are computed as 2 rows",
         ),
+        (
+            {"draft_head": "off: there is no memory for it"},
+            "smollm2-135m: its head is off: there is no memory for it",
+        ),
     ],
 )
 def test_status_of_an_engine(run: Run, daemon: FakeDaemon, changes: dict[str, Any], shown: str) -> None:
@@ -641,6 +645,30 @@ def test_a_pull_says_what_has_to_be_freed_and_goes_on(run: Run, daemon: FakeDaem
     done = run("models", "pull", "qwen3-8b", home=daemon.home)
     assert done.returncode == 0
     assert "qwen3-8b loads here once 2.5 GB more of memory are free." in done.stderr
+
+
+def test_a_pull_with_its_drafter_gets_the_small_model_first(run: Run, daemon: FakeDaemon) -> None:
+    offered = [{"name": "qwen3-8b", "draft": "qwen3-0.6b"}, {"name": "lone"}]
+    daemon.on("GET", "/fleet/v1/models", Reply({"catalog": offered}))
+    daemon.on("POST", "/fleet/v1/models/pull", pulling(data({"done": True, "name": "m"})))
+    assert run("models", "pull", "qwen3-8b", "--with-drafter", home=daemon.home).returncode == 0
+    assert pulls(daemon) == ["qwen3-0.6b", "qwen3-8b"]
+    refused = run("models", "pull", "lone", "--with-drafter", home=daemon.home)
+    assert refused.returncode != 0
+    assert "names no model that drafts for lone" in refused.stderr
+    assert len(pulls(daemon)) == 2
+
+
+def test_models_tell_what_drafts_for_them_and_why_a_head_does_not(run: Run, daemon: FakeDaemon) -> None:
+    installed = [
+        {"name": "one", "drafter": "head"},
+        {"name": "two", "drafter": "sidecar", "drafter_off": "it is another model's"},
+        {"name": "three", "drafter": "qwen3-0.6b"},
+    ]
+    daemon.on("GET", "/fleet/v1/models", Reply({"installed": installed}))
+    shown = run("models", home=daemon.home).stdout
+    for words in ("own head", "head beside it, off", "qwen3-0.6b", "two does not draft: it is another"):
+        assert words in " ".join(shown.split())
 
 
 def test_a_model_of_the_hub_is_judged_by_what_the_hub_tells(run: Run, daemon: FakeDaemon) -> None:

@@ -20,10 +20,11 @@ from mlx_lm.utils import load_model
 from speculating import GREEDY, Run
 
 from fleetd import limits
-from fleetd.engine.cpu.packed_layers import weights_bytes
+from fleetd.engine.cpu.packed_layers import PackedLinear, weights_bytes
 from fleetd.engine.heads.head_files import read_head
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.load import loading
+from fleetd.engine.load.model_reading import HeldWeights
 from fleetd.engine.loop import decoding
 from fleetd.engine.protocol import Cancel, Sampling, Speculate
 from fleetd.engine.settings import WorkerSettings
@@ -165,6 +166,37 @@ def test_several_answers_that_come_and_go_are_those_without_a_head(
         assert [event[:2] for event in run.said(request)[:-1]] == [
             event[:2] for event in plain.said(request)[:-1]
         ]
+
+
+@pytest.mark.parametrize("name", ["llama", "glm4_moe"])
+def test_after_a_restored_prefix_a_head_begins_with_what_is_computed_and_says_so(
+    name: str, tokenizer: Any
+) -> None:
+    """The head is right from the first draft on; of the prompt it needs the last token's state alone."""
+    model = simple(name)
+    longer = [*PROMPT, *((5 * i + 1) % 64 for i in range(40))]
+    plain = Run(model, tokenizer)
+    plain.submit("r", longer, max_tokens=20)
+    plain.finish()
+    run = Run(model, tokenizer, spec(model, right_head(model)))
+    for request, prompt in (
+        ("whole", longer),
+        ("restored", longer),
+        ("edited", [*longer[:-8], *longer[8:16]]),
+    ):
+        run.submit(request, prompt, max_tokens=20, speculate=ALONE)
+        run.finish()
+    assert run.said("restored")[:-1] == plain.said("r")[:-1]
+    counts = {}
+    for request in ("whole", "restored", "edited"):
+        report = run.finished(request).speculation
+        assert report is not None
+        counts[request] = report.sources["mtp"]
+        assert counts[request].drafted == counts[request].accepted > 10
+    # The last token's states come with the first pass.
+    assert counts["whole"].known_tokens == len(longer) - 1
+    for request in ("restored", "edited"):
+        assert 0 < counts[request].known_tokens < len(longer) - 1
 
 
 class Even:
@@ -387,6 +419,18 @@ def test_a_load_finds_the_head_and_counts_its_bytes_once(folder: Path, arithmeti
     own = found.facts.shape.weights_bytes - before.facts.shape.weights_bytes
     assert own == weights_bytes(found.head.head) > 0
     assert loaded(folder, speculation="off").facts.draft_head == ""
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_head_of_a_quantised_model_is_held_in_int8(*, drafts: bool) -> None:
+    """A model's own weights that its publisher left plain are not."""
+    model = tiny_architectures.tiny("llama")
+    nn.quantize(model, 32, 4)
+    held, head = HeldWeights("cpu", "int8", packed=True, on_disk=0, expected=0), MtpHead(model)
+    expected = held.bytes_of(head, tied=False, drafts=drafts)
+    held.hold(head, drafts=drafts)
+    assert isinstance(head.fc, PackedLinear) is drafts
+    assert weights_bytes(head) == expected
 
 
 def test_a_head_that_does_not_fit_is_named_and_the_model_loads(folder: Path) -> None:

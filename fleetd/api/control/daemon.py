@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
@@ -27,12 +28,12 @@ from fleetd.control.model_listing import (
 from fleetd.control.setting_view import SettingChange
 from fleetd.control.usage_report import SPANS
 from fleetd.engine.protocol import Ready
-from fleetd.errors import InvalidValue
-from fleetd.models import catalog, file_threads
+from fleetd.errors import InvalidValue, ModelCorrupt
+from fleetd.models import catalog, file_threads, heads
 from fleetd.models.catalog import CatalogEntry
 from fleetd.models.folder import ModelFolder
 from fleetd.models.names import is_name
-from fleetd.models.weights import unused_files
+from fleetd.models.weights import HEAD_NAME, unused_files
 from fleetd.text.host_port import host_port
 
 _DAYS = (1, 3650)
@@ -88,7 +89,7 @@ def _listing(
     ]
     unlisted = [UnlistedModel(str(each.path), each.reason) for each in services.models.unlisted()]
     return ModelListing(
-        installed=_installed(services, folders, loaded, facts, fits),
+        installed=_installed(services, folders, loaded, facts, fits, _Drafters.of(services, status)),
         catalog=offered({folder.name for folder in folders}, rooms),
         memory_reason=rooms.memory_reason,
         memory=status.memory,
@@ -98,12 +99,43 @@ def _listing(
     )
 
 
+class _Drafters(msgspec.Struct, frozen=True):
+    """What drafts for the models here."""
+
+    # The model that the settings name; "" for none.
+    model: str
+    # What loaded models say of their heads, by their names.
+    heads: Mapping[str, str]
+
+    @classmethod
+    def of(cls, services: Services, status: DaemonStatus) -> _Drafters:
+        """Reads the settings' file."""
+        values = {setting.key: setting.value for setting in services.settings().settings}
+        return cls(
+            str(values.get("speculation.draft_model") or ""),
+            {engine.model: engine.draft_head for engine in status.engines},
+        )
+
+    def for_model(self, folder: ModelFolder) -> tuple[str, str]:
+        """``drafter`` and ``drafter_off`` of an InstalledModel."""
+        try:
+            file = heads.head_file(folder.path, folder.config)
+        except (ModelCorrupt, OSError):
+            file = ""
+        if not file:
+            return ("" if self.model == folder.name else self.model), ""
+        said = self.heads.get(folder.name, "")
+        off = said.removeprefix("off: ") if said.startswith("off: ") else ""
+        return "sidecar" if file == HEAD_NAME else "head", off
+
+
 def _installed(
     services: Services,
     folders: Sequence[ModelFolder],
     loaded: frozenset[str],
     facts: Mapping[str, Ready],
     fits: Mapping[str, ModelFit],
+    drafters: _Drafters,
 ) -> list[InstalledModel]:
     """The models of ``folders``. ``facts``: what the workers of those that are ``loaded`` have reported."""
     by_name = {entry.name: entry for entry in catalog.entries()}
@@ -112,6 +144,7 @@ def _installed(
     for folder in folders:
         entry = by_name.get(folder.name) or by_hub_id.get(folder.name)
         able = abilities(folder.path, entry, facts.get(folder.name))
+        drafter, drafter_off = drafters.for_model(folder)
         found.append(
             InstalledModel(
                 name=folder.name,
@@ -127,6 +160,8 @@ def _installed(
                 tools=able.shown_tools,
                 thinking=able.thinking,
                 ignored=unused_files(Path(folder.path)),
+                drafter=drafter,
+                drafter_off=drafter_off,
             )
         )
     return found

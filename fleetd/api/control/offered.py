@@ -148,6 +148,8 @@ def offered(installed: Set[str], rooms: Rooms) -> list[OfferedModel]:
             served=entry.served,
             tools=of_entry(entry).shown_tools,
             thinking=entry.thinking,
+            draft=entry.draft,
+            head=entry.head,
         )
         for entry in in_order(entries, fits, chosen)
     ]

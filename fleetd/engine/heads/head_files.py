@@ -13,68 +13,17 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import msgspec
 
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.errors import ModelUnsupported
+from fleetd.models.heads import FAMILIES, LAYER, MODULES, HeadNames, sidecar
 from fleetd.models.safetensors_header import read_header
-from fleetd.models.weights import HEAD_NAME, weight_files
+from fleetd.models.weights import weight_files
 
-# What a layer's tensors begin with in ``MtpHead``.
-_LAYER = "layers.0."
 # A norm's name, by which mlx-lm's ``sanitize`` knows that some publishers write it less by one.
 _NORM_SUFFIX = ".input_layernorm.weight"
 
 
-class HeadNames(msgspec.Struct, frozen=True):
-    """How a family of models names a head's tensors."""
-
-    # A regular expression of what all of them begin with. {layers} is how many layers the model has.
-    prefix: str
-    # By what follows: what ``MtpHead`` calls the same module. Other names are the layer's, behind
-    # ``layer``.
-    modules: Mapping[str, str]
-    layer: str = ""
-    # Whether the hidden state stands before the embedding in ``fc``.
-    hidden_first: bool = False
-    # As of ``MtpHead``.
-    feeds_normed: bool = False
-
-
-_OWN = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-# The first that is found counts.
-FAMILIES = (
-    # Qwen 3.5 and Qwen3-Next; and the sidecar.
-    HeadNames(
-        r"(?:model\.)?(?:language_model\.)?mtp\.",
-        dict(zip(_OWN, _OWN, strict=True)),
-        _LAYER,
-        feeds_normed=True,
-    ),
-    # DeepSeek V3, GLM 4 MoE, Ling 2: a layer more than the config says.
-    HeadNames(
-        r"(?:language_model\.)?model\.layers\.{layers}\.",
-        {
-            "eh_proj": "fc",
-            "enorm": "pre_fc_norm_embedding",
-            "hnorm": "pre_fc_norm_hidden",
-            "shared_head.norm": "norm",
-            "final_layernorm": "norm",
-        },
-    ),
-    # MiMo.
-    HeadNames(
-        r"model\.mtp_layers\.0\.",
-        {
-            "input_proj": "fc",
-            "token_layernorm": "pre_fc_norm_embedding",
-            "hidden_layernorm": "pre_fc_norm_hidden",
-            "final_layernorm": "norm",
-        },
-        hidden_first=True,
-        feeds_normed=True,
-    ),
-)
 # Copies of the model's own embedding and output head, which some publishers add.
 _COPIES = ("shared_head.head.", "embed_tokens.")
 
@@ -89,14 +38,14 @@ def read_head(folder: Path, model: Any) -> MtpHead | None:
         ModelUnsupported: there is one, and it does not belong to this model, or cannot be called.
         ModelCorrupt: the file of its own cannot be read.
     """
-    sidecar = folder / HEAD_NAME
-    files = [sidecar] if sidecar.is_file() else weight_files(folder)
+    beside = sidecar(folder)
+    files = [beside] if beside is not None else weight_files(folder)
     for family in FAMILIES:
-        prefix = re.compile(family.prefix.replace("{layers}", str(len(model.layers))))
+        prefix = family.begins(len(model.layers))
         tensors = {prefix.sub("", name, 1): array for name, array in _tensors(files, prefix)}
         if any(name.startswith(tuple(family.modules)) for name in tensors):
             try:
-                return _made(model, family, tensors, None if files == [sidecar] else _convolution(files))
+                return _made(model, family, tensors, None if beside is not None else _convolution(files))
             except (KeyError, TypeError, ValueError) as error:
                 raise ModelUnsupported(
                     f"Its tensors are not those of a head of this model: {error}"
@@ -140,7 +89,7 @@ def _named(family: HeadNames, tensors: Mapping[str, mx.array]) -> dict[str, mx.a
         if module in family.modules:
             named[f"{family.modules[module]}.{part}"] = array
         elif name.startswith(family.layer) and not name.startswith(_COPIES):
-            named[_LAYER + name.removeprefix(family.layer)] = array
+            named[LAYER + name.removeprefix(family.layer)] = array
     return named
 
 
@@ -154,20 +103,20 @@ def _as_mlx_has_it(
     aliases, rest = {}, {}
     for name, array in named.items():
         module, _, part = name.partition(".")
-        if name.startswith(_LAYER):
+        if name.startswith(LAYER):
             aliases[f"model.{name}"] = array
         elif "norm" in module and part == "weight":
-            aliases[f"model.{_LAYER}{module}{_NORM_SUFFIX}"] = array
+            aliases[f"model.{LAYER}{module}{_NORM_SUFFIX}"] = array
         else:
             rest[name] = array
     if witness is not None:
-        aliases[f"model.{_LAYER}conv1d.weight"] = witness
+        aliases[f"model.{LAYER}conv1d.weight"] = witness
     for name, array in model.sanitize(aliases).items():
-        place = name[name.index(_LAYER) :]
-        if place == f"{_LAYER}conv1d.weight":
+        place = name[name.index(LAYER) :]
+        if place == f"{LAYER}conv1d.weight":
             continue
-        short = place.removeprefix(_LAYER).removesuffix(_NORM_SUFFIX)
-        rest[f"{short}.weight" if short in _OWN else place] = array
+        short = place.removeprefix(LAYER).removesuffix(_NORM_SUFFIX)
+        rest[f"{short}.weight" if short in MODULES else place] = array
     return rest
 
 

@@ -118,6 +118,11 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         return self.norm(given) if self.feeds_normed else given
 
     @property
+    def draft_tokens(self) -> mx.array | None:
+        """The ids that it guesses among; None for all."""
+        return self._draft_tokens
+
+    @property
     def width(self) -> int:
         """D."""
         return self._target.stage.hidden_width

@@ -191,20 +191,20 @@ class HeldWeights(msgspec.Struct, frozen=True):
             need = weight_need(path, on_disk, config, replace(rules, available=False))
         return cls(device, need.arithmetic, is_quantised(config), on_disk, need.n_bytes)
 
-    def hold(self, model: nn.Module) -> None:
-        """Read the weights of a model, in place, as they are held."""
+    def hold(self, model: nn.Module, *, drafts: bool = False) -> None:
+        """Read the weights of a model, or of a head that only ``drafts``, in place, as they are held."""
         match self.arithmetic:
             case "int8":
-                packed_layers.to_int8(model, plain=not self.packed)
+                packed_layers.to_int8(model, plain=drafts or not self.packed)
             case "float32":
                 products.to_float32(model)
         mx.eval(model.parameters())
 
-    def bytes_of(self, model: nn.Module, *, tied: bool) -> int:
-        """Bytes of a model's weights once they are held; reads none. ``tied``: its head is a table."""
+    def bytes_of(self, model: nn.Module, *, tied: bool, drafts: bool = False) -> int:
+        """Bytes that ``hold`` will take; reads none. ``tied``: the model's head is a table."""
         match self.arithmetic:
             case "int8":
-                return packed_layers.int8_bytes(model, plain=not self.packed, tied=tied)
+                return packed_layers.int8_bytes(model, plain=drafts or not self.packed, tied=tied)
             case "float32":
                 return products.float32_bytes(model)
         return weights_bytes(model)
@@ -238,12 +238,13 @@ def _read(
         head, headless = _lazy_head(settings, place, model)
         if head is not None:
             try:
-                admit_weights(settings.name, needed + weights.bytes_of(head, tied=False), room)
+                more = weights.bytes_of(head, tied=False, drafts=True)
+                admit_weights(settings.name, needed + more, room)
             except OutOfMemory:
                 head, headless = None, "off: there is no memory for it"
         weights.hold(model)
         if head is not None:
-            weights.hold(head)
+            weights.hold(head, drafts=True)
             head.attach(model)
         report(Loading("reading", on_disk, on_disk))
         report(Loading("reading the tokenizer"))

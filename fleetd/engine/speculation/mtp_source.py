@@ -29,9 +29,8 @@ from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.parts import arrays
 from fleetd.engine.speculation.local_sources import MTP
 from fleetd.engine.speculation.sources import Context, HiddenRows
+from fleetd.models.heads import ROWS
 
-# Rows of a text that the head keeps at most.
-ROWS = 2048
 # More rows at once are the prompt's, or those of a time in which the head was not asked.
 _FEW = 2 * limits.SPEC_WIDTH
 # Guesses after which a head that is hardly ever right is taken to be another model's, and how rarely that is.
@@ -91,6 +90,8 @@ class MtpSource:
     name: ClassVar[str] = MTP
     # Seconds of the last ``propose``, without what was made up for of the prompt.
     spent_s: float = field(init=False, default=0.0)
+    # Tokens whose hidden states were known at the first draft.
+    known_tokens: int = field(init=False, default=0)
     # The newest hidden states, (rows, D) each, with the tokens of their first rows.
     _noted: list[tuple[int, mx.array]] = field(init=False, default_factory=list)
     # The head's rows, how many they are, and the token up to which they are complete.
@@ -130,6 +131,7 @@ class MtpSource:
         if states is None or places[-1] != newest:
             return []
         begins, begun = not self._rows, time.perf_counter()
+        self.known_tokens = self.known_tokens or len(places)
         following = mx.array([[context.tokens[at + 1] for at in places]])
         early = len(places) - _FEW if len(places) > _FEW else 0
         if early:

@@ -205,6 +205,7 @@ class SequenceDrafts:
         used = {name: r for name, r in c.records.items() if r.passes}
         if not used:
             return None
+        begun = {source.name: source.known_tokens for source in self.priced}
         return Speculated(
             width=c.most + 1,
             drafted=sum(r.drafted for r in used.values()),
@@ -212,7 +213,10 @@ class SequenceDrafts:
             passes=c.passes,
             tokens=c.tokens,
             saved_s=c.saved_s,
-            sources={n: SourceCounts(r.drafted, r.accepted, r.passes) for n, r in used.items()},
+            sources={
+                name: SourceCounts(r.drafted, r.accepted, r.passes, begun.get(name, 0))
+                for name, r in used.items()
+            },
         )
 
     def _committed(self, tokens: Sequence[int]) -> None:

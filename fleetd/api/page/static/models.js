@@ -183,6 +183,11 @@ function listed(names, word = "and") {
   return names.length > 1 ? `${names.slice(0, -1).join(", ")} ${word} ${names.at(-1)}` : names.join("");
 }
 
+function drafter({ drafter, drafter_off }) {
+  const said = { head: "drafts with its own head", sidecar: "drafts with a head beside it" }[drafter] || (drafter && `${drafter} drafts for it`);
+  return said && drafter_off ? `its head does not draft: ${drafter_off}` : said;
+}
+
 function tools(model) {
   return model.tools === "grammar" ? "tools by grammar" : model.tools && "tools";
 }
@@ -194,7 +199,7 @@ function installedRow(model) {
   const busy = workOn(model.name)?.text;
   return h("li", { key: model.name },
     h("div", null, h("h3", null, short(model.name)),
-      h("p", { class: "quiet" }, [bytes(model.weights_bytes), `${count(model.context_tokens)} tokens of context`, model.architecture, model.roles.join(", "), tools(model)].filter(Boolean).join(" · "))),
+      h("p", { class: "quiet" }, [bytes(model.weights_bytes), `${count(model.context_tokens)} tokens of context`, model.architecture, model.roles.join(", "), tools(model), drafter(model)].filter(Boolean).join(" · "))),
     h("div", null, h("p", null, h("span", { class: `tag ${at}` }, at), model.pinned && h("span", { class: "tag" }, "pinned"), engine?.memory_bytes > 0 && h("span", { class: "quiet" }, ` ${bytes(engine.memory_bytes)}`)),
       engine?.state === "loading" && [h("p", { class: "quiet" }, engine.stage), engine.total > 0 && bar(engine.done, engine.total, engine.stage)],
       engine?.members?.length > 0 && h("p", { class: "quiet" }, `layers ${spans(engine)}`),
