@@ -462,6 +462,7 @@ class DaemonParts:
             machine.usable_bytes,
             machine.weight_rules,
             copies=self.copies,
+            label=self.origins.label,
         )
         node.handle(group_messages.SERVE, self.stages)
         managing = ManageServer(

@@ -77,6 +77,20 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         own = list(self._front.weights.layers)
         return own + [None] * (self._front.total - len(own))
 
+    @property
+    def members(self) -> GroupStages:
+        return self._members
+
+    @property
+    def front(self) -> Stage:
+        """This machine's layers."""
+        return self._front
+
+    @property
+    def empty(self) -> list[Any]:
+        """What all layers keep, of this machine and of others, as caches in which nothing is."""
+        return [cache for cache in self._empty if cache is not None]
+
     def make_cache(self) -> list[Any]:
         """What this machine's layers keep, then an entry for each other machine."""
         own = [cache for cache in self._front.make_caches() if cache is not None]

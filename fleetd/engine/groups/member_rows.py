@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleetd import limits
+from fleetd.engine.groups.member_disk import MemberDisk, PartDisk
 from fleetd.engine.groups.messages import (
     ALL,
     Change,
@@ -27,10 +28,12 @@ from fleetd.errors import ProtocolError
 
 
 class MemberRows:
-    """Changed as the answering worker tells."""
+    """Changed as the answering worker tells. ``disk``: where prompts are kept; None if they are not.
+    ``most_bytes``: for all that is kept in memory."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, disk: PartDisk | None = None, most_bytes: int = 1 << 62) -> None:
         self._stage = stage
+        self.disk = MemberDisk(disk, self._keep, most_bytes)
         # Of layers that keep something.
         self._held: dict[int, list[Any]] = {}
         # Marks and saved states, layer by layer.
@@ -81,6 +84,8 @@ class MemberRows:
                 # One that no tokens came for was never here.
                 self._held.pop(held, None)
                 self._notes.pop(held, None)
+            case _:
+                self.disk.change(change, self._known, self._noted)
 
     def _copy(self, caches: list[Any], tokens: int) -> list[Any]:
         if tokens == ALL:

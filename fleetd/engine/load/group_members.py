@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from fleetd import limits
 from fleetd.engine.groups.group_model import GroupModel
 from fleetd.engine.groups.remote_stage import RemoteStage
@@ -22,10 +24,17 @@ class GroupMembers:
     def __init__(self, members: Sequence[GroupMember]) -> None:
         self._members = members
         self._moved = threading.Event()
-        self._streams = HandedOverStreams(self._moved.set, eager=True)
-
+        self._streams = HandedOverStreams(self._wake, eager=True)
+        self._stages: list[RemoteStage] = []
+        # Called, on any thread, when something came of a member that was asked what its disk has.
+        self.wake: Callable[[], None] = lambda: None
         # Takes what is for no member, once the model is loaded.
         self.others: Callable[[StreamTag, socket.socket], None] = self._streams.put
+
+    def _wake(self) -> None:
+        self._moved.set()
+        if any(stage.disk.asked for stage in self._stages):
+            self.wake()
 
     def put(self, tag: StreamTag, sock: socket.socket) -> None:
         """Take a connected socket, to a member or for something else."""
@@ -43,7 +52,7 @@ class GroupMembers:
                     raise GroupLost(f"{member.name} did not connect within {limits.TICKET_S:.0f} s.")
                 if not self._streams.complete(member.stream, (STAGE,)):
                     self._moved.wait(left_s)
-        return [
+        self._stages = [
             RemoteStage(
                 self._streams.connect(member.stream),
                 self._moved,
@@ -57,3 +66,15 @@ class GroupMembers:
             )
             for member in self._members
         ]
+        return self._stages
+
+
+def over_members(basis: bytes, members: Sequence[GroupMember]) -> bytes:
+    """What decides the bytes of keys and values if ``members`` have layers of the model; ``basis``: the same
+    if they have none. b"" if it is unknown how one of them computes."""
+    if not members or not basis:
+        return basis
+    parts = [(member.first, member.last, member.arithmetic) for member in members]
+    if not all(member.arithmetic for member in members):
+        return b""
+    return basis + msgspec.json.encode(parts)

@@ -106,3 +106,13 @@ def block_basis(key: FindingsKey, arithmetic: Arithmetic | None) -> bytes:
         model.digest, model.device, model.accelerator, model.versions, kernels, key.beside, text
     )
     return msgspec.json.encode(basis, order="sorted")
+
+
+def part_basis(device: str, arithmetic: Arithmetic) -> bytes:
+    """What decides the bytes of some layers' keys and values, besides the layers' weights and what goes in;
+    b"" if the layers have no fingerprint."""
+    if not arithmetic.text:
+        return b""
+    # The worker that answers names blocks by the model's digest.
+    key = FindingsKey.now(VerdictKey.now("part", device, arithmetic.accelerator, arithmetic.versions))
+    return block_basis(key, arithmetic)

@@ -23,7 +23,7 @@ from fleetd.engine.failures import over_files
 from fleetd.engine.grammar.grammars import Grammars
 from fleetd.engine.groups.group_model import GroupModel
 from fleetd.engine.layers.stage import Stage
-from fleetd.engine.load.group_members import GroupMembers
+from fleetd.engine.load.group_members import GroupMembers, over_members
 from fleetd.engine.load.load_findings import FindingsKey, LoadFindings, block_basis, versions
 from fleetd.engine.load.model_reading import (
     Device,
@@ -349,7 +349,8 @@ def _basis(
         if not digest and manifest.part_stats(Path(settings.path)) == stats:
             digest = _digest(settings)
         known = msgspec.structs.replace(key, model=msgspec.structs.replace(key.model, digest=digest))
-        return block_basis(known, sharable.arithmetic if sharable else None)
+        basis = block_basis(known, sharable.arithmetic if sharable else None)
+        return over_members(basis, settings.group)
 
     return LateBasis(find)
 
