@@ -120,6 +120,8 @@ class MemberStage:
         inputs = PassInputs(command.start)
         if ids is not None:
             inputs = self._stage.inputs(ids, command.start)
+        if command.positions:
+            self._place_tokens(command, caches)
         with growth.at_once(caches, command.room or command.tokens):
             out = self._stage.run(hidden, self._stage.spread(caches), inputs)
         mx.eval(out, [cache.state for cache in caches])
@@ -128,6 +130,13 @@ class MemberStage:
         if (kept := self.rows.nbytes) > self._most_bytes:
             raise OutOfMemory(f"A group keeps {kept} bytes here; {self._most_bytes} were promised.")
         return out if command.wanted else None
+
+    @staticmethod
+    def _place_tokens(command: RunStage, caches: list[Any]) -> None:
+        if len(command.positions) != command.tokens or not all(hasattr(cache, "expect") for cache in caches):
+            raise ProtocolError("Positions came of tokens that have none of their own.")
+        for cache in caches:
+            cache.expect(command.positions)
 
     def _hidden(self, command: RunStage, frame: Frame) -> mx.array:
         shape = (command.batch, command.tokens, self._stage.width)

@@ -151,8 +151,24 @@ class StoreKept(msgspec.Struct, frozen=True, tag="store", array_like=True):
     states: Annotated[list[tuple[_Count, _Number]], Meta(max_length=limits.GROUP_STREAMS)] = []
 
 
+class LeaveOut(msgspec.Struct, frozen=True, tag="leave out", array_like=True):
+    """From now on ``held`` is of a prompt of which tokens are left out: each block says where its tokens are.
+    Idempotent."""
+
+    held: _Number
+
+
+class GoOn(msgspec.Struct, frozen=True, tag="go on", array_like=True):
+    """All of such a prompt is there; its answer begins at this position."""
+
+    held: _Number
+    position: _Count
+
+
 Kept = FindKept | ReadKept | LeaveKept | StoreKept
-Change = Kept | Copy | Trim | Merge | Extend | Filter | Extract | Mark | Return | KeepState | PutBack | Forget
+Batched = Merge | Extend | Filter | Extract
+GoingBack = Trim | Mark | Return | KeepState | PutBack
+Change = Copy | Forget | Batched | GoingBack | LeaveOut | GoOn | Kept
 
 
 class RunStage(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +178,7 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     ``held``: what the layers keep of the sequences, which is new if the number is. ``start``: the position of
     the first token of a sequence; in a batch each row has its own, which is kept with it. ``ids``: the tokens
     themselves, row by row, if the layers take them; else none. ``wanted``: what comes out is sent back.
+    ``positions``: of the tokens of a prompt of which some are left out; else none.
     ``room``: for so many tokens more there shall be room in what is kept, made at once.
     """
 
@@ -173,6 +190,7 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     room: _Count = 0
     start: _Count = 0
     ids: Annotated[list[_Number], Meta(max_length=limits.GROUP_TOKENS)] = []
+    positions: Annotated[list[_Count], Meta(max_length=limits.GROUP_TOKENS)] = []
 
 
 class StageRan(msgspec.Struct, frozen=True, array_like=True):

@@ -99,7 +99,8 @@ class RemoteStage:
         batch, count = tokens.shape
         ids = np.array(tokens).reshape(-1).tolist() if self.takes_ids else []
         start = rows.tokens if batch == 1 else 0
-        command = RunStage(self._told(), rows.number, batch, count, wanted, room, start, ids)
+        where = rows.next_positions()
+        command = RunStage(self._told(), rows.number, batch, count, wanted, room, start, ids, where)
         rows.grow(count)
         self._unsent.append(StagePass(command))
         return self._unsent[-1]

@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from fleetd import limits
 from fleetd.engine.groups.group_model import GroupModel
 from fleetd.engine.groups.remote_stage import RemoteStage
@@ -67,14 +65,3 @@ class GroupMembers:
             for member in self._members
         ]
         return self._stages
-
-
-def over_members(basis: bytes, members: Sequence[GroupMember]) -> bytes:
-    """What decides the bytes of keys and values if ``members`` have layers of the model; ``basis``: the same
-    if they have none. b"" if it is unknown how one of them computes."""
-    if not members or not basis:
-        return basis
-    parts = [(member.first, member.last, member.arithmetic) for member in members]
-    if not all(member.arithmetic for member in members):
-        return b""
-    return basis + msgspec.json.encode(parts)
