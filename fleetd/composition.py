@@ -348,7 +348,7 @@ class DaemonParts:
             fleet,
             self.members,
             self.machine.weight_rules,
-            lambda folder: isinstance(pool.engine(folder), GroupFront),
+            lambda folder: engine.speed if isinstance(engine := pool.engine(folder), GroupFront) else None,
             self.promised,
         )
 

@@ -116,3 +116,64 @@ def test_a_prompt_comes_back_from_both_disks_when_a_machine_was_restarted(pair: 
     assert said(again) == said(first)
     assert again["timings"]["restored_n"] > 500
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == again["timings"]["restored_n"]
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "person", "schema": PERSON, "strict": True},
+        }
+    },
+    "seeded schema": {
+        "response_format": {"type": "json_object"},
+        "temperature": 1.0,
+        "seed": 3,
+    },
+    "tool": {"tools": [WEATHER], "tool_choice": "required"},
+}
+
+
+def held(daemon: LiveDaemon, where: list[str]) -> dict[str, tuple[Any, Any, Any]]:
+    """What is answered under each form: text, calls, and why it ended."""
+    found = {}
+    for name, fields in FORMS.items():
+        body = {
+            "model": SMOL,
+            "messages": [{"role": "user", "content": "Who is Ada, and how is the weather in Oslo?"}],
+            "max_tokens": 48,
+            "temperature": 0,
+            "placement": where,
+            **fields,
+        }
+        _, reply = post(daemon, body)
+        (choice,) = reply["choices"]
+        calls = [call["function"] for call in choice["message"].get("tool_calls") or []]
+        found[name] = choice["message"]["content"], calls, choice["finish_reason"]
+    return found
+
+
+def test_answers_that_are_held_to_a_form_are_those_of_one_machine(pair: LiveFleet) -> None:
+    together = held(pair["alpha"], ["this", "beta"])
+    assert set(json.loads(together["schema"][0])) == {"name", "age"}
+    assert json.loads(together["tool"][1][0]["arguments"])["city"] in ("Oslo", "Rome")
+    assert held(pair["alpha"], ["this"]) == together

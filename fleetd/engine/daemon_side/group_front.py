@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from fleetd.control.daemon_status import EngineStatus, HeldLayers
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.failures import typed
 from fleetd.engine.protocol import Loading
@@ -54,6 +55,11 @@ class GroupFront(EngineProcess):
         """True if all machines compute with the same code on devices of one kind."""
         arithmetic = self.facts.arithmetic if self.facts is not None else None
         return arithmetic is not None and self._group.kinds <= {arithmetic.kind}
+
+    @property
+    def speed(self) -> MeasuredSpeed:
+        """What all machines together measured; zeros before they have."""
+        return self.facts.speed if self.facts is not None else MeasuredSpeed()
 
     @property
     def status(self) -> EngineStatus:
