@@ -158,7 +158,7 @@ class FleetGroups:
             if over:
                 raise
             return None
-        size = GroupModelSize(len(sizes.layers), sizes.outside, sizes.row)
+        size = GroupModelSize(len(sizes.layers), sizes.outside, sizes.row, sizes.together)
         speeds = decode_tok_s([(here, own), *having, *lacking])
 
         def machine(member: Member) -> GroupMachine:
