@@ -21,10 +21,11 @@ from fleetd.engine.groups.group_tier import GroupTier, LayersAlone, longest_comm
 from fleetd.engine.groups.member_disk import PartDisk
 from fleetd.engine.groups.messages import KeptTold
 from fleetd.engine.layers.stage import Stage
-from fleetd.engine.load.group_members import over_members
+from fleetd.engine.load.load_findings import FindingsKey, block_basis
 from fleetd.engine.prefixes.disk_tier import DiskTier
 from fleetd.engine.protocol import Cancel, Finished
 from fleetd.engine.settings import GroupMember
+from fleetd.engine.speculation.verdicts import VerdictKey
 
 pytestmark = pytest.mark.usefixtures("on_cpu", "patient")
 # Three blocks and more.
@@ -229,14 +230,14 @@ def test_other_machines_are_not_told_of_what_is_kept_in_parts(llama: TinyFamily,
 
 
 def test_names_rest_on_the_cut_and_on_how_each_member_computes() -> None:
-    def basis(*members: tuple[int, int, str]) -> bytes:
-        return over_members(b"m", tuple(GroupMember(a, b, "s", "n", how) for a, b, how in members))
+    def basis(*members: tuple[int, int, str], digest: str = "m") -> bytes:
+        asked = tuple(GroupMember(a, b, "s", "n", how) for a, b, how in members)
+        return block_basis(FindingsKey.now(VerdictKey.now(digest, "cpu", "", {}), asked), None)
 
-    assert over_members(b"m", ()) == b"m"
-    assert over_members(b"", (GroupMember(1, 2, "s", "n", "x"),)) == b""
-    assert len({basis((2, 4, "x")), basis((1, 4, "x")), basis((2, 4, "y")), b"m"}) == 4
-    # One that has not said how it computes.
+    assert len({basis((2, 4, "x")), basis((1, 4, "x")), basis((2, 4, "y")), basis()}) == 4
+    # One that has not said how it computes, and files that are not hashed yet.
     assert basis((1, 2, "x"), (2, 4, "")) == b""
+    assert basis((2, 4, "x"), digest="") == b""
 
 
 def test_a_beginning_ends_where_each_machine_can_end() -> None:

@@ -41,7 +41,7 @@ class LayersAlone:
         self._stage, self._dtype = stage, dtype
 
     def make_cache(self) -> list[Any]:
-        """Of the layers that keep something."""
+        """Caches of the layers that keep something."""
         return [cache for cache in self._stage.make_caches() if cache is not None]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:

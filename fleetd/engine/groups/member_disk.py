@@ -45,7 +45,7 @@ class PartDisk:
 
 
 @dataclass(slots=True)
-class _Question:
+class _Lookup:
     """What the machine that answers asks. ``told``: it has heard what was found."""
 
     restore: Restore
@@ -61,7 +61,7 @@ class MemberDisk:
         self, disk: PartDisk | None, keep: Callable[[int, list[Any]], None], most_bytes: int
     ) -> None:
         self._disk, self._keep, self._most_bytes = disk, keep, most_bytes
-        self._questions: dict[int, _Question] = {}
+        self._questions: dict[int, _Lookup] = {}
         # What cannot be answered from a disk.
         self._told: list[KeptTold] = []
 
@@ -89,7 +89,7 @@ class MemberDisk:
             self._told.append(KeptTold(kept))
             return
         tier = self._disk.tier
-        self._questions[kept] = _Question(tier.look([(DENSE, self._disk.names(names))]))
+        self._questions[kept] = _Lookup(tier.look([(DENSE, self._disk.names(names))]))
 
     def _read(self, kept: int, new: int, blocks: int, room: int) -> None:
         question = self._questions.get(kept)
@@ -144,7 +144,7 @@ class MemberDisk:
                 told.append(self._answer(kept, question))
         return told
 
-    def _answer(self, kept: int, question: _Question) -> KeptTold:
+    def _answer(self, kept: int, question: _Lookup) -> KeptTold:
         restore = question.restore
         if question.arrival is None:
             found = restore.found if restore.state is RestoreState.FOUND else None
@@ -165,11 +165,11 @@ class MemberDisk:
             self._leave(kept)
 
 
-def _waits_for_them(question: _Question) -> bool:
+def _waits_for_them(question: _Lookup) -> bool:
     return question.told and question.arrival is None
 
 
-def _has_come(question: _Question) -> bool:
+def _has_come(question: _Lookup) -> bool:
     if _waits_for_them(question):
         return False
     if time.monotonic() >= question.restore.due_s:

@@ -132,6 +132,6 @@ class MemberRows:
 
 
 def _alike(sequences: list[list[Any]]) -> list[list[Any]]:
-    """As a batch is to take them if of some of their prompts tokens were left out."""
+    """The caches as a batch takes them, also if tokens of some of the prompts were left out."""
     left_out = any(isinstance(cache, SparseKV) for caches in sequences for cache in caches)
     return [rows(caches) for caches in sequences] if left_out else sequences

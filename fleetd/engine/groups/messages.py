@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.errors import ProtocolError
+from fleetd.text.bounded import Rate
 
 _Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -152,7 +153,7 @@ class StoreKept(msgspec.Struct, frozen=True, tag="store", array_like=True):
 
 
 class LeaveOut(msgspec.Struct, frozen=True, tag="leave out", array_like=True):
-    """From now on ``held`` is of a prompt of which tokens are left out: each block says where its tokens are.
+    """``held`` is of a prompt of which tokens are left out: from now on each block says where its tokens are.
     Idempotent."""
 
     held: _Number
@@ -200,7 +201,7 @@ class StageRan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeptTold(msgspec.Struct, frozen=True, array_like=True):
-    """Of the question ``kept``: blocks, from the first one on, that were found, or that were read.
+    """Answers the question ``kept``: blocks, from the first one on, that were found, or that were read.
 
     ``stops``: numbers of blocks after which the beginning may end; none if it may after each. ``nbytes`` and
     ``bytes_per_s``: of what was found, and how fast it is read.
@@ -210,7 +211,7 @@ class KeptTold(msgspec.Struct, frozen=True, array_like=True):
     blocks: _Count = 0
     stops: Annotated[list[_Count], Meta(max_length=limits.GROUP_KEPT_BLOCKS)] = []
     nbytes: _Number = 0
-    bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    bytes_per_s: Rate = 0.0
 
 
 _T = TypeVar("_T", RunStage, StageRan, KeptTold)

@@ -149,7 +149,7 @@ class RemoteRows:
         return 0
 
     def next_positions(self) -> list[int]:
-        """Of the tokens that come next; none if they follow those that are there."""
+        """Positions of the tokens that come next; none if they follow those that are there."""
         return []
 
     def is_trimmable(self) -> bool:

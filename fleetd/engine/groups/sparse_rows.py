@@ -74,8 +74,8 @@ class _FrontLayers:
 
 
 def sparse_of(model: GroupModel, *, checked: bool = False) -> Sparse:
-    """As ``Sparse.of``. What this machine's layers make of positions is checked here; members' layers are run
-    by the same code.
+    """The group as ``Sparse.of`` gives a whole model. What this machine's layers make of positions is checked
+    here; members' layers are run by the same code.
 
     Raises ModelUnsupported.
     """
