@@ -348,7 +348,7 @@ class DaemonParts:
             fleet,
             self.members,
             self.machine.weight_rules,
-            lambda folder: isinstance(pool.engine(folder), GroupFront),
+            lambda folder: engine.speed if isinstance(engine := pool.engine(folder), GroupFront) else None,
             self.promised,
         )
 
@@ -462,6 +462,7 @@ class DaemonParts:
             machine.usable_bytes,
             machine.weight_rules,
             copies=self.copies,
+            label=self.origins.label,
         )
         node.handle(group_messages.SERVE, self.stages)
         managing = ManageServer(

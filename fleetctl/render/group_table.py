@@ -21,8 +21,11 @@ def group_lines(group: GroupView, width: int | None) -> list[str]:
         Column("LINK", [brief(part.hop_s) if part.hop_s else "-" for part in parts], 4, right=True),
     ]
     held = "hold" if group.loaded else "would hold"
+    source = "measured" if group.loaded else "modelled"
+    prompt = f" They read {count(round(group.prompt_tok_s))} tokens of a prompt per second."
     facts = (
         f"{len(parts)} machines {held} its {count(group.layers)} layers: about {group.tok_s:.1f} tokens per "
-        f"second for one answer (modelled), with room for {count(group.tokens)} tokens."
+        f"second for one answer ({source}), with room for {count(group.tokens)} tokens."
+        f"{prompt if group.prompt_tok_s else ''}"
     )
     return [*drawn(fitted(columns, width)), wrapped(facts, width), wrapped(one_line(group.why), width)]

@@ -139,6 +139,19 @@ class FoundBlocks(msgspec.Struct, frozen=True):
         """Bytes of the last snapshot; 0 if there is none."""
         return self.states[-1][1] if self.states else 0
 
+    @property
+    def stops(self) -> list[int]:
+        """Numbers of blocks after which the beginning may end; none if it may after each."""
+        return [blocks for blocks, _ in self.states]
+
+    def cut(self, blocks: int) -> FoundBlocks:
+        """The first ``blocks`` of it, fewer than all or all."""
+        if blocks == self.blocks:
+            return self
+        states = tuple(state for state in self.states if state[0] <= blocks)
+        n_bytes = self.nbytes * blocks // self.blocks
+        return FoundBlocks(blocks, n_bytes, self.bytes_per_s, states, self.cached)
+
 
 class FoundText(msgspec.Struct, frozen=True):
     """The beginning of a text that is on the disk: up to which link, its bytes, the speed of reading.

@@ -32,8 +32,11 @@ class GroupView(msgspec.Struct, frozen=True):
     layers: int = 0
     # Tokens whose keys and values have room on every machine.
     tokens: int = 0
-    # Tokens of one answer per second, by the machines' figures and the measured links; 0 without parts.
+    # Tokens of one answer per second: measured once it is loaded; before, by the machines' figures and the
+    # measured links. 0 without parts.
     tok_s: float = 0.0
+    # Tokens of a prompt per second, measured; 0 before it is loaded.
+    prompt_tok_s: float = 0.0
     # Why it is cut so, or what is missing: sentences.
     why: str = ""
     # The group is loaded now.

@@ -217,12 +217,17 @@ class AssistPrefill(msgspec.Struct, frozen=True, tag=True):
 class ServeStage(msgspec.Struct, frozen=True, tag=True):
     """Run layers [first, last) for a worker of another machine that has the rest of the model, until that is
     gone or this is cancelled; answered by Accepted once the memory for ``tokens`` is reserved, and by Failed
-    if the other worker goes. Its stream is "stage"."""
+    if the other worker goes. Its stream is "stage".
+
+    ``kept_for``: whose prompts are kept on this machine's disk, a node id; none are if it is "". ``origin``:
+    that machine's label."""
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
     first: Natural
     last: Natural
     tokens: Natural
+    kept_for: Text = ""
+    origin: Text = ""
 
 
 class Profile(msgspec.Struct, frozen=True):

@@ -39,12 +39,14 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class GroupMember(msgspec.Struct, frozen=True):
     """Layers [first, last) of a group's model, which another machine has. ``stream``: the id under which the
-    socket to it is handed over."""
+    socket to it is handed over. ``arithmetic``: ``Arithmetic.text`` of these layers there; "" if that is
+    unknown, and then no prompts are kept on disks."""
 
     first: int
     last: int
     stream: str
     name: str = ""
+    arithmetic: str = ""
 
 
 class WorkerSettings(WorkerOptions, frozen=True):

@@ -13,6 +13,7 @@ Started by ``supervisor.py`` as ``python -m fleetd.engine.worker --fd N --stream
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import os
 import select
@@ -26,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -63,6 +64,11 @@ from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.startup import collector, import_index
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from fleetd.cache.pricing import PrefillCost
+    from fleetd.engine.groups.member_guests import PartDisks
+    from fleetd.engine.layers.stage import Stage
     from fleetd.engine.load.loading import Loaded
     from fleetd.engine.load.model_reading import Device
     from fleetd.engine.load.stage_loading import LoadedPart
@@ -362,12 +368,12 @@ def start(
         handed_over.give_to(members.put)
     if settings.last_layer:
         part = stage_loading.load_part(settings, device, emit)
-        compute, facts = _helper_loop(part, emit), part.facts
+        compute, facts = _helper_loop(settings, part, emit), part.facts
     else:
         loaded = loading.load(settings, device, emit, members)
         compute, facts = _scheduler(settings, loaded, device, emit), loaded.facts
     if members is not None:
-        members.others = compute.put_stream
+        members.others, members.wake = compute.put_stream, compute.inbox.wake
     else:
         handed_over.give_to(compute.put_stream)
     return compute, loaded, facts
@@ -402,7 +408,7 @@ def import_libraries(cache: str) -> None:
         from fleetd.engine.loop import compute_loop, scheduler  # noqa: F401
 
 
-def _helper_loop(part: LoadedPart, emit: Callable[[Report], None]) -> HelperLoop:
+def _helper_loop(settings: WorkerSettings, part: LoadedPart, emit: Callable[[Report], None]) -> HelperLoop:
     """The loop of a worker that has some layers of a model, and helps with prompts."""
     from fleetd.engine.loop.compute_loop import HelperLoop
     from fleetd.engine.measure.idle_calibration import IdleCalibration
@@ -425,6 +431,7 @@ def _helper_loop(part: LoadedPart, emit: Callable[[Report], None]) -> HelperLoop
         context_tokens=facts.shape.context_tokens,
         budget=KvBudget(facts.kv_budget_bytes, facts.shape.sizes),
         emit=emit,
+        part_disks=_part_disks(settings, facts),
         idle=IdleCalibration(calibration, facts, emit),
     )
 
@@ -453,6 +460,7 @@ def _scheduler(
         idle=IdleCalibration(again, facts, emit, keep=loaded.keep_measured),
         defaults=loaded.defaults,
         sharable=loaded.sharable,
+        part_disks=_part_disks(settings, facts) if loaded.sharable is not None else None,
         speculation=_speculation(settings, loaded),
         sparse=loaded.sparse,
         vocab_size=facts.vocab_size,
@@ -490,21 +498,62 @@ def _disk(settings: WorkerSettings, loaded: Loaded) -> DiskTier | None:
     """What keeps prompts on the disk; None if nothing does, or the model's caches are of other kinds."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    from fleetd.cache.pricing import PrefillCost
+    from fleetd.engine.groups.group_model import GroupModel
+    from fleetd.engine.groups.group_tier import GroupTier, LayersAlone
     from fleetd.engine.prefixes.disk_tier import DiskTier
     from fleetd.engine.sequence_state.blocks import can_be_blocks
 
-    if settings.blocks is None or not can_be_blocks(make_prompt_cache(loaded.model)):
+    model = loaded.model
+    several = isinstance(model, GroupModel)
+    if settings.blocks is None or not can_be_blocks(model.empty if several else make_prompt_cache(model)):
         return None
-    return DiskTier(
-        settings=settings.blocks,
-        model=loaded.model,
-        model_name=settings.name,
-        basis=loaded.basis,
-        cost=PrefillCost.of(loaded.facts.speed.prefill_tok_s, loaded.facts.speed.prefill_context_s),
+    fields: dict[str, Any] = {
+        "settings": settings.blocks,
+        "model_name": settings.name,
+        "basis": loaded.basis,
+        "cost": _cost(loaded.facts),
         # No more than the prefix cache may hold: it is the same memory as a rule.
-        most_queued_bytes=loaded.prefix_bytes,
-    )
+        "most_queued_bytes": loaded.prefix_bytes,
+    }
+    if several:
+        return GroupTier(model=LayersAlone(model.front, model.dtype), members=model.members, **fields)
+    return DiskTier(model=model, **fields)
+
+
+def _part_disks(settings: WorkerSettings, facts: Ready) -> PartDisks | None:
+    """What keeps prompts of other machines' models, of which layers run here; None if nothing does."""
+    from fleetd.cache.block_names import LateBasis
+    from fleetd.engine.groups.group_tier import LayersAlone
+    from fleetd.engine.groups.member_disk import PartDisk
+    from fleetd.engine.load.load_findings import part_basis
+    from fleetd.engine.prefixes.disk_tier import DiskTier
+
+    blocks, arithmetic = settings.blocks, facts.arithmetic
+    basis = part_basis(facts.device, arithmetic) if arithmetic is not None else b""
+    if blocks is None or not basis:
+        return None
+
+    def disk(command: ServeStage, stage: Stage, dtype: mx.Dtype, most_bytes: int) -> PartDisk | None:
+        if not command.kept_for or not command.origin:
+            return None
+        tier = DiskTier(
+            settings=blocks,
+            model=LayersAlone(stage, dtype),
+            model_name=settings.part_of or settings.name,
+            basis=LateBasis(lambda: basis),
+            cost=_cost(facts),
+            most_queued_bytes=most_bytes,
+        )
+        whose = msgspec.json.encode([command.kept_for, command.first, command.last])
+        return PartDisk(tier, hashlib.sha256(basis + whose).digest(), frozenset({command.origin}))
+
+    return disk
+
+
+def _cost(facts: Ready) -> PrefillCost:
+    from fleetd.cache.pricing import PrefillCost
+
+    return PrefillCost.of(facts.speed.prefill_tok_s, facts.speed.prefill_context_s)
 
 
 def _chunks(settings: WorkerSettings, loaded: Loaded) -> Chunks:

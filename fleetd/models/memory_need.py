@@ -106,6 +106,8 @@ class LayerBytes(msgspec.Struct, frozen=True):
     outside: int
     # That one layer keeps of a token, about.
     row: int
+    # So many layers at the end are on one machine: some of them read what others of them keep.
+    together: int = 1
 
 
 def needed_bytes(folder: ModelFolder, rules: WeightRules) -> int:
@@ -170,7 +172,23 @@ def layer_bytes(path: Path, config: Mapping[str, Any], arithmetic: CpuArithmetic
         return int(getattr(cpu_sizes(part, groups, plain=plain), arithmetic))
 
     each = tuple(size(layers[index]) for index in range(len(layers)))
-    return LayerBytes(each, size(outside), _row_bytes(config, FLOAT_BYTES if arithmetic else 2))
+    row = _row_bytes(config, FLOAT_BYTES if arithmetic else 2)
+    return LayerBytes(each, size(outside), row, together(config, len(each)))
+
+
+def together(config: Mapping[str, Any], layers: int) -> int:
+    """How many of a model's last layers have to be on one machine: 1 unless some read what others keep."""
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    shared, kinds = text.get("num_kv_shared_layers"), text.get("layer_types")
+    if not isinstance(shared, int) or not 0 < shared < layers:
+        return 1
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        return layers
+    own = kinds[: layers - shared]
+    # Each reads the last one of its kind that keeps something.
+    read = [len(own) - 1 - own[::-1].index(kind) for kind in set(kinds[layers - shared :]) if kind in own]
+    return layers - min(read, default=0)
 
 
 def even_layer_bytes(weights_bytes: int) -> LayerBytes:

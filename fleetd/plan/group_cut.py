@@ -44,6 +44,8 @@ class GroupModelSize(msgspec.Struct, frozen=True):
     outside_bytes: int
     # Bytes that a layer keeps of a token.
     row_bytes: int
+    # So many layers at the end have to be on one machine.
+    together: int = 1
 
 
 class GroupPart(msgspec.Struct, frozen=True):
@@ -89,7 +91,7 @@ def cut(
     for count in range(len(others) if every else 1, len(able) + 1):
         found = []
         for some in combinations(able, count):
-            chosen = [here, *sorted(some, key=lambda each: (-each.bytes_per_s, each.node_id))]
+            chosen = [here, *_chain(model, some)]
             if (counted := _counts(model, chosen, least_tokens)) is not None:
                 found.append((counted, chosen))
         if found:
@@ -137,6 +139,13 @@ def step_s(found: GroupCut, hops_s: float) -> float:
     return sum(parts) + hops_s
 
 
+def _chain(model: GroupModelSize, machines: Sequence[GroupMachine]) -> list[GroupMachine]:
+    """The order of the other machines: the fastest first, or the roomiest last if layers stay together."""
+    if model.together > LEAST_LAYERS:
+        return sorted(machines, key=lambda each: (each.room_bytes, each.node_id))
+    return sorted(machines, key=lambda each: (-each.bytes_per_s, each.node_id))
+
+
 def _most_layers(model: GroupModelSize, machine: GroupMachine, tokens: int, *, ends: bool = False) -> int:
     room = machine.room_bytes - (model.outside_bytes if ends else 0)
     each = machine.layer_bytes + tokens * model.row_bytes
@@ -150,15 +159,17 @@ def _counts(
     """The cost, and the layers of each machine, none of which has none; None if they do not hold all."""
     most = [_most_layers(model, machine, tokens, ends=index == 0) for index, machine in enumerate(machines)]
     layer_s = [machine.layer_bytes / machine.bytes_per_s for machine in machines]
-    if sum(most) < model.layers or min(most) < LEAST_LAYERS or model.layers < len(machines):
+    least = [LEAST_LAYERS] * len(machines)
+    least[-1] = max(LEAST_LAYERS, model.together)
+    if sum(most) < model.layers or sum(least) > model.layers or not _at_least(most, least):
         return None
     best: tuple[float, list[int]] | None = None
     # The longest time is some number of layers of some machine; within it the fastest take all they can.
     for longest_s in sorted({n * s for s, m in zip(layer_s, most, strict=True) for n in range(1, m + 1)}):
         bounded = [min(m, int(longest_s / s + 1e-9)) for s, m in zip(layer_s, most, strict=True)]
-        if min(bounded) < LEAST_LAYERS or sum(bounded) < model.layers:
+        if not _at_least(bounded, least) or sum(bounded) < model.layers:
             continue
-        counts = _fastest_first(model.layers, bounded, layer_s)
+        counts = _fastest_first(model.layers, least, bounded, layer_s)
         times = [n * s for n, s in zip(counts, layer_s, strict=True)]
         cost = sum(times) + max(times)
         if best is None or cost < best[0] * (1 - 1e-9):
@@ -166,8 +177,14 @@ def _counts(
     return best
 
 
-def _fastest_first(layers: int, most: Sequence[int], layer_s: Sequence[float]) -> list[int]:
-    counts = [LEAST_LAYERS] * len(most)
+def _at_least(counts: Sequence[int], least: Sequence[int]) -> bool:
+    return all(count >= bound for count, bound in zip(counts, least, strict=True))
+
+
+def _fastest_first(
+    layers: int, least: Sequence[int], most: Sequence[int], layer_s: Sequence[float]
+) -> list[int]:
+    counts = list(least)
     left = layers - sum(counts)
     for index in sorted(range(len(most)), key=lambda i: (layer_s[i], i)):
         more = min(left, most[index] - counts[index])

@@ -175,7 +175,7 @@ def test_a_prompt_that_is_cancelled_while_it_is_restored_leaves_nothing(
     monkeypatch.setattr(BlockStore, "read", waiting)
     worker = Worker(model, tokenizer, settings)
     worker.put("gone", PROMPT)
-    while not (known := worker.scheduler._prefilling) or (r := known[0].restoring) is None or not r._cache:
+    while not (known := worker.scheduler._prefilling) or (r := known[0].restoring) is None or not r.reads:
         worker.turn()
     worker.scheduler.inbox.put(Cancel("gone"))
     assert worker.finish("gone").reason == "cancelled"

@@ -11,17 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import folder_of
+from msgspec.structs import replace
 from request_events import RequestEvents
 from sharing import LAYERS, prompt, tcp_pair, worker_settings, workers, write
 
+from fleetd import limits
+from fleetd.cache.block_store import BlockStore
+from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Accepted, Delta, Generate, ServeStage, StreamTag
 from fleetd.engine.sampling.parameters import Sampling
 from fleetd.engine.settings import GroupMember
 from fleetd.errors import FleetError, GroupLost
+from fleetd.models import digest as digests
 
 pytestmark = pytest.mark.one_loop
 TOKENS = 4096
+LABEL = "0" * limits.CACHE_ORIGIN_CHARS
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +51,16 @@ async def group(path: Path, *cuts: int, **settings: Any) -> AsyncIterator[tuple[
         streams = []
         for number, (member, (first, last)) in enumerate(zip(members, parts, strict=True)):
             near, far = tcp_pair()
-            events = member.serve(ServeStage(f"job{number}", first, last, TOKENS))
+            events = member.serve(ServeStage(f"job{number}", first, last, TOKENS, "asker", LABEL))
             await stack.enter_async_context(aclosing(events))
             assert isinstance(await anext(events), Accepted)
             key = os.urandom(32)
             await member.give_stream(StreamTag(f"job{number}", STAGE, key, "acceptor"), near)
             streams.append((StreamTag(f"member{number}", STAGE, key, "connector"), far))
-        asked = tuple(GroupMember(*part, f"member{n}", f"machine {n}") for n, part in enumerate(parts))
+        asked = tuple(
+            GroupMember(*part, f"member{n}", f"machine {n}", how_it_computes(member))
+            for n, (part, member) in enumerate(zip(parts, members, strict=True))
+        )
         front = await stack.enter_async_context(_front(path, asked, streams, **settings))
         yield front, *members
 
@@ -69,6 +79,12 @@ async def _front(
         yield front
     finally:
         await front.stop()
+
+
+def how_it_computes(member: EngineProcess) -> str:
+    assert member.facts is not None
+    assert member.facts.arithmetic is not None
+    return member.facts.arithmetic.text
 
 
 async def answered(engine: EngineProcess, request: Generate) -> RequestEvents:
@@ -127,6 +143,34 @@ async def test_a_member_that_is_gone_ends_the_answer_with_its_name(model: Path, 
         assert "machine 0" in told.error.message
         assert front.state == "failed"
         member.kill()
+
+
+@pytest.mark.parametrize("cuts", [(2,), (1, 3)])
+async def test_a_prompt_comes_back_from_the_disks_after_a_restart(
+    model: Path, tmp_path: Path, cuts: tuple[int, ...]
+) -> None:
+    # One disk for all: what is kept there has other names for each part.
+    blocks = DiskCacheSettings(str(tmp_path / "kv"), str(tmp_path / "kv.key"), limits.GIB)
+    store = BlockStore(blocks)
+    store.add_origin(LABEL, "asker")
+    asked = prompt("first", 3 * limits.CACHE_BLOCK_TOKENS + 20, shared=False, max_tokens=12)
+    kept = {"blocks": blocks, "cache": str(tmp_path / "cache"), "record": str(tmp_path / "record.json")}
+    digests.records(folder_of(model), Path(kept["record"]))
+    async with group(model, *cuts, **kept) as (front, *_):
+        first = await answered(front, asked)
+        assert first.error is None
+    assert sum(each.blocks for each in store.report().models) == 3 * (len(cuts) + 1)
+    async with group(model, *cuts, **kept) as (front, *_):
+        again = await answered(front, replace(asked, id="again"))
+    assert again.numbers == first.numbers
+    assert again.finished.timings.restored_tokens == 3 * limits.CACHE_BLOCK_TOKENS
+    # What the machine that asks had written goes with it.
+    assert store.forget_machine("asker") == [LABEL]
+    store.close()
+    async with group(model, *cuts, **kept) as (front, *_):
+        anew = await answered(front, replace(asked, id="anew"))
+    assert anew.numbers == first.numbers
+    assert anew.finished.timings.restored_tokens == 0
 
 
 async def test_a_cancelled_answer_frees_the_members_for_the_next(model: Path) -> None:

@@ -23,6 +23,7 @@ from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import Cancel, Finished
 from fleetd.engine.streams.frames import FrameHeader, Kind
 from fleetd.errors import GroupLost, ModelUnsupported, ProtocolError
+from fleetd.models.memory_need import together
 
 SHORT = sorted(set(tiny_architectures.FAMILIES) - set(tiny_architectures.LONG))
 CHUNKS = ([[5, 7, 11, 13, 17, 19, 23]], [[3]], [[4, 9]])
@@ -42,17 +43,57 @@ def same(ours: mx.array, theirs: mx.array) -> bool:
 def test_any_cut_gives_the_logits_of_the_whole_model(name: str, on_cpu: None) -> None:
     whole = tiny_architectures.tiny(name)
     cache, total = make_prompt_cache(whole), len(whole.layers)
-    sources = Stage.of(whole).sources
-    if sources != tuple(range(len(sources))):
-        with pytest.raises(ModelUnsupported, match="read what others keep"):
-            group_of(whole, 1)
-        return
     expected = [whole(mx.array(chunk), cache=cache) for chunk in CHUNKS]
     for cuts in [(1,), (total - 1,), (1, total - 1)]:
         group = group_of(whole, *cuts)
         cache = group.model.make_cache()
         for chunk, right in zip(CHUNKS, expected, strict=True):
             assert same(group.model(mx.array(chunk), cache), right), cuts
+
+
+SHARED = {"num_kv_shared_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma3n", {"text_config": {**tiny_architectures.config_of("gemma3n")["text_config"], **SHARED}}),
+        ("gemma4_text", {**SHARED, "use_double_wide_mlp": False}),
+    ],
+)
+def test_layers_that_read_what_others_keep_stay_with_them(
+    name: str, changes: dict[str, Any], on_cpu: None
+) -> None:
+    whole = tiny_architectures.tiny(name, **changes)
+    config = {**tiny_architectures.config_of(name), **changes}
+    # The last layer reads what the one two before it keeps.
+    assert Stage.of(whole).sources == (0, 1, 2, 1)
+    assert together(config, 4) == 3
+    cache = make_prompt_cache(whole)
+    expected = [whole(mx.array(chunk), cache=cache) for chunk in CHUNKS]
+    group = group_of(whole, 1)
+    cache = group.model.make_cache()
+    for chunk, right in zip(CHUNKS, expected, strict=True):
+        assert same(group.model(mx.array(chunk), cache), right)
+    for cuts in [(2,), (3,), (1, 2)]:
+        with pytest.raises(ModelUnsupported, match="cannot be cut before layer"):
+            group_of(whole, *cuts)
+
+
+@pytest.mark.parametrize(
+    ("config", "last"),
+    [
+        ({}, 1),
+        ({"num_kv_shared_layers": 0}, 1),
+        ({"num_kv_shared_layers": 2, "layer_types": ["s", "f", "s", "f", "s", "f"]}, 4),
+        ({"text_config": {"num_kv_shared_layers": 1, "layer_types": ["s", "f", "s", "s", "s", "f"]}}, 5),
+        ({"num_kv_shared_layers": 2}, 6),
+        ({"num_kv_shared_layers": 9}, 1),
+        ({"num_kv_shared_layers": "2"}, 1),
+    ],
+)
+def test_a_config_says_which_layers_stay_together(config: dict[str, Any], last: int) -> None:
+    assert together(config, 6) == last
 
 
 # ---- under the scheduler ---------------------------------------------------------------------------------

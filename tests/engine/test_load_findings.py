@@ -155,7 +155,7 @@ def test_the_second_load_only_reads_and_warms_up(
         (loading, "probe"),
         (loading, "_vocabulary_hash"),
         (sharable, "arithmetic"),
-        (sparse, "_check_model"),
+        (sparse, "check_positions"),
     ):
         count(module, name)
     record = tmp_path / "record.json"
@@ -175,7 +175,7 @@ def test_the_second_load_only_reads_and_warms_up(
 
     first = load()
     assert sorted(computed) == sorted(
-        ["_check_model", "_vocabulary_hash", "arithmetic", "calibrate", "decodes_together", "probe"]
+        ["_vocabulary_hash", "arithmetic", "calibrate", "check_positions", "decodes_together", "probe"]
     )
     assert stages[-2:] == ["measuring", "probing for exactness"]
     again = load()

@@ -108,3 +108,15 @@ def test_a_model_of_fewer_layers_than_machines_is_not_cut(count: int) -> None:
     tiny = GroupModelSize(count, 0, 4096)
     found = asked(machine("here", 0.6), machine("b", 0.6), machine("c", 0.6), model=tiny)
     assert isinstance(found, GroupCut) is (count == 2)
+
+
+def test_layers_that_stay_together_are_all_on_the_last_machine() -> None:
+    ten = GroupModelSize(10, 0, 0, together=4)
+    here, large, small = machine("here", 3), machine("large", 2.6), machine("small", 1.5, 800)
+    assert layers(asked(here, large, model=ten)) == {"here": 5, "large": 5}
+    # Three layers have room, and four would have to be there.
+    assert isinstance(asked(machine("here", 4), small, model=ten), Shortage)
+    found = asked(machine("here", 1.5), small, large, model=ten)
+    assert isinstance(found, GroupCut)
+    assert [part.machine.name for part in found.parts] == ["here", "small", "large"]
+    assert found.parts[-1].last - found.parts[-1].first >= 4

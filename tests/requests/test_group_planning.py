@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from fleetctl.render.group_table import group_lines
 from fleetd.control.group_view import GroupView
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.protocol import Generate, TextPrompt
 from fleetd.errors import FleetError, InvalidValue, NoMachine, OutOfMemory
 from fleetd.limits import GIB
@@ -188,3 +189,17 @@ def test_the_terminal_shows_parts_speed_and_reason(folder: ModelFolder) -> None:
     assert lines[2].startswith("studio   2-3 ")
     assert "2 machines would hold its 4 layers: about" in lines[3]
     assert lines[4].startswith("No machine has room")
+
+
+def test_the_plan_of_a_loaded_group_has_the_speeds_that_it_measured(folder: ModelFolder) -> None:
+    made = groups(other("studio"))
+    assert made(folder, "") is not None
+    assert made.loaded(folder) is None
+    made._loaded = lambda _: MeasuredSpeed(prefill_tok_s=1234.4, decode_tok_s=17.25)
+    view = made.loaded(folder)
+    assert view is not None
+    assert (view.loaded, view.tok_s, view.prompt_tok_s) == (True, 17.25, 1234.4)
+    assert group_lines(view, None)[3] == (
+        "2 machines hold its 4 layers: about 17.2 tokens per second for one answer (measured), with room for "
+        f"{view.tokens:,} tokens. They read 1,234 tokens of a prompt per second."
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pipes import Events, MemoryPipe
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from fleetd.engine.groups.group_model import GroupModel
+from fleetd.engine.groups.member_disk import PartDisk
 from fleetd.engine.groups.member_stage import MemberStage
 from fleetd.engine.groups.remote_rows import KeptThere
 from fleetd.engine.groups.remote_stage import RemoteStage
@@ -39,6 +40,9 @@ class AnsweringPipe(MemoryPipe):
                 # It is asked again at once.
                 self.moved.set()
                 return None
+            if not self.member.ready and self.member.rows.disk.due_s is not None:
+                # Its disk is looked through, by another thread.
+                return None
             assert self.member.ready, "both ends wait"
             self.member.step()
         return frame
@@ -54,8 +58,13 @@ class Group:
     events: Events
 
 
-def group_of(whole: Any, *cuts: int, most_bytes: int = MOST_BYTES) -> Group:
-    """A model over len(cuts) + 1 machines, cut before these layers."""
+def group_of(
+    whole: Any,
+    *cuts: int,
+    most_bytes: int = MOST_BYTES,
+    disk: Callable[[int, Stage, mx.Dtype], PartDisk | None] = lambda number, stage, dtype: None,
+) -> Group:
+    """A model over len(cuts) + 1 machines, cut before these layers. ``disk``: of a member, by its number."""
     stage = Stage.of(whole)
     events, moved = Events(), threading.Event()
     ends = [*cuts, stage.total]
@@ -85,7 +94,7 @@ def group_of(whole: Any, *cuts: int, most_bytes: int = MOST_BYTES) -> Group:
             end.join(pipe)
             return end
 
-        members.append(MemberStage(own, dtype, most_bytes, connect))
+        members.append(MemberStage(own, dtype, most_bytes, connect, disk(len(members), own, dtype)))
         pipes[-1].member = members[-1]
     model = GroupModel(stage, cuts[0], stage.embed(mx.array([[0]])).dtype)
     model.join(remote)

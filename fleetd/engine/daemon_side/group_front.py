@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from fleetd.control.daemon_status import EngineStatus, HeldLayers
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.failures import typed
 from fleetd.engine.protocol import Loading
@@ -56,6 +57,11 @@ class GroupFront(EngineProcess):
         return arithmetic is not None and self._group.kinds <= {arithmetic.kind}
 
     @property
+    def speed(self) -> MeasuredSpeed:
+        """What all machines together measured; zeros before they have."""
+        return self.facts.speed if self.facts is not None else MeasuredSpeed()
+
+    @property
     def status(self) -> EngineStatus:
         members = [HeldLayers(each.name, each.first, each.last) for each in self.settings.group]
         return msgspec.structs.replace(super().status, members=members)
@@ -67,6 +73,8 @@ class GroupFront(EngineProcess):
         """Form the group, start the worker, and watch the members until one leaves."""
         try:
             await self._group.form(self._tell)
+            # The members have told how they compute.
+            self.settings = msgspec.structs.replace(self.settings, group=self._group.members)
             await super().start()
             await self._group.connect(self)
             await self._group.watch()

@@ -28,16 +28,13 @@ class GroupModel(nn.Module):  # type: ignore[misc]
 
     ``dtype``: of hidden states.
 
-    Raises ModelUnsupported for a model that cannot be run in parts.
+    Raises ModelUnsupported for a model that cannot be run in parts, or not in these.
     """
 
     def __init__(self, whole: Stage, first: int, dtype: mx.Dtype) -> None:
         super().__init__()
-        if any(source != index for index, source in enumerate(whole.sources)):
-            raise ModelUnsupported(
-                "Some layers of this model read what others keep: it does not run on several machines yet.",
-                hint="Choose a model that fits one machine (fleetctl models).",
-            )
+        self._sources = whole.sources
+        self._check_cut(first)
         self._front = whole.with_ends(first)
         self.weights = self._front.weights
         self.dtype = dtype
@@ -55,12 +52,24 @@ class GroupModel(nn.Module):  # type: ignore[misc]
     def join(self, members: Sequence[RemoteStage]) -> None:
         """Have the layers behind this machine's run by ``members``, in this order.
 
-        Raises ValueError if these are not all of them.
+        Raises ValueError if these are not all of them, ModelUnsupported if it cannot be cut so.
         """
         ends = [self._front.last, *(member.last for member in members)]
         if [member.first for member in members] != ends[:-1] or ends[-1] != self._front.total:
             raise ValueError(f"layers {ends} of {self._front.total} are in this group")
+        for member in members:
+            self._check_cut(member.first)
         self._members = GroupStages(tuple(members))
+
+    def _check_cut(self, first: int) -> None:
+        """Raises ModelUnsupported if layers from ``first`` on read what layers before it keep."""
+        if any(source < first for source in self._sources[first:]):
+            last = min(source for index, source in enumerate(self._sources) if source != index)
+            raise ModelUnsupported(
+                f"The last layers of this model read what layers from {last} on keep: "
+                f"it cannot be cut before layer {first}.",
+                hint="Name other machines, of which the last has room for those layers (--on).",
+            )
 
     @property
     def machines(self) -> int:
@@ -76,6 +85,20 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         """One entry for each layer of the whole model; None for those of other machines."""
         own = list(self._front.weights.layers)
         return own + [None] * (self._front.total - len(own))
+
+    @property
+    def members(self) -> GroupStages:
+        return self._members
+
+    @property
+    def front(self) -> Stage:
+        """This machine's layers."""
+        return self._front
+
+    @property
+    def empty(self) -> list[Any]:
+        """What all layers keep, of this machine and of others, as caches in which nothing is."""
+        return [cache for cache in self._empty if cache is not None]
 
     def make_cache(self) -> list[Any]:
         """What this machine's layers keep, then an entry for each other machine."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
 
 from fleetd import limits
+from fleetd.engine.groups.member_disk import PartDisk
 from fleetd.engine.groups.member_stage import MemberStage
 from fleetd.engine.guests import Guests, GuestTask
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.prefixes.disk_tier import DiskTier
 from fleetd.engine.protocol import STAGE, Accepted, Report, ServeStage
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import InvalidValue, ModelUnsupported, Overloaded
+
+# Of a command's layers: the stage, the dtype of hidden states, the bytes that may wait to be written.
+PartDisks = Callable[[ServeStage, Stage, mx.Dtype, int], PartDisk | None]
 
 _Task = GuestTask[ServeStage, MemberStage]
 
@@ -23,6 +31,9 @@ class MemberGuests(Guests[ServeStage, MemberStage]):
     failure = "These layers could not be run"
 
     sharable: Sharable | None
+    # Where what such a command's layers keep of prompts is written; None: nowhere.
+    disk: PartDisks = field(default=lambda command, stage, dtype, most_bytes: None)
+    wake: Callable[[], None] = field(default=lambda: None)
 
     def admit(self, command: ServeStage) -> tuple[_Task, Accepted]:
         stage = self._sharable.stage
@@ -51,12 +62,24 @@ class MemberGuests(Guests[ServeStage, MemberStage]):
 
     def begin_work(self, task: _Task, streams: HandedOverStreams) -> MemberStage:
         sharable, command = self._sharable, task.command
-        return MemberStage(
-            sharable.stage.part(command.first, command.last),
-            sharable.layout.dtype,
-            self.budget.lent_bytes(task.id),
-            streams.connect(task.id),
-        )
+        stage, dtype = sharable.stage.part(command.first, command.last), sharable.layout.dtype
+        most_bytes = self.budget.lent_bytes(task.id)
+        disk = self.disk(command, stage, dtype, most_bytes)
+        if disk is not None:
+            disk.tier.wake = self.wake
+        return MemberStage(stage, dtype, most_bytes, streams.connect(task.id), disk)
+
+    def turn(self, chunk_tokens: int) -> None:
+        super().turn(chunk_tokens)
+        paced = self.ready
+        for tier in self.tiers:
+            tier.writer.paced = paced
+
+    @property
+    def tiers(self) -> list[DiskTier]:
+        """The disks of what runs."""
+        disks = [task.work.disk for task in self._tasks if task.work is not None]
+        return [disk.tier for disk in disks if disk is not None]
 
     def advance(self, task: _Task, work: MemberStage, chunk_tokens: int) -> Report | None:
         """``chunk_tokens`` has no effect: the worker that answers says how its prompts are cut."""

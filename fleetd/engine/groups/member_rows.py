@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleetd import limits
+from fleetd.engine.groups.member_disk import MemberDisk, PartDisk
 from fleetd.engine.groups.messages import (
     ALL,
     Change,
@@ -13,7 +14,9 @@ from fleetd.engine.groups.messages import (
     Extract,
     Filter,
     Forget,
+    GoOn,
     KeepState,
+    LeaveOut,
     Mark,
     Merge,
     PutBack,
@@ -23,14 +26,18 @@ from fleetd.engine.groups.messages import (
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state import batches, checkpoints, rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sparse_prefill.rope import install
+from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, as_sparse, dense_beginning, rows
 from fleetd.errors import ProtocolError
 
 
 class MemberRows:
-    """Changed as the answering worker tells."""
+    """Changed as the answering worker tells. ``disk``: where prompts are kept; None if they are not.
+    ``most_bytes``: for all that is kept in memory."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, disk: PartDisk | None = None, most_bytes: int = 1 << 62) -> None:
         self._stage = stage
+        self.disk = MemberDisk(disk, self._keep, most_bytes)
         # Of layers that keep something.
         self._held: dict[int, list[Any]] = {}
         # Marks and saved states, layer by layer.
@@ -59,7 +66,7 @@ class MemberRows:
                 caches = self._known(held)
                 rollback.take_back(caches, max(0, (rollback.held(caches) or 0) - tokens))
             case Merge(sequences, new):
-                self._keep(new, batches.merged([self.caches(each) for each in sequences]))
+                self._keep(new, batches.merged(_alike([self.caches(each) for each in sequences])))
             case Extend(batch, other):
                 for mine, theirs in zip(self._known(batch), self._known(other), strict=True):
                     mine.extend(theirs)
@@ -81,10 +88,20 @@ class MemberRows:
                 # One that no tokens came for was never here.
                 self._held.pop(held, None)
                 self._notes.pop(held, None)
+            case LeaveOut(held):
+                install(self._stage.weights)
+                self._held[held] = as_sparse(self.caches(held))
+            case GoOn(held, position):
+                self._held[held] = [cache.finished(position) for cache in self._known(held)]
+            case _:
+                self.disk.change(change, self._known, self._noted)
 
     def _copy(self, caches: list[Any], tokens: int) -> list[Any]:
         if tokens == ALL:
             return [copy_on_write(cache) for cache in caches]
+        dense = [dense_beginning(cache, tokens) for cache in caches]
+        if all(cache is not None for cache in dense):
+            return dense
         stored = rollback.held(caches)
         found = None
         if stored is None or tokens <= stored:
@@ -112,3 +129,9 @@ class MemberRows:
         if number in self._held or len(self._held) >= limits.GROUP_HELD:
             raise ProtocolError(f"Nothing more can be kept here under {number}.")
         self._held[number] = caches
+
+
+def _alike(sequences: list[list[Any]]) -> list[list[Any]]:
+    """The caches as a batch takes them, also if tokens of some of the prompts were left out."""
+    left_out = any(isinstance(cache, SparseKV) for caches in sequences for cache in caches)
+    return [rows(caches) for caches in sequences] if left_out else sequences

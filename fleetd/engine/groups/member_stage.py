@@ -16,6 +16,7 @@ import numpy as np
 
 from fleetd import limits
 from fleetd.engine.groups import messages
+from fleetd.engine.groups.member_disk import PartDisk
 from fleetd.engine.groups.member_rows import MemberRows
 from fleetd.engine.groups.messages import Change, RunStage, StageRan, Trim
 from fleetd.engine.layers.layer_calls import PassInputs
@@ -28,11 +29,20 @@ from fleetd.errors import FleetError, OutOfMemory, ProtocolError
 
 
 class MemberStage:
-    """``stage``: the member's layers. ``dtype``: of hidden states. ``most_bytes``: for all that is kept."""
+    """``stage``: the member's layers. ``dtype``: of hidden states. ``most_bytes``: for all that is kept.
+    ``disk``: where prompts are kept; None if they are not."""
 
-    def __init__(self, stage: Stage, dtype: mx.Dtype, most_bytes: int, connect: Connect) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        dtype: mx.Dtype,
+        most_bytes: int,
+        connect: Connect,
+        disk: PartDisk | None = None,
+    ) -> None:
         self._stage, self._dtype, self._most_bytes = stage, dtype, most_bytes
-        self.rows = MemberRows(stage)
+        self.disk = disk
+        self.rows = MemberRows(stage, disk, most_bytes)
         # What came and was not run yet.
         self._due: deque[tuple[RunStage, Frame]] = deque()
         self._broken: FleetError | None = None
@@ -47,22 +57,26 @@ class MemberStage:
                 self._due.append((messages.decode(frame.buffers[0], RunStage), frame))
         except FleetError as error:
             self._broken = error
-        return bool(self._due) or self._broken is not None
+        return bool(self._due) or self._broken is not None or self.rows.disk.ready
 
     @property
-    def due_s(self) -> None:
-        """It waits until the group ends."""
-        return None
+    def due_s(self) -> float | None:
+        """It waits for the other machines until the group ends; for its disk it does not."""
+        return self.rows.disk.due_s
 
     def step(self) -> None:
         """Run the layers on what came first. Raises what the stream broke with, and FleetError."""
         if not self.ready:
             return
+        self._tell_kept()
         if not self._due:
-            raise self._broken or ProtocolError("The stream of a group has ended.")
+            if self._broken is None:
+                return
+            raise self._broken
         command, frame = self._due.popleft()
         for change in command.changes:
             self.rows.change(change)
+        self._tell_kept()
         if not command.tokens or not command.batch:
             return
         skipped = self._is_undone(command)
@@ -76,8 +90,16 @@ class MemberStage:
         head = FrameHeader(Kind.STAGED, count=command.tokens, sizes=sizes)
         self._pipe.send(head, done, *payload)
 
+    def _tell_kept(self) -> None:
+        for told in self.rows.disk.step():
+            message = memoryview(messages.encode(told))
+            self._pipe.send(FrameHeader(Kind.KEPT, sizes=(message.nbytes, 0)), message)
+
     def close(self) -> None:
         self._pipe.close()
+        self.rows.disk.close()
+        if self.disk is not None:
+            self.disk.tier.close()
 
     # ---- the layers ------------------------------------------------------------------------------------
 
@@ -98,6 +120,8 @@ class MemberStage:
         inputs = PassInputs(command.start)
         if ids is not None:
             inputs = self._stage.inputs(ids, command.start)
+        if command.positions:
+            self._place_tokens(command, caches)
         with growth.at_once(caches, command.room or command.tokens):
             out = self._stage.run(hidden, self._stage.spread(caches), inputs)
         mx.eval(out, [cache.state for cache in caches])
@@ -106,6 +130,13 @@ class MemberStage:
         if (kept := self.rows.nbytes) > self._most_bytes:
             raise OutOfMemory(f"A group keeps {kept} bytes here; {self._most_bytes} were promised.")
         return out if command.wanted else None
+
+    @staticmethod
+    def _place_tokens(command: RunStage, caches: list[Any]) -> None:
+        if len(command.positions) != command.tokens or not all(hasattr(cache, "expect") for cache in caches):
+            raise ProtocolError("Positions came of tokens that have none of their own.")
+        for cache in caches:
+            cache.expect(command.positions)
 
     def _hidden(self, command: RunStage, frame: Frame) -> mx.array:
         shape = (command.batch, command.tokens, self._stage.width)

@@ -2,6 +2,7 @@
 
     answering ─► STAGE   a message, hidden states (B, T, D)      run the member's layers on them
     answering ◄─ STAGED  a message, hidden states or nothing     once that is done, in the same order
+    answering ◄─ KEPT    a message                               what its disk has, whenever that is known
 
 Blocks of one sequence may follow each other before the first has come back. Positions number them: a Trim
 undoes all that was sent from a position on, computed or not.
@@ -20,9 +21,14 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.errors import ProtocolError
+from fleetd.text.bounded import Rate
 
 _Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Names = Annotated[
+    list[Annotated[bytes, Meta(min_length=32, max_length=32)]],
+    Meta(min_length=1, max_length=limits.GROUP_KEPT_BLOCKS),
+]
 _Rows = Annotated[list[_Number], Meta(min_length=1, max_length=limits.GROUP_STREAMS)]
 
 
@@ -112,7 +118,58 @@ class Forget(msgspec.Struct, frozen=True, tag="forget", array_like=True):
     held: _Number
 
 
-Change = Copy | Trim | Merge | Extend | Filter | Extract | Mark | Return | KeepState | PutBack | Forget
+class FindKept(msgspec.Struct, frozen=True, tag="find", array_like=True):
+    """Look how much of a beginning, of blocks with these names, is on the member's disk; answered by a
+    KeptTold. ``kept``: the number of this question."""
+
+    kept: _Number
+    names: _Names
+
+
+class ReadKept(msgspec.Struct, frozen=True, tag="read", array_like=True):
+    """``new`` is the first ``blocks`` of what was found for this question, with room for ``room`` tokens in
+    all; answered by a KeptTold."""
+
+    kept: _Number
+    new: _Number
+    blocks: _Count
+    room: _Count
+
+
+class LeaveKept(msgspec.Struct, frozen=True, tag="leave", array_like=True):
+    """Nothing more is wanted of this question."""
+
+    kept: _Number
+
+
+class StoreKept(msgspec.Struct, frozen=True, tag="store", array_like=True):
+    """Write what is ``held`` of a prompt's first ``tokens`` to the member's disk, whose whole blocks have
+    these names. ``states``: saved ones, with the tokens after which each was saved."""
+
+    held: _Number
+    tokens: _Count
+    names: _Names
+    states: Annotated[list[tuple[_Count, _Number]], Meta(max_length=limits.GROUP_STREAMS)] = []
+
+
+class LeaveOut(msgspec.Struct, frozen=True, tag="leave out", array_like=True):
+    """``held`` is of a prompt of which tokens are left out: from now on each block says where its tokens are.
+    Idempotent."""
+
+    held: _Number
+
+
+class GoOn(msgspec.Struct, frozen=True, tag="go on", array_like=True):
+    """All of such a prompt is there; its answer begins at this position."""
+
+    held: _Number
+    position: _Count
+
+
+Kept = FindKept | ReadKept | LeaveKept | StoreKept
+Batched = Merge | Extend | Filter | Extract
+GoingBack = Trim | Mark | Return | KeepState | PutBack
+Change = Copy | Forget | Batched | GoingBack | LeaveOut | GoOn | Kept
 
 
 class RunStage(msgspec.Struct, frozen=True, array_like=True):
@@ -122,6 +179,7 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     ``held``: what the layers keep of the sequences, which is new if the number is. ``start``: the position of
     the first token of a sequence; in a batch each row has its own, which is kept with it. ``ids``: the tokens
     themselves, row by row, if the layers take them; else none. ``wanted``: what comes out is sent back.
+    ``positions``: of the tokens of a prompt of which some are left out; else none.
     ``room``: for so many tokens more there shall be room in what is kept, made at once.
     """
 
@@ -133,6 +191,7 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     room: _Count = 0
     start: _Count = 0
     ids: Annotated[list[_Number], Meta(max_length=limits.GROUP_TOKENS)] = []
+    positions: Annotated[list[_Count], Meta(max_length=limits.GROUP_TOKENS)] = []
 
 
 class StageRan(msgspec.Struct, frozen=True, array_like=True):
@@ -141,14 +200,28 @@ class StageRan(msgspec.Struct, frozen=True, array_like=True):
     skipped: bool = False
 
 
-_T = TypeVar("_T", RunStage, StageRan)
+class KeptTold(msgspec.Struct, frozen=True, array_like=True):
+    """Answers the question ``kept``: blocks, from the first one on, that were found, or that were read.
+
+    ``stops``: numbers of blocks after which the beginning may end; none if it may after each. ``nbytes`` and
+    ``bytes_per_s``: of what was found, and how fast it is read.
+    """
+
+    kept: _Number
+    blocks: _Count = 0
+    stops: Annotated[list[_Count], Meta(max_length=limits.GROUP_KEPT_BLOCKS)] = []
+    nbytes: _Number = 0
+    bytes_per_s: Rate = 0.0
+
+
+_T = TypeVar("_T", RunStage, StageRan, KeptTold)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (RunStage, StageRan)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (RunStage, StageRan, KeptTold)
 }
 
 
-def encode(message: RunStage | StageRan) -> bytes:
+def encode(message: RunStage | StageRan | KeptTold) -> bytes:
     return _encoder.encode(message)
 
 

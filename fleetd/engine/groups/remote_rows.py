@@ -148,6 +148,10 @@ class RemoteRows:
         """What it takes there counts there."""
         return 0
 
+    def next_positions(self) -> list[int]:
+        """Positions of the tokens that come next; none if they follow those that are there."""
+        return []
+
     def is_trimmable(self) -> bool:
         return not self.there.kept.running
 

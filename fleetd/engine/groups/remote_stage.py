@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -17,12 +18,15 @@ import numpy as np
 from fleetd import limits
 from fleetd.engine.failures import MemberLost
 from fleetd.engine.groups import messages
-from fleetd.engine.groups.messages import Change, RunStage, StageRan
+from fleetd.engine.groups.disk_there import DiskThere
+from fleetd.engine.groups.messages import Change, KeptTold, RunStage, StageRan
 from fleetd.engine.groups.remote_rows import CachesThere, KeptThere, RemoteRows
 from fleetd.engine.protocol import STAGE
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
 from fleetd.errors import FleetError, GroupLost, ProtocolError
+
+_T = TypeVar("_T", StageRan, KeptTold)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +83,7 @@ class RemoteStage:
         self._unsent: deque[StagePass] = deque()
         self._due: deque[StagePass] = deque()
         self._pipe = connect(STAGE, self._place)
+        self.disk = DiskThere(self._caches, self.tell)
 
     def rows(self) -> RemoteRows:
         """What the layers keep of a sequence of which no token came yet."""
@@ -94,7 +99,8 @@ class RemoteStage:
         batch, count = tokens.shape
         ids = np.array(tokens).reshape(-1).tolist() if self.takes_ids else []
         start = rows.tokens if batch == 1 else 0
-        command = RunStage(self._told(), rows.number, batch, count, wanted, room, start, ids)
+        where = rows.next_positions()
+        command = RunStage(self._told(), rows.number, batch, count, wanted, room, start, ids, where)
         rows.grow(count)
         self._unsent.append(StagePass(command))
         return self._unsent[-1]
@@ -155,7 +161,7 @@ class RemoteStage:
 
         Raises MemberLost.
         """
-        if not self._due:
+        if not self._due and not self.disk.asked:
             return False
         try:
             frame = self._pipe.receive()
@@ -163,7 +169,12 @@ class RemoteStage:
             raise MemberLost(GroupLost(f"{self.name} left the group: {error.message}")) from error
         if frame is None:
             return False
-        self._take(self._due.popleft(), frame)
+        if frame.head.kind is Kind.KEPT:
+            self.disk.take(self._decoded(frame, KeptTold))
+        elif self._due:
+            self._take(self._due.popleft(), frame)
+        else:
+            raise MemberLost(ProtocolError(f"{self.name} sent what nothing asked for."))
         return True
 
     def check(self, since_s: float, now_s: float) -> None:
@@ -178,10 +189,7 @@ class RemoteStage:
             raise MemberLost(GroupLost(f"{self.name} took {limits.GROUP_STEP_S:.0f} s for a step."))
 
     def _take(self, entered: StagePass, frame: Frame) -> None:
-        try:
-            ran = messages.decode(frame.buffers[0], StageRan)
-        except ProtocolError as error:
-            raise MemberLost(error) from error
+        ran = self._decoded(frame, StageRan)
         entered.done = True
         if entered.dropped or not entered.command.wanted:
             return
@@ -196,11 +204,19 @@ class RemoteStage:
             stage.give(then, entered.out)
             entered.out = None
 
+    @staticmethod
+    def _decoded(frame: Frame, kind: type[_T]) -> _T:
+        try:
+            return messages.decode(frame.buffers[0], kind)
+        except ProtocolError as error:
+            raise MemberLost(error) from error
+
     def _place(self, head: FrameHeader) -> list[memoryview]:
         first, second = head.sizes
         # The thread that reads may be ahead of what was taken, never of what was sent.
         most = limits.GROUP_STREAMS * limits.GROUP_TOKENS * self._width * self._dtype.size
-        if head.kind is not Kind.STAGED or first > limits.GROUP_MESSAGE_BYTES or second > most:
+        due = Kind.STAGED, Kind.KEPT
+        if head.kind not in due or first > limits.GROUP_MESSAGE_BYTES or second > most:
             raise ProtocolError(
                 f"A {head.kind.name} of {first} and {second} bytes came where a STAGED was due."
             )

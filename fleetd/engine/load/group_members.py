@@ -22,10 +22,17 @@ class GroupMembers:
     def __init__(self, members: Sequence[GroupMember]) -> None:
         self._members = members
         self._moved = threading.Event()
-        self._streams = HandedOverStreams(self._moved.set, eager=True)
-
+        self._streams = HandedOverStreams(self._wake, eager=True)
+        self._stages: list[RemoteStage] = []
+        # Called, on any thread, when something came of a member that was asked what its disk has.
+        self.wake: Callable[[], None] = lambda: None
         # Takes what is for no member, once the model is loaded.
         self.others: Callable[[StreamTag, socket.socket], None] = self._streams.put
+
+    def _wake(self) -> None:
+        self._moved.set()
+        if any(stage.disk.asked for stage in self._stages):
+            self.wake()
 
     def put(self, tag: StreamTag, sock: socket.socket) -> None:
         """Take a connected socket, to a member or for something else."""
@@ -43,7 +50,7 @@ class GroupMembers:
                     raise GroupLost(f"{member.name} did not connect within {limits.TICKET_S:.0f} s.")
                 if not self._streams.complete(member.stream, (STAGE,)):
                     self._moved.wait(left_s)
-        return [
+        self._stages = [
             RemoteStage(
                 self._streams.connect(member.stream),
                 self._moved,
@@ -57,3 +64,4 @@ class GroupMembers:
             )
             for member in self._members
         ]
+        return self._stages

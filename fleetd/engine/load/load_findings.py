@@ -8,6 +8,7 @@ doubt are kept too, until they have been measured again in idle time.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import msgspec
 from fleetd.engine.cpu import products
 from fleetd.engine.measure.calibrate import Measurement
 from fleetd.engine.protocol import Arithmetic
+from fleetd.engine.settings import GroupMember
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.storage.cached_results import CachedResult
 
@@ -49,25 +51,31 @@ class LoadFindings(msgspec.Struct, frozen=True):
 
 
 class FindingsKey(msgspec.Struct, frozen=True):
-    """Equal if a load would find the same. Nothing is stored if the ``model``'s digest is unknown."""
+    """Equal if a load would find the same. Nothing is stored if the ``model``'s digest is unknown.
+
+    ``members``: of a model over several machines, the layers that each other one has, and what these compute.
+    """
 
     model: VerdictKey
     beside: dict[str, str]
     exact: bool
+    members: list[tuple[int, int, str]] = []
     findings: int = FINDINGS_VERSION
 
     @classmethod
-    def now(cls, model: VerdictKey) -> FindingsKey:
+    def now(cls, model: VerdictKey, members: Sequence[GroupMember] = ()) -> FindingsKey:
         """The key of this process, as it would compute now."""
+        parts = [(member.first, member.last, member.arithmetic) for member in members]
         beside = {}
         for name in _BESIDE:
             with suppress(importlib.metadata.PackageNotFoundError):
                 beside[name] = importlib.metadata.version(name)
-        return cls(model, beside, products.exact())
+        return cls(model, beside, products.exact(), parts)
 
     def cached(self, cache: Path) -> CachedResult[LoadFindings]:
         """Where they are stored. ``cache``: the home's folder for what can be found out again."""
-        name = f"{self.model.digest[:32]}-{self.model.device}.json"
+        several = "-group" if self.members else ""
+        name = f"{self.model.digest[:32]}-{self.model.device}{several}.json"
         return CachedResult(cache / _FOLDER / name if self.model.digest else None, self, LoadFindings)
 
 
@@ -90,13 +98,13 @@ class BlockBasis(msgspec.Struct, frozen=True):
 
 
 def block_basis(key: FindingsKey, arithmetic: Arithmetic | None) -> bytes:
-    """The basis of the names of this model's blocks; b"" if its digest is unknown.
+    """The basis of the names of this model's blocks; b"" if its digest is unknown, or how a member computes.
 
     If the layers have no fingerprint, or a CPU rounds by the number of its threads, only a machine that is
     the same in everything computes the same bytes.
     """
     model = key.model
-    if not model.digest:
+    if not model.digest or not all(computes for _, _, computes in key.members):
         return b""
     text = arithmetic.text if arithmetic is not None else ""
     if not text or (model.device == "cpu" and not key.exact):
@@ -106,3 +114,13 @@ def block_basis(key: FindingsKey, arithmetic: Arithmetic | None) -> bytes:
         model.digest, model.device, model.accelerator, model.versions, kernels, key.beside, text
     )
     return msgspec.json.encode(basis, order="sorted")
+
+
+def part_basis(device: str, arithmetic: Arithmetic) -> bytes:
+    """What decides the bytes of some layers' keys and values, besides the layers' weights and what goes in;
+    b"" if the layers have no fingerprint."""
+    if not arithmetic.text:
+        return b""
+    # The worker that answers names blocks by the model's digest.
+    key = FindingsKey.now(VerdictKey.now("part", device, arithmetic.accelerator, arithmetic.versions))
+    return block_basis(key, arithmetic)

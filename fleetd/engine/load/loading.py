@@ -22,6 +22,7 @@ from fleetd.engine.cpu import products
 from fleetd.engine.failures import over_files
 from fleetd.engine.grammar.grammars import Grammars
 from fleetd.engine.groups.group_model import GroupModel
+from fleetd.engine.groups.sparse_rows import sparse_of
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.group_members import GroupMembers
 from fleetd.engine.load.load_findings import FindingsKey, LoadFindings, block_basis, versions
@@ -145,7 +146,8 @@ def load(
     stats = manifest.part_stats(Path(settings.path))
     read = read_model(settings, config, device, room, report, members)
     key = FindingsKey.now(
-        VerdictKey.now(_digest(settings), device, accelerator_name(device), versions(read.arithmetic))
+        VerdictKey.now(_digest(settings), device, accelerator_name(device), versions(read.arithmetic)),
+        settings.group,
     )
     cached = key.cached(Path(settings.cache))
     found = _find_out(read, cached, report)
@@ -289,10 +291,11 @@ def _sparse(model: Any, known: LoadFindings | None) -> tuple[Sparse | None, str]
     """How prompts are prefilled in part, or why they cannot be. Wraps the model's ropes."""
     if known is not None and known.dense_reason:
         return None, known.dense_reason
-    if isinstance(model, GroupModel):
-        return None, _SEVERAL
+    checked = known is not None
     try:
-        return Sparse.of(model, checked=known is not None), ""
+        if isinstance(model, GroupModel):
+            return sparse_of(model, checked=checked), ""
+        return Sparse.of(model, checked=checked), ""
     except ModelUnsupported as error:
         return None, error.message
 

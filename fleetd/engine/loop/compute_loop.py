@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from fleetd import limits
-from fleetd.engine.groups.member_guests import MemberGuests
+from fleetd.engine.groups.member_guests import MemberGuests, PartDisks
 from fleetd.engine.guests import Guests
 from fleetd.engine.loop.inbox import Inbox, Item, Stop
 from fleetd.engine.measure.idle_calibration import IdleCalibration
@@ -48,6 +48,7 @@ class ComputeLoop(ABC):
     budget: KvBudget
     emit: Callable[[Report], None]
     sharable: Sharable | None = None  # what this worker can compute for other machines; None: nothing
+    part_disks: PartDisks | None = None  # where layers that run for others keep prompts; None: nowhere
     idle: IdleCalibration | None = None  # what is measured while there is nothing else to do
     inbox: Inbox = field(default_factory=Inbox, init=False)
     streams: HandedOverStreams = field(init=False)
@@ -66,7 +67,12 @@ class ComputeLoop(ABC):
         # A step of a model over several machines waits for each of them: short frames go at once.
         self._stage_streams = HandedOverStreams(self.inbox.wake, eager=True, beat_s=limits.GROUP_BEAT_S)
         self._stages = MemberGuests(
-            sharable=self.sharable, budget=self.budget, streams=self._stage_streams, emit=self.emit
+            sharable=self.sharable,
+            budget=self.budget,
+            streams=self._stage_streams,
+            emit=self.emit,
+            wake=self.inbox.wake,
+            **({} if self.part_disks is None else {"disk": self.part_disks}),
         )
         self.guests = [self._helpers, self._stages]
 
@@ -153,6 +159,9 @@ class ComputeLoop(ABC):
 
     def _free_memory(self, prompts: bool) -> None:
         """Give back what is kept for later only; a loop that keeps prompts overrides it."""
+        if prompts:
+            for tier in self._stages.tiers:
+                tier.free_memory()
         mx.clear_cache()
         self._heartbeat_at = 0.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fleetd import limits
@@ -30,6 +31,59 @@ class BlockTier(Protocol):
     def worth(self, tokens: int, n_bytes: int) -> float: ...
 
 
+class Arrival:
+    """Rows and a snapshot on their way from the disk into caches of their own, from when this is made.
+
+    Args:
+        restore: what was found.
+        room: tokens that the caches are to have room for.
+        first: the number of the first block that is read.
+        before: what holds all blocks before that, a cache for each part with rows; None: there are none.
+        worth: as in ``BlockReader.read``.
+    """
+
+    def __init__(
+        self,
+        tier: BlockTier,
+        restore: Restore,
+        room: int,
+        *,
+        worth: float,
+        first: int = 0,
+        before: Sequence[Any] | None = None,
+    ) -> None:
+        layout = tier.layout()
+        self._tier, self._restore, self._layout = tier, restore, layout
+        self._rows = [
+            preallocated(shape, room, prefix)
+            for shape, prefix in zip(layout.rows, before or [None] * len(layout.rows), strict=True)
+        ]
+        self._snapshot = ArrivingSnapshot(layout)
+        buffers = [RowBuffer(part) for part in self._rows]
+
+        def targets(number: int, header: BlockHeader) -> list[memoryview]:
+            if header != layout.header(number):
+                raise BlockDamaged("a block of another layout")
+            return block_rows(buffers, number)
+
+        tier.reader.read(restore, first, worth, targets, self._snapshot)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that are there, once nothing more comes."""
+        return self._restore.state_blocks if self._layout.states else self._restore.blocks
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return self._snapshot.nbytes
+
+    def caches(self) -> list[Any]:
+        """Caches that hold these blocks, once nothing more comes."""
+        for part in self._rows:
+            kind_of(part).set_held(part, self.blocks * _BLOCK)
+        return self._snapshot.cache(self._tier.empty, self._rows)
+
+
 class Restoring:
     """``have``: tokens of the prompt that the prefix cache holds."""
 
@@ -42,8 +96,7 @@ class Restoring:
         self._have = have
         self._restore = restore
         self._begun_s = time.monotonic()
-        self._cache: list[Any] = []  # the parts that have rows
-        self._snapshot: ArrivingSnapshot | None = None
+        self._arrival: Arrival | None = None
         self._first = 0
         self._memory_origins = NO_ORIGINS
         self.tokens = 0
@@ -56,6 +109,11 @@ class Restoring:
             self._restore.state in (RestoreState.FOUND, RestoreState.DONE)
             or time.monotonic() >= self._restore.due_s
         )
+
+    @property
+    def reads(self) -> bool:
+        """True once blocks are read into memory."""
+        return self._arrival is not None
 
     @property
     def due_s(self) -> float:
@@ -106,46 +164,35 @@ class Restoring:
         return restore_s(n_bytes, found.bytes_per_s) < computed_s
 
     def _read(self) -> None:
-        layout, found = self._tier.layout(), self._restore.found
         chosen = self._restore.chosen
         memory = self._prefix.fetch(self._tokens, chosen.namespace) if self._first else Hit(0, None)
         self._memory_origins = memory.origins
         # Of two namespaces the other one may have had more.
         self._first = min(self._first, memory.tokens // _BLOCK)
-        before = [None] * len(layout.rows) if memory.cache is None else layout.in_rows(memory.cache)
-        self._cache = [
-            preallocated(shape, len(self._tokens), prefix)
-            for shape, prefix in zip(layout.rows, before, strict=True)
-        ]
-        buffers = [RowBuffer(part) for part in self._cache]
-        self._snapshot = ArrivingSnapshot(layout)
+        before = None if memory.cache is None else self._tier.layout().in_rows(memory.cache)
+        self._begin(before)
 
-        def targets(number: int, header: BlockHeader) -> list[memoryview]:
-            if header != layout.header(number):
-                raise BlockDamaged("a block of another layout")
-            return block_rows(buffers, number)
-
+    def _begin(self, before: Sequence[Any] | None = None) -> None:
+        """Read what was found behind ``before``, the rows of the blocks before the first one."""
+        found = self._restore.found
         worth = self._tier.worth(found.blocks * _BLOCK, found.nbytes + found.state_bytes)
-        self._tier.reader.read(self._restore, self._first, worth, targets, self._snapshot)
+        self._arrival = Arrival(
+            self._tier, self._restore, len(self._tokens), worth=worth, first=self._first, before=before
+        )
 
     def _hit(self) -> Hit:
-        restore, snapshot = self._restore, self._snapshot
-        if snapshot is None:
+        restore, arrival = self._restore, self._arrival
+        if arrival is None or (blocks := arrival.blocks) * _BLOCK <= self._have:
             return self._none()
-        layout = self._tier.layout()
-        blocks = restore.state_blocks if layout.states else restore.blocks
-        if blocks * _BLOCK <= self._have:
-            return self._none()
-        for part in self._cache:
-            kind_of(part).set_held(part, blocks * _BLOCK)
-        cache = snapshot.cache(self._tier.empty, self._cache)
+        cache = arrival.caches()
         self.tokens = (blocks - self._first) * _BLOCK
-        self.n_bytes = (blocks - self._first) * layout.header(0).nbytes + snapshot.nbytes
+        header = self._tier.layout().header(0)
+        self.n_bytes = (blocks - self._first) * header.nbytes + arrival.snapshot_bytes
         saved_s = self._tier.cost.seconds(self._have, blocks * _BLOCK) - self.seconds
         self._tier.reader.count(restore, self.tokens, self.n_bytes, saved_s)
         origins = self._memory_origins | restore.origins
         return Hit(blocks * _BLOCK, cache, restore.chosen.namespace, origins=origins)
 
     def _none(self) -> Hit:
-        self._cache, self._snapshot, self.tokens, self.n_bytes = [], None, 0, 0
+        self._arrival, self.tokens, self.n_bytes = None, 0, 0
         return Hit(0, None, DENSE)

@@ -19,7 +19,7 @@ from fleetd.cache import block_names
 from fleetd.cache.block_names import LateBasis
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.pricing import PrefillCost, worth_per_gib
-from fleetd.cache.restoring import BlockNames, BlockReader
+from fleetd.cache.restoring import BlockNames, BlockReader, Restore
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.cache.write_behind import BlocksToWrite, StateToWrite, WriteBehind, WriterFigures
 from fleetd.engine.cpu.unread_logits import unread_logits
@@ -95,16 +95,25 @@ class DiskTier:
     ) -> None:
         """Queue the whole blocks of ``tokens``, which ``cache`` holds, evaluated and not written to again.
         ``states``: what ``checkpoints.saved`` gave at earlier tokens. ``origins``: as in a Hit."""
-        if len(origins) > limits.CACHE_ORIGINS:
-            return
         names = self._names(tokens, arithmetic, local_only=local_only)
-        if not names or not can_be_blocks(cache):
+        self.store_blocks(names, len(tokens), cache, states or {}, origins)
+
+    def store_blocks(
+        self,
+        names: list[bytes],
+        tokens: int,
+        cache: list[Any],
+        states: Mapping[int, list[Any]],
+        origins: Origins = NO_ORIGINS,
+    ) -> None:
+        """The same of a prompt of so many tokens, whose whole blocks have these names."""
+        if len(origins) > limits.CACHE_ORIGINS or not names or not can_be_blocks(cache):
             return
         try:
             layout = self._layout = self._layout or BlockLayout.of(cache)
         except TypeError:
             return  # a state with arrays that this prompt did not fill
-        snapshots = self._snapshots(layout, len(tokens), cache, states or {})
+        snapshots = self._snapshots(layout, tokens, cache, states)
         if layout.states:
             # Rows past the last snapshot are of no use.
             names = names[: max(snapshots, default=-1) + 1]
@@ -169,11 +178,20 @@ class DiskTier:
         head = tokens[:-1]
         if have >= block_names.whole_blocks(len(head)) * _BLOCK:
             return None
-        candidates = [self._candidate(head, arithmetic, local_only=local_only) for arithmetic in arithmetics]
-        return Restoring(self, tokens, prefix, have, self.reader.look(self.model_name, candidates))
+        named = [(each, self._names(head, each, local_only=local_only)) for each in arithmetics]
+        return self._restoring(tokens, prefix, have, named)
 
-    def _candidate(self, tokens: list[int], arithmetic: str, *, local_only: bool) -> BlockNames:
-        names = self._names(tokens, arithmetic, local_only=local_only)
+    def _restoring(
+        self, tokens: list[int], prefix: PrefixCache, have: int, named: Sequence[tuple[str, list[bytes]]]
+    ) -> Restoring:
+        """``named``: namespaces, and what the prompt's blocks are called in each."""
+        return Restoring(self, tokens, prefix, have, self.look(named))
+
+    def look(self, named: Sequence[tuple[str, list[bytes]]]) -> Restore:
+        """Look for the beginning of which the disk has most."""
+        return self.reader.look(self.model_name, [self._candidate(*each) for each in named])
+
+    def _candidate(self, arithmetic: str, names: list[bytes]) -> BlockNames:
         if not checkpoints.needed(self.empty):
             return BlockNames(arithmetic, names)
         states = [block_names.state_name(name) for name in names]

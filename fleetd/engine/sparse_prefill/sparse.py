@@ -18,15 +18,13 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
-from fleetd.engine.cpu.unread_logits import unread_logits
-from fleetd.engine.layers.architectures import ANY_TEXT, CUT
-from fleetd.engine.layers.prefill import give_back
+from fleetd.engine.layers.architectures import ANY_TEXT, CUT, Architecture
+from fleetd.engine.layers.prefill import give_back, read
 from fleetd.engine.layers.stage import architecture_for, code_of
 from fleetd.engine.sequence_state import batches, growth
-from fleetd.engine.sequence_state.copies import beginning
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install, watched
-from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, as_sparse, sparse_cache
+from fleetd.engine.sparse_prefill.sparse_caches import as_sparse, dense_beginning, sparse_cache
 from fleetd.errors import ModelUnsupported
 
 # Always kept: the first token, on which attention rests where it finds nothing, and the prompt's end.
@@ -82,8 +80,8 @@ class SparsePrefiller:
         where = self.kept[self.done : self.done + n]
         for layer in self.cache:
             layer.expect(where)
-        with growth.at_once(self.cache, self.remaining), unread_logits():
-            self.model(mx.array([[self.tokens[i] for i in where]]), cache=self.cache)
+        with growth.at_once(self.cache, self.remaining):
+            read(self.model, mx.array([[self.tokens[i] for i in where]]), self.cache, self.remaining)
         mx.eval([layer.state for layer in self.cache])
         self.done += n
         give_back(done=not self.remaining)
@@ -102,9 +100,8 @@ def leading(kept: Sequence[int]) -> int:
 
 def leading_cache(kept: Sequence[int], cache: Sequence[Any]) -> list[Any] | None:
     """A dense cache of the ``leading`` tokens, from that of all; None if windows moved on."""
-    if not all(isinstance(layer, SparseKV) for layer in cache):
-        return None
-    return [beginning(layer, leading(kept)) for layer in cache]
+    found = [dense_beginning(layer, leading(kept)) for layer in cache]
+    return None if any(layer is None for layer in found) else found
 
 
 class Sparse(msgspec.Struct, frozen=True):
@@ -125,19 +122,12 @@ class Sparse(msgspec.Struct, frozen=True):
         kind, code = model.model_type, code_of(model)
         if code not in CUT and code not in ANY_TEXT:
             raise ModelUnsupported(f"No test shows that a {kind} model can skip tokens of a prompt.")
-        if whole := architecture_for(model).whole:
-            raise ModelUnsupported(f"A {kind} model computes every token of a prompt: {whole}.")
-        empty = make_prompt_cache(model)
-        odd = {type(c).__name__ for c in empty if not (kind_of(c).plain or kind_of(c).window(c))}
-        if odd or any(getattr(c, "keep", 0) for c in empty):
-            kinds = ", ".join(sorted(odd)) or "window that pins tokens"
-            raise ModelUnsupported(f"A {kind} model keeps its context in a {kinds}.")
-        window = max((kind_of(c).window(c) or 0 for c in empty), default=0)
+        tail = tail_tokens(kind, architecture_for(model), make_prompt_cache(model))
         if checked:
             install(model)
         else:
-            _check_model(model)
-        return cls(model, max(TAIL_TOKENS, window + 1 if window else 0))
+            check_positions(model)
+        return cls(model, tail)
 
     def kept(self, wanted: Sequence[int], length: int) -> list[int]:
         """``wanted`` of a prompt of ``length`` tokens and what is always kept, ascending."""
@@ -145,7 +135,22 @@ class Sparse(msgspec.Struct, frozen=True):
         return sorted(ends.union(wanted))
 
 
-def _check_model(model: Any) -> None:
+def tail_tokens(kind: str, architecture: Architecture, empty: Sequence[Any]) -> int:
+    """Tokens at a prompt's end that are always kept, of a model with these empty caches.
+
+    Raises ModelUnsupported if it cannot skip tokens.
+    """
+    if architecture.whole:
+        raise ModelUnsupported(f"A {kind} model computes every token of a prompt: {architecture.whole}.")
+    odd = {type(c).__name__ for c in empty if not (kind_of(c).plain or kind_of(c).window(c))}
+    if odd or any(getattr(c, "keep", 0) for c in empty):
+        kinds = ", ".join(sorted(odd)) or "window that pins tokens"
+        raise ModelUnsupported(f"A {kind} model keeps its context in a {kinds}.")
+    window = max((kind_of(c).window(c) or 0 for c in empty), default=0)
+    return max(TAIL_TOKENS, window + 1 if window else 0)
+
+
+def check_positions(model: Any) -> None:
     """Wrap the ropes. Check that each gives a token at any position what it natively has there, and that a
     prompt of which everything is kept gives what it gives without any of this, the next token too.
 

@@ -12,6 +12,7 @@ cache is that of a dense prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import singledispatch
 from typing import Any
 
 import mlx.core as mx
@@ -148,13 +149,21 @@ class _SparseRows(Rows):
 register(SparseKV, _SparseRows())
 
 
-def sparse_cache(empty_or_prefix: Any) -> SparseKV | SparseWindow:
-    """The sparse kind of a dense cache, which may hold a prefix. Raises TypeError for other kinds."""
+@singledispatch
+def sparse_cache(empty_or_prefix: Any) -> Any:
+    """The sparse kind of a dense cache, which may hold a prefix. Raises TypeError for other kinds. Packages
+    that define caches register theirs."""
     if type(empty_or_prefix) is KVCache:
         return SparseKV.after(empty_or_prefix)
     if type(empty_or_prefix) is RotatingKVCache and empty_or_prefix.keep == 0:
         return SparseWindow.after(empty_or_prefix)
     raise TypeError(f"no sparse kind of {type(empty_or_prefix).__name__}")
+
+
+@singledispatch
+def dense_beginning(cache: Any, tokens: int) -> Any:
+    """A dense cache of the first ``tokens`` slots, which have no gap; None of a window."""
+    return beginning(cache, tokens) if isinstance(cache, SparseKV) else None
 
 
 def as_sparse(caches: Sequence[Any]) -> list[Any]:

@@ -41,6 +41,8 @@ class Kind(IntEnum):
     STAGE = 8
     # What came out of them.
     STAGED = 9
+    # What its disk has of a prompt.
+    KEPT = 11
     # Nothing, but that the process on the other side runs.
     ALIVE = 10
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from fleetd import limits
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Loading, StreamTag
@@ -42,6 +44,8 @@ class _AskedMember:
     # That stream, until the engine has it.
     sock: socket.socket | None = None
     arithmetic: str = field(default="")
+    # What its layers compute; "" if that is unknown.
+    layers: str = field(default="")
 
     @property
     def name(self) -> str:
@@ -80,7 +84,7 @@ class FleetGroup:
 
     @property
     def members(self) -> tuple[GroupMember, ...]:
-        return tuple(held.member for held in self._held)
+        return tuple(replace(held.member, arithmetic=held.layers) for held in self._held)
 
     @property
     def tokens(self) -> int:
@@ -185,7 +189,7 @@ class FleetGroup:
         if (body := await self._next(stream)) is None:
             raise ProtocolError("It ended its part in the group without a word.")
         answer = messages.decode(body, StageTold)
-        held.arithmetic = answer.arithmetic
+        held.arithmetic, held.layers = answer.arithmetic, answer.layers
         if answer.stream is None:
             where = f"{answer.stage}: layers {part.first} to {part.last} on {held.name}"
             told(Loading(where[: limits.CARD_TEXT_CHARS], answer.done, answer.total))

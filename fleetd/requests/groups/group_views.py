@@ -30,7 +30,8 @@ def group_view(
         for index, part in enumerate(found.parts)
     ]
     token_s = step_s(found, sum(part.hop_s for part in parts))
-    return GroupView(parts, size.layers, found.tokens, 1 / token_s, _why(found, named=named))
+    why = _why(found, named=named)
+    return GroupView(parts, size.layers, found.tokens, 1 / token_s, why=why)
 
 
 def _part(part: GroupPart, size: GroupModelSize, hop_s: float, *, here: bool) -> GroupPartView:

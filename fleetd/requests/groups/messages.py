@@ -51,6 +51,8 @@ class StageTold(msgspec.Struct, frozen=True):
     stream: Invitation | None = None
     # Equal on machines that compute the same bytes with these layers.
     arithmetic: Text = ""
+    # Equal if the member's layers make the same of the same numbers; "" if that is unknown.
+    layers: Text = ""
 
 
 _T = TypeVar("_T")

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.group_view import GroupView
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.errors import FleetError, Incompatible, ModelCorrupt, ModelUnsupported, NoMachine, OutOfMemory
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
@@ -51,7 +52,7 @@ class GroupPlan(msgspec.Struct, frozen=True):
 class FleetGroups:
     """Args:
     rules: how this machine holds weights, with all others unloaded.
-    loaded: True if a model is loaded over several machines.
+    loaded: the measured speed of a model that is loaded over several machines; None if it is not.
     promised: what groups were promised of this machine's memory.
     """
 
@@ -60,7 +61,7 @@ class FleetGroups:
         partners: FleetPort,
         members: Members,
         rules: Callable[[], WeightRules],
-        loaded: Callable[[ModelFolder], bool] = lambda folder: False,
+        loaded: Callable[[ModelFolder], MeasuredSpeed | None] = lambda folder: None,
         promised: PromisedMemory | None = None,
     ) -> None:
         self._promised = promised or PromisedMemory()
@@ -101,8 +102,12 @@ class FleetGroups:
 
     def loaded(self, folder: ModelFolder) -> GroupView | None:
         """How machines hold a model together now; None if they do not."""
-        planned = self._formed.get(folder.name) if self._loaded(folder) else None
-        return msgspec.structs.replace(planned.view, loaded=True) if planned is not None else None
+        speed, planned = self._loaded(folder), self._formed.get(folder.name)
+        if speed is None or planned is None:
+            return None
+        view = planned.view
+        tok_s = speed.decode_tok_s or view.tok_s
+        return msgspec.structs.replace(view, loaded=True, tok_s=tok_s, prompt_tok_s=speed.prefill_tok_s)
 
     def planned(self, folder: ModelFolder, over: Sequence[str] = ()) -> GroupView | None:
         """How they would hold it; None if there are no others to ask. Reads headers of files.
@@ -153,7 +158,7 @@ class FleetGroups:
             if over:
                 raise
             return None
-        size = GroupModelSize(len(sizes.layers), sizes.outside, sizes.row)
+        size = GroupModelSize(len(sizes.layers), sizes.outside, sizes.row, sizes.together)
         speeds = decode_tok_s([(here, own), *having, *lacking])
 
         def machine(member: Member) -> GroupMachine:

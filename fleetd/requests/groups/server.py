@@ -23,6 +23,7 @@ from fleetd.models import file_threads, parts
 from fleetd.models.cpu_arithmetic import CpuArithmetic
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WeightRules, layer_bytes
+from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import BackgroundTasks, with_heartbeats
@@ -33,6 +34,7 @@ from fleetd.requests.model_copies import ModelCopies
 from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.requests.remote.peer_stream import own_id
+from fleetd.requests.row_origins import Labels, no_label
 
 _ON_CPU: tuple[CpuArithmetic, ...] = ("int8", "float32")
 _ON_GPU: tuple[Literal[""], ...] = ("",)
@@ -51,6 +53,7 @@ class StageServer:
         free_bytes: Callable[[], int] = lambda: 1 << 62,
         rules: Callable[[], WeightRules] = lambda: WeightRules(),
         copies: ModelCopies | None = None,
+        label: Labels = no_label,
     ) -> None:
         """
         Args:
@@ -59,12 +62,14 @@ class StageServer:
             free_bytes: what models may take now, beside what workers hold.
             rules: how this machine holds weights.
             copies: fetches layers of models that are not here; None if nothing is fetched.
+            label: of what is kept of a machine's prompts.
         """
         self._name_of = name_of
         self._promised = promised or PromisedMemory()
         self._free_bytes, self._rules = free_bytes, rules
         self._dialer = dialer
         self._copies = copies
+        self._label = label
         self._pool = pool
         self._context = context
         self._limit = ConcurrencyLimit(context, "group", limits.GROUPS, f"is in {limits.GROUPS} groups")
@@ -116,16 +121,17 @@ class StageServer:
         loading: Callable[[Loading | Prefill], None],
     ) -> AsyncGenerator[StageTold, None]:
         """The same, once there is memory for it."""
+        origin = await self._label(peer)
         try:
             async with self._pool.assisting(
                 folder, ask.first, ask.last, progress=loading, asked_by=self._name_of(peer)
             ) as engine:
-                served = ServeStage(own_id(ask.id), ask.first, ask.last, ask.tokens)
+                served = ServeStage(own_id(ask.id), ask.first, ask.last, ask.tokens, peer, origin)
                 async with aclosing(engine.serve(served)) as events:
                     if not isinstance(await anext(events, None), Accepted):
                         raise EngineDied(f"The engine for {folder.name} did not take the work.")
                     with self._dialer.expect() as expected:
-                        yield StageTold(stream=invitation(expected), arithmetic=_arithmetic(engine))
+                        yield _joined(engine, invitation(expected))
                         sock = await expected.socket()
                     await engine.give_stream(StreamTag(served.id, STAGE, expected.key, "acceptor"), sock)
                     await _ended(events)
@@ -160,6 +166,10 @@ async def _ended(events: AsyncGenerator[Event, None]) -> None:
         await asyncio.sleep(0)
 
 
-def _arithmetic(engine: EngineProcess) -> str:
+def _joined(engine: EngineProcess, expected: Invitation) -> StageTold:
+    """What the machine that asked is told once its stream is expected."""
     facts = engine.facts
-    return facts.arithmetic.kind if facts is not None and facts.arithmetic is not None else ""
+    arithmetic = facts.arithmetic if facts is not None else None
+    if arithmetic is None:
+        return StageTold(stream=expected)
+    return StageTold(stream=expected, arithmetic=arithmetic.kind, layers=arithmetic.text)

@@ -176,7 +176,7 @@ class SmartPrefill(PipelineStep):
                 # It has to be loaded anyway, and only then says which forms it takes; and loaded in this
                 # order, it is the compressor for which there may be no room.
                 began_s, loads = self._monotonic(), False
-                async with aclosing(self._pool.loading(target.folder)) as steps:
+                async with aclosing(self._pool.loading(target.folder, over=target.choice.over)) as steps:
                     async for progress in steps:
                         loads = True
                         yield progress
