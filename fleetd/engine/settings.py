@@ -65,5 +65,5 @@ class WorkerSettings(WorkerOptions, frozen=True):
     # of them, the embedding and the head. Rows of so many tokens have room with each of them.
     group: tuple[GroupMember, ...] = ()
     group_tokens: int = 0
-    # True: blocks of one answer are sent before others have come back. Off: for some texts it was slower.
-    blocks_ahead: bool = False
+    # False: one block of an answer is under way at a time, also if several would be faster. For measuring.
+    blocks_ahead: bool = True

@@ -109,6 +109,13 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         stages[0].give(passes[0], hidden)
         return Flight(self._members, passes, self._front.finish)
 
+    @property
+    def busy(self) -> bool:
+        """True if a member has not answered to all that it was sent. Raises MemberLost."""
+        while self._members.pass_on():
+            pass
+        return any(member.under_way for member in self._members.stages)
+
     def undo(self, flights: Sequence[Flight]) -> None:
         """Tell all machines that these blocks, whose tokens were taken back from the caches, are not
         wanted: those that were not run yet never are."""
