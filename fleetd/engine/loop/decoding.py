@@ -407,6 +407,7 @@ class Decoding:
         if drafts is not None:
             sequence.speculated = drafts.report
             drafts.close()
+        sequence.stages = getattr(self.model, "stage_times", ())
         self.remember(sequence, tokens, cache)
 
     # ---- apart -----------------------------------------------------------------------------------------
