@@ -42,7 +42,7 @@ class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):
     sources: Annotated[dict[Text, SourceCounts], Meta(max_length=16)] = {}
 
 
-class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
+class GroupStage(msgspec.Struct, frozen=True, omit_defaults=True):
     """One machine's part of a model over several, and what a plain step of an answer took there."""
 
     # Of the machine; "" for the one that answered, whose layers come first.
@@ -120,7 +120,7 @@ class Trace(msgspec.Struct, frozen=True):
     # Tokens that helpers had computed and that this machine used, if sharing ended early.
     verified_tokens: int = 0
     # The machines of a model over several, in the order of its layers; empty for any other.
-    stages: list[StageTimes] = []
+    stages: list[GroupStage] = []
     # What drafts did for the answer; ``drafter`` is the source of those named "drafter".
     speculation: Speculated | None = None
     # Tokens of the prompt that were prefilled, if some were left out; else 0.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleetd.engine.speculation.ahead import CLEAR, OFF, AheadGain, Flight, GroupFlights
+from fleetd.engine.speculation.ahead import CLEAR, OFF, AheadFlight, AheadGain, GroupFlights
 from fleetd.engine.speculation.controller import Beside, Controller, Draft
 from fleetd.engine.speculation.pass_costs import Costs
 
@@ -124,7 +124,7 @@ def test_a_block_that_waited_for_one_that_was_dropped_counts_against_flights() -
 
 
 def test_a_flight_is_held_against_blocks_alone_that_give_the_same_tokens() -> None:
-    flight = Flight(4, lambda width: 1 + 0.1 * (width - 1))
+    flight = AheadFlight(4, lambda width: 1 + 0.1 * (width - 1))
     flight.took(3, 1.0)
     assert flight.alone == pytest.approx(1.3)
     flight.width = 6

@@ -19,7 +19,7 @@ from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_f
 from fleetd.engine.failures import MemberLost
 from fleetd.engine.protocol import Cancel, Sampling
 from fleetd.engine.sequence_state.kinds import ANY
-from fleetd.engine.speculation.ahead import Evidence, GroupFlights
+from fleetd.engine.speculation.ahead import GainEvidence, GroupFlights
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.rounds import Rounds
 
@@ -140,7 +140,7 @@ def test_an_automatic_choice_sends_ahead_what_has_paid(tokenizer: Any, factor: f
     dear = ExactnessVerdict(16, ANY, "exact: for the test", {1: 1.0, 16: 4.0})
     known = spec("auto", verdict=dear)
     # What the group's answers before this one have left.
-    known.flights = GroupFlights(Evidence(alone=factor, promised=1.0), rest=1000)
+    known.flights = GroupFlights(GainEvidence(alone=factor, promised=1.0), rest=1000)
     run = Run(group.model, tokenizer, known)
     run.submit("r", PROMPT, perfect(plain.tokens["r"]), **ASKED)
     most = 0

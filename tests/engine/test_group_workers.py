@@ -15,7 +15,7 @@ import pytest
 from request_events import RequestEvents
 from sharing import LAYERS, prompt, tcp_pair, worker_settings, workers, write
 
-from fleetd.control.prefill_trace import StageTimes
+from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Accepted, Delta, Generate, ServeStage, StreamTag
 from fleetd.engine.sampling.parameters import Sampling
@@ -98,7 +98,7 @@ async def test_a_group_of_workers_answers_as_the_whole_model(model: Path, cuts: 
         assert [told.numbers for told in several] == expected
 
 
-def check_stages(stages: Sequence[StageTimes], cuts: tuple[int, ...]) -> None:
+def check_stages(stages: Sequence[GroupStage], cuts: tuple[int, ...]) -> None:
     """Each machine has its layers, its name and its times."""
     ends = [0, *cuts, LAYERS]
     assert [(stage.first, stage.last) for stage in stages] == list(itertools.pairwise(ends))

@@ -16,11 +16,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from fleetd import limits
-from fleetd.control.prefill_trace import StageTimes
+from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.groups.flight import Flight, GroupStages
 from fleetd.engine.groups.remote_rows import KeptThere, RemoteRows
 from fleetd.engine.groups.remote_stage import RemoteStage
-from fleetd.engine.groups.stage_times import StepTimes
+from fleetd.engine.groups.step_times import StepTimes
 from fleetd.engine.layers.layer_calls import PassInputs
 from fleetd.engine.layers.stage import Stage
 from fleetd.errors import ModelUnsupported
@@ -72,7 +72,7 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         return 1 + len(self._members.stages)
 
     @property
-    def stage_times(self) -> list[StageTimes]:
+    def stage_times(self) -> list[GroupStage]:
         """What plain steps took lately in the layers of each machine, in their order."""
         return [each.median for each in (self._times, *(stage.times for stage in self._members.stages))]
 

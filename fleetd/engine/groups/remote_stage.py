@@ -20,7 +20,7 @@ from fleetd.engine.failures import MemberLost
 from fleetd.engine.groups import messages
 from fleetd.engine.groups.messages import Change, RunStage, StageRan
 from fleetd.engine.groups.remote_rows import CachesThere, KeptThere, RemoteRows
-from fleetd.engine.groups.stage_times import StepTimes
+from fleetd.engine.groups.step_times import StepTimes
 from fleetd.engine.protocol import STAGE
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind

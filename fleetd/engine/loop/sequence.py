@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from fleetd.control.prefill_trace import Speculated, StageTimes
+from fleetd.control.prefill_trace import GroupStage, Speculated
 from fleetd.engine.answer.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.answer.output_text import AnswerText
 from fleetd.engine.failures import require
@@ -89,7 +89,7 @@ class ScheduledSequence:
     # The drafts' figures; set when it leaves decoding.
     speculated: Speculated | None = None
     # What the machines of a group took for its steps; set when it leaves decoding.
-    stages: Sequence[StageTimes] = ()
+    stages: Sequence[GroupStage] = ()
     beginning: BeginningReport = BeginningReport()
     # When its client left, if it is still read together with helpers: for one that asks again.
     left_s: float = 0.0

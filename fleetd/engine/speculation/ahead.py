@@ -5,8 +5,8 @@
     promise   the gain that the controller expects of a flight, by its formula
     factor    the gains of flights, of what was promised
 
-The gain of a flight is known without trying the other way (``Flight``): which tokens came is known, and so
-is what a block takes that is alone (``pass_costs``). What dropped blocks cost the next one counts as well.
+The gain of a flight is known without trying the other way (``AheadFlight``): which tokens came is known, and
+so is what a block takes that is alone (``pass_costs``). What dropped blocks cost the next one counts as well.
 
 Blocks go ahead if promise times factor is clearly more than 1. An answer begins with the factor that the
 worker's answers before it have left, and soon goes by what it finds itself. If blocks do not go ahead, a
@@ -37,7 +37,7 @@ REST, LONGEST_REST, REFRESH = 2, 64, 16
 
 
 @dataclass(slots=True)
-class Flight:
+class AheadFlight:
     """One flight of several blocks, and how its tokens would have come one block at a time.
 
     ``width``: tokens that a block would have now if it were alone. ``ratio``: plain steps that it would take.
@@ -62,7 +62,7 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Evidence:
+class GainEvidence:
     """What flights have gained, of what was promised; fading, in plain steps."""
 
     # What they would have taken one block at a time.
@@ -86,17 +86,17 @@ class Evidence:
         self.promised += steps
         self.late += FADES * (steps - self.late)
 
-    def remembered(self) -> Evidence:
+    def remembered(self) -> GainEvidence:
         """The same factor, with no more weight than a new answer gives it."""
         part = min(1.0, REMEMBERED / self.promised)
-        return Evidence(self.alone * part, self.promised * part, self.late)
+        return GainEvidence(self.alone * part, self.promised * part, self.late)
 
 
 @dataclass(slots=True)
 class GroupFlights:
     """What all answers of a worker have found, and when the other way is tried next."""
 
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: GainEvidence = field(default_factory=GainEvidence)
     # Flights since it was tried, and how many there have to be if blocks do not go ahead.
     since: int = 0
     rest: int = REST
@@ -108,7 +108,7 @@ class AheadGain:
     had them."""
 
     group: GroupFlights
-    own: Evidence = field(init=False)
+    own: GainEvidence = field(init=False)
     # Of the flight that is under way.
     _promise: float = field(init=False, default=1.0)
 

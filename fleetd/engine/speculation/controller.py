@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fleetd.engine.speculation.ahead import LATE, AheadGain, Flight
+from fleetd.engine.speculation.ahead import LATE, AheadFlight, AheadGain
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
 
@@ -44,7 +44,7 @@ from fleetd.engine.speculation.rounds import Promise
 MARGIN = 1.05
 # The assumed acceptance of a new source, and how many tokens of evidence that counts for.
 PRIOR, PRIOR_TOKENS = 0.6, 3.0
-# Evidence loses this share of its weight with each draft that is judged: texts change.
+# GainEvidence loses this share of its weight with each draft that is judged: texts change.
 FADES = 0.15
 # The highest acceptance assumed; (1 - a) must not be 0.
 SUREST = 0.98
@@ -137,7 +137,7 @@ class Controller:
     _asked: dict[str, int] = field(default_factory=dict)
     # Seconds that sources have taken since the last pass.
     _drafting_s: float = 0.0
-    _flight: Flight | None = None
+    _flight: AheadFlight | None = None
 
     def choose(
         self, proposals: Mapping[str, Sequence[int]], room: int, machines: int = 1, *, going: bool = False
@@ -155,7 +155,7 @@ class Controller:
         alone, alone_gain = self._best(proposals, room, 1)
         if not self.ahead.next(gain / alone_gain):
             return alone
-        self._flight = Flight(1 + len(alone.tokens), self.costs.ratio)
+        self._flight = AheadFlight(1 + len(alone.tokens), self.costs.ratio)
         return found
 
     def _best(self, proposals: Mapping[str, Sequence[int]], room: int, machines: int) -> tuple[Draft, float]:

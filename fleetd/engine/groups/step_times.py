@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-from fleetd.control.prefill_trace import StageTimes
+from fleetd.control.prefill_trace import GroupStage
 
 # Tokens of a plain step: two on devices that compute one row as two (``speculation.canonical_width``).
 MOST_TOKENS = 2
@@ -16,7 +16,7 @@ STEPS = 64
 
 @dataclass(slots=True)
 class StepTimes:
-    """Of one machine's layers [first, last); ``name``: of the machine, "" for this one."""
+    """Steps of one machine, which has layers [first, last). ``name``: of the machine; "" for this one."""
 
     name: str
     first: int
@@ -30,7 +30,7 @@ class StepTimes:
             self._steps.append((computed_s, max(0.0, way_s)))
 
     @property
-    def median(self) -> StageTimes:
+    def median(self) -> GroupStage:
         computed_s, way_s = zip(*self._steps, strict=True) if self._steps else ((0.0,), (0.0,))
         medians = statistics.median(computed_s), statistics.median(way_s)
-        return StageTimes(self.name, self.first, self.last, *medians, len(self._steps))
+        return GroupStage(self.name, self.first, self.last, *medians, len(self._steps))
