@@ -55,8 +55,8 @@ async def _measure(runs: int) -> Measured:
     here, there, *_ = sorted(os.sched_getaffinity(0))
     async with (
         worker_on(here) as whole,
-        _group(here, there) as group,
-        _group(here, there, blocks_ahead=False) as one_block,
+        _group(here, there, blocks_ahead=True) as group,
+        _group(here, there) as one_block,
     ):
         sides = {_WHOLE: whole, _GROUP: group, _ONE_BLOCK: one_block}
         for engine in sides.values():

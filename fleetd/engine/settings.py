@@ -65,5 +65,6 @@ class WorkerSettings(WorkerOptions, frozen=True):
     # of them, the embedding and the head. Rows of so many tokens have room with each of them.
     group: tuple[GroupMember, ...] = ()
     group_tokens: int = 0
-    # False: one block of an answer is under way at a time, also if several would be faster. For measuring.
-    blocks_ahead: bool = True
+    # True: several blocks of one answer are under way if that is measured to be faster. Off until a machine
+    # with nothing else to do has shown the gain (``bench groups``).
+    blocks_ahead: bool = False
