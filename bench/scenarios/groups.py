@@ -20,6 +20,7 @@ from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import (
     STAGE,
     Delta,
+    Finished,
     Generate,
     Sampling,
     ServeStage,
@@ -68,7 +69,9 @@ async def _measure(runs: int) -> Measured:
 
 async def _ask(engine: EngineProcess, side: str, run: int, seen: Samples) -> None:
     if side != _ONE_BLOCK:
-        seen[side, "one"].append((await _several(engine, 400 + run, 1, _TOKENS)) / _TOKENS)
+        asked = prompts.tokens(MODEL, 1000 * (400 + run), _PROMPT_TOKENS)
+        took_s = await _answer(engine, asked, _TOKENS, drafts=False, ways_s=seen[side, "way"])
+        seen[side, "one"].append(took_s / _TOKENS)
         seen[side, "several"].append(
             (await _several(engine, 500 + run, _STREAMS, _TOKENS)) / _TOKENS / _STREAMS
         )
@@ -78,10 +81,7 @@ async def _ask(engine: EngineProcess, side: str, run: int, seen: Samples) -> Non
 
 
 def _figures(seen: Samples) -> list[Figure]:
-    hops = [
-        1000 * (group - whole) / _HOPS
-        for group, whole in zip(seen[_GROUP, "one"], seen[_WHOLE, "one"], strict=True)
-    ]
+    hops = [1000 * way_s / _HOPS for way_s in seen[_GROUP, "way"]]
     return [
         Figure(
             "One stream over two machines, over the whole model on one",
@@ -134,8 +134,11 @@ async def _several(engine: EngineProcess, seed: int, streams: int, count: int) -
     return time.perf_counter() - begun
 
 
-async def _answer(engine: EngineProcess, tokens: list[int], count: int, *, drafts: bool) -> float:
-    """Seconds from the first token to the last, for as many tokens as there are."""
+async def _answer(
+    engine: EngineProcess, tokens: list[int], count: int, *, drafts: bool, ways_s: list[float] | None = None
+) -> float:
+    """Seconds from the first token to the last, for as many tokens as there are. ``ways_s`` gets what a
+    step's way to each other machine and back took."""
     request = Generate(
         f"answer-{secrets.token_hex(4)}",
         TokenPrompt(tokens),
@@ -149,6 +152,8 @@ async def _answer(engine: EngineProcess, tokens: list[int], count: int, *, draft
     async for event in engine.stream(request):
         if isinstance(event, Delta):
             first_s = first_s or time.perf_counter()
+        elif isinstance(event, Finished) and ways_s is not None:
+            ways_s += [stage.way_s for stage in event.stages[1:]]
     return (time.perf_counter() - first_s) * count / (count - 1)
 
 
@@ -196,6 +201,6 @@ async def _group(here: int, there: int, **settings: Any) -> AsyncIterator[Engine
 _HOW = (
     f"Two workers on one core each, without daemons; the one that answers has {_CUT} of {_LAYERS} layers "
     "and the head. Their stream is sealed, over loopback TCP. Beside them the whole model in one worker on "
-    f"one of the two cores. Greedy, {_TOKENS} tokens; the answers are the same bytes. A hop is half of what "
-    "a step takes longer than the whole model's."
+    f"one of the two cores. Greedy, {_TOKENS} tokens; the answers are the same bytes. A hop is half of the "
+    "median time from when a step's hidden state is sent until it is back, without the member's layers."
 )

@@ -117,6 +117,7 @@ def _story(trace: Trace) -> Iterable[tuple[str, str]]:
         tokens = f"{count(trace.completion_tokens)} token" + ("" if trace.completion_tokens == 1 else "s")
         yield "answer", f"{tokens}, the last one after {brief(trace.took_s)}{its_part}"
     if there is None:
+        yield from _stages(trace)
         yield from _drafts(trace)
 
 
@@ -127,6 +128,7 @@ def _story_there(there: Trace) -> Iterable[tuple[str, str]]:
     # How exact it is for who asked has been said.
     alone = there.outcome == "local" and not there.reason
     yield "outcome", "computed there" if alone else _outcome(replace(there, exactness=""))
+    yield from _stages(there)
     yield from _drafts(there)
 
 
@@ -169,6 +171,17 @@ def _drafts(trace: Trace) -> Iterable[tuple[str, str]]:
 def _known(tokens: int) -> str:
     """How much of the text a source that drafts from hidden states began with."""
     return f" from {tokens:,} tokens' hidden states on" if tokens else ""
+
+
+def _stages(trace: Trace) -> Iterable[tuple[str, str]]:
+    """Which machine had which layers of a model over several, and what a step took there and on the way."""
+    for number, stage in enumerate(trace.stages):
+        said = [f"layers {stage.first}-{stage.last - 1} on {one_line(stage.name) or 'this machine'}"]
+        if stage.steps:
+            said.append(f"{brief(stage.computed_s)} a step")
+        if stage.steps and number:
+            said.append(f"{brief(stage.way_s)} there and back")
+        yield "" if number else "stages", ", ".join(said)
 
 
 def _source(name: str, drafter: DrafterView | None) -> str:

@@ -59,7 +59,8 @@ def seen_from_here(trace: Trace, machine: str) -> Trace:
     drafter = trace.drafter
     if drafter is not None and drafter.machine == THIS:
         drafter = replace(drafter, machine=machine)
-    return replace(trace, chosen=chosen, losers=losers, drafter=drafter)
+    stages = [replace(stage, name=stage.name or machine) for stage in trace.stages]
+    return replace(trace, chosen=chosen, losers=losers, drafter=drafter, stages=stages)
 
 
 def _is_phase(step: TraceStep) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd.control.prefill_plan import OptionView
-from fleetd.text.bounded import Natural, SignedSeconds, Text
+from fleetd.text.bounded import Natural, Seconds, SignedSeconds, Text
 
 # shared: as planned. fallback: begun together, ended here. local: computed here from the start, by plan or
 # because no agreement was reached (then with a code). smart: a part of the prompt was left out. remote:
@@ -43,6 +43,21 @@ class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):
     # Estimated from the measured cost of plain steps; below 0 if drafts lost time.
     saved_s: SignedSeconds = 0.0
     sources: Annotated[dict[Text, SourceCounts], Meta(max_length=16)] = {}
+
+
+class GroupStage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One machine's part of a model over several, and what a plain step of an answer took there."""
+
+    # Of the machine; "" for the one that answered, whose layers come first.
+    name: Text = ""
+    # Layers [first, last).
+    first: Natural = 0
+    last: Natural = 0
+    # Medians of the last steps until the answer ended: in the layers, and on the way there and back.
+    computed_s: Seconds = 0.0
+    way_s: Seconds = 0.0
+    # How many steps they are of.
+    steps: Natural = 0
 
 
 class TraceStep(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -107,6 +122,8 @@ class Trace(msgspec.Struct, frozen=True):
     reason: str = ""
     # Tokens that helpers had computed and that this machine used, if sharing ended early.
     verified_tokens: int = 0
+    # The machines of a model over several, in the order of its layers; empty for any other.
+    stages: list[GroupStage] = []
     # What drafts did for the answer; ``drafter`` is the source of those named "drafter".
     speculation: Speculated | None = None
     # Tokens of the prompt that were prefilled, if some were left out; else 0.

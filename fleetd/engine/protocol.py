@@ -33,7 +33,7 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.compression.packed import PackedScores
 from fleetd.control.model_facts import MeasuredSpeed, ModelShape
-from fleetd.control.prefill_trace import Speculated
+from fleetd.control.prefill_trace import GroupStage, Speculated
 from fleetd.engine.sampling.constraint import Constraint, ConstraintText
 from fleetd.engine.sampling.parameters import Sampling as Sampling
 from fleetd.plan.prefill.split import Split
@@ -662,6 +662,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     stop: StopString | None = None
     # None if no draft was verified.
     speculation: Speculated | None = None
+    # The machines of a model over several, in the order of its layers; empty for any other.
+    stages: Annotated[list[GroupStage], Meta(max_length=limits.LAYERS)] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -67,5 +67,6 @@ class WorkerSettings(WorkerOptions, frozen=True):
     # of them, the embedding and the head. Rows of so many tokens have room with each of them.
     group: tuple[GroupMember, ...] = ()
     group_tokens: int = 0
-    # True: blocks of one answer are sent before others have come back. Off: for some texts it was slower.
+    # True: several blocks of one answer are under way if that is measured to be faster. Off until a machine
+    # with nothing else to do has shown the gain (``bench groups``).
     blocks_ahead: bool = False

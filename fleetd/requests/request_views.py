@@ -99,6 +99,7 @@ def trace_of(request: Request) -> Trace:
         code=code,
         reason=reason,
         verified_tokens=report.verified if report is not None else 0,
+        stages=[*finished.stages] if finished is not None else [],
         speculation=speculation,
         drafter=attempt.drafter,
         completion_tokens=usage.completion_tokens,

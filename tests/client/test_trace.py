@@ -18,7 +18,7 @@ from fleetctl.exits import Exit
 from fleetctl.render.trace_page import listing, page
 from fleetctl.replies import read
 from fleetd import limits
-from fleetd.control.prefill_trace import SourceCounts, Speculated, Trace, TracesView
+from fleetd.control.prefill_trace import GroupStage, SourceCounts, Speculated, Trace, TracesView
 
 SHARED, FALLBACK, CANCELLED = TRACES["traces"]
 
@@ -316,6 +316,19 @@ def test_what_drafts_did_is_told_source_by_source(saved_s: float, said: str) -> 
         drafted, None
     )
     assert "drafts" not in shown(SHARED)
+
+
+def test_the_machines_of_a_model_over_several_are_told_with_what_a_step_takes_there() -> None:
+    stages = [
+        GroupStage("", 0, 11, 0.024, 0.0, 40),
+        GroupStage("studio", 11, 30, 0.031, 0.0004, 40),
+        GroupStage("kitchen", 30, 40),
+    ]
+    found = shown({**SHARED, "machine": "laptop", "stages": msgspec.to_builtins(stages)}, None)
+    assert "stages       layers 0-10 on laptop, 24 ms a step\n" in found
+    assert f"{'':13}layers 11-29 on studio, 31 ms a step, 0.4 ms there and back\n" in found
+    assert f"{'':13}layers 30-39 on kitchen\n" in found
+    assert "stages" not in shown(SHARED)
 
 
 def test_a_drafter_that_came_too_late_is_named_all_the_same() -> None:

@@ -19,6 +19,7 @@ from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_f
 from fleetd.engine.failures import MemberLost
 from fleetd.engine.protocol import Cancel, Sampling
 from fleetd.engine.sequence_state.kinds import ANY
+from fleetd.engine.speculation.ahead import GainEvidence, GroupFlights
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.rounds import Rounds
 
@@ -132,18 +133,23 @@ def test_blocks_behind_a_wrong_draft_are_not_computed(tokenizer: Any) -> None:
     assert len([frame for frame in answers if frame.count and not frame.sizes[1]]) > chunks + 10
 
 
-def test_an_automatic_choice_sends_ahead_what_pays(tokenizer: Any) -> None:
+@pytest.mark.parametrize("factor", [1e6, 1e-6])
+def test_an_automatic_choice_sends_ahead_what_has_paid(tokenizer: Any, factor: float) -> None:
     plain = whole("llama", tokenizer)
     group = group_of(model(), 2)
-    flat = ExactnessVerdict(16, ANY, "exact: for the test", {1: 1e-9, 16: 1e-9})
-    run = Run(group.model, tokenizer, spec("auto", verdict=flat))
+    dear = ExactnessVerdict(16, ANY, "exact: for the test", {1: 1.0, 16: 4.0})
+    known = spec("auto", verdict=dear)
+    # What the group's answers before this one have left.
+    known.flights = GroupFlights(GainEvidence(alone=factor, promised=1.0), rest=1000)
+    run = Run(group.model, tokenizer, known)
     run.submit("r", PROMPT, perfect(plain.tokens["r"]), **ASKED)
     most = 0
     while run.busy:
         run.turn()
         most = max([most, *(running.row.blocks for running in run.decoding.apart if running.row)])
     assert run.said("r") == plain.said("r")
-    assert most == 1  # between turns; another is under way while one is taken
+    # Between turns; another is under way while one is taken.
+    assert most == (1 if factor > 1 else 0)
 
 
 # ---- several answers -------------------------------------------------------------------------------------

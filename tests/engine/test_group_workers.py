@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -19,6 +20,7 @@ from sharing import LAYERS, prompt, tcp_pair, worker_settings, workers, write
 from fleetd import limits
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.settings import DiskCacheSettings
+from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Accepted, Delta, Generate, ServeStage, StreamTag
 from fleetd.engine.sampling.parameters import Sampling
@@ -107,8 +109,18 @@ async def test_a_group_of_workers_answers_as_the_whole_model(model: Path, cuts: 
             told = await answered(front, request)
             assert told.error is None
             assert told.numbers == right
+            check_stages(told.finished.stages, cuts)
         several = await asyncio.gather(*(answered(front, request) for request in requests))
         assert [told.numbers for told in several] == expected
+
+
+def check_stages(stages: Sequence[GroupStage], cuts: tuple[int, ...]) -> None:
+    """Each machine has its layers, its name and its times."""
+    ends = [0, *cuts, LAYERS]
+    assert [(stage.first, stage.last) for stage in stages] == list(itertools.pairwise(ends))
+    assert [stage.name for stage in stages] == ["", *(f"machine {n}" for n in range(len(cuts)))]
+    assert all(stage.steps and stage.computed_s > 0 for stage in stages)
+    assert [stage.way_s > 0 for stage in stages] == [False] + [True] * len(cuts)
 
 
 async def test_sampled_answers_are_those_of_the_whole_model(model: Path) -> None:

@@ -8,6 +8,7 @@ that every machine computes a chunk of its own. Nor need a block of an answer be
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from fleetd import limits
+from fleetd.control.prefill_trace import GroupStage
 from fleetd.engine.groups.flight import Flight, GroupStages
 from fleetd.engine.groups.remote_rows import KeptThere, RemoteRows
 from fleetd.engine.groups.remote_stage import RemoteStage
+from fleetd.engine.groups.step_times import StepTimes
 from fleetd.engine.layers.layer_calls import PassInputs
 from fleetd.engine.layers.stage import Stage
 from fleetd.errors import ModelUnsupported
@@ -41,6 +44,7 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         self.takes_tokens, self.width = whole.takes_tokens, whole.width
         self._empty = whole.empty
         self._members = GroupStages()
+        self._times = StepTimes("", 0, first)
 
     @classmethod
     def front_of(cls, model: Any, first: int, *, on_cpu: bool) -> GroupModel:
@@ -75,6 +79,11 @@ class GroupModel(nn.Module):  # type: ignore[misc]
     def machines(self) -> int:
         """Machines that can each compute another block at the same time."""
         return 1 + len(self._members.stages)
+
+    @property
+    def stage_times(self) -> list[GroupStage]:
+        """What plain steps took lately in the layers of each machine, in their order."""
+        return [each.median for each in (self._times, *(stage.times for stage in self._members.stages))]
 
     def kept_by(self, first: int, last: int) -> KeptThere:
         """What layers [first, last) keep of sequences."""
@@ -120,9 +129,12 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         # In a batch each row has a position of its own, which its caches know.
         start = _remote(rest[0]).tokens if tokens.shape[0] == 1 else 0
         inputs = self._front.inputs(tokens, start) if self.takes_tokens else PassInputs(start)
+        begun = time.monotonic()
         hidden = self._front.run(self._front.embed(tokens), self._front.spread(own), inputs)
         # No wait for another machine may lie within what a device computes.
         mx.eval(hidden)
+        if wanted:
+            self._times.add(tokens.shape[1], time.monotonic() - begun)
         passes = [
             member.enter(_remote(rows), tokens, wanted=wanted or member is not stages[-1], room=room)
             for member, rows in zip(stages, rest, strict=True)
@@ -131,6 +143,13 @@ class GroupModel(nn.Module):  # type: ignore[misc]
             entered.after = after
         stages[0].give(passes[0], hidden)
         return Flight(self._members, passes, self._front.finish)
+
+    @property
+    def busy(self) -> bool:
+        """True if a member has not answered to all that it was sent. Raises MemberLost."""
+        while self._members.pass_on():
+            pass
+        return any(member.under_way for member in self._members.stages)
 
     def undo(self, flights: Sequence[Flight]) -> None:
         """Tell all machines that these blocks, whose tokens were taken back from the caches, are not

@@ -7,6 +7,7 @@ What a later frame undoes is not computed: it was guessed on from a draft that w
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any
 
@@ -82,8 +83,9 @@ class MemberStage:
         skipped = self._is_undone(command)
         # What is told later may name it, run or not.
         caches = self.rows.caches(command.held)
+        begun = time.monotonic()
         out = None if skipped else self._run(command, frame, caches)
-        ran = StageRan(skipped=skipped)
+        ran = StageRan(skipped, time.monotonic() - begun)
         done = memoryview(messages.encode(ran))
         payload = [] if out is None else [buffer_of(as_bytes(out))]
         sizes = done.nbytes, sum(part.nbytes for part in payload)

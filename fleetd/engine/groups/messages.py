@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.errors import ProtocolError
-from fleetd.text.bounded import Rate
+from fleetd.text.bounded import Rate, Seconds
 
 _Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -195,9 +195,10 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageRan(msgspec.Struct, frozen=True, array_like=True):
-    """``skipped``: the layers were not run, as a Trim had come since."""
+    """``skipped``: the layers were not run, as a Trim had come since. ``seconds``: that the layers took."""
 
     skipped: bool = False
+    seconds: Seconds = 0.0
 
 
 class KeptTold(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ states are known: they come from the machine before.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,6 +22,7 @@ from fleetd.engine.groups import messages
 from fleetd.engine.groups.disk_there import DiskThere
 from fleetd.engine.groups.messages import Change, KeptTold, RunStage, StageRan
 from fleetd.engine.groups.remote_rows import CachesThere, KeptThere, RemoteRows
+from fleetd.engine.groups.step_times import StepTimes
 from fleetd.engine.protocol import STAGE
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
@@ -40,6 +42,8 @@ class StagePass:
     out: mx.array | None = None
     # True once the member has answered.
     done: bool = False
+    # When it was sent, by the monotonic clock; 0 if others were under way then.
+    sent_s: float = 0.0
     # True if what comes out is of no use any more.
     dropped: bool = False
     # The next member, and the block's way through its layers.
@@ -77,6 +81,7 @@ class RemoteStage:
         name: str = "",
     ) -> None:
         self.first, self.last, self.name, self.takes_ids, self.moved = first, last, name, ids, moved
+        self.times = StepTimes(name, first, last)
         self._caches = CachesThere(kept or KeptThere())
         self._width, self._dtype = width, dtype
         # What has a place in the stream and was not sent, and what was sent and not answered.
@@ -134,10 +139,11 @@ class RemoteStage:
 
     def _flush(self) -> None:
         while self._unsent and (self._unsent[0].hidden is not None or not self._unsent[0].runs):
-            entered = self._unsent.popleft()
+            entered, begun = self._unsent.popleft(), time.monotonic()
             self._send(entered.command, entered.hidden if entered.runs else None)
             entered.hidden = None
             if entered.runs:
+                entered.sent_s = 0.0 if self._due else begun
                 self._due.append(entered)
 
     def _send(self, command: RunStage, hidden: mx.array | None) -> None:
@@ -191,6 +197,9 @@ class RemoteStage:
     def _take(self, entered: StagePass, frame: Frame) -> None:
         ran = self._decoded(frame, StageRan)
         entered.done = True
+        if entered.sent_s and entered.command.wanted and not ran.skipped:
+            away_s = time.monotonic() - entered.sent_s
+            self.times.add(entered.command.tokens, ran.seconds, away_s - ran.seconds)
         if entered.dropped or not entered.command.wanted:
             return
         shape = entered.command.batch, entered.command.tokens, self._width

@@ -54,7 +54,7 @@ from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import all_plain
 from fleetd.engine.sparse_prefill.sparse_caches import rows
-from fleetd.engine.speculation.controller import NO_DRAFT, Draft
+from fleetd.engine.speculation.controller import NO_DRAFT, Beside, Draft
 from fleetd.engine.speculation.rounds import Promise, Rounds
 from fleetd.engine.speculation.sources import DraftSource, HiddenRows
 from fleetd.engine.speculation.speculation import SequenceDrafts, WorkerSpeculation
@@ -82,16 +82,18 @@ class DecodingSequence:
     drafts: SequenceDrafts | None
     row: VerifyRow | None = None
     uid: int = -1
-    # Seconds that sending its blocks took since the last one that was taken, and whether that one was alone.
+    # Seconds that sending its blocks took since the last one that was taken.
     sending_s: float = 0.0
-    sent_alone: bool = True
+    # What machines were busy with since the first of its blocks was sent.
+    beside: Beside = Beside.NOTHING
 
 
 @dataclass(slots=True)
 class _SequencePass:
     """A pass of one sequence that is apart: the tokens that it gave, in ``seconds``.
 
-    ``again``: tokens that it computed a second time. ``timed``: False if others were under way meanwhile.
+    ``again``: tokens that it computed a second time. ``beside``: what else was under way. ``left``: blocks of
+    the sequence that still are.
     """
 
     running: DecodingSequence
@@ -99,7 +101,8 @@ class _SequencePass:
     chosen: list[Chosen]
     again: int
     seconds: float
-    timed: bool = True
+    beside: Beside = Beside.NOTHING
+    left: int = 0
 
 
 @dataclass
@@ -404,6 +407,7 @@ class Decoding:
         if drafts is not None:
             sequence.speculated = drafts.report
             drafts.close()
+        sequence.stages = getattr(self.model, "stage_times", ())
         self.remember(sequence, tokens, cache)
 
     # ---- apart -----------------------------------------------------------------------------------------
@@ -439,7 +443,9 @@ class Decoding:
     def _on_pass(self, p: _SequencePass, saved_s: float | None, now: float) -> None:
         if p.running.drafts is not None:
             emitted = [c.token for c in p.chosen]
-            p.running.drafts.verified(p.draft, emitted, p.seconds, saved_s, again=p.again, timed=p.timed)
+            p.running.drafts.verified(
+                p.draft, emitted, p.seconds, saved_s, again=p.again, beside=p.beside, left=p.left
+            )
         self._on_tokens(p.running, p.chosen, now)
 
     def _pass(self, running: DecodingSequence, row: VerifyRow, *, moving: bool) -> _SequencePass:
@@ -506,12 +512,20 @@ class Decoding:
             return
         draft = self._draft_ahead(running, row, depth)
         if not row.blocks:
+            running.beside = self._busy_with(row)
             row.send(draft.tokens[: draft.block - 1] if draft.block else draft.tokens, draft.source)
-            running.sent_alone = len(self.apart) == 1
         while row.blocks < depth and (rest := draft.tokens[len(row.guessed) :][: draft.block]):
             row.send(rest, draft.source)
-            running.sent_alone = False
+            running.beside = Beside.PROMPT if running.beside is Beside.PROMPT else Beside.BLOCKS
         running.sending_s += time.monotonic() - begun
+
+    def _busy_with(self, row: VerifyRow) -> Beside:
+        """What the machines are busy with when the first block of a sequence is sent."""
+        if len(self.apart) > 1:
+            return Beside.BLOCKS
+        if not self.model.busy:
+            return Beside.NOTHING
+        return Beside.DROPPED if row.dropped else Beside.PROMPT
 
     def _draft_ahead(self, running: DecodingSequence, row: VerifyRow, depth: int) -> Draft:
         """What to verify, with the drafts that were sent already; none if those are no longer guessed."""
@@ -527,11 +541,10 @@ class Decoding:
             for name, tokens in drafts.proposals(running.tokens, depth).items()
             if len(tokens) > len(guessed) and tokens[: len(guessed)] == guessed
         }
-        return drafts.choose(fitting, max(0, room), depth)
+        return drafts.choose(fitting, max(0, room), depth, going=row.blocks > 0)
 
     def _take(self, running: DecodingSequence, row: VerifyRow) -> _SequencePass:
         begun = time.monotonic()
-        timed = running.sent_alone and row.blocks == 1
         chosen, draft = row.take()
         if running.drafts is not None:
             running.drafts.note(row.hidden)
@@ -539,10 +552,11 @@ class Decoding:
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
         seconds = running.sending_s + time.monotonic() - begun
+        found = _SequencePass(running, draft, chosen, 0, seconds, running.beside, row.blocks)
         running.sending_s = 0.0
         # The next one was under way while this one was.
-        running.sent_alone = not row.blocks
-        return _SequencePass(running, draft, chosen, 0, seconds, timed)
+        running.beside = Beside.BLOCKS
+        return found
 
     def _ahead(self, running: DecodingSequence) -> bool:
         """True if steps are begun ahead. Not if there may be drafts and a pass computes while it is being

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from fleetd.control.prefill_trace import Speculated
+from fleetd.control.prefill_trace import GroupStage, Speculated
 from fleetd.engine.answer.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.answer.output_text import AnswerText
 from fleetd.engine.failures import require
@@ -87,6 +88,8 @@ class ScheduledSequence:
     origins: Origins = NO_ORIGINS
     # The drafts' figures; set when it leaves decoding.
     speculated: Speculated | None = None
+    # What the machines of a group took for its steps; set when it leaves decoding.
+    stages: Sequence[GroupStage] = ()
     beginning: BeginningReport = BeginningReport()
     # When its client left, if it is still read together with helpers: for one that asks again.
     left_s: float = 0.0
@@ -295,6 +298,7 @@ class ScheduledSequence:
             ),
             self.text.stopped_by,
             self.speculated,
+            [*self.stages],
         )
 
 

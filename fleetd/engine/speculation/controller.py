@@ -30,11 +30,13 @@ whatever was expected of them.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from fleetd.engine.speculation.ahead import LATE, AheadFlight, AheadGain
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
 
@@ -42,16 +44,13 @@ from fleetd.engine.speculation.rounds import Promise
 MARGIN = 1.05
 # The assumed acceptance of a new source, and how many tokens of evidence that counts for.
 PRIOR, PRIOR_TOKENS = 0.6, 3.0
-# Evidence loses this share of its weight with each draft that is judged: texts change.
+# GainEvidence loses this share of its weight with each draft that is judged: texts change.
 FADES = 0.15
 # The highest acceptance assumed; (1 - a) must not be 0.
 SUREST = 0.98
 # Plain steps that drafts may lose: at the beginning of an answer, and for each of its tokens. Together less
 # than 2 % of an answer of 50 tokens or more.
 RISK, RISK_PER_TOKEN = 0.25, 0.015
-# What a block that is sent ahead costs at its worst, in plain steps: the machine that waits would have idled,
-# but the next block may find another machine still busy with it.
-AHEAD = 0.1
 # Tokens of the answer after which a source that takes time, and did not pay, is asked for a token again.
 TRIAL_TOKENS = 48
 
@@ -96,6 +95,18 @@ class Draft(msgspec.Struct, frozen=True):
 NO_DRAFT = Draft()
 
 
+class Beside(enum.Enum):
+    """What machines were busy with when a block was sent, or until it came back."""
+
+    NOTHING = enum.auto()
+    # Other blocks, of this answer or another.
+    BLOCKS = enum.auto()
+    # Blocks of this answer that were dropped.
+    DROPPED = enum.auto()
+    # A prompt: how long the block itself took is not known.
+    PROMPT = enum.auto()
+
+
 @dataclass(slots=True)
 class Controller:
     """Decides for one sequence. Each turn: ``choose``, then ``verified`` with the result of the pass."""
@@ -106,6 +117,8 @@ class Controller:
     most: int
     # True: verify whatever there is. For measuring.
     always: bool = False
+    # Whether blocks go ahead of each other; None: whenever that is expected to be faster.
+    ahead: AheadGain | None = None
     # True if what was right beside a wrong draft is computed again.
     again: bool = False
     # By source: how its drafts have done in this answer.
@@ -124,10 +137,29 @@ class Controller:
     _asked: dict[str, int] = field(default_factory=dict)
     # Seconds that sources have taken since the last pass.
     _drafting_s: float = 0.0
+    _flight: AheadFlight | None = None
 
-    def choose(self, proposals: Mapping[str, Sequence[int]], room: int, machines: int = 1) -> Draft:
+    def choose(
+        self, proposals: Mapping[str, Sequence[int]], room: int, machines: int = 1, *, going: bool = False
+    ) -> Draft:
         """The drafts to verify, at most ``room``; sources in order of preference. ``machines``: that can each
-        compute another block."""
+        compute another block. ``going``: the first of these blocks are under way."""
+        found, gain = self._best(proposals, room, machines)
+        if going:
+            if self._flight is not None and found.tokens:
+                self._flight.width = 1 + len(self._best(proposals, room, 1)[0].tokens)
+            return found
+        self._flight = None
+        if self.ahead is None or not found.block or len(found.tokens) < found.block:
+            return found
+        alone, alone_gain = self._best(proposals, room, 1)
+        if not self.ahead.next(gain / alone_gain):
+            return alone
+        self._flight = AheadFlight(1 + len(alone.tokens), self.costs.ratio)
+        return found
+
+    def _best(self, proposals: Mapping[str, Sequence[int]], room: int, machines: int) -> tuple[Draft, float]:
+        """The drafts that bring most tokens per time, and how many times a plain step's that is."""
         best, gain = NO_DRAFT, MARGIN
         for name, tokens in proposals.items():
             if not tokens:
@@ -143,7 +175,7 @@ class Controller:
             if found > gain:
                 drafts = tokens[: min(usable, block * machines - 1)]
                 best, gain = Draft(name, tuple(drafts), block if machines > 1 else 0), found
-        return best
+        return best, gain if best.tokens else 1.0
 
     def wanted(self, source: str, token_s: float, beside: Draft, room: int) -> int:
         """How many tokens ``source`` is to draft, if each takes ``token_s`` seconds of this device; 0 if
@@ -178,19 +210,24 @@ class Controller:
         saved_s: float | None = None,
         *,
         again: int = 0,
-        timed: bool = True,
+        beside: Beside = Beside.NOTHING,
+        left: int = 0,
     ) -> None:
         """The pass over ``draft`` gave ``emitted`` in ``seconds``: tokens that were right, and the next one.
         The seconds include what sources have taken (``drafted``).
 
         ``saved_s``: seconds that the pass saved, given if plain decoding would have been steps of a batch.
-        ``again``: tokens that the pass computed a second time. ``timed``: False if other blocks were under
-        way, so that the seconds say nothing of what a pass costs.
+        ``again``: tokens that the pass computed a second time. ``beside``: what else was under way.
+        ``left``: blocks of the same flight that still are.
         """
         step_s, drafting_s = self.costs.step_s, self._drafting_s
         self._drafting_s = 0.0
-        if timed:
+        if beside is Beside.PROMPT:
+            # As if nothing had been saved or lost.
+            seconds, self._flight = step_s * len(emitted), None
+        if beside is Beside.NOTHING:
             self.costs.add_pass(again + 1 + len(draft.tokens), seconds - drafting_s)
+        self._add_to_flight(1 + len(draft.tokens), len(emitted), seconds, beside, left)
         self.on_tokens(emitted)
         self.passes += 1
         self.tokens += len(emitted)
@@ -206,6 +243,19 @@ class Controller:
         alone_s = len(emitted) * step_s - seconds
         self.saved_s += alone_s if saved_s is None else saved_s
         self._bearable += alone_s / step_s
+
+    def _add_to_flight(self, width: int, tokens: int, seconds: float, beside: Beside, left: int) -> None:
+        """Add what a block gave; after the last one hold it against one block at a time."""
+        if self.ahead is None:
+            return
+        if self._flight is None:
+            if beside is Beside.DROPPED:
+                self.ahead.delayed(seconds / self.costs.step_s - self.costs.ratio(width))
+            return
+        self._flight.took(tokens, seconds)
+        if not left:
+            self.ahead.flew(self._flight.alone, self._flight.seconds / self.costs.step_s)
+            self._flight = None
 
     def on_tokens(self, tokens: Sequence[int]) -> None:
         """Hold guesses against tokens of the answer, drafted or not."""
@@ -233,7 +283,8 @@ class Controller:
         best, gain = 1, 1.0
         for width in range(1, min(self.most, drafts) + 2):
             blocks = min(machines, -(-(drafts + 1) // width))
-            at_worst = self.costs.ratio(width) - 1 + AHEAD * (blocks - 1)
+            late = self.ahead.own.late if self.ahead is not None else LATE
+            at_worst = self.costs.ratio(width) - 1 + late * (blocks - 1)
             if self.again and width > 1:
                 at_worst += self.costs.ratio(2) - 1
             drafting = (width - 1) * price

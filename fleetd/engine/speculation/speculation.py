@@ -17,8 +17,9 @@ from fleetd import limits
 from fleetd.control.prefill_trace import SourceCounts, Speculated
 from fleetd.engine.grammar.matcher import AnswerMatcher
 from fleetd.engine.protocol import Generate
+from fleetd.engine.speculation.ahead import AheadGain, GroupFlights
 from fleetd.engine.speculation.canonical_width import WideSteps
-from fleetd.engine.speculation.controller import NO_DRAFT, Controller, Draft
+from fleetd.engine.speculation.controller import NO_DRAFT, Beside, Controller, Draft
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.local_sources import MTP, local_sources
 from fleetd.engine.speculation.mtp_source import MtpSource, WorkerHead
@@ -47,6 +48,8 @@ class WorkerSpeculation:
     # None: the model has no head that drafts from its hidden states.
     head: WorkerHead | None = None
     costs: Costs = field(init=False)
+    # What blocks that went ahead of each other have gained.
+    flights: GroupFlights = field(init=False, default_factory=GroupFlights)
 
     def __post_init__(self) -> None:
         self.costs = Costs(self.verdict.seconds if 1 in self.verdict.seconds else {1: 1.0})
@@ -67,7 +70,11 @@ class WorkerSpeculation:
             sources=[source for source in local_sources(matcher) if names is None or source.name in names],
             names=names,
             controller=Controller(
-                self.costs, most=width - 1, always=self.mode == "on", again=self.verdict.again
+                self.costs,
+                most=width - 1,
+                always=self.mode == "on",
+                again=self.verdict.again,
+                ahead=AheadGain(self.flights) if self.mode == "auto" else None,
             ),
             vocab_size=self.vocab_size,
             matcher=matcher,
@@ -141,9 +148,11 @@ class SequenceDrafts:
                 found[source.name] = known
         return found
 
-    def choose(self, proposals: Mapping[str, Sequence[int]], room: int, machines: int = 1) -> Draft:
-        """What the next pass verifies, at most ``room`` drafts."""
-        return self.controller.choose(proposals, room, machines)
+    def choose(
+        self, proposals: Mapping[str, Sequence[int]], room: int, machines: int = 1, *, going: bool = False
+    ) -> Draft:
+        """What the next pass verifies, at most ``room`` drafts (``Controller.choose``)."""
+        return self.controller.choose(proposals, room, machines, going=going)
 
     def next_draft(self, tokens: Sequence[int], room: Callable[[], int]) -> Draft:
         """What the next pass verifies, of all sources; ``room`` is asked for if there may be any draft."""
@@ -183,10 +192,11 @@ class SequenceDrafts:
         saved_s: float | None = None,
         *,
         again: int = 0,
-        timed: bool = True,
+        beside: Beside = Beside.NOTHING,
+        left: int = 0,
     ) -> None:
         """Tell the controller what a pass gave (``Controller.verified``), and the sources its tokens."""
-        self.controller.verified(draft, emitted, seconds, saved_s, again=again, timed=timed)
+        self.controller.verified(draft, emitted, seconds, saved_s, again=again, beside=beside, left=left)
         self._committed(emitted)
 
     def on_token(self, token: int) -> None:

@@ -106,6 +106,8 @@ class VerifyRow:
     _next: tuple[mx.array, mx.array, HiddenRows | None] | None = field(init=False, default=None)
     # Those that were sent and not taken, in order; the first one begins with the due token.
     _blocks: deque[SentBlock] = field(init=False, default_factory=deque)
+    # True if the last pass dropped blocks that were sent: machines may be busy with them.
+    dropped: bool = field(init=False, default=False)
     # The tokens so far, as far as processors have asked for them.
     _context: TokenBuffer = field(init=False, default_factory=TokenBuffer)
     _in_context: int = field(init=False, default=0)
@@ -184,6 +186,7 @@ class VerifyRow:
         rows = [logits[:, i, :] for i in range(len(block.tokens))]
         chosen = self._choose(rows, masks, checked)
         found = [one.token for one in chosen]
+        self.dropped = False
         if leading(checked, found) < len(checked):
             self._undo(len(rows) - len(chosen))
         self.hidden = None
@@ -196,6 +199,7 @@ class VerifyRow:
         rollback.take_back(self.cache, self._sent + more)
         flights = [block.flight for block in self._blocks]
         self._blocks.clear()
+        self.dropped = bool(flights)
         if flights:
             self.model.undo(flights)
 

@@ -1,0 +1,36 @@
+"""What plain steps of a group took in one machine's layers, and on the way there and back."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from fleetd.control.prefill_trace import GroupStage
+
+# Tokens of a plain step: two on devices that compute one row as two (``speculation.canonical_width``).
+MOST_TOKENS = 2
+# Steps that the medians are of.
+STEPS = 64
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Steps of one machine, which has layers [first, last). ``name``: of the machine; "" for this one."""
+
+    name: str
+    first: int
+    last: int
+    _steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=STEPS))
+
+    def add(self, tokens: int, computed_s: float, way_s: float = 0.0) -> None:
+        """Note a block of ``tokens`` of each sequence that had the machine to itself; wider ones than a plain
+        step are left out. ``way_s``: from when it was sent until it was back, without ``computed_s``."""
+        if tokens <= MOST_TOKENS:
+            self._steps.append((computed_s, max(0.0, way_s)))
+
+    @property
+    def median(self) -> GroupStage:
+        computed_s, way_s = zip(*self._steps, strict=True) if self._steps else ((0.0,), (0.0,))
+        medians = statistics.median(computed_s), statistics.median(way_s)
+        return GroupStage(self.name, self.first, self.last, *medians, len(self._steps))
