@@ -27,6 +27,8 @@ from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.parts import arrays
+from fleetd.engine.speculation.drafts_price import DraftPrice
+from fleetd.engine.speculation.guess_record import GuessRecord
 from fleetd.engine.speculation.local_sources import MTP
 from fleetd.engine.speculation.sources import Context, HiddenRows
 
@@ -34,22 +36,17 @@ from fleetd.engine.speculation.sources import Context, HiddenRows
 ROWS = 2048
 # More rows at once are the prompt's, or those of a time in which the head was not asked.
 _FEW = 2 * limits.SPEC_WIDTH
-# Guesses after which a head that is hardly ever right is taken to be another model's, and how rarely that is.
-JUDGED, HARDLY = 64, 0.02
 # The share of a guess's seconds that is believed at once.
 _BELIEVED = 0.2
 
 
 @dataclass(slots=True)
-class WorkerHead:
+class WorkerHead(GuessRecord):
     """A model's head, for all answers of a worker."""
 
     head: MtpHead
     # Seconds of the device that a guess takes, as measured last.
     token_s: float
-    # First guesses that were held against the text, and how many were right.
-    judged: int = 0
-    right: int = 0
 
     @classmethod
     def measured(cls, head: MtpHead, clock: Callable[[], float] = time.perf_counter) -> WorkerHead:
@@ -65,18 +62,13 @@ class WorkerHead:
         return cls(head, min(seconds))
 
     @property
-    def off(self) -> str:
-        """Why it drafts no more; "" while it does."""
-        if self.judged < JUDGED or self.right > HARDLY * self.judged:
-            return ""
-        return f"off: {self.right} of its {self.judged} drafts were right; it may be another model's"
+    def text(self) -> str:
+        """What is said of it once it is loaded."""
+        return f"{MTP}: {1000 * self.token_s:.1f} ms a token"
 
     def source(self) -> MtpSource | None:
         """The source of a new answer; None while the head is off."""
         return None if self.off else MtpSource(self)
-
-    def judge(self, *, right: bool) -> None:
-        self.judged, self.right = self.judged + 1, self.right + right
 
     def took(self, seconds: float) -> None:
         """A guess took ``seconds``."""
@@ -105,9 +97,9 @@ class MtpSource:
         return (self.worker.head.hidden_layer,)
 
     @property
-    def token_s(self) -> float:
-        """Seconds that a guess takes, as far as is known now."""
-        return self.worker.token_s
+    def price(self) -> DraftPrice:
+        """What guesses take, as far as is known now."""
+        return DraftPrice(0.0, self.worker.token_s)
 
     def note(self, hidden: HiddenRows) -> None:
         """These hidden states have been computed. They are given even if the source is not asked."""
