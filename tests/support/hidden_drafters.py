@@ -19,7 +19,7 @@ VOCAB = tiny_architectures.VOCAB
 
 def silenced(module: nn.Module) -> None:
     """Let all layers add nothing to the hidden state: it stays the token's embedding."""
-    ends = ("o_proj.weight", "down_proj.weight", "out_proj.weight")
+    ends = ("o_proj.weight", "down_proj.weight", "out_proj.weight", ".per_layer_projection.weight")
     for name, array in tree_flatten(module.parameters()):
         if name.endswith(ends):
             module.load_weights([(name, mx.zeros_like(array))], strict=False)

@@ -6,10 +6,10 @@
 Keys and values of the text are made of committed tokens only, each apart from all others: any of them may be
 missing, and old ones can be left out. Those of the block are gone when it has been guessed.
 
-Three kinds differ in what stands around that. **DFlash** is the picture: what is guessed at a mask stands there.
-**DFlash2** has convolutions around attention and MLP, whose kernels depend on the token, and a selector, which
-scores pairs of neighbours among each mask's best candidates. **DSpark** adds to the logits what a table of pairs
-says of the token before (a Markov head); its first guess stands at the newest token.
+Three kinds differ in what stands around that. **DFlash** is the picture: what is guessed at a mask stands
+there. **DFlash2** has convolutions around attention and MLP, whose kernels depend on the token, and a
+selector, which scores pairs of neighbours among each mask's best candidates. **DSpark** adds to the logits
+what a table of pairs says of the token before (a Markov head); its first guess stands at the newest token.
 
 References, read for names of tensors and for what goes where: z-lab's ``dflash/model_mlx.py`` (DFlash and
 DFlash2; layers with a window are causal inside a block unless the config says otherwise), and mlx-vlm's

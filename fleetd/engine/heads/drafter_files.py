@@ -8,8 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 
 from fleetd.engine.cpu.packed_layers import table_rows
+from fleetd.engine.heads.assistant import Assistant, AssistantConfig
 from fleetd.engine.heads.block_config import BlockConfig
 from fleetd.engine.heads.block_drafter import BlockDrafter
 from fleetd.engine.heads.head_files import packing
@@ -26,7 +28,7 @@ _UNUSED = ("embed_tokens.", "lm_head.", "confidence_head.")
 _BARE = ("predecessor_codebook", "successor_codebook")
 
 
-def read_drafter(folder: Path, model: Any) -> BlockDrafter:
+def read_drafter(folder: Path, model: Any) -> BlockDrafter | Assistant:
     """The drafter in ``folder``, its weights not read yet.
 
     Args:
@@ -38,20 +40,27 @@ def read_drafter(folder: Path, model: Any) -> BlockDrafter:
     """
     verify(folder)
     config = read_config(folder)
-    if drafter_kind(config) is None:
-        raise ModelUnsupported(f"{folder.name} is no drafter for hidden states.")
-    stage = Stage.of(model)
-    tokens = table_rows(stage.weights.embed_tokens)
     try:
-        shape = BlockConfig.of(config)
-        shape.check_fits(stage.hidden_width, stage.total, tokens)
-        drafter = BlockDrafter(model, shape)
-        weights = _renamed(_tensors(folder))
+        match drafter_kind(config):
+            case "dflash":
+                drafter: BlockDrafter | Assistant = _block_drafter(config, model)
+                weights = _as_block(_tensors(folder))
+            case "assistant":
+                drafter = Assistant(model, msgspec.convert(config, AssistantConfig))
+                weights = _as_assistant(_tensors(folder), drafter)
+            case None:
+                raise ModelUnsupported(f"{folder.name} is no drafter for hidden states.")
         nn.quantize(drafter, class_predicate=lambda name, module: packing(name, module, weights))
         drafter.load_weights([*weights.items()], strict=True)
     except (KeyError, TypeError, ValueError) as error:
         raise ModelUnsupported(f"{folder.name} does not belong to this model: {error}") from error
     return drafter
+
+
+def _block_drafter(config: Mapping[str, Any], model: Any) -> BlockDrafter:
+    stage, shape = Stage.of(model), BlockConfig.of(config)
+    shape.check_fits(stage.hidden_width, stage.total, table_rows(stage.weights.embed_tokens))
+    return BlockDrafter(model, shape)
 
 
 def _tensors(folder: Path) -> dict[str, mx.array]:
@@ -61,8 +70,16 @@ def _tensors(folder: Path) -> dict[str, mx.array]:
     return found
 
 
-def _renamed(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """The tensors under the names that the drafter's module has for them."""
+def _as_assistant(tensors: Mapping[str, mx.array], drafter: Assistant) -> dict[str, mx.array]:
+    """The tensors of an assistant without those of keys and values, and without a copy of its table."""
+    unused = [".k_proj", ".v_proj", ".k_norm", *([] if "lm_head" in drafter else ["lm_head"])]
+    return {
+        name: array for name, array in tensors.items() if not name.rpartition(".")[0].endswith(tuple(unused))
+    }
+
+
+def _as_block(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """The tensors of a block drafter under the names that its module has for them."""
     named = {}
     for name, array in tensors.items():
         name = name.removeprefix("model.")

@@ -22,6 +22,8 @@ from fleetd.engine.cpu import products
 from fleetd.engine.failures import over_files
 from fleetd.engine.grammar.grammars import Grammars
 from fleetd.engine.groups.group_model import GroupModel
+from fleetd.engine.heads.assistant import Assistant
+from fleetd.engine.heads.block_drafter import BlockDrafter
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.group_members import GroupMembers
@@ -44,6 +46,7 @@ from fleetd.engine.sequence_state import batches, checkpoints
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
+from fleetd.engine.speculation.assistant_source import WorkerAssistant
 from fleetd.engine.speculation.block_source import WorkerBlocks
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
 from fleetd.engine.speculation.mtp_source import WorkerHead
@@ -197,9 +200,13 @@ def _head(read: ReadModel, verdict: ExactnessVerdict) -> tuple[WorkerDrafter | N
 
 def _measured(head: HiddenDrafter) -> WorkerDrafter:
     """``head`` once it has drafted."""
-    if isinstance(head, MtpHead):
-        return WorkerHead.measured(head)
-    return WorkerBlocks.measured(head)
+    match head:
+        case MtpHead():
+            return WorkerHead.measured(head)
+        case BlockDrafter():
+            return WorkerBlocks.measured(head)
+        case Assistant():
+            return WorkerAssistant.measured(head)
 
 
 def _find_out(

@@ -27,6 +27,7 @@ from fleetd.engine.cpu.packed_product import kernels
 from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.failures import over_files
 from fleetd.engine.groups.group_model import GroupModel
+from fleetd.engine.heads.assistant import Assistant
 from fleetd.engine.heads.block_drafter import BlockDrafter
 from fleetd.engine.heads.drafter_files import read_drafter
 from fleetd.engine.heads.head_files import read_head
@@ -57,7 +58,7 @@ Device = Literal["cpu", "metal", "cuda"]
 # A context can be huge and memory small; without a stated context this is what llama-family models had.
 FALLBACK_CONTEXT = 4096
 # What drafts from a model's hidden states.
-HiddenDrafter = MtpHead | BlockDrafter
+HiddenDrafter = MtpHead | BlockDrafter | Assistant
 
 
 class ReadModel(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fleetd.engine.grammar.matcher import AnswerMatcher
 
 # Requests, figures and plans name a source by one of these.
-SourceName = Literal["grammar", "suffix", "lookup", "drafter", "mtp", "dflash"]
+SourceName = Literal["grammar", "suffix", "lookup", "drafter", "mtp", "dflash", "assistant"]
 SOURCE_NAMES: tuple[SourceName, ...] = get_args(SourceName)
 # The source that another worker feeds; it is added to an answer once that worker is found.
 DRAFTER: Final = "drafter"
@@ -24,8 +24,8 @@ GRAMMAR: Final = "grammar"
 # Gemma 4's assistant.
 MTP: Final = "mtp"
 DFLASH: Final = "dflash"
-
-HIDDEN_NAMES: tuple[SourceName, ...] = (MTP, DFLASH)
+ASSISTANT: Final = "assistant"
+HIDDEN_NAMES: tuple[SourceName, ...] = (MTP, DFLASH, ASSISTANT)
 # Those that every answer has.
 LOCAL_NAMES = tuple(name for name in SOURCE_NAMES if name not in (DRAFTER, GRAMMAR, *HIDDEN_NAMES))
 

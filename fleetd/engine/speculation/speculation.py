@@ -150,8 +150,11 @@ class SequenceDrafts:
         """What the next pass verifies, at most ``room`` drafts."""
         return self.controller.choose(proposals, room, machines)
 
-    def next_draft(self, tokens: Sequence[int], room: Callable[[], int]) -> Draft:
-        """What the next pass verifies, of all sources; ``room`` is asked for if there may be any draft."""
+    def next_draft(
+        self, tokens: Sequence[int], room: Callable[[], int], cache: Sequence[Any] | None = None
+    ) -> Draft:
+        """What the next pass verifies, of all sources; ``room`` is asked for if there may be any draft.
+        ``cache``: as of ``Context``."""
         proposals = self.proposals(tokens)
         if not proposals and not self.priced:
             return NO_DRAFT
@@ -161,7 +164,7 @@ class SequenceDrafts:
             count = self.controller.wanted(source.name, source.price, draft, most)
             if count <= 0:
                 continue
-            known = self._proposed(source, Context(tokens, count, self.hidden))
+            known = self._proposed(source, Context(tokens, count, self.hidden, cache))
             self.controller.drafted(source.name, source.spent_s)
             found = {source.name: known, **({draft.source: draft.tokens} if draft.tokens else {})}
             draft = self.choose(found, most)
