@@ -3,9 +3,10 @@
     the text        ▓▓─────────────────────────────────────────▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ n
     what is seen    ▓▓ sink                                     window: the rest, a step or more of it
 
-The model reads that as if nothing lay between, so positions are those in what is seen: its own context may be
-shorter than the text. Where the window begins depends on the text's length alone, and moves by half a window
-at a time. So most tokens are read twice, and the next turn of a conversation finds what the last one has read.
+The model reads that as if nothing lay between: positions are those in what is seen, so its own context may
+be shorter than the text. Where the window begins depends on the text's length alone, and moves by half a
+window at a time. So most tokens are read twice, and the next turn of a conversation finds what the last one
+has read.
 """
 
 from __future__ import annotations
