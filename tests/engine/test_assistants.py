@@ -86,7 +86,7 @@ def right_assistant(model: Any) -> Assistant:
     return drafter
 
 
-class Lying(Assistant):
+class LyingAssistant(Assistant):
     """Guesses another token than the assistant does, every time."""
 
     def _likeliest(self, own: mx.array) -> mx.array:
@@ -170,7 +170,9 @@ def test_clusters_give_what_all_tokens_would_if_all_are_chosen() -> None:
     assert clusters.guesses(5, 6, state, 6, rows).tolist() == expected
 
 
-@pytest.mark.parametrize("kind", [right_assistant, assistant_of, lambda model: Lying(model, shape_of())])
+@pytest.mark.parametrize(
+    "kind", [right_assistant, assistant_of, lambda model: LyingAssistant(model, shape_of())]
+)
 def test_several_answers_that_come_and_go_are_those_without_an_assistant(
     kind: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

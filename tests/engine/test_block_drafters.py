@@ -29,7 +29,7 @@ from fleetd.engine.load import loading
 from fleetd.engine.loop import decoding
 from fleetd.engine.protocol import Cancel, Sampling, Speculate
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.speculation import guess_record
+from fleetd.engine.speculation import hidden_source
 from fleetd.engine.speculation.block_source import WorkerBlocks
 from fleetd.engine.speculation.sources import HiddenRows
 from fleetd.errors import ModelUnsupported
@@ -97,7 +97,7 @@ def right_drafter(model: Any, kind: str) -> BlockDrafter:
     return drafter
 
 
-class Lying(BlockDrafter):
+class LyingBlocks(BlockDrafter):
     """Guesses tokens that are not the model's, every time."""
 
     def guesses(self, token: int, position: int, count: int, cache: list[Any]) -> mx.array:
@@ -110,7 +110,7 @@ class Lying(BlockDrafter):
 
 
 def lying(model: Any) -> BlockDrafter:
-    drafter = Lying(model, BlockConfig.of(config_of("dflash")))
+    drafter = LyingBlocks(model, BlockConfig.of(config_of("dflash")))
     drafter.following = mx.argmax(model.lm_head(model.model.norm(model.model.embed_tokens.weight)), axis=-1)
     return drafter
 
@@ -219,7 +219,6 @@ def test_an_answer_that_is_held_to_a_grammar_is_the_same(tokenizer: Any) -> None
 def test_the_rows_of_a_long_text_stay_bounded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SPEC_HIDDEN_ROWS", 40)
     monkeypatch.setattr(block_drafter, "ROWS", 64)
-    monkeypatch.setattr(block_drafter, "LEFT", 24)
     drafter = drafter_of(simple("llama"), "dflash")
     source = WorkerBlocks.measured(drafter).source()
     assert source is not None
@@ -228,7 +227,7 @@ def test_the_rows_of_a_long_text_stay_bounded(tokenizer: Any, monkeypatch: pytes
         source.note(HiddenRows(start, {0: rows, 2: rows}))
         if start % 30 == 0 and start:
             source.propose(speculating.Context([1] * (start + 10), 4))
-            assert max(kept.offset for kept in source._cache) <= 64
+            assert max(kept.held for kept in source._cache) <= 64
         assert sum(states.shape[0] for _, states in source._noted) <= 40 + 10
     assert source._fed == 399
 
@@ -240,7 +239,7 @@ def test_a_drafter_that_is_hardly_ever_right_is_switched_off_and_says_so(tokeniz
     for i in range(4):
         run.submit(f"r{i}", PROMPT, max_tokens=30, speculate=ALONE)
         run.finish()
-    assert worker.judged >= guess_record.JUDGED
+    assert worker.judged >= hidden_source.JUDGED
     assert worker.off.startswith("off: 0 of its ")
     assert run.scheduler._figures().draft_head == worker.off
     assert worker.source() is None

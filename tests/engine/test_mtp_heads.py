@@ -27,7 +27,7 @@ from fleetd.engine.load import loading
 from fleetd.engine.loop import decoding
 from fleetd.engine.protocol import Cancel, Sampling, Speculate
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.speculation import guess_record, mtp_source
+from fleetd.engine.speculation import hidden_source, mtp_source
 from fleetd.engine.speculation.mtp_source import MtpSource, WorkerHead
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 
@@ -193,7 +193,7 @@ def test_a_head_that_is_hardly_ever_right_is_switched_off_and_says_so(tokenizer:
     for i in range(4):
         run.submit(f"r{i}", PROMPT, max_tokens=30, speculate=ALONE)
         run.finish()
-    assert worker.judged >= guess_record.JUDGED
+    assert worker.judged >= hidden_source.JUDGED
     assert worker.off.startswith("off: 0 of its ")
     assert run.scheduler._figures().draft_head == worker.off
     assert worker.source() is None

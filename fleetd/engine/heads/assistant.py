@@ -47,7 +47,7 @@ class AssistantConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def args(self) -> Any:
-        """As mlx-lm's layers take it. All of them take keys and values from elsewhere."""
+        """The constants of its layers, as mlx-lm takes them. All take keys and values from elsewhere."""
         layers = self.text_config.get("num_hidden_layers")
         plain = {"hidden_size_per_layer_input": 0, "enable_moe_block": False, "use_double_wide_mlp": False}
         given = {**self.text_config, **plain, "num_kv_shared_layers": layers}
@@ -87,7 +87,7 @@ class Assistant(nn.Module):  # type: ignore[misc]
             for index, layer in enumerate(stage.weights.layers)
             if stage.empty[index] is not None and hasattr(layer, "layer_type")
         }
-        self._target = _Target(stage, kinds)
+        self._target = _AssistantTarget(stage, kinds)
 
     @property
     def hidden_layer(self) -> int:
@@ -161,7 +161,7 @@ class Assistant(nn.Module):  # type: ignore[misc]
                 raise ValueError(f"its {layer.layer_type} cannot read the model's keys")
 
 
-class _Target(msgspec.Struct, frozen=True):
+class _AssistantTarget(msgspec.Struct, frozen=True):
     """The model, and its last layer of each kind that keeps rows. MLX takes no struct for a parameter."""
 
     stage: Stage

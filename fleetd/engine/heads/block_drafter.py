@@ -26,7 +26,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
@@ -36,8 +35,35 @@ from fleetd.engine.heads.block_extras import Convolution, Markov, Selector
 from fleetd.engine.layers.stage import Stage
 from fleetd.errors import ModelUnsupported
 
-# Rows of a text that each layer keeps at most, and how many are left when they are cut.
-ROWS, LEFT = 2048, 1792
+# Rows of a text that each layer keeps at most.
+ROWS = 2048
+
+
+class BlockRows:
+    """A layer's keys and values of a text, (1, heads, rows, size) each: the newest, at most ``ROWS``."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def held(self) -> int:
+        """Rows."""
+        return 0 if self._kept is None else int(self._kept[0].shape[2])
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [] if self._kept is None else [*self._kept]
+
+    def with_more(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The rows, and these behind them. Lazy."""
+        if self._kept is None:
+            return keys, values
+        return mx.concatenate([self._kept[0], keys], axis=2), mx.concatenate([self._kept[1], values], axis=2)
+
+    def add(self, keys: mx.array, values: mx.array) -> None:
+        """Keep these, too. Lazy."""
+        keys, values = self.with_more(keys, values)
+        self._kept = keys[..., -ROWS:, :], values[..., -ROWS:, :]
 
 
 class BlockDrafter(nn.Module):  # type: ignore[misc]
@@ -65,25 +91,22 @@ class BlockDrafter(nn.Module):  # type: ignore[misc]
         stage = Stage.of(model)
         if stage.architecture.between:
             raise ModelUnsupported("Its layers give more than one hidden state for each token.")
-        self._target = _Target(stage)
+        self._target = _BlockTarget(stage)
 
-    def make_cache(self) -> list[Any]:
-        """An empty cache for each layer."""
-        return [KVCache() for _ in self.layers]
+    def make_cache(self) -> list[BlockRows]:
+        """Rows for each layer, none yet."""
+        return [BlockRows() for _ in self.layers]
 
-    def read(self, states: mx.array, start: int, cache: list[Any]) -> None:
+    def read(self, states: mx.array, start: int, cache: list[BlockRows]) -> None:
         """Add the rows of committed tokens that follow each other, the first of them the text's ``start``.
 
         ``states``: (T, k·D), the outputs of the k layers that the config names, side by side. Lazy.
         """
         context = self.hidden_norm(self.fc(states[None]))
         for layer, kept in zip(self.layers, cache, strict=True):
-            keys, values = layer.self_attn.rows(context, start)
-            if kept.offset + keys.shape[2] > ROWS:
-                _cut(kept)
-            kept.update_and_fetch(keys, values)
+            kept.add(*layer.self_attn.rows(context, start))
 
-    def guesses(self, token: int, position: int, count: int, cache: list[Any]) -> mx.array:
+    def guesses(self, token: int, position: int, count: int, cache: list[BlockRows]) -> mx.array:
         """The ``count`` likeliest tokens after ``token``, the text's at ``position``: int32 (count,).
 
         Of earlier tokens ``cache`` has rows. Lazy.
@@ -113,7 +136,7 @@ class BlockDrafter(nn.Module):  # type: ignore[misc]
         return mx.tanh(logits / cap) * cap if cap else logits
 
 
-class _Target(msgspec.Struct, frozen=True):
+class _BlockTarget(msgspec.Struct, frozen=True):
     """The model. MLX takes no struct for a parameter."""
 
     stage: Stage
@@ -142,15 +165,11 @@ class _Attention(nn.Module):  # type: ignore[misc]
         keys = self.k_norm(_by_head(self.k_proj(hidden), self.kv_heads))
         return self._rope(keys, offset=start), _by_head(self.v_proj(hidden), self.kv_heads)
 
-    def __call__(self, hidden: mx.array, start: int, kept: Any) -> mx.array:
+    def __call__(self, hidden: mx.array, start: int, kept: BlockRows) -> mx.array:
         queries = self._rope(self.q_norm(_by_head(self.q_proj(hidden), self.heads)), offset=start)
         keys, values = self.rows(hidden, start)
-        known = kept.offset
-        if known:
-            earlier = kept.keys_and_values()
-            keys = mx.concatenate([earlier[0], keys], axis=2)
-            values = mx.concatenate([earlier[1], values], axis=2)
-        mask = self._mask(known, hidden.shape[1])
+        keys, values = kept.with_more(keys, values)
+        mask = self._mask(kept.held, hidden.shape[1])
         given = scaled_dot_product_attention(queries, keys, values, cache=None, scale=self.scale, mask=mask)
         out: mx.array = self.o_proj(given.transpose(0, 2, 1, 3).reshape(1, hidden.shape[1], -1))
         return out
@@ -174,7 +193,7 @@ class _Layer(nn.Module):  # type: ignore[misc]
         if config.conv_kernel_size:
             self.attention_conv, self.mlp_conv = Convolution(config), Convolution(config)
 
-    def __call__(self, hidden: mx.array, start: int, kept: Any) -> mx.array:
+    def __call__(self, hidden: mx.array, start: int, kept: BlockRows) -> mx.array:
         given, kernels = self._before("attention_conv", self.input_layernorm(hidden))
         hidden = hidden + self._after("attention_conv", self.self_attn(given, start, kept), kernels)
         given, kernels = self._before("mlp_conv", self.post_attention_layernorm(hidden))
@@ -194,10 +213,3 @@ class _Layer(nn.Module):  # type: ignore[misc]
 def _by_head(array: mx.array, heads: int) -> mx.array:
     """(1, T, heads·size) to (1, heads, T, size)."""
     return array.reshape(1, array.shape[1], heads, -1).transpose(0, 2, 1, 3)
-
-
-def _cut(kept: KVCache) -> None:
-    """Keep the newest rows only."""
-    keys, values = kept.keys_and_values()
-    kept.keys, kept.values = mx.contiguous(keys[..., -LEFT:, :]), mx.contiguous(values[..., -LEFT:, :])
-    kept.offset = kept.keys.shape[2]

@@ -49,8 +49,8 @@ from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.speculation.assistant_source import WorkerAssistant
 from fleetd.engine.speculation.block_source import WorkerBlocks
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
+from fleetd.engine.speculation.hidden_source import WorkerDrafter
 from fleetd.engine.speculation.mtp_source import WorkerHead
-from fleetd.engine.speculation.sources import WorkerDrafter
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models import digest as digests

@@ -8,7 +8,7 @@ cannot be verified either.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -17,13 +17,13 @@ import mlx.core as mx
 from fleetd import limits
 from fleetd.engine.heads.assistant import Assistant
 from fleetd.engine.speculation.drafts_price import DraftPrice
-from fleetd.engine.speculation.guess_record import GuessRecord
+from fleetd.engine.speculation.hidden_source import HiddenSource, WorkerDrafter
 from fleetd.engine.speculation.local_sources import ASSISTANT
 from fleetd.engine.speculation.sources import Context, HiddenRows
 
 
 @dataclass(slots=True)
-class WorkerAssistant(GuessRecord):
+class WorkerAssistant(WorkerDrafter):
     """An assistant, for all answers of a worker."""
 
     drafter: Assistant
@@ -53,17 +53,13 @@ class WorkerAssistant(GuessRecord):
 
 
 @dataclass(slots=True)
-class AssistantSource:
+class AssistantSource(HiddenSource):
     """See the module."""
 
     worker: WorkerAssistant
     name: ClassVar[str] = ASSISTANT
-    # Seconds of the last ``propose``.
-    spent_s: float = field(init=False, default=0.0)
     # The newest hidden states, (rows, D), and the token of their first row.
     _noted: tuple[int, mx.array] | None = field(init=False, default=None)
-    # The first guess of the last draft, until the text goes on.
-    _guess: int | None = field(init=False, default=None)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -94,13 +90,8 @@ class AssistantSource:
         found: list[int] = given.tolist()  # type: ignore[assignment]
         self.spent_s = time.perf_counter() - begun
         self.worker.price.took(context.width, self.spent_s)
-        self._guess = found[0]
+        self.guess = found[0]
         return found
-
-    def committed(self, tokens: Sequence[int]) -> None:
-        if self._guess is not None and tokens:
-            self.worker.judge(right=tokens[0] == self._guess)
-            self._guess = None
 
     def close(self) -> None:
         self._noted = None

@@ -12,23 +12,22 @@ here, and the oldest are left out when there are many, so that a text of any len
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import mlx.core as mx
 
 from fleetd import limits
-from fleetd.engine.heads.block_drafter import BlockDrafter
-from fleetd.engine.sequence_state.parts import arrays
+from fleetd.engine.heads.block_drafter import BlockDrafter, BlockRows
 from fleetd.engine.speculation.drafts_price import DraftPrice
-from fleetd.engine.speculation.guess_record import GuessRecord
+from fleetd.engine.speculation.hidden_source import HiddenSource, WorkerDrafter
 from fleetd.engine.speculation.local_sources import DFLASH
 from fleetd.engine.speculation.sources import Context, HiddenRows
 
 
 @dataclass(slots=True)
-class WorkerBlocks(GuessRecord):
+class WorkerBlocks(WorkerDrafter):
     """A block drafter, for all answers of a worker."""
 
     drafter: BlockDrafter
@@ -40,7 +39,7 @@ class WorkerBlocks(GuessRecord):
         config, cache = drafter.config, drafter.make_cache()
         width = len(config.target_layer_ids) * config.hidden_size
         drafter.read(mx.zeros((limits.SPEC_WIDTH, width)), 0, cache)
-        mx.eval(arrays(cache))
+        mx.eval([kept.arrays for kept in cache])
 
         def seconds(count: int) -> float:
             begun = clock()
@@ -63,20 +62,16 @@ class WorkerBlocks(GuessRecord):
 
 
 @dataclass(slots=True)
-class BlockSource:
+class BlockSource(HiddenSource):
     """See the module."""
 
     worker: WorkerBlocks
     name: ClassVar[str] = DFLASH
-    # Seconds of the last ``propose``, without what was made up for of the prompt.
-    spent_s: float = field(init=False, default=0.0)
     # The newest hidden states, (rows, k·D) each, with the tokens of their first rows.
     _noted: list[tuple[int, mx.array]] = field(init=False, default_factory=list)
     # The drafter's rows, and the token up to which they are complete.
-    _cache: list[Any] = field(init=False, default_factory=list)
+    _cache: list[BlockRows] = field(init=False, default_factory=list)
     _fed: int = field(init=False, default=0)
-    # The first guess of the last draft, until the text goes on.
-    _guess: int | None = field(init=False, default=None)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -109,19 +104,14 @@ class BlockSource:
         self._read(newest)
         if begins:
             # What is read of the prompt belongs to its prefill.
-            mx.eval(arrays(self._cache))
+            mx.eval([kept.arrays for kept in self._cache])
             begun = time.perf_counter()
         count = min(context.width, drafter.config.most)
         found: list[int] = drafter.guesses(context.tokens[-1], newest, count, self._cache).tolist()  # type: ignore[assignment]
         self.spent_s = time.perf_counter() - begun
         self.worker.price.took(count, self.spent_s)
-        self._guess = found[0]
+        self.guess = found[0]
         return found
-
-    def committed(self, tokens: Sequence[int]) -> None:
-        if self._guess is not None and tokens:
-            self.worker.judge(right=tokens[0] == self._guess)
-            self._guess = None
 
     def close(self) -> None:
         self._noted, self._cache = [], []

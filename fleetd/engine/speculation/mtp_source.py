@@ -16,7 +16,7 @@ length costs the head the same memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.parts import arrays
 from fleetd.engine.speculation.drafts_price import DraftPrice
-from fleetd.engine.speculation.guess_record import GuessRecord
+from fleetd.engine.speculation.hidden_source import HiddenSource, WorkerDrafter
 from fleetd.engine.speculation.local_sources import MTP
 from fleetd.engine.speculation.sources import Context, HiddenRows
 
@@ -41,7 +41,7 @@ _BELIEVED = 0.2
 
 
 @dataclass(slots=True)
-class WorkerHead(GuessRecord):
+class WorkerHead(WorkerDrafter):
     """A model's head, for all answers of a worker."""
 
     head: MtpHead
@@ -76,21 +76,17 @@ class WorkerHead(GuessRecord):
 
 
 @dataclass(slots=True)
-class MtpSource:
+class MtpSource(HiddenSource):
     """See the module."""
 
     worker: WorkerHead
     name: ClassVar[str] = MTP
-    # Seconds of the last ``propose``, without what was made up for of the prompt.
-    spent_s: float = field(init=False, default=0.0)
     # The newest hidden states, (rows, D) each, with the tokens of their first rows.
     _noted: list[tuple[int, mx.array]] = field(init=False, default_factory=list)
     # The head's rows, how many they are, and the token up to which they are complete.
     _cache: list[Any] = field(init=False, default_factory=list)
     _rows: int = field(init=False, default=0)
     _fed: int = field(init=False, default=0)
-    # The first guess of the last draft, until the text goes on.
-    _guess: int | None = field(init=False, default=None)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -136,13 +132,8 @@ class MtpSource:
         # What is read of the prompt belongs to its prefill.
         self.spent_s = ended - (drafting if begins else begun)
         self.worker.took((ended - drafting) / context.width)
-        self._guess = found[0]
+        self.guess = found[0]
         return found
-
-    def committed(self, tokens: Sequence[int]) -> None:
-        if self._guess is not None and tokens:
-            self.worker.judge(right=tokens[0] == self._guess)
-            self._guess = None
 
     def close(self) -> None:
         self._noted, self._cache = [], []

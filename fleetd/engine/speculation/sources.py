@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fleetd.engine.speculation.drafts_price import DraftPrice
-
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
@@ -63,33 +61,3 @@ class DraftSource(Protocol):
 
     def close(self) -> None:
         """Called when the answer has ended. Idempotent."""
-
-
-class PricedSource(DraftSource, Protocol):
-    """A source whose drafts take time of this device."""
-
-    @property
-    def price(self) -> DraftPrice:
-        """What drafts take, as far as is known now."""
-
-    @property
-    def spent_s(self) -> float:
-        """Seconds that the last ``propose`` took, without what was made up for of the prompt."""
-
-    def note(self, hidden: HiddenRows) -> None:
-        """These hidden states have been computed. They are given even if the source is not asked."""
-
-
-class WorkerDrafter(Protocol):
-    """What drafts from a model's hidden states, for all answers of a worker."""
-
-    @property
-    def off(self) -> str:
-        """Why it drafts no more; "" while it does."""
-
-    @property
-    def text(self) -> str:
-        """What is said of it once it is loaded: the name of its source, and what drafts take."""
-
-    def source(self) -> PricedSource | None:
-        """The source of a new answer; None while it is off."""

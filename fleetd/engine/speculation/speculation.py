@@ -20,6 +20,7 @@ from fleetd.engine.protocol import Generate
 from fleetd.engine.speculation.canonical_width import WideSteps
 from fleetd.engine.speculation.controller import NO_DRAFT, Controller, Draft
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
+from fleetd.engine.speculation.hidden_source import HiddenSource, WorkerDrafter
 from fleetd.engine.speculation.local_sources import local_sources
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
@@ -27,8 +28,6 @@ from fleetd.engine.speculation.sources import (
     Context,
     DraftSource,
     HiddenRows,
-    PricedSource,
-    WorkerDrafter,
 )
 
 T = TypeVar("T")
@@ -93,7 +92,7 @@ class WorkerSpeculation:
         wanted = request.speculate
         return self.verdict.exact and self.mode != "off" and (wanted is None or wanted.enabled)
 
-    def _priced(self, request: Generate) -> list[PricedSource]:
+    def _priced(self, request: Generate) -> list[HiddenSource]:
         names = None if request.speculate is None else request.speculate.sources
         source = None if self.head is None else self.head.source()
         if source is None or (names is not None and source.name not in names):
@@ -115,7 +114,7 @@ class SequenceDrafts:
     # What the answer is held to: drafts that it forbids are not verified. None: nothing.
     matcher: AnswerMatcher | None = None
     # Sources that take time of this device: they are asked after the others.
-    priced: list[PricedSource] = field(default_factory=list)
+    priced: list[HiddenSource] = field(default_factory=list)
     # What the last pass computed of the layers in ``hidden_layers``.
     hidden: HiddenRows | None = field(init=False, default=None)
 
