@@ -24,6 +24,7 @@ from bench.scenarios import (
     dialect_sessions,
     dialects,
     drafter_beside_local,
+    drafter_window,
     drafts,
     fetch_modelled,
     fleet_idle,
@@ -306,6 +307,13 @@ FAMILIES = {
             "bench/children/hybrid_model.py",
             "bench/children/prompt_states.py",
         ),
+    ),
+    "spec-window": Family(
+        "Drafters of long texts",
+        3,
+        1,
+        drafter_window.measure,
+        (*_WORKER, *_scenario("drafter_window"), "bench/children/drafter_window.py"),
     ),
     "spec-hybrid": Family(
         "Speculative decoding of a hybrid",

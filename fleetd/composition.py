@@ -24,13 +24,14 @@ from fleetd.control.model_listing import FoundModels, ModelListing
 from fleetd.engine.daemon_side.group_front import GroupFront
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.scoring.known_profiles import ProfileStore
-from fleetd.errors import Draining
+from fleetd.errors import Draining, FleetError
 from fleetd.fleet.own_card import CardMaker, Readings
 from fleetd.fleet.service import Fleet, default_name
 from fleetd.hardware.memory import machine_budget
 from fleetd.hardware.probe import HardwareProbe
-from fleetd.models import cpu_arithmetic
+from fleetd.models import cpu_arithmetic, file_threads
 from fleetd.models.catalog import find
+from fleetd.models.drafter_kinds import drafter_kind
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import WORKING_BYTES, WeightRules, needed_bytes
 from fleetd.models.model_store import ModelStore
@@ -99,7 +100,7 @@ class MachineParts:
         pool: EnginePool | None = None,
         models: ModelStore | None = None,
     ) -> None:
-        self._engine = config.engine
+        self._engine, self._speculation = config.engine, config.speculation
         self._background = BackgroundTasks()
         self.prober = HardwareProbe(gpu=config.engine.device != "cpu")
         self.store = Store(home.db)
@@ -118,11 +119,22 @@ class MachineParts:
             weight_rules=self.weight_rules,
             load_s=lambda folder: self.load_times.seconds(folder.name, folder.weights_bytes),
             pinned=lambda: self.pinned.names,
+            drafter=self._drafter,
             ended=self._worker_ended,
         )
         self.metrics = Metrics(__version__, engines=self.pool.status, peers=peers)
         self.speeds = ModelSpeeds()
         self.profiles = ProfileStore.in_home(home.cache)
+
+    async def _drafter(self, folder: ModelFolder) -> Path | None:
+        """The folder of the drafter that the settings name, if it drafts from hidden states."""
+        if not (name := self._speculation.draft_model) or self._speculation.mode == "off":
+            return None
+        try:
+            found = await file_threads.look(self.models.resolve, name)
+        except FleetError:
+            return None
+        return found.path if drafter_kind(found.config) is not None and found.path != folder.path else None
 
     def memory_budget(self, machine: HardwareReading, available_bytes: int) -> MemoryBudget:
         """What models may take of the memory that is available, in bytes."""

@@ -310,7 +310,8 @@ class SpeculationSettings(msgspec.Struct, frozen=True):
         str,
         Meta(
             max_length=200,
-            description='A small model of the same family that drafts for larger ones; "" is none.',
+            description="A small model of the same family that drafts for larger ones, or a drafter for "
+            'the hidden states of one (DFlash, DSpark, an assistant of Gemma 4); "" is none.',
         ),
     ] = ""
     draft_on: Annotated[

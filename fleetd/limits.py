@@ -573,6 +573,10 @@ INDEX_BYTES = 4 * MIB
 FOLLOWS = 4
 # Tokens that a drafter is ahead of the text at most: two blocks of verification and what a slow link holds.
 DRAFT_AHEAD = 32
+# The longest text that is drafted for; what a drafter's model sees of it: so many of its first tokens, and at
+# least half as many as this of its last ones.
+DRAFT_TEXT_TOKENS = 1 << 20
+DRAFT_SINK_TOKENS, DRAFT_WINDOW_TOKENS = 64, 2048
 # What is drafted for mistakes: how many of the likeliest ones, and how far after each.
 DRAFT_DETOURS, DRAFT_DETOUR_TOKENS = 4, 6
 # Bounds of one message: paths in it, and tokens of a path.

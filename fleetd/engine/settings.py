@@ -56,6 +56,8 @@ class WorkerSettings(WorkerOptions, frozen=True):
     path: str
     # Where the model's recorded checksums are, for folders that are not ours to write into.
     record: str = ""
+    # The folder of what drafts from the model's hidden states; "": what lies in its own folder, if any does.
+    drafter: str = ""
     # What other workers of this machine hold of the memory that models may.
     held_bytes: int = 0
     # Layers [first, last) only, for a worker that helps others and answers nothing itself; (0, 0) is all.

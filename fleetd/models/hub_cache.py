@@ -10,7 +10,10 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelRefused
+from fleetd.models.drafter_kinds import drafter_kind
+from fleetd.models.json_files import read_json
 from fleetd.models.opening import read_regular
 from fleetd.models.weights import missing_weights, weight_files
 
@@ -52,10 +55,15 @@ def snapshot(cache: Path, hub_id: str, revision: str | None = None) -> Path | No
 
 
 def is_complete(folder: Path) -> bool:
-    """True if the config, a tokenizer and all files of weights are there."""
-    if not (folder / "config.json").is_file() or not any((folder / name).is_file() for name in _TOKENIZERS):
-        return False
+    """True if the config, a tokenizer and all files of weights are there. A drafter for hidden states needs
+    no tokenizer."""
     try:
+        if not any((folder / name).is_file() for name in _TOKENIZERS):
+            config = read_json(folder / "config.json", limits.MODEL_CONFIG_BYTES)
+            if drafter_kind(config) is None:
+                return False
+        elif not (folder / "config.json").is_file():
+            return False
         return not missing_weights(folder) and all(file.is_file() for file in weight_files(folder))
     except (ModelCorrupt, ModelRefused):
         return False

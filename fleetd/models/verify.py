@@ -17,6 +17,7 @@ from typing import Any
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelRefused
 from fleetd.models import hub_cache, manifest
+from fleetd.models.drafter_kinds import drafter_kind
 from fleetd.models.folder import read_config
 from fleetd.models.json_files import PULL_AGAIN, read_json
 from fleetd.models.opening import open_regular
@@ -141,7 +142,11 @@ def check_configs(path: Path) -> None:
     config = read_config(path)
     for file in sorted(path.glob("*.json")):
         if file.name.endswith("config.json"):
-            _refuse_code_keys(file, read_json(file, limits.MODEL_JSON_BYTES))
+            content = read_json(file, limits.MODEL_JSON_BYTES)
+            if drafter_kind(config) is not None:
+                # Publishers name their own code there. The module that runs is the engine's.
+                content.pop("auto_map", None)
+            _refuse_code_keys(file, content)
         elif file.name == "tokenizer.json":
             read_json(file, limits.MODEL_JSON_BYTES)
     for file in sorted(path.glob("*.jinja")):

@@ -15,9 +15,11 @@ import tiny_models
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, make_prompt_cache
 from tiny_architectures import VOCAB
 
+from fleetd import limits
 from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.protocol import DraftFor, DraftReport, Failed
+from fleetd.engine.speculation import drafter_window
 from fleetd.engine.speculation.draft_guests import DraftGuests
 from fleetd.engine.speculation.drafter import DraftModel, DraftWriter
 from fleetd.engine.speculation.lookahead import Lookahead
@@ -87,6 +89,60 @@ def test_a_long_text_is_prefilled_in_pieces(model: Any) -> None:
     drafting.prefill([], 30)
     assert (drafting.missing([]), drafting.held) == (0, 49)
     assert drafting.guess([]).first == fresh(model, text)
+
+
+def windowed(text: Sequence[int]) -> list[int]:
+    """What is seen of a text."""
+    return [*text[: limits.DRAFT_SINK_TOKENS], *text[drafter_window.begins(len(text)) :]]
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DRAFT_SINK_TOKENS", 4)
+    monkeypatch.setattr(limits, "DRAFT_WINDOW_TOKENS", 40)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_what_is_seen_of_a_text_depends_on_its_length_and_moves_by_steps() -> None:
+    text = list(range(500))
+    before: list[int] = []
+    for length in range(1, 500):
+        seen = windowed(text[:length])
+        assert len(seen) == drafter_window.seen(length) <= 44
+        assert seen == text[:length] if length <= 44 else len(seen) > 24
+        assert seen[:4] == text[: min(4, length)]
+        assert seen[-1] == text[length - 1]
+        # Mostly a text that grows is only added to.
+        assert seen[:-1] == before or length % 20 == 5
+        before = seen
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_text_of_any_length_is_drafted_for_with_the_memory_of_a_window(model: Any) -> None:
+    rng = random.Random(5)
+    counting, text = CountingModel(model), words(300)
+    drafting = DraftModel(counting)
+    drafting.committed(text)
+    assert drafting.missing([]) == len(windowed(text)) - 1 < 44
+    drafting.prefill([], 300)
+    for _ in range(12):
+        path = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 4))]
+        assert drafting.guess(path).first == fresh(model, [*windowed(text), *path])
+        new = [*path[: rng.randint(0, 4)], *words(rng.randint(1, 9))]
+        text += new
+        drafting.committed(new)
+        assert drafting.held <= 44 + 4
+    drafting.guess([])
+    # The next turn goes on from what was read in this one.
+    tokens, cache = drafting.kept
+    assert tokens == windowed(text)[: len(tokens)]
+    prefix = PrefixCache(1 << 30)
+    prefix.store(tokens, cache, "guessed")
+    more = [*text, 9] if len(text) % 20 != 4 else text
+    again = DraftModel(model, lambda tokens: prefix.fetch(tokens, "guessed"))
+    again.committed(more)
+    assert again.held == len(tokens)
+    assert again.guess([]).first == fresh(model, windowed(more))
 
 
 class CountingModel:

@@ -16,7 +16,7 @@ from fleetd.errors import ProtocolError
 from fleetd.plan.prefill.split import prefix_hashes
 
 VOCAB = 1000
-CONTEXT = 500
+LONGEST = limits.DRAFT_TEXT_TOKENS
 token = st.integers(0, VOCAB - 1)
 texts = st.lists(token, min_size=1, max_size=200)
 paths = st.lists(token, min_size=1, max_size=limits.DRAFT_BRANCH_TOKENS)
@@ -41,7 +41,7 @@ def trail(text: list[int]) -> wire.TextHash:
 def test_a_commit_arrives(base: list[int], tokens: list[int]) -> None:
     head, payload = wire.commit(trail(base), tokens)
     head = FrameHeader.unpack(head.pack())
-    frame = received(head, payload, wire.place_commit(head, context_tokens=CONTEXT))
+    frame = received(head, payload, wire.place_commit(head))
     assert wire.tokens_of(frame, VOCAB) == tokens
     assert (head.start, head.end) == (len(base), len(base) + len(tokens))
     assert head.prefix == prefix_hashes(wire.packed(base), [len(base)])[len(base)]
@@ -68,14 +68,14 @@ def test_a_trail_does_not_depend_on_its_pieces(text: list[int], cuts: list[int])
 
 @given(st.binary(min_size=HEAD_BYTES, max_size=HEAD_BYTES), st.binary(max_size=64))
 def test_no_bytes_do_more_than_a_protocol_error(data: bytes, payload: bytes) -> None:
-    for place in (lambda head: wire.place_commit(head, context_tokens=CONTEXT), wire.place_draft):
+    for place in (wire.place_commit, wire.place_draft):
         try:
             head = FrameHeader.unpack(data)
             buffers = place(head)
         except ProtocolError:
             continue
         # Whatever passed is small, and its content is checked as well.
-        assert head.nbytes <= max(CONTEXT, limits.DRAFT_BRANCHES * (1 + limits.DRAFT_BRANCH_TOKENS)) * 4
+        assert head.nbytes <= max(LONGEST, limits.DRAFT_BRANCHES * (1 + limits.DRAFT_BRANCH_TOKENS)) * 4
         full = (payload * head.nbytes)[: head.nbytes].ljust(head.nbytes, b"\0")
         frame = received(head, full, buffers)
         for read in (wire.tokens_of, wire.branches_of):
@@ -119,10 +119,10 @@ def test_lengths_that_do_not_add_up_are_refused(lengths: list[int]) -> None:
         wire.branches_of(frame, VOCAB)
 
 
-@pytest.mark.parametrize("length", [CONTEXT + 1, 2**32 - 1])
-def test_a_text_beyond_the_context_is_refused_unread(length: int) -> None:
+@pytest.mark.parametrize("length", [LONGEST + 1, 2**32 - 1])
+def test_a_text_beyond_the_longest_is_refused_unread(length: int) -> None:
     head = FrameHeader(Kind.COMMIT, start=length - 1, count=1, sizes=(4, 0), prefix=b"8 bytes.")
     with pytest.raises(ProtocolError):
-        wire.place_commit(head, context_tokens=CONTEXT)
-    fits = msgspec.structs.replace(head, start=CONTEXT - 1)
-    assert [b.nbytes for b in wire.place_commit(fits, context_tokens=CONTEXT)] == [4]
+        wire.place_commit(head)
+    fits = msgspec.structs.replace(head, start=LONGEST - 1)
+    assert [b.nbytes for b in wire.place_commit(fits)] == [4]

@@ -14,6 +14,7 @@ from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import GroupMember
 from fleetd.errors import GroupLost
+from fleetd.models.folder import ModelFolder
 
 pytestmark = pytest.mark.one_loop
 
@@ -75,5 +76,27 @@ async def test_a_model_that_is_to_be_here_alone_is_not_cut(tmp_path: Path) -> No
     try:
         await pool.load(folder, [])
         assert pool.engine(folder) is not None
+    finally:
+        await pool.close()
+
+
+async def test_a_worker_is_told_of_the_drafter_for_its_model(tmp_path: Path) -> None:
+    folder = folder_of(write(tmp_path / "tiny"))
+    asked: list[str] = []
+
+    async def drafter(target: ModelFolder) -> Path:
+        asked.append(target.name)
+        return tmp_path / "drafter"
+
+    pool = EnginePool(PoolOptions(device="cpu", max_memory_bytes=2 << 30), drafter=drafter)
+    try:
+        await pool.load(folder)
+        engine = pool.engine(folder)
+        assert engine is not None
+        assert engine.settings.drafter == str(tmp_path / "drafter")
+        assert asked == [folder.name]
+        assert engine.facts is not None
+        # There is none: it says why, and the model runs.
+        assert engine.facts.draft_head.startswith("off: ")
     finally:
         await pool.close()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 import speculating
 import tiny_architectures
+from hidden_drafters import VOCAB, Even, silenced, simple, verdict_of
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
@@ -28,13 +28,11 @@ from fleetd.engine.load.model_reading import HeldWeights
 from fleetd.engine.loop import decoding
 from fleetd.engine.protocol import Cancel, Sampling, Speculate
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.speculation import mtp_source
-from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
+from fleetd.engine.speculation import hidden_source, mtp_source
 from fleetd.engine.speculation.mtp_source import MtpSource, WorkerHead
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
-VOCAB = tiny_architectures.VOCAB
 PROMPT = [(7 * i + 3) % 64 for i in range(30)]
 FAMILIES = ["llama", "qwen3_5", "qwen3_next", "glm4_moe"]
 # No draft but those of the head.
@@ -50,22 +48,6 @@ def tokenizer(chain_path: Path) -> Any:
 @pytest.fixture(scope="module")
 def model_of() -> Callable[[str], Any]:
     return functools.cache(tiny_architectures.tiny)
-
-
-def silenced(module: nn.Module) -> None:
-    """Let all layers add nothing to the hidden state: it stays the token's embedding."""
-    ends = ("o_proj.weight", "down_proj.weight", "out_proj.weight")
-    for name, array in tree_flatten(module.parameters()):
-        if name.endswith(ends):
-            module.load_weights([(name, mx.zeros_like(array))], strict=False)
-
-
-@functools.cache
-def simple(name: str) -> Any:
-    """A model of a family whose next token depends on the newest one alone."""
-    model = tiny_architectures.tiny(name)
-    silenced(model)
-    return model
 
 
 def right_head(model: Any, draft_tokens: mx.array | None = None) -> MtpHead:
@@ -88,18 +70,6 @@ class LyingHead(MtpHead):
 def spec(model: Any, head: MtpHead, **changes: Any) -> Any:
     worker = WorkerHead.measured(head)
     return speculating.speculation(VOCAB, verdict=verdict_of(model), head=worker, **changes)
-
-
-VERDICTS: dict[int, Any] = {}
-
-
-def verdict_of(model: Any) -> Any:
-    """The probe's verdict, found once for each model."""
-    if id(model) not in VERDICTS:
-        plan = ProbePlan((20,), (2, 16), 1, every=True)
-        VERDICTS[id(model)] = probe(model, vocab_size=VOCAB, context_tokens=2048, plan=plan)
-    assert VERDICTS[id(model)].exact
-    return VERDICTS[id(model)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -199,28 +169,6 @@ def test_after_a_restored_prefix_a_head_begins_with_what_is_computed_and_says_so
         assert 0 < counts[request].known_tokens < len(longer) - 1
 
 
-class Even:
-    """Lets an answer have even tokens only, as an ``AnswerMatcher`` does."""
-
-    failure, open = "", True
-
-    def __init__(self) -> None:
-        self.held = 0
-
-    def consume(self, tokens: Sequence[int]) -> None:
-        assert all(token % 2 == 0 for token in tokens)
-        self.held += len(tokens)
-
-    def allowed(self, drafts: Sequence[int]) -> int:
-        return next((at for at, token in enumerate(drafts) if token % 2), len(drafts))
-
-    def forced(self, most: int) -> list[int]:
-        return []
-
-    def masks(self, drafts: Sequence[int] = ()) -> list[Any]:
-        return [np.arange(VOCAB) % 2 == 0] * (self.allowed(drafts) + 1)
-
-
 def test_an_answer_that_is_held_to_a_grammar_is_the_same(tokenizer: Any) -> None:
     model = simple("llama")
 
@@ -272,12 +220,15 @@ def test_a_head_begins_with_the_end_of_a_prompt_and_its_rows_stay_bounded(
 
 def test_a_head_that_is_hardly_ever_right_is_switched_off_and_says_so(tokenizer: Any) -> None:
     model = simple("llama")
-    worker = WorkerHead.measured(LyingHead(model))
+    # What is right and one more is wrong every time; a random guess would be right now and then.
+    head = right_head(model)
+    head.__class__ = LyingHead
+    worker = WorkerHead.measured(head)
     run = Run(model, tokenizer, speculating.speculation(VOCAB, verdict=verdict_of(model), head=worker))
     for i in range(4):
         run.submit(f"r{i}", PROMPT, max_tokens=30, speculate=ALONE)
         run.finish()
-    assert worker.judged >= mtp_source.JUDGED
+    assert worker.judged >= hidden_source.JUDGED
     assert worker.off.startswith("off: 0 of its ")
     assert run.scheduler._figures().draft_head == worker.off
     assert worker.source() is None

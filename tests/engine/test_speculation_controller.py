@@ -19,6 +19,7 @@ from fleetd.engine.speculation.controller import (
     Draft,
     SourceStats,
 )
+from fleetd.engine.speculation.drafts_price import DraftPrice
 from fleetd.engine.speculation.pass_costs import Costs
 
 FLAT = {1: 1.0, 4: 1.05, 16: 1.5}
@@ -278,12 +279,12 @@ def test_a_source_that_takes_time_is_asked_only_if_that_pays_beside_what_is_free
     controller = Controller(costs, most=4)
     controller.drafted("mtp", 0.0)
     controller._bearable = 10.0
-    assert controller.wanted("mtp", 0.05, NO_DRAFT, 8) >= 1
-    assert controller.wanted("mtp", 5.0, NO_DRAFT, 8) == 0
-    assert controller.wanted("mtp", 0.05, NO_DRAFT, 0) == 0
+    assert controller.wanted("mtp", DraftPrice(0.0, 0.05), NO_DRAFT, 8) >= 1
+    assert controller.wanted("mtp", DraftPrice(0.0, 5.0), NO_DRAFT, 8) == 0
+    assert controller.wanted("mtp", DraftPrice(0.0, 0.05), NO_DRAFT, 0) == 0
     # A draft that costs nothing and is as good is not beaten.
     controller.records["lookup"] = SourceStats(_right=30.0, _judged=30.0)
-    assert controller.wanted("mtp", 0.05, Draft("lookup", (1, 2, 3)), 8) == 0
+    assert controller.wanted("mtp", DraftPrice(0.0, 0.05), Draft("lookup", (1, 2, 3)), 8) == 0
 
 
 def test_a_source_that_did_not_pay_is_asked_for_a_token_now_and_then() -> None:
@@ -292,7 +293,7 @@ def test_a_source_that_did_not_pay_is_asked_for_a_token_now_and_then() -> None:
     controller._bearable = 1.0
     asked = []
     for token in range(3 * TRIAL_TOKENS):
-        if count := controller.wanted("mtp", 0.1, NO_DRAFT, 8):
+        if count := controller.wanted("mtp", DraftPrice(0.0, 0.1), NO_DRAFT, 8):
             asked.append((token, count))
             controller.drafted("mtp", 0.1)
         controller.verified(NO_DRAFT, [token], 1.0)

@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
+from fleetd.engine.speculation.assistant_source import AssistantSource
 from fleetd.engine.speculation.automaton import Automaton
-from fleetd.engine.speculation.local_sources import GRAMMAR, LOCAL_NAMES, SOURCE_NAMES, local_sources
+from fleetd.engine.speculation.block_source import BlockSource
+from fleetd.engine.speculation.local_sources import (
+    GRAMMAR,
+    HIDDEN_NAMES,
+    LOCAL_NAMES,
+    SOURCE_NAMES,
+    local_sources,
+)
 from fleetd.engine.speculation.lookup import LONGEST, SHORTEST, PromptLookup
 from fleetd.engine.speculation.mtp_source import MtpSource
 from fleetd.engine.speculation.remote_source import RemoteSource
@@ -94,4 +102,6 @@ def test_the_names_of_sources_are_those_that_requests_may_give() -> None:
     local = [source.name for source in local_sources(held)]
     assert tuple(source.name for source in local_sources()) == LOCAL_NAMES
     assert local == [GRAMMAR, *LOCAL_NAMES]
-    assert {*local, RemoteSource.name, MtpSource.name} == set(SOURCE_NAMES)
+    hidden = {MtpSource.name, BlockSource.name, AssistantSource.name}
+    assert {*local, RemoteSource.name, *hidden} == set(SOURCE_NAMES)
+    assert hidden == set(HIDDEN_NAMES)

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from hub_files import COMMIT, make_snapshot
 from mlx_lm import tool_parsers
-from model_files import make_folder
+from model_files import CONFIG, make_folder
 
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
 from fleetd.limits import GIB, MIB
@@ -226,6 +226,16 @@ def test_folder_that_cannot_be_read_is_left_out_of_the_list(store: ModelStore, i
 
 
 # ---- Hub cache -------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_in_the_hub_cache_needs_no_tokenizer(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).unlink()
+    assert not hub_cache.is_complete(folder)
+    for more in ({"dflash_config": {}}, {"model_type": "gemma4_assistant"}):
+        (folder / "config.json").write_text(json.dumps(CONFIG | more))
+        assert hub_cache.is_complete(folder)
 
 
 def test_hub_cache_location() -> None:

@@ -47,6 +47,14 @@ def test_code_or_pickle_in_the_folder_is_refused(tmp_path: Path, name: str) -> N
         verify(folder)
 
 
+def test_a_drafter_may_name_its_publishers_code_which_is_never_run(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "d", dflash_config={}, auto_map={"AutoModel": "dflash.DFlashDraftModel"})
+    verify(folder)
+    (folder / "dflash.py").write_text("")
+    with pytest.raises(ModelRefused, match="code"):
+        verify(folder)
+
+
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "processor_config.json"])
 @pytest.mark.parametrize(
     "poison",

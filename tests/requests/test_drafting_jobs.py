@@ -50,7 +50,7 @@ from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ServingContext
-from fleetd.requests.drafting import messages
+from fleetd.requests.drafting import client, messages
 from fleetd.requests.drafting.client import AnswerDrafting, check_vocabulary
 from fleetd.requests.drafting.drafters import DrafterCandidate
 from fleetd.requests.drafting.server import DraftServer
@@ -538,6 +538,19 @@ async def test_a_plan_names_who_would_draft() -> None:
     async with home_of(model="m") as home:
         assert (await planned(home)).drafters == []  # no model drafts for itself
     assert home.pool.used == 0
+
+
+async def test_a_drafter_for_hidden_states_is_not_asked_as_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker of the model that it is for has it."""
+    monkeypatch.setattr(client, "drafter_kind", lambda config: "dflash")
+    async with home_of() as home:
+        found = await planned(home)
+        assert (found.draft_model, found.drafters) == ("", [])
+        home.ending.set()
+        await home.answer(job())
+        assert home.drafter is None
+        assert home.pool.used == 0
+        assert home.metrics.told == []
 
 
 async def test_an_answer_says_who_drafts_for_it_while_it_runs() -> None:

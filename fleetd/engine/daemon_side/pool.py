@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,11 @@ A = TypeVar("A")
 _CHECK_S = 1.0
 _HELD_STEP_BYTES = 256 * MIB
 _ANY_BYTES = 1 << 50
+
+
+async def no_drafter(folder: ModelFolder) -> Path | None:
+    """None for any model."""
+    return None
 
 
 class PoolOptions(WorkerOptions, frozen=True, kw_only=True):
@@ -89,6 +94,8 @@ class EnginePool:
     groups: Callable[[ModelFolder, CpuArithmetic | Literal[""], Sequence[str]], GroupLife | None] = (
         lambda folder, arithmetic, over: None
     )
+    # The folder of what drafts from a model's hidden states; None: what lies in its own folder, if anything.
+    drafter: Callable[[ModelFolder], Awaitable[Path | None]] = no_drafter
     # Told the id of each worker's process once that has ended.
     ended: Callable[[int], None] = lambda pid: None
     _models: dict[str, LoadedModel] = field(default_factory=dict, init=False)
@@ -563,7 +570,8 @@ class EnginePool:
                 await self._end(model)
             if self._loading_besides(wanted):
                 return None
-            model = LoadedModel(self._new_workers(wanted), self._exited)
+            drafter = None if wanted.last else await self.drafter(wanted.folder)
+            model = LoadedModel(self._new_workers(wanted, drafter), self._exited)
             # It measures its speed at the end of its load.
             self._end_idle_time()
             self._models[name] = model
@@ -585,13 +593,15 @@ class EnginePool:
                 hint="Leave `placement` out, or send it again once its requests have ended.",
             )
 
-    def _new_workers(self, wanted: _WantedLayers) -> Sequence[EngineProcess]:
-        """What is to compute it, not started: one worker."""
+    def _new_workers(self, wanted: _WantedLayers, drafter: Path | None) -> Sequence[EngineProcess]:
+        """What is to compute it, not started: one worker. ``drafter``: the folder of what drafts from its
+        hidden states."""
         folder = wanted.folder
         rules = self.weight_rules()
         need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
         if need.arithmetic == "float32" and not rules.available:
             log.info("engine.float32", model=folder.name, reason="onnxruntime is not installed")
+        settings = self._settings(wanted, drafter)
         options: dict[str, Any] = {
             "weights_bytes": need.n_bytes,
             "load_within_s": load_times.stall_s(self.load_s(folder)),
@@ -604,16 +614,17 @@ class EnginePool:
         if wanted.over or (wanted.over is None and too_large):
             group = self.groups(folder, need.arithmetic, sorted(wanted.over or ()))
         if group is not None:
-            return [GroupFront(self._settings(wanted), group, **options)]
-        return [EngineProcess(self._settings(wanted), **options)]
+            return [GroupFront(settings, group, **options)]
+        return [EngineProcess(settings, **options)]
 
-    def _settings(self, wanted: _WantedLayers) -> WorkerSettings:
+    def _settings(self, wanted: _WantedLayers, drafter: Path | None) -> WorkerSettings:
         folder = wanted.folder
         record = self.record_path(folder)
         return WorkerSettings(
             name=wanted.name,
             path=str(folder.path),
             record=str(record) if record else "",
+            drafter=str(drafter) if drafter else "",
             first_layer=wanted.first,
             last_layer=wanted.last,
             part_of=folder.name if wanted.last else "",

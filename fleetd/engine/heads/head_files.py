@@ -61,7 +61,7 @@ def _made(model: Any, family: HeadNames, tensors: dict[str, mx.array], witness: 
             name: _swapped(array) if name.startswith("fc.") else array for name, array in weights.items()
         }
     head = MtpHead(model, draft_tokens, feeds_normed=family.feeds_normed)
-    nn.quantize(head, class_predicate=lambda name, module: _packing(name, module, weights))
+    nn.quantize(head, class_predicate=lambda name, module: packing(name, module, weights))
     own = {name: array for name, array in weights.items() if not name.startswith("lm_head.")}
     rows = [(f"lm_head.{name}", array) for name, array in head.get("lm_head", {}).items()]
     head.load_weights([*own.items(), *rows], strict=True)
@@ -126,7 +126,7 @@ def _swapped(array: mx.array) -> mx.array:
     return mx.concatenate([second, first], axis=-1)
 
 
-def _packing(name: str, module: nn.Module, weights: Mapping[str, mx.array]) -> bool | dict[str, Any]:
+def packing(name: str, module: nn.Module, weights: Mapping[str, mx.array]) -> bool | dict[str, Any]:
     """How a module's weights are packed in the files."""
     scales = weights.get(f"{name}.scales")
     if scales is None or not hasattr(module, "to_quantized"):

@@ -23,11 +23,15 @@ from fleetd.engine.failures import over_files
 from fleetd.engine.grammar.grammars import Grammars
 from fleetd.engine.groups.group_model import GroupModel
 from fleetd.engine.groups.sparse_rows import sparse_of
+from fleetd.engine.heads.assistant import Assistant
+from fleetd.engine.heads.block_drafter import BlockDrafter
+from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.group_members import GroupMembers
 from fleetd.engine.load.load_findings import FindingsKey, LoadFindings, block_basis, versions
 from fleetd.engine.load.model_reading import (
     Device,
+    HiddenDrafter,
     ReadModel,
     keep_weights,
     memory_budget,
@@ -43,7 +47,10 @@ from fleetd.engine.sequence_state import batches, checkpoints
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
+from fleetd.engine.speculation.assistant_source import WorkerAssistant
+from fleetd.engine.speculation.block_source import WorkerBlocks
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
+from fleetd.engine.speculation.hidden_source import WorkerDrafter
 from fleetd.engine.speculation.mtp_source import WorkerHead
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.errors import ModelCorrupt, ModelUnsupported
@@ -124,7 +131,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     # What holds answers to their form.
     grammars: Grammars
     # What drafts from the model's hidden states; None if nothing does.
-    head: WorkerHead | None
+    head: WorkerDrafter | None
 
 
 def load(
@@ -180,17 +187,28 @@ def load(
     )
 
 
-def _head(read: ReadModel, verdict: ExactnessVerdict) -> tuple[WorkerHead | None, str]:
+def _head(read: ReadModel, verdict: ExactnessVerdict) -> tuple[WorkerDrafter | None, str]:
     """What drafts from the model's hidden states, and what is said of it: "" if there is no head."""
     if read.head is None:
         return None, read.headless
     if not verdict.exact:
         return None, "off: drafts cannot be verified here"
     try:
-        found = WorkerHead.measured(read.head)
+        found = _measured(read.head)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         return None, f"off: it cannot be computed ({error})"[: limits.CARD_TEXT_CHARS]
-    return found, f"mtp: {1000 * found.token_s:.1f} ms a token"
+    return found, f"{found.text}. {read.headless}".removesuffix(". ")
+
+
+def _measured(head: HiddenDrafter) -> WorkerDrafter:
+    """``head`` once it has drafted."""
+    match head:
+        case MtpHead():
+            return WorkerHead.measured(head)
+        case BlockDrafter():
+            return WorkerBlocks.measured(head)
+        case Assistant():
+            return WorkerAssistant.measured(head)
 
 
 def _find_out(

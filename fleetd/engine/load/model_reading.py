@@ -27,6 +27,9 @@ from fleetd.engine.cpu.packed_product import kernels
 from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.failures import over_files
 from fleetd.engine.groups.group_model import GroupModel
+from fleetd.engine.heads.assistant import Assistant
+from fleetd.engine.heads.block_drafter import BlockDrafter
+from fleetd.engine.heads.drafter_files import read_drafter
 from fleetd.engine.heads.head_files import read_head
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.load.group_members import GroupMembers
@@ -38,9 +41,10 @@ from fleetd.engine.sequence_state.kinds import StateKind, kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.engine.settings import WorkerSettings
-from fleetd.errors import ModelCorrupt, ModelUnsupported, OutOfMemory
+from fleetd.errors import ModelCorrupt, ModelRefused, ModelUnsupported, OutOfMemory
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
+from fleetd.models.drafter_kinds import drafter_kind
 from fleetd.models.memory_need import (
     TOKEN_TABLES,
     WeightRules,
@@ -53,6 +57,8 @@ from fleetd.models.verify import verify
 Device = Literal["cpu", "metal", "cuda"]
 # A context can be huge and memory small; without a stated context this is what llama-family models had.
 FALLBACK_CONTEXT = 4096
+# What drafts from a model's hidden states.
+HiddenDrafter = MtpHead | BlockDrafter | Assistant
 
 
 class ReadModel(msgspec.Struct, frozen=True):
@@ -67,9 +73,9 @@ class ReadModel(msgspec.Struct, frozen=True):
     sizes: StateSizes
     vocab_size: int
     context_tokens: int
-    # Drafts from its hidden states; None if no head lies beside it, or if ``headless`` says why it cannot be
-    # used.
-    head: MtpHead | None = None
+    # Drafts from its hidden states: the drafter that the settings name, else the head that lies beside it.
+    # None if there is none. ``headless`` says why one that there is cannot be used.
+    head: HiddenDrafter | None = None
     headless: str = ""
 
     @property
@@ -216,8 +222,8 @@ def _read(
     weights: HeldWeights,
     room: MemoryBudget,
     report: Callable[[Loading], None],
-) -> tuple[Any, Any, MtpHead | None, str]:
-    """The model, its tokenizer, and its head or why that is not used. Raises OutOfMemory before reading what
+) -> tuple[Any, Any, HiddenDrafter | None, str]:
+    """The model, its tokenizer, its head, and why one is not used. Raises OutOfMemory before reading what
     does not fit."""
     path, on_disk = Path(settings.path), weights.on_disk
     if not settings.group:
@@ -251,15 +257,21 @@ def _read(
         return model, reading.result(), head, headless
 
 
-def _lazy_head(settings: WorkerSettings, place: Path, model: Any) -> tuple[MtpHead | None, str]:
-    """The head that lies beside a model, with none of its weights read yet; or why it is not used, "" if
-    there is none."""
+def _lazy_head(settings: WorkerSettings, place: Path, model: Any) -> tuple[HiddenDrafter | None, str]:
+    """What drafts from a model's hidden states, with none of its weights read yet, and why one that there is
+    cannot be used."""
+    why = ""
     if settings.speculation == "off" or settings.group:
-        return None, ""
+        return None, why
+    if settings.drafter:
+        try:
+            return read_drafter(Path(settings.drafter), model), why
+        except (ModelCorrupt, ModelRefused, ModelUnsupported) as error:
+            why = f"off: {error.message}"[: limits.CARD_TEXT_CHARS]
     try:
-        return read_head(place, model), ""
+        return read_head(place, model), why
     except (ModelCorrupt, ModelUnsupported) as error:
-        return None, f"off: {error.message}"[: limits.CARD_TEXT_CHARS]
+        return None, why or f"off: {error.message}"[: limits.CARD_TEXT_CHARS]
 
 
 @contextmanager
@@ -284,6 +296,11 @@ def verified_config(settings: WorkerSettings, report: Callable[[Loading], None])
     verify(path, record=record, progress=lambda done, total: report(Loading("verifying", done, total)))
     with readable(path) as place, over_files(f"The config of {path.name} cannot be read"):
         config: dict[str, Any] = load_config(place)
+    if drafter_kind(config) is not None:
+        raise ModelUnsupported(
+            f"{path.name} answers nothing: it drafts for another model, from its hidden states.",
+            hint="Name it in speculation.draft_model, and ask the other model.",
+        )
     return config
 
 

@@ -464,7 +464,7 @@ class Decoding:
                 # A draft that comes now is verified after that step, from the next token on.
                 expected, _ = running.drafts.prospect(running.tokens, room)
             else:
-                draft = running.drafts.next_draft(running.tokens, room)
+                draft = running.drafts.next_draft(running.tokens, room, row.cache)
         if draft.tokens:
             chosen = row.advance(draft.tokens)
         else:

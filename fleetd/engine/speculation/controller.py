@@ -18,7 +18,7 @@ wrong.
 A draft that is not verified is judged all the same, by the tokens that come without it: so a source that is
 off costs nothing and is on again as soon as it would have been right.
 
-A source may take time of this device for each token that it drafts. It is asked only if that pays as well.
+A source may take time of this device for its drafts. It is asked only if that pays as well.
 Otherwise it is asked for a single token now and then, as nothing else shows that it has become right. What it
 took is lost whatever comes of it.
 
@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from fleetd.engine.speculation.ahead import LATE, AheadFlight, AheadGain
+from fleetd.engine.speculation.drafts_price import DraftPrice
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
 
@@ -177,10 +178,10 @@ class Controller:
                 best, gain = Draft(name, tuple(drafts), block if machines > 1 else 0), found
         return best, gain if best.tokens else 1.0
 
-    def wanted(self, source: str, token_s: float, beside: Draft, room: int) -> int:
-        """How many tokens ``source`` is to draft, if each takes ``token_s`` seconds of this device; 0 if
-        that is not expected to bring more than ``beside``."""
-        most, price = min(self.most, room), token_s / self.costs.step_s
+    def wanted(self, source: str, price: DraftPrice, beside: Draft, room: int) -> int:
+        """How many tokens ``source`` is to draft, if that takes ``price`` of this device; 0 if it is not
+        expected to bring more than ``beside``."""
+        most = min(self.most, room)
         if most <= len(beside.tokens) or self.always:
             return most if most > len(beside.tokens) else 0
         promised = self.promise(beside)
@@ -188,7 +189,8 @@ class Controller:
         if found > max(MARGIN, promised.tokens * self.costs.step_s / promised.seconds):
             return block - 1
         due = self._seen - self._asked.get(source, 0) >= TRIAL_TOKENS
-        return 1 if due and not beside.tokens and price <= self._bearable else 0
+        bearable_s = self._bearable * self.costs.step_s
+        return 1 if due and not beside.tokens and price.seconds(1) <= bearable_s else 0
 
     def drafted(self, source: str, seconds: float) -> None:
         """Note that ``source`` was asked, and took ``seconds`` of this device."""
@@ -274,9 +276,11 @@ class Controller:
     def _record(self, name: str) -> SourceStats:
         return self.records.setdefault(name, SourceStats())
 
-    def _block(self, acceptance: float, drafts: int, machines: int, price: float = 0.0) -> tuple[int, float]:
+    def _block(
+        self, acceptance: float, drafts: int, machines: int, price: DraftPrice | None = None
+    ) -> tuple[int, float]:
         """The tokens of a block, the due one included, that bring most tokens per time, and how many times a
-        plain step's that is. ``drafts``: how many there are; ``price``: plain steps that each takes to make.
+        plain step's that is. ``drafts``: how many there are; ``price``: what making them takes, if anything.
 
         Blocks that would lose more than the answer can bear, if every draft were wrong, are left out.
         """
@@ -287,7 +291,7 @@ class Controller:
             at_worst = self.costs.ratio(width) - 1 + late * (blocks - 1)
             if self.again and width > 1:
                 at_worst += self.costs.ratio(2) - 1
-            drafting = (width - 1) * price
+            drafting = price.seconds(width - 1) / self.costs.step_s if price is not None else 0.0
             if at_worst + drafting > self._bearable:
                 break
             found = self._gain(acceptance, width, blocks, drafts, drafting)

@@ -30,6 +30,10 @@ from fleetd.errors import InvalidValue, Overloaded, PeerLost
 GUESSED = "guessed"
 
 
+# Tokens whose KV a text takes at most, however long it is.
+_MOST_TOKENS = (
+    limits.DRAFT_SINK_TOKENS + limits.DRAFT_WINDOW_TOKENS + limits.DRAFT_AHEAD + limits.DRAFT_DETOUR_TOKENS
+)
 _Task = GuestTask[DraftFor, DraftWriter]
 
 
@@ -87,7 +91,7 @@ class DraftGuests(Guests[DraftFor, DraftWriter]):
         """Lend a task KV for ``tokens``, and for some more. Raises OutOfMemory."""
         if self._bytes(tokens) <= self.budget.lent_bytes(task_id):
             return
-        tokens = min(tokens + GROWTH_TOKENS, self.context_tokens + limits.DRAFT_AHEAD)
+        tokens = min(tokens + GROWTH_TOKENS, self.context_tokens + limits.DRAFT_AHEAD, _MOST_TOKENS)
         self.budget.give_back(task_id)
         self.budget.lend(task_id, self._bytes(tokens))
 

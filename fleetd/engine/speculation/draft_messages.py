@@ -66,13 +66,13 @@ def draft(length: int, prefix: bytes, branches: Sequence[Sequence[int]]) -> tupl
 # ---- where frames are written to, before anything of their size is allocated -----------------------------
 
 
-def place_commit(head: FrameHeader, *, context_tokens: int) -> list[memoryview]:
+def place_commit(head: FrameHeader) -> list[memoryview]:
     """Place a commit, at the drafter. Raises ProtocolError for one that cannot be due."""
     length = head.end
     if head.kind is not Kind.COMMIT or head.sizes != (head.count * _TOKEN.size, 0) or not head.count:
         raise ProtocolError(f"A drafter was sent a frame of kind {head.kind} that is no commit.")
-    if length > context_tokens or head.layer or head.index:
-        raise ProtocolError(f"A commit of {length} tokens came; the model takes {context_tokens}.")
+    if length > limits.DRAFT_TEXT_TOKENS or head.layer or head.index:
+        raise ProtocolError(f"A commit came, and the text of {length} tokens with it is too long.")
     return [memoryview(bytearray(head.nbytes))]
 
 

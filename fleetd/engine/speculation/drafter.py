@@ -18,6 +18,7 @@ from fleetd import limits
 from fleetd.engine.prefixes.prefix_cache import Hit
 from fleetd.engine.sequence_state.parts import arrays
 from fleetd.engine.speculation import draft_messages as wire
+from fleetd.engine.speculation import drafter_window
 from fleetd.engine.speculation.draft_cache import DraftCache
 from fleetd.engine.speculation.lookahead import Guess, Lookahead
 from fleetd.engine.streams.frames import Frame, FrameHeader, FramePipe, Place
@@ -48,9 +49,10 @@ class Guesser(Protocol):
 
 
 class DraftModel:
-    """A model and what it keeps of one text, which is taken back to wherever that goes on otherwise.
+    """A model and what it keeps of one text, which is taken back to wherever that goes on otherwise. Of a
+    long text it sees the beginning and the end (``drafter_window``), and keeps no more.
 
-    ``fetch`` finds KV of the text's beginning that is left from earlier texts.
+    ``fetch`` finds KV of the beginning of what it sees that is left from earlier texts.
 
     Raises ModelUnsupported if what the model keeps cannot be taken back.
     """
@@ -60,7 +62,9 @@ class DraftModel:
         self._fetch = fetch
         self._cache = DraftCache(make_prompt_cache(model), [])
         self._guesses = 0
+        # What is seen of the text, and how long the text is.
         self._text: list[int] = []
+        self._length = 0
         # Leading tokens in the cache that are known to be the text's.
         self._same = 0
 
@@ -70,14 +74,23 @@ class DraftModel:
 
     @property
     def kept(self) -> tuple[list[int], list[Any]]:
-        """The tokens of the text itself that the cache holds, and the cache. Ends the use of this object."""
+        """The tokens seen of the text itself that the cache holds, and the cache. Ends the use of this."""
         self._cache.go_back(self._common([]))
         return self._cache.tokens, self._cache.layers
 
     def committed(self, tokens: Sequence[int]) -> None:
-        if not self._text and (hit := self._fetch([*tokens])).cache is not None:
-            self._cache = DraftCache(hit.cache, [*tokens[: hit.tokens]])
+        before = drafter_window.begins(self._length)
+        self._length += len(tokens)
+        begins = drafter_window.begins(self._length)
+        # Tokens leave what is seen only at once, and many of them.
+        first = not self._text
         self._text += tokens
+        if begins > before:
+            sink = limits.DRAFT_SINK_TOKENS
+            del self._text[sink : sink + begins - before]
+            self._cache, self._same = DraftCache(make_prompt_cache(self._model), []), 0
+        if first and (hit := self._fetch([*self._text])).cache is not None:
+            self._cache = DraftCache(hit.cache, self._text[: hit.tokens])
 
     def missing(self, path: Sequence[int]) -> int:
         return max(0, len(self._text) + len(path) - 1 - self._common(path))
@@ -199,7 +212,8 @@ class DraftWriter:
             raise self._error
         if (path := self._due) is None:
             return
-        self._grow(self._text_hash.length + self._lookahead.ahead + limits.DRAFT_DETOUR_TOKENS)
+        seen = drafter_window.seen(self._text_hash.length)
+        self._grow(seen + self._lookahead.ahead + limits.DRAFT_DETOUR_TOKENS)
         if self._model.missing(path) > limits.DRAFT_AHEAD:
             self._model.prefill(path, chunk_tokens)
             return
@@ -217,7 +231,9 @@ class DraftWriter:
         if not self._text_hash.length or self._pipe.backlog > limits.KIB:
             return None
         path = self._lookahead.next()
-        if path is None or self._text_hash.length + len(path) >= self._context_tokens:
+        if path is None:
+            return None
+        if drafter_window.seen(self._text_hash.length) + len(path) >= self._context_tokens:
             return None
         return path
 
@@ -231,7 +247,7 @@ class DraftWriter:
         if head.start != self._placed:
             raise ProtocolError(f"A commit goes on from a text of {head.start} tokens; {self._placed} came.")
         self._placed = head.end
-        return wire.place_commit(head, context_tokens=self._context_tokens)
+        return wire.place_commit(head)
 
     def _receive(self) -> None:
         if self._error is not None:

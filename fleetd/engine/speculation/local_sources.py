@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from fleetd.engine.grammar.matcher import AnswerMatcher
 
 # Requests, figures and plans name a source by one of these.
-SourceName = Literal["grammar", "suffix", "lookup", "drafter", "mtp"]
+SourceName = Literal["grammar", "suffix", "lookup", "drafter", "mtp", "dflash", "assistant"]
 SOURCE_NAMES: tuple[SourceName, ...] = get_args(SourceName)
 # The source that another worker feeds; it is added to an answer once that worker is found.
 DRAFTER: Final = "drafter"
 # The source of an answer that is held to a grammar.
 GRAMMAR: Final = "grammar"
-# The source of a model that has an MTP head.
+# The sources of a model that has something that drafts from its hidden states: an MTP head, a block drafter,
+# Gemma 4's assistant.
 MTP: Final = "mtp"
+DFLASH: Final = "dflash"
+ASSISTANT: Final = "assistant"
+HIDDEN_NAMES: tuple[SourceName, ...] = (MTP, DFLASH, ASSISTANT)
 # Those that every answer has.
-LOCAL_NAMES = tuple(name for name in SOURCE_NAMES if name not in (DRAFTER, GRAMMAR, MTP))
+LOCAL_NAMES = tuple(name for name in SOURCE_NAMES if name not in (DRAFTER, GRAMMAR, *HIDDEN_NAMES))
 
 
 def local_sources(matcher: AnswerMatcher | None = None) -> list[DraftSource]:

@@ -16,7 +16,7 @@ length costs the head the same memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,28 +27,25 @@ from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.parts import arrays
+from fleetd.engine.speculation.drafts_price import DraftPrice
+from fleetd.engine.speculation.hidden_source import HiddenSource, WorkerDrafter
 from fleetd.engine.speculation.local_sources import MTP
 from fleetd.engine.speculation.sources import Context, HiddenRows
 from fleetd.models.heads import ROWS
 
 # More rows at once are the prompt's, or those of a time in which the head was not asked.
 _FEW = 2 * limits.SPEC_WIDTH
-# Guesses after which a head that is hardly ever right is taken to be another model's, and how rarely that is.
-JUDGED, HARDLY = 64, 0.02
 # The share of a guess's seconds that is believed at once.
 _BELIEVED = 0.2
 
 
 @dataclass(slots=True)
-class WorkerHead:
+class WorkerHead(WorkerDrafter):
     """A model's head, for all answers of a worker."""
 
     head: MtpHead
     # Seconds of the device that a guess takes, as measured last.
     token_s: float
-    # First guesses that were held against the text, and how many were right.
-    judged: int = 0
-    right: int = 0
 
     @classmethod
     def measured(cls, head: MtpHead, clock: Callable[[], float] = time.perf_counter) -> WorkerHead:
@@ -64,18 +61,13 @@ class WorkerHead:
         return cls(head, min(seconds))
 
     @property
-    def off(self) -> str:
-        """Why it drafts no more; "" while it does."""
-        if self.judged < JUDGED or self.right > HARDLY * self.judged:
-            return ""
-        return f"off: {self.right} of its {self.judged} drafts were right; it may be another model's"
+    def text(self) -> str:
+        """What is said of it once it is loaded."""
+        return f"{MTP}: {1000 * self.token_s:.1f} ms a token"
 
     def source(self) -> MtpSource | None:
         """The source of a new answer; None while the head is off."""
         return None if self.off else MtpSource(self)
-
-    def judge(self, *, right: bool) -> None:
-        self.judged, self.right = self.judged + 1, self.right + right
 
     def took(self, seconds: float) -> None:
         """A guess took ``seconds``."""
@@ -83,32 +75,26 @@ class WorkerHead:
 
 
 @dataclass(slots=True)
-class MtpSource:
+class MtpSource(HiddenSource):
     """See the module."""
 
     worker: WorkerHead
     name: ClassVar[str] = MTP
-    # Seconds of the last ``propose``, without what was made up for of the prompt.
-    spent_s: float = field(init=False, default=0.0)
-    # Tokens whose hidden states were known at the first draft.
-    known_tokens: int = field(init=False, default=0)
     # The newest hidden states, (rows, D) each, with the tokens of their first rows.
     _noted: list[tuple[int, mx.array]] = field(init=False, default_factory=list)
     # The head's rows, how many they are, and the token up to which they are complete.
     _cache: list[Any] = field(init=False, default_factory=list)
     _rows: int = field(init=False, default=0)
     _fed: int = field(init=False, default=0)
-    # The first guess of the last draft, until the text goes on.
-    _guess: int | None = field(init=False, default=None)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         return (self.worker.head.hidden_layer,)
 
     @property
-    def token_s(self) -> float:
-        """Seconds that a guess takes, as far as is known now."""
-        return self.worker.token_s
+    def price(self) -> DraftPrice:
+        """What guesses take, as far as is known now."""
+        return DraftPrice(0.0, self.worker.token_s)
 
     def note(self, hidden: HiddenRows) -> None:
         """These hidden states have been computed. They are given even if the source is not asked."""
@@ -146,13 +132,8 @@ class MtpSource:
         # What is read of the prompt belongs to its prefill.
         self.spent_s = ended - (drafting if begins else begun)
         self.worker.took((ended - drafting) / context.width)
-        self._guess = found[0]
+        self.guess = found[0]
         return found
-
-    def committed(self, tokens: Sequence[int]) -> None:
-        if self._guess is not None and tokens:
-            self.worker.judge(right=tokens[0] == self._guess)
-            self._guess = None
 
     def close(self) -> None:
         self._noted, self._cache = [], []

@@ -37,6 +37,9 @@ class Context:
     width: int
     # Rows of all layers that any source of this answer asked for; None if none was asked for, or computed.
     hidden: HiddenRows | None = None
+    # What the target model keeps of all tokens but the newest, as mlx-lm lists it: to read, not to change.
+    # None if that is not at hand.
+    cache: Sequence[Any] | None = None
 
 
 class DraftSource(Protocol):

@@ -21,11 +21,15 @@ from fleetd.engine.speculation.ahead import AheadGain, GroupFlights
 from fleetd.engine.speculation.canonical_width import WideSteps
 from fleetd.engine.speculation.controller import NO_DRAFT, Beside, Controller, Draft
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
-from fleetd.engine.speculation.local_sources import MTP, local_sources
-from fleetd.engine.speculation.mtp_source import MtpSource, WorkerHead
+from fleetd.engine.speculation.hidden_source import HiddenSource, WorkerDrafter
+from fleetd.engine.speculation.local_sources import local_sources
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
-from fleetd.engine.speculation.sources import Context, DraftSource, HiddenRows
+from fleetd.engine.speculation.sources import (
+    Context,
+    DraftSource,
+    HiddenRows,
+)
 
 T = TypeVar("T")
 Mode = Literal["auto", "on", "off"]
@@ -45,8 +49,8 @@ class WorkerSpeculation:
     computes_ahead: bool = False
     # False: over several machines one block of an answer is under way at a time. For measuring.
     ahead: bool = True
-    # None: the model has no head that drafts from its hidden states.
-    head: WorkerHead | None = None
+    # None: nothing drafts from the model's hidden states.
+    head: WorkerDrafter | None = None
     costs: Costs = field(init=False)
     # What blocks that went ahead of each other have gained.
     flights: GroupFlights = field(init=False, default_factory=GroupFlights)
@@ -87,7 +91,7 @@ class WorkerSpeculation:
 
     @property
     def headless(self) -> str:
-        """Why the model's head drafts no more; "" if it does, or there is none."""
+        """Why what drafts from its hidden states does so no more; "" if it does, or there is none."""
         return "" if self.head is None else self.head.off
 
     def _drafts(self, request: Generate) -> bool:
@@ -95,12 +99,12 @@ class WorkerSpeculation:
         wanted = request.speculate
         return self.verdict.exact and self.mode != "off" and (wanted is None or wanted.enabled)
 
-    def _priced(self, request: Generate) -> list[MtpSource]:
+    def _priced(self, request: Generate) -> list[HiddenSource]:
         names = None if request.speculate is None else request.speculate.sources
-        if self.head is None or (names is not None and MTP not in names):
+        source = None if self.head is None else self.head.source()
+        if source is None or (names is not None and source.name not in names):
             return []
-        source = self.head.source()
-        return [] if source is None else [source]
+        return [source]
 
 
 @dataclass(slots=True)
@@ -117,7 +121,7 @@ class SequenceDrafts:
     # What the answer is held to: drafts that it forbids are not verified. None: nothing.
     matcher: AnswerMatcher | None = None
     # Sources that take time of this device: they are asked after the others.
-    priced: list[MtpSource] = field(default_factory=list)
+    priced: list[HiddenSource] = field(default_factory=list)
     # What the last pass computed of the layers in ``hidden_layers``.
     hidden: HiddenRows | None = field(init=False, default=None)
 
@@ -154,18 +158,21 @@ class SequenceDrafts:
         """What the next pass verifies, at most ``room`` drafts (``Controller.choose``)."""
         return self.controller.choose(proposals, room, machines, going=going)
 
-    def next_draft(self, tokens: Sequence[int], room: Callable[[], int]) -> Draft:
-        """What the next pass verifies, of all sources; ``room`` is asked for if there may be any draft."""
+    def next_draft(
+        self, tokens: Sequence[int], room: Callable[[], int], cache: Sequence[Any] | None = None
+    ) -> Draft:
+        """What the next pass verifies, of all sources; ``room`` is asked for if there may be any draft.
+        ``cache``: as of ``Context``."""
         proposals = self.proposals(tokens)
         if not proposals and not self.priced:
             return NO_DRAFT
         most = room()
         draft = self.choose(proposals, most)
         for source in list(self.priced):
-            count = self.controller.wanted(source.name, source.token_s, draft, most)
+            count = self.controller.wanted(source.name, source.price, draft, most)
             if count <= 0:
                 continue
-            known = self._proposed(source, Context(tokens, count, self.hidden))
+            known = self._proposed(source, Context(tokens, count, self.hidden, cache))
             self.controller.drafted(source.name, source.spent_s)
             found = {source.name: known, **({draft.source: draft.tokens} if draft.tokens else {})}
             draft = self.choose(found, most)
@@ -179,9 +186,9 @@ class SequenceDrafts:
         if proposals:
             draft = self.controller.choose(proposals, most)
         for source in self.priced:
-            count = self.controller.wanted(source.name, source.token_s, draft, most)
+            count = self.controller.wanted(source.name, source.price, draft, most)
             if count > 0:
-                draft, drafting_s = Draft(source.name, (0,) * count), count * source.token_s
+                draft, drafting_s = Draft(source.name, (0,) * count), source.price.seconds(count)
         return len(draft.tokens), self.controller.promise(draft, drafting_s)
 
     def verified(

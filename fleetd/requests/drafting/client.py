@@ -28,6 +28,7 @@ from fleetd.engine.protocol import Accepted, DraftFor, DraftReport, Event, Loadi
 from fleetd.engine.speculation.local_sources import DRAFTER
 from fleetd.errors import EngineDied, EngineError, FleetError, Incompatible, ModelNotFound, PeerLate, PeerLost
 from fleetd.models import file_threads, names
+from fleetd.models.drafter_kinds import drafter_kind
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.p2p.session.transport import PeerStream
@@ -152,7 +153,7 @@ class AnswerDrafting(PipelineStep):
         facts = engine.facts if engine is not None else None
         if facts is None:
             return view
-        model = canonical(self._model) if facts.vocabulary else ""
+        model = canonical(self._model) if facts.vocabulary and await self.is_model(self._model) else ""
         able = [
             candidate.name
             for candidate in (self.candidates(folder.name, model, shareable=True) if model else ())
@@ -177,6 +178,13 @@ class AnswerDrafting(PipelineStep):
     async def resolve(self, model: str) -> ModelFolder:
         """The folder of a model on this machine. Raises ModelNotFound."""
         return await file_threads.look(self._models.resolve, model)
+
+    async def is_model(self, model: str) -> bool:
+        """False if it is a drafter for hidden states, which runs in the worker of its model."""
+        try:
+            return drafter_kind((await self.resolve(model)).config) is None
+        except FleetError:
+            return True
 
     async def close(self) -> None:
         """End every run."""
@@ -221,6 +229,8 @@ class DraftRun:
     async def _run(self) -> None:
         facts = self._engine.facts
         if facts is None or not facts.vocabulary or facts.speculation_width < 2:
+            return
+        if not await self._drafting.is_model(self._model):
             return
         shareable = self._job.shareable
         for candidate in self._drafting.candidates(self._target, self._model, shareable=shareable):

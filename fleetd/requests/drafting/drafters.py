@@ -9,7 +9,7 @@ import msgspec
 
 from fleetd.control.prefill_plan import DraftsView
 from fleetd.engine.protocol import Ready
-from fleetd.engine.speculation.local_sources import DRAFTER, LOCAL_NAMES, MTP
+from fleetd.engine.speculation.local_sources import DRAFTER, HIDDEN_NAMES, LOCAL_NAMES
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.members.members import Member, eligible, expected_load_s
@@ -81,7 +81,7 @@ def view(facts: Ready, tokens: int, draft_model: str, drafters: Sequence[str]) -
         sources=[
             *([DRAFTER] if drafters else []),
             *LOCAL_NAMES,
-            *([MTP] if facts.draft_head.startswith(MTP) else []),
+            *(name for name in HIDDEN_NAMES if facts.draft_head.startswith(f"{name}:")),
         ],
         width=facts.speculation_width,
         draft_model=draft_model,

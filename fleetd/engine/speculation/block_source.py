@@ -1,0 +1,131 @@
+"""Drafts of a block drafter for one answer, and what a worker knows of the drafter.
+
+    the text              ───────────────── t(n-2) │ t(n-1), due │ what comes
+    the drafter's rows    ───────────────── row(n-2)
+    then, in one pass                              block: t(n-1), mask, mask, … guesses tokens n, n+1, …
+
+Rows are those of committed tokens alone, and nothing of a block is kept: a wrong draft, another answer or a
+cancelled one leaves nothing to undo. They begin with the end of the prompt, or as much of it as was computed
+here, and the oldest are left out when there are many, so that a text of any length costs the same memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import mlx.core as mx
+
+from fleetd import limits
+from fleetd.engine.heads.block_drafter import BlockDrafter, BlockRows
+from fleetd.engine.speculation.drafts_price import DraftPrice
+from fleetd.engine.speculation.hidden_source import HiddenSource, WorkerDrafter
+from fleetd.engine.speculation.local_sources import DFLASH
+from fleetd.engine.speculation.sources import Context, HiddenRows
+
+
+@dataclass(slots=True)
+class WorkerBlocks(WorkerDrafter):
+    """A block drafter, for all answers of a worker."""
+
+    drafter: BlockDrafter
+    price: DraftPrice
+
+    @classmethod
+    def measured(cls, drafter: BlockDrafter, clock: Callable[[], float] = time.perf_counter) -> WorkerBlocks:
+        """A drafter that has computed its first blocks. Raises ValueError if it does not fit its model."""
+        config, cache = drafter.config, drafter.make_cache()
+        width = len(config.target_layer_ids) * config.hidden_size
+        drafter.read(mx.zeros((limits.SPEC_WIDTH, width)), 0, cache)
+        mx.eval([kept.arrays for kept in cache])
+
+        def seconds(count: int) -> float:
+            begun = clock()
+            mx.eval(drafter.guesses(1, limits.SPEC_WIDTH, count, cache))
+            return clock() - begun
+
+        most = min(config.most, limits.SPEC_WIDTH - 1)
+        one, all_s = (min(seconds(count) for _ in range(4)) for count in (1, most))
+        return cls(drafter, DraftPrice.between(one, all_s, most))
+
+    @property
+    def text(self) -> str:
+        """What is said of it once it is loaded."""
+        most = self.drafter.config.most
+        return f"{DFLASH}: {1000 * self.price.seconds(most):.1f} ms for {most} tokens"
+
+    def source(self) -> BlockSource | None:
+        """The source of a new answer; None while the drafter is off."""
+        return None if self.off else BlockSource(self)
+
+
+@dataclass(slots=True)
+class BlockSource(HiddenSource):
+    """See the module."""
+
+    worker: WorkerBlocks
+    name: ClassVar[str] = DFLASH
+    # The newest hidden states, (rows, k·D) each, with the tokens of their first rows.
+    _noted: list[tuple[int, mx.array]] = field(init=False, default_factory=list)
+    # The drafter's rows, and the token up to which they are complete.
+    _cache: list[BlockRows] = field(init=False, default_factory=list)
+    _fed: int = field(init=False, default=0)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.worker.drafter.config.target_layer_ids
+
+    @property
+    def price(self) -> DraftPrice:
+        """What drafts take, as far as is known now."""
+        return self.worker.price
+
+    def note(self, hidden: HiddenRows) -> None:
+        """These hidden states have been computed. They are given even if the source is not asked."""
+        if any(layer not in hidden.states for layer in self.hidden_layers):
+            return
+        states = mx.concatenate([hidden.states[layer] for layer in self.hidden_layers], axis=-1)
+        known, end = self._end, hidden.start + states.shape[0]
+        if end > known:
+            first = max(hidden.start, known)
+            self._noted.append((first, states[first - hidden.start :]))
+            oldest = end - limits.SPEC_HIDDEN_ROWS
+            self._noted = [(at, rows) for at, rows in self._noted if at + rows.shape[0] > oldest]
+
+    def propose(self, context: Context) -> list[int]:
+        self.spent_s = 0.0
+        newest, drafter = len(context.tokens) - 1, self.worker.drafter
+        if self._end < newest:
+            return []
+        begun, begins = time.perf_counter(), not self._cache
+        self._cache = self._cache or drafter.make_cache()
+        self._read(newest)
+        if begins:
+            # What is read of the prompt belongs to its prefill.
+            mx.eval([kept.arrays for kept in self._cache])
+            begun = time.perf_counter()
+            self.known_tokens = newest - self._noted[0][0]
+        count = min(context.width, drafter.config.most)
+        found: list[int] = drafter.guesses(context.tokens[-1], newest, count, self._cache).tolist()  # type: ignore[assignment]
+        self.spent_s = time.perf_counter() - begun
+        self.worker.price.took(count, self.spent_s)
+        self.guess = found[0]
+        return found
+
+    def close(self) -> None:
+        self._noted, self._cache = [], []
+
+    @property
+    def _end(self) -> int:
+        """The token after the newest one whose hidden states were noted."""
+        return self._noted[-1][0] + self._noted[-1][1].shape[0] if self._noted else 0
+
+    def _read(self, newest: int) -> None:
+        """Make rows of all noted tokens before ``newest`` that have none yet."""
+        for start, states in self._noted:
+            first, end = max(start, self._fed), min(start + states.shape[0], newest)
+            if first < end:
+                self.worker.drafter.read(states[first - start : end - start], first, self._cache)
+        self._fed = newest

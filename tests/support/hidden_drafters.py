@@ -1,0 +1,67 @@
+"""Tiny models whose next token is easy to know, for drafters that read hidden states, and a grammar."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import tiny_architectures
+from mlx.utils import tree_flatten
+
+from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
+
+VOCAB = tiny_architectures.VOCAB
+
+
+def silenced(module: nn.Module) -> None:
+    """Let all layers add nothing to the hidden state: it stays the token's embedding."""
+    ends = ("o_proj.weight", "down_proj.weight", "out_proj.weight", ".per_layer_projection.weight")
+    for name, array in tree_flatten(module.parameters()):
+        if name.endswith(ends):
+            module.load_weights([(name, mx.zeros_like(array))], strict=False)
+
+
+@functools.cache
+def simple(name: str) -> Any:
+    """A model of a family whose next token depends on the newest one alone."""
+    model = tiny_architectures.tiny(name)
+    silenced(model)
+    return model
+
+
+_VERDICTS: dict[int, Any] = {}
+
+
+def verdict_of(model: Any) -> Any:
+    """The probe's verdict, found once for each model."""
+    if id(model) not in _VERDICTS:
+        plan = ProbePlan((20,), (2, 16), 1, every=True)
+        _VERDICTS[id(model)] = probe(model, vocab_size=VOCAB, context_tokens=2048, plan=plan)
+    assert _VERDICTS[id(model)].exact
+    return _VERDICTS[id(model)]
+
+
+class Even:
+    """Lets an answer have even tokens only, as an ``AnswerMatcher`` does."""
+
+    failure, open = "", True
+
+    def __init__(self) -> None:
+        self.held = 0
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        assert all(token % 2 == 0 for token in tokens)
+        self.held += len(tokens)
+
+    def allowed(self, drafts: Sequence[int]) -> int:
+        return next((at for at, token in enumerate(drafts) if token % 2), len(drafts))
+
+    def forced(self, most: int) -> list[int]:
+        return []
+
+    def masks(self, drafts: Sequence[int] = ()) -> list[Any]:
+        return [np.arange(VOCAB) % 2 == 0] * (self.allowed(drafts) + 1)
