@@ -47,6 +47,16 @@ class GroupMember(msgspec.Struct, frozen=True):
     name: str = ""
 
 
+class RingPlace(msgspec.Struct, frozen=True):
+    """A worker's place among ranks that each have a part of every layer. ``port``: of this machine, where it
+    listens for the rank before; ``next_port``: also of this machine, behind which the next rank is."""
+
+    rank: int
+    size: int
+    port: int
+    next_port: int
+
+
 class WorkerSettings(WorkerOptions, frozen=True):
     """One worker's model, and how to run it."""
 
@@ -65,5 +75,7 @@ class WorkerSettings(WorkerOptions, frozen=True):
     # of them, the embedding and the head. Rows of so many tokens have room with each of them.
     group: tuple[GroupMember, ...] = ()
     group_tokens: int = 0
+    # Its place if layers are divided, and not dealt out; rank 0 answers, and ``group`` has the others.
+    ring: RingPlace | None = None
     # True: blocks of one answer are sent before others have come back. Off: for some texts it was slower.
     blocks_ahead: bool = False
