@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers import distributed
 from mlx.utils import tree_flatten
 
 from fleetd.control.model_facts import StateSizes
@@ -18,6 +19,7 @@ from fleetd.engine.sequence_state.parts import sizes as sizes_of
 from fleetd.errors import ModelUnsupported
 
 WARM_UP_TOKENS = 8
+_DIVIDED = (distributed.AllToShardedLinear, distributed.QuantizedAllToShardedLinear)
 
 
 @over_files("The model's layers cannot be divided", RuntimeError)
@@ -32,7 +34,12 @@ def divided(model: Any, group: Any) -> Stage:
             hint="Deal its layers out: fleetctl models load NAME --on this,OTHER --split layers",
         )
     model.shard(group)
-    return Stage.of(model)
+    stage = Stage.of(model)
+    if any(isinstance(stage.weights.get("lm_head"), kind) for kind in _DIVIDED):
+        raise ModelUnsupported(
+            "The head of this model would be divided too; here it is whole on each machine."
+        )
+    return stage
 
 
 def read_singly(weights: nn.Module) -> None:
