@@ -69,6 +69,8 @@ def test_a_divided_model_answers_as_the_whole_one_and_says_so(pair: LiveFleet) -
     right = [answer(alpha, question) for question in QUESTIONS]
     assert "is loaded on" in load(alpha, "--split", "tensors")
     assert len(ranks(pair["beta"])) == 1
+    assert "part 2 of 2 of every layer of divided, asked by alpha" in pair["beta"].fleetctl("status").stdout
+    assert "a part of every layer here and on beta" in alpha.fleetctl("status").stdout
     assert [answer(alpha, question) for question in QUESTIONS] == right
     with ThreadPoolExecutor(len(QUESTIONS)) as threads:
         assert list(threads.map(lambda question: answer(alpha, question), QUESTIONS)) == right

@@ -566,6 +566,9 @@ class EngineProcess:
             pid=self.pid,
             error=str(self.error) if self.error else None,
         )
+        if self.settings.ring is not None:
+            place = self.settings.ring
+            status = msgspec.structs.replace(status, rank=place.rank, ranks=place.size)
         if self.facts is None:
             return status
         # A head that is hardly ever right is switched off while it is in use.
