@@ -495,7 +495,7 @@ RING_FORM_S, RANKS_LOAD_S = 45.0, 1800.0
 # one, before any was measured, only after the third figure.
 RANK_STALL_PASSES, RANK_STALL_S, RANK_FIRST_S = 20.0, 2.0, 60.0
 # One that makes no pass and is silent for so long is stopped: its loop says every second that it turns.
-RANK_SILENT_S = 4.0
+RANK_SILENT_S = 5.0
 # Passes up to so many tokens take about as long as one of a single token.
 RANK_SHORT_TOKENS = 16
 # A rank is looked at so often; one that is to end has so long for it, and is killed then.

@@ -153,7 +153,7 @@ async def test_three_ranks_of_smollm2_say_what_it_says_whole(embedded_model: Mod
         for n, text in enumerate(("Once upon a time", "The capital of France is", "def add(a, b):"))
     ]
     right = await expected(embedded_model.path, asked)
-    async with ranks(embedded_model.path, 3, layers=30) as (front, *_):
+    async with ranks(embedded_model.path, 3, layers=30, speculation="off") as (front, *_):
         told = await asyncio.gather(*(answered(front, request) for request in asked))
     for ours, theirs in zip(told, right, strict=True):
         assert_alike(ours, theirs)

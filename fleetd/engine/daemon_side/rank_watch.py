@@ -46,11 +46,16 @@ class RankWatch:
 
         ``silent_s``: seconds since it said anything, 0 while it need not.
         """
+        clock = asyncio.get_running_loop().time
+        done, passed_s = 0, clock()
         while process.returncode is None:
             await asyncio.sleep(limits.RANK_LOOK_S)
+            if self._progress.under_way or self._progress.done != done:
+                # Several passes may be made before it says anything.
+                done, passed_s = self._progress.done, clock()
             if late_s := self._progress.late_s:
                 return self._lost(f"A pass of {self._name} is {late_s:.1f} s late")
-            if not self._progress.under_way and silent_s() > limits.RANK_SILENT_S:
+            if min(silent_s(), clock() - passed_s) > limits.RANK_SILENT_S:
                 return self._lost(f"A rank of {self._name} is silent")
         return None
 
