@@ -74,7 +74,8 @@ async def test_a_rank_that_does_not_heed_sigterm_is_killed(
     watch: RankWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "RANK_END_S", 0.2)
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    stubborn = f"{deaf}; print(1, flush=True); time.sleep(60)"
     async with rank(stubborn) as process:
         assert process.stdout is not None
         await process.stdout.readline()
