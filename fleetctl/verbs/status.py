@@ -103,7 +103,7 @@ def _held_together(engine: dict[str, Any]) -> str:
 
 
 def _divided(engine: dict[str, Any]) -> str:
-    """With which machines a model's layers are divided."""
+    """The part of every layer that a machine has, and which machines have the others."""
     if names := [held["name"] for held in engine.get("members") or []]:
         return f"a part of every layer here and on {one_line(listed(names))}"
     part = f"part {engine['rank'] + 1} of {engine['ranks']} of every layer of {one_line(engine['part_of'])}"

@@ -11,7 +11,7 @@ from fleetd import limits
 from fleetd.engine.measure.pass_progress import PassProgress
 
 
-class Clock:
+class PassClock:
     now = 1000.0
 
     def __call__(self) -> float:
@@ -19,12 +19,12 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> PassClock:
+    return PassClock()
 
 
 @pytest.fixture
-def both(clock: Clock) -> Iterator[tuple[PassProgress, PassProgress]]:
+def both(clock: PassClock) -> Iterator[tuple[PassProgress, PassProgress]]:
     """The rank's and the daemon's."""
     fd = PassProgress.create()
     found = PassProgress(fd, clock), PassProgress(fd, clock)
@@ -34,19 +34,19 @@ def both(clock: Clock) -> Iterator[tuple[PassProgress, PassProgress]]:
         each.close()
 
 
-def passed(rank: PassProgress, clock: Clock, seconds: float, tokens: int = 1) -> None:
+def passed(rank: PassProgress, clock: PassClock, seconds: float, tokens: int = 1) -> None:
     with rank.passing(tokens):
         clock.now += seconds
 
 
-def test_nothing_under_way_is_never_late(both: tuple[PassProgress, PassProgress], clock: Clock) -> None:
+def test_nothing_under_way_is_never_late(both: tuple[PassProgress, PassProgress], clock: PassClock) -> None:
     rank, daemon = both
     passed(rank, clock, 0.1)
     clock.now += 3600
     assert (daemon.done, daemon.late_s, daemon.under_way) == (1, 0.0, False)
 
 
-def test_a_first_pass_has_time_for_kernels(both: tuple[PassProgress, PassProgress], clock: Clock) -> None:
+def test_a_first_pass_has_time_for_kernels(both: tuple[PassProgress, PassProgress], clock: PassClock) -> None:
     rank, daemon = both
     with rank.passing(1):
         clock.now += limits.RANK_FIRST_S - 1
@@ -57,7 +57,7 @@ def test_a_first_pass_has_time_for_kernels(both: tuple[PassProgress, PassProgres
 
 
 def test_a_pass_is_late_after_many_times_what_others_took(
-    both: tuple[PassProgress, PassProgress], clock: Clock
+    both: tuple[PassProgress, PassProgress], clock: PassClock
 ) -> None:
     rank, daemon = both
     for seconds in (0.5, 0.5, 40.0):
@@ -70,7 +70,7 @@ def test_a_pass_is_late_after_many_times_what_others_took(
 
 
 def test_a_fast_pass_is_not_late_before_the_least_time(
-    both: tuple[PassProgress, PassProgress], clock: Clock
+    both: tuple[PassProgress, PassProgress], clock: PassClock
 ) -> None:
     rank, daemon = both
     passed(rank, clock, 0.001)
@@ -79,7 +79,9 @@ def test_a_fast_pass_is_not_late_before_the_least_time(
         assert daemon.late_s == 0.0
 
 
-def test_a_long_pass_has_time_by_its_tokens(both: tuple[PassProgress, PassProgress], clock: Clock) -> None:
+def test_a_long_pass_has_time_by_its_tokens(
+    both: tuple[PassProgress, PassProgress], clock: PassClock
+) -> None:
     rank, _ = both
     passed(rank, clock, 0.01)
     assert rank.allowed_s(1000) == limits.RANK_FIRST_S
@@ -88,7 +90,7 @@ def test_a_long_pass_has_time_by_its_tokens(both: tuple[PassProgress, PassProgre
     assert rank.allowed_s(1) == limits.RANK_STALL_S
 
 
-def test_a_pass_that_fails_is_over(both: tuple[PassProgress, PassProgress], clock: Clock) -> None:
+def test_a_pass_that_fails_is_over(both: tuple[PassProgress, PassProgress], clock: PassClock) -> None:
     rank, daemon = both
     with pytest.raises(RuntimeError), rank.passing(1):
         raise RuntimeError

@@ -19,7 +19,7 @@ KEY = bytes(range(32))
 SECRET = b"hidden states of a prompt" * 1000
 
 
-class Wire:
+class KeptWire:
     """Between two ends of a stream: passes on what comes, and keeps it."""
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class Wire:
             thread.join(5)
 
 
-class Ends:
+class TunnelEnds:
     """Rank 0 comes in at the mouth; rank 1 listens at its port."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.wire = Wire()
+        self.wire = KeptWire()
         self.mouth, self.port = Mouth(), LocalPort()
         self.tunnels = [
             Tunnel(self.wire.near, KEY, "connector", self.mouth),
@@ -89,9 +89,9 @@ class Ends:
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
+def ends() -> Iterator[TunnelEnds]:
     with ExitStack() as stack:
-        made = Ends(stack)
+        made = TunnelEnds(stack)
         stack.callback(made.close)
         yield made
 
@@ -105,7 +105,7 @@ def read(sock: socket.socket, count: int) -> bytes:
     return found
 
 
-def test_bytes_pass_both_ways_and_are_sealed_on_the_wire(ends: Ends) -> None:
+def test_bytes_pass_both_ways_and_are_sealed_on_the_wire(ends: TunnelEnds) -> None:
     here, there = ends.connected()
     for source, target in ((here, there), (there, here)):
         source.sendall(SECRET)
@@ -114,7 +114,7 @@ def test_bytes_pass_both_ways_and_are_sealed_on_the_wire(ends: Ends) -> None:
     assert len(ends.wire.seen) > 2 * len(SECRET)
 
 
-def test_more_than_a_chunk_arrives_whole(ends: Ends) -> None:
+def test_more_than_a_chunk_arrives_whole(ends: TunnelEnds) -> None:
     here, there = ends.connected()
     data = os.urandom(3 * limits.SEALED_CHUNK_BYTES + 17)
     sending = threading.Thread(target=here.sendall, args=(data,))
@@ -123,7 +123,7 @@ def test_more_than_a_chunk_arrives_whole(ends: Ends) -> None:
     sending.join(10)
 
 
-def test_a_process_that_does_not_read_makes_the_other_one_wait(ends: Ends) -> None:
+def test_a_process_that_does_not_read_makes_the_other_one_wait(ends: TunnelEnds) -> None:
     here, there = ends.connected()
     here.settimeout(0.5)
     sent = 0
@@ -135,20 +135,20 @@ def test_a_process_that_does_not_read_makes_the_other_one_wait(ends: Ends) -> No
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_when_one_process_goes_the_other_one_hears_of_it(ends: Ends, first: int) -> None:
+def test_when_one_process_goes_the_other_one_hears_of_it(ends: TunnelEnds, first: int) -> None:
     pair = ends.connected()
     pair[first].close()
     assert pair[1 - first].recv(1) == b""
 
 
-def test_bytes_that_were_changed_on_their_way_end_the_tunnel(ends: Ends) -> None:
+def test_bytes_that_were_changed_on_their_way_end_the_tunnel(ends: TunnelEnds) -> None:
     here, there = ends.connected()
     ends.wire._ends[1].sendall(bytes(64))
     assert there.recv(1) == b""
     assert here.recv(1) == b""
 
 
-def test_only_the_first_to_come_is_let_in(ends: Ends) -> None:
+def test_only_the_first_to_come_is_let_in(ends: TunnelEnds) -> None:
     ends.connected()
     with socket.socket() as other:
         assert other.connect_ex(("127.0.0.1", ends.mouth.port)) == errno.ECONNREFUSED
@@ -163,6 +163,6 @@ def test_a_port_that_is_held_is_given_to_no_other_process() -> None:
         held.close()
 
 
-def test_a_tunnel_that_no_process_uses_ends_at_once_when_it_is_told(ends: Ends) -> None:
+def test_a_tunnel_that_no_process_uses_ends_at_once_when_it_is_told(ends: TunnelEnds) -> None:
     ends.close()
     assert not any(thread.is_alive() for tunnel in ends.tunnels for thread in tunnel._threads)
