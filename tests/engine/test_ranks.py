@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(180)]
 
 # How far rounding of sums in another order moves a log-probability.
 ROUNDING = 1e-4
-# The same where weights are quantised: ranks multiply by them packed, one machine's CPU dequantises them first.
+# The same if weights are quantised: ranks multiply by them packed, one CPU rounds them to f16 before.
 QUANTISED = 0.02
 
 
