@@ -158,7 +158,7 @@ class Daemon:
     def _with_speed_now(self, engine: EngineStatus) -> EngineStatus:
         """The engine with its speeds as answers have corrected them since they were measured."""
         speed = self._machine.speeds.of(engine.model)
-        if engine.part_of or not speed.decode_tok_s:
+        if engine.part_of or engine.ranks or not speed.decode_tok_s:
             return engine
         return msgspec.structs.replace(engine, speed=speed)
 

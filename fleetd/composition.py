@@ -20,9 +20,11 @@ from fleetd.cache.settings import DiskCacheSettings
 from fleetd.config import Config
 from fleetd.control.daemon_status import HardwareReading, MemoryBudget
 from fleetd.control.fleet_view import PeerView
+from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.control.model_listing import FoundModels, ModelListing
 from fleetd.engine.daemon_side.group_front import GroupFront
 from fleetd.engine.daemon_side.pool import EnginePool, PoolOptions
+from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import Draining, FleetError
 from fleetd.fleet.own_card import CardMaker, Readings
@@ -73,6 +75,9 @@ from fleetd.requests.plan_service import PlanService
 from fleetd.requests.prefill_sharing import messages as sharing_messages
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
+from fleetd.requests.ranks import messages as rank_messages
+from fleetd.requests.ranks.planning import RankPlanner
+from fleetd.requests.ranks.server import RankServer
 from fleetd.requests.remote import messages, remote
 from fleetd.requests.remote.bulk_dialer import BulkDialer
 from fleetd.requests.row_origins import RowOrigins
@@ -222,6 +227,13 @@ class DaemonParts:
         self.groups = self._groups(self.fleet) if self.fleet else None
         if self.groups is not None:
             self.machine.pool.groups = self.groups
+        if self.fleet is not None:
+            self.machine.pool.ranks = RankPlanner(
+                self.fleet,
+                self.members,
+                self.promised.promise,
+                lambda: self.machine.weight_rules().budget_bytes,
+            )
         self.drafting = self._drafter_service()
         self.placer = self._placer()
         self.compressing = self._compression()
@@ -360,7 +372,7 @@ class DaemonParts:
             fleet,
             self.members,
             self.machine.weight_rules,
-            lambda folder: engine.speed if isinstance(engine := pool.engine(folder), GroupFront) else None,
+            lambda folder: _speed_together(pool.engine(folder)),
             self.promised,
         )
 
@@ -477,6 +489,16 @@ class DaemonParts:
             label=self.origins.label,
         )
         node.handle(group_messages.SERVE, self.stages)
+        ranks = RankServer(
+            dialer,
+            machine.pool,
+            context,
+            self.promised.promise,
+            machine.usable_bytes,
+            lambda: machine.weight_rules().accelerator == "cpu",
+            node.name_of,
+        )
+        node.handle(rank_messages.SERVE, ranks)
         managing = ManageServer(
             ModelOperations(machine.models, machine.pool, machine.pinned, self.pull, self.models_changed),
             lambda words: self.models_shown(words),
@@ -499,6 +521,11 @@ class DaemonParts:
         return any(
             member.node_id == node_id and member.sees_prompts for member in self.members.others("fetch")
         )
+
+
+def _speed_together(engine: EngineProcess | None) -> MeasuredSpeed | None:
+    """What was measured of a model that others have layers of, each whole; None of another one."""
+    return engine.speed if isinstance(engine, GroupFront) and engine.settings.ring is None else None
 
 
 async def _not_yet(words: str) -> ModelListing | FoundModels:

@@ -492,6 +492,21 @@ GROUP_FRAMES = 3
 # A member shows so often that its process runs, and one that is silent for so long is lost. One that computes
 # a step for so long is lost, too; its own daemon ends it before.
 GROUP_BEAT_S, GROUP_SILENT_S, GROUP_STEP_S = 0.5, 2.5, 300.0
+# Ranks of a ring have so long to find each other, and so long to read their weights.
+RING_FORM_S, RANKS_LOAD_S = 45.0, 1800.0
+# A pass of ranks is late after so many times what such passes took, and not before so many seconds; a first
+# one, before any was measured, only after the third figure.
+RANK_STALL_PASSES, RANK_STALL_S, RANK_FIRST_S = 20.0, 2.0, 60.0
+# One that makes no pass and is silent for so long is stopped: its loop says every second that it turns.
+RANK_SILENT_S = 5.0
+# Passes up to so many tokens take about as long as one of a single token.
+RANK_SHORT_TOKENS = 16
+# A rank is looked at so often; one that is to end has so long for it, and is killed then.
+RANK_LOOK_S, RANK_END_S = 0.1, 2.0
+# Ranks of one group.
+RANKS = 16
+# Of the room that a rank's weights leave, so much is for keys and values.
+RANK_ROWS_SHARE = 0.75
 # Bytes that wait to be sent on one stream before its sender computes no further.
 SHARE_QUEUED_BYTES = 64 * MIB
 # One message of an agreement: 8 bytes for each of 4096 layers, a dozen versions, and room.

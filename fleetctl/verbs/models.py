@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import quote
 
 import click
@@ -20,6 +20,7 @@ from fleetctl.render.progress_line import Progress
 from fleetctl.render.text import listed, one_line, size
 from fleetctl.replies import read
 from fleetd import limits
+from fleetd.control.model_change import Split
 from fleetd.control.model_listing import FoundModel, FoundModels, ModelListing, ModelVerdict, OfferedModel
 from fleetd.errors import FleetError
 
@@ -298,17 +299,27 @@ def verify(session: CliSession, name: str) -> None:
     shell_complete=completion.machines,
     help="A paired machine instead of this one; several, this one first, hold it together.",
 )
+@click.option(
+    "--split",
+    type=click.Choice(get_args(Split)),
+    default="layers",
+    show_default=True,
+    help="Several machines hold some of the layers each, or a part of every layer each.",
+)
 @json_option
 @pass_session
-def load(session: CliSession, name: str, on: str) -> None:
+def load(session: CliSession, name: str, on: str, split: Split) -> None:
     """Load a model now instead of with its first request.
 
     With --on this,studio both machines hold a part, also of a model that would fit on one. It stays loaded so
-    until it is unloaded here.
+    until it is unloaded here. With --split tensors all machines compute each layer at the same time, which is
+    faster over Thunderbolt or a cluster's network and slower over others, and gives other roundings.
     """
     if "," in on:
-        _load_together(session, name, named_machines(on))
+        _load_together(session, name, named_machines(on), split)
         return
+    if split != "layers":
+        raise click.UsageError("Name the machines that divide the layers: --on this,studio --split tensors")
     done = _load(session, "load", name, on)
     session.emit(done, f"{_there(on, name)} is loaded.")
 
@@ -379,11 +390,13 @@ def _load(session: CliSession, verb: str, name: str, on: str) -> Any:
         return client.post(f"/fleet/v1/models/{verb}", _body(name, on), timeout_s=limits.CLIENT_LONG_CALL_S)
 
 
-def _load_together(session: CliSession, name: str, machines: list[str]) -> None:
+def _load_together(session: CliSession, name: str, machines: list[str], split: Split) -> None:
     """Load a model over several machines, this one first."""
     with Progress() as progress:
         progress.update(f"loading {name}")
-        body = {"model": name, "placement": machines}
+        body: dict[str, Any] = {"model": name, "placement": machines}
+        if split != "layers":
+            body["split"] = split
         done = session.client().post("/fleet/v1/models/load", body, timeout_s=limits.CLIENT_LONG_CALL_S)
     session.emit(done, one_line(f"{name} is loaded on {listed(machines)}."))
 

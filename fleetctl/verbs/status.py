@@ -100,6 +100,8 @@ def _head(engine: dict[str, Any]) -> str:
 def _held_together(engine: dict[str, Any]) -> str:
     """Which machine holds which layers, of a model over several; "" of others."""
     members = engine.get("members") or []
+    if engine.get("ranks"):
+        return _divided(engine)
     if members:
         parts = [f"{layers(0, members[0]['first'])} here"]
         parts += [f"{layers(held['first'], held['last'])} on {one_line(held['name'])}" for held in members]
@@ -111,6 +113,15 @@ def _held_together(engine: dict[str, Any]) -> str:
     held += f" of {total}" if total else ""
     asked_by = one_line(listed(engine["asked_by"]))
     return f"{held} of {one_line(engine['part_of'])}, asked by {asked_by}"
+
+
+def _divided(engine: dict[str, Any]) -> str:
+    """The part of every layer that a machine has, and which machines have the others."""
+    if names := [held["name"] for held in engine.get("members") or []]:
+        return f"a part of every layer here and on {one_line(listed(names))}"
+    part = f"part {engine['rank'] + 1} of {engine['ranks']} of every layer of {one_line(engine['part_of'])}"
+    asked_by = engine.get("asked_by") or []
+    return f"{part}, asked by {one_line(listed(asked_by))}" if asked_by else part
 
 
 def _headline(status: dict[str, Any]) -> str:
@@ -247,7 +258,7 @@ def _load(engine: dict[str, Any]) -> str:
 
 def _model(engine: dict[str, Any]) -> str:
     """The model's name; of a worker that has only some layers, these too."""
-    if not engine.get("part_of"):
+    if not engine.get("part_of") or engine.get("ranks"):
         return str(engine.get("model"))
     return f"{engine['part_of']}, {layers(engine.get('first_layer', 0), engine.get('last_layer', 0))}"
 

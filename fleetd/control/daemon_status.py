@@ -150,6 +150,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
     part_of: str = ""
     first_layer: int = 0
     last_layer: int = 0
+    # Of a model whose layers are divided between ``ranks`` machines, which of them this is; 0 answers.
+    rank: int = 0
+    ranks: int = 0
     # The machines for which it has these layers, by name.
     asked_by: list[str] = []
     # Of a model over several machines, what the others hold.

@@ -10,6 +10,8 @@ from fleetd.text.bounded import Count, Text
 
 #: Everything that may be asked of the models of another machine.
 Verb = Literal["pull", "load", "unload", "pin", "unpin", "remove"]
+#: How machines hold a model together: each some of its layers, or a part of every layer.
+Split = Literal["layers", "tensors"]
 VERBS: tuple[Verb, ...] = get_args(Verb)
 
 

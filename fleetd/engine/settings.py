@@ -49,6 +49,16 @@ class GroupMember(msgspec.Struct, frozen=True):
     arithmetic: str = ""
 
 
+class RingPlace(msgspec.Struct, frozen=True):
+    """A worker's place among ranks that each have a part of every layer. ``port``: of this machine, where it
+    listens for the rank before; ``next_port``: also of this machine, behind which the next rank is."""
+
+    rank: int
+    size: int
+    port: int
+    next_port: int
+
+
 class WorkerSettings(WorkerOptions, frozen=True):
     """One worker's model, and how to run it."""
 
@@ -69,6 +79,8 @@ class WorkerSettings(WorkerOptions, frozen=True):
     # of them, the embedding and the head. Rows of so many tokens have room with each of them.
     group: tuple[GroupMember, ...] = ()
     group_tokens: int = 0
+    # Its place if layers are divided, and not dealt out; rank 0 answers, and ``group`` has the others.
+    ring: RingPlace | None = None
     # True: several blocks of one answer are under way if that is measured to be faster. Off until a machine
     # with nothing else to do has shown the gain (``bench groups``).
     blocks_ahead: bool = False

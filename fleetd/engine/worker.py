@@ -36,6 +36,7 @@ from fleetd.engine import protocol
 from fleetd.engine.cpu import address_space, openmp_file, products
 from fleetd.engine.failures import MemberLost, failed, typed
 from fleetd.engine.measure.chunk_size import Chunks, FixedChunks, MeasuredChunks, PacedChunks
+from fleetd.engine.measure.pass_progress import PassProgress
 from fleetd.engine.protocol import (
     AssistPrefill,
     Cancel,
@@ -57,7 +58,7 @@ from fleetd.engine.protocol import (
     TakenElsewhere,
     WriteNow,
 )
-from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.settings import RingPlace, WorkerSettings
 from fleetd.engine.streams.channel import ChannelThread
 from fleetd.errors import EngineError, FleetError
 from fleetd.models.memory_need import WORKING_BYTES
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from fleetd.cache.pricing import PrefillCost
     from fleetd.engine.groups.member_guests import PartDisks
     from fleetd.engine.layers.stage import Stage
+    from fleetd.engine.load.group_members import GroupMembers
     from fleetd.engine.load.loading import Loaded
     from fleetd.engine.load.model_reading import Device
     from fleetd.engine.load.stage_loading import LoadedPart
@@ -305,6 +307,7 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--streams-fd", type=int, required=True)
     parser.add_argument("--settings", required=True)
+    parser.add_argument("--progress-fd", type=int, default=-1)
     arguments = parser.parse_args()
     settings = msgspec.json.decode(arguments.settings, type=WorkerSettings)
     # The daemon decides when a worker ends; a Ctrl-C in the terminal reaches the whole group.
@@ -312,7 +315,8 @@ def main() -> int:
     link = DaemonSocket(arguments.fd)
     try:
         with link.watched():
-            compute, loaded, facts = start(settings, link.send, socket.socket(fileno=arguments.streams_fd))
+            channel = socket.socket(fileno=arguments.streams_fd)
+            compute, loaded, facts = start(settings, link.send, channel, arguments.progress_fd)
     except (Exception, SystemExit, MemberLost) as error:
         known = error.error if isinstance(error, MemberLost) else error
         return _failed(link, typed(known, f"{settings.name} could not be loaded: {known}"))
@@ -339,9 +343,15 @@ def _failed(link: DaemonSocket, error: FleetError) -> int:
 
 
 def start(
-    settings: WorkerSettings, emit: Callable[[Report], None], channel: socket.socket
+    settings: WorkerSettings,
+    emit: Callable[[Report], None],
+    channel: socket.socket,
+    progress_fd: int = -1,
 ) -> tuple[Scheduler | HelperLoop, Loaded | None, Ready]:
-    """Load into this process. Returns the loop, the model if it is whole, and Ready."""
+    """Load into this process. Returns the loop, the model if it is whole, and Ready.
+
+    ``progress_fd``: a file of ``PassProgress``, of a rank that is looked at; -1: none.
+    """
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
         os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)
@@ -353,7 +363,6 @@ def start(
 
     import_libraries(settings.cache)
     from fleetd.engine.load import loading, model_reading, stage_loading
-    from fleetd.engine.load.group_members import GroupMembers
 
     device = model_reading.pick_device(settings.device)
     if device == "cpu":
@@ -362,11 +371,12 @@ def start(
         mlx_functions.install()
     compute: Scheduler | HelperLoop
     loaded: Loaded | None = None
-    members = None
-    if settings.group:
-        members = GroupMembers(settings.group)
+    members = _members(settings, device, progress_fd)
+    if members is not None:
         handed_over.give_to(members.put)
-    if settings.last_layer:
+    if settings.ring is not None and settings.ring.rank:
+        compute, facts = _rank_loop(settings, settings.ring, device, progress_fd, emit)
+    elif settings.last_layer:
         part = stage_loading.load_part(settings, device, emit)
         compute, facts = _helper_loop(settings, part, emit), part.facts
     else:
@@ -377,6 +387,55 @@ def start(
     else:
         handed_over.give_to(compute.put_stream)
     return compute, loaded, facts
+
+
+def _members(settings: WorkerSettings, device: Device, progress_fd: int) -> GroupMembers | None:
+    """The other machines of a group for which this worker answers; None without one."""
+    from fleetd.engine.load.group_members import GroupMembers
+    from fleetd.engine.load.rank_members import RankMembers
+
+    if settings.ring is not None:
+        prepare_rank(device)
+        if not settings.ring.rank:
+            return RankMembers(settings.group, settings.ring, _progress(progress_fd))
+    return GroupMembers(settings.group) if settings.group else None
+
+
+def prepare_rank(device: Device) -> None:
+    """What layers that are divided need of a CPU."""
+    if device == "cpu":
+        from fleetd.engine.ranks import ring
+
+        ring.keep_rows_stable()
+
+
+def _progress(fd: int) -> PassProgress:
+    return PassProgress(fd) if fd >= 0 else PassProgress.alone()
+
+
+def _rank_loop(
+    settings: WorkerSettings,
+    place: RingPlace,
+    device: Device,
+    progress_fd: int,
+    emit: Callable[[Report], None],
+) -> tuple[HelperLoop, Ready]:
+    """The loop of a rank that answers nothing."""
+    from fleetd.engine.load.rank_loading import load_rank
+    from fleetd.engine.loop.rank_loop import RankLoop
+    from fleetd.engine.measure.memory import KvBudget
+
+    progress = _progress(progress_fd)
+    rank = load_rank(settings, place, progress, device, emit)
+    facts = rank.facts
+    loop = RankLoop(
+        stage=rank.stage,
+        progress=progress,
+        context_tokens=facts.shape.context_tokens,
+        budget=KvBudget(facts.kv_budget_bytes, rank.sizes),
+        emit=emit,
+    )
+    return loop, facts
 
 
 def keep_kernels(cache: str) -> None:
@@ -505,7 +564,10 @@ def _disk(settings: WorkerSettings, loaded: Loaded) -> DiskTier | None:
 
     model = loaded.model
     several = isinstance(model, GroupModel)
-    if settings.blocks is None or not can_be_blocks(model.empty if several else make_prompt_cache(model)):
+    divided = settings.ring is not None
+    if settings.blocks is None or divided:
+        return None
+    if not can_be_blocks(model.empty if several else make_prompt_cache(model)):
         return None
     fields: dict[str, Any] = {
         "settings": settings.blocks,

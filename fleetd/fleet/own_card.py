@@ -236,7 +236,8 @@ class CardMaker:
     def _seed(self, engines: Iterable[EngineStatus]) -> None:
         """Record what the engines have measured since they were looked at last."""
         for engine in engines:
-            if engine.state != "ready":
+            # What ranks measure, no machine does alone.
+            if engine.state != "ready" or engine.ranks:
                 continue
             if not engine.part_of:
                 self._scoring[engine.model] = engine.scoring
@@ -328,7 +329,7 @@ def facts(machine: HardwareReading) -> MachineFacts:
 
 def _parts(engines: Iterable[EngineStatus]) -> dict[str, EngineStatus]:
     """The worker with most of a model's layers, among workers that have only some, for each model."""
-    ready = [engine for engine in engines if engine.part_of and engine.state == "ready"]
+    ready = [each for each in engines if each.part_of and each.state == "ready" and not each.ranks]
     return {e.part_of: e for e in sorted(ready, key=lambda e: e.last_layer - e.first_layer)}
 
 

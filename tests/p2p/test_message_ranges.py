@@ -74,6 +74,7 @@ KINDS: list[Any] = [
     *structs_of("fleetd.requests.prefill_sharing.messages"),
     *structs_of("fleetd.requests.drafting.messages"),
     *structs_of("fleetd.requests.groups.messages"),
+    *structs_of("fleetd.requests.ranks.messages"),
     *structs_of("fleetd.requests.managing.messages"),
     *structs_of("fleetd.engine.groups.messages"),
     *structs_of("fleetd.requests.kv_fetching.messages"),

@@ -162,7 +162,9 @@ class FakePool:
     async def load(self, folder: FakeFolder, over: Any = None) -> None:
         self.loaded.append(folder.name)
 
-    async def loading(self, folder: FakeFolder, over: Any = None) -> AsyncGenerator[Loading, None]:
+    async def loading(
+        self, folder: FakeFolder, over: Any = None, split: Any = None
+    ) -> AsyncGenerator[Loading, None]:
         """Loads once what is to be said of it, ``load_steps``, is said."""
         try:
             async with aclosing(play(self.load_steps)) as steps:

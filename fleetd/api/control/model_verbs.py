@@ -16,7 +16,7 @@ from fleetd.api.http.body import json_answer, parse, read
 from fleetd.api.http.context import SERVICES
 from fleetd.api.http.relay import relay
 from fleetd.api.http.services import Services
-from fleetd.control.model_change import ModelDone, Verb
+from fleetd.control.model_change import ModelDone, Split, Verb
 from fleetd.control.model_listing import ModelVerdict
 from fleetd.errors import InvalidValue
 from fleetd.models import file_threads
@@ -37,6 +37,8 @@ class ManagedModel(msgspec.Struct, frozen=True):
         list[Annotated[str, msgspec.Meta(min_length=1, max_length=limits.CONTROL_TEXT_CHARS)]],
         msgspec.Meta(max_length=limits.PLACEMENT_MACHINES),
     ] = []
+    # How they hold it: each some of its layers, or a part of every layer ("tensors").
+    split: Split = "layers"
 
 
 class VerifiedModel(msgspec.Struct, frozen=True):
@@ -58,11 +60,13 @@ def _handler(verb: Verb) -> Callable[[web.Request], Awaitable[web.StreamResponse
         services, asked = request.app[SERVICES], parse(await read(request), ManagedModel)
         if asked.placement and (verb != "load" or asked.on):
             raise InvalidValue("Only a load here names several machines.", param="placement")
+        if asked.split == "tensors" and not asked.placement:
+            raise InvalidValue("Layers are divided between machines that are named.", param="split")
         if machine := other_machine(services, asked.on):
             events = services.fleet.manage(machine, verb, asked.model)
         else:
             over = services.over(asked.placement) if asked.placement else None
-            events = services.operations.run(verb, asked.model, over)
+            events = services.operations.run(verb, asked.model, over, asked.split if over else None)
         if asked.stream or verb == "pull":
             return await relay(request, events)
         async with aclosing(events):

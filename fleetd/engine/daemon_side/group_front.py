@@ -20,14 +20,14 @@ from fleetd.control.model_facts import MeasuredSpeed
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.failures import typed
 from fleetd.engine.protocol import Loading
-from fleetd.engine.settings import GroupMember, WorkerSettings
+from fleetd.engine.settings import GroupMember, RingPlace, WorkerSettings
 from fleetd.errors import EngineDied, FleetError
 
 log = structlog.get_logger(__name__)
 
 
 class GroupLife(Protocol):
-    """``requests.groups.client.FleetGroup``: the other machines."""
+    """``requests.groups.client.FleetGroup`` or ``requests.ranks.client.FleetRanks``: the other machines."""
 
     @property
     def members(self) -> tuple[GroupMember, ...]: ...
@@ -35,6 +35,8 @@ class GroupLife(Protocol):
     def tokens(self) -> int: ...
     @property
     def kinds(self) -> frozenset[str]: ...
+    @property
+    def ring(self) -> RingPlace | None: ...
     async def form(self, told: Callable[[Loading], None]) -> None: ...
     async def connect(self, engine: EngineProcess) -> None: ...
     async def watch(self) -> None: ...
@@ -45,14 +47,18 @@ class GroupFront(EngineProcess):
     """An EngineProcess whose ``start`` returns before its process runs. ``options``: as EngineProcess."""
 
     def __init__(self, settings: WorkerSettings, group: GroupLife, **options: Any) -> None:
-        settings = msgspec.structs.replace(settings, group=group.members, group_tokens=group.tokens)
+        settings = msgspec.structs.replace(
+            settings, group=group.members, group_tokens=group.tokens, ring=group.ring
+        )
         super().__init__(settings, **options)
         self._group = group
         self._life: asyncio.Task[None] | None = None
 
     @property
     def exact(self) -> bool:
-        """True if all machines compute with the same code on devices of one kind."""
+        """True if all machines compute with the same code on devices of one kind, whole layers each."""
+        if self.settings.ring is not None:
+            return False
         arithmetic = self.facts.arithmetic if self.facts is not None else None
         return arithmetic is not None and self._group.kinds <= {arithmetic.kind}
 

@@ -22,13 +22,14 @@ import structlog
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, Pressure
+from fleetd.control.model_change import Split
 from fleetd.engine.cpu import address_space, openmp_file
 from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife
 from fleetd.engine.daemon_side.loaded_model import LoadedModel
 from fleetd.engine.daemon_side.replay import Replay
 from fleetd.engine.daemon_side.supervisor import EngineProcess, no_progress
 from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Question, Ready
-from fleetd.engine.settings import WorkerOptions, WorkerSettings
+from fleetd.engine.settings import RingPlace, WorkerOptions, WorkerSettings
 from fleetd.errors import EngineDied, FleetError, GroupLost, NoMachine, OutOfMemory, Overloaded
 from fleetd.limits import MIB
 from fleetd.models import cpu_arithmetic
@@ -66,9 +67,15 @@ class _WantedLayers(msgspec.Struct, frozen=True):
     # Names of the other machines that are to hold the model with this one, which holds it alone if there are
     # none; None leaves it open.
     over: frozenset[str] | None = None
+    # How those machines are to hold it: each some of the layers, or a part of each; None leaves it open.
+    split: Split | None = None
+    # It is for a worker that is another rank than 0.
+    ring: RingPlace | None = None
 
     @property
     def name(self) -> str:
+        if self.ring is not None:
+            return f"{self.folder.name}[rank {self.ring.rank} of {self.ring.size}]"
         return f"{self.folder.name}[{self.first}:{self.last}]" if self.last else self.folder.name
 
 
@@ -96,6 +103,8 @@ class EnginePool:
     )
     # The folder of what drafts from a model's hidden states; None: what lies in its own folder, if anything.
     drafter: Callable[[ModelFolder], Awaitable[Path | None]] = no_drafter
+    # The same for a model whose layers are divided: the other ranks. Raises FleetError if it cannot be.
+    ranks: Callable[[ModelFolder, Sequence[str]], GroupLife] | None = None
     # Told the id of each worker's process once that has ended.
     ended: Callable[[int], None] = lambda pid: None
     _models: dict[str, LoadedModel] = field(default_factory=dict, init=False)
@@ -334,10 +343,16 @@ class EnginePool:
             pass
 
     async def loading(
-        self, folder: ModelFolder, *, evict: bool = True, over: Collection[str] | None = None
+        self,
+        folder: ModelFolder,
+        *,
+        evict: bool = True,
+        over: Collection[str] | None = None,
+        split: Split | None = None,
     ) -> AsyncGenerator[Loading, None]:
-        """Load without a request and yield the progress. ``evict`` and what it raises: as ``ask``."""
-        wanted = _WantedLayers(folder, over=_names(over))
+        """Load without a request and yield the progress. ``evict`` and what it raises: as ``ask``. ``split``:
+        how the machines ``over`` hold it; None leaves it open."""
+        wanted = _WantedLayers(folder, over=_names(over), split=split)
         with self._claim(folder.name):
             async with aclosing(self._acquire(wanted, evict=evict)) as steps:
                 async for step in steps:
@@ -378,6 +393,25 @@ class EnginePool:
         with self._claim(name), self._asked_by(name, asked_by):
             yield self._models[name].first
 
+    @asynccontextmanager
+    async def ranked(
+        self,
+        folder: ModelFolder,
+        place: RingPlace,
+        *,
+        progress: Callable[[Loading], None] = no_progress,
+        asked_by: str = "",
+    ) -> AsyncIterator[EngineProcess]:
+        """A ready worker that is this rank of another machine's model, and ends with the context. No model
+        makes room for it. Raises as ``stream``."""
+        wanted = _WantedLayers(folder, ring=place)
+        try:
+            with self._claim(wanted.name), self._asked_by(wanted.name, asked_by):
+                await self._load_beside(wanted, progress)
+                yield self._models[wanted.name].first
+        finally:
+            await self.unload(wanted.name)
+
     async def let_go(self, folder: ModelFolder, first: int, last: int) -> None:
         """End a worker that has layers [first, last) and not the others, unless somebody uses it."""
         name = _WantedLayers(folder, first, last).name
@@ -391,13 +425,20 @@ class EnginePool:
         found = [
             (model.first.settings.first_layer, model.first.settings.last_layer)
             for model in self._models.values()
-            if model.first.settings.part_of == folder.name and model.state in ("loading", "ready")
+            if model.first.settings.part_of == folder.name
+            and model.first.settings.ring is None
+            and model.state in ("loading", "ready")
         ]
         return max(found, key=lambda part: part[1] - part[0], default=None)
 
     def held_of(self, folder: ModelFolder, first: int, last: int) -> int:
         """Bytes of memory that the worker of just these layers holds; 0 without one."""
         model = self._models.get(_WantedLayers(folder, first, last).name)
+        return sum(worker.claimed_bytes for worker in model.workers) if model is not None else 0
+
+    def held_by_rank(self, folder: ModelFolder, place: RingPlace) -> int:
+        """Bytes of memory that the worker of this rank holds; 0 without one."""
+        model = self._models.get(_WantedLayers(folder, ring=place).name)
         return sum(worker.claimed_bytes for worker in model.workers) if model is not None else 0
 
     def holds(self, folder: ModelFolder, first: int, last: int) -> bool:
@@ -534,7 +575,7 @@ class EnginePool:
                 ):
                     raise
                 continue
-            if not _is_over(model, wanted.over):
+            if not _is_as_wanted(model, wanted):
                 continue
             yield model.first
             return
@@ -549,19 +590,20 @@ class EnginePool:
         if own is not None and own.state in ("loading", "ready"):
             return None
         loading = (model for model in self._models.values() if model.state == "loading")
-        return next((each for each in loading if not (wanted.last and _forms(each))), None)
+        for_others = wanted.last or wanted.ring is not None
+        return next((each for each in loading if not (for_others and _forms(each))), None)
 
     async def _running(self, wanted: _WantedLayers) -> LoadedModel | None:
         """The model, its workers started if need be. None if another has begun to load meanwhile: that one
         is first."""
         name = wanted.name
         ready = self._models.get(name)
-        if ready is not None and ready.state == "ready" and _is_over(ready, wanted.over):
+        if ready is not None and ready.state == "ready" and _is_as_wanted(ready, wanted):
             return ready
         async with self._starting:
             model = self._models.get(name)
             if model is not None and model.state in ("loading", "ready"):
-                if model.state == "loading" or _is_over(model, wanted.over):
+                if model.state == "loading" or _is_as_wanted(model, wanted):
                     return model
                 self._check_unused(model)
             if model is not None:
@@ -610,7 +652,13 @@ class EnginePool:
             "on_work": self._end_idle_time,
         }
         group = None
-        too_large = not wanted.last and need.n_bytes > rules.budget_bytes
+        if wanted.split == "tensors" and wanted.over and self.ranks is not None:
+            ring = self.ranks(folder, sorted(wanted.over))
+            options["weights_bytes"] //= 1 + len(wanted.over)
+            return [GroupFront(self._settings(wanted), ring, **options)]
+        if wanted.ring is not None:
+            options["weights_bytes"] //= wanted.ring.size
+        too_large = not (wanted.last or wanted.ring) and need.n_bytes > rules.budget_bytes
         if wanted.over or (wanted.over is None and too_large):
             group = self.groups(folder, need.arithmetic, sorted(wanted.over or ()))
         if group is not None:
@@ -627,8 +675,9 @@ class EnginePool:
             drafter=str(drafter) if drafter else "",
             first_layer=wanted.first,
             last_layer=wanted.last,
-            part_of=folder.name if wanted.last else "",
+            part_of=folder.name if wanted.last or wanted.ring else "",
             held_bytes=self.held_bytes,
+            ring=wanted.ring,
             **{name: getattr(self.options, name) for name in WorkerOptions.__struct_fields__},
         )
 
@@ -674,9 +723,14 @@ def _forms(model: LoadedModel) -> bool:
     return bool(model.first.settings.group) and model.first.pid is None
 
 
-def _is_over(model: LoadedModel, over: frozenset[str] | None) -> bool:
-    """True if just these machines hold it with this one, or it is left open which."""
-    return over is None or {member.name for member in model.first.settings.group} == over
+def _is_as_wanted(model: LoadedModel, wanted: _WantedLayers) -> bool:
+    """True if just the machines that are wanted hold it with this one, in the way that is wanted."""
+    settings = model.first.settings
+    if wanted.over is None:
+        return True
+    if wanted.split is not None and (settings.ring is not None) != (wanted.split == "tensors"):
+        return False
+    return {member.name for member in settings.group} == wanted.over
 
 
 def _going_on(error: FleetError) -> Loading:

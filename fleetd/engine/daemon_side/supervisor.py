@@ -25,6 +25,7 @@ from fleetd.engine import protocol
 from fleetd.engine.cpu import openmp_file
 from fleetd.engine.daemon_side.load_watch import LoadWatch
 from fleetd.engine.daemon_side.memory_watch import MemoryWatch
+from fleetd.engine.daemon_side.rank_watch import RankWatch
 from fleetd.engine.measure.stage_times import StageTimes
 from fleetd.engine.protocol import (
     Assisted,
@@ -126,13 +127,14 @@ class EngineProcess:
         self._preparing: dict[str, float] = {}
         self._unaccepted: set[str] = set()
         self._changed = asyncio.Condition()
-        self._progress_at = self._used_at = asyncio.get_running_loop().time()
+        self._progress_at = self._used_at = self._heard_at = asyncio.get_running_loop().time()
         self._stages.enter(self.loading.stage, self._progress_at)
         self._load_watch = LoadWatch(settings.name, load_within_s, self.loading, self._progress_at)
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._socket_sender: SocketSender | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._rank_watch = RankWatch(settings.part_of or settings.name) if settings.ring else None
 
     # ---- life ------------------------------------------------------------------------------------------
 
@@ -173,6 +175,9 @@ class EngineProcess:
                     self._log_stderr(self._process.stderr), name=f"engine-log-{self.settings.name}"
                 )
             )
+        if self._rank_watch is not None:
+            watching = self._end_if_late(self._rank_watch, self._process)
+            self._tasks.append(asyncio.create_task(watching, name=f"rank-{self.settings.name}"))
         self._watch_memory()
         log.info("engine.started", model=self.settings.name, pid=self.pid)
         if self.state == "stopping":
@@ -181,21 +186,48 @@ class EngineProcess:
 
     async def _spawn(self, theirs: socket.socket, their_channel: socket.socket) -> asyncio.subprocess.Process:
         """Start the program with its ends of the two sockets."""
+        watch = self._rank_watch
+        try:
+            return await self._executed(theirs, their_channel)
+        finally:
+            if watch is not None:
+                watch.started()
+
+    async def _executed(
+        self, theirs: socket.socket, their_channel: socket.socket
+    ) -> asyncio.subprocess.Process:
+        watch = self._rank_watch
         return await asyncio.create_subprocess_exec(
             *self.command,
+            *(watch.arguments if watch is not None else ()),
             "--fd",
             str(theirs.fileno()),
             "--streams-fd",
             str(their_channel.fileno()),
             "--settings",
             msgspec.json.encode(self.settings).decode(),
-            pass_fds=[theirs.fileno(), their_channel.fileno()],
+            pass_fds=[
+                theirs.fileno(),
+                their_channel.fileno(),
+                *(watch.inherited if watch is not None else ()),
+            ],
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             # Its own group: a Ctrl-C in the daemon's terminal must not kill answers being drained.
             start_new_session=True,
         )
+
+    async def _end_if_late(self, watch: RankWatch, process: asyncio.subprocess.Process) -> None:
+        """End a rank once it is late. Returns when its process has ended."""
+
+        def silent_s() -> float:
+            return asyncio.get_running_loop().time() - self._heard_at if self.state == "ready" else 0.0
+
+        if (reason := await watch.late(process, silent_s)) is not None:
+            self.error = reason
+            log.warning("rank.late", model=self.settings.name, pid=self.pid, reason=reason.message)
+            await watch.end(process)
 
     async def loaded(self) -> AsyncGenerator[Loading, None]:
         """Progress until the model is ready. Raises what the load failed with."""
@@ -230,7 +262,9 @@ class EngineProcess:
             with contextlib.suppress(ConnectionError, RuntimeError):
                 writer.write(protocol.encode(Shutdown()))
             try:
-                if not await _ended(process, limits.ENGINE_STOP_S):
+                if self._rank_watch is not None:
+                    await self._rank_watch.end(process)
+                elif not await _ended(process, limits.ENGINE_STOP_S):
                     self.kill()
             except asyncio.CancelledError:
                 self.kill()
@@ -532,6 +566,9 @@ class EngineProcess:
             pid=self.pid,
             error=str(self.error) if self.error else None,
         )
+        if self.settings.ring is not None:
+            place = self.settings.ring
+            status = msgspec.structs.replace(status, rank=place.rank, ranks=place.size)
         if self.facts is None:
             return status
         # A head that is hardly ever right is switched off while it is in use.
@@ -561,7 +598,7 @@ class EngineProcess:
             await self._gone(process)
 
     async def _take(self, report: protocol.Report | protocol.Unfit) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._heard_at = asyncio.get_running_loop().time()
         match report:
             case protocol.Unfit(request_id, reason):
                 self._on_unfit(request_id, reason)

@@ -39,17 +39,13 @@ class GroupMembers:
         ours = any(member.stream == tag.job for member in self._members)
         (self._streams.put if ours else self.others)(tag, sock)
 
+    def join(self, model: GroupModel) -> None:
+        """Have them run the layers that ``model`` lacks; raises as ``of``."""
+        model.join(self.of(model))
+
     def of(self, model: GroupModel) -> list[RemoteStage]:
         """All of them, for the model whose layers they have. Raises GroupLost if one does not connect."""
-        until_s = time.monotonic() + limits.TICKET_S
-        for member in self._members:
-            while not self._streams.complete(member.stream, (STAGE,)):
-                left_s = until_s - time.monotonic()
-                self._moved.clear()
-                if left_s <= 0:
-                    raise GroupLost(f"{member.name} did not connect within {limits.TICKET_S:.0f} s.")
-                if not self._streams.complete(member.stream, (STAGE,)):
-                    self._moved.wait(left_s)
+        self._wait()
         self._stages = [
             RemoteStage(
                 self._streams.connect(member.stream),
@@ -65,3 +61,15 @@ class GroupMembers:
             for member in self._members
         ]
         return self._stages
+
+    def _wait(self) -> None:
+        """Until all are connected. Raises GroupLost."""
+        until_s = time.monotonic() + limits.TICKET_S
+        for member in self._members:
+            while not self._streams.complete(member.stream, (STAGE,)):
+                left_s = until_s - time.monotonic()
+                self._moved.clear()
+                if left_s <= 0:
+                    raise GroupLost(f"{member.name} did not connect within {limits.TICKET_S:.0f} s.")
+                if not self._streams.complete(member.stream, (STAGE,)):
+                    self._moved.wait(left_s)

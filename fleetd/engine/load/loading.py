@@ -40,6 +40,7 @@ from fleetd.engine.load.model_reading import (
 )
 from fleetd.engine.measure.calibrate import Measurement, calibrate
 from fleetd.engine.protocol import Arithmetic, Loading, Ready, ScoringState
+from fleetd.engine.ranks.rank_model import RankModel
 from fleetd.engine.sampling.parameters import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.engine.scoring.profile_search import ProfileSearch
@@ -66,6 +67,7 @@ _UNEQUAL, _ROUNDING = ([3, 4, 5, 6, 7], [8]), 0.03
 # A token's id and the length of its text.
 # Why neither tokens of a prompt can be left out of a model's prefill nor parts of it be shared.
 _SEVERAL = "Its layers are on several machines."
+_SEVERAL_HAVE_IT = (GroupModel, RankModel)
 _ENTRY = struct.Struct("<iI")
 
 
@@ -153,7 +155,7 @@ def load(
     stats = manifest.part_stats(Path(settings.path))
     read = read_model(settings, config, device, room, report, members)
     key = FindingsKey.now(
-        VerdictKey.now(_digest(settings), device, accelerator_name(device), versions(read.arithmetic)),
+        VerdictKey.now(_digest(settings), device, accelerator_name(device), _versions(read, settings)),
         settings.group,
     )
     cached = key.cached(Path(settings.cache))
@@ -185,6 +187,12 @@ def load(
         grammars=Grammars(read.tokenizer, read.vocab_size),
         head=head,
     )
+
+
+def _versions(read: ReadModel, settings: WorkerSettings) -> dict[str, str]:
+    """What computes. Divided layers have other products, and another speed, than whole ones."""
+    ranks = {} if settings.ring is None else {"ranks": str(settings.ring.size)}
+    return versions(read.arithmetic) | ranks
 
 
 def _head(read: ReadModel, verdict: ExactnessVerdict) -> tuple[WorkerDrafter | None, str]:
@@ -278,14 +286,14 @@ def _ready(
         sparse_tail=found.sparse.tail if found.sparse else 0,
         arithmetic=sharable.arithmetic if sharable is not None else _of_front(read),
         # It would have to see into layers of other machines.
-        scoring=ScoringState("unable") if isinstance(read.model, GroupModel) else search.state,
+        scoring=ScoringState("unable") if isinstance(read.model, _SEVERAL_HAVE_IT) else search.state,
         vocabulary=findings.vocabulary,
     )
 
 
 def _of_front(read: ReadModel) -> Arithmetic | None:
     """What a group's other machines are held against: no layer of it is computed alone here."""
-    if not isinstance(read.model, GroupModel):
+    if not isinstance(read.model, _SEVERAL_HAVE_IT):
         return None
     return Arithmetic(accelerator_name(read.device), read.dtype, versions(read.arithmetic))
 
@@ -293,7 +301,7 @@ def _of_front(read: ReadModel) -> Arithmetic | None:
 def _sharable(read: ReadModel, known: LoadFindings | None) -> tuple[Sharable | None, str]:
     """What other machines can help with, or why they cannot."""
     found = known.arithmetic if known else None
-    if isinstance(read.model, GroupModel):
+    if isinstance(read.model, _SEVERAL_HAVE_IT):
         return None, _SEVERAL
     try:
         return Sharable.of(Stage.of(read.model), read.device, versions(read.arithmetic), found), ""
@@ -310,6 +318,8 @@ def _sparse(model: Any, known: LoadFindings | None) -> tuple[Sparse | None, str]
     if known is not None and known.dense_reason:
         return None, known.dense_reason
     checked = known is not None
+    if isinstance(model, RankModel):
+        return None, _SEVERAL
     try:
         if isinstance(model, GroupModel):
             return sparse_of(model, checked=checked), ""

@@ -33,10 +33,13 @@ from fleetd.engine.heads.drafter_files import read_drafter
 from fleetd.engine.heads.head_files import read_head
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.load.group_members import GroupMembers
+from fleetd.engine.load.rank_members import RankMembers
 from fleetd.engine.load.readable_folder import forbid_absent, readable
 from fleetd.engine.measure import device_memory
 from fleetd.engine.measure.memory import admit_weights, human
 from fleetd.engine.protocol import Loading
+from fleetd.engine.ranks import dividing
+from fleetd.engine.ranks.rank_model import RankModel
 from fleetd.engine.sequence_state.kinds import StateKind, kind_of
 from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.sequence_state.parts import sizes as sizes_of
@@ -146,10 +149,10 @@ def read_model(
     # Hub caches hold links; the size that counts is the target's.
     on_disk = sum(file.stat().st_size for file in Path(settings.path).glob("model*.safetensors"))
     weights = HeldWeights.of(settings, config, device, room, on_disk)
-    model, tokenizer, head, headless = _read(settings, config, weights, room, report)
+    model, tokenizer, head, headless = _read(settings, config, weights, room, report, members)
     if members is not None:
         report(Loading("connecting"))
-        model.join(members.of(model))
+        members.join(model)
     report(Loading("warming up"))
     sizes = warm_up(model)
     return ReadModel(
@@ -190,7 +193,9 @@ class HeldWeights(msgspec.Struct, frozen=True):
     ) -> HeldWeights:
         """What ``settings`` choose for the files of a model, by its config and their headers."""
         path = Path(settings.path)
-        rules = WeightRules.of(device, settings.cpu_arithmetic, room, available=True)
+        # Divided layers have no packed products.
+        arithmetic = settings.cpu_arithmetic if settings.ring is None else "float32"
+        rules = WeightRules.of(device, arithmetic, room, available=True)
         need = weight_need(path, on_disk, config, rules)
         # To know the kernels takes a third of a second.
         if need.arithmetic == "int8" and not kernels():
@@ -222,6 +227,7 @@ def _read(
     weights: HeldWeights,
     room: MemoryBudget,
     report: Callable[[Loading], None],
+    members: GroupMembers | None,
 ) -> tuple[Any, Any, HiddenDrafter | None, str]:
     """The model, its tokenizer, its head, and why one is not used. Raises OutOfMemory before reading what
     does not fit."""
@@ -236,7 +242,9 @@ def _read(
     ):
         reading = aside.submit(_tokenizer, place, config)
         model = lazy_model(place, config)
-        if settings.group:
+        if isinstance(members, RankMembers):
+            model = members.divided(model)
+        elif settings.group:
             model = GroupModel.front_of(model, settings.group[0].first, on_cpu=weights.device == "cpu")
         tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
         needed = weights.bytes_of(model, tied=tied)
@@ -248,6 +256,8 @@ def _read(
                 admit_weights(settings.name, needed + more, room)
             except OutOfMemory:
                 head, headless = None, "off: there is no memory for it"
+        if isinstance(model, RankModel):
+            dividing.read_singly(model)
         weights.hold(model)
         if head is not None:
             weights.hold(head, drafts=True)

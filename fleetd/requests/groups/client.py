@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from fleetd import limits
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Loading, StreamTag
-from fleetd.engine.settings import GroupMember
+from fleetd.engine.settings import GroupMember, RingPlace
 from fleetd.errors import FleetError, GroupLost, ModelError, OutOfMemory, PeerLost, ProtocolError
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
@@ -58,6 +58,9 @@ class FleetGroup:
     promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
     failed: told of each member that is lost, by its node id, and why.
     """
+
+    # Layers are not divided.
+    ring: RingPlace | None = None
 
     def __init__(
         self,

@@ -46,4 +46,7 @@ class GroupLabels(PipelineStep):
         members = engine.settings.group
         names = tuple(member.name for member in members)
         cuts = (0, *(member.first for member in members), members[-1].last)
+        if engine.settings.ring is not None:
+            # Each machine has a part of every layer.
+            cuts = ()
         return Planned("group", (THIS_NAME, *names), exactness, cuts=cuts)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from fleetd.control.model_change import ModelDone, ModelProgress, Verb
+from fleetd.control.model_change import ModelDone, ModelProgress, Split, Verb
 from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import ModelCorrupt, ModelNotFound
 from fleetd.models import file_threads
@@ -30,12 +30,13 @@ class ModelOperations(msgspec.Struct, frozen=True):
     changed: Callable[[], None]
 
     async def run(
-        self, verb: Verb, ref: str, over: Sequence[str] | None = None
+        self, verb: Verb, ref: str, over: Sequence[str] | None = None, split: Split | None = None
     ) -> AsyncGenerator[ModelProgress | ModelDone, None]:
         """Do it; the last event is ModelDone. Closing it early stops a download or a load.
 
         Args:
             over: names of the other machines that are to hold a model that is loaded, as ``EnginePool.load``.
+            split: how they hold it.
 
         Raises:
             FleetError: as ``ModelStore`` and ``EnginePool``.
@@ -51,7 +52,7 @@ class ModelOperations(msgspec.Struct, frozen=True):
             case "load" | "pin":
                 folder = await self._resolve(ref)
                 # What is pinned can be loaded here, so it is loaded first.
-                async with aclosing(self.pool.loading(folder, over=over)) as loading:
+                async with aclosing(self.pool.loading(folder, over=over, split=split)) as loading:
                     async for each in loading:
                         yield ModelProgress("", each.done, each.total, each.stage)
                 if verb == "pin":

@@ -1,0 +1,27 @@
+"""One pass of all ranks over the same tokens. Every rank computes it with this function: the sums of a ring
+are matched by their order alone, which is that of evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from fleetd.engine.layers.stage import Stage
+from fleetd.engine.measure.pass_progress import PassProgress
+from fleetd.engine.ranks.ring import lost_ranks
+
+
+def run_pass(
+    stage: Stage, tokens: mx.array, caches: Sequence[Any], start: int, progress: PassProgress
+) -> mx.array:
+    """Tokens (B, T) to hidden states (B, T, D) behind the last layer, evaluated. Raises MemberLost.
+
+    ``caches``: of layers that keep something. ``start``: position of the first token of a sequence.
+    """
+    with progress.passing(tokens.size), lost_ranks():
+        inputs = stage.inputs(tokens, start)
+        hidden = stage.run(stage.embed(tokens), stage.spread(caches), inputs)
+        mx.eval(hidden)
+    return hidden

@@ -1,0 +1,104 @@
+"""This process as one rank of an MLX ring, to which it belongs until it ends: there is no way out of one.
+
+Each rank is told of two ports of its own machine alone: the one that it listens at, and the one behind which
+the daemon carries its bytes to the next rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers import distributed
+
+from fleetd import limits
+from fleetd.engine.cpu import products
+from fleetd.engine.failures import MemberLost
+from fleetd.engine.measure.pass_progress import PassProgress
+from fleetd.engine.settings import RingPlace
+from fleetd.errors import GroupLost
+
+_HERE = "127.0.0.1"
+# A value that each rank multiplies by its number; the sum is exact in any type.
+_CANARY = 3.0
+
+
+def joined(place: RingPlace, progress: PassProgress) -> Any:
+    """The ``mx.distributed.Group`` of this process, once all ranks have come. Raises MemberLost.
+
+    MLX waits for the others without a limit, and no thread of this process runs meanwhile: the kernel ends
+    it after ``limits.RING_FORM_S``.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="fleetd-ring-") as folder,
+        _no_longer_than(limits.RING_FORM_S),
+        progress.within(limits.RING_FORM_S),
+    ):
+        hosts = Path(folder) / "hosts.json"
+        hosts.write_text(json.dumps(rows(place)))
+        os.environ.update(MLX_RANK=str(place.rank), MLX_HOSTFILE=str(hosts))
+        try:
+            return mx.distributed.init(strict=True, backend="ring")
+        except RuntimeError as error:
+            raise MemberLost(GroupLost(f"The ring could not be formed: {error}")) from error
+
+
+def rows(place: RingPlace) -> list[list[str]]:
+    """The ring as this rank is told of it: nothing is used of rows but its own and the next one's."""
+    found = [[f"{_HERE}:{place.port}"]] * place.size
+    found[(place.rank + 1) % place.size] = [f"{_HERE}:{place.next_port}"]
+    found[place.rank] = [f"{_HERE}:{place.port}"]
+    return found
+
+
+def check(group: Any, progress: PassProgress) -> None:
+    """Wait until every rank has come here, and see that sums of this ring are sums. Raises MemberLost."""
+    size = group.size()
+    with progress.within(limits.RANKS_LOAD_S), lost_ranks():
+        found = mx.distributed.all_sum(mx.full(16, _CANARY * (group.rank() + 1)), group=group)
+        mx.eval(found)
+    if not bool(mx.all(found == _CANARY * size * (size + 1) / 2)):
+        raise MemberLost(GroupLost("A sum over the ring was wrong: its ranks do not belong together."))
+
+
+@contextmanager
+def lost_ranks() -> Iterator[None]:
+    """What MLX raises meanwhile because a rank is gone comes out as MemberLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "[ring]" not in str(error):
+            raise
+        raise MemberLost(GroupLost(f"Another rank is gone: {error}")) from error
+
+
+def keep_rows_stable() -> None:
+    """Have divided layers compute as ``mlx_functions`` has others: with as many rows as make the bits of one
+    row the same in every batch. For a CPU, once."""
+    for kind in (distributed.AllToShardedLinear, distributed.ShardedToAllLinear):
+        kind.__call__ = _stable(kind.__call__)
+
+
+def _stable(stock: Callable[[Any, mx.array], mx.array]) -> Callable[[Any, mx.array], mx.array]:
+    def linear(self: Any, x: mx.array) -> mx.array:
+        return products.row_stable(partial(stock, self), x)
+
+    return linear
+
+
+@contextmanager
+def _no_longer_than(seconds: float) -> Iterator[None]:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)

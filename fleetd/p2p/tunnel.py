@@ -1,0 +1,137 @@
+"""Tunnels of a ring: a TCP connection between two processes of different machines, sealed on its way.
+
+    rank ─► mouth, a port of its machine ─► sealed stream ─► port of the next rank's machine ─► next rank
+
+The processes know ports of their own machine alone. Neither end holds more than a chunk: a rank that does
+not read makes the one that writes wait. When one of the three connections ends, so do the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from fleetd import limits
+from fleetd.errors import FleetError
+from fleetd.sealed.chunks import Role
+from fleetd.sealed.stream import SealedReceiver, SealedSender
+
+_HERE = "127.0.0.1"
+_AGAIN_S = 0.02
+
+
+class Mouth:
+    """A port of this machine, behind which a process of another one is."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server((_HERE, 0), backlog=1)
+        self._listener.settimeout(limits.RING_FORM_S)
+        self.port: int = self._listener.getsockname()[1]
+
+    def open(self) -> socket.socket:
+        """The connection of the first process that comes; no other one is let in. Raises OSError."""
+        with self._listener:
+            return self._listener.accept()[0]
+
+    def close(self) -> None:
+        _shut(self._listener)
+
+
+class LocalPort:
+    """A port of this machine at which a process of its own is about to listen; no other process gets it."""
+
+    def __init__(self) -> None:
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._held.bind((_HERE, 0))
+        self.port: int = self._held.getsockname()[1]
+        self._closed = False
+
+    def open(self) -> socket.socket:
+        """Connect to the process, once it listens. Raises OSError if it does not in time."""
+        until_s = time.monotonic() + limits.RING_FORM_S
+        while True:
+            try:
+                return socket.create_connection((_HERE, self.port), timeout=limits.RING_FORM_S)
+            except ConnectionRefusedError:
+                if self._closed or time.monotonic() > until_s:
+                    raise
+                time.sleep(_AGAIN_S)
+
+    def close(self) -> None:
+        self._closed = True
+        self._held.close()
+
+
+class Tunnel:
+    """One end. ``remote``: the stream to the other machine, ``key`` and ``role`` of its seal; ``local``:
+    where the process of this machine comes in, or is found."""
+
+    def __init__(self, remote: socket.socket, key: bytes, role: Role, local: Mouth | LocalPort) -> None:
+        self._remote, self._local = remote, local
+        self._process: socket.socket | None = None
+        self._sender = SealedSender(remote, key, role)
+        self._receiver = SealedReceiver(remote, key, role)
+        with contextlib.suppress(OSError):  # not TCP
+            remote.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._closed = threading.Event()
+        self._threads = [threading.Thread(target=self._run, name="tunnel", daemon=True)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        """End it at once. Idempotent; does not wait for its threads."""
+        self._closed.set()
+        self._local.close()
+        for sock in (self._remote, self._process):
+            if sock is not None:
+                _shut(sock)
+
+    def join(self, within_s: float) -> None:
+        """Wait for its threads, which ``close`` has told to end."""
+        for thread in list(self._threads):
+            thread.join(within_s)
+
+    def _run(self) -> None:
+        try:
+            process = self._process = self._local.open()
+        except OSError:
+            self.close()
+            return
+        process.settimeout(None)
+        process.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._closed.is_set():
+            _shut(process)
+            return
+        inward = threading.Thread(target=self._carry, args=(self._come, process), daemon=True)
+        inward.start()
+        self._threads.append(inward)
+        self._carry(self._go, process)
+
+    def _carry(self, way: Callable[[socket.socket], None], process: socket.socket) -> None:
+        with contextlib.suppress(OSError, FleetError):
+            way(process)
+        self.close()
+
+    def _go(self, process: socket.socket) -> None:
+        buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
+        while count := process.recv_into(buffer):
+            self._sender.send(buffer[:count])
+
+    def _come(self, process: socket.socket) -> None:
+        chunks = self._receiver.chunks()
+        while True:
+            # Ranks may have nothing to say for hours.
+            self._receiver.wait()
+            if (chunk := next(chunks, None)) is None:
+                return
+            process.sendall(chunk)
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()

@@ -1,0 +1,175 @@
+"""A ring seen from the machine that answers, which has rank 0.
+
+the last rank is asked first ──► each promises memory, opens a stream to the next one's machine, starts
+    its process ──► tunnels are there ──► rank 0 starts ──► all ranks meet ──► passes go to each
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.daemon_side.supervisor import EngineProcess
+from fleetd.engine.protocol import STAGE, Loading, StreamTag
+from fleetd.engine.settings import GroupMember, RingPlace
+from fleetd.errors import FleetError, GroupLost, ModelError, OutOfMemory, PeerLost, ProtocolError
+from fleetd.p2p.session.transport import PeerStream
+from fleetd.requests.concurrency import gather_or_cancel
+from fleetd.requests.ports import FleetPort
+from fleetd.requests.ranks import messages
+from fleetd.requests.ranks.messages import NextRank, RankQuestion, RankTold
+from fleetd.requests.ranks.ring_links import RingLinks
+from fleetd.requests.remote.bulk_dialer import invitation
+from fleetd.requests.remote.peer_stream import next_message, said_by
+
+
+class RankMachine(msgspec.Struct, frozen=True):
+    node_id: str
+    name: str
+
+
+@dataclass(slots=True)
+class _Rank:
+    machine: RankMachine
+    member: GroupMember
+    stream: PeerStream | None = None
+
+
+class FleetRanks:
+    """Args:
+    model, digest: as the others are to find it.
+    machines: of ranks 1, 2, …
+    layers: of the model. ``tokens``: whose keys and values have room on each machine.
+    promise_here: what this machine promises its own part, given what tells the bytes that are held of it.
+    """
+
+    kinds: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        partners: FleetPort,
+        model: str,
+        digest: str,
+        machines: Sequence[RankMachine],
+        layers: int,
+        tokens: int,
+        promise_here: Callable[[Callable[[], int]], AbstractContextManager[None]] = lambda held: (
+            nullcontext()
+        ),
+    ) -> None:
+        self._partners, self._model, self._digest = partners, model, digest
+        self._layers, self.tokens = layers, tokens
+        self._promise_here, self._promised = promise_here, ExitStack()
+        self._engine: EngineProcess | None = None
+        self._id = secrets.token_hex(8)
+        self._links = RingLinks(0, 1 + len(machines))
+        self._ranks = [
+            _Rank(machine, GroupMember(0, layers, f"{self._id}.{number}", machine.name))
+            for number, machine in enumerate(machines, 1)
+        ]
+
+    @property
+    def members(self) -> tuple[GroupMember, ...]:
+        return tuple(rank.member for rank in self._ranks)
+
+    @property
+    def ring(self) -> RingPlace:
+        """This machine's place."""
+        return self._links.place
+
+    async def form(self, told: Callable[[Loading], None]) -> None:
+        """Have every machine start its rank, and close the ring of tunnels. Raises the first failure, naming
+        its machine: GroupLost, OutOfMemory, or ModelError if others would do no better."""
+        self._promised.enter_context(
+            self._promise_here(lambda: self._engine.claimed_bytes if self._engine is not None else 0)
+        )
+        with self._partners.expect() as expected:
+            following = NextRank(self._partners.node_id, invitation(expected))
+            for number, rank in reversed(list(enumerate(self._ranks, 1))):
+                told(Loading(f"asking {rank.machine.name}"[: limits.CARD_TEXT_CHARS]))
+                following = await self._asked(rank, number, following)
+            with self._forming(self._ranks[0]):
+                sock = await self._partners.connect(following.node_id, following.invitation)
+                self._links.goes_to(sock, following.invitation.key)
+            with self._forming(self._ranks[-1]):
+                self._links.comes_from(await expected.socket(), expected.key)
+
+    async def connect(self, engine: EngineProcess) -> None:
+        """Give the engine its streams to the other ranks, once they have read their weights."""
+        self._engine = engine
+        await gather_or_cancel(*(self._joined(rank, engine) for rank in self._ranks))
+
+    async def watch(self) -> None:
+        """Does not return by itself. Raises why a machine has left, naming it."""
+        await gather_or_cancel(*(self._watch(rank) for rank in self._ranks))
+
+    def close(self) -> None:
+        """The others may end their ranks; idempotent."""
+        self._promised.close()
+        self._links.close()
+        for rank in self._ranks:
+            if rank.stream is not None:
+                rank.stream.cancel()
+
+    # ---- one rank ----------------------------------------------------------------------------------------
+
+    async def _asked(self, rank: _Rank, number: int, following: NextRank) -> NextRank:
+        """Ask for a rank; where the one before it is expected."""
+        ask = RankQuestion(
+            self._model,
+            self._digest,
+            self._id,
+            number,
+            1 + len(self._ranks),
+            self._layers,
+            self.tokens,
+            following,
+        )
+        with self._forming(rank):
+            rank.stream = self._partners.request(rank.machine.node_id, messages.SERVE, messages.encode(ask))
+            while (answer := await self._hear(rank.stream)).before is None:
+                pass
+        return NextRank(rank.machine.node_id, answer.before)
+
+    async def _joined(self, rank: _Rank, engine: EngineProcess) -> None:
+        with self._forming(rank):
+            if rank.stream is None:
+                raise PeerLost("It was not asked.")
+            while (answer := await self._hear(rank.stream)).passes is None:
+                pass
+            sock = await self._partners.connect(rank.machine.node_id, answer.passes)
+        await engine.give_stream(StreamTag(rank.member.stream, STAGE, answer.passes.key, "connector"), sock)
+
+    async def _watch(self, rank: _Rank) -> None:
+        with self._forming(rank):
+            if rank.stream is None or await _next(rank.stream) is None:
+                raise PeerLost("It has left the group.")
+            raise ProtocolError("It said more than that it is alive.")
+
+    @staticmethod
+    async def _hear(stream: PeerStream) -> RankTold:
+        if (body := await _next(stream)) is None:
+            raise ProtocolError("It ended its rank without a word.")
+        return messages.decode(body, RankTold)
+
+    @contextmanager
+    def _forming(self, rank: _Rank) -> Iterator[None]:
+        """What a machine fails with meanwhile comes out with its name: GroupLost, if others may do better."""
+        try:
+            yield
+        except (ModelError, OutOfMemory) as error:
+            raise said_by(rank.machine.name, error) from error
+        except FleetError as error:
+            raise GroupLost(
+                f"{rank.machine.name}: {error.message}",
+                hint="Send the request again: it goes another way.",
+            ) from error
+
+
+async def _next(stream: PeerStream) -> bytes | None:
+    return await next_message(stream, silence_s=limits.GROUP_SILENT_S)

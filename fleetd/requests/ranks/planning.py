@@ -1,0 +1,96 @@
+"""Which machines divide the layers of a model, and for how many tokens they have room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from fleetd import limits
+from fleetd.errors import ModelUnsupported, NoMachine, OutOfMemory
+from fleetd.models.folder import ModelFolder
+from fleetd.models.memory_need import WORKING_BYTES
+from fleetd.plan.ranks import undividable
+from fleetd.requests.members.members import Member, Members, eligible
+from fleetd.requests.members.named_machines import hint_for
+from fleetd.requests.ports import FleetPort
+from fleetd.requests.ranks.client import FleetRanks, RankMachine
+from fleetd.requests.ranks.rank_memory import Promise, rank_bytes, sizes_of
+
+
+class RankPlanner:
+    """Args:
+    free_bytes: of this machine, with all other models unloaded.
+    """
+
+    def __init__(
+        self,
+        partners: FleetPort,
+        members: Members,
+        promise: Promise,
+        free_bytes: Callable[[], int],
+    ) -> None:
+        self._partners, self._members = partners, members
+        self._promise, self._free_bytes = promise, free_bytes
+
+    def __call__(self, folder: ModelFolder, over: Sequence[str]) -> FleetRanks:
+        """This machine and those ``over``, by name, in this order. Reads headers of files.
+
+        Raises ModelUnsupported if such a model is not divided by so many, NoMachine if one of them cannot
+        help, OutOfMemory if one has not the room.
+        """
+        size = 1 + len(over)
+        if why := undividable(folder.config, size):
+            hint = "Deal its layers out instead: --split layers."
+            raise ModelUnsupported(why, hint=hint, param="split")
+        here = self._members.here()
+        own = here.model(folder.name)
+        if own is None or not own.digest:
+            raise NoMachine(
+                f"This machine does not know yet which files its {folder.name} is made of.",
+                hint="Send it again once they are hashed (fleetctl models).",
+            )
+        others = [self._able(name, own.digest, folder.name) for name in over]
+        room = self._free_bytes()
+        rooms = {"This machine": (room, here)} | {
+            other.name: (max(0, other.card.usable_bytes - WORKING_BYTES), other) for other in others
+        }
+        tokens = min(
+            _tokens(folder, size, each, name, on_cpu=member.card.machine.accelerator == "cpu")
+            for name, (each, member) in rooms.items()
+        )
+        on_cpu = here.card.machine.accelerator == "cpu"
+        n_bytes = rank_bytes(folder, size, tokens, on_cpu)
+        return FleetRanks(
+            self._partners,
+            folder.name,
+            own.digest,
+            [RankMachine(other.node_id, other.name) for other in others],
+            len(sizes_of(folder, on_cpu=on_cpu).layers),
+            tokens,
+            partial(self._promise, f"Rank 0 of {size} of {folder.name}", n_bytes, room),
+        )
+
+    def _able(self, name: str, digest: str, model: str) -> Member:
+        found = [each for each in self._members.others("prefill") if each.name == name]
+        if not found:
+            raise NoMachine(f"{name} has left the fleet.", param="placement")
+        if (refusal := eligible(found[0], digest, even_left_out=True)) is not None:
+            hint = hint_for(refusal.code, name, model)
+            raise NoMachine(refusal.sentence, hint=hint, param="placement")
+        return found[0]
+
+
+def _tokens(folder: ModelFolder, size: int, room_bytes: int, name: str, *, on_cpu: bool) -> int:
+    """Tokens whose keys and values have room beside the weights of a rank. Raises OutOfMemory."""
+    weights = rank_bytes(folder, size, 0, on_cpu)
+    found = sizes_of(folder, on_cpu=on_cpu)
+    each = max(1, len(found.layers) * found.row // size)
+    tokens = int(limits.RANK_ROWS_SHARE * max(0, room_bytes - weights)) // each
+    least = min(limits.GROUP_LEAST_TOKENS, folder.context_tokens)
+    if tokens < least:
+        raise OutOfMemory(
+            f"{name} has no room for one of {size} parts of {folder.name}: it takes "
+            f"{(weights + least * each) / 1e9:.1f} GB.",
+            hint="Unload models there (fleetctl peers), or name more machines.",
+        )
+    return min(tokens, limits.GROUP_STREAM_CONTEXTS * folder.context_tokens)

@@ -1,0 +1,100 @@
+"""Two real daemons divide the layers of a model between them: the ring goes through their sealed tunnels."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_programs import Programs
+from live_daemon import LiveDaemon, text_of, until
+from live_fleet import LiveFleet
+from sharing import write
+from test_live_groups import request
+
+pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(300)]
+
+MODEL = "divided"
+COMMON = {"FLEETD_ENGINE_CPU_ARITHMETIC": "float32", "FLEETD_ENGINE_THREADS": "1"}
+QUESTIONS = ("one", "two", "three", "a longer question than the others")
+
+
+@pytest.fixture(scope="module")
+def pair(short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
+    folder = short_dir / MODEL
+    folder.mkdir()
+    write(folder)
+    names = ("alpha", "beta")
+    with LiveFleet(
+        short_dir / "ranks",
+        {name: [folder] for name in names},
+        settings=dict.fromkeys(names, COMMON),
+        programs=programs,
+    ) as fleet:
+        fleet.until_usable()
+        fleet.until_has("alpha", "beta", MODEL)
+        yield fleet
+
+
+def answer(daemon: LiveDaemon, question: str, *, tokens: int = 24, after: Any = None) -> str:
+    text, pieces = "", 0
+    with daemon.stream(MODEL, question, max_tokens=tokens, temperature=0) as events:
+        for event in events:
+            assert "error" not in event, event
+            text += text_of(event)
+            pieces += bool(text_of(event))
+            if after is not None and pieces == 3:
+                after()
+                after = None
+    return text
+
+
+def load(daemon: LiveDaemon, *split: str) -> str:
+    """What fleetctl says."""
+    done = daemon.fleetctl("models", "load", MODEL, "--on", "this,beta", *split)
+    return done.stdout + done.stderr
+
+
+def ranks(daemon: LiveDaemon) -> list[dict[str, Any]]:
+    """The workers that are ranks of another machine's model."""
+    return [engine for engine in daemon.status()["engines"] if engine["part_of"] == MODEL]
+
+
+def test_a_divided_model_answers_as_the_whole_one_and_says_so(pair: LiveFleet) -> None:
+    alpha = pair["alpha"]
+    right = [answer(alpha, question) for question in QUESTIONS]
+    assert "is loaded on" in load(alpha, "--split", "tensors")
+    assert len(ranks(pair["beta"])) == 1
+    assert "part 2 of 2 of every layer of divided, asked by alpha" in pair["beta"].fleetctl("status").stdout
+    assert "a part of every layer here and on beta" in alpha.fleetctl("status").stdout
+    assert [answer(alpha, question) for question in QUESTIONS] == right
+    with ThreadPoolExecutor(len(QUESTIONS)) as threads:
+        assert list(threads.map(lambda question: answer(alpha, question), QUESTIONS)) == right
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    status, headers, _ = request(alpha, asked)
+    assert status == 200
+    assert headers["X-Fleet-Plan"] == "group; nodes=this,beta"
+    assert headers["X-Fleet-Exactness"] == "equivalent"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_answer_goes_another_way_when_a_rank_is_gone_or_stopped(pair: LiveFleet, number: int) -> None:
+    alpha = pair["alpha"]
+    right = answer(alpha, QUESTIONS[0], tokens=60)
+    assert "is loaded on" in load(alpha, "--split", "tensors")
+    (rank,) = ranks(pair["beta"])
+    pid = int(rank["pid"])
+    assert answer(alpha, QUESTIONS[0], tokens=60, after=lambda: os.kill(pid, number)) == right
+    until(lambda: not ranks(pair["beta"]), 30)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_machines_that_divide_layers_have_to_be_named(pair: LiveFleet) -> None:
+    done = pair["alpha"].fleetctl("models", "load", MODEL, "--split", "tensors")
+    assert done.returncode == 2
+    assert "--on this,studio --split tensors" in done.stderr
