@@ -617,6 +617,26 @@ SMART_REMEMBERED = 16
 SMART_HISTORIES = 256
 SMART_HISTORY_RANGES = 100_000
 
+# ---- Vectors and reranking -------------------------------------------------------------------------------
+# Texts of one message to a worker. The daemon cuts a corpus into as many messages as it needs.
+VECTOR_TEXTS = 2048
+# Characters of one text: no model here reads more of any language, and a tokenizer takes a hundred times as
+# much memory.
+VECTOR_TEXT_CHARS = MIB
+# Tokens of one text, whatever the model's files say: an encoder cannot be stopped in the middle of a text,
+# and what it takes of memory while it reads has to stay within what every load leaves free.
+VECTOR_TEXT_TOKENS = 8192
+# Texts whose vectors are told at once, and are sorted by length among themselves.
+VECTOR_WINDOW = 256
+# Seconds that one pass may take, about, before a cancel, another request or a chat has its turn; and the
+# fewest and the most tokens of one, whatever a machine's pace.
+VECTOR_PASS_S = 0.1
+VECTOR_PASS_TOKENS = (64, 8192)
+# Tokens by which a load measures the pace.
+VECTOR_MEASURED_TOKENS = 512
+# How much a worker for vectors yields to others on the same cores: to one that answers, all but a thirtieth.
+VECTOR_NICE = 15
+
 # ---- Fleet: control sessions -----------------------------------------------------------------------------
 # A host name has at most this many characters.
 PEER_NAME_CHARS = 255

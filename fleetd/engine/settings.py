@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from fleetd.cache.settings import DiskCacheSettings
+from fleetd.control.model_facts import ModelPurpose
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +53,8 @@ class WorkerSettings(WorkerOptions, frozen=True):
 
     name: str
     path: str
+    # What the model gives.
+    purpose: ModelPurpose = "chat"
     # Where the model's recorded checksums are, for folders that are not ours to write into.
     record: str = ""
     # What other workers of this machine hold of the memory that models may.

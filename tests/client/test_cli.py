@@ -482,7 +482,6 @@ def test_models(run: Run, daemon: FakeDaemon) -> None:
     assert everything == run("models", "list", "--all", home=daemon.home).stdout
     assert "  studio  dense" in everything
     assert "  no: 37.0 GB short" in everything
-    assert "not served yet" in everything
     assert json.loads(run("models", "--json", home=daemon.home).stdout) == MODELS
     assert json.loads(run("models", "list", "--json", home=daemon.home).stdout) == MODELS
 
