@@ -1,5 +1,7 @@
-"""Forward passes of readers of texts in NumPy, as papers write them: padded batches with masks, in float64, to
-hold the engine's numbers against."""
+"""Forward passes of readers of texts in NumPy, as papers write them: padded batches with masks, in float64.
+
+The engine's numbers are held against them.
+"""
 
 from __future__ import annotations
 
