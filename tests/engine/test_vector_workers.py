@@ -177,7 +177,7 @@ async def test_a_client_that_leaves_ends_its_texts_and_no_others(
     engine = pool.engine(embedder)
     assert engine is not None
     assert not engine.busy
-    again = await events(pool, embedder, EmbedTexts("long", ["x"]))
+    again = await events(pool, embedder, EmbedTexts("again", ["x"]))
     assert [type(event) for event in again] == [Accepted, TextsEmbedded, Finished]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -30,18 +28,10 @@ def attention(
         q, k, v = (by_run(each, run).transpose(0, 2, 1, 3) for each in (queries, keys, values))
         if rope is not None:
             q, k = rope(q), rope(k)
-        mask = near(run.length, window) if 0 < window < run.length - 1 else None
+        mask = texts.near(run.length, window) if 0 < window < run.length - 1 else None
         out = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask)
         parts.append(out.transpose(0, 2, 1, 3).reshape(run.texts, run.length, -1))
     return joined(parts)
-
-
-@lru_cache(maxsize=8)
-def near(length: int, window: int) -> mx.array:
-    """True (length, length) where two places are at most ``window`` apart."""
-    places = mx.arange(length)
-    found: mx.array = mx.abs(places[:, None] - places[None]) <= window
-    return found
 
 
 def gelu(x: mx.array) -> mx.array:

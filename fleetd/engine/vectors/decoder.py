@@ -7,15 +7,28 @@ length at a time, as the mask of a batch would have to say where each text ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from fleetd.engine.vectors.blocks import near
-from fleetd.engine.vectors.token_rows import Pass, by_run, joined
+from fleetd.engine.vectors.token_rows import Pass, TokenRow, by_run, joined
 from fleetd.errors import ModelUnsupported
+
+# How much longer than the shortest the longest text of a batch is at most: what is filled up is computed.
+_SPREAD = 1.25
+
+
+def batches(rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
+    """Texts, the shorter ones first, parted so that little is filled up in each part."""
+    found: list[list[TokenRow]] = []
+    for row in rows:
+        if found and len(row.tokens) <= _SPREAD * len(found[-1][0].tokens):
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
 
 
 class CausalDecoder(nn.Module):  # type: ignore[misc]
@@ -26,10 +39,14 @@ class CausalDecoder(nn.Module):  # type: ignore[misc]
         self.model = _mlx_lm(config)
 
     def __call__(self, texts: Pass) -> mx.array:
-        longest = max(run.length for run in texts.runs)
-        batch = mx.array([[*row.tokens, *[0] * (longest - len(row.tokens))] for row in texts.rows])
+        return joined([part for rows in batches(texts.rows) for part in self._states(rows)])
+
+    def _states(self, rows: Sequence[TokenRow]) -> list[mx.array]:
+        """The states of each of these texts, computed as one batch."""
+        longest = max(len(row.tokens) for row in rows)
+        batch = mx.array([[*row.tokens, *[0] * (longest - len(row.tokens))] for row in rows])
         states = self.model.model(batch)
-        return joined([states[index, : len(row.tokens)] for index, row in enumerate(texts.rows)])
+        return [states[index, : len(row.tokens)] for index, row in enumerate(rows)]
 
     @staticmethod
     def renamed(name: str) -> str:
@@ -59,12 +76,12 @@ class BidirectionalGemma(CausalDecoder):
         inner = self.model.model
         h = inner.embed_tokens(texts.tokens)
         h = h * mx.array(self.scale, h.dtype)
-        parts = [self._run(by_run(h, run), inner) for run in texts.runs]
+        parts = [self._run(by_run(h, run), inner, texts) for run in texts.runs]
         found: mx.array = inner.norm(joined(parts))
         return found
 
-    def _run(self, h: mx.array, inner: Any) -> mx.array:
-        close = near(h.shape[1], self.window) if h.shape[1] - 1 > self.window else None
+    def _run(self, h: mx.array, inner: Any, texts: Pass) -> mx.array:
+        close = texts.near(h.shape[1], self.window) if h.shape[1] - 1 > self.window else None
         for layer in inner.layers:
             h = layer(h, close if layer.self_attn.is_sliding else None, None)
         return h

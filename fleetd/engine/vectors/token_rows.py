@@ -43,6 +43,7 @@ class Pass:
     rows: Sequence[TokenRow]
     runs: list[Run] = field(init=False)
     ends: list[int] = field(init=False)
+    _near: dict[tuple[int, int], mx.array] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.runs, self.ends, start = [], [], 0
@@ -64,6 +65,13 @@ class Pass:
     def positions(self) -> mx.array:
         """The place of each token in its text, from 0."""
         return mx.array([place for row in self.rows for place in range(len(row.tokens))])
+
+    def near(self, length: int, window: int) -> mx.array:
+        """True (length, length) where two places are at most ``window`` apart; every layer asks for the same."""
+        if (length, window) not in self._near:
+            places = mx.arange(length)
+            self._near[length, window] = mx.abs(places[:, None] - places[None]) <= window
+        return self._near[length, window]
 
     @property
     def starts(self) -> list[int]:
