@@ -67,7 +67,7 @@ class Pass:
         return mx.array([place for row in self.rows for place in range(len(row.tokens))])
 
     def near(self, length: int, window: int) -> mx.array:
-        """True (length, length) where two places are at most ``window`` apart; every layer asks for the same."""
+        """True (length, length) where two places are at most ``window`` apart, as many layers ask."""
         if (length, window) not in self._near:
             places = mx.arange(length)
             self._near[length, window] = mx.abs(places[:, None] - places[None]) <= window
