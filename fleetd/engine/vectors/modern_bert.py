@@ -18,7 +18,7 @@ def _norm(config: Mapping[str, Any]) -> nn.LayerNorm:
     )
 
 
-class Attention(nn.Module):  # type: ignore[misc]
+class ModernAttention(nn.Module):  # type: ignore[misc]
     def __init__(self, config: Mapping[str, Any], *, near: bool) -> None:
         super().__init__()
         width, bias = config["hidden_size"], config.get("attention_bias", False)
@@ -43,7 +43,7 @@ def _base(config: Mapping[str, Any], *, near: bool) -> float:
     return float(told.get("rope_theta") or older)
 
 
-class Mlp(nn.Module):  # type: ignore[misc]
+class ModernMlp(nn.Module):  # type: ignore[misc]
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         width, inner, bias = config["hidden_size"], config["intermediate_size"], config.get("mlp_bias", False)
@@ -56,14 +56,14 @@ class Mlp(nn.Module):  # type: ignore[misc]
         return found
 
 
-class Layer(nn.Module):  # type: ignore[misc]
+class ModernLayer(nn.Module):  # type: ignore[misc]
     def __init__(self, config: Mapping[str, Any], index: int, *, near: bool) -> None:
         super().__init__()
         # The norm of the embeddings stands before the first layer already.
         self.attn_norm = _norm(config) if index else nn.Identity()
-        self.attn = Attention(config, near=near)
+        self.attn = ModernAttention(config, near=near)
         self.mlp_norm = _norm(config)
-        self.mlp = Mlp(config)
+        self.mlp = ModernMlp(config)
 
     def __call__(self, x: mx.array, texts: Pass) -> mx.array:
         x = x + self.attn(self.attn_norm(x), texts)
@@ -71,7 +71,7 @@ class Layer(nn.Module):  # type: ignore[misc]
         return found
 
 
-class Embeddings(nn.Module):  # type: ignore[misc]
+class ModernEmbeddings(nn.Module):  # type: ignore[misc]
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(config["vocab_size"], config["hidden_size"])
@@ -83,8 +83,8 @@ class ModernBert(nn.Module):  # type: ignore[misc]
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.embeddings = Embeddings(config)
-        self.layers = [Layer(config, index, near=near) for index, near in enumerate(_near(config))]
+        self.embeddings = ModernEmbeddings(config)
+        self.layers = [ModernLayer(config, index, near=near) for index, near in enumerate(_near(config))]
         self.final_norm = _norm(config)
 
     def __call__(self, texts: Pass) -> mx.array:

@@ -91,7 +91,7 @@ def trunk_class(config: Mapping[str, Any]) -> type[Bert | ModernBert | CausalDec
     return BidirectionalGemma if config.get("use_bidirectional_attention") else CausalDecoder
 
 
-class _Config:
+class _ArgumentsAsRead:
     """A config as mlx-lm's loader hands it on."""
 
     @staticmethod
@@ -110,7 +110,7 @@ def lazy_module(
     """
 
     def classes(config: dict[str, Any]) -> tuple[Any, Any]:
-        return lambda parsed: VectorModule(parsed, purpose, recipe.dense), _Config
+        return lambda parsed: VectorModule(parsed, purpose, recipe.dense), _ArgumentsAsRead
 
     with over_files(f"The model in {path.name} cannot be built from its config and weights"):
         try:
