@@ -25,7 +25,7 @@ _SHORTER = "Cut it into parts, or let its end be left out."
 
 
 @dataclass(frozen=True)
-class Frame:
+class QuestionFrame:
     """Tokens that stand before and behind what a reranker is asked."""
 
     before: list[int]
@@ -61,11 +61,11 @@ class TextReader:
         tokenizer.encode_special_tokens = True
         return cls(tokenizer, vocab_size, longest)
 
-    def frame(self, before: str, after: str) -> Frame:
+    def frame(self, before: str, after: str) -> QuestionFrame:
         """A frame of a model's own words, in which special tokens are what they look like."""
         own = Tokenizer.from_str(self.tokenizer.to_str())
         own.encode_special_tokens = False
-        return Frame(*(own.encode(text, add_special_tokens=False).ids for text in (before, after)))
+        return QuestionFrame(*(own.encode(text, add_special_tokens=False).ids for text in (before, after)))
 
     def token(self, text: str) -> int:
         """The id of a token. Raises ModelUnsupported if there is none of this text."""
@@ -105,7 +105,7 @@ class TextReader:
             rows.append(TokenRow(both.ids, both.type_ids))
         return rows
 
-    def framed(self, request: RerankTexts, asked: str, frame: Frame) -> list[TokenRow]:
+    def framed(self, request: RerankTexts, asked: str, frame: QuestionFrame) -> list[TokenRow]:
         """Each document behind ``asked``, which has the query, within a frame. Raises as ``rows``."""
         self._query_and_documents(request, within=len(frame.before) + len(frame.after))
         texts = [

@@ -12,7 +12,7 @@ import numpy as np
 from fleetd.control.model_facts import ModelPurpose
 from fleetd.engine.protocol import EmbedTexts, RerankTexts, TextsEmbedded, TextsReranked
 from fleetd.engine.vectors.pooling import little_endian, one_long, pooled, shortened, sigmoid
-from fleetd.engine.vectors.reading import Frame, TextReader
+from fleetd.engine.vectors.reading import QuestionFrame, TextReader
 from fleetd.engine.vectors.token_rows import Pass, TokenRow
 from fleetd.errors import InvalidValue, ModelUnsupported, UnsupportedParameter
 from fleetd.models.vector_files import VectorRecipe
@@ -114,7 +114,7 @@ class Reranker(VectorModel):
     purpose: ClassVar[ModelPurpose] = "rerank"
 
     head: Any
-    frame: Frame | None
+    frame: QuestionFrame | None
 
     def read(self, request: EmbedTexts | RerankTexts) -> VectorRequest:
         if not isinstance(request, RerankTexts):
