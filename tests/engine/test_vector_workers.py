@@ -147,8 +147,8 @@ async def test_a_query_that_fills_the_model_is_refused(pool: EnginePool, reranke
     with pytest.raises(ContextLengthExceeded, match="query"):
         await events(pool, reranker, RerankTexts("a", "q" * 126, ["x"]))
     with pytest.raises(ContextLengthExceeded, match="Text 1"):
-        await events(pool, reranker, RerankTexts("a", "q" * 100, ["x", "y" * 100]))
-    told = await events(pool, reranker, RerankTexts("a", "q" * 100, ["x", "y" * 100], truncate=True))
+        await events(pool, reranker, RerankTexts("b", "q" * 100, ["x", "y" * 100]))
+    told = await events(pool, reranker, RerankTexts("c", "q" * 100, ["x", "y" * 100], truncate=True))
     assert [event.tokens for event in told if isinstance(event, TextsReranked)] == [[104, 128]]
 
 
