@@ -130,8 +130,8 @@ def test_alone_without_a_daemon_it_says_how_to_start_one(run: Run, short_dir: Pa
 
 def test_only_verbs_that_work_exist() -> None:
     assert set(VERBS) == {
-        "cache", "chat", "completion", "compress", "doctor", "env", "join", "launch", "models", "open",
-        "pair", "peers", "plan", "service", "status", "trace", "unpair", "usage",
+        "cache", "chat", "completion", "compress", "doctor", "embed", "env", "join", "launch", "models",
+        "open", "pair", "peers", "plan", "rerank", "service", "status", "trace", "unpair", "usage",
     }  # fmt: skip
 
 
