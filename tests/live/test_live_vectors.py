@@ -208,12 +208,17 @@ def test_lists_tell_what_a_model_is_for(loaded: LiveFleet) -> None:
         found = {each["id"]: each["fleet"] for each in daemon.control("GET", "/v1/models")["data"]}
         assert (found[MINILM]["purpose"], found[MINILM]["vector_width"]) == ("embedding", 384)
         assert found[CHAIN]["purpose"] == "chat"
-    client = ollama.Client(loaded["alpha"].base_url.removesuffix("/v1"), headers=_key(loaded["alpha"]))
-    assert client.show(MINILM).capabilities == ["embedding"]
+    with ollamas(loaded["alpha"]) as client:
+        assert client.show(MINILM).capabilities == ["embedding"]
 
 
-def _key(daemon: LiveDaemon) -> dict[str, str]:
-    return {"Authorization": f"Bearer {daemon.key}"}
+@contextlib.contextmanager
+def ollamas(daemon: LiveDaemon) -> Iterator[ollama.Client]:
+    """Ollama's client of a daemon."""
+    headers = {"Authorization": f"Bearer {daemon.key}"}
+    client = ollama.Client(daemon.base_url.removesuffix("/v1"), headers=headers)
+    with client._client:
+        yield client
 
 
 # ---- libraries ---------------------------------------------------------------------------------------------
@@ -237,14 +242,14 @@ def test_openais_library(loaded: LiveFleet, alone: list[bytes]) -> None:
 
 
 def test_ollamas_library(loaded: LiveFleet, alone: list[bytes]) -> None:
-    client = ollama.Client(loaded["alpha"].base_url.removesuffix("/v1"), headers=_key(loaded["alpha"]))
-    reply = client.embed(MINILM, TEXTS[:3])
-    assert [struct.pack("<384f", *each) for each in reply.embeddings] == alone[:3]
-    assert reply.prompt_eval_count
-    old = client.embeddings(MINILM, TEXTS[0])
-    assert struct.pack("<384f", *old.embedding) == alone[0]
-    with pytest.raises(ollama.ResponseError):
-        client.embed(MINILM, "word " * 1000, truncate=False)
+    with ollamas(loaded["alpha"]) as client:
+        reply = client.embed(MINILM, TEXTS[:3])
+        assert [struct.pack("<384f", *each) for each in reply.embeddings] == alone[:3]
+        assert reply.prompt_eval_count
+        old = client.embeddings(MINILM, TEXTS[0])
+        assert struct.pack("<384f", *old.embedding) == alone[0]
+        with pytest.raises(ollama.ResponseError):
+            client.embed(MINILM, "word " * 1000, truncate=False)
 
 
 PROGRAMS = {
