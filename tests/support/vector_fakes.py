@@ -26,7 +26,7 @@ from fleetd.errors import ModelNotFound
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.requests.request import LocatedModel
 from fleetd.requests.vectors.job import TextsDone, VectorJob
-from fleetd.requests.vectors.messages import VectorRequest, texts_of
+from fleetd.requests.vectors.messages import TextsRequest, texts_of
 
 MODEL, WIDTH = "minilm", 4
 DIGEST = "e" * 64
@@ -48,7 +48,7 @@ def tokens(text: str | list[int]) -> int:
     return max(1, len(text) // 4) if isinstance(text, str) else len(text)
 
 
-def answers(request: VectorRequest, piece: int = 3) -> list[Event]:
+def answers(request: TextsRequest, piece: int = 3) -> list[Event]:
     """All events of a healthy answer, in pieces of at most so many texts."""
     texts = texts_of(request)
     found: list[Event] = [Accepted(request.id, sum(map(tokens, texts)))]
@@ -84,11 +84,11 @@ class VectorPool:
     loaded: bool = True
     trouble: Exception | None = None
     gate: asyncio.Event | None = None
-    asked: list[VectorRequest] = field(default_factory=list)
+    asked: list[TextsRequest] = field(default_factory=list)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: int = 0
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    on_ask: Callable[[VectorRequest], None] = lambda request: None
+    on_ask: Callable[[TextsRequest], None] = lambda request: None
 
     def engine(self, folder: Any) -> object | None:
         return object() if self.loaded else None
@@ -97,7 +97,7 @@ class VectorPool:
         return 3.0
 
     async def vectors(
-        self, folder: Any, request: VectorRequest, *, evict: bool = True
+        self, folder: Any, request: TextsRequest, *, evict: bool = True
     ) -> AsyncGenerator[Loading | Event, None]:
         self.asked.append(request)
         self.begun.set()

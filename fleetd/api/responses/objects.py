@@ -218,7 +218,7 @@ class PartAdded(_OfPart, frozen=True, kw_only=True, tag="response.content_part.a
     part: Part
 
 
-class TextsDone(_OfPart, frozen=True, kw_only=True, tag="response.content_part.done"):
+class PartDone(_OfPart, frozen=True, kw_only=True, tag="response.content_part.done"):
     part: Part
 
 
@@ -266,7 +266,7 @@ ResponseEvent = (
     | ItemAdded
     | ItemDone
     | PartAdded
-    | TextsDone
+    | PartDone
     | TextDelta
     | TextDone
     | ReasoningDelta

@@ -179,10 +179,10 @@ class ResponseStream(_ResponseRenderer, Streamer):
         match item:
             case o.MessageItem():
                 text: o.Event = o.TextDone(text=block.text, **at)
-                return [text, o.TextsDone(part=_part(block, block.text), **at), done]
+                return [text, o.PartDone(part=_part(block, block.text), **at), done]
             case o.ReasoningItem():
                 text = o.ReasoningDone(text=block.text, **at)
-                return [text, o.TextsDone(part=_part(block, block.text), **at), done]
+                return [text, o.PartDone(part=_part(block, block.text), **at), done]
             case o.FunctionCallItem():
                 return [o.ArgumentsDone(name=item.name, arguments=block.text, **at), done]
             case o.CustomCallItem():

@@ -12,7 +12,7 @@ from fleetd import limits
 from fleetd.control.model_facts import ModelPurpose
 from fleetd.engine.protocol import EmbedTexts, Loading
 from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Exactness
-from fleetd.requests.vectors.messages import VectorRequest, texts_of
+from fleetd.requests.vectors.messages import TextsRequest, texts_of
 from fleetd.requests.vectors.part_answer import Found
 from fleetd.requests.vectors.parts import VectorMachine
 
@@ -44,7 +44,7 @@ class VectorJob:
 
     id: str
     model: str
-    request: VectorRequest
+    request: TextsRequest
     local_only: bool = False
     # The model's canonical name, and the width of its vectors; "" and 0 until they are known.
     name: str = ""
@@ -86,7 +86,7 @@ class VectorJob:
             for text in texts_of(self.request)
         ]
 
-    def part(self, texts: Sequence[int], part_id: str) -> VectorRequest:
+    def part(self, texts: Sequence[int], part_id: str) -> TextsRequest:
         """The request for some of its texts."""
         # A question of one text goes before the parts of a whole corpus.
         background = len(texts_of(self.request)) > limits.VECTOR_URGENT_TEXTS

@@ -32,7 +32,7 @@ _TELLING_TOKENS = 128
 _PRIOR_TOK_S = 2000.0
 
 
-class VectorModel(msgspec.Struct, frozen=True):
+class EncoderModel(msgspec.Struct, frozen=True):
     """The files that are meant. ``folder``: on this machine, None if only others have them. ``digest``: ""
     if it is not known yet, and then no other machine is asked. ``can_pull``: this machine may fetch them."""
 
@@ -67,22 +67,22 @@ class VectorMachines:
         # By node id: until when a machine that answers a chat is left to that.
         self._rests_until_s: dict[str, float] = {}
 
-    async def model(self, job: VectorJob) -> VectorModel:
+    async def model(self, job: VectorJob) -> EncoderModel:
         """The model that a job means. Raises FleetError: no machine has it, or it is for something else."""
         located = await file_threads.look(self._locator.locate, job.model)
         if located.folder is not None:
             check_purpose(located.folder.name, located.folder.shape.purpose, job.purpose)
             card = self._members.here().model(located.folder.name)
-            return VectorModel(located.folder.name, card.digest if card else "", located.folder)
+            return EncoderModel(located.folder.name, card.digest if card else "", located.folder)
         cards = self._elsewhere(located.name, job)
         if not cards and located.can_pull:
-            return VectorModel(located.name, can_pull=True)
+            return EncoderModel(located.name, can_pull=True)
         if not cards:
             raise located.missing or NoMachine(f"No machine has {located.name} now.", param="model")
         for card in cards:
             check_purpose(located.name, card.shape.purpose, job.purpose)
         best = min(cards, key=lambda card: (card.state != "loaded", card.digest))
-        return VectorModel(located.name, best.digest)
+        return EncoderModel(located.name, best.digest)
 
     def _elsewhere(self, name: str, job: VectorJob) -> list[ModelCard]:
         """The model of this name on other machines that may be asked now."""
@@ -92,7 +92,7 @@ class VectorMachines:
     def _others(self, job: VectorJob) -> list[Member]:
         return [] if job.local_only else self._members.others("vectors")
 
-    def able(self, job: VectorJob, model: VectorModel, lost: dict[str, FleetError]) -> list[VectorMachine]:
+    def able(self, job: VectorJob, model: EncoderModel, lost: dict[str, FleetError]) -> list[VectorMachine]:
         """The machines that can compute for a job now, but for those that it has ``lost``."""
         found = []
         if model.folder is not None and THIS_NODE not in lost:
@@ -103,7 +103,7 @@ class VectorMachines:
                 found.append(self._there(member, card, model))
         return found
 
-    def _here(self, model: VectorModel, folder: ModelFolder) -> VectorMachine:
+    def _here(self, model: EncoderModel, folder: ModelFolder) -> VectorMachine:
         member = self._members.here()
         card = member.model(folder.name) or ModelCard(folder.name, shape=folder.shape)
         return VectorMachine(
@@ -116,7 +116,7 @@ class VectorMachines:
             kind=_kind(member, card),
         )
 
-    def _there(self, member: Member, card: ModelCard, model: VectorModel) -> VectorMachine:
+    def _there(self, member: Member, card: ModelCard, model: EncoderModel) -> VectorMachine:
         return VectorMachine(
             member.node_id,
             member.name,
@@ -128,7 +128,7 @@ class VectorMachines:
             kind=_kind(member, card),
         )
 
-    def _speed(self, member: Member, card: ModelCard, model: VectorModel) -> float:
+    def _speed(self, member: Member, card: ModelCard, model: EncoderModel) -> float:
         """Tokens per second: of its last parts, else as its card says, else by its chip."""
         if known := self._tok_s.get((member.node_id, model.key)):
             return known
@@ -141,7 +141,7 @@ class VectorMachines:
     def _rests(self, node_id: str) -> bool:
         return self._monotonic() < self._rests_until_s.get(node_id, 0.0)
 
-    def learn(self, machine: VectorMachine, model: VectorModel, tokens: int, seconds: float) -> None:
+    def learn(self, machine: VectorMachine, model: EncoderModel, tokens: int, seconds: float) -> None:
         """A machine has computed a part; beside a chat it now rests, so that the chat has the machine."""
         if machine.chats:
             self._rests_until_s[machine.node_id] = self._monotonic() + limits.VECTOR_REST * seconds

@@ -22,7 +22,7 @@ from fleetd.requests.remote.message_codec import Digest, ModelName
 
 VECTORS = "vectors.part"
 
-VectorRequest = EmbedTexts | RerankTexts
+TextsRequest = EmbedTexts | RerankTexts
 PartEvent = Loading | TextsEmbedded | TextsReranked | Finished
 
 
@@ -31,7 +31,7 @@ class VectorPart(msgspec.Struct, frozen=True):
 
     model: ModelName
     digest: Digest
-    request: VectorRequest
+    request: TextsRequest
 
 
 _read_part: Callable[[bytes], VectorPart] = reader(VectorPart, "A peer's texts")
@@ -52,6 +52,6 @@ def decode_part(body: bytes) -> VectorPart:
     return part
 
 
-def texts_of(request: VectorRequest) -> list[str | list[int]] | list[str]:
+def texts_of(request: TextsRequest) -> list[str | list[int]] | list[str]:
     """The texts that get a vector or a score each."""
     return request.texts if isinstance(request, EmbedTexts) else request.documents

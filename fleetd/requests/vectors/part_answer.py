@@ -9,7 +9,7 @@ import sys
 
 from fleetd.engine.protocol import EmbedTexts, TextsEmbedded, TextsReranked
 from fleetd.errors import ProtocolError
-from fleetd.requests.vectors.messages import VectorRequest, texts_of
+from fleetd.requests.vectors.messages import TextsRequest, texts_of
 
 FLOAT_BYTES = 4
 
@@ -20,7 +20,7 @@ Found = bytes | float
 class PartAnswer:
     """The vectors or scores of one part's texts, in their order, and how many tokens each text had."""
 
-    def __init__(self, request: VectorRequest, width: int = 0) -> None:
+    def __init__(self, request: TextsRequest, width: int = 0) -> None:
         """``width``: of vectors; 0 if it is not known yet."""
         self._embeds = isinstance(request, EmbedTexts)
         self._count = len(texts_of(request))

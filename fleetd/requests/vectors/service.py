@@ -34,8 +34,8 @@ from fleetd.requests.model_locator import ModelLocator
 from fleetd.requests.remote.peer_stream import next_message, said_by
 from fleetd.requests.vectors import messages
 from fleetd.requests.vectors.job import MachineRun, TextsDone, VectorJob
-from fleetd.requests.vectors.machines import VectorMachines, VectorModel
-from fleetd.requests.vectors.messages import VectorPart, VectorRequest, texts_of
+from fleetd.requests.vectors.machines import EncoderModel, VectorMachines
+from fleetd.requests.vectors.messages import TextsRequest, VectorPart, texts_of
 from fleetd.requests.vectors.part_answer import PartAnswer
 from fleetd.requests.vectors.parts import Share, Unclaimed, VectorMachine, exactness, shares
 
@@ -64,7 +64,7 @@ class _Spread:
     again."""
 
     job: VectorJob
-    model: VectorModel
+    model: EncoderModel
     unclaimed: Unclaimed
     lost: dict[str, FleetError] = field(default_factory=dict)
     running: dict[asyncio.Task[PartAnswer], _GivenPart] = field(default_factory=dict)
@@ -165,15 +165,15 @@ class VectorService:
             self._open -= 1
 
     async def _pulled(
-        self, job: VectorJob, model: VectorModel
-    ) -> AsyncGenerator[Loading | VectorModel, None]:
+        self, job: VectorJob, model: EncoderModel
+    ) -> AsyncGenerator[Loading | EncoderModel, None]:
         """Download the model, which travels with fleetd, and yield it."""
         async with aclosing(self._locator.pull(job.model or model.name)) as steps:
             async for step in steps:
                 if isinstance(step, Loading):
                     yield step
                 else:
-                    yield VectorModel(step.name, folder=step)
+                    yield EncoderModel(step.name, folder=step)
 
     # ---- parts -------------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class VectorService:
 
     # ---- one part ----------------------------------------------------------------------------------------
 
-    async def _ask(self, spread: _Spread, part: _GivenPart, request: VectorRequest) -> PartAnswer:
+    async def _ask(self, spread: _Spread, part: _GivenPart, request: TextsRequest) -> PartAnswer:
         """The answer of one machine for one part. Raises FleetError."""
         folder = spread.model.folder
         answer = PartAnswer(request, spread.job.width)
@@ -279,7 +279,7 @@ class VectorService:
     async def _ask_here(
         self,
         folder: ModelFolder,
-        request: VectorRequest,
+        request: TextsRequest,
         answer: PartAnswer,
         progress: Callable[[Loading | None], None],
     ) -> None:
@@ -296,7 +296,7 @@ class VectorService:
         self,
         spread: _Spread,
         part: _GivenPart,
-        request: VectorRequest,
+        request: TextsRequest,
         answer: PartAnswer,
         progress: Callable[[Loading | None], None],
     ) -> None:
