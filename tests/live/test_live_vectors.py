@@ -310,7 +310,7 @@ def test_a_frameworks_vectors_are_the_daemons(loaded: LiveFleet, name: str) -> N
             for each, vector in zip(found, [*wanted, wanted[0]], strict=True):
                 assert each == pytest.approx(np.frombuffer(vector, np.float32).tolist(), abs=1e-6)
             return
-    pytest.skip(f"{module} is not installed (pip install -e '.[long]'): {name} was NOT tried")
+    pytest.skip(f"{module} is not installed: {name} was NOT tried")
 
 
 def _run_program(daemon: LiveDaemon, program: str) -> subprocess.CompletedProcess[str]:
