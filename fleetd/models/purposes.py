@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from fleetd.control.model_facts import ModelPurpose
 from fleetd.errors import ModelUnsupported
+from fleetd.models import catalog
 
 _WHAT: Mapping[ModelPurpose, str] = {
     "chat": "answers chats",
@@ -28,3 +29,9 @@ def check_purpose(model: str, purpose: ModelPurpose, wanted: ModelPurpose) -> No
         hint=f"{_WHERE[purpose]} `fleetctl models` shows what each model is for.",
         param="model",
     )
+
+
+def check_catalog(model: str, wanted: ModelPurpose) -> None:
+    """The same of a model that is on no machine yet, as far as the catalog knows it."""
+    if (entry := catalog.find(model)) is not None:
+        check_purpose(entry.name, entry.purpose, wanted)

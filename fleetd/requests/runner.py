@@ -41,7 +41,7 @@ from fleetd.errors import (
 )
 from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
-from fleetd.models.purposes import check_purpose
+from fleetd.models.purposes import check_catalog, check_purpose
 from fleetd.plan import load_times
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.process.observe import get_logger
@@ -224,6 +224,7 @@ class RequestRunner:
         if model.folder is not None:
             check_purpose(model.name, model.folder.shape.purpose, "chat")
             return
+        check_catalog(model.name, "chat")
         for member in self._members.others("answer"):
             if (card := member.model(model.name)) is not None:
                 check_purpose(model.name, card.shape.purpose, "chat")

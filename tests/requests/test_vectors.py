@@ -381,6 +381,12 @@ async def test_a_model_for_something_else_is_refused_by_name(purpose: Any) -> No
         await elsewhere.run(embed_job(TEXTS))
 
 
+async def test_a_chat_model_of_the_catalog_is_not_fetched_for_vectors() -> None:
+    job = VectorJob("v", "smollm2-135m", EmbedTexts("v", ["one"]))
+    with pytest.raises(ModelUnsupported, match="smollm2-135m answers chats"):
+        await Fleet(here=None).run(job)
+
+
 def test_a_refusal_says_where_the_model_is_asked() -> None:
     with pytest.raises(ModelUnsupported) as refused:
         check_purpose("minilm", "embedding", "chat")

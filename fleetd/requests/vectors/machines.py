@@ -16,7 +16,7 @@ from fleetd.engine.daemon_side.pool import EnginePool
 from fleetd.errors import FleetError, NoMachine
 from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
-from fleetd.models.purposes import check_purpose
+from fleetd.models.purposes import check_catalog, check_purpose
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.costs import modelled
 from fleetd.plan.refusals import THIS_NODE
@@ -74,6 +74,7 @@ class VectorMachines:
             check_purpose(located.folder.name, located.folder.shape.purpose, job.purpose)
             card = self._members.here().model(located.folder.name)
             return EncoderModel(located.folder.name, card.digest if card else "", located.folder)
+        check_catalog(located.name, job.purpose)
         cards = self._elsewhere(located.name, job)
         if not cards and located.can_pull:
             return EncoderModel(located.name, can_pull=True)
