@@ -60,6 +60,7 @@ from bench.scenarios import (
     smart_prefill,
     speculation,
     turns,
+    vectors,
 )
 
 
@@ -163,6 +164,13 @@ FAMILIES = {
         1,
         groups.measure,
         (*_WORKER, "fleetd/engine/groups", "fleetd/engine/streams", "fleetd/sealed", *_scenario("groups")),
+    ),
+    "vectors": Family(
+        "Vectors of texts",
+        3,
+        1,
+        vectors.measure,
+        (*_SERVED, "fleetd/engine/vectors", "fleetd/requests/vectors", *_scenario("vectors")),
     ),
     "batching": Family("Eight streams at once", 3, 1, batching.measure, (*_SERVED, *_scenario("batching"))),
     "prefill": Family("Prefill on the CPU", 5, 1, prefill.measure, (*_WORKER, *_scenario("prefill"))),

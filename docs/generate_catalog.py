@@ -31,7 +31,8 @@ that the *repository* is used, the *size* of its files, its *context*. The sourc
 [exo's model cards](https://github.com/exo-explore/exo/tree/main/resources/inference_model_cards), which give
 bytes and contexts, and lists of other programs, which give the size of the files. What stands beside that
 comes from model cards and was not checked again: contexts where only the size was, the formats of tool calls,
-and revisions. *Run*: it was run with fleetd, which only `smollm2-135m` was so far.
+and revisions. *Run*: it was run with fleetd, which only `smollm2-135m` and
+`all-minilm-l6-v2` were so far.
 
 DeepSeek V4 is not here: mlx-lm has no code for its type, `deepseek_v4`."""
 

@@ -12,7 +12,7 @@ def best(models: ModelListing, context_tokens: int) -> str:
     fitting = [
         entry
         for entry in models.catalog
-        if entry.served and entry.fit.loads_here and entry.context_tokens >= context_tokens
+        if "chat" in entry.roles and entry.fit.loads_here and entry.context_tokens >= context_tokens
     ]
     here = [
         model.name

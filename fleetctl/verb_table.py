@@ -12,6 +12,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "launch": "Start a coding agent with these models",
         "env": "Print the address and key for other programs",
         "compress": "Show what smart prefill would keep of a text",
+        "embed": "Make vectors of files or lines",
+        "rerank": "Show which files answer a question best",
     },
     "Models": {
         "models": "List, get, load, pin and remove models",

@@ -274,6 +274,7 @@ class Daemon:
             traces=machine.traces.newest,
             smart_defaults=self._config.smart_prefill.policy,
             compressing=parts.compressing,
+            vectors=parts.vectors,
             disk_cache=machine.disk_cache,
             fetches=parts.fetch_counts.machines,
             models_changed=parts.models_changed,

@@ -44,6 +44,7 @@ from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
 from fleetd.plan.load_times import LoadTimes
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.accounts import Accounts
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.concurrency import BackgroundTasks
@@ -89,6 +90,10 @@ from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
 from fleetd.requests.smart_prefill.server import ScoreServer
 from fleetd.requests.traces import Traces
+from fleetd.requests.vectors import messages as vector_messages
+from fleetd.requests.vectors.machines import VectorMachines
+from fleetd.requests.vectors.server import VectorServer
+from fleetd.requests.vectors.service import VectorService
 from fleetd.storage.paths import HomeFolder
 from fleetd.storage.store import Store
 
@@ -245,6 +250,7 @@ class DaemonParts:
         )
         self.locator = self._locator()
         self.runner = self._runner()
+        self.vectors = self._vectors()
         self.plans = PlanService(
             self.placer,
             self.locator.locate,
@@ -446,6 +452,19 @@ class DaemonParts:
             name=self._config.fleet.name or default_name(),
         )
 
+    def _vectors(self) -> VectorService:
+        machine = self.machine
+        return VectorService(
+            machine.pool,
+            self.locator,
+            VectorMachines(machine.pool, self.locator, self.members),
+            machine.ledger,
+            self.fleet.request if self.fleet else None,
+            draining=lambda: self.runner.draining,
+            failed=lambda node_id, error, model: self.members.failed(node_id, "vectors", error, model),
+            succeeded=lambda node_id, model: self.members.succeeded(node_id, "vectors", model),
+        )
+
     # ---- for other machines ------------------------------------------------------------------------------
 
     def _serve_peers(self, node: Node) -> AssistServer:
@@ -470,6 +489,10 @@ class DaemonParts:
         )
         for method, unaided in messages.METHODS.items():
             node.handle(method, remote.JobServer(self.runner.run, self._has, node.name_of, unaided=unaided))
+        node.handle(
+            vector_messages.VECTORS,
+            VectorServer(machine.pool, context, machine.ledger, chats=self._chats),
+        )
         node.handle(smart_messages.SCORE, ScoreServer(machine.pool, context, machine.ledger))
         node.handle(drafting_messages.FOLLOW, DraftServer(dialer, machine.pool, context))
         node.handle(fetching_messages.FIND, blocks.find)
@@ -510,6 +533,10 @@ class DaemonParts:
         node.handle(managing_messages.RUN, managing.run)
         node.handle(managing_messages.LOOK, managing.look)
         return assists
+
+    def _chats(self) -> bool:
+        """True while this machine answers a chat."""
+        return self.members.requests_at(THIS_NODE).requests > 0
 
     def _confirmed(self, node_id: str) -> bool:
         """True for a member that a person here has confirmed."""

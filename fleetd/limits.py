@@ -638,6 +638,48 @@ SMART_REMEMBERED = 16
 SMART_HISTORIES = 256
 SMART_HISTORY_RANGES = 100_000
 
+# ---- Vectors and reranking -------------------------------------------------------------------------------
+# Texts of one message to a worker. The daemon cuts a corpus into as many messages as it needs.
+VECTOR_TEXTS = 2048
+# Characters of one text: no model here reads more of any language, and a tokenizer takes a hundred times as
+# much memory.
+VECTOR_TEXT_CHARS = MIB
+# Tokens of one text, whatever the model's files say: an encoder cannot be stopped in the middle of a text,
+# and what it takes of memory while it reads has to stay within what every load leaves free.
+VECTOR_TEXT_TOKENS = 8192
+# Texts whose vectors are told at once, and are sorted by length among themselves.
+VECTOR_WINDOW = 256
+# Seconds that one pass may take, about, before a cancel, another request or a chat has its turn; and the
+# fewest and the most tokens of one, whatever a machine's pace.
+VECTOR_PASS_S = 0.1
+VECTOR_PASS_TOKENS = (64, 8192)
+# Tokens by which a load measures the pace.
+VECTOR_MEASURED_TOKENS = 512
+# How much a worker for vectors yields to others on the same cores: to one that answers, all but a thirtieth.
+VECTOR_NICE = 15
+
+# ---- Fleet: vectors over machines ------------------------------------------------------------------------
+# Texts of one request: at 1,024 numbers each, their vectors are 40 MB, and 200 MB as JSON.
+VECTOR_REQUEST_TEXTS = 10_000
+# Requests at work at once, here; each holds its texts and its vectors.
+VECTOR_JOBS = 64
+# Requests of at most so many texts go before the parts of larger ones: a person waits for them.
+VECTOR_URGENT_TEXTS = 16
+# What a machine is given at once: short enough that machines end together, and that little is lost with one.
+VECTOR_PART_S = 0.5
+VECTOR_PART_TEXTS = 256
+# Beside a chat, a machine gets parts of so little, and rests so many times as long as each has taken.
+VECTOR_CHAT_PART_S = 0.05
+VECTOR_REST = 9.0
+# An answer that is later than planned by this, besides a factor of the plan, is waited for no longer.
+VECTOR_GRACE_S = 20.0
+# One message of vectors: a part of wide ones is 256 x 16,384 numbers of four bytes.
+VECTOR_ANSWER_BYTES = 20 * MIB
+# Parts of other machines that one machine computes at once.
+VECTOR_PARTS_SERVED = 4
+# Texts of one request of `fleetctl embed`, which grows while requests take less than this.
+VECTOR_CLI_TEXTS, VECTOR_CLI_S = 1024, 5.0
+
 # ---- Fleet: control sessions -----------------------------------------------------------------------------
 # A host name has at most this many characters.
 PEER_NAME_CHARS = 255

@@ -178,6 +178,13 @@ def embedded_model(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     return store.resolve(process.pull("smollm2-135m", store, lambda progress: None))
 
 
+@pytest.fixture(scope="session")
+def minilm(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """The real model for vectors."""
+    store = ModelStore(models_dir, hub_cache=tmp_path_factory.mktemp("no-hub"))
+    return store.resolve(process.pull("all-minilm-l6-v2", store, lambda progress: None))
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     opened = Store(tmp_path / "fleetd.db")

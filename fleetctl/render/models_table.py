@@ -39,7 +39,7 @@ def models_page(models: ModelListing, width: int | None, *, everything: bool = F
     for where, title in _GROUPS.items():
         group = [entry for entry in offered if entry.fit.where == where]
         if not everything:
-            shown = [entry for entry in group if entry.fit.loads_here and entry.served]
+            shown = [entry for entry in group if entry.fit.loads_here]
             hidden += len(group) - len(shown)
             group = shown
         if group:
@@ -192,9 +192,7 @@ def _with_remarks(
 
 
 def _offered_remark(entry: OfferedModel | FoundModel) -> str:
-    served = "" if not isinstance(entry, OfferedModel) or entry.served else "not served yet"
-    note = entry.note if isinstance(entry, OfferedModel) else ""
-    return "; ".join(filter(None, (served, note)))
+    return entry.note if isinstance(entry, OfferedModel) else ""
 
 
 def _found_remark(entry: OfferedModel | FoundModel) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, cast
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fleetd.api.http.services import Services
+from fleetd.control.model_facts import ModelPurpose, ModelShape
 from fleetd.engine.protocol import Ready
 from fleetd.errors import ModelNotFound
 from fleetd.models import file_threads
@@ -20,6 +21,7 @@ from fleetd.models.names import is_name
 from fleetd.requests.job import THIS_NAME
 
 ModelState = Literal["installed", "loading", "loaded"]
+_UNKNOWN = ModelShape()
 
 
 class ModelPlace(Struct, frozen=True):
@@ -52,6 +54,13 @@ class ModelDetails(Struct, frozen=True):
         ),
     ] = ""
     thinking: Annotated[bool, Meta(description="The model can reason before it answers.")] = False
+    purpose: Annotated[
+        ModelPurpose,
+        Meta(description="What it is asked for: chats, vectors of texts, or scores of documents."),
+    ] = "chat"
+    vector_width: Annotated[
+        int, Meta(description="Numbers in a vector; 0 if it makes none or this is not known.")
+    ] = 0
 
 
 class ModelObject(Struct, frozen=True, kw_only=True):
@@ -117,8 +126,19 @@ async def all_models(services: Services) -> list[ModelObject]:
     here = {model.id for model in found}
     if services.names.default not in here | set(others):
         found.insert(0, _absent(services.names.default, []))
-    found += [_absent(name, places) for name, places in sorted(others.items()) if name not in here]
+    shapes = _shapes_elsewhere(services)
+    found += [
+        _absent(name, places, shapes.get(name, _UNKNOWN))
+        for name, places in sorted(others.items())
+        if name not in here
+    ]
     return found
+
+
+def _shapes_elsewhere(services: Services) -> dict[str, ModelShape]:
+    """Model name → what a peer says it is."""
+    peers = services.fleet.view().peers
+    return {model.name: model.shape for peer in peers for model in peer.models}
 
 
 def elsewhere(services: Services) -> dict[str, list[ModelPlace]]:
@@ -163,12 +183,14 @@ def _describe(
             nodes=[here, *others.get(folder.name, [])],
             tools=able.shown_tools,
             thinking=able.thinking,
+            purpose=folder.shape.purpose,
+            vector_width=folder.shape.vector_width,
         ),
     )
 
 
-def _absent(name: str, places: list[ModelPlace]) -> ModelObject:
-    """A model that is not on this machine, as far as the catalog knows it."""
+def _absent(name: str, places: list[ModelPlace], shape: ModelShape = _UNKNOWN) -> ModelObject:
+    """A model that is not on this machine, as far as the catalog and the machines that have it know it."""
     source = "fleet" if places else "catalog"
     entry = find(name)
     able = abilities(None, entry)
@@ -183,6 +205,8 @@ def _absent(name: str, places: list[ModelPlace]) -> ModelObject:
         nodes=places,
         tools=able.shown_tools,
         thinking=able.thinking,
+        purpose=entry.purpose if entry is not None else shape.purpose,
+        vector_width=shape.vector_width,
     )
     return ModelObject(
         id=name,

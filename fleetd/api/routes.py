@@ -10,7 +10,7 @@ from functools import partial
 
 from aiohttp import hdrs
 
-from fleetd.api import compress, health, models
+from fleetd.api import compress, health, models, rerank
 from fleetd.api.anthropic import handlers as messages
 from fleetd.api.anthropic.bodies import CountBody, MessagesBody
 from fleetd.api.anthropic.dialect import ANTHROPIC
@@ -21,11 +21,12 @@ from fleetd.api.http.openai_dialect import CONTROL, OPENAI
 from fleetd.api.http.route_entry import Route, RouteStatus
 from fleetd.api.model_list import ModelList, ModelObject
 from fleetd.api.ollama import bodies as ollama_bodies
+from fleetd.api.ollama import embedding as ollama_embedding
 from fleetd.api.ollama import handlers as ollama
 from fleetd.api.ollama import model_handlers as ollama_models
 from fleetd.api.ollama import objects as ollama_objects
 from fleetd.api.ollama.dialect import OLLAMA
-from fleetd.api.openai import bodies, handlers, objects
+from fleetd.api.openai import bodies, embeddings, handlers, objects
 from fleetd.api.page import access, files
 from fleetd.api.responses import handlers as responses
 from fleetd.api.responses import kept_handlers as kept_responses
@@ -67,6 +68,15 @@ _ANY_OBJECT = {"application/json": {"schema": {"type": "object"}}}
 
 _get = partial(Route, hdrs.METH_GET)
 _post = partial(Route, hdrs.METH_POST)
+
+_rerank = partial(
+    _post,
+    handler=rerank.rerank,
+    dialect=OPENAI,
+    body=rerank.RerankBody,
+    reply=rerank.RerankReply,
+    statuses={**_BODY, **_MODEL, **_ENGINE},
+)
 
 _OLLAMA: tuple[Route, ...] = (
     _get(
@@ -127,8 +137,26 @@ _OLLAMA: tuple[Route, ...] = (
     ),
     _post("/api/pull", ollama_models.pull, OLLAMA),
     Route(hdrs.METH_DELETE, "/api/delete", ollama_models.delete, OLLAMA),
-    _post("/api/embed", ollama.embed, OLLAMA),
-    _post("/api/embeddings", ollama.embed, OLLAMA),
+    _post(
+        "/api/embed",
+        ollama_embedding.embed,
+        OLLAMA,
+        name="ollamaEmbed",
+        summary="Vectors of texts.",
+        body=ollama_embedding.OllamaEmbedBody,
+        reply=ollama_embedding.OllamaEmbedReply,
+        statuses={**_BODY, **_MODEL, **_ENGINE},
+    ),
+    _post(
+        "/api/embeddings",
+        ollama_embedding.embeddings,
+        OLLAMA,
+        name="ollamaEmbeddings",
+        summary="The vector of one text, in an older form.",
+        body=ollama_embedding.OllamaEmbeddingsBody,
+        reply=ollama_embedding.OllamaEmbeddingsReply,
+        statuses={**_BODY, **_MODEL, **_ENGINE},
+    ),
     _post("/api/create", ollama_models.refused, OLLAMA),
     _post("/api/copy", ollama_models.refused, OLLAMA),
     _post("/api/push", ollama_models.refused, OLLAMA),
@@ -171,6 +199,20 @@ PUBLIC: tuple[Route, ...] = (
         reply=Compression,
         statuses={**_BODY, **_MODEL, **_ENGINE},
     ),
+    _post(
+        "/v1/embeddings",
+        embeddings.embeddings,
+        OPENAI,
+        name="embed",
+        summary="Vectors of texts; `stream` asks for parts as they are computed.",
+        body=embeddings.EmbeddingsBody,
+        reply=embeddings.EmbeddingList,
+        item=embeddings.EmbeddingsPart,
+        statuses={**_BODY, **_MODEL, **_ENGINE},
+    ),
+    _rerank("/v1/rerank", name="rerank", summary="How well documents answer a query, the best first."),
+    _rerank("/v2/rerank", name="rerankCohere", summary="The same, where Cohere's clients ask."),
+    _rerank("/rerank", name="rerankBare", summary="The same."),
     _post(
         "/v1/responses",
         responses.responses,

@@ -7,7 +7,7 @@ A worker tells both of the model that it has loaded (``engine.protocol.Ready``).
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,8 @@ from fleetd.text.bounded import Rate
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Text = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 Layers = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
+# What a model gives: text, a vector of a text, or how well a text answers a query.
+ModelPurpose = Literal["chat", "embedding", "rerank"]
 
 
 class StateSizes(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -66,8 +68,9 @@ class StateSizes(msgspec.Struct, frozen=True, omit_defaults=True):
 class ModelShape(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a model is: the same on every machine that runs the same files in the same precision.
 
-    The first three figures are in its files. A load finds out the others, which are 0 or empty before. Bytes
-    are over the layers that are held: all of them, but in a worker that only helps.
+    The first three figures, its purpose and its vectors' width are in its files. A load finds out the others,
+    which are 0 or empty before. Bytes are over the layers that are held: all of them, but in a worker that
+    only helps.
     """
 
     # The ``model_type`` of its config.
@@ -97,6 +100,10 @@ class ModelShape(msgspec.Struct, frozen=True, omit_defaults=True):
     unshareable: Text = ""
     # How a CPU multiplies by its weights, "float32" or "int8", or before a load how it would; "" on a GPU.
     cpu_arithmetic: Text = ""
+    # What it gives; its ``context_tokens`` are the longest text, or query and document together.
+    purpose: ModelPurpose = "chat"
+    # Numbers in a vector of a text; 0 if its purpose is another.
+    vector_width: Count = 0
 
     @property
     def most_weights_bytes(self) -> int:

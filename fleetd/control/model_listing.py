@@ -81,8 +81,6 @@ class OfferedModel(msgspec.Struct, frozen=True):
     fit: ModelFit = ModelFit()
     # For which of "chat", "coding" and "draft" this is the one to take on this machine.
     recommended: list[str] = []
-    # fleetd can answer with it.
-    served: bool = True
     # As an installed model has them.
     tools: str = ""
     thinking: bool = False

@@ -5,8 +5,8 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 unknown tags are a bug and raise.
 
     daemon → worker   Generate, PrefillWithHelpers | PrefillAlone (if Generate asked for it), FetchBlocks
-                      (after a KvMissing), AssistPrefill, Question, DraftFor, Cancel, IdleTime, FreeMemory,
-                      TakenElsewhere, ForgetOrigins, WriteNow, Shutdown
+                      (after a KvMissing), AssistPrefill, Question, DraftFor, EmbedTexts, RerankTexts, Cancel,
+                      IdleTime, FreeMemory, TakenElsewhere, ForgetOrigins, WriteNow, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, MeasuredAgain*, then for each Generate:
                       Tokenized, Accepted (KvMissing and KvFetched before it or after it), Prefill*,
                       PrefillReport?, KvStored?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
@@ -14,6 +14,8 @@ unknown tags are a bug and raise.
                       for each ServeStage: Accepted, Failed
                       for each Question: Accepted, Prefill*, its answer | Failed
                       for each DraftFor: Accepted, DraftReport | Failed
+                      for each EmbedTexts: Accepted, TextsEmbedded*, Finished | Failed
+                      for each RerankTexts: Accepted, TextsReranked*, Finished | Failed
                       and Heartbeat at least every ``limits.ENGINE_BEAT_S``
 
 Streams to other machines' workers come beside it, on a channel that can carry sockets: ``sealed.handoff``
@@ -37,7 +39,7 @@ from fleetd.control.prefill_trace import GroupStage, Speculated
 from fleetd.engine.sampling.constraint import Constraint, ConstraintText
 from fleetd.engine.sampling.parameters import Sampling as Sampling
 from fleetd.plan.prefill.split import Split
-from fleetd.text.bounded import Count, Logprob, Natural, Seconds, Text
+from fleetd.text.bounded import Count, Logprob, Natural, Seconds, Share, Text
 
 # ---- What to generate ------------------------------------------------------------------------------------
 
@@ -756,6 +758,70 @@ class Score(Question[Scored], frozen=True, tag=True, omit_defaults=True):
     passes: Natural = 1
 
 
+# ---- Vectors of texts, and how well texts fit a query ----------------------------------------------------
+
+# What texts are embedded as: models put another instruction before each kind; "" puts none.
+TextKind = Literal["", "query", "document"]
+
+
+class EmbedTexts(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """One vector for each of the ``texts``, each a string or token ids; for models whose purpose is
+    "embedding".
+
+    Token ids are taken as they are: nothing is put before or behind them. Refused as a whole, with Failed, if
+    one text is too long and ``truncate`` does not let its end be left out, or if a token id is unknown.
+    """
+
+    id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
+    texts: list[str | list[Token]]
+    kind: TextKind = ""
+    # The first numbers of each vector that are given, made one unit long again; None: all of them.
+    dimensions: Natural | None = None
+    # What the texts are embedded for, in place of the model's own words, if its family takes such words.
+    instruction: str = ""
+    truncate: bool = False
+    # It waits while other requests of this worker compute.
+    background: bool = False
+
+
+class TextsEmbedded(msgspec.Struct, frozen=True, tag=True):
+    """Vectors of the texts from ``first`` on, in their order; messages of a request follow each other without
+    a gap."""
+
+    id: EventId
+    first: Natural
+    # Numbers of each vector.
+    width: Natural
+    # float32, little endian, one vector after the other.
+    vectors: bytes
+    # How many tokens each of the texts had, those that the model's format adds included.
+    tokens: list[Natural]
+
+
+class RerankTexts(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """How well each of the ``documents`` answers ``query``; for models whose purpose is "rerank".
+
+    Refused as EmbedTexts is. ``truncate`` leaves out the end of documents, never of the query.
+    """
+
+    id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
+    query: str
+    documents: list[str]
+    instruction: str = ""
+    truncate: bool = False
+    background: bool = False
+
+
+class TextsReranked(msgspec.Struct, frozen=True, tag=True):
+    """Scores of the documents from ``first`` on, in their order, 0 to 1: the better the higher."""
+
+    id: EventId
+    first: Natural
+    scores: list[Share]
+    # How many tokens the query had together with each document, the model's format included.
+    tokens: list[Natural]
+
+
 # ---- All of them -----------------------------------------------------------------------------------------
 
 Command = (
@@ -767,6 +833,8 @@ Command = (
     | ServeStage
     | DraftFor
     | Score
+    | EmbedTexts
+    | RerankTexts
     | Cancel
     | IdleTime
     | FreeMemory
@@ -787,8 +855,10 @@ Order = (
     | WriteNow
     | Cancel
 )
-# What the daemon and the worker settle between them; no client sees it.
-Aside = PrefillReport | KvMissing | KvFetched | KvStored | Assisted | Scored | DraftReport
+# What a request for vectors or for scores of documents gets before Finished.
+VectorEvent = TextsEmbedded | TextsReranked
+# What the daemon and the worker settle between them, and what answers no Generate: no chat sees it.
+Aside = PrefillReport | KvMissing | KvFetched | KvStored | Assisted | Scored | DraftReport | VectorEvent
 Event = Tokenized | Accepted | Prefill | Delta | ToolCallPiece | ToolCall | Finished | Failed | Aside
 Report = Loading | Ready | MeasuredAgain | LoadFailed | Heartbeat | Event
 

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from fleetd.cache.settings import DiskCacheSettings
+from fleetd.control.model_facts import ModelPurpose
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +65,8 @@ class WorkerSettings(WorkerOptions, frozen=True):
 
     name: str
     path: str
+    # What the model gives.
+    purpose: ModelPurpose = "chat"
     # Where the model's recorded checksums are, for folders that are not ours to write into.
     record: str = ""
     # The folder of what drafts from the model's hidden states; "": what lies in its own folder, if any does.

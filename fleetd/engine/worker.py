@@ -24,7 +24,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -41,6 +41,7 @@ from fleetd.engine.protocol import (
     AssistPrefill,
     Cancel,
     DraftFor,
+    EmbedTexts,
     Failed,
     FetchBlocks,
     ForgetOrigins,
@@ -52,6 +53,7 @@ from fleetd.engine.protocol import (
     PrefillWithHelpers,
     Ready,
     Report,
+    RerankTexts,
     Score,
     ServeStage,
     Shutdown,
@@ -60,7 +62,7 @@ from fleetd.engine.protocol import (
 )
 from fleetd.engine.settings import RingPlace, WorkerSettings
 from fleetd.engine.streams.channel import ChannelThread
-from fleetd.errors import EngineError, FleetError
+from fleetd.errors import EngineError, FleetError, ModelUnsupported
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.startup import collector, import_index
 
@@ -80,6 +82,14 @@ if TYPE_CHECKING:
     from fleetd.engine.prompt.prompt_encoding import PreparedPrompt
     from fleetd.engine.scoring.scoring_layout import ScoringLayout
     from fleetd.engine.speculation.speculation import WorkerSpeculation
+    from fleetd.engine.vectors.vector_loop import VectorLoop
+    from fleetd.engine.vectors.vector_model import VectorModel, VectorRequest
+
+    Loop = Scheduler | HelperLoop | VectorLoop
+    Prepared = PreparedPrompt | ScoringLayout | VectorRequest
+
+# Requests whose texts are prepared on threads of their own.
+PreparedRequest = Generate | Score | EmbedTexts | RerankTexts
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
 # A writable socket takes so much at once everywhere; macOS does not promise to heed MSG_DONTWAIT.
@@ -191,8 +201,8 @@ class Front:
     def __init__(
         self,
         link: DaemonSocket,
-        compute: Scheduler | HelperLoop,
-        loaded: Loaded | None,
+        compute: Loop,
+        loaded: Loaded | VectorModel | None,
         model: str = "This model",
     ) -> None:
         self._link = link
@@ -218,7 +228,7 @@ class Front:
         while data := self._link.receive():
             for command in decoder.feed(data):
                 match command:
-                    case Generate() | Score():
+                    case Generate() | Score() | EmbedTexts() | RerankTexts():
                         with self._lock:
                             self._preparing[command.id] = False
                         self._thread_for(command).submit(self._prepare, command)
@@ -237,13 +247,13 @@ class Front:
                     case Shutdown():
                         self._compute.stop()
 
-    def _thread_for(self, request: Generate | Score) -> ThreadPoolExecutor:
+    def _thread_for(self, request: PreparedRequest) -> ThreadPoolExecutor:
         """What prepares a request, in the order in which those of its kind came."""
         size = len(msgspec.msgpack.encode(request))
         return self._prompts if size <= limits.SHORT_PROMPT_BYTES else self._long_prompts
 
-    def _prepare(self, request: Generate | Score) -> None:
-        outcome: PreparedPrompt | ScoringLayout | None = None
+    def _prepare(self, request: PreparedRequest) -> None:
+        outcome: Prepared | None = None
         failure: Failed | None = None
         try:
             with self._lock:
@@ -261,44 +271,79 @@ class Front:
                     known = cast("PreparedPrompt", outcome)
                     told = protocol.Tokenized(request.id, len(known.tokens), known.tools_by_grammar)
                     self._link.send(told)
-                self._compute.tell(outcome)
+                cast("Scheduler", self._compute).tell(cast("PreparedPrompt", outcome))
         if cancelled and failure is None:
             self._link.send(protocol.Finished(request.id, "cancelled"))
         elif counts and outcome is not None:
             self._link.send(protocol.Accepted(request.id, len(cast("PreparedPrompt", outcome).tokens)))
             self._link.send(protocol.Finished(request.id, "stop"))
 
-    def _prepared(self, request: Generate | Score) -> PreparedPrompt | ScoringLayout:
-        from fleetd.engine.loop.sequence import check_fits
-        from fleetd.engine.prompt.prompt_encoding import check_ids, prepare
-        from fleetd.engine.scoring.scoring_layout import lay_out
-
+    def _prepared(self, request: PreparedRequest) -> Prepared:
         if self._loaded is None:
             raise EngineError(
                 "This worker has only some of the model's layers: it helps, and answers nothing."
             )
-        facts = self._loaded.facts
+        if isinstance(request, EmbedTexts | RerankTexts):
+            return self._read_texts(request)
+        loaded = self._writer(request)
         if isinstance(request, Score):
-            layout = lay_out(request, self._loaded.tokenizer, facts.shape.context_tokens)
-            check_ids((token for each in layout.passes for token in each.tokens), facts.vocab_size)
-            return layout
+            return self._laid_out(request, loaded)
+        return self._encoded(request, loaded)
+
+    def _read_texts(self, request: EmbedTexts | RerankTexts) -> VectorRequest:
+        read = getattr(self._loaded, "read", None)
+        if read is None:
+            raise ModelUnsupported(
+                f"{self._model} writes text; it makes no vectors and reranks nothing.",
+                hint="Choose a model for embeddings or for reranking (fleetctl models).",
+                param="model",
+            )
+        found: VectorRequest = read(request)
+        return found
+
+    def _writer(self, request: Generate | Score) -> Loaded:
+        """The model, if it writes text."""
+        loaded = cast("Loaded", self._loaded)
+        if getattr(loaded, "purpose", "chat") != "chat":
+            raise ModelUnsupported(
+                f"{self._model} reads texts for vectors or reranking, and writes none.",
+                hint="Choose a model for chat (fleetctl models).",
+                param="model",
+            )
+        return loaded
+
+    def _laid_out(self, request: Score, loaded: Loaded) -> ScoringLayout:
+        from fleetd.engine.prompt.prompt_encoding import check_ids
+        from fleetd.engine.scoring.scoring_layout import lay_out
+
+        layout = lay_out(request, loaded.tokenizer, loaded.facts.shape.context_tokens)
+        check_ids((token for each in layout.passes for token in each.tokens), loaded.facts.vocab_size)
+        return layout
+
+    def _encoded(self, request: Generate, loaded: Loaded) -> PreparedPrompt:
+        from fleetd.engine.loop.sequence import check_fits
+        from fleetd.engine.prompt.prompt_encoding import prepare
+
+        facts = loaded.facts
         # Meanwhile the compute thread may fill what the model has for keys and values. A template's own bound
         # is narrower; tokenizing a long prompt takes more, by code that no publisher has written.
         meanwhile = facts.kv_budget_bytes + WORKING_BYTES
         with address_space.at_most(meanwhile + limits.RENDER_BYTES, facts.device):
             prepared = prepare(
                 request,
-                self._loaded.tokenizer,
+                loaded.tokenizer,
                 facts.vocab_size,
-                borders=self._loaded.keeps_states and not request.count_only,
+                borders=loaded.keeps_states and not request.count_only,
                 model=self._model,
-                grammars=self._loaded.grammars,
+                grammars=loaded.grammars,
             )
         # Files that fleetd did not pull are hashed while their model is in use already.
-        self._loaded.basis.look()
+        loaded.basis.look()
         if not request.count_only:
             # Here and not first where it is scheduled: that waits for the step under way.
-            check_fits(prepared, self._loaded.sparse, self._compute.budget, facts.shape.context_tokens)
+            check_fits(
+                prepared, loaded.sparse, cast("Scheduler", self._compute).budget, facts.shape.context_tokens
+            )
         return prepared
 
 
@@ -316,7 +361,7 @@ def main() -> int:
     try:
         with link.watched():
             channel = socket.socket(fileno=arguments.streams_fd)
-            compute, loaded, facts = start(settings, link.send, channel, arguments.progress_fd)
+            compute, loaded, facts = _started(settings, link.send, channel, arguments.progress_fd)
     except (Exception, SystemExit, MemberLost) as error:
         known = error.error if isinstance(error, MemberLost) else error
         return _failed(link, typed(known, f"{settings.name} could not be loaded: {known}"))
@@ -342,6 +387,30 @@ def _failed(link: DaemonSocket, error: FleetError) -> int:
     return EXIT_LOAD_FAILED
 
 
+def _started(
+    settings: WorkerSettings, emit: Callable[[Report], None], channel: socket.socket, progress_fd: int
+) -> tuple[Loop, Loaded | VectorModel | None, Ready]:
+    """Load what the settings name. Returns the loop, the model if it is whole, and Ready."""
+    if settings.purpose != "chat":
+        return _start_vectors(settings, emit, channel)
+    return start(settings, emit, channel, progress_fd)
+
+
+def _prepared_process(
+    settings: WorkerSettings, emit: Callable[[Report], None], channel: socket.socket
+) -> ChannelThread:
+    """What comes before the first import of MLX."""
+    if settings.threads:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
+        os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)
+    # The daemon waits until a socket is taken: not for imports.
+    handed_over = ChannelThread(channel)
+    emit(protocol.Loading("starting"))
+    keep_kernels(settings.cache)
+    products.preload_blas()
+    return handed_over
+
+
 def start(
     settings: WorkerSettings,
     emit: Callable[[Report], None],
@@ -352,15 +421,7 @@ def start(
 
     ``progress_fd``: a file of ``PassProgress``, of a rank that is looked at; -1: none.
     """
-    if settings.threads:
-        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
-        os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)
-    # The daemon waits until a socket is taken: not for imports.
-    handed_over = ChannelThread(channel)
-    emit(protocol.Loading("starting"))
-    keep_kernels(settings.cache)
-    products.preload_blas()
-
+    handed_over = _prepared_process(settings, emit, channel)
     import_libraries(settings.cache)
     from fleetd.engine.load import loading, model_reading, stage_loading
 
@@ -438,6 +499,34 @@ def _rank_loop(
     return loop, facts
 
 
+def _start_vectors(
+    settings: WorkerSettings, emit: Callable[[Report], None], channel: socket.socket
+) -> tuple[VectorLoop, VectorModel, Ready]:
+    """Load a model for vectors or for reranking."""
+    handed_over = _prepared_process(settings, emit, channel)
+    quiet_libraries()
+    with collector.paused_for_imports(), _indexed(settings.cache):
+        from fleetd.engine.load.model_reading import pick_device
+        from fleetd.engine.vectors.vector_loading import load_vectors
+        from fleetd.engine.vectors.vector_loop import VectorLoop
+    device = pick_device(settings.device)
+    if device == "cpu":
+        from fleetd.engine.cpu import mlx_functions
+
+        mlx_functions.install()
+        # Work that can wait: on the same cores, an answer that is written goes first.
+        os.nice(limits.VECTOR_NICE)
+    loaded = load_vectors(settings, device, emit)
+    loop = VectorLoop(model=loaded.model, tokens_per_s=loaded.facts.speed.prefill_tok_s, emit=emit)
+    handed_over.give_to(loop.put_stream)
+    return loop, loaded.model, loaded.facts
+
+
+def _indexed(cache: str) -> AbstractContextManager[object]:
+    """Quicker imports, by what is stored in the home's folder; "" stores nothing."""
+    return import_index.stored(Path(cache)) if cache else nullcontext()
+
+
 def keep_kernels(cache: str) -> None:
     """Have MLX and CUDA's driver keep the kernels that they compile in the home's cache folder.
 
@@ -457,8 +546,7 @@ def import_libraries(cache: str) -> None:
         cache: the home's folder for what can be found out again; "" if there is none.
     """
     quiet_libraries()
-    index = import_index.stored(Path(cache)) if cache else nullcontext()
-    with collector.paused_for_imports(), index:
+    with collector.paused_for_imports(), _indexed(cache):
         # The first stream or block must not wait for these.
         from cryptography.hazmat.primitives.ciphers import aead  # noqa: F401
         from cryptography.hazmat.primitives.kdf import hkdf  # noqa: F401

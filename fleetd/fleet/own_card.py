@@ -278,7 +278,7 @@ class CardMaker:
             digest=self._digests.get(_key(folder), ""),
             revision=folder.revision,
             source=folder.source,
-            roles=list(entry.roles) if entry is not None else ["chat"],
+            roles=list(entry.roles) if entry is not None else [folder.purpose],
             memory_bytes=need.n_bytes + WORKING_BYTES,
             state=state,  # type: ignore[arg-type]  # the values of the mapping above
             # A worker's weights may take more in memory than in the files, which are the same everywhere.

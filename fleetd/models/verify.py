@@ -26,6 +26,8 @@ from fleetd.models.weights import HEAD_NAME, missing_weights, weight_files
 
 Progress = Callable[[int, int], None]
 
+#: What a model was trained with, which nothing reads.
+_DATA = frozenset({"data_config.json"})
 _CODE = frozenset({".py", ".pyc", ".pyd", ".so", ".dylib", ".dll", ".sh"})
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".joblib"})
 #: Settings that make a loader import code by name.
@@ -141,6 +143,8 @@ def check_configs(path: Path) -> None:
     """Check only the small files, for a download that has not brought the weights yet."""
     config = read_config(path)
     for file in sorted(path.glob("*.json")):
+        if file.name in _DATA:
+            continue
         if file.name.endswith("config.json"):
             content = read_json(file, limits.MODEL_JSON_BYTES)
             if drafter_kind(config) is not None:

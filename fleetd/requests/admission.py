@@ -19,7 +19,7 @@ from fleetd.process.observe import get_logger
 
 log = get_logger("fleetd.serving")
 
-Kind = Literal["assist", "draft", "fetch", "group", "manage", "score"]
+Kind = Literal["assist", "draft", "fetch", "group", "manage", "score", "vectors"]
 OutcomeObserver = Callable[[Kind, str], None]
 
 

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from fleetd.engine.protocol import Loading
 from fleetd.errors import ModelNotFound
 from fleetd.models import file_threads
-from fleetd.models.catalog import check_served
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_names import ModelNames, untagged
 from fleetd.models.model_store import ModelStore
@@ -47,7 +46,6 @@ class ModelLocator:
         Raises ModelUnsupported, ModelCorrupt, InvalidValue.
         """
         ref = untagged(self._names.named(named))
-        check_served(ref)
         try:
             folder = self._models.resolve(ref)
         except ModelNotFound as error:

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from fleetd.errors import Draining
-from fleetd.models import catalog
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pull_lines import PullProgress
 from fleetd.requests.concurrency import cancel_all
@@ -47,10 +46,8 @@ class Pulls:
 
         Raises:
             FleetError: what the download raised, to every watcher.
-            ModelUnsupported: fleetd could not answer with it.
             Draining: the daemon is stopping.
         """
-        catalog.check_served(ref)
         while (pull := self._pulls.get(ref)) is not None and pull.watchers == 0:
             # It is being cancelled; its files must be closed before they are written again.
             await asyncio.wait([pull.task])

@@ -41,6 +41,7 @@ from fleetd.errors import (
 )
 from fleetd.models import file_threads
 from fleetd.models.folder import ModelFolder
+from fleetd.models.purposes import check_catalog, check_purpose
 from fleetd.plan import load_times
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.process.observe import get_logger
@@ -210,12 +211,23 @@ class RequestRunner:
     async def _placed(self, job: Job, *, arrived_s: float, at_s: float) -> Request:
         """The request, its model located and its first machine chosen. Raises FleetError."""
         model = await file_threads.look(self._locator.locate, job.model, job.digest)
+        self._check_chats(model)
         places = await self._survey.of_job(job, model.name) if self._survey is not None else {}
         placement = self._choose(job, model, places)
         metrics = self._accounts.metrics
         return Request(
             job, model, placement, metrics, arrived_s=arrived_s, at_s=at_s, places=places, here=self._name
         )
+
+    def _check_chats(self, model: LocatedModel) -> None:
+        """Raises ModelUnsupported for a model that answers no chats, wherever it is."""
+        if model.folder is not None:
+            check_purpose(model.name, model.folder.shape.purpose, "chat")
+            return
+        check_catalog(model.name, "chat")
+        for member in self._members.others("answer"):
+            if (card := member.model(model.name)) is not None:
+                check_purpose(model.name, card.shape.purpose, "chat")
 
     async def _attempts(self, request: Request) -> AsyncGenerator[Planned | Loading | Event, None]:
         """The request's events from the first attempt that gives any of its answer."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import vector_fakes
 from aiohttp import web
 from fakes import FakeModels, FakePool, play
 from msgspec.structs import replace
@@ -35,7 +36,12 @@ from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
 from fleetd.hardware.memory import MemoryReading, budget
 from fleetd.models.model_names import ModelNames
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.vectors.job import MachineRun, TextsDone, VectorJob
+from fleetd.requests.vectors.messages import texts_of
+from fleetd.requests.vectors.part_answer import PartAnswer
+from fleetd.requests.vectors.parts import VectorMachine
 
 TOKEN = "fleet-test-token"
 MODEL = "smollm2-135m"
@@ -193,6 +199,45 @@ class FakeCompressing:
         compression.scored_tokens, compression.score_s, compression.select_s = 120, 0.5, 0.01
 
 
+class FakeVectors:
+    """Finds a text's hash, the last text first; plays ``trouble`` after the first part."""
+
+    def __init__(self) -> None:
+        self.jobs: list[VectorJob] = []
+        self.trouble: Exception | None = None
+        self.gate: asyncio.Event | None = None
+        self.begun = asyncio.Event()
+        self.closed = asyncio.Event()
+
+    async def run(self, job: VectorJob) -> AsyncGenerator[p.Loading | TextsDone, None]:
+        self.jobs.append(job)
+        self.begun.set()
+        try:
+            async with aclosing(self._parts(job)) as parts:
+                async for part in parts:
+                    yield part
+        finally:
+            self.closed.set()
+
+    async def _parts(self, job: VectorJob) -> AsyncGenerator[p.Loading | TextsDone, None]:
+        if self.trouble is not None:
+            raise self.trouble
+        yield p.Loading("reading", 1, 2)
+        if self.gate is not None:
+            await self.gate.wait()
+        job.name, texts = MODEL, texts_of(job.request)
+        machine = MachineRun(VectorMachine(THIS_NODE, "this", 1.0))
+        job.ran[THIS_NODE] = machine
+        for event in reversed(vector_fakes.answers(job.request)):
+            if not isinstance(event, p.TextsEmbedded | p.TextsReranked):
+                continue
+            numbers = range(event.first, event.first + len(event.tokens))
+            answer = PartAnswer(job.part(numbers, "part"))
+            answer.feed(replace(event, first=0))
+            machine.texts, machine.tokens = len(texts), machine.tokens + sum(event.tokens)
+            yield TextsDone(numbers, answer.found, answer.tokens)
+
+
 class FakeLedger:
     def usage(self, days: int, by: Span = "day") -> UsageReport:
         return UsageReport([UsageRow(day="2026-01-01", requests=days)], UsageTotals(requests=days))
@@ -335,6 +380,7 @@ def services(runner: Any = None, **changes: Any) -> Services:
         added=no_added,
         pinned=FakePinned(),
         compressing=FakeCompressing(),
+        vectors=FakeVectors(),
     )
     made = replace(made, **changes)
     return made if "pull" in changes else replace(made, pull=made.models.pull)  # type: ignore[attr-defined]

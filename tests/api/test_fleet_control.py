@@ -124,10 +124,9 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: ControlledDae
     assert entries["qwen3-4b"]["download_bytes"] == 2_300_000_000
     assert listing["memory"]["usable_bytes"] == 4 << 30
     assert listing["evictable_bytes"] == 1 << 30
-    assert [name for name, entry in entries.items() if not entry["served"]] == ["qwen3-embedding-0.6b"]
     assert set(entries[MODEL]) == {
         "name", "aliases", "hub_id", "roles", "note", "download_bytes", "memory_bytes", "context_tokens",
-        "tier", "installed", "fit", "recommended", "served", "tools", "thinking",
+        "tier", "installed", "fit", "recommended", "tools", "thinking",
         "draft", "head",
     }  # fmt: skip
     assert (entries["gpt-oss-20b"]["tools"], entries["gpt-oss-20b"]["thinking"]) == ("harmony", True)

@@ -89,6 +89,8 @@ async def test_models_in_openais_shape() -> None:
                 "nodes": [{"node": "this", "state": "loaded"}],
                 "tools": "grammar",
                 "thinking": False,
+                "purpose": "chat",
+                "vector_width": 0,
             },
         }
         assert (second["fleet"]["tools"], second["fleet"]["thinking"]) == ("json_tools", True)

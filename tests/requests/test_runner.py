@@ -46,7 +46,6 @@ from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.pipeline import PipelineStep
-from fleetd.requests.pulls import Pulls
 from fleetd.requests.request import Request
 from fleetd.requests.runner import RequestRunner
 from fleetd.storage.store import Store
@@ -263,13 +262,14 @@ async def test_a_model_of_the_hub_is_not_fetched_unasked(make_runner: Make) -> N
     assert models.pulls == 0
 
 
-async def test_a_model_that_cannot_be_served_is_neither_asked_nor_fetched(make_runner: Make) -> None:
-    models = FakeModels(known={"qwen3-embedding-0.6b"})
+@pytest.mark.parametrize("name", ["qwen3-embedding-0.6b", "all-minilm-l6-v2"])
+async def test_a_model_that_answers_no_chats_is_neither_asked_nor_fetched(
+    make_runner: Make, name: str
+) -> None:
+    models = FakeModels(known={name})
     runner = make_runner(FakePool(answer()), models)
-    with pytest.raises(ModelUnsupported, match="does not serve yet"):
-        await collect(runner, job("qwen3-embedding-0.6b"))
-    with pytest.raises(ModelUnsupported, match="does not serve yet"):
-        await anext(Pulls(models).watch("mlx-community/Qwen3-Embedding-0.6B-4bit-DWQ"))
+    with pytest.raises(ModelUnsupported, match=f"{name} makes vectors"):
+        await collect(runner, job(name))
     assert models.pulls == 0
 
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from nested_fields import changed
+from peer_streams import RequestPipe
 from runners import runner_over
 from smart_fakes import NEEDLE, PROFILE, QUESTION, Profiles, ScoringPool, chat, haystack, models, scored
 from timelines import check_steps
@@ -68,39 +69,6 @@ WITHIN_S = 60.0
 DIGEST = "d" * 64
 SMOL = "smollm2-135m"
 ASKED = SmartPrefillPolicy(enabled=True, target_ratio=0.2, min_prompt_tokens=500)
-
-
-class RequestPipe:
-    """Both ends of one request: what the server sends is what the client receives."""
-
-    def __init__(self, serve: Callable[[Any], Any]) -> None:
-        self._sent: asyncio.Queue[bytes | FleetError | None] = asyncio.Queue()
-        self.cancelled = False
-        self._task = asyncio.create_task(self._run(serve))
-
-    async def _run(self, serve: Callable[[Any], Any]) -> None:
-        try:
-            await serve(self)
-            self._sent.put_nowait(None)
-        except FleetError as error:
-            self._sent.put_nowait(error)
-
-    async def receive(self) -> bytes | None:
-        found = await self._sent.get()
-        if isinstance(found, FleetError):
-            raise found
-        return found
-
-    def send(self, body: bytes) -> None:
-        self._sent.put_nowait(body)
-
-    async def drained(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def cancel(self, error: FleetError | None = None) -> None:
-        self.cancelled = True
-        self._task.cancel()
 
 
 def card(node_id: str, tier: str = "tiny", **fields: Any) -> Card:

@@ -85,6 +85,7 @@ class FakeFolder:
     source: str = field(default="embedded", compare=False)
     architecture: str = field(default="llama", compare=False)
     created_s: float = field(default=1_700_000_000.5, compare=False)
+    purpose: str = field(default="chat", compare=False)
 
     @property
     def shape(self) -> ModelShape:

@@ -33,6 +33,9 @@ LIMITS = {
     "FETCH_BLOCK_S": 60.0,
     # A thread that beats may wait for its turn on a busy machine.
     "GROUP_SILENT_S": 10.0,
+    # Behind all other tests a worker for vectors would have no turn.
+    "VECTOR_NICE": 0,
+    "VECTOR_GRACE_S": 300.0,
     # A first pairing imports a good deal on both sides.
     "PAIRING_STEP_S": 60.0,
     "PEER_HANDSHAKE_S": 60.0,

@@ -152,7 +152,7 @@ def _installed(
                 architecture=folder.architecture,
                 weights_bytes=folder.weights_bytes,
                 context_tokens=folder.context_tokens,
-                roles=list(entry.roles) if entry is not None else ["chat"],
+                roles=list(entry.roles) if entry is not None else [folder.purpose],
                 path=str(folder.path),
                 loaded=folder.name in loaded,
                 pinned=folder.name in services.pinned.names,

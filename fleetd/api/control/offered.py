@@ -145,7 +145,6 @@ def offered(installed: Set[str], rooms: Rooms) -> list[OfferedModel]:
             installed=entry.name in installed or entry.hub_id in installed,
             fit=fits[entry.name],
             recommended=chosen.get(entry.name, []),
-            served=entry.served,
             tools=of_entry(entry).shown_tools,
             thinking=entry.thinking,
             draft=entry.draft,

@@ -32,6 +32,7 @@ from fleetd.requests.managing.operations import ModelOperations
 from fleetd.requests.metrics import Metrics
 from fleetd.requests.runner import RequestRunner
 from fleetd.requests.smart_prefill.compression_job import CompressionService
+from fleetd.requests.vectors.service import VectorService
 
 
 class Services(msgspec.Struct, frozen=True):
@@ -80,6 +81,8 @@ class Services(msgspec.Struct, frozen=True):
     smart_defaults: SmartPrefillPolicy = msgspec.field(default_factory=SmartPrefillPolicy)
     #: Shortens a prompt for /v1/compress.
     compressing: CompressionService | None = None
+    #: Makes vectors of texts, and scores documents; None until the daemon has one.
+    vectors: VectorService | None = None
     #: Prompts on the disk. Its methods block.
     disk_cache: DiskCache | None = None
     #: Prompts that came from other machines' disks, and prompts that went there.

@@ -1,11 +1,10 @@
-"""POST /api/chat and /api/generate; /api/embed is refused."""
+"""POST /api/chat and /api/generate."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from datetime import UTC, datetime
-from typing import NoReturn
 
 from aiohttp import web
 
@@ -20,7 +19,6 @@ from fleetd.api.ollama.render import OllamaReplyOptions, OllamaStream, OllamaWho
 from fleetd.api.ollama.residency import keep
 from fleetd.compression.policy import resolve
 from fleetd.engine.protocol import Generate
-from fleetd.errors import ModelUnsupported
 
 _NS = 1_000_000_000
 
@@ -39,13 +37,6 @@ async def generate_text(request: web.Request) -> web.StreamResponse:
     if not body.prompt:
         return await _load(request, body, chat=False)
     return await _answer(request, body, translate.generate(body, _name()), chat=False)
-
-
-async def embed(request: web.Request) -> NoReturn:
-    await read(request)
-    raise ModelUnsupported(
-        "fleetd does not make embeddings yet.", hint="Use another server for them.", param="model"
-    )
 
 
 def _name() -> str:

@@ -12,7 +12,6 @@ from fleetd.api.model_list import ModelObject
 from fleetd.api.ollama import objects as o
 from fleetd.api.ollama.render import timestamp
 from fleetd.models.abilities import ModelAbilities
-from fleetd.models.catalog import CatalogEntry
 
 # "4b" in qwen3-4b, "135m" in smollm2-135m: what people call the size.
 _SIZE = re.compile(r"(?:^|[-_.])(\d+(?:\.\d+)?[bm])(?=$|[-_.])", re.IGNORECASE)
@@ -77,9 +76,9 @@ def model_info(model: ModelObject, config: Mapping[str, Any], context_tokens: in
     return found
 
 
-def capabilities(entry: CatalogEntry | None, able: ModelAbilities) -> list[str]:
-    """The model's abilities that Ollama has words for."""
-    if entry is not None and "chat" not in entry.roles:
-        return ["embedding"]
+def capabilities(model: ModelObject, able: ModelAbilities) -> list[str]:
+    """The model's abilities that Ollama has words for: it has none for reranking."""
+    if model.fleet.purpose != "chat":
+        return ["embedding"] if model.fleet.purpose == "embedding" else []
     known = {"completion": True, "tools": bool(able.shown_tools), "thinking": able.thinking}
     return [name for name, has in known.items() if has]

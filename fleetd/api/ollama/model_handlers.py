@@ -89,7 +89,7 @@ def _shown(services: Services, model: ModelObject) -> o.OllamaShown:
         modified_at=facts.modified(model),
         details=facts.details(model, config),
         model_info=facts.model_info(model, config, context),
-        capabilities=facts.capabilities(entry, abilities(path, entry, services.pool.facts(name))),
+        capabilities=facts.capabilities(model, abilities(path, entry, services.pool.facts(name))),
         template=templates.get(DEFAULT) or for_tools(templates),
     )
 

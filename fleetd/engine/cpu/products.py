@@ -83,6 +83,7 @@ def preload_blas() -> bool:
             _blas.cblas_sgemm_batch_strided.argtypes = [i, i, i, i, i, i, f, p, i, i, p, i, i, f, p, i, i, i]
             _blas.cblas_sgemm_batch_strided.restype = None
             _blas.MKL_Set_Num_Threads_Local.argtypes = [i]
+            _blas.vsErf.argtypes, _blas.vsErf.restype = [i, p, p], None
             _start_threads(_blas)
             return True
     return False
@@ -353,3 +354,16 @@ def _place(x: F32) -> tuple[int, int, int]:
     """The address of a (K, M, N) in memory, and how many elements the next of K and of M are away."""
     batch, row, _ = x.strides
     return x.ctypes.data, batch // 4, row // 4
+
+
+def gelu(x: F32) -> F32 | None:
+    """x · (1 + erf(x / √2)) / 2, elementwise, by MKL's error function; None if there is no MKL."""
+    if _blas is None:
+        return None
+    inner = np.multiply(x, np.float32(0.5**0.5))
+    out: F32 = np.empty_like(inner)
+    _blas.vsErf(inner.size, inner.ctypes.data, out.ctypes.data)
+    out += 1.0
+    out *= x
+    out *= np.float32(0.5)
+    return out

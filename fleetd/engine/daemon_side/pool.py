@@ -28,7 +28,17 @@ from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife
 from fleetd.engine.daemon_side.loaded_model import LoadedModel
 from fleetd.engine.daemon_side.replay import Replay
 from fleetd.engine.daemon_side.supervisor import EngineProcess, no_progress
-from fleetd.engine.protocol import WAITING, Event, Generate, Loading, Prefill, Question, Ready
+from fleetd.engine.protocol import (
+    WAITING,
+    EmbedTexts,
+    Event,
+    Generate,
+    Loading,
+    Prefill,
+    Question,
+    Ready,
+    RerankTexts,
+)
 from fleetd.engine.settings import RingPlace, WorkerOptions, WorkerSettings
 from fleetd.errors import EngineDied, FleetError, GroupLost, NoMachine, OutOfMemory, Overloaded
 from fleetd.limits import MIB
@@ -336,6 +346,24 @@ class EnginePool:
                         return await step.ask(question, progress)
                     progress(step)
         raise EngineDied(f"The engine for {folder.name} did not load.")
+
+    async def vectors(
+        self, folder: ModelFolder, request: EmbedTexts | RerankTexts, *, evict: bool = True
+    ) -> AsyncGenerator[Loading | Event, None]:
+        """Load the model if needed (yields Loading), then yield the request's events up to Finished.
+
+        ``evict``: idle models make room for it. Raises as ``EngineProcess.vectors``, and why the load failed.
+        Closing the generator cancels the request.
+        """
+        with self._claim(folder.name):
+            async with aclosing(self._acquire(_WantedLayers(folder), evict=evict)) as steps:
+                async for step in steps:
+                    if isinstance(step, Loading):
+                        yield step
+                        continue
+                    async with aclosing(step.vectors(request)) as events:
+                        async for event in events:
+                            yield event
 
     async def load(self, folder: ModelFolder, over: Collection[str] | None = None) -> None:
         """Load without a request. ``over`` and what it raises: as ``stream``."""
@@ -676,6 +704,7 @@ class EnginePool:
             first_layer=wanted.first,
             last_layer=wanted.last,
             part_of=folder.name if wanted.last or wanted.ring else "",
+            purpose=folder.purpose,
             held_bytes=self.held_bytes,
             ring=wanted.ring,
             **{name: getattr(self.options, name) for name in WorkerOptions.__struct_fields__},

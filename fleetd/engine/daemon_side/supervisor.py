@@ -33,6 +33,7 @@ from fleetd.engine.protocol import (
     Cancel,
     DraftFor,
     DraftReport,
+    EmbedTexts,
     Event,
     Failed,
     FetchBlocks,
@@ -50,6 +51,7 @@ from fleetd.engine.protocol import (
     PrefillWithHelpers,
     Question,
     Ready,
+    RerankTexts,
     ScoringState,
     ServeStage,
     Shutdown,
@@ -302,6 +304,14 @@ class EngineProcess:
         """
         return self._exchange(request, Finished)
 
+    def vectors(self, request: EmbedTexts | RerankTexts) -> AsyncGenerator[Event, None]:
+        """Accepted, then TextsEmbedded or TextsReranked, and at the end Finished. Closing the generator
+        cancels it.
+
+        Raises as ``stream``; ModelUnsupported if the model is for something else.
+        """
+        return self._exchange(request, Finished)
+
     def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]:
         """Accepted once there is memory for it, and at the end Assisted. Closing the generator cancels it.
 
@@ -402,7 +412,7 @@ class EngineProcess:
 
     async def _exchange(
         self,
-        command: Generate | AssistPrefill | ServeStage | Question[Any] | DraftFor,
+        command: Generate | AssistPrefill | ServeStage | Question[Any] | DraftFor | EmbedTexts | RerankTexts,
         last: type[Any],
     ) -> AsyncGenerator[Event, None]:
         if self.state != "ready" or self._writer is None:
@@ -414,7 +424,7 @@ class EngineProcess:
         self._streams[command.id] = queue
         if self._on_work is not None:
             self._on_work()
-        if isinstance(command, Generate | Question):
+        if isinstance(command, Generate | Question | EmbedTexts | RerankTexts):
             self._preparing[command.id] = now
             self._unaccepted.add(command.id)
             self._watch_memory()

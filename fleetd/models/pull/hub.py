@@ -26,11 +26,14 @@ from fleetd.models import install, manifest, names
 from fleetd.models.opening import open_regular
 from fleetd.models.pull import hub_gguf
 from fleetd.models.pull_lines import PullProgress, Report
+from fleetd.models.vector_files import installed_name
 from fleetd.models.verify import check_configs
 from fleetd.models.weights import WEIGHTS_PATTERN
 
-#: The files that a model consists of: no code, no pickles, no file in a sub-folder.
+#: The files that a model consists of: no code, no pickles, of sub-folders only what makes vectors.
 WANTED: Sequence[str] = ("*.json", WEIGHTS_PATTERN, "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja")
+#: What a model was trained with.
+NOT_WANTED = frozenset({"data_config.json"})
 _GGUF = ".gguf"
 
 
@@ -43,6 +46,8 @@ class RemoteFile(msgspec.Struct, frozen=True):
     sha256: str | None
     # The hash that git gives the file, in hex, for other files.
     git_sha1: str | None
+    # Its path in the repository, which is longer for a step of a model for vectors.
+    path: str
 
 
 def pull_hub(
@@ -142,15 +147,16 @@ def _remote_files(siblings: list[Any], patterns: Sequence[str]) -> list[RemoteFi
 
 
 def _remote_file(sibling: Any, patterns: Sequence[str]) -> RemoteFile | None:
-    name = str(sibling.rfilename)
-    if name.lower() == manifest.FILE_NAME or not names.is_file_name(name):
+    path = str(sibling.rfilename)
+    name = installed_name(path)
+    if name is None or name.lower() == manifest.FILE_NAME or not names.is_file_name(name):
         return None  # a publisher may not write a manifest of this machine
-    if not any(fnmatch.fnmatchcase(name, glob) for glob in patterns):
+    if name in NOT_WANTED or not any(fnmatch.fnmatchcase(path.rpartition("/")[2], glob) for glob in patterns):
         return None
     if not isinstance(sibling.size, int) or sibling.size < 0:
         raise DownloadFailed(f"The hub does not say how large {name} is.", hint="Try again later.")
     large = sibling.lfs
-    return RemoteFile(name, sibling.size, str(large.sha256) if large else None, sibling.blob_id)
+    return RemoteFile(name, sibling.size, str(large.sha256) if large else None, sibling.blob_id, path)
 
 
 def _fetch_all(hub_id: str, commit: str, files: list[RemoteFile], staged: Path, report: Report) -> None:
@@ -192,7 +198,7 @@ def _fetch(hub_id: str, commit: str, file: RemoteFile, staged: Path, advance: An
         with typed_failures(hub_id):
             if have < file.size_bytes:
                 http_get(
-                    hf_hub_url(hub_id, file.name, revision=commit),
+                    hf_hub_url(hub_id, file.path, revision=commit),
                     out,
                     resume_size=have,
                     headers=build_hf_headers(),

@@ -7,13 +7,14 @@ from typing import Literal
 
 from fleetd import limits
 
-Work = Literal["answer", "prefill", "score", "draft", "fetch"]
+Work = Literal["answer", "prefill", "score", "draft", "fetch", "vectors"]
 _FAILED_AT: dict[Work, str] = {
     "answer": "to answer a request",
     "prefill": "a shared prefill",
     "score": "to score a prompt",
     "draft": "to draft an answer",
     "fetch": "to send the keys and values of a prompt",
+    "vectors": "to make vectors of texts",
 }
 
 # The code of a machine that does not answer short questions in time.

@@ -246,7 +246,7 @@ class Scorers:
         model = ModelCard(
             folder.name,
             digest=card.digest if card is not None else "",
-            roles=list(entry.roles) if entry is not None else ["chat"],
+            roles=list(entry.roles) if entry is not None else [folder.purpose],
             state="loaded" if engine is not None else "installed",
             shape=folder.shape,
             speed=speed,

@@ -154,12 +154,12 @@ function recommendations() {
 function groups(offered) {
   const places = new Map();
   for (const where of ["here", "freed", "elsewhere", "together"]) {
-    for (const model of offered.filter((one) => one.served && one.fit.where === where)) {
+    for (const model of offered.filter((one) => one.fit.where === where)) {
       const title = { here: there.on ? `Fits on ${machineName()}` : "Fits here", freed: "Fits when memory is freed", elsewhere: `Fits on ${listed(model.fit.machines, "or")}`, together: `Fits on ${listed([machineName() || "this machine", ...model.fit.machines])} together` }[where];
       places.set(title, [...(places.get(title) ?? []), model]);
     }
   }
-  const rest = offered.filter((model) => !model.served || model.fit.where === "none");
+  const rest = offered.filter((model) => model.fit.where === "none");
   return [
     [...places].map(([title, fitting]) => h("section", { key: title, "aria-label": title }, h("h2", null, title, " ", h("small", { class: "quiet" }, count(fitting.length))),
       h("ul", { class: "rows modelrows" }, fitting.map(offeredRow)))),
@@ -226,8 +226,8 @@ function offeredRow(model) {
       h("p", { class: "quiet" }, [model.roles.join(", "), `${count(model.context_tokens)} tokens of context`, tools(model)].filter(Boolean).join(" · "))),
     h("div", null, h("p", null, sizes(model)), room(model),
       others.length > 0 && h("p", { class: "quiet" }, `on ${listed(others.map((one) => one.name))}; copied from there`),
-      !model.served && h("p", { class: "quiet" }, "fleetd cannot answer with it yet"), progress(model.name)),
-    buttons(model.name, { fit: model.fit, served: model.served }));
+      progress(model.name)),
+    buttons(model.name, { fit: model.fit }));
 }
 
 /** What is missing for a model to load here. */
@@ -239,15 +239,15 @@ function room({ fit }) {
 }
 
 /** Download, or Stop; what cannot be loaded here is asked for twice. */
-function buttons(name, { fit = { where: "here" }, served = true } = {}) {
+function buttons(name, { fit = { where: "here" } } = {}) {
   if (workOn(name)?.abort) return h("p", { class: "buttons" }, stopButton(name));
   const loads = fit.where === "here" || fit.where === "freed";
   if (loads || asked === `pull ${name}`) {
     return h("p", { class: "buttons" },
-      h("button", { key: "pull", disabled: !served || workOn(name)?.text, onclick: () => { asked = ""; pull(name); } }, loads ? "Download" : "Download all the same"),
+      h("button", { key: "pull", disabled: workOn(name)?.text, onclick: () => { asked = ""; pull(name); } }, loads ? "Download" : "Download all the same"),
       !loads && h("button", { key: "not", class: "plain", onclick: () => { asked = ""; redraw(); } }, "Leave it"));
   }
-  return h("p", { class: "buttons" }, h("button", { key: "ask", class: "plain", disabled: !served, onclick: () => { asked = `pull ${name}`; redraw(); } }, "Download …"));
+  return h("p", { class: "buttons" }, h("button", { key: "ask", class: "plain", onclick: () => { asked = `pull ${name}`; redraw(); } }, "Download …"));
 }
 
 function stopButton(name) {

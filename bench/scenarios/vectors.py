@@ -1,0 +1,202 @@
+"""Vectors of texts: one machine on one core, two against one, and a chat beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.figures import Figure, Measured, alternated, at_least, at_most
+from bench.harness import prompts
+from bench.harness.cores import starting_on, why_no_cores
+from bench.harness.daemon import MODEL, MODELS, Daemon
+from bench.harness.fleet import Fleet
+from bench.harness.samples import Samples, wait_for
+from fleetd.models.model_store import ModelStore
+from fleetd.models.pull import process
+
+_MINILM = "all-minilm-l6-v2"
+_HERE, _THERE = "here", "there"
+# The model's longest text has 256 tokens.
+_LENGTHS = {16: 256, 128: 64, 254: 32}
+_CORPUS = 1000
+_WORDS = [
+    "the",
+    "quay",
+    "where",
+    "ships",
+    "lie",
+    "at",
+    "night",
+    "has",
+    "a",
+    "long",
+    "wall",
+    "of",
+    "stone",
+    "and",
+    "a",
+    "light",
+    "that",
+    "turns",
+]
+_WITHIN_S, _POLL_S = 120.0, 0.1
+_ANSWER_S = 600.0
+
+
+def measure(runs: int) -> Measured:
+    """Raises RuntimeError where two workers cannot have a core each."""
+    if why := why_no_cores():
+        raise RuntimeError(why)
+    process.pull(_MINILM, ModelStore(MODELS), lambda progress: None)
+    seen = Samples()
+    cores = sorted(os.sched_getaffinity(0))
+    with Fleet([_HERE, _THERE]) as fleet:
+        fleet.start_all()
+        for name, core in zip((_HERE, _THERE), cores, strict=False):
+            with starting_on({core}, pid=fleet[name].process.pid):
+                _embed(fleet[name], ["one"], local_only=True)
+        wait_for(lambda: _known(fleet), _WITHIN_S, _POLL_S, fleet[_HERE].log)
+        _embed(fleet[_HERE], _texts(_CORPUS // 4, 64, 0))
+        for run in range(runs):
+            for length, count in _LENGTHS.items():
+                took_s = _embed(fleet[_HERE], _texts(count, length, run), local_only=True)
+                seen[length].append(count / took_s)
+                seen[length, "onnx"] += _onnx_rate(length, count, run)
+            corpus = _texts(_CORPUS, 64, 100 + run)
+            for side in alternated(run, ("one", "two")):
+                seen[side].append(_embed(fleet[_HERE], corpus, local_only=side == "one"))
+        _chats(fleet[_HERE], runs, seen)
+    return Measured(_figures(seen), _HOW)
+
+
+def _texts(count: int, tokens: int, seed: int) -> list[str]:
+    """Different texts of about so many tokens; every word is one."""
+    words = len(_WORDS)
+    return [
+        " ".join(_WORDS[(seed + number * 7 + at * (number % 5 + 1)) % words] for at in range(tokens - 2))
+        for number in range(count)
+    ]
+
+
+def _embed(daemon: Daemon, texts: list[str], **fields: Any) -> float:
+    """Seconds until all vectors are there."""
+    body = {"model": _MINILM, "input": texts, "encoding_format": "base64", "truncate": True, **fields}
+    connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=_ANSWER_S)
+    headers = {"Authorization": f"Bearer {daemon.token}", "Content-Type": "application/json"}
+    with contextlib.closing(connection):
+        begun = time.perf_counter()
+        connection.request("POST", "/v1/embeddings", json.dumps(body), headers)
+        with connection.getresponse() as response:
+            told = response.read()
+            if response.status != 200:
+                raise RuntimeError(f"/v1/embeddings: {response.status} {told[:500]!r}")
+        return time.perf_counter() - begun
+
+
+def _known(fleet: Fleet) -> bool:
+    """True once the machine that is asked knows that the other one has loaded the model."""
+    models = fleet.peer(_HERE, _THERE)["models"]
+    return any(
+        model["name"] == _MINILM and model["state"] == "loaded" and model["digest"] for model in models
+    )
+
+
+def _chats(daemon: Daemon, runs: int, seen: Samples) -> None:
+    """The time to the first token of a chat, alone and while the daemon makes vectors."""
+    daemon.warm()
+    for run in range(runs):
+        for side in alternated(run, ("alone", "beside")):
+            prompt = prompts.tokens(MODEL, 7_000 + 2 * run + (side == "alone"), 512)
+            with _busy(daemon) if side == "beside" else contextlib.nullcontext():
+                seen[side].append(daemon.complete(prompt, 4, local_only=True).began_s)
+
+
+@contextlib.contextmanager
+def _busy(daemon: Daemon) -> Iterator[None]:
+    """Meanwhile the daemon makes vectors, without a pause."""
+    over = threading.Event()
+
+    def work() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            _embed(daemon, _texts(64, 64, 900 + number))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        time.sleep(1.0)
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _onnx_rate(length: int, count: int, run: int) -> list[float]:
+    """Texts per second of onnxruntime on one core, if that and the model's ONNX file are here."""
+    path = Path(os.environ.get("BENCH_MINILM_ONNX", ""))
+    if importlib.util.find_spec("onnxruntime") is None or path.suffix != ".onnx":
+        return []
+    import numpy as np
+    import onnxruntime
+    from tokenizers import Tokenizer
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    tokenizer = Tokenizer.from_file(str(MODELS / _MINILM / "tokenizer.json"))
+    tokenizer.enable_padding()
+    texts = _texts(count, length, run)
+    begun = time.perf_counter()
+    for first in range(0, count, 32):
+        found = tokenizer.encode_batch(texts[first : first + 32])
+        ids = np.array([each.ids for each in found], np.int64)
+        mask = np.array([each.attention_mask for each in found], np.int64)
+        given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+        session.run(None, {each.name: given[each.name] for each in session.get_inputs()})
+    return [count / (time.perf_counter() - begun)]
+
+
+def _figures(seen: Samples) -> list[Figure]:
+    figures = [
+        Figure(f"Texts of {length} tokens, a second, on one core", "count", seen[length])
+        for length in _LENGTHS
+    ]
+    for length in _LENGTHS:
+        if seen[length, "onnx"]:
+            title = f"Texts of {length} tokens, over onnxruntime's"
+            figures.append(Figure(title, "x", seen.ratios(length, (length, "onnx"))))
+    return [
+        *figures,
+        Figure(
+            f"{_CORPUS} texts by two machines, times as fast as by one",
+            "x",
+            seen.ratios("one", "two"),
+            at_least(1.8),
+            note="one core each",
+        ),
+        Figure(f"{_CORPUS} texts by one machine", "s", seen["one"]),
+        Figure(
+            "First token of a chat beside vectors, over alone",
+            "x",
+            seen.ratios("beside", "alone"),
+            at_most(1.1),
+            note="on the same machine",
+        ),
+    ]
+
+
+_HOW = (
+    f"Two daemons, paired, {_MINILM} in float32, a worker on a core each; texts of one-token words, through "
+    "HTTP, vectors as base64. The chat has 512 tokens of prompt, on all cores, while requests for vectors of "
+    "64 texts follow each other without a pause. onnxruntime, on one thread in batches of 32, is measured if "
+    "BENCH_MINILM_ONNX names the model's ONNX file; without a row it was not."
+)

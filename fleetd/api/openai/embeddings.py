@@ -1,0 +1,182 @@
+"""POST /v1/embeddings: vectors of texts, whole or streamed.
+
+``stream`` is fleetd's own: each part comes as soon as a machine has computed it, in any order, so that a
+client sees how far a long request is and may keep what it has if it is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Annotated, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, Meta, UnsetType
+
+from fleetd import limits
+from fleetd.api.generation.fields import LocalOnly, Positive, decode
+from fleetd.api.http import body as http_body
+from fleetd.api.http.http_stream import HttpStream
+from fleetd.api.vectors import answering
+from fleetd.engine.protocol import EmbedTexts, Loading
+from fleetd.errors import InvalidValue
+from fleetd.requests.vectors.job import TextsDone, VectorJob
+from fleetd.requests.vectors.part_answer import Found, floats
+
+Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Vector = list[float] | str
+
+
+class EmbeddingsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Texts, or their token ids, that are to have vectors."""
+
+    model: Annotated[str, Meta(max_length=limits.MODEL_NAME_CHARS)] = ""
+    input: Annotated[
+        str | list[str | Tokens | list[Tokens]],
+        Meta(description="One text or several, each as a string or as token ids."),
+    ]
+    encoding_format: Annotated[
+        Literal["float", "base64"], Meta(description="`base64`: float32, little endian.")
+    ] = "float"
+    dimensions: Annotated[
+        Positive | None, Meta(description="The first numbers of each vector, made one unit long again.")
+    ] = None
+    input_type: Annotated[
+        str | None,
+        Meta(description="`query` or `document`, for models that put other words before each."),
+    ] = None
+    instruction: Annotated[
+        str, Meta(max_length=limits.VECTOR_TEXT_CHARS, description="In place of the model's own words.")
+    ] = ""
+    truncate: Annotated[
+        bool, Meta(description="Leave out the end of a text that is too long, instead of refusing it.")
+    ] = False
+    stream: Annotated[bool | None, Meta(description="Send each part as soon as it is computed.")] = None
+    local_only: LocalOnly = None
+    user: str | None = None
+
+
+class Embedding(msgspec.Struct, frozen=True):
+    """The vector of one text."""
+
+    index: int
+    embedding: Vector
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingsUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, frozen=True):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
+    object: Literal["list"] = "list"
+
+
+class EmbeddingsPart(
+    msgspec.Struct, frozen=True, omit_defaults=True, tag="embedding.part", tag_field="object"
+):
+    """What has come of a streamed request: some vectors, or how far a load is. The last object has ``usage``
+    and says where it ran."""
+
+    data: list[Embedding] = []
+    done: int = 0
+    total: int = 0
+    loading: str = ""
+    model: str = ""
+    usage: EmbeddingsUsage | UnsetType = UNSET
+    plan: str = ""
+    exactness: str = ""
+
+
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    """Raises FleetError."""
+    body = decode(await http_body.read(request), EmbeddingsBody)
+    texts = _texts(body.input)
+    answering.check_texts(texts, "input")
+    work_id = f"embd-{uuid.uuid4().hex}"
+    work = EmbedTexts(
+        work_id,
+        texts,
+        kind=answering.kind_of(body.input_type, "input_type"),
+        dimensions=body.dimensions,
+        instruction=body.instruction,
+        truncate=body.truncate,
+    )
+    job = VectorJob(work_id, body.model, work, bool(body.local_only))
+    if body.stream:
+        return await _streamed(request, job, body.encoding_format)
+    found = await answering.whole(request, job)
+    usage = EmbeddingsUsage(found.total_tokens, found.total_tokens)
+    data = await asyncio.to_thread(_embeddings, range(len(texts)), found.found, body.encoding_format)
+    return await asyncio.to_thread(
+        http_body.json_answer, EmbeddingList(data, job.name, usage), headers=answering.headers(job)
+    )
+
+
+def _texts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The texts of either form. Raises InvalidValue for a mixture."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidValue("input is empty.", param="input")
+    if all(isinstance(each, int) for each in given):
+        return [[each for each in given if isinstance(each, int)]]
+    texts = [each for each in given if not isinstance(each, int)]
+    if len(texts) < len(given) or len({type(each) for each in texts}) > 1:
+        raise InvalidValue("input mixes texts and token ids.", hint="Send one form of them.", param="input")
+    return texts
+
+
+async def _streamed(request: web.Request, job: VectorJob, form: str) -> web.StreamResponse:
+    async with aclosing(answering.run(request, job)) as parts:
+        # The first one, so that an early refusal has a status of its own.
+        first = await anext(parts, None)
+        out = HttpStream(request, answering.headers(job, ended=False))
+        await out.start(f"request {job.id}")
+        return await out.finish(_send(out, job, first, parts, form))
+
+
+async def _send(
+    out: HttpStream,
+    job: VectorJob,
+    first: Loading | TextsDone | None,
+    parts: AsyncGenerator[Loading | TextsDone, None],
+    form: str,
+) -> None:
+    part, done = first, 0
+    total = len(job.request.texts) if isinstance(job.request, EmbedTexts) else 0
+    while part is not None:
+        if isinstance(part, TextsDone):
+            done += len(part.texts)
+            data = await asyncio.to_thread(_embeddings, part.texts, part.found, form)
+            await out.send(EmbeddingsPart(data=data, done=done, total=total))
+        else:
+            await out.send(EmbeddingsPart(loading=part.stage, done=part.done, total=part.total))
+        part = await anext(parts, None)
+    usage = EmbeddingsUsage(job.tokens, job.tokens)
+    await out.send(
+        EmbeddingsPart(
+            done=done, total=total, model=job.name, usage=usage, plan=job.plan, exactness=job.exactness
+        )
+    )
+
+
+def _embeddings(texts: Sequence[int], found: Sequence[Found], form: str) -> list[Embedding]:
+    return [
+        Embedding(text, vector_of(vector, form))
+        for text, vector in zip(texts, found, strict=True)
+        if isinstance(vector, bytes)
+    ]
+
+
+def vector_of(vector: bytes, form: str) -> Vector:
+    """A vector as JSON has it."""
+    return base64.b64encode(vector).decode() if form == "base64" else floats(vector).tolist()

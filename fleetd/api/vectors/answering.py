@@ -1,0 +1,106 @@
+"""Runs one request for vectors or scores and gathers what comes back.
+
+texts ──checked──► VectorJob ──► TextsDone, in any order ──► found, in the order of the texts
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from aiohttp import web
+
+from fleetd import limits
+from fleetd.api.http import token
+from fleetd.api.http.context import SERVICES
+from fleetd.engine.protocol import Loading, TextKind
+from fleetd.errors import Draining, InvalidValue
+from fleetd.requests.vectors.job import TextsDone, VectorJob
+from fleetd.requests.vectors.messages import texts_of
+from fleetd.requests.vectors.part_answer import Found
+
+#: What clients call the two kinds of texts, lower case: Cohere's, Voyage's, Jina's and NVIDIA's words.
+KINDS: Mapping[str, TextKind] = {
+    "": "",
+    "query": "query",
+    "search_query": "query",
+    "retrieval.query": "query",
+    "document": "document",
+    "passage": "document",
+    "search_document": "document",
+    "retrieval.passage": "document",
+}
+
+
+@dataclass(slots=True)
+class Vectors:
+    """All that was found: by text its vector or score, and its tokens."""
+
+    found: list[Found]
+    tokens: list[int]
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.tokens)
+
+
+def run(request: web.Request, job: VectorJob) -> AsyncGenerator[Loading | TextsDone, None]:
+    """The parts of a job, in any order. Raises FleetError."""
+    services = request.app[SERVICES]
+    token.check_model(request, job.model)
+    if services.vectors is None:
+        raise Draining("The daemon is stopping and takes no new work.", hint="Retry in a moment.")
+    return services.vectors.run(job)
+
+
+async def whole(request: web.Request, job: VectorJob) -> Vectors:
+    """All of a job, once it is done. Raises FleetError."""
+    count = len(texts_of(job.request))
+    gathered = Vectors([0.0] * count, [0] * count)
+    async with aclosing(run(request, job)) as parts:
+        async for part in parts:
+            if isinstance(part, TextsDone):
+                for text, found, tokens in zip(part.texts, part.found, part.tokens, strict=True):
+                    gathered.found[text], gathered.tokens[text] = found, tokens
+    return gathered
+
+
+def headers(job: VectorJob, *, ended: bool = True) -> Mapping[str, str]:
+    """The headers of an answer: where it ran, and whether one machine would have found the same bytes."""
+    if not ended:
+        return {"X-Fleet-Request": job.id, "X-Fleet-Plan": "undecided; nodes="}
+    return {
+        "X-Fleet-Request": job.id,
+        # A machine's name is whatever its owner typed; a header holds one line of ASCII.
+        "X-Fleet-Plan": quote(job.plan, safe=" ;=,"),
+        "X-Fleet-Exactness": job.exactness,
+    }
+
+
+def check_texts(texts: Sequence[str | list[int]], param: str) -> None:
+    """Raises InvalidValue for more texts, or longer ones, than one request may have, and for empty ones."""
+    if len(texts) > limits.VECTOR_REQUEST_TEXTS:
+        raise InvalidValue(
+            f"{param} has {len(texts)} texts; one request may have {limits.VECTOR_REQUEST_TEXTS}.",
+            hint="Send them in several requests.",
+            param=param,
+        )
+    for number, text in enumerate(texts):
+        if not text:
+            raise InvalidValue(f"{param}[{number}] is empty.", hint="Leave it out.", param=param)
+        if len(text) > limits.VECTOR_TEXT_CHARS:
+            raise InvalidValue(
+                f"{param}[{number}] has {len(text)} characters; a text may have {limits.VECTOR_TEXT_CHARS}.",
+                hint="Cut it into pieces, and ask for a vector of each.",
+                param=param,
+            )
+
+
+def kind_of(word: str | None, param: str) -> TextKind:
+    """Raises InvalidValue for a word that no client uses."""
+    kind = KINDS.get((word or "").lower())
+    if kind is None:
+        raise InvalidValue(f"{param} cannot be {word!r:.64}.", hint="Use query or document.", param=param)
+    return kind

@@ -1,0 +1,212 @@
+"""The loop of a worker for vectors: requests in, a pass over some of their texts per turn, vectors out.
+
+    read request ──► task: windows of texts ──► passes of several tasks' texts ──► a message for each window
+
+A pass takes texts of all requests in turn, up to as many tokens as the load has measured to be quick: so a
+cancel, and a request with one short text, never wait for more than one pass. Requests in the background are
+taken from only while there are no others.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from fleetd import limits
+from fleetd.engine.failures import failed
+from fleetd.engine.protocol import (
+    Accepted,
+    Cancel,
+    Finished,
+    FreeMemory,
+    Heartbeat,
+    Report,
+    StreamTag,
+    Usage,
+)
+from fleetd.engine.vectors.vector_model import VectorModel, VectorRequest
+
+# How far the pace of one pass moves what is expected of the next.
+_LEARNED = 0.2
+
+Item = VectorRequest | Cancel | FreeMemory | object
+
+
+class VectorTask:
+    """A request's texts, window by window: those of one are sorted by length, and told together."""
+
+    def __init__(self, asked: VectorRequest) -> None:
+        self.asked = asked
+        self.first = 0
+        self._open_window()
+
+    def _open_window(self) -> None:
+        end = min(self.first + limits.VECTOR_WINDOW, len(self.asked.rows))
+        lengths = {index: len(self.asked.rows[index].tokens) for index in range(self.first, end)}
+        # Longest last, where the next ones are taken from: the passes at the end are the small ones.
+        self.pending = sorted(lengths, key=lambda index: lengths[index])
+        self.results: dict[int, bytes] = {}
+        self.end = end
+
+    @property
+    def id(self) -> str:
+        return self.asked.id
+
+    @property
+    def is_over(self) -> bool:
+        return self.first == len(self.asked.rows)
+
+    def take_texts(self, most_tokens: int) -> list[int]:
+        """The longest texts left in the window that have no more tokens together."""
+        taken: list[int] = []
+        while self.pending and (most_tokens := most_tokens - self.length(self.pending[-1])) >= 0:
+            taken.append(self.pending.pop())
+        return taken
+
+    def take_one(self) -> list[int]:
+        """The longest text left, of whatever length; [] if none is."""
+        return [self.pending.pop()] if self.pending else []
+
+    def length(self, index: int) -> int:
+        return len(self.asked.rows[index].tokens)
+
+    def put(self, index: int, result: bytes) -> tuple[int, list[bytes]] | None:
+        """Keep what came of a text. Returns the window that this fills: its first text, and its results."""
+        self.results[index] = result
+        if len(self.results) < self.end - self.first:
+            return None
+        told = self.first, [self.results[each] for each in range(self.first, self.end)]
+        self.first = self.end
+        self._open_window()
+        return told
+
+
+@dataclass(kw_only=True)
+class VectorLoop:
+    """Everything here runs on one thread, but for ``tell``, ``put_stream`` and ``stop``."""
+
+    model: VectorModel
+    # How many the model reads in a second, as measured at its load; passes correct it.
+    tokens_per_s: float
+    emit: Callable[[Report], None]
+    steps: int = field(default=0, init=False)
+    _tasks: list[VectorTask] = field(default_factory=list, init=False)
+    _items: queue.SimpleQueue[Item | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _heartbeat_at: float = field(default=0.0, init=False)
+
+    # ---- from other threads ----------------------------------------------------------------------------
+
+    def tell(self, item: Item) -> None:
+        self._items.put(item)
+
+    def put_stream(self, tag: StreamTag, sock: socket.socket) -> None:
+        """No stream leads here."""
+        sock.close()
+
+    def stop(self) -> None:
+        self._items.put(None)
+
+    # ---- the loop --------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Turn until ``stop``. What goes wrong in a pass fails the requests whose texts it had."""
+        while self.turn():
+            self.heartbeat()
+
+    def turn(self) -> bool:
+        """Take what has arrived, then a pass, if there is work. False once the loop is to stop."""
+        for item in self._arrived():
+            if item is None:
+                return False
+            self._take_item(item)
+        if self._tasks:
+            self._pass()
+            if not self._tasks:
+                # Passes are of all sizes: what was kept of their buffers fits no later one.
+                mx.clear_cache()
+        return True
+
+    def heartbeat(self) -> None:
+        """Report the figures, if it is time for that."""
+        now = time.monotonic()
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + limits.ENGINE_BEAT_S
+            memory = mx.get_active_memory()
+            self.emit(Heartbeat(self.steps, prefilling=len(self._tasks), memory_bytes=memory))
+
+    def _arrived(self) -> list[Item | None]:
+        """All that has arrived; if there is no work, what arrives first before the next heartbeat."""
+        found: list[Item | None] = []
+        try:
+            if not self._tasks:
+                found.append(self._items.get(timeout=limits.ENGINE_BEAT_S))
+            while True:
+                found.append(self._items.get_nowait())
+        except queue.Empty:
+            return found
+
+    def _take_item(self, item: Item) -> None:
+        match item:
+            case VectorRequest():
+                self.emit(Accepted(item.id, item.tokens))
+                task = VectorTask(item)
+                self._tasks.append(task)
+                self._end_if_over(task)
+            case Cancel(request_id):
+                for task in [task for task in self._tasks if task.id == request_id]:
+                    self._tasks.remove(task)
+                    self.emit(Finished(request_id, "cancelled"))
+            case FreeMemory():
+                mx.clear_cache()
+                self._heartbeat_at = 0.0
+            case _:
+                pass  # for workers that write text
+
+    def _pass(self) -> None:
+        texts = self._next_texts()
+        rows = [task.asked.rows[index] for task, index in texts]
+        begun = time.perf_counter()
+        try:
+            results = self.model.results(rows)
+        except Exception as error:
+            for task in {id(task): task for task, _ in texts}.values():
+                self._tasks.remove(task)
+                self.emit(failed(task.id, error, "The texts could not be computed"))
+            return
+        finally:
+            self.steps += 1
+        pace = sum(len(row.tokens) for row in rows) / max(time.perf_counter() - begun, 1e-6)
+        self.tokens_per_s += _LEARNED * (pace - self.tokens_per_s)
+        for (task, index), result in zip(texts, results, strict=True):
+            if (told := task.put(index, result)) is not None:
+                self.emit(self.model.report(task.asked, *told))
+                self._end_if_over(task)
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of a pass that takes about ``limits.VECTOR_PASS_S``."""
+        least, most = limits.VECTOR_PASS_TOKENS
+        return min(most, max(least, int(self.tokens_per_s * limits.VECTOR_PASS_S)))
+
+    def _next_texts(self) -> list[tuple[VectorTask, int]]:
+        """Texts of one pass, the shorter ones first. The requests take turns in being the first."""
+        urgent = [task for task in self._tasks if not task.asked.request.background] or list(self._tasks)
+        left = self.pass_tokens
+        found: list[tuple[VectorTask, int]] = []
+        for task in urgent:
+            for index in task.take_texts(left) or (task.take_one() if not found else []):
+                found.append((task, index))
+                left -= task.length(index)
+        self._tasks.remove(urgent[0])
+        self._tasks.append(urgent[0])
+        return sorted(found, key=lambda pair: pair[0].length(pair[1]))
+
+    def _end_if_over(self, task: VectorTask) -> None:
+        if task.is_over:
+            self._tasks.remove(task)
+            self.emit(Finished(task.id, "stop", Usage(prompt_tokens=task.asked.tokens)))

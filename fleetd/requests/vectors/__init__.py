@@ -1,0 +1,1 @@
+"""Vectors of texts, and scores of documents, computed by all machines that are idle and have the model."""

@@ -1,0 +1,98 @@
+"""One request for vectors or scores: what was asked, and what is known of it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from fleetd import limits
+from fleetd.control.model_facts import ModelPurpose
+from fleetd.engine.protocol import EmbedTexts, Loading
+from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Exactness
+from fleetd.requests.vectors.messages import TextsRequest, texts_of
+from fleetd.requests.vectors.part_answer import Found
+from fleetd.requests.vectors.parts import VectorMachine
+
+VectorRoute = Literal["embeddings", "rerank"]
+
+
+class TextsDone(msgspec.Struct, frozen=True):
+    """Some texts by their numbers, with what was found for each and how many tokens it had."""
+
+    texts: Sequence[int]
+    found: Sequence[Found]
+    tokens: Sequence[int]
+
+
+@dataclass(slots=True)
+class MachineRun:
+    """What one machine has computed of a request."""
+
+    machine: VectorMachine
+    texts: int = 0
+    tokens: int = 0
+    # From asking for a part to its answer, loads left out, summed over the parts.
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class VectorJob:
+    """``request`` has all texts; machines are asked for parts of it. ``model``: as the client named it."""
+
+    id: str
+    model: str
+    request: TextsRequest
+    local_only: bool = False
+    # The model's canonical name, and the width of its vectors; "" and 0 until they are known.
+    name: str = ""
+    width: int = 0
+    # By node id, in the order in which machines began.
+    ran: dict[str, MachineRun] = field(default_factory=dict)
+    # Seconds until the first machine had the model loaded, if that was not before.
+    load_s: float = 0.0
+    # The load that it waits for; None while it waits for none.
+    loading: Loading | None = None
+    exactness: Exactness = "exact"
+
+    @property
+    def purpose(self) -> ModelPurpose:
+        """What its model has to be for."""
+        return "embedding" if isinstance(self.request, EmbedTexts) else "rerank"
+
+    @property
+    def route(self) -> VectorRoute:
+        return "embeddings" if isinstance(self.request, EmbedTexts) else "rerank"
+
+    @property
+    def plan(self) -> str:
+        """Where it ran, as the header X-Fleet-Plan says it: ``local``, ``remote`` or ``spread``."""
+        names = [run.machine.name for run in self.ran.values() if run.texts]
+        kind = "spread" if len(names) > 1 else "local" if names in ([], [THIS_NAME]) else "remote"
+        return f"{kind}; nodes={','.join(names or [THIS_NAME])}"
+
+    @property
+    def tokens(self) -> int:
+        """Computed so far."""
+        return sum(run.tokens for run in self.ran.values())
+
+    def estimated_tokens(self) -> list[int]:
+        """An estimate for each text, before any tokenizer has seen it."""
+        query = 0 if isinstance(self.request, EmbedTexts) else len(self.request.query) // CHARS_PER_TOKEN
+        return [
+            1 + query + (len(text) // CHARS_PER_TOKEN if isinstance(text, str) else len(text))
+            for text in texts_of(self.request)
+        ]
+
+    def part(self, texts: Sequence[int], part_id: str) -> TextsRequest:
+        """The request for some of its texts."""
+        # A question of one text goes before the parts of a whole corpus.
+        background = len(texts_of(self.request)) > limits.VECTOR_URGENT_TEXTS
+        common: dict[str, Any] = {"id": part_id, "background": background}
+        if isinstance(self.request, EmbedTexts):
+            chosen = [self.request.texts[text] for text in texts]
+            return msgspec.structs.replace(self.request, texts=chosen, **common)
+        documents = [self.request.documents[text] for text in texts]
+        return msgspec.structs.replace(self.request, documents=documents, **common)

@@ -1,0 +1,323 @@
+"""Computes the vectors or scores of one request on all machines that are worth it.
+
+    located ─► reserved ─► parts: machine 1: part, part, … ─┐
+                                  machine 2: part, …       ─┴─► checked, as they come ─► settled
+
+A part of a machine that fails, leaves or sends what cannot be goes to another one. A machine that answers a
+chat gets a part only if no other is there, then a small one, and then rests. Leaving the generator at any
+point cancels all parts, wherever they run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
+
+from fleetd import limits
+from fleetd.engine.daemon_side.pool import EnginePool
+from fleetd.engine.protocol import Finished, Loading, TextsEmbedded, TextsReranked, Timings, Usage
+from fleetd.errors import BadRequest, Draining, FleetError, ModelError, NoMachine, Overloaded, ProtocolError
+from fleetd.models.folder import ModelFolder
+from fleetd.p2p.session.transport import PeerStream
+from fleetd.plan import load_times
+from fleetd.process.observe import get_logger
+from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.job import THIS_NAME, Exactness
+from fleetd.requests.ledger import Ledger, Reservation
+from fleetd.requests.model_locator import ModelLocator
+from fleetd.requests.remote.peer_stream import next_message, said_by
+from fleetd.requests.vectors import messages
+from fleetd.requests.vectors.job import MachineRun, TextsDone, VectorJob
+from fleetd.requests.vectors.machines import EncoderModel, VectorMachines
+from fleetd.requests.vectors.messages import TextsRequest, VectorPart, texts_of
+from fleetd.requests.vectors.part_answer import PartAnswer
+from fleetd.requests.vectors.parts import Share, Unclaimed, VectorMachine, exactness, shares
+
+log = get_logger("fleetd.requests.vectors")
+
+# How often machines are looked at while parts are computed.
+_LOOK_S = 0.1
+_RETRY_S = 5.0
+
+
+@dataclass(slots=True)
+class _GivenPart:
+    """A part that a machine has."""
+
+    machine: VectorMachine
+    texts: tuple[int, ...]
+    estimate: int
+    begun_s: float
+    # When its model was loaded; None if it was before.
+    loaded_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Spread:
+    """The state of one job while parts are computed. ``lost``: by node id, why machines are not asked
+    again."""
+
+    job: VectorJob
+    model: EncoderModel
+    unclaimed: Unclaimed
+    lost: dict[str, FleetError] = field(default_factory=dict)
+    running: dict[asyncio.Task[PartAnswer], _GivenPart] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def working(self) -> frozenset[str]:
+        return frozenset(part.machine.node_id for part in self.running.values())
+
+    @property
+    def failure(self) -> FleetError:
+        """Why the job ends without its vectors: what is wrong with the request rather than a machine."""
+        errors = list(self.lost.values())
+        wrong = next((error for error in errors if isinstance(error, BadRequest | ModelError)), None)
+        last = errors[-1] if errors else NoMachine(f"No machine can compute with {self.model.name} now.")
+        return wrong or last
+
+
+class VectorService:
+    """Args:
+    request: begins a request at another machine: its id, a method and a body; None without a fleet.
+    draining: True once the daemon is stopping.
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        locator: ModelLocator,
+        machines: VectorMachines,
+        ledger: Ledger,
+        request: Callable[[str, str, bytes], PeerStream] | None = None,
+        *,
+        draining: Callable[[], bool] = lambda: False,
+        failed: Callable[[str, FleetError, str], None] = lambda node_id, error, model: None,
+        succeeded: Callable[[str, str], None] = lambda node_id, model: None,
+        monotonic: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._pool = pool
+        self._locator = locator
+        self._machines = machines
+        self._ledger = ledger
+        self._request = request
+        self._draining = draining
+        self._failed = failed
+        self._succeeded = succeeded
+        self._monotonic = monotonic
+        self._now = now
+        self._open = 0
+
+    async def run(self, job: VectorJob) -> AsyncGenerator[Loading | TextsDone, None]:
+        """Yield parts in any order until each text has been in one. Raises FleetError."""
+        with self._admitted():
+            began_s = self._monotonic()
+            model = await self._machines.model(job)
+            job.name = model.name
+            row = Reservation(job.id, model.name, THIS_NAME, job.route, self._now())
+            await self._ledger.reserve(row)
+            refunded = "cancelled"
+            try:
+                if model.can_pull:
+                    async with aclosing(self._pulled(job, model)) as steps:
+                        async for step in steps:
+                            if isinstance(step, Loading):
+                                yield step
+                            else:
+                                model = step
+                spread = _Spread(job, model, Unclaimed(job.estimated_tokens()))
+                async with aclosing(self._spread(spread)) as parts:
+                    async for part in parts:
+                        yield part
+                refunded = ""
+            except FleetError as error:
+                refunded = error.code
+                raise
+            finally:
+                if refunded:
+                    self._ledger.refund(row, refunded)
+                else:
+                    took = Timings(prefill_s=self._monotonic() - began_s)
+                    self._ledger.settle(row, Usage(prompt_tokens=job.tokens), took, "stop")
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Raises Draining, Overloaded."""
+        if self._draining():
+            raise Draining("The daemon is stopping and takes no new work.", hint="Retry in a moment.")
+        if self._open >= limits.VECTOR_JOBS:
+            raise Overloaded(
+                f"{self._open} requests for vectors are at work; the limit is {limits.VECTOR_JOBS}.",
+                hint="Retry later, or send more texts in one request.",
+                retry_after_s=_RETRY_S,
+            )
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    async def _pulled(
+        self, job: VectorJob, model: EncoderModel
+    ) -> AsyncGenerator[Loading | EncoderModel, None]:
+        """Download the model, which travels with fleetd, and yield it."""
+        async with aclosing(self._locator.pull(job.model or model.name)) as steps:
+            async for step in steps:
+                if isinstance(step, Loading):
+                    yield step
+                else:
+                    yield EncoderModel(step.name, folder=step)
+
+    # ---- parts -------------------------------------------------------------------------------------------
+
+    async def _spread(self, spread: _Spread) -> AsyncGenerator[Loading | TextsDone, None]:
+        told: Loading | None = None
+        try:
+            while spread.unclaimed or spread.running:
+                self._hand_out(spread)
+                if not spread.running and not self._able(spread):
+                    raise spread.failure
+                if not spread.running:
+                    await asyncio.sleep(_LOOK_S)
+                    continue
+                done, _ = await asyncio.wait(
+                    spread.running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    if (found := self._ended(spread, task)) is not None:
+                        yield found
+                if spread.job.loading is not None and spread.job.loading is not told:
+                    told = spread.job.loading
+                    yield told
+        finally:
+            await cancel_all(spread.running)
+
+    def _able(self, spread: _Spread) -> list[VectorMachine]:
+        return self._machines.able(spread.job, spread.model, spread.lost)
+
+    def _hand_out(self, spread: _Spread) -> None:
+        """Give parts to machines that are free."""
+        if not spread.unclaimed:
+            return
+        for share in shares(self._able(spread), spread.working, spread.unclaimed.tokens):
+            self._begin(spread, share)
+
+    def _begin(self, spread: _Spread, share: Share) -> None:
+        before = spread.unclaimed.tokens
+        texts = spread.unclaimed.take(share.tokens)
+        if not texts:
+            return
+        part = _GivenPart(share.machine, texts, before - spread.unclaimed.tokens, self._monotonic())
+        request = spread.job.part(texts, f"{spread.job.id}.{next(spread.numbers)}")
+        task = asyncio.create_task(self._ask(spread, part, request))
+        spread.running[task] = part
+
+    def _ended(self, spread: _Spread, task: asyncio.Task[PartAnswer]) -> TextsDone | None:
+        """What a part's task has come to; None if it failed. Raises FleetError if others would fail too."""
+        part = spread.running.pop(task)
+        machine = part.machine
+        try:
+            answer = task.result()
+        except FleetError as error:
+            self._lose(spread, part, error)
+            return None
+        job, model = spread.job, spread.model
+        tokens, seconds = sum(answer.tokens), self._monotonic() - (part.loaded_s or part.begun_s)
+        self._machines.learn(machine, model, tokens, seconds)
+        if not machine.here:
+            self._succeeded(machine.node_id, model.key)
+        run = job.ran.setdefault(machine.node_id, MachineRun(machine))
+        run.texts += len(part.texts)
+        run.tokens += tokens
+        run.seconds += seconds
+        job.width, job.loading = answer.width, None
+        job.exactness = cast("Exactness", exactness(each.machine.kind for each in job.ran.values()))
+        return TextsDone(part.texts, answer.found, answer.tokens)
+
+    def _lose(self, spread: _Spread, part: _GivenPart, error: FleetError) -> None:
+        """Leave the machine out of this job, and its texts to others."""
+        machine = part.machine
+        spread.unclaimed.give_back(part.texts)
+        if machine.here and isinstance(error, BadRequest | ModelError):
+            raise error
+        if not machine.here:
+            self._failed(machine.node_id, error, spread.model.key)
+            error = said_by(machine.name, error)
+        spread.lost[machine.node_id] = error
+        log.warning("vectors.machine_lost", request=spread.job.id, node=machine.name, code=error.code)
+
+    # ---- one part ----------------------------------------------------------------------------------------
+
+    async def _ask(self, spread: _Spread, part: _GivenPart, request: TextsRequest) -> PartAnswer:
+        """The answer of one machine for one part. Raises FleetError."""
+        folder = spread.model.folder
+        answer = PartAnswer(request, spread.job.width)
+        progress = partial(self._loads, spread.job, part)
+        if part.machine.here and folder is not None:
+            await self._ask_here(folder, request, answer, progress)
+        else:
+            await self._ask_there(spread, part, request, answer, progress)
+        if not answer.whole:
+            raise ProtocolError(f"Vectors of {len(answer.found)} of {len(texts_of(request))} texts came.")
+        return answer
+
+    def _loads(self, job: VectorJob, part: _GivenPart, step: Loading | None) -> None:
+        """Note the progress of a load; None: it is over."""
+        if step is None and job.loading is not None:
+            part.loaded_s, job.loading = self._monotonic(), None
+            job.load_s = job.load_s or part.loaded_s - part.begun_s
+        elif step is not None:
+            job.loading = step
+
+    async def _ask_here(
+        self,
+        folder: ModelFolder,
+        request: TextsRequest,
+        answer: PartAnswer,
+        progress: Callable[[Loading | None], None],
+    ) -> None:
+        async with aclosing(self._pool.vectors(folder, request)) as events:
+            async for event in events:
+                if isinstance(event, Loading):
+                    progress(event)
+                    continue
+                progress(None)
+                if isinstance(event, TextsEmbedded | TextsReranked):
+                    answer.feed(event)
+
+    async def _ask_there(
+        self,
+        spread: _Spread,
+        part: _GivenPart,
+        request: TextsRequest,
+        answer: PartAnswer,
+        progress: Callable[[Loading | None], None],
+    ) -> None:
+        if self._request is None:
+            raise NoMachine("It is not there any more.")
+        machine, model = part.machine, spread.model
+        body = messages.encode(VectorPart(model.name, model.digest, request))
+        stream = self._request(machine.node_id, messages.VECTORS, body)
+        within_s = load_times.stall_s(machine.load_s) + limits.JOB_LATE * machine.seconds(part.estimate)
+        due_s = asyncio.get_running_loop().time() + within_s + limits.VECTOR_GRACE_S
+        ended = False
+        try:
+            stream.end()
+            while (said := await next_message(stream, "the vectors", lambda: due_s)) is not None:
+                event = messages.decode_event(said)
+                progress(event if isinstance(event, Loading) else None)
+                if isinstance(event, Finished):
+                    break
+                if not isinstance(event, Loading):
+                    answer.feed(event)
+            ended = True
+        finally:
+            if not ended:
+                stream.cancel()

@@ -1,0 +1,151 @@
+"""The loop of a worker for vectors: bounded passes, turns, windows in order, cancels, and what fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from fleetd import limits
+from fleetd.engine.protocol import (
+    Accepted,
+    Cancel,
+    EmbedTexts,
+    Failed,
+    Finished,
+    FreeMemory,
+    Heartbeat,
+    TextsEmbedded,
+)
+from fleetd.engine.vectors.token_rows import TokenRow
+from fleetd.engine.vectors.vector_loop import VectorLoop
+from fleetd.engine.vectors.vector_model import VectorRequest
+
+
+class Lengths:
+    """A model whose vector of a text is the text's length. A text with the token 666 cannot be computed."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[int]] = []
+
+    def results(self, texts: Sequence[TokenRow]) -> list[bytes]:
+        self.passes.append([len(row.tokens) for row in texts])
+        if any(666 in row.tokens for row in texts):
+            raise ArithmeticError("no")
+        return [len(row.tokens).to_bytes(4, "little") for row in texts]
+
+    def report(self, asked: VectorRequest, first: int, results: Sequence[bytes]) -> TextsEmbedded:
+        return TextsEmbedded(asked.id, first, 1, b"".join(results), [])
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.model = Lengths()
+        self.said: list[Any] = []
+        # 64 tokens a pass, whatever the pace.
+        self.loop = VectorLoop(model=self.model, tokens_per_s=1.0, emit=self.said.append)  # type: ignore[arg-type]
+
+    def ask(self, name: str, lengths: Sequence[int], *, token: int = 1, background: bool = False) -> None:
+        rows = [TokenRow([token] * length) for length in lengths]
+        self.loop.tell(VectorRequest(EmbedTexts(name, [], background=background), rows))
+
+    def turn(self) -> list[int]:
+        """Take a turn. Returns the lengths of the texts of its pass."""
+        before = len(self.model.passes)
+        assert self.loop.turn()
+        return self.model.passes[-1] if len(self.model.passes) > before else []
+
+    def of(self, name: str) -> list[Any]:
+        return [event for event in self.said if getattr(event, "id", "") == name]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(limits, "VECTOR_WINDOW", 4)
+    monkeypatch.setattr(limits, "VECTOR_PASS_TOKENS", (64, 64))
+    return Bench()
+
+
+def test_a_pass_has_a_bounded_number_of_tokens_or_one_text(bench: Bench) -> None:
+    bench.ask("a", [30, 100, 30, 20])
+    assert [bench.turn() for _ in range(3)] == [[100], [30, 30], [20]]
+
+
+def test_windows_are_told_in_order_and_whole(bench: Bench) -> None:
+    bench.ask("a", [10, 60, 20, 50, 7, 8])
+    while not isinstance(bench.said[-1] if bench.said else None, Finished):
+        bench.turn()
+    accepted, first, second, finished = bench.of("a")
+    assert (accepted, finished.usage.prompt_tokens) == (Accepted("a", 155), 155)
+    assert (first.first, second.first) == (0, 4)
+    assert [int.from_bytes(first.vectors[at : at + 4], "little") for at in (0, 4, 8, 12)] == [10, 60, 20, 50]
+    assert finished.reason == "stop"
+
+
+def test_texts_of_several_requests_share_a_pass_and_take_turns(bench: Bench) -> None:
+    bench.ask("a", [40, 40, 40])
+    bench.ask("b", [20])
+    assert bench.turn() == [20, 40]
+    assert isinstance(bench.of("b")[-1], Finished)
+    bench.ask("c", [60])
+    assert [bench.turn() for _ in range(3)] == [[40], [60], [40]]
+
+
+def test_background_waits_while_others_compute(bench: Bench) -> None:
+    bench.ask("slow", [60, 60], background=True)
+    bench.ask("quick", [50, 50])
+    assert [bench.turn() for _ in range(4)] == [[50], [50], [60], [60]]
+
+
+def test_a_cancel_acts_within_one_pass_and_on_one_request(bench: Bench) -> None:
+    bench.ask("a", [60] * 10)
+    bench.ask("b", [3])
+    bench.turn()
+    bench.loop.tell(Cancel("a"))
+    bench.loop.tell(Cancel("unknown"))
+    bench.turn()
+    assert bench.of("a")[-1] == Finished("a", "cancelled")
+    assert isinstance(bench.of("b")[-1], Finished)
+    assert bench.model.passes == [[3, 60]]
+
+
+def test_a_pass_that_fails_ends_the_requests_that_it_was_for(bench: Bench) -> None:
+    bench.ask("bad", [50], token=666)
+    bench.turn()
+    assert isinstance(bench.of("bad")[-1], Failed)
+    bench.ask("good", [50])
+    bench.turn()
+    assert bench.of("good")[-1].reason == "stop"
+
+
+def test_no_texts_are_over_at_once(bench: Bench) -> None:
+    bench.ask("a", [])
+    assert bench.turn() == []
+    assert [type(event) for event in bench.of("a")] == [Accepted, Finished]
+
+
+def test_passes_count_as_progress_and_freeing_memory_is_reported_at_once(bench: Bench) -> None:
+    bench.ask("a", [60, 60])
+    bench.turn()
+    bench.loop.heartbeat()
+    bench.loop.tell(FreeMemory(prompts=True))
+    bench.turn()
+    bench.loop.heartbeat()
+    assert [event.steps for event in bench.said if isinstance(event, Heartbeat)] == [1, 2]
+
+
+def test_a_pass_grows_with_the_pace_and_stays_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "VECTOR_PASS_S", 0.1)
+    made = Bench().loop
+    least, most = limits.VECTOR_PASS_TOKENS
+    paces = {1.0: least, 10_000.0: 1000, 1e9: most}
+    for pace, tokens in paces.items():
+        made.tokens_per_s = pace
+        assert made.pass_tokens == tokens
+
+
+def test_stop_ends_the_loop(bench: Bench) -> None:
+    bench.ask("a", [60, 60])
+    bench.loop.stop()
+    assert not bench.loop.turn()

@@ -1,0 +1,359 @@
+"""Vectors by real daemons with a real model: by one machine, by several, and whatever happens to them."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import importlib.util
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ollama
+import openai
+import pytest
+from forked_programs import Programs
+from live_daemon import FLEETCTL, LiveDaemon, until
+from live_fleet import LiveFleet
+
+from fleetd.models.folder import ModelFolder
+
+pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.timeout(300)]
+
+MINILM, CHAIN = "all-minilm-l6-v2", "chain"
+SUBJECTS = ["garden", "market", "library", "railway", "museum", "bakery", "school", "theatre"]
+TEXTS = [
+    f"In week {n} the {SUBJECTS[n % 8]} had {n} visitors. " + "They came by train." * (n % 5)
+    for n in range(160)
+]
+
+
+@pytest.fixture(scope="module")
+def fleet(minilm: ModelFolder, live_models: Path, short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
+    """alpha and beta have the model for vectors, and alpha one that chats; gamma has none."""
+    models = {"alpha": [minilm.path, live_models / CHAIN], "beta": [minilm.path], "gamma": []}
+    with LiveFleet(short_dir / "vectors", models, programs=programs) as found:
+        yield found
+
+
+@pytest.fixture
+def loaded(fleet: LiveFleet) -> LiveFleet:
+    """All three know each other, and the model is loaded where it is."""
+    fleet.revive()
+    fleet.until_usable()
+    for name, other in (("alpha", "beta"), ("beta", "alpha")):
+        fleet.load(name, MINILM, seen_by=other)
+        fleet.until_has("gamma", name, MINILM, "loaded")
+    return fleet
+
+
+def open_post(daemon: LiveDaemon, path: str, body: Any) -> tuple[Any, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection(*daemon.address, timeout=120)
+    headers = {"Authorization": f"Bearer {daemon.key}", "Content-Type": "application/json"}
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    # A body that is too large is refused before all of it is read.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.request("POST", path, data, headers)
+    return connection, connection.getresponse()
+
+
+def post(daemon: LiveDaemon, path: str, body: Any) -> tuple[int, dict[str, str], Any]:
+    connection, response = open_post(daemon, path, body)
+    with contextlib.closing(connection), response:
+        reply = json.loads(response.read())
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, reply
+
+
+def embedded(
+    daemon: LiveDaemon, texts: list[str] = TEXTS, **fields: Any
+) -> tuple[list[bytes], dict[str, str]]:
+    body = {"model": MINILM, "input": texts, "encoding_format": "base64", **fields}
+    status, headers, reply = post(daemon, "/v1/embeddings", body)
+    assert status == 200, reply
+    assert [each["index"] for each in reply["data"]] == list(range(len(texts)))
+    return [base64.b64decode(each["embedding"]) for each in reply["data"]], headers
+
+
+def unit(vector: bytes) -> Any:
+    found = np.frombuffer(vector, np.float32).astype(np.float64)
+    return found / np.linalg.norm(found)
+
+
+@pytest.fixture(scope="module")
+def alone(fleet: LiveFleet) -> list[bytes]:
+    """What alpha finds by itself."""
+    return embedded(fleet["alpha"], local_only=True)[0]
+
+
+def test_two_machines_give_the_bytes_of_one(loaded: LiveFleet, alone: list[bytes]) -> None:
+    found, headers = embedded(loaded["alpha"])
+    assert headers["x-fleet-plan"] == "spread; nodes=this,beta"
+    assert headers["x-fleet-exactness"] == "exact"
+    assert found == alone
+
+
+def test_a_machine_without_the_model_asks_those_that_have_it(loaded: LiveFleet, alone: list[bytes]) -> None:
+    found, headers = embedded(loaded["gamma"])
+    assert headers["x-fleet-plan"].startswith(("spread; nodes=alpha,beta", "spread; nodes=beta,alpha"))
+    assert found == alone
+    status, _, reply = post(
+        loaded["gamma"], "/v1/embeddings", {"model": MINILM, "input": "x", "local_only": True}
+    )
+    assert status in (200, 404), reply
+
+
+def parts(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    for line in response:
+        if line.startswith(b"data: {"):
+            yield json.loads(line[6:])
+
+
+def test_a_machine_that_dies_in_the_middle_costs_no_vector(loaded: LiveFleet, alone: list[bytes]) -> None:
+    body = {"model": MINILM, "input": TEXTS, "encoding_format": "base64", "stream": True}
+    found: dict[int, bytes] = {}
+    connection, response = open_post(loaded["alpha"], "/v1/embeddings", body)
+    with contextlib.closing(connection), response:
+        for part in parts(response):
+            assert "error" not in part, part
+            if not found:
+                loaded["beta"].process.send_signal(signal.SIGKILL)
+            found |= {each["index"]: base64.b64decode(each["embedding"]) for each in part.get("data", ())}
+    assert [found[number] for number in range(len(TEXTS))] == alone
+
+
+def test_a_client_that_leaves_ends_the_work_on_every_machine(loaded: LiveFleet) -> None:
+    body = {"model": MINILM, "input": TEXTS * 60, "stream": True}
+    connection, response = open_post(loaded["alpha"], "/v1/embeddings", body)
+    with contextlib.closing(connection), response:
+        next(part for part in parts(response) if part.get("data"))
+    until(lambda: all(_idle(loaded[name]) for name in ("alpha", "beta")))
+
+
+def _idle(daemon: LiveDaemon) -> bool:
+    """True if no engine of the daemon has a request."""
+    return all(engine["idle_s"] > 0 for engine in daemon.status()["engines"])
+
+
+def test_what_is_alike_is_near(loaded: LiveFleet) -> None:
+    texts = ["A cat sat on the mat.", "A kitten rested on the rug.", "Interest rates rose by a quarter."]
+    cat, kitten, rates = map(unit, embedded(loaded["alpha"], texts)[0])
+    assert cat @ kitten > 0.5 > 0.3 > cat @ rates
+
+
+def test_a_text_in_a_batch_has_the_bytes_that_it_has_alone(loaded: LiveFleet, alone: list[bytes]) -> None:
+    for number in (0, 8, 133):
+        assert embedded(loaded["alpha"], [TEXTS[number]])[0] == [alone[number]]
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ("x" * 10_000_000, "invalid_value"),
+        (["x"] * 100_000, "invalid_value"),
+        ("", "invalid_value"),
+        ([""], "invalid_value"),
+        ([[]], "invalid_value"),
+        ([[2**31 - 1]], None),
+        ("word " * 100_000, "context_length_exceeded"),
+    ],
+    ids=["10 MB", "100,000 texts", "empty", "an empty one", "no token", "no such token", "long"],
+)
+def test_hostile_texts_are_refused_by_type_and_the_next_one_is_answered(
+    loaded: LiveFleet, given: Any, code: str | None
+) -> None:
+    status, _, reply = post(loaded["alpha"], "/v1/embeddings", {"model": MINILM, "input": given})
+    assert status == 400
+    assert code in (None, reply["error"]["code"])
+    assert embedded(loaded["alpha"], ["next"])[0]
+
+
+def test_what_can_be_read_is_read(loaded: LiveFleet) -> None:
+    alpha = loaded["alpha"]
+    halves = rb'{"model": "all-minilm-l6-v2", "input": ["cut \ud83d", "\udc00\ud800"]}'
+    status, _, reply = post(alpha, "/v1/embeddings", halves)
+    assert status == 200, reply
+    assert all(math.isfinite(number) for each in reply["data"] for number in each["embedding"])
+    assert embedded(alpha, ["word " * 100_000, "\x00", " \n ", "🐈" * 50], truncate=True)[0]
+
+
+def test_a_model_is_asked_for_what_it_is_for(loaded: LiveFleet) -> None:
+    alpha, talk = loaded["alpha"], [{"role": "user", "content": "Hello"}]
+    for path, body in (
+        ("/v1/embeddings", {"model": CHAIN, "input": "x"}),
+        ("/api/embed", {"model": CHAIN, "input": "x"}),
+        ("/v1/rerank", {"model": MINILM, "query": "x", "documents": ["y"]}),
+        ("/v1/chat/completions", {"model": MINILM, "messages": talk}),
+        ("/api/chat", {"model": MINILM, "messages": talk}),
+        ("/v1/messages", {"model": MINILM, "messages": talk, "max_tokens": 5}),
+    ):
+        status, _, reply = post(alpha, path, body)
+        assert status == 400, (path, reply)
+        assert body["model"] in json.dumps(reply)
+    status, _, _ = post(loaded["gamma"], "/v1/chat/completions", {"model": MINILM, "messages": talk})
+    assert status == 400
+
+
+def test_lists_tell_what_a_model_is_for(loaded: LiveFleet) -> None:
+    for name in ("alpha", "gamma"):
+        daemon = loaded[name]
+        found = {each["id"]: each["fleet"] for each in daemon.control("GET", "/v1/models")["data"]}
+        assert (found[MINILM]["purpose"], found[MINILM]["vector_width"]) == ("embedding", 384)
+        assert found[CHAIN]["purpose"] == "chat"
+    with ollamas(loaded["alpha"]) as client:
+        assert client.show(MINILM).capabilities == ["embedding"]
+
+
+@contextlib.contextmanager
+def ollamas(daemon: LiveDaemon) -> Iterator[ollama.Client]:
+    """Ollama's client of a daemon."""
+    headers = {"Authorization": f"Bearer {daemon.key}"}
+    client = ollama.Client(daemon.base_url.removesuffix("/v1"), headers=headers)
+    with client._client:
+        yield client
+
+
+# ---- libraries ---------------------------------------------------------------------------------------------
+
+
+def test_openais_library(loaded: LiveFleet, alone: list[bytes]) -> None:
+    with openai.OpenAI(base_url=loaded["alpha"].base_url, api_key=loaded["alpha"].key) as client:
+        # It asks for base64 unless it is told a form.
+        reply = client.embeddings.create(model=MINILM, input=TEXTS[:5])
+        told = [struct.pack(f"<{len(each.embedding)}f", *each.embedding) for each in reply.data]
+        assert told == alone[:5]
+        floats = client.embeddings.create(model=MINILM, input=TEXTS[:5], encoding_format="float")
+        assert [each.embedding for each in floats.data] == [each.embedding for each in reply.data]
+        short = client.embeddings.create(model=MINILM, input="one", dimensions=8).data[0].embedding
+        assert len(short) == 8
+        assert math.isclose(sum(number * number for number in short), 1.0, rel_tol=1e-5)
+        ids = client.embeddings.create(model=MINILM, input=[[101, 2023, 102], [101, 102]])
+        assert (len(ids.data), ids.usage.total_tokens) == (2, 5)
+        with pytest.raises(openai.BadRequestError):
+            client.embeddings.create(model=CHAIN, input="one")
+
+
+def test_ollamas_library(loaded: LiveFleet, alone: list[bytes]) -> None:
+    with ollamas(loaded["alpha"]) as client:
+        reply = client.embed(MINILM, TEXTS[:3])
+        assert [struct.pack("<384f", *each) for each in reply.embeddings] == alone[:3]
+        assert reply.prompt_eval_count
+        old = client.embeddings(MINILM, TEXTS[0])
+        assert struct.pack("<384f", *old.embedding) == alone[0]
+        with pytest.raises(ollama.ResponseError):
+            client.embed(MINILM, "word " * 1000, truncate=False)
+
+
+PROGRAMS = {
+    "langchain": (
+        "langchain_openai",
+        """
+from langchain_openai import OpenAIEmbeddings
+by = OpenAIEmbeddings(model=model, check_embedding_ctx_length=False)
+told(by.embed_documents(texts), by.embed_query(texts[0]))
+""",
+    ),
+    "langchain, Ollama": (
+        "langchain_ollama",
+        """
+from langchain_ollama import OllamaEmbeddings
+by = OllamaEmbeddings(model=model, base_url=os.environ["OLLAMA_HOST"],
+                      client_kwargs={"headers": {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}})
+told(by.embed_documents(texts), by.embed_query(texts[0]))
+""",
+    ),
+    "llama-index": (
+        "llama_index.embeddings.openai",
+        """
+from llama_index.embeddings.openai import OpenAIEmbedding
+by = OpenAIEmbedding(model_name=model, api_base=os.environ["OPENAI_BASE_URL"])
+told(by.get_text_embedding_batch(texts), by.get_query_embedding(texts[0]))
+""",
+    ),
+    "litellm": (
+        "litellm",
+        """
+import litellm
+ask = {"model": "openai/" + model, "api_base": os.environ["OPENAI_BASE_URL"], "encoding_format": "float"}
+found = [each["embedding"] for each in litellm.embedding(input=texts, **ask).data]
+told(found, found[0])
+""",
+    ),
+}
+BEGIN = """
+import json, os, sys
+model, texts = sys.argv[1], ["A cat sat on the mat.", "Rates rose."]
+
+def told(documents, query):
+    print(json.dumps([list(map(float, each)) for each in (*documents, query)]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_frameworks_vectors_are_the_daemons(loaded: LiveFleet, name: str) -> None:
+    module, program = PROGRAMS[name]
+    with contextlib.suppress(ModuleNotFoundError):
+        if importlib.util.find_spec(module) is not None:
+            done = _run_program(loaded["alpha"], BEGIN + program)
+            assert done.returncode == 0, done.stderr[-2000:]
+            found = json.loads(done.stdout.splitlines()[-1])
+            wanted = embedded(loaded["alpha"], ["A cat sat on the mat.", "Rates rose."])[0]
+            for each, vector in zip(found, [*wanted, wanted[0]], strict=True):
+                assert each == pytest.approx(np.frombuffer(vector, np.float32).tolist(), abs=1e-6)
+            return
+    pytest.skip(f"{module} is not installed: {name} was NOT tried")
+
+
+def _run_program(daemon: LiveDaemon, program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, MINILM],
+        env={
+            **{name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG")},
+            "OPENAI_BASE_URL": daemon.base_url,
+            "OPENAI_API_KEY": daemon.key,
+            "OLLAMA_HOST": daemon.base_url.removesuffix("/v1"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+# ---- the command -------------------------------------------------------------------------------------------
+
+
+def test_the_command_embeds_lines_and_goes_on_where_it_was(
+    loaded: LiveFleet, alone: list[bytes], tmp_path: Path
+) -> None:
+    source, out = tmp_path / "lines.txt", tmp_path / "out.npy"
+    source.write_text("\n".join(TEXTS[:80]))
+    _fleetctl(loaded["alpha"], "embed", str(source), "--lines", "-o", str(out))
+    source.write_text("\n".join(TEXTS))
+    told = _fleetctl(loaded["alpha"], "embed", str(source), "--lines", "-o", str(out), "--json")
+    assert json.loads(told)["computed"] == len(TEXTS) - 80
+    matrix = np.load(out)
+    # A line has no blank at its end or it has: the text is as it stands.
+    assert matrix.shape == (len(TEXTS), 384)
+    assert matrix.tobytes() == b"".join(alone)
+
+
+def _fleetctl(daemon: LiveDaemon, *arguments: str) -> str:
+    done = subprocess.run(
+        [*FLEETCTL, "--home", str(daemon.home), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,505 @@
+"""Vectors over machines: who computes what, what fails, what a chat is spared, and what is believed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from peer_streams import RequestPipe
+from vector_fakes import (
+    DIGEST,
+    MODEL,
+    WIDTH,
+    EncoderFolder,
+    Locator,
+    VectorPool,
+    answers,
+    card,
+    embed_job,
+    in_order,
+    rerank_job,
+    score,
+    vector,
+)
+
+from fleetd import limits
+from fleetd.engine.protocol import EmbedTexts, Finished, Loading, RerankTexts, TextsEmbedded, TextsReranked
+from fleetd.errors import (
+    ContextLengthExceeded,
+    Draining,
+    EngineDied,
+    FleetError,
+    ModelNotFound,
+    ModelUnsupported,
+    Overloaded,
+    PeerLost,
+    ProtocolError,
+)
+from fleetd.models.purposes import check_purpose
+from fleetd.p2p.membership.cards import Card
+from fleetd.plan.refusals import THIS_NODE
+from fleetd.requests.admission import ServingContext
+from fleetd.requests.members.members import Member, Members, SentRequests
+from fleetd.requests.vectors import messages
+from fleetd.requests.vectors.job import TextsDone, VectorJob
+from fleetd.requests.vectors.machines import VectorMachines
+from fleetd.requests.vectors.messages import VectorPart, texts_of
+from fleetd.requests.vectors.part_answer import PartAnswer, floats
+from fleetd.requests.vectors.parts import Unclaimed, VectorMachine, exactness, shares
+from fleetd.requests.vectors.server import VectorServer
+from fleetd.requests.vectors.service import VectorService
+
+TEXTS = [f"text {n} " + "word " * (n % 40) for n in range(600)]
+WANTED = [vector(text) for text in TEXTS]
+
+
+class NoLedger:
+    """Rows as they end."""
+
+    def __init__(self) -> None:
+        self.settled: list[int] = []
+        self.refunded: list[str] = []
+
+    async def reserve(self, row: Any) -> None: ...
+
+    def settle(self, row: Any, usage: Any, timings: Any, reason: str) -> None:
+        self.settled.append(usage.prompt_tokens)
+
+    def refund(self, row: Any, reason: str) -> None:
+        self.refunded.append(reason)
+
+
+@dataclass
+class Fleet:
+    """This machine and others, each with a pool of its own; their servers answer as real ones do."""
+
+    here: VectorPool | None = field(default_factory=VectorPool)
+    others: dict[str, VectorPool] = field(default_factory=dict)
+    cards: dict[str, Card] = field(default_factory=dict)
+    purpose: Any = "embedding"
+    pipes: list[RequestPipe] = field(default_factory=list)
+    ledger: NoLedger = field(default_factory=NoLedger)
+    serve: Callable[[str, Any, bytes], Any] | None = None
+    chatting: dict[str, bool] = field(default_factory=dict)
+    draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.own = card("here")
+        self.members = Members(self._listed, lambda: self.own)
+        self.members.requests_at = lambda node_id: SentRequests(int(self.chatting.get(node_id, False)))
+        folder = EncoderFolder(purpose=self.purpose) if self.here is not None else None
+        locator: Any = Locator(folder)
+        pool: Any = self.here or VectorPool()
+        self.machines = VectorMachines(pool, locator, self.members)
+        self.service = VectorService(
+            pool,
+            locator,
+            self.machines,
+            self.ledger,  # type: ignore[arg-type]
+            self._request,  # type: ignore[arg-type]
+            draining=lambda: self.draining,
+            failed=lambda node_id, error, model: self.members.failed(node_id, "vectors", error, model),
+        )
+
+    def _listed(self) -> list[Member]:
+        return [Member(self.cards.get(name) or card(name), name, bytes_per_s=1e8) for name in self.others]
+
+    def _request(self, node_id: str, method: str, body: bytes) -> RequestPipe:
+        assert method == messages.VECTORS
+        server = VectorServer(self.others[node_id], context(), self.ledger)  # type: ignore[arg-type]
+        serve = self.serve
+        work = (lambda pipe: serve(node_id, pipe, body)) if serve else lambda pipe: server("p", body, pipe)
+        self.pipes.append(RequestPipe(work))
+        return self.pipes[-1]
+
+    async def run(self, job: VectorJob) -> list[TextsDone]:
+        async with asyncio.timeout(60), aclosing(self.service.run(job)) as steps:
+            return [step async for step in steps if isinstance(step, TextsDone)]
+
+
+@dataclass
+class Store:
+    name: str = MODEL
+
+    def resolve(self, ref: str) -> EncoderFolder:
+        return EncoderFolder(ref)
+
+
+def context(own: Card | None = None) -> ServingContext:
+    return ServingContext(Store(), lambda: own or card("x"), lambda: False)  # type: ignore[arg-type]
+
+
+# ---- the parts ---------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(1, 600), min_size=1, max_size=600),
+    st.lists(st.floats(1, 5000), min_size=1),
+    st.data(),
+)
+def test_every_text_is_in_just_one_part_whatever_comes_back(
+    tokens: list[int], sizes: list[float], data: st.DataObject
+) -> None:
+    left, done = Unclaimed(tokens), set[int]()
+    for turn in range(10_000):
+        if not left:
+            break
+        part = left.take(sizes[turn % len(sizes)])
+        assert 0 < len(part) <= limits.VECTOR_PART_TEXTS
+        assert done.isdisjoint(part)
+        assert [tokens[text] for text in part] == sorted((tokens[text] for text in part), reverse=True)
+        if turn < 20 and data.draw(st.booleans()):
+            left.give_back(part)
+        else:
+            done |= set(part)
+        assert left.tokens == sum(tokens[n] for n in range(len(tokens)) if n not in done)
+    assert done == set(range(len(tokens)))
+
+
+def machine(node_id: str, tok_s: float = 1000.0, **fields: Any) -> VectorMachine:
+    return VectorMachine(node_id, node_id, tok_s, **fields)
+
+
+def named(found: list[Any]) -> list[str]:
+    return [share.machine.node_id for share in found]
+
+
+def test_a_machine_joins_only_if_the_end_comes_sooner_with_it() -> None:
+    here, there = machine(THIS_NODE), machine("a", load_s=5.0)
+    assert named(shares([here, there], frozenset(), 3000)) == [THIS_NODE]
+    assert named(shares([here, there], frozenset(), 60_000)) == [THIS_NODE, "a"]
+    assert named(shares([here, there], frozenset({THIS_NODE}), 60_000)) == ["a"]
+
+
+def test_the_machine_that_would_end_first_gets_a_short_request() -> None:
+    here, there = machine(THIS_NODE, load_s=3.0), machine("a", rtt_s=0.01)
+    assert named(shares([here, there], frozenset(), 20)) == ["a"]
+    assert named(shares([replace(here, load_s=0.0), there], frozenset(), 20)) == [THIS_NODE]
+
+
+def test_a_fast_machine_gets_larger_parts_and_the_last_ones_are_small() -> None:
+    slow, fast = machine("slow", 1000.0), machine("fast", 4000.0)
+    sizes = {share.machine.node_id: share.tokens for share in shares([slow, fast], frozenset(), 1_000_000)}
+    assert sizes["fast"] == 4 * sizes["slow"]
+    near = {share.machine.node_id: share.tokens for share in shares([slow, fast], frozenset(), 3000)}
+    assert near["fast"] < sizes["fast"]
+
+
+def test_a_machine_that_chats_gets_a_small_part_only_if_no_other_works_and_then_rests() -> None:
+    chats, idle = machine(THIS_NODE, chats=True), machine("a")
+    assert named(shares([chats, idle], frozenset(), 100_000)) == ["a"]
+    assert shares([chats], frozenset({"a"}), 100_000) == []
+    (only,) = shares([chats], frozenset(), 100_000)
+    assert only.tokens == limits.VECTOR_CHAT_PART_S * 1000.0
+    assert shares([replace(chats, rests=True)], frozenset(), 100_000) == []
+
+
+def test_machines_of_one_kind_are_exact_and_others_equivalent() -> None:
+    assert exactness(["a", "a"]) == "exact"
+    assert exactness(["a", "b"]) == "equivalent"
+
+
+# ---- one request -------------------------------------------------------------------------------------------
+
+
+async def test_one_machine_finds_a_vector_for_each_text_in_any_order() -> None:
+    fleet = Fleet()
+    job = embed_job(TEXTS)
+    parts = await fleet.run(job)
+    assert in_order(parts) == WANTED
+    assert (job.plan, job.exactness, job.width) == ("local; nodes=this", "exact", WIDTH)
+    assert fleet.ledger.settled == [job.tokens]
+    lengths = [len(text) // 4 for text in fleet.here.texts]  # type: ignore[union-attr]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+async def test_two_machines_find_the_same_bytes_as_one() -> None:
+    fleet = Fleet(others={"a": VectorPool(), "b": VectorPool()})
+    job = embed_job(TEXTS)
+    assert in_order(await fleet.run(job)) == WANTED
+    assert job.plan == "spread; nodes=this,a,b"
+    assert job.exactness == "exact"
+    assert all(pool.texts for pool in fleet.others.values())
+    every = [*fleet.here.texts, *fleet.others["a"].texts, *fleet.others["b"].texts]  # type: ignore[union-attr]
+    assert sorted(every) == sorted(TEXTS)
+
+
+async def test_a_machine_with_another_chip_makes_it_equivalent() -> None:
+    fleet = Fleet(others={"a": VectorPool()}, cards={"a": card("a", chip="M1")})
+    job = embed_job(TEXTS)
+    assert in_order(await fleet.run(job)) == WANTED
+    assert job.exactness == "equivalent"
+
+
+async def test_documents_are_scored_by_all_machines_as_by_one() -> None:
+    documents = ["a red fox", "two blue cats", "a red cat", *TEXTS]
+    fleet = Fleet(others={"a": VectorPool()}, purpose="rerank", cards={"a": card("a", purpose="rerank")})
+    found = in_order(await fleet.run(rerank_job("red cat", documents)))
+    assert found == [score("red cat", document) for document in documents]
+    assert fleet.others["a"].texts
+
+
+@pytest.mark.parametrize("trouble", [EngineDied("gone"), Overloaded("full"), PeerLost("silent")])
+async def test_the_part_of_a_machine_that_fails_goes_to_another(trouble: FleetError) -> None:
+    fleet = Fleet(others={"a": VectorPool(trouble=trouble)})
+    job = embed_job(TEXTS)
+    assert in_order(await fleet.run(job)) == WANTED
+    assert len(fleet.others["a"].asked) == 1
+    assert job.plan == "local; nodes=this"
+
+
+async def test_a_machine_that_dies_in_the_middle_has_done_what_it_has_done() -> None:
+    pool, here = VectorPool(), VectorPool(gate=asyncio.Event())
+
+    def dies(request: Any) -> None:
+        if len(pool.asked) == 2:
+            pool.trouble = PeerLost("gone")
+            here.gate.set()  # type: ignore[union-attr]
+
+    pool.on_ask = dies
+    fleet = Fleet(here=here, others={"a": pool})
+    job = embed_job(TEXTS)
+    assert in_order(await fleet.run(job)) == WANTED
+    assert job.plan == "spread; nodes=a,this"
+    assert len(pool.asked) == 2
+
+
+async def test_a_request_without_a_machine_left_has_the_last_machines_error() -> None:
+    fleet = Fleet(here=None, others={"a": VectorPool(trouble=EngineDied("It died."))})
+    with pytest.raises(EngineDied, match="a: It died"):
+        await fleet.run(embed_job(TEXTS))
+    assert "engine_died" in fleet.ledger.refunded
+
+
+async def test_a_request_that_is_wrong_is_refused_at_once() -> None:
+    fleet = Fleet(here=VectorPool(trouble=ContextLengthExceeded("700 tokens")))
+    with pytest.raises(ContextLengthExceeded):
+        await fleet.run(embed_job(TEXTS))
+    assert len(fleet.here.asked) == 1  # type: ignore[union-attr]
+
+
+async def test_a_client_that_leaves_ends_all_parts() -> None:
+    gate = asyncio.Event()
+    fleet = Fleet(here=VectorPool(gate=gate), others={"a": VectorPool(gate=gate)})
+
+    async def read() -> None:
+        async with aclosing(fleet.service.run(embed_job(TEXTS))) as steps:
+            async for _ in steps:
+                pass
+
+    reading = asyncio.create_task(read())
+    async with asyncio.timeout(60):
+        await fleet.here.begun.wait()  # type: ignore[union-attr]
+        await fleet.others["a"].begun.wait()
+        reading.cancel()
+        await asyncio.wait({reading})
+        assert fleet.here.cancelled == 1  # type: ignore[union-attr]
+        assert fleet.pipes[0].cancelled
+        await fleet.others["a"].left.wait()
+    assert fleet.ledger.refunded.count("cancelled") == 2
+    assert fleet.service._open == 0
+
+
+async def test_a_model_that_only_another_machine_has_is_asked_there() -> None:
+    fleet = Fleet(here=None, others={"a": VectorPool()})
+    job = embed_job(TEXTS)
+    assert in_order(await fleet.run(job)) == WANTED
+    assert job.plan == "remote; nodes=a"
+
+
+async def test_texts_that_must_stay_do_not_leave() -> None:
+    fleet = Fleet(others={"a": VectorPool()})
+    assert in_order(await fleet.run(embed_job(TEXTS, local_only=True))) == WANTED
+    assert not fleet.others["a"].asked
+    with pytest.raises(ModelNotFound):
+        await Fleet(here=None, others={"a": VectorPool()}).run(embed_job(TEXTS, local_only=True))
+
+
+async def test_other_files_of_the_same_name_are_not_asked() -> None:
+    other = card("a")
+    other = replace(other, models=[replace(other.models[0], digest="f" * 64)])
+    fleet = Fleet(others={"a": VectorPool()}, cards={"a": other})
+    await fleet.run(embed_job(TEXTS))
+    assert not fleet.others["a"].asked
+
+
+async def test_a_machine_that_answers_a_chat_computes_nothing_while_another_can() -> None:
+    fleet = Fleet(others={"a": VectorPool()}, chatting={THIS_NODE: True})
+    job = embed_job(TEXTS)
+    assert in_order(await fleet.run(job)) == WANTED
+    assert job.plan == "remote; nodes=a"
+    fleet = Fleet(others={"a": VectorPool()}, cards={"a": card("a", running=1)})
+    job = embed_job(TEXTS)
+    await fleet.run(job)
+    assert job.plan == "local; nodes=this"
+
+
+async def test_a_question_of_one_text_goes_before_a_corpus_and_beside_a_chat_at_once() -> None:
+    fleet = Fleet(chatting={THIS_NODE: True})
+    assert in_order(await fleet.run(embed_job(["one question"]))) == [vector("one question")]
+    await Fleet().run(embed_job(TEXTS))
+    assert not fleet.here.asked[0].background  # type: ignore[union-attr]
+    fleet = Fleet()
+    await fleet.run(embed_job(TEXTS))
+    assert all(request.background for request in fleet.here.asked)  # type: ignore[union-attr]
+
+
+async def test_a_load_is_told_and_its_time_is_no_speed() -> None:
+    fleet = Fleet(here=VectorPool(loaded=False))
+    job = embed_job(TEXTS[:2])
+    async with aclosing(fleet.service.run(job)) as steps:
+        async for _ in steps:
+            pass
+    assert job.load_s > 0
+
+
+async def test_requests_beyond_the_limit_and_while_draining_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "VECTOR_JOBS", 0)
+    with pytest.raises(Overloaded):
+        await Fleet().run(embed_job(TEXTS))
+    with pytest.raises(Draining):
+        await Fleet(draining=True).run(embed_job(TEXTS))
+
+
+@pytest.mark.parametrize("purpose", ["chat", "rerank"])
+async def test_a_model_for_something_else_is_refused_by_name(purpose: Any) -> None:
+    with pytest.raises(ModelUnsupported, match="minilm"):
+        await Fleet(purpose=purpose).run(embed_job(TEXTS))
+    elsewhere = Fleet(here=None, others={"a": VectorPool()}, cards={"a": card("a", purpose=purpose)})
+    with pytest.raises(ModelUnsupported, match="minilm"):
+        await elsewhere.run(embed_job(TEXTS))
+
+
+async def test_a_chat_model_of_the_catalog_is_not_fetched_for_vectors() -> None:
+    job = VectorJob("v", "smollm2-135m", EmbedTexts("v", ["one"]))
+    with pytest.raises(ModelUnsupported, match="smollm2-135m answers chats"):
+        await Fleet(here=None).run(job)
+
+
+def test_a_refusal_says_where_the_model_is_asked() -> None:
+    with pytest.raises(ModelUnsupported) as refused:
+        check_purpose("minilm", "embedding", "chat")
+    assert "/v1/embeddings" in refused.value.hint
+    check_purpose("qwen", "chat", "chat")
+
+
+# ---- what another machine may say and ask -----------------------------------------------------------------
+
+
+def lied(event: TextsEmbedded) -> list[TextsEmbedded]:
+    """Answers that no honest machine gives."""
+    nan = struct.pack("<f", math.nan) + event.vectors[4:]
+    return [
+        replace(event, first=1),
+        replace(event, width=WIDTH + 1),
+        replace(event, width=0),
+        replace(event, vectors=event.vectors[:-1]),
+        replace(event, vectors=nan),
+        replace(event, tokens=[]),
+        replace(event, tokens=event.tokens * 99, vectors=event.vectors * 99),
+    ]
+
+
+ONE = answers(EmbedTexts("v", ["one", "two"]))[1]
+assert isinstance(ONE, TextsEmbedded)
+
+
+@pytest.mark.parametrize("lie", lied(ONE), ids=range(len(lied(ONE))))
+def test_vectors_that_cannot_be_are_refused(lie: TextsEmbedded) -> None:
+    with pytest.raises(ProtocolError):
+        PartAnswer(EmbedTexts("v", ["one", "two"]), WIDTH).feed(lie)
+
+
+def test_scores_are_those_of_the_documents() -> None:
+    answer = PartAnswer(RerankTexts("v", "q", ["one", "two"]))
+    with pytest.raises(ProtocolError):
+        answer.feed(TextsReranked("v", 0, [0.5], [3, 3]))
+    with pytest.raises(ProtocolError):
+        answer.feed(ONE)  # type: ignore[arg-type]
+    answer.feed(TextsReranked("v", 0, [0.5, 1.0], [3, 3]))
+    assert answer.whole
+
+
+def test_floats_are_those_of_the_bytes() -> None:
+    assert floats(struct.pack("<2f", 0.5, -2.0)).tolist() == [0.5, -2.0]
+
+
+@pytest.mark.parametrize("lie", lied(ONE), ids=range(len(lied(ONE))))
+async def test_a_machine_that_lies_is_not_believed_and_its_texts_are_computed_elsewhere(
+    lie: TextsEmbedded,
+) -> None:
+    async def serve(node_id: str, pipe: RequestPipe, body: bytes) -> None:
+        pipe.send(messages.encode(lie))
+        pipe.send(messages.encode(Finished("x", "stop")))
+
+    fleet = Fleet(others={"a": VectorPool()}, serve=serve)
+    job = embed_job(TEXTS)
+    assert in_order(await fleet.run(job)) == WANTED
+    assert job.plan == "local; nodes=this"
+    assert len(fleet.pipes) == 1
+
+
+async def test_a_machine_that_ends_early_is_not_believed() -> None:
+    async def serve(node_id: str, pipe: RequestPipe, body: bytes) -> None:
+        pipe.send(messages.encode(Loading("reading")))
+        pipe.send(messages.encode(Finished("x", "stop")))
+
+    fleet = Fleet(others={"a": VectorPool()}, serve=serve)
+    assert in_order(await fleet.run(embed_job(TEXTS))) == WANTED
+
+
+def part(**fields: Any) -> bytes:
+    request = EmbedTexts("v", **{"texts": ["one"], **fields})
+    return messages.encode(VectorPart(MODEL, DIGEST, request))
+
+
+@pytest.mark.parametrize("texts", [[], ["x"] * (limits.VECTOR_PART_TEXTS + 1)])
+def test_a_part_without_texts_or_with_too_many_is_refused(texts: list[str]) -> None:
+    with pytest.raises(ProtocolError):
+        messages.decode_part(part(texts=texts))
+
+
+def test_a_part_names_a_model_and_no_path() -> None:
+    bad = messages.encode(VectorPart("/etc/passwd", DIGEST, EmbedTexts("v", ["one"])))
+    with pytest.raises(ProtocolError):
+        messages.decode_part(bad)
+
+
+async def test_a_machine_that_answers_a_chat_takes_no_part() -> None:
+    pool = VectorPool()
+    server = VectorServer(pool, context(), NoLedger(), chats=lambda: True)  # type: ignore[arg-type]
+    with pytest.raises(Overloaded):
+        await server("p", part(), None)  # type: ignore[arg-type]
+    assert not pool.asked
+
+
+async def test_files_that_the_card_does_not_show_are_not_served() -> None:
+    server = VectorServer(VectorPool(), context(Card("x", 1, 1)), NoLedger())  # type: ignore[arg-type]
+    with pytest.raises(ModelNotFound):
+        await server("p", part(), None)  # type: ignore[arg-type]
+
+
+async def test_what_is_served_waits_behind_the_machines_own_work_under_an_id_of_its_own() -> None:
+    pool, ledger = VectorPool(), NoLedger()
+    server = VectorServer(pool, context(), ledger)  # type: ignore[arg-type]
+    pipe = RequestPipe(lambda stream: server("p", part(texts=["one", "two"]), stream))
+    said = []
+    while (body := await pipe.receive()) is not None:
+        said.append(messages.decode_event(body))
+    assert isinstance(said[-1], Finished)
+    (asked,) = pool.asked
+    assert asked.background
+    assert asked.id != "v"
+    assert texts_of(asked) == ["one", "two"]
+    assert ledger.settled == [2]
