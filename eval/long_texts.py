@@ -267,8 +267,8 @@ def structured_text(kind: str, tokens: int, seed: int, count: Count) -> LongText
     while left > 0:
         rows.append(_ROWS[kind](chance, len(rows)))
         left -= count(rows[-1]) + 1
+    asked: list[Asked] = []
     if kind == "code with a bug":
-        asked = []
         for index, (line, bug) in enumerate(_BUGS):
             place = int((index + chance.random()) / len(_BUGS) * len(rows))
             name = f"handle_{WORDS[index]}"
@@ -276,7 +276,6 @@ def structured_text(kind: str, tokens: int, seed: int, count: Count) -> LongText
             asked.append(Asked(f"Which function {bug}?", (f"def {name}(", line)))
         return LongText(kind, tokens, "```python\n" + "\n".join(rows) + "\n```", tuple(asked))
     chosen = [int((n + chance.random()) / QUESTIONS * len(rows)) for n in range(QUESTIONS)]
-    asked: list[Asked] = []
     for index in chosen:
         locker = rows[index].split()[-2] if kind == "table" else str(json.loads(rows[index])["locker"])
         asked.append(Asked(f"What is the locker number of person {index}?", (locker,)))

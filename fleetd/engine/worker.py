@@ -453,9 +453,10 @@ def start(
 def _members(settings: WorkerSettings, device: Device, progress_fd: int) -> GroupMembers | None:
     """The other machines of a group for which this worker answers; None without one."""
     from fleetd.engine.load.group_members import GroupMembers
-    from fleetd.engine.load.rank_members import RankMembers
 
     if settings.ring is not None:
+        from fleetd.engine.load.rank_members import RankMembers
+
         prepare_rank(device)
         if not settings.ring.rank:
             return RankMembers(settings.group, settings.ring, _progress(progress_fd))

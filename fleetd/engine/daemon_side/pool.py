@@ -683,7 +683,7 @@ class EnginePool:
         if wanted.split == "tensors" and wanted.over and self.ranks is not None:
             ring = self.ranks(folder, sorted(wanted.over))
             options["weights_bytes"] //= 1 + len(wanted.over)
-            return [GroupFront(self._settings(wanted), ring, **options)]
+            return [GroupFront(self._settings(wanted, None), ring, **options)]
         if wanted.ring is not None:
             options["weights_bytes"] //= wanted.ring.size
         too_large = not (wanted.last or wanted.ring) and need.n_bytes > rules.budget_bytes
