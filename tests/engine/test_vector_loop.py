@@ -39,7 +39,7 @@ class Lengths:
         return TextsEmbedded(asked.id, first, 1, b"".join(results), [])
 
 
-class Bench:
+class VectorBench:
     def __init__(self) -> None:
         self.model = Lengths()
         self.said: list[Any] = []
@@ -61,18 +61,18 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(monkeypatch: pytest.MonkeyPatch) -> VectorBench:
     monkeypatch.setattr(limits, "VECTOR_WINDOW", 4)
     monkeypatch.setattr(limits, "VECTOR_PASS_TOKENS", (64, 64))
-    return Bench()
+    return VectorBench()
 
 
-def test_a_pass_has_a_bounded_number_of_tokens_or_one_text(bench: Bench) -> None:
+def test_a_pass_has_a_bounded_number_of_tokens_or_one_text(bench: VectorBench) -> None:
     bench.ask("a", [30, 100, 30, 20])
     assert [bench.turn() for _ in range(3)] == [[100], [30, 30], [20]]
 
 
-def test_windows_are_told_in_order_and_whole(bench: Bench) -> None:
+def test_windows_are_told_in_order_and_whole(bench: VectorBench) -> None:
     bench.ask("a", [10, 60, 20, 50, 7, 8])
     while not isinstance(bench.said[-1] if bench.said else None, Finished):
         bench.turn()
@@ -83,7 +83,7 @@ def test_windows_are_told_in_order_and_whole(bench: Bench) -> None:
     assert finished.reason == "stop"
 
 
-def test_texts_of_several_requests_share_a_pass_and_take_turns(bench: Bench) -> None:
+def test_texts_of_several_requests_share_a_pass_and_take_turns(bench: VectorBench) -> None:
     bench.ask("a", [40, 40, 40])
     bench.ask("b", [20])
     assert bench.turn() == [20, 40]
@@ -92,13 +92,13 @@ def test_texts_of_several_requests_share_a_pass_and_take_turns(bench: Bench) -> 
     assert [bench.turn() for _ in range(3)] == [[40], [60], [40]]
 
 
-def test_background_waits_while_others_compute(bench: Bench) -> None:
+def test_background_waits_while_others_compute(bench: VectorBench) -> None:
     bench.ask("slow", [60, 60], background=True)
     bench.ask("quick", [50, 50])
     assert [bench.turn() for _ in range(4)] == [[50], [50], [60], [60]]
 
 
-def test_a_cancel_acts_within_one_pass_and_on_one_request(bench: Bench) -> None:
+def test_a_cancel_acts_within_one_pass_and_on_one_request(bench: VectorBench) -> None:
     bench.ask("a", [60] * 10)
     bench.ask("b", [3])
     bench.turn()
@@ -110,7 +110,7 @@ def test_a_cancel_acts_within_one_pass_and_on_one_request(bench: Bench) -> None:
     assert bench.model.passes == [[3, 60]]
 
 
-def test_a_pass_that_fails_ends_the_requests_that_it_was_for(bench: Bench) -> None:
+def test_a_pass_that_fails_ends_the_requests_that_it_was_for(bench: VectorBench) -> None:
     bench.ask("bad", [50], token=666)
     bench.turn()
     assert isinstance(bench.of("bad")[-1], Failed)
@@ -119,13 +119,13 @@ def test_a_pass_that_fails_ends_the_requests_that_it_was_for(bench: Bench) -> No
     assert bench.of("good")[-1].reason == "stop"
 
 
-def test_no_texts_are_over_at_once(bench: Bench) -> None:
+def test_no_texts_are_over_at_once(bench: VectorBench) -> None:
     bench.ask("a", [])
     assert bench.turn() == []
     assert [type(event) for event in bench.of("a")] == [Accepted, Finished]
 
 
-def test_passes_count_as_progress_and_freeing_memory_is_reported_at_once(bench: Bench) -> None:
+def test_passes_count_as_progress_and_freeing_memory_is_reported_at_once(bench: VectorBench) -> None:
     bench.ask("a", [60, 60])
     bench.turn()
     bench.loop.heartbeat()
@@ -137,7 +137,7 @@ def test_passes_count_as_progress_and_freeing_memory_is_reported_at_once(bench: 
 
 def test_a_pass_grows_with_the_pace_and_stays_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "VECTOR_PASS_S", 0.1)
-    made = Bench().loop
+    made = VectorBench().loop
     least, most = limits.VECTOR_PASS_TOKENS
     paces = {1.0: least, 10_000.0: 1000, 1e9: most}
     for pace, tokens in paces.items():
@@ -145,7 +145,7 @@ def test_a_pass_grows_with_the_pace_and_stays_within_its_bounds(monkeypatch: pyt
         assert made.pass_tokens == tokens
 
 
-def test_stop_ends_the_loop(bench: Bench) -> None:
+def test_stop_ends_the_loop(bench: VectorBench) -> None:
     bench.ask("a", [60, 60])
     bench.loop.stop()
     assert not bench.loop.turn()
