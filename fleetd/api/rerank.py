@@ -10,12 +10,11 @@ from aiohttp import web
 from msgspec import UNSET, Meta, UnsetType
 
 from fleetd import limits
-from fleetd.api.generation.fields import LocalOnly, Positive, decode
+from fleetd.api.generation.fields import ExactnessField, LocalOnly, Positive, decode
 from fleetd.api.http.body import json_answer, read
 from fleetd.api.vectors import answering
 from fleetd.engine.protocol import RerankTexts
 from fleetd.errors import InvalidValue
-from fleetd.requests.vectors.job import VectorJob
 
 # Cohere bills a search for so many documents.
 _SEARCH_DOCUMENTS = 100
@@ -38,6 +37,7 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="False: a document that is too long is refused, instead of cut at its end.")
     ] = True
     local_only: LocalOnly = None
+    exactness: ExactnessField = None
     user: str | None = None
 
 
@@ -90,7 +90,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     answering.check_texts(documents, "documents")
     work_id = f"rerank-{uuid.uuid4().hex}"
     work = RerankTexts(work_id, body.query, documents, instruction=body.instruction, truncate=body.truncate)
-    job = VectorJob(work_id, body.model, work, bool(body.local_only))
+    job = answering.job(request, work_id, body.model, work, body.local_only, body.exactness)
     found = await answering.whole(request, job)
     scores = [float(score) for score in found.found if not isinstance(score, bytes)]
     best = sorted(range(len(scores)), key=lambda number: (-scores[number], number))[: body.top_n]

@@ -233,6 +233,22 @@ async def test_two_machines_find_the_same_bytes_as_one() -> None:
     assert sorted(every) == sorted(TEXTS)
 
 
+async def test_vectors_that_must_be_exact_come_of_machines_of_one_kind() -> None:
+    others = {"a": VectorPool(), "b": VectorPool()}
+    fleet = Fleet(others=others, cards={"a": card("a", chip="M1")})
+    job = embed_job(TEXTS, exact=True)
+    assert in_order(await fleet.run(job)) == WANTED
+    assert (job.plan, job.exactness) == ("spread; nodes=this,b", "exact")
+    assert not others["a"].texts
+
+
+async def test_exact_vectors_of_one_other_machine_need_no_machine_like_this_one() -> None:
+    fleet = Fleet(here=None, others={"a": VectorPool()}, cards={"a": card("a", chip="M1")})
+    job = embed_job(TEXTS, exact=True)
+    assert in_order(await fleet.run(job)) == WANTED
+    assert (job.plan, job.exactness) == ("remote; nodes=a", "exact")
+
+
 async def test_a_machine_with_another_chip_makes_it_equivalent() -> None:
     fleet = Fleet(others={"a": VectorPool()}, cards={"a": card("a", chip="M1")})
     job = embed_job(TEXTS)

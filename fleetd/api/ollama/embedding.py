@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from fleetd.api.generation.fields import LocalOnly, Positive
+from fleetd.api.generation.fields import ExactnessField, LocalOnly, Positive
 from fleetd.api.http.body import json_answer, parse, read
 from fleetd.api.http.context import SERVICES
 from fleetd.api.ollama.bodies import KeepAlive, ModelName
@@ -32,6 +32,7 @@ class OllamaEmbedFields(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     keep_alive: KeepAlive | None = None
     local_only: LocalOnly = None
+    exactness: ExactnessField = None
 
 
 class OllamaEmbedBody(OllamaEmbedFields, frozen=True, kw_only=True):
@@ -91,7 +92,7 @@ async def _found(
     seconds = keep_alive_s(body.keep_alive)
     work_id = f"ollama-{uuid.uuid4().hex}"
     work = EmbedTexts(work_id, list(texts), dimensions=dimensions, truncate=body.truncate is not False)
-    job = VectorJob(work_id, body.model, work, bool(body.local_only))
+    job = answering.job(request, work_id, body.model, work, body.local_only, body.exactness)
     if not any(texts):
         return job, answering.Vectors([], [])
     answering.check_texts(texts, param)

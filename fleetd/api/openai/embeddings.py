@@ -18,7 +18,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, UnsetType
 
 from fleetd import limits
-from fleetd.api.generation.fields import LocalOnly, Positive, decode
+from fleetd.api.generation.fields import ExactnessField, LocalOnly, Positive, decode
 from fleetd.api.http import body as http_body
 from fleetd.api.http.http_stream import HttpStream
 from fleetd.api.vectors import answering
@@ -57,6 +57,7 @@ class EmbeddingsBody(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     stream: Annotated[bool | None, Meta(description="Send each part as soon as it is computed.")] = None
     local_only: LocalOnly = None
+    exactness: ExactnessField = None
     user: str | None = None
 
 
@@ -110,7 +111,7 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         instruction=body.instruction,
         truncate=body.truncate,
     )
-    job = VectorJob(work_id, body.model, work, bool(body.local_only))
+    job = answering.job(request, work_id, body.model, work, body.local_only, body.exactness)
     if body.stream:
         return await _streamed(request, job, body.encoding_format)
     found = await answering.whole(request, job)

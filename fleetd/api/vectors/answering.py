@@ -17,8 +17,9 @@ from fleetd.api.http import token
 from fleetd.api.http.context import SERVICES
 from fleetd.engine.protocol import Loading, TextKind
 from fleetd.errors import Draining, InvalidValue
+from fleetd.requests.job import Exactness
 from fleetd.requests.vectors.job import TextsDone, VectorJob
-from fleetd.requests.vectors.messages import texts_of
+from fleetd.requests.vectors.messages import TextsRequest, texts_of
 from fleetd.requests.vectors.part_answer import Found
 
 #: What clients call the two kinds of texts, lower case: Cohere's, Voyage's, Jina's and NVIDIA's words.
@@ -44,6 +45,19 @@ class Vectors:
     @property
     def total_tokens(self) -> int:
         return sum(self.tokens)
+
+
+def job(
+    request: web.Request,
+    work_id: str,
+    model: str,
+    work: TextsRequest,
+    local_only: bool | None,
+    exactness: Exactness | None,
+) -> VectorJob:
+    """The job of a request; what it does not say about exactness is as the settings have it."""
+    exact = (exactness or request.app[SERVICES].exactness) == "exact"
+    return VectorJob(work_id, model, work, bool(local_only), exact)
 
 
 def run(request: web.Request, job: VectorJob) -> AsyncGenerator[Loading | TextsDone, None]:

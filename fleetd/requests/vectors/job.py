@@ -40,12 +40,16 @@ class MachineRun:
 
 @dataclass(slots=True)
 class VectorJob:
-    """``request`` has all texts; machines are asked for parts of it. ``model``: as the client named it."""
+    """``request`` has all texts; machines are asked for parts of it. ``model``: as the client named it.
+
+    ``exact``: all parts are computed by machines of one kind.
+    """
 
     id: str
     model: str
     request: TextsRequest
     local_only: bool = False
+    exact: bool = False
     # The model's canonical name, and the width of its vectors; "" and 0 until they are known.
     name: str = ""
     width: int = 0

@@ -200,7 +200,13 @@ class VectorService:
             await cancel_all(spread.running)
 
     def _able(self, spread: _Spread) -> list[VectorMachine]:
-        return self._machines.able(spread.job, spread.model, spread.lost)
+        able = self._machines.able(spread.job, spread.model, spread.lost)
+        if not spread.job.exact:
+            return able
+        # Those that began decide which kind; before that, the first one does.
+        begun = [run.machine for run in spread.job.ran.values()]
+        begun += [part.machine for part in spread.running.values()]
+        return [machine for machine in able if machine.kind == [*begun, *able][0].kind]
 
     def _hand_out(self, spread: _Spread) -> None:
         """Give parts to machines that are free."""
