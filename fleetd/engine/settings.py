@@ -65,8 +65,6 @@ class WorkerSettings(WorkerOptions, frozen=True):
 
     name: str
     path: str
-    # What the model gives.
-    purpose: ModelPurpose = "chat"
     # Where the model's recorded checksums are, for folders that are not ours to write into.
     record: str = ""
     # The folder of what drafts from the model's hidden states; "": what lies in its own folder, if any does.
@@ -78,6 +76,8 @@ class WorkerSettings(WorkerOptions, frozen=True):
     last_layer: int = 0
     # Then the model's own name; ``name`` tells this part of it from others.
     part_of: str = ""
+    # What the model gives.
+    purpose: ModelPurpose = "chat"
     # The other machines of a group, whose model this worker answers with: it has the layers before the first
     # of them, the embedding and the head. Rows of so many tokens have room with each of them.
     group: tuple[GroupMember, ...] = ()

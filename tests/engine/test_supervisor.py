@@ -692,8 +692,8 @@ def in_two(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
     """Every model is loaded by two workers; all that were made."""
     one, made = EnginePool._new_workers, list[EngineProcess]()
 
-    def two(pool: EnginePool, wanted: Any) -> list[EngineProcess]:
-        made.extend(workers := [*one(pool, wanted), *one(pool, wanted)])
+    def two(pool: EnginePool, wanted: Any, drafter: Any) -> list[EngineProcess]:
+        made.extend(workers := [*one(pool, wanted, drafter), *one(pool, wanted, drafter)])
         return workers
 
     monkeypatch.setattr(EnginePool, "_new_workers", two)

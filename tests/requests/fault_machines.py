@@ -183,7 +183,7 @@ class FaultMachines:
     async def ask(self, *_: Any, **__: Any) -> bytes:
         raise AssertionError("nobody is to be asked to load anything")
 
-    def _choose(self, _own: Any, asked: PrefillSize) -> PlanChoice:
+    def _choose(self, _own: Any, asked: PrefillSize, *, exact: bool) -> PlanChoice:
         split = self.scenario.split
         assert (split.tokens, split.cached, split.chunk) == (asked.tokens, asked.cached, asked.chunk)
         chain = self.helpers[: split.helpers]

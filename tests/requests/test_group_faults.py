@@ -292,7 +292,12 @@ def test_a_member_with_another_version_is_in_a_group_that_is_labelled_so(
             labels.append(front.exact)
 
         await _asked(kept, "token 1", label)
-        monkeypatch.setattr(server, "_arithmetic", lambda _engine: "as a later version computes")
+        told = server._joined
+
+        def later(engine: Any, expected: Any) -> Any:
+            return replace(told(engine, expected), arithmetic="as a later version computes")
+
+        monkeypatch.setattr(server, "_joined", later)
         await _asked(kept, "token 1", label)
         assert labels == [True, False]
         await fleet.quiet()

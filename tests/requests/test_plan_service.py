@@ -155,7 +155,7 @@ class OneMachine:
     def choose(self, own: ModelCard, tokens: int) -> PlanChoice:
         """What shares a prompt that the engine has accepted."""
         asked = planner_facts.prompt(READY.shape, tokens, 0, MEASURED_TOKENS)
-        return self.sharing.choose(planner_facts.loaded_here(own, READY), asked)
+        return self.sharing.choose(planner_facts.loaded_here(own, READY), asked, exact=False)
 
     def run(self, tokens: int) -> tuple[str, ...]:
         """What a request of that length does: who answers, then how and with whom if that is this machine."""
