@@ -192,7 +192,9 @@ class ScoringPool(FakePool):
         found = scored(question)
         return spoiled(found, trouble) if isinstance(trouble, str) else found
 
-    async def loading(self, folder: Any, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
+    async def loading(
+        self, folder: Any, *, evict: bool = True, over: Any = None
+    ) -> AsyncGenerator[Loading, None]:
         assert evict == (folder.name == "m")
         self.loads.append(folder.name)
         if folder.name in self.loaded:

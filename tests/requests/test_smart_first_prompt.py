@@ -34,6 +34,7 @@ from fleetd.engine.protocol import (
     ScoringState,
 )
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
+from fleetd.plan.scoring import AROUND_TOKENS
 from fleetd.requests.ledger import Ledger
 from fleetd.requests.metrics import Metrics
 from fleetd.storage.store import Store
@@ -96,7 +97,9 @@ class CountedPool(ScoringPool):
     load_s = 30.0
     scorer, target = PrefillSpeed(1 / 300, 1e-6, 0.05), PrefillSpeed(1 / 40, 2e-6, 0.1)
 
-    async def loading(self, folder: Any, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
+    async def loading(
+        self, folder: Any, *, evict: bool = True, over: Any = None
+    ) -> AsyncGenerator[Loading, None]:
         self.clock += 0.0 if folder.name in self.loaded else self.load_s
         async with aclosing(super().loading(folder, evict=evict)) as steps:
             async for step in steps:
@@ -105,7 +108,9 @@ class CountedPool(ScoringPool):
     async def ask(self, folder: Any, question: Score, *, evict: bool, progress: Any) -> Scored:
         assert question.profile == LONG_PROFILE
         n = round(self.tokens_per_estimated * estimate_tokens(question.text))
-        self.clock += self.scorer.total(15.4 / 30, range(n), MEASURED_TOKENS)
+        passes = question.passes
+        each = n // passes + (AROUND_TOKENS if passes > 1 else 0)
+        self.clock += passes * self.scorer.total(15.4 / 30, range(each), MEASURED_TOKENS)
         found = await super().ask(folder, question, evict=evict, progress=progress)
         return replace(found, profile=question.profile)
 
@@ -154,7 +159,9 @@ class LateLoadingPool(ScoringPool):
 
     clock: float = 100.0
 
-    async def loading(self, folder: Any, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
+    async def loading(
+        self, folder: Any, *, evict: bool = True, over: Any = None
+    ) -> AsyncGenerator[Loading, None]:
         loads = folder.name not in self.loaded
         async with aclosing(super().loading(folder, evict=evict)) as steps:
             async for step in steps:
