@@ -38,6 +38,7 @@ class Mouth:
 
     def close(self) -> None:
         _shut(self._listener)
+        self._listener.close()
 
 
 class LocalPort:
@@ -96,20 +97,23 @@ class Tunnel:
             thread.join(within_s)
 
     def _run(self) -> None:
-        try:
-            process = self._process = self._local.open()
-        except OSError:
-            self.close()
-            return
-        process.settimeout(None)
-        process.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._closed.is_set():
-            _shut(process)
-            return
-        inward = threading.Thread(target=self._carry, args=(self._come, process), daemon=True)
-        inward.start()
-        self._threads.append(inward)
-        self._carry(self._go, process)
+        with self._remote:
+            try:
+                process = self._process = self._local.open()
+            except OSError:
+                self.close()
+                return
+            with process:
+                process.settimeout(None)
+                process.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._closed.is_set():
+                    return
+                inward = threading.Thread(target=self._carry, args=(self._come, process), daemon=True)
+                self._threads.append(inward)
+                inward.start()
+                self._carry(self._go, process)
+                # Sockets are closed once no thread uses them: their numbers may be those of others then.
+                inward.join()
 
     def _carry(self, way: Callable[[socket.socket], None], process: socket.socket) -> None:
         with contextlib.suppress(OSError, FleetError):
@@ -132,6 +136,6 @@ class Tunnel:
 
 
 def _shut(sock: socket.socket) -> None:
+    """End both directions, so that whatever waits for one of them goes on."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
