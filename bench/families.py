@@ -54,7 +54,6 @@ from bench.scenarios import (
     prefill_workers,
     prompt_states,
     quantised_cpu,
-    rings,
     scoring,
     sealed_streams,
     service,
@@ -165,18 +164,6 @@ FAMILIES = {
         1,
         groups.measure,
         (*_WORKER, "fleetd/engine/groups", "fleetd/engine/streams", "fleetd/sealed", *_scenario("groups")),
-    ),
-    "rings": Family(
-        "A model over two processes, beside mlx-lm's ranks",
-        3,
-        1,
-        rings.measure,
-        (
-            *_WORKER,
-            *("fleetd/engine/groups", "fleetd/engine/ranks", "fleetd/engine/streams", "fleetd/sealed"),
-            *_scenario("rings"),
-            "bench/children/mlx_ring.py",
-        ),
     ),
     "vectors": Family(
         "Vectors of texts",

@@ -1,4 +1,4 @@
-"""A llama, or a Qwen 2, of random weights behind SmolLM2's tokenizer. What it says means nothing."""
+"""A llama of random weights behind SmolLM2's tokenizer. What it says means nothing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ import numpy as np
 from bench.harness.daemon import MODEL
 
 
-def build(folder: Path, sizes: Mapping[str, int], *, qwen: bool = False) -> None:
-    """Write a model folder. ``sizes``: as in its config; a head has 64 dimensions.
-
-    ``qwen``: a Qwen 2, which has biases, in float32.
-    """
+def build(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Write a model folder. ``sizes``: as in its config; a head has 64 dimensions."""
     from safetensors.numpy import save_file
 
     folder.mkdir()
@@ -27,20 +24,16 @@ def build(folder: Path, sizes: Mapping[str, int], *, qwen: bool = False) -> None
     known = json.loads((MODEL / "config.json").read_text())
     known.pop("quantization", None)
     known.pop("quantization_config", None)
-    kind = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]} if qwen else {}
-    config = (
-        known | dict(sizes) | {"tie_word_embeddings": True, "torch_dtype": "float16", "head_dim": 64} | kind
-    )
+    config = known | dict(sizes) | {"tie_word_embeddings": True, "torch_dtype": "float16", "head_dim": 64}
     (folder / "config.json").write_text(json.dumps(config))
-    dtype = np.float32 if qwen else np.float16
     draw = np.random.default_rng(1)
     wide, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     small = config["num_key_value_heads"] * config["head_dim"]
 
     def random(*shape: int) -> np.ndarray[Any, Any]:
-        return (draw.standard_normal(shape, np.float32) * 0.02).astype(dtype)
+        return (draw.standard_normal(shape, np.float32) * 0.02).astype(np.float16)
 
-    ones = np.ones(wide, dtype)
+    ones = np.ones(wide, np.float16)
     weights = {"model.embed_tokens.weight": random(config["vocab_size"], wide), "model.norm.weight": ones}
     for n in range(layers):
         at = f"model.layers.{n}"
@@ -55,9 +48,4 @@ def build(folder: Path, sizes: Mapping[str, int], *, qwen: bool = False) -> None
             f"{at}.input_layernorm.weight": ones,
             f"{at}.post_attention_layernorm.weight": ones,
         }
-        if qwen:
-            weights |= {
-                f"{at}.self_attn.{name}_proj.bias": np.zeros(rows, dtype)
-                for name, rows in (("q", wide), ("k", small), ("v", small))
-            }
     save_file(weights, folder / "model.safetensors")

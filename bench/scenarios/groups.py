@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from bench.figures import Figure, Measured, alternated, at_least, at_most
@@ -56,12 +55,12 @@ async def _measure(runs: int) -> Measured:
     here, there, *_ = sorted(os.sched_getaffinity(0))
     async with (
         worker_on(here) as whole,
-        group_on(here, there, blocks_ahead=True) as group,
-        group_on(here, there) as one_block,
+        _group(here, there, blocks_ahead=True) as group,
+        _group(here, there) as one_block,
     ):
         sides = {_WHOLE: whole, _GROUP: group, _ONE_BLOCK: one_block}
         for engine in sides.values():
-            await several(engine, 91, _STREAMS, 24)
+            await _several(engine, 91, _STREAMS, 24)
         for run in range(runs):
             for side in alternated(run, tuple(sides)):
                 await _ask(sides[side], side, run, seen)
@@ -71,14 +70,14 @@ async def _measure(runs: int) -> Measured:
 async def _ask(engine: EngineProcess, side: str, run: int, seen: Samples) -> None:
     if side != _ONE_BLOCK:
         asked = prompts.tokens(MODEL, 1000 * (400 + run), _PROMPT_TOKENS)
-        took_s = await answer_s(engine, asked, _TOKENS, drafts=False, ways_s=seen[side, "way"])
+        took_s = await _answer(engine, asked, _TOKENS, drafts=False, ways_s=seen[side, "way"])
         seen[side, "one"].append(took_s / _TOKENS)
         seen[side, "several"].append(
-            (await several(engine, 500 + run, _STREAMS, _TOKENS)) / _TOKENS / _STREAMS
+            (await _several(engine, 500 + run, _STREAMS, _TOKENS)) / _TOKENS / _STREAMS
         )
     for name, text in REPETITIVE.items():
         tokens = prompts.encoded(MODEL, text)
-        seen[side, name].append(await answer_s(engine, tokens, _TOKENS, drafts=True) / _TOKENS)
+        seen[side, name].append(await _answer(engine, tokens, _TOKENS, drafts=True) / _TOKENS)
 
 
 def _figures(seen: Samples) -> list[Figure]:
@@ -125,30 +124,21 @@ def _figures(seen: Samples) -> list[Figure]:
 # ---- Answers ---------------------------------------------------------------------------------------------
 
 
-async def several(engine: EngineProcess, seed: int, streams: int, count: int) -> float:
-    """Seconds that all of them take together, from the first token of any on, for all their tokens."""
+async def _several(engine: EngineProcess, seed: int, streams: int, count: int) -> float:
+    """Seconds that all of them take together, from the last one's first token on."""
     asked = [prompts.tokens(MODEL, 1000 * seed + n, _PROMPT_TOKENS) for n in range(streams)]
-    times = await asyncio.gather(*(_times(engine, tokens, count, drafts=False) for tokens in asked))
-    return _seconds(min(first_s for first_s, _ in times), max(last_s for _, last_s in times), count)
+    if streams == 1:
+        return await _answer(engine, asked[0], count, drafts=False)
+    begun = time.perf_counter()
+    await asyncio.gather(*(_answer(engine, tokens, count, drafts=False) for tokens in asked))
+    return time.perf_counter() - begun
 
 
-async def answer_s(
+async def _answer(
     engine: EngineProcess, tokens: list[int], count: int, *, drafts: bool, ways_s: list[float] | None = None
 ) -> float:
-    """Seconds of an answer, from its first token on, for all its tokens."""
-    return _seconds(*await _times(engine, tokens, count, drafts=drafts, ways_s=ways_s), count)
-
-
-def _seconds(first_s: float, last_s: float, count: int) -> float:
-    # The first token has no time of its own.
-    return (last_s - first_s) * count / (count - 1)
-
-
-async def _times(
-    engine: EngineProcess, tokens: list[int], count: int, *, drafts: bool, ways_s: list[float] | None = None
-) -> tuple[float, float]:
-    """When an answer's first token came, and when its last one had come. ``ways_s`` gets what a step's way to
-    each other machine and back took."""
+    """Seconds from the first token to the last, for as many tokens as there are. ``ways_s`` gets what a
+    step's way to each other machine and back took."""
     request = Generate(
         f"answer-{secrets.token_hex(4)}",
         TokenPrompt(tokens),
@@ -164,34 +154,32 @@ async def _times(
             first_s = first_s or time.perf_counter()
         elif isinstance(event, Finished) and ways_s is not None:
             ways_s += [stage.way_s for stage in event.stages[1:]]
-    return first_s, time.perf_counter()
+    return (time.perf_counter() - first_s) * count / (count - 1)
 
 
 # ---- Two workers with one model --------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def group_on(
-    here: int, there: int, model: Path = MODEL, cut: int = _CUT, layers: int = _LAYERS, **settings: Any
-) -> AsyncIterator[EngineProcess]:
-    """The worker that answers, on ``here``; the one with the layers from ``cut`` on is on ``there``."""
+async def _group(here: int, there: int, **settings: Any) -> AsyncIterator[EngineProcess]:
+    """The worker that answers, on ``here``; the one with the other layers is on ``there``."""
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(
-            worker_on(there, model, first_layer=cut, last_layer=layers, part_of=model.name)
+            worker_on(there, first_layer=_CUT, last_layer=_LAYERS, part_of=MODEL.name)
         )
         job, key = f"stage-{secrets.token_hex(4)}", secrets.token_bytes(_KEY_BYTES)
         near, far = loopback()
         events = await stack.enter_async_context(
-            aclosing(member.serve(ServeStage(job, cut, layers, _ROOM_TOKENS)))
+            aclosing(member.serve(ServeStage(job, _CUT, _LAYERS, _ROOM_TOKENS)))
         )
         # Accepted: there is memory for it.
         await anext(events)
         await member.give_stream(StreamTag(job, STAGE, key, "acceptor"), near)
-        asked = GroupMember(cut, layers, "member", "the other worker")
+        asked = GroupMember(_CUT, _LAYERS, "member", "the other worker")
         front = EngineProcess(
             WorkerSettings(
-                name=model.name,
-                path=str(model),
+                name=MODEL.name,
+                path=str(MODEL),
                 threads=1,
                 prefix_cache_bytes=1,
                 group=(asked,),
