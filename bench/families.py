@@ -163,7 +163,11 @@ FAMILIES = {
         5,
         1,
         groups.measure,
-        (*_WORKER, "fleetd/engine/groups", "fleetd/engine/streams", "fleetd/sealed", *_scenario("groups")),
+        (
+            *_WORKER,
+            *("fleetd/engine/groups", "fleetd/engine/ranks", "fleetd/engine/streams", "fleetd/sealed"),
+            *_scenario("groups"),
+        ),
     ),
     "vectors": Family(
         "Vectors of texts",
