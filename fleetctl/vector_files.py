@@ -23,6 +23,8 @@ from fleetctl.corpus import CorpusText
 from fleetctl.exits import ClientError
 
 _FLOAT_BYTES = 4
+# Of every line that is written here: a torn line of another program is never cut off.
+_BEGINNING = b'{"id": '
 # NumPy's format, version 1.0, its header padded to 128 bytes so that it can grow in place.
 _NPY_MAGIC, _NPY_HEADER_BYTES = b"\x93NUMPY\x01\x00", 128
 
@@ -82,9 +84,9 @@ class JsonLines(VectorFile):
 
     @classmethod
     def at(cls, path: Path) -> JsonLines:
-        lines = list(_whole_lines(path))
         found = cls(sys.stdout)
-        found._knows(lines, str(path))
+        # Line by line: vectors of a corpus together may be more than the memory.
+        found._knows(_whole_lines(path), str(path))
         found._out = path.open("a", encoding="utf-8")
         return found
 
@@ -176,10 +178,10 @@ def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("r+b") as file:
         whole = 0
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
                 break
             try:
-                found = json.loads(line)
+                found = json.loads(line) if line.endswith(b"\n") else None
             except ValueError:
                 found = None
             if not isinstance(found, dict):

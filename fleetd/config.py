@@ -225,8 +225,8 @@ class FleetSettings(msgspec.Struct, frozen=True):
     exactness: Annotated[
         Literal["exact", "equivalent"],
         Meta(
-            description="exact: other machines have a part in an answer only if it has the same bytes as one "
-            "of the machine that answers alone; equivalent: also if they round in another order (label "
+            description="exact: other machines have a part in an answer only if it then has the bytes that "
+            "this machine gives alone; equivalent: also if they round in another order (label "
             "`equivalent`), as a Mac and a Spark do. Requests may say otherwise."
         ),
     ] = "equivalent"

@@ -92,7 +92,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     work = RerankTexts(work_id, body.query, documents, instruction=body.instruction, truncate=body.truncate)
     job = answering.job(request, work_id, body.model, work, body.local_only, body.exactness)
     found = await answering.whole(request, job)
-    scores = [float(score) for score in found.found if not isinstance(score, bytes)]
+    scores = [float(score) for score in found if not isinstance(score, bytes)]
     best = sorted(range(len(scores)), key=lambda number: (-scores[number], number))[: body.top_n]
     reply = RerankReply(
         work_id,
@@ -105,7 +105,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
             )
             for number in best
         ],
-        RerankUsage(found.total_tokens, found.total_tokens),
+        RerankUsage(job.tokens, job.tokens),
         RerankMeta(BilledUnits(-(-len(documents) // _SEARCH_DOCUMENTS))),
     )
     return json_answer(reply, headers=answering.headers(job))

@@ -153,7 +153,7 @@ def head_bytes(path: Path, config: Mapping[str, Any], arithmetic: CpuArithmetic 
 
 
 def layer_bytes(path: Path, config: Mapping[str, Any], arithmetic: CpuArithmetic | Literal[""]) -> LayerBytes:
-    """The same, by the headers of a folder's files. ``arithmetic``: as ``WeightNeed`` has it.
+    """What layers take one by one, by the headers of files. ``arithmetic``: as ``WeightNeed`` has it.
 
     Raises ModelCorrupt; ModelUnsupported if the names of the weights tell no layers.
     """
@@ -176,6 +176,13 @@ def layer_bytes(path: Path, config: Mapping[str, Any], arithmetic: CpuArithmetic
     return LayerBytes(each, size(outside), row, together(config, len(each)))
 
 
+def even_layer_bytes(weights_bytes: int) -> LayerBytes:
+    """The same for a model of which only the bytes of its weights are known: as if it had layers of one size,
+    as many and as wide as large models have, and one more for all that belongs to none."""
+    each = -(-weights_bytes // (_EVEN_LAYERS + 1))
+    return LayerBytes((each,) * _EVEN_LAYERS, each, _EVEN_ROW_BYTES)
+
+
 def together(config: Mapping[str, Any], layers: int) -> int:
     """How many of a model's last layers have to be on one machine: 1 unless some read what others keep."""
     text = config.get("text_config")
@@ -189,13 +196,6 @@ def together(config: Mapping[str, Any], layers: int) -> int:
     # Each reads the last one of its kind that keeps something.
     read = [len(own) - 1 - own[::-1].index(kind) for kind in set(kinds[layers - shared :]) if kind in own]
     return layers - min(read, default=0)
-
-
-def even_layer_bytes(weights_bytes: int) -> LayerBytes:
-    """The same for a model of which only the bytes of its weights are known: as if it had layers of one size,
-    as many and as wide as large models have, and one more for all that belongs to none."""
-    each = -(-weights_bytes // (_EVEN_LAYERS + 1))
-    return LayerBytes((each,) * _EVEN_LAYERS, each, _EVEN_ROW_BYTES)
 
 
 def _row_bytes(config: Mapping[str, Any], width: int) -> int:

@@ -105,15 +105,21 @@ def vector_width(path: Path, config: Mapping[str, Any]) -> int:
     return dense[-1].width if dense else int(config.get("hidden_size") or 0)
 
 
+def first_place(config: Mapping[str, Any]) -> int:
+    """The row of a text's first token in the table of positions: RoBERTa's first rows are the padding's."""
+    if "roberta" not in str(config.get("model_type")):
+        return 0
+    padding = config.get("pad_token_id")
+    return 1 + (1 if padding is None else int(padding))
+
+
 def longest_text(path: Path, config: Mapping[str, Any], context_tokens: int) -> int:
     """Tokens of the longest text, what is put around it included.
 
     Args:
         context_tokens: how many positions the model has, by its config.
     """
-    if config.get("model_type") in ("roberta", "xlm-roberta"):
-        # The first positions are the padding's.
-        context_tokens -= int(config.get("pad_token_id") or 0) + 1
+    context_tokens -= first_place(config)
     stated = _settings(path / "sentence_bert_config.json").get("max_seq_length")
     if isinstance(stated, int) and stated > 0:
         context_tokens = min(context_tokens, stated)

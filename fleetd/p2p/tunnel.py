@@ -105,7 +105,8 @@ class Tunnel:
                 return
             with process:
                 process.settimeout(None)
-                process.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with contextlib.suppress(OSError):  # it was reset, as the first read will say
+                    process.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if self._closed.is_set():
                     return
                 inward = threading.Thread(target=self._carry, args=(self._come, process), daemon=True)

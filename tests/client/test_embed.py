@@ -189,6 +189,17 @@ def test_another_form_and_another_programs_file_are_refused(tmp_path: Path) -> N
     assert (tmp_path / "b.jsonl").read_text() == "mine\n"
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.npy.texts.jsonl"])
+@pytest.mark.parametrize("said", ['{"text": "mine"}', '{"text": "mine"}\n{"text": "more"}', "mine"])
+def test_another_programs_file_without_a_last_line_break_is_left_as_it_is(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    (tmp_path / name).write_text(said)
+    with pytest.raises(ClientError, match="Name another file"):
+        open_vectors(tmp_path / name.removesuffix(".texts.jsonl"))
+    assert (tmp_path / name).read_text() == said
+
+
 @given(whole=st.integers(0, 4), torn_rows=st.integers(0, 20), torn_index=st.integers(0, 30))
 def test_a_matrix_that_was_torn_anywhere_has_just_its_whole_rows(
     whole: int, torn_rows: int, torn_index: int

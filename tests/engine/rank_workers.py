@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -16,14 +14,19 @@ from sharing import LAYERS, start, tcp_pair, worker_settings
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import STAGE, Accepted, ServeStage, StreamTag
 from fleetd.engine.settings import GroupMember, RingPlace
+from fleetd.p2p.tunnel import LocalPort
 
 TOKENS = 4096
 
 
+_HELD: list[LocalPort] = []
+
+
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in found]
+    """Held until this process ends, so that no other one gets them. MLX binds them beside that."""
+    made = [LocalPort() for _ in range(count)]
+    _HELD.extend(made)
+    return [each.port for each in made]
 
 
 def places(size: int) -> list[RingPlace]:

@@ -120,14 +120,14 @@ REFUSED: list[tuple[EmbedTexts, type[Exception], str]] = [
     (
         EmbedTexts("a", ["ok", "a" * 200]),
         ContextLengthExceeded,
-        "Text 1 has 202 tokens; this model reads 128",
+        "A text has 202 tokens; this model reads 128",
     ),
-    (EmbedTexts("a", [[9] * 129]), ContextLengthExceeded, "Text 0 has 129 tokens"),
+    (EmbedTexts("a", [[9] * 129]), ContextLengthExceeded, "A text has 129 tokens"),
     (EmbedTexts("a", ["a" * 10_000_000]), ContextLengthExceeded, "10000000 characters"),
     (EmbedTexts("a", ["x"] * 100_000), BadRequest, "100000 texts are more than 2048"),
-    (EmbedTexts("a", [[9], [vector_models.VOCAB]]), InvalidValue, "Text 1 has token 300"),
+    (EmbedTexts("a", [[9], [vector_models.VOCAB]]), InvalidValue, "A text has token 300"),
     (EmbedTexts("a", [[2**31 - 1]]), InvalidValue, "2147483647"),
-    (EmbedTexts("a", [[]]), InvalidValue, "Text 0 is empty"),
+    (EmbedTexts("a", [[]]), InvalidValue, "A text is empty"),
     (EmbedTexts("a", ["x"], dimensions=0), InvalidValue, "dimensions"),
     (EmbedTexts("a", ["x"], dimensions=vector_models.WIDTH + 1), InvalidValue, "dimensions"),
     (EmbedTexts("a", ["x"], instruction="do"), UnsupportedParameter, "instruction"),
@@ -146,7 +146,7 @@ async def test_what_is_out_of_bounds_is_refused_by_type_and_ends_nothing_else(
 async def test_a_query_that_fills_the_model_is_refused(pool: EnginePool, reranker: ModelFolder) -> None:
     with pytest.raises(ContextLengthExceeded, match="query"):
         await events(pool, reranker, RerankTexts("a", "q" * 126, ["x"]))
-    with pytest.raises(ContextLengthExceeded, match="Text 1"):
+    with pytest.raises(ContextLengthExceeded, match="A text has"):
         await events(pool, reranker, RerankTexts("b", "q" * 100, ["x", "y" * 100]))
     told = await events(pool, reranker, RerankTexts("c", "q" * 100, ["x", "y" * 100], truncate=True))
     assert [event.tokens for event in told if isinstance(event, TextsReranked)] == [[104, 128]]
@@ -182,15 +182,24 @@ async def test_a_client_that_leaves_ends_its_texts_and_no_others(
 
 
 async def test_a_short_request_is_not_behind_a_long_one(pool: EnginePool, embedder: ModelFolder) -> None:
-    long = EmbedTexts("long", [[9] * 128] * (3 * limits.VECTOR_WINDOW), background=True)
-    async with aclosing(pool.vectors(embedder, long)) as told:
-        async for event in told:
-            if isinstance(event, TextsEmbedded):
-                break
-        await events(pool, embedder, EmbedTexts("short", ["x"]))
-        left = [event async for event in told]
-    assert isinstance(left[-1], Finished)
-    assert [event.first for event in left[:-1]] == [limits.VECTOR_WINDOW, 2 * limits.VECTOR_WINDOW]
+    long = EmbedTexts("long", [[9] * 128] * limits.VECTOR_TEXTS, background=True)
+    said: list[tuple[str, int]] = []
+    begun = asyncio.Event()
+
+    async def read(request: EmbedTexts) -> None:
+        async with aclosing(pool.vectors(embedder, request)) as told:
+            async for event in told:
+                if isinstance(event, TextsEmbedded):
+                    said.append((request.id, event.first))
+                    begun.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(read(long))
+        await begun.wait()
+        await read(EmbedTexts("short", ["x"]))
+    firsts = list(range(0, limits.VECTOR_TEXTS, limits.VECTOR_WINDOW))
+    assert [first for name, first in said if name == "long"] == firsts
+    assert said.index(("short", 0)) < said.index(("long", firsts[-1]))
 
 
 async def test_a_model_for_vectors_counts_as_memory_and_makes_room(

@@ -90,9 +90,9 @@ def test_an_answer_goes_another_way_when_a_rank_is_gone_or_stopped(pair: LiveFle
     (rank,) = ranks(pair["beta"])
     pid = int(rank["pid"])
     assert answer(alpha, QUESTIONS[0], tokens=60, after=lambda: os.kill(pid, number)) == right
-    until(lambda: not ranks(pair["beta"]), 30)
+    until(lambda: not ranks(pair["beta"]), 60)
     # A process that is stopped ends with the second signal, and the daemon does not show it any more by then.
-    until(lambda: not psutil.pid_exists(pid), 30)
+    until(lambda: not psutil.pid_exists(pid), 60)
 
 
 def test_machines_that_divide_layers_have_to_be_named(pair: LiveFleet) -> None:

@@ -26,12 +26,13 @@ DOCUMENTS = [
 @pytest.fixture(scope="module")
 def pair(short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
     folder = write(short_dir / JUDGE, "xlm-roberta", head="classifier")
-    with LiveFleet(
-        short_dir / "rerank", {name: [folder] for name in ("alpha", "beta")}, programs=programs
-    ) as fleet:
+    models = {"alpha": [folder], "beta": [folder], "gamma": []}
+    with LiveFleet(short_dir / "rerank", models, programs=programs) as fleet:
         fleet.until_usable()
         fleet.load("alpha", JUDGE, seen_by="beta")
         fleet.load("beta", JUDGE, seen_by="alpha")
+        for name in ("alpha", "beta"):
+            fleet.until_has("gamma", name, JUDGE, "loaded")
         yield fleet
 
 
@@ -68,9 +69,9 @@ def test_a_few_of_the_best_with_their_texts(pair: LiveFleet, path: str) -> None:
 
 def test_a_machine_without_the_model_asks_one_that_has_it(pair: LiveFleet) -> None:
     alone, _ = ranked(pair["alpha"], DOCUMENTS, local_only=True)
-    pair["beta"].fleetctl("models", "unload", JUDGE)
-    there, headers = ranked(pair["beta"], DOCUMENTS)
+    there, headers = ranked(pair["gamma"], DOCUMENTS)
     assert there == alone
+    assert "this" not in headers["x-fleet-plan"]
     assert headers["x-fleet-exactness"] == "exact"
 
 

@@ -107,10 +107,6 @@ def test_a_machine_without_the_model_asks_those_that_have_it(loaded: LiveFleet, 
     found, headers = embedded(loaded["gamma"])
     assert headers["x-fleet-plan"].startswith(("spread; nodes=alpha,beta", "spread; nodes=beta,alpha"))
     assert found == alone
-    status, _, reply = post(
-        loaded["gamma"], "/v1/embeddings", {"model": MINILM, "input": "x", "local_only": True}
-    )
-    assert status in (200, 404), reply
 
 
 def parts(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -129,6 +125,7 @@ def test_a_machine_that_dies_in_the_middle_costs_no_vector(loaded: LiveFleet, al
             if not found:
                 loaded["beta"].process.send_signal(signal.SIGKILL)
             found |= {each["index"]: base64.b64decode(each["embedding"]) for each in part.get("data", ())}
+    loaded["beta"].process.wait(60)
     assert [found[number] for number in range(len(TEXTS))] == alone
 
 
@@ -137,12 +134,12 @@ def test_a_client_that_leaves_ends_the_work_on_every_machine(loaded: LiveFleet) 
     connection, response = open_post(loaded["alpha"], "/v1/embeddings", body)
     with contextlib.closing(connection), response:
         next(part for part in parts(response) if part.get("data"))
-    until(lambda: all(_idle(loaded[name]) for name in ("alpha", "beta")))
+    until(lambda: all(_idle(loaded[name]) for name in ("alpha", "beta")), 60)
 
 
 def _idle(daemon: LiveDaemon) -> bool:
-    """True if no engine of the daemon has a request."""
-    return all(engine["idle_s"] > 0 for engine in daemon.status()["engines"])
+    """True if no engine of the daemon has had a request for longer than there is between two parts."""
+    return all(engine["idle_s"] > 2 for engine in daemon.status()["engines"])
 
 
 def test_what_is_alike_is_near(loaded: LiveFleet) -> None:

@@ -51,7 +51,7 @@ class KeptWire:
         for sock in self._ends:
             sock.close()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(60)
 
 
 class TunnelEnds:
@@ -73,11 +73,11 @@ class TunnelEnds:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", self.port.port))
         listener.listen(1)
-        listener.settimeout(10)
-        here = self._stack.enter_context(socket.create_connection(("127.0.0.1", self.mouth.port), 10))
+        listener.settimeout(60)
+        here = self._stack.enter_context(socket.create_connection(("127.0.0.1", self.mouth.port), 60))
         there = self._stack.enter_context(listener.accept()[0])
         for sock in (here, there):
-            sock.settimeout(10)
+            sock.settimeout(60)
         return here, there
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class TunnelEnds:
             tunnel.close()
         self.wire.close()
         for tunnel in self.tunnels:
-            tunnel.join(5)
+            tunnel.join(60)
 
 
 @pytest.fixture
@@ -120,7 +120,8 @@ def test_more_than_a_chunk_arrives_whole(ends: TunnelEnds) -> None:
     sending = threading.Thread(target=here.sendall, args=(data,))
     sending.start()
     assert read(there, len(data)) == data
-    sending.join(10)
+    sending.join(60)
+    assert not sending.is_alive()
 
 
 def test_a_process_that_does_not_read_makes_the_other_one_wait(ends: TunnelEnds) -> None:
@@ -151,7 +152,7 @@ def test_bytes_that_were_changed_on_their_way_end_the_tunnel(ends: TunnelEnds) -
 def test_only_the_first_to_come_is_let_in(ends: TunnelEnds) -> None:
     ends.connected()
     with socket.socket() as other:
-        other.settimeout(10)
+        other.settimeout(60)
         # One that comes while the door is being closed is let in by the kernel, and then reset.
         if (refused := other.connect_ex(("127.0.0.1", ends.mouth.port))) == 0:
             with pytest.raises(ConnectionResetError):

@@ -141,7 +141,7 @@ async def test_an_answer_that_must_be_exact_runs_only_where_the_bytes_are_the_sa
     others = FakeOthers(machine("studio", faster=100, arithmetic=theirs), studio=[WHOLE])
     runner = make(others, own=own, models=FakeModels(names=["big"]))
     if theirs != "bits" and placement:
-        with pytest.raises(NoMachine, match="same bytes") as refused:
+        with pytest.raises(NoMachine, match="not shown that studio") as refused:
             await collect(runner.run(asked))
         assert refused.value.param == "exactness"
         return
@@ -153,6 +153,18 @@ async def test_an_answer_that_must_be_exact_runs_only_where_the_bytes_are_the_sa
     else:
         assert (seen[0].kind, seen[0].exactness) == ("local", "exact")
         assert not others.asked
+
+
+async def test_a_model_that_only_machines_with_other_bytes_have_gives_no_exact_answer_and_says_why(
+    make: Make,
+) -> None:
+    asked = job()
+    asked = replace(asked, request=replace(asked.request, exact=True))
+    others = FakeOthers(machine("studio", arithmetic="bits"), studio=[WHOLE])
+    with pytest.raises(NoMachine, match="not shown that studio") as refused:
+        await collect(make(others).run(asked))
+    assert refused.value.param == "exactness"
+    assert not others.asked
 
 
 # ---- where ---------------------------------------------------------------------------------------------

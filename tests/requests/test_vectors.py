@@ -54,9 +54,9 @@ from fleetd.requests.vectors.job import TextsDone, VectorJob
 from fleetd.requests.vectors.machines import VectorMachines
 from fleetd.requests.vectors.messages import VectorPart, texts_of
 from fleetd.requests.vectors.part_answer import PartAnswer, floats
-from fleetd.requests.vectors.parts import Unclaimed, VectorMachine, exactness, shares
+from fleetd.requests.vectors.parts import Unclaimed, VectorMachine, shares
 from fleetd.requests.vectors.server import VectorServer
-from fleetd.requests.vectors.service import VectorService
+from fleetd.requests.vectors.service import VectorService, _GivenPart
 
 TEXTS = [f"text {n} " + "word " * (n % 40) for n in range(600)]
 WANTED = [vector(text) for text in TEXTS]
@@ -203,11 +203,6 @@ def test_a_machine_that_chats_gets_a_small_part_only_if_no_other_works_and_then_
     assert shares([replace(chats, rests=True)], frozenset(), 100_000) == []
 
 
-def test_machines_of_one_kind_are_exact_and_others_equivalent() -> None:
-    assert exactness(["a", "a"]) == "exact"
-    assert exactness(["a", "b"]) == "equivalent"
-
-
 # ---- one request -------------------------------------------------------------------------------------------
 
 
@@ -226,7 +221,9 @@ async def test_two_machines_find_the_same_bytes_as_one() -> None:
     fleet = Fleet(others={"a": VectorPool(), "b": VectorPool()})
     job = embed_job(TEXTS)
     assert in_order(await fleet.run(job)) == WANTED
-    assert job.plan == "spread; nodes=this,a,b"
+    kind, _, nodes = job.plan.partition("; nodes=")
+    # In the order in which they had something.
+    assert (kind, set(nodes.split(","))) == ("spread", {"this", "a", "b"})
     assert job.exactness == "exact"
     assert all(pool.texts for pool in fleet.others.values())
     every = [*fleet.here.texts, *fleet.others["a"].texts, *fleet.others["b"].texts]  # type: ignore[union-attr]
@@ -238,7 +235,8 @@ async def test_vectors_that_must_be_exact_come_of_machines_of_one_kind() -> None
     fleet = Fleet(others=others, cards={"a": card("a", chip="M1")})
     job = embed_job(TEXTS, exact=True)
     assert in_order(await fleet.run(job)) == WANTED
-    assert (job.plan, job.exactness) == ("spread; nodes=this,b", "exact")
+    kind, _, nodes = job.plan.partition("; nodes=")
+    assert (kind, set(nodes.split(",")), job.exactness) == ("spread", {"this", "b"}, "exact")
     assert not others["a"].texts
 
 
@@ -247,6 +245,19 @@ async def test_exact_vectors_of_one_other_machine_need_no_machine_like_this_one(
     job = embed_job(TEXTS, exact=True)
     assert in_order(await fleet.run(job)) == WANTED
     assert (job.plan, job.exactness) == ("remote; nodes=a", "exact")
+
+
+def test_the_load_of_one_machine_is_no_other_machine_s() -> None:
+    """A machine that had its model would count as having computed its part in no time."""
+    service, job = Fleet().service, embed_job(TEXTS)
+    loads, computes = (_GivenPart(machine(name), (0,), 1, begun_s=5.0) for name in "ab")
+    service._loads(job, loads, Loading("reading"))
+    service._loads(job, computes, None)
+    assert computes.loaded_s is None
+    assert job.loading is not None
+    service._loads(job, loads, None)
+    assert loads.loaded_s is not None
+    assert job.loading is None
 
 
 async def test_a_machine_with_another_chip_makes_it_equivalent() -> None:

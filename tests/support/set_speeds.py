@@ -18,6 +18,7 @@ from msgspec.structs import replace
 # Bytes of weights that are computed with in a second of prefill, by the token, and of decoding.
 PREFILL_BYTES_PER_S, DECODE_BYTES_PER_S = 60e9, 6e9
 MOST_PREFILL_TOK_S, MOST_DECODE_TOK_S = 5_000.0, 100.0
+VECTORS_TOK_S = 2_000.0
 RTT_S, BYTES_PER_S = 0.0005, 200e6
 # How long is waited for scores and helpers, for a disk, and for another machine's look at its own: other
 # tests use the same processors and the same disk.
@@ -33,6 +34,9 @@ LIMITS = {
     "FETCH_BLOCK_S": 60.0,
     # A thread that beats may wait for its turn on a busy machine.
     "GROUP_SILENT_S": 10.0,
+    "GROUP_LOOKUP_S": 60.0,
+    "RANK_STALL_S": 8.0,
+    "RANK_SILENT_S": 15.0,
     # Behind all other tests a worker for vectors would have no turn.
     "VECTOR_NICE": 0,
     "VECTOR_GRACE_S": 300.0,
@@ -45,10 +49,12 @@ LIMITS = {
 def install() -> None:
     """Called in the process that all programs are forked from."""
     from fleetd.engine.load import loading
+    from fleetd.engine.vectors import vector_loading
     from fleetd.fleet.service import Fleet
     from fleetd.plan.model_speeds import ModelSpeeds
     from fleetd.plan.speed_corrections import SpeedCorrections
     from fleetd.requests.members.members import Member
+    from fleetd.requests.vectors.machines import VectorMachines
 
     loading.calibrate = _speeds
     found = Fleet.machines
@@ -61,6 +67,8 @@ def install() -> None:
     Fleet.machines = machines
     ModelSpeeds.ran = _nothing
     SpeedCorrections.ran = _nothing
+    vector_loading._pace = lambda *_: VECTORS_TOK_S
+    VectorMachines.learn = _nothing
 
 
 def _speeds(model: Any, *_: Any) -> Any:

@@ -33,9 +33,9 @@ LocalOnly = Annotated[
 ExactnessField = Annotated[
     Literal["exact", "equivalent"] | None,
     Meta(
-        description="exact: other machines have a part in the answer only if it has the same bytes as one of "
-        "the machine that answers alone; equivalent: also if they round in another order. By default the "
-        "setting `fleet.exactness`. An `exact` prompt is not shortened."
+        description="exact: other machines have a part in the answer only if it then has the bytes that the "
+        "machine which was asked gives alone; equivalent: also if they round in another order. By default "
+        "the setting `fleet.exactness`. An `exact` prompt is not shortened."
     ),
 ]
 PlacementField = Annotated[

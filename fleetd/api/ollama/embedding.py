@@ -66,13 +66,13 @@ async def embed(request: web.Request) -> web.StreamResponse:
     texts = [body.input] if isinstance(body.input, str) else body.input
     began_s = time.monotonic()
     job, found = await _found(request, body, texts, "input", body.dimensions)
-    vectors = await asyncio.to_thread(_numbers, found.found)
+    vectors = await asyncio.to_thread(_numbers, found)
     reply = OllamaEmbedReply(
         request.app[SERVICES].names.answered(body.model),
         vectors,
         total_duration=round((time.monotonic() - began_s) * _NS),
         load_duration=round(job.load_s * _NS),
-        prompt_eval_count=found.total_tokens,
+        prompt_eval_count=job.tokens,
     )
     return json_answer(reply, headers=answering.headers(job))
 
@@ -81,20 +81,20 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
     """The same for one text. Raises FleetError."""
     body = parse(await read(request), OllamaEmbeddingsBody)
     job, found = await _found(request, body, [body.prompt], "prompt", None)
-    vectors = _numbers(found.found)
+    vectors = _numbers(found)
     return json_answer(OllamaEmbeddingsReply(vectors[0] if vectors else []), headers=answering.headers(job))
 
 
 async def _found(
     request: web.Request, body: OllamaEmbedFields, texts: list[str], param: str, dimensions: int | None
-) -> tuple[VectorJob, answering.Vectors]:
+) -> tuple[VectorJob, list[Found]]:
     """The vectors of the texts; none for texts of which none says anything, as Ollama has it."""
     seconds = keep_alive_s(body.keep_alive)
     work_id = f"ollama-{uuid.uuid4().hex}"
     work = EmbedTexts(work_id, list(texts), dimensions=dimensions, truncate=body.truncate is not False)
     job = answering.job(request, work_id, body.model, work, body.local_only, body.exactness)
     if not any(texts):
-        return job, answering.Vectors([], [])
+        return job, []
     answering.check_texts(texts, param)
     try:
         return job, await answering.whole(request, job)

@@ -25,6 +25,7 @@ from fleetd.api.vectors import answering
 from fleetd.engine.protocol import EmbedTexts, Loading
 from fleetd.errors import InvalidValue
 from fleetd.requests.vectors.job import TextsDone, VectorJob
+from fleetd.requests.vectors.messages import texts_of
 from fleetd.requests.vectors.part_answer import Found, floats
 
 Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -115,8 +116,8 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
     if body.stream:
         return await _streamed(request, job, body.encoding_format)
     found = await answering.whole(request, job)
-    usage = EmbeddingsUsage(found.total_tokens, found.total_tokens)
-    data = await asyncio.to_thread(_embeddings, range(len(texts)), found.found, body.encoding_format)
+    usage = EmbeddingsUsage(job.tokens, job.tokens)
+    data = await asyncio.to_thread(_embeddings, range(len(texts)), found, body.encoding_format)
     return await asyncio.to_thread(
         http_body.json_answer, EmbeddingList(data, job.name, usage), headers=answering.headers(job)
     )
@@ -153,7 +154,7 @@ async def _send(
     form: str,
 ) -> None:
     part, done = first, 0
-    total = len(job.request.texts) if isinstance(job.request, EmbedTexts) else 0
+    total = len(texts_of(job.request))
     while part is not None:
         if isinstance(part, TextsDone):
             done += len(part.texts)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from urllib.parse import quote
 
 from aiohttp import web
@@ -35,18 +34,6 @@ KINDS: Mapping[str, TextKind] = {
 }
 
 
-@dataclass(slots=True)
-class Vectors:
-    """All that was found: by text its vector or score, and its tokens."""
-
-    found: list[Found]
-    tokens: list[int]
-
-    @property
-    def total_tokens(self) -> int:
-        return sum(self.tokens)
-
-
 def job(
     request: web.Request,
     work_id: str,
@@ -69,15 +56,14 @@ def run(request: web.Request, job: VectorJob) -> AsyncGenerator[Loading | TextsD
     return services.vectors.run(job)
 
 
-async def whole(request: web.Request, job: VectorJob) -> Vectors:
-    """All of a job, once it is done. Raises FleetError."""
-    count = len(texts_of(job.request))
-    gathered = Vectors([0.0] * count, [0] * count)
+async def whole(request: web.Request, job: VectorJob) -> list[Found]:
+    """What was found for each text, once all of a job is done. Raises FleetError."""
+    gathered: list[Found] = [0.0] * len(texts_of(job.request))
     async with aclosing(run(request, job)) as parts:
         async for part in parts:
             if isinstance(part, TextsDone):
-                for text, found, tokens in zip(part.texts, part.found, part.tokens, strict=True):
-                    gathered.found[text], gathered.tokens[text] = found, tokens
+                for text, found in zip(part.texts, part.found, strict=True):
+                    gathered[text] = found
     return gathered
 
 

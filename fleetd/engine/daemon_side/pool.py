@@ -111,10 +111,10 @@ class EnginePool:
     groups: Callable[[ModelFolder, CpuArithmetic | Literal[""], Sequence[str]], GroupLife | None] = (
         lambda folder, arithmetic, over: None
     )
-    # The folder of what drafts from a model's hidden states; None: what lies in its own folder, if anything.
-    drafter: Callable[[ModelFolder], Awaitable[Path | None]] = no_drafter
     # The same for a model whose layers are divided: the other ranks. Raises FleetError if it cannot be.
     ranks: Callable[[ModelFolder, Sequence[str]], GroupLife] | None = None
+    # The folder of what drafts from a model's hidden states; None: what lies in its own folder, if anything.
+    drafter: Callable[[ModelFolder], Awaitable[Path | None]] = no_drafter
     # Told the id of each worker's process once that has ended.
     ended: Callable[[int], None] = lambda pid: None
     _models: dict[str, LoadedModel] = field(default_factory=dict, init=False)
@@ -679,7 +679,6 @@ class EnginePool:
             "restarts": self._deaths.get(wanted.name, 0),
             "on_work": self._end_idle_time,
         }
-        group = None
         if wanted.split == "tensors" and wanted.over and self.ranks is not None:
             ring = self.ranks(folder, sorted(wanted.over))
             options["weights_bytes"] //= 1 + len(wanted.over)
@@ -687,6 +686,7 @@ class EnginePool:
         if wanted.ring is not None:
             options["weights_bytes"] //= wanted.ring.size
         too_large = not (wanted.last or wanted.ring) and need.n_bytes > rules.budget_bytes
+        group = None
         if wanted.over or (wanted.over is None and too_large):
             group = self.groups(folder, need.arithmetic, sorted(wanted.over or ()))
         if group is not None:

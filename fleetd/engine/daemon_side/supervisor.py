@@ -136,7 +136,7 @@ class EngineProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._socket_sender: SocketSender | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._rank_watch = RankWatch(settings.part_of or settings.name) if settings.ring else None
+        self._rank_watch: RankWatch | None = None
 
     # ---- life ------------------------------------------------------------------------------------------
 
@@ -188,6 +188,8 @@ class EngineProcess:
 
     async def _spawn(self, theirs: socket.socket, their_channel: socket.socket) -> asyncio.subprocess.Process:
         """Start the program with its ends of the two sockets."""
+        if self.settings.ring is not None:
+            self._rank_watch = RankWatch(self.settings.part_of or self.settings.name)
         watch = self._rank_watch
         try:
             return await self._executed(theirs, their_channel)

@@ -34,9 +34,7 @@ from fleetd.engine.heads.block_config import BlockConfig
 from fleetd.engine.heads.block_extras import Convolution, Markov, Selector
 from fleetd.engine.layers.stage import Stage
 from fleetd.errors import ModelUnsupported
-
-# Rows of a text that each layer keeps at most.
-ROWS = 2048
+from fleetd.models.heads import ROWS
 
 
 class BlockRows:

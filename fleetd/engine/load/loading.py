@@ -64,10 +64,10 @@ from fleetd.storage.cached_results import CachedResult
 # Prompts of unequal length to try a batch with, and how far rounding may move its numbers, as a share of the
 # largest.
 _UNEQUAL, _ROUNDING = ([3, 4, 5, 6, 7], [8]), 0.03
-# A token's id and the length of its text.
 # Why neither tokens of a prompt can be left out of a model's prefill nor parts of it be shared.
 _SEVERAL = "Its layers are on several machines."
 _SEVERAL_HAVE_IT = (GroupModel, RankModel)
+# A token's id and the length of its text.
 _ENTRY = struct.Struct("<iI")
 
 

@@ -37,7 +37,7 @@ def divided(model: Any, group: Any) -> Stage:
     stage = Stage.of(model)
     if any(isinstance(stage.weights.get("lm_head"), kind) for kind in _DIVIDED):
         raise ModelUnsupported(
-            "The head of this model would be divided too; here it is whole on each machine."
+            "The head of this model would be divided too; here it is whole on the machine that answers."
         )
     return stage
 

@@ -47,7 +47,9 @@ class Mirror:
         if not self.ready:
             return
         if not self._due:
-            raise self._broken or ProtocolError("The stream of a group has ended.")
+            if self._broken is None:
+                return
+            raise self._broken
         command = self._due.popleft()
         for change in command.changes:
             self.rows.change(change)

@@ -45,7 +45,7 @@ from fleetd.engine.speculation.rounds import Promise
 MARGIN = 1.05
 # The assumed acceptance of a new source, and how many tokens of evidence that counts for.
 PRIOR, PRIOR_TOKENS = 0.6, 3.0
-# GainEvidence loses this share of its weight with each draft that is judged: texts change.
+# Evidence loses this share of its weight with each draft that is judged: texts change.
 FADES = 0.15
 # The highest acceptance assumed; (1 - a) must not be 0.
 SUREST = 0.98

@@ -25,11 +25,7 @@ from fleetd.engine.speculation.hidden_source import HiddenSource, WorkerDrafter
 from fleetd.engine.speculation.local_sources import local_sources
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
-from fleetd.engine.speculation.sources import (
-    Context,
-    DraftSource,
-    HiddenRows,
-)
+from fleetd.engine.speculation.sources import Context, DraftSource, HiddenRows
 
 T = TypeVar("T")
 Mode = Literal["auto", "on", "off"]
@@ -47,7 +43,7 @@ class WorkerSpeculation:
     # True if the device computes while the host goes on (any GPU): then an answer without a draft has its
     # next step computed while the host looks at this step's token.
     computes_ahead: bool = False
-    # False: over several machines one block of an answer is under way at a time. For measuring.
+    # True: over several machines several blocks of an answer may be under way (``blocks_ahead``).
     ahead: bool = True
     # None: nothing drafts from the model's hidden states.
     head: WorkerDrafter | None = None

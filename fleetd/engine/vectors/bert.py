@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from fleetd.engine.vectors.blocks import activation, attention
 from fleetd.engine.vectors.token_rows import Pass
+from fleetd.models.vector_files import first_place
 
 # Parts of the names in publishers' files, and those of the modules here.
 _NAMES = (
@@ -62,8 +63,7 @@ class BertEmbeddings(nn.Module):  # type: ignore[misc]
         self.position_embeddings = nn.Embedding(config["max_position_embeddings"], width)
         self.token_type_embeddings = nn.Embedding(config.get("type_vocab_size", 2), width)
         self.LayerNorm = nn.LayerNorm(width, config.get("layer_norm_eps", 1e-12))
-        # RoBERTa's first positions are the padding's.
-        self.first = config.get("pad_token_id", 1) + 1 if "roberta" in config["model_type"] else 0
+        self.first = first_place(config)
 
     def __call__(self, texts: Pass) -> mx.array:
         places = self.position_embeddings(texts.positions + self.first)

@@ -77,66 +77,62 @@ class TextReader:
     def rows(self, request: EmbedTexts, prompt: str) -> list[TokenRow]:
         """The texts of a request, with ``prompt`` before those that are strings.
 
-        Raises:
+        Raises (no number of a text is told: these are a part of what a client has sent):
             ContextLengthExceeded: one is too long, and its end may not be left out.
             BadRequest: there are too many, one is empty, or a token id is unknown.
         """
         _check_count(len(request.texts), "texts", "input")
-        strings = [(index, text) for index, text in enumerate(request.texts) if isinstance(text, str)]
-        bounded = [prompt + _bounded(text, index, request.truncate) for index, text in strings]
-        encoded = dict(zip((index for index, _ in strings), self._encoded(bounded), strict=True))
+        strings = [
+            prompt + _bounded(text, request.truncate) for text in request.texts if isinstance(text, str)
+        ]
+        encoded = iter(self._encoded(strings))
         rows = []
-        for index, text in enumerate(request.texts):
+        for text in request.texts:
             if isinstance(text, str):
-                row = TokenRow(self._whole(None, encoded[index], index, request.truncate).ids)
+                row = TokenRow(self._whole(None, next(encoded), request.truncate).ids)
             else:
-                row = TokenRow(self._checked(text, index, request.truncate))
-            rows.append(_filled(row, index))
+                row = TokenRow(self._checked(text, request.truncate))
+            if not row.tokens:
+                raise InvalidValue("A text is empty.", param="input")
+            rows.append(row)
         return rows
 
     def pairs(self, request: RerankTexts) -> list[TokenRow]:
         """The query with each document, as a sequence classifier reads them. Raises as ``rows``."""
         if request.instruction:
             raise UnsupportedParameter("This model takes no instruction.", param="instruction")
-        query, documents = self._query_and_documents(request)
-        rows = []
-        for index, document in enumerate(documents):
-            both = self._whole(query, document, index, request.truncate)
-            rows.append(TokenRow(both.ids, both.type_ids))
-        return rows
+        query = self._query(request)
+        documents = self._encoded([_bounded(text, request.truncate) for text in request.documents])
+        both = (self._whole(query, document, request.truncate) for document in documents)
+        return [TokenRow(each.ids, each.type_ids) for each in both]
 
     def framed(self, request: RerankTexts, asked: str, frame: QuestionFrame) -> list[TokenRow]:
         """Each document behind ``asked``, which has the query, within a frame. Raises as ``rows``."""
-        self._query_and_documents(request, within=len(frame.before) + len(frame.after))
-        texts = [
-            asked + _bounded(each, index, request.truncate) for index, each in enumerate(request.documents)
-        ]
-        room = self.longest - len(frame.before) - len(frame.after)
+        around = len(frame.before) + len(frame.after)
+        self._query(request, within=around)
+        room = self.longest - around
         rows = []
         # A word's token may begin with the space before it: what asks is tokenized with what is asked about.
-        for index, text in enumerate(self._encoded(texts)):
-            self._check_length(len(text.ids), room, index, request.truncate)
+        for text in self._encoded([asked + _bounded(each, request.truncate) for each in request.documents]):
+            self._check_length(len(text.ids), room, request.truncate)
             rows.append(TokenRow([*frame.before, *text.ids[:room], *frame.after]))
         return rows
 
-    def _query_and_documents(
-        self, request: RerankTexts, *, within: int = 0
-    ) -> tuple[Encoding, list[Encoding]]:
-        """Both, tokenized. ``within``: tokens that stand around them besides."""
+    def _query(self, request: RerankTexts, *, within: int = 0) -> Encoding:
+        """The query, tokenized. ``within``: tokens that stand around it and a document besides."""
         _check_count(len(request.documents), "documents", "documents")
         if len(request.query) > limits.VECTOR_TEXT_CHARS:
             raise ContextLengthExceeded(
                 f"The query has {len(request.query)} characters; {limits.VECTOR_TEXT_CHARS} are the most.",
                 param="query",
             )
-        texts = [_bounded(text, index, request.truncate) for index, text in enumerate(request.documents)]
-        query, *documents = self._encoded([request.query, *texts])
+        (query,) = self._encoded([request.query])
         if len(query.ids) + self._special_pair + within >= self.longest:
             raise ContextLengthExceeded(
                 f"The query has {len(query.ids)} tokens; {self.longest} are the most with a document.",
                 param="query",
             )
-        return query, documents
+        return query
 
     def _encoded(self, texts: Sequence[str]) -> list[Encoding]:
         """Each text by itself, with nothing around it."""
@@ -146,32 +142,32 @@ class TextReader:
             raise InvalidValue("A text has half of a surrogate pair.", param="input") from error
         return found
 
-    def _whole(self, query: Encoding | None, text: Encoding, index: int, truncate: bool) -> Encoding:
+    def _whole(self, query: Encoding | None, text: Encoding, truncate: bool) -> Encoding:
         """A text with what the model's format puts around it, behind the query if there is one."""
         around = self._special if query is None else self._special_pair + len(query.ids)
         room = self.longest - around
-        self._check_length(len(text.ids), room, index, truncate)
+        self._check_length(len(text.ids), room, truncate)
         if len(text.ids) > room:
             text.truncate(room)
         if query is None:
             return self.tokenizer.post_process(text, None, True)
         return self.tokenizer.post_process(query, text, True)
 
-    def _check_length(self, tokens: int, room: int, index: int, truncate: bool) -> None:
+    def _check_length(self, tokens: int, room: int, truncate: bool) -> None:
         if tokens > room and not truncate:
             around = self.longest - room
             raise ContextLengthExceeded(
-                f"Text {index} has {tokens + around} tokens; this model reads {self.longest}.",
+                f"A text has {tokens + around} tokens; this model reads {self.longest}.",
                 hint=_SHORTER,
                 param="input",
             )
 
-    def _checked(self, ids: Sequence[int], index: int, truncate: bool) -> list[int]:
-        self._check_length(len(ids), self.longest, index, truncate)
+    def _checked(self, ids: Sequence[int], truncate: bool) -> list[int]:
+        self._check_length(len(ids), self.longest, truncate)
         odd = next((token for token in ids if token >= self.vocab_size), None)
         if odd is not None:
             raise InvalidValue(
-                f"Text {index} has token {odd}; this model knows those below {self.vocab_size}.",
+                f"A text has token {odd}; this model knows those below {self.vocab_size}.",
                 param="input",
             )
         return list(ids[: self.longest])
@@ -190,18 +186,12 @@ def _check_count(count: int, what: str, param: str) -> None:
         raise BadRequest(f"{count} {what} are more than {limits.VECTOR_TEXTS}.", param=param)
 
 
-def _bounded(text: str, index: int, truncate: bool) -> str:
+def _bounded(text: str, truncate: bool) -> str:
     """A text, or as much of it as can matter: tokenizing takes a hundred times a text's own memory."""
     if len(text) > limits.VECTOR_TEXT_CHARS and not truncate:
         raise ContextLengthExceeded(
-            f"Text {index} has {len(text)} characters; {limits.VECTOR_TEXT_CHARS} are the most.",
+            f"A text has {len(text)} characters; {limits.VECTOR_TEXT_CHARS} are the most.",
             hint=_SHORTER,
             param="input",
         )
     return text[: limits.VECTOR_TEXT_CHARS]
-
-
-def _filled(row: TokenRow, index: int) -> TokenRow:
-    if not row.tokens:
-        raise InvalidValue(f"Text {index} is empty.", param="input")
-    return row

@@ -166,7 +166,10 @@ class Placer:
             raise why or NoMachine(f"{model.name} is not on this machine, and this request stays here.")
         others = self._members.others("answer")
         if job.request.exact:
+            having = [member for member in others if self._model(model, member) is not None]
             others = [member for member in others if self._computes_the_same(member, model)]
+            if having and not others and not possible and not tried:
+                raise other_bytes(model.name, having)
         if not others and possible:
             return replace(staying, **self._priced_alone(job, model))
         capped = tuple(self.capped(model.name))
@@ -215,11 +218,7 @@ class Placer:
                 raise why or NoMachine(f"{model.name} is not on this machine.", param="placement")
             return replace(staying, over=tuple(member.name for member in rest))
         if job.request.exact and not self._computes_the_same(first, model):
-            raise NoMachine(
-                f"{first.name} has not been shown to compute the same bytes of {model.name} as this machine.",
-                hint="Leave out `exactness` or `placement`; load the model on both for a comparison.",
-                param="exactness",
-            )
+            raise other_bytes(model.name, [first])
         ways = self.rank(job, model, [first], tried=tried | {THIS_NODE})
         if not ways.placements:
             raise no_machine(model.name, ways, why, tried=bool(tried))
@@ -536,6 +535,16 @@ def no_machine(name: str, ways: Ways, why: FleetError | None = None, *, tried: b
         f"No machine of the fleet can run {name} now: {' '.join(reasons) or 'none has it.'}",
         hint="`fleetctl peers` shows what each machine has.",
         param="model",
+    )
+
+
+def other_bytes(model: str, members: Sequence[Member]) -> NoMachine:
+    """Why no exact answer comes from machines that have a model."""
+    names = ", ".join(member.name for member in members)
+    return NoMachine(
+        f"It is not shown that {names} would give the bytes which this machine gives with {model}.",
+        hint="Load the model on this machine, too: then they are compared. Or leave out `exactness`.",
+        param="exactness",
     )
 
 

@@ -20,11 +20,10 @@ VectorRoute = Literal["embeddings", "rerank"]
 
 
 class TextsDone(msgspec.Struct, frozen=True):
-    """Some texts by their numbers, with what was found for each and how many tokens it had."""
+    """Some texts by their numbers, with what was found for each."""
 
     texts: Sequence[int]
     found: Sequence[Found]
-    tokens: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -34,8 +33,6 @@ class MachineRun:
     machine: VectorMachine
     texts: int = 0
     tokens: int = 0
-    # From asking for a part to its answer, loads left out, summed over the parts.
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -59,7 +56,6 @@ class VectorJob:
     load_s: float = 0.0
     # The load that it waits for; None while it waits for none.
     loading: Loading | None = None
-    exactness: Exactness = "exact"
 
     @property
     def purpose(self) -> ModelPurpose:
@@ -76,6 +72,11 @@ class VectorJob:
         names = [run.machine.name for run in self.ran.values() if run.texts]
         kind = "spread" if len(names) > 1 else "local" if names in ([], [THIS_NAME]) else "remote"
         return f"{kind}; nodes={','.join(names or [THIS_NAME])}"
+
+    @property
+    def exactness(self) -> Exactness:
+        """``exact`` if one machine could have computed all of it with the same bytes."""
+        return "exact" if len({run.machine.kind for run in self.ran.values()}) <= 1 else "equivalent"
 
     @property
     def tokens(self) -> int:

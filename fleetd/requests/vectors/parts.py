@@ -102,18 +102,18 @@ def shares(machines: Sequence[VectorMachine], working: frozenset[str], left: int
     rate = sum(machine.tok_s for machine in machines if machine.node_id in working)
     free = [machine for machine in machines if machine.node_id not in working]
     idle = sorted((each for each in free if not each.chats), key=lambda each: each.seconds(left))
-    found: list[Share] = []
+    found: list[VectorMachine] = []
     for machine in idle:
         if rate and left / rate <= machine.seconds(min(left, _LEAST_TOKENS)):
             continue
         rate += machine.tok_s
-        found.append(Share(machine, 0.0))
+        found.append(machine)
     if not found and not working:
         chatting = [each for each in free if each.chats and not each.rests]
         best = min(chatting, key=lambda each: each.seconds(left), default=None)
         return [] if best is None else [Share(best, limits.VECTOR_CHAT_PART_S * best.tok_s)]
     several = len(found) + len(working) > 1
-    return [Share(each.machine, _part_tokens(each.machine, rate, left, several=several)) for each in found]
+    return [Share(each, _part_tokens(each, rate, left, several=several)) for each in found]
 
 
 def _part_tokens(machine: VectorMachine, rate: float, left: int, *, several: bool) -> float:
@@ -122,8 +122,3 @@ def _part_tokens(machine: VectorMachine, rate: float, left: int, *, several: boo
     if several:
         tokens = min(tokens, left * machine.tok_s / (2 * rate))
     return max(float(_LEAST_TOKENS), tokens)
-
-
-def exactness(kinds: Iterable[str]) -> str:
-    """``exact`` if one machine could have computed all of it with the same bytes, else ``equivalent``."""
-    return "exact" if len(set(kinds)) <= 1 else "equivalent"

@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 from fleetd import limits
 from fleetd.engine.daemon_side.pool import EnginePool
@@ -28,7 +27,7 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan import load_times
 from fleetd.process.observe import get_logger
 from fleetd.requests.concurrency import cancel_all
-from fleetd.requests.job import THIS_NAME, Exactness
+from fleetd.requests.job import THIS_NAME
 from fleetd.requests.ledger import Ledger, Reservation
 from fleetd.requests.model_locator import ModelLocator
 from fleetd.requests.remote.peer_stream import next_message, said_by
@@ -37,7 +36,7 @@ from fleetd.requests.vectors.job import MachineRun, TextsDone, VectorJob
 from fleetd.requests.vectors.machines import EncoderModel, VectorMachines
 from fleetd.requests.vectors.messages import TextsRequest, VectorPart, texts_of
 from fleetd.requests.vectors.part_answer import PartAnswer
-from fleetd.requests.vectors.parts import Share, Unclaimed, VectorMachine, exactness, shares
+from fleetd.requests.vectors.parts import Share, Unclaimed, VectorMachine, shares
 
 log = get_logger("fleetd.requests.vectors")
 
@@ -54,6 +53,8 @@ class _GivenPart:
     texts: tuple[int, ...]
     estimate: int
     begun_s: float
+    # True while its model is being loaded.
+    loads: bool = False
     # When its model was loaded; None if it was before.
     loaded_s: float | None = None
 
@@ -126,12 +127,12 @@ class VectorService:
             refunded = "cancelled"
             try:
                 if model.can_pull:
-                    async with aclosing(self._pulled(job, model)) as steps:
+                    async with aclosing(self._locator.pull(job.model or model.name)) as steps:
                         async for step in steps:
                             if isinstance(step, Loading):
                                 yield step
                             else:
-                                model = step
+                                model = EncoderModel(step.name, folder=step)
                 spread = _Spread(job, model, Unclaimed(job.estimated_tokens()))
                 async with aclosing(self._spread(spread)) as parts:
                     async for part in parts:
@@ -163,17 +164,6 @@ class VectorService:
             yield
         finally:
             self._open -= 1
-
-    async def _pulled(
-        self, job: VectorJob, model: EncoderModel
-    ) -> AsyncGenerator[Loading | EncoderModel, None]:
-        """Download the model, which travels with fleetd, and yield it."""
-        async with aclosing(self._locator.pull(job.model or model.name)) as steps:
-            async for step in steps:
-                if isinstance(step, Loading):
-                    yield step
-                else:
-                    yield EncoderModel(step.name, folder=step)
 
     # ---- parts -------------------------------------------------------------------------------------------
 
@@ -242,10 +232,8 @@ class VectorService:
         run = job.ran.setdefault(machine.node_id, MachineRun(machine))
         run.texts += len(part.texts)
         run.tokens += tokens
-        run.seconds += seconds
         job.width, job.loading = answer.width, None
-        job.exactness = cast("Exactness", exactness(each.machine.kind for each in job.ran.values()))
-        return TextsDone(part.texts, answer.found, answer.tokens)
+        return TextsDone(part.texts, answer.found)
 
     def _lose(self, spread: _Spread, part: _GivenPart, error: FleetError) -> None:
         """Leave the machine out of this job, and its texts to others."""
@@ -276,11 +264,11 @@ class VectorService:
 
     def _loads(self, job: VectorJob, part: _GivenPart, step: Loading | None) -> None:
         """Note the progress of a load; None: it is over."""
-        if step is None and job.loading is not None:
-            part.loaded_s, job.loading = self._monotonic(), None
+        if step is not None:
+            part.loads, job.loading = True, step
+        elif part.loads:
+            part.loads, part.loaded_s, job.loading = False, self._monotonic(), None
             job.load_s = job.load_s or part.loaded_s - part.begun_s
-        elif step is not None:
-            job.loading = step
 
     async def _ask_here(
         self,
