@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from fake_daemon import FLEETCTL, FakeDaemon, Reply, Run, answer, data, delta, final
+from interrupting import interrupt
 
 from fleetctl.answer import Answer
 from fleetctl.exits import Exit
@@ -261,7 +261,7 @@ def test_ctrl_c_stops_the_answer_and_the_daemon_hears_of_it(daemon: FakeDaemon, 
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read(4) == b"Once"
-        process.send_signal(signal.SIGINT)
+        interrupt(process)
         rest, err = process.stdout.read(), process.stderr.read()
     assert (process.returncode, rest) == (Exit.INTERRUPTED, b"\n")
     assert b"Traceback" not in err
@@ -275,7 +275,7 @@ def test_ctrl_c_before_the_first_token(daemon: FakeDaemon, env: dict[str, str]) 
     with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         while not daemon.chats:
             threading.Event().wait(0.01)
-        process.send_signal(signal.SIGINT)
+        interrupt(process)
         assert process.stderr is not None
         err = process.stderr.read()
     assert process.returncode == Exit.INTERRUPTED, err

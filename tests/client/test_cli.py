@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ import click
 import msgspec
 import pytest
 from fake_daemon import FLEET, FLEETCTL, REPO, STATUS, FakeDaemon, Reply, Run, data
+from interrupting import interrupt
 
 from fleetctl.cli import VERBS, fleetctl
 from fleetctl.exits import Exit
@@ -633,7 +633,7 @@ def test_ctrl_c_during_a_load_on_another_machine_leaves_it(run: Run, daemon: Fak
         assert loading.stderr is not None
         shown = loading.stderr.readline()
         assert shown.startswith("loading m on air: downloading model.gguf"), shown
-        loading.send_signal(signal.SIGINT)
+        interrupt(loading)
         assert loading.wait(30) == Exit.INTERRUPTED
     assert waiting.gone.wait(30)
 
@@ -778,7 +778,7 @@ def test_ctrl_c_stops_a_pull(daemon: FakeDaemon, env: dict[str, str]) -> None:
         assert process.stderr is not None
         # The plain progress line says that the stream is being read.
         assert b"downloading" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
+        interrupt(process)
         err = process.stderr.read()
     assert process.returncode == Exit.INTERRUPTED, err
     assert b"continues" in err

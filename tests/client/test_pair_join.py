@@ -10,6 +10,7 @@ from typing import Any
 import pexpect
 import pytest
 from fake_daemon import FLEET, FLEETCTL, FakeDaemon, Reply, Run, data
+from interrupting import once_it_waits
 
 from fleetctl.exits import Exit
 from fleetctl.verbs.pair import _host
@@ -54,6 +55,11 @@ def start(daemon: FakeDaemon, env: dict[str, str]) -> Iterator[Start]:
     yield _start
     for child in children:
         child.close(force=True)
+
+
+def press_ctrl_c(child: pexpect.spawn[str]) -> None:
+    once_it_waits(child.pid)
+    child.send("\x03")
 
 
 def ended(child: pexpect.spawn[str]) -> int:
@@ -121,7 +127,7 @@ def test_ctrl_c_closes_the_window(daemon: FakeDaemon, start: Start, at: str) -> 
     daemon.on(*PAIR, reply)
     child = start("pair")
     child.expect(at)
-    child.send("\x03")
+    press_ctrl_c(child)
     child.expect("The window is closed")
     assert ended(child) == Exit.INTERRUPTED
     assert reply.gone.wait(60)
@@ -240,7 +246,7 @@ def test_ctrl_c_stops_joining(daemon: FakeDaemon, start: Start) -> None:
     daemon.on(*JOIN, reply)
     child = start("join", "42-lusab-babad", "--yes")
     child.expect("waiting for the answer")
-    child.send("\x03")
+    press_ctrl_c(child)
     child.expect("Stopped.")
     assert ended(child) == Exit.INTERRUPTED
     assert reply.gone.wait(60)

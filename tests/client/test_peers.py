@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 from fake_daemon import FLEET, FLEETCTL, FakeDaemon, Reply, Run
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupting import interrupt
 
 from fleetctl.exits import DaemonFailed, Exit
 from fleetctl.render import live_page
@@ -254,7 +254,7 @@ def test_a_pipe_gets_each_change_once(daemon: FakeDaemon, env: dict[str, str], a
                 text += done.stdout.readline()
             assert text.count("No other machine is paired") == 1
             assert "\x1b" not in text
-        done.send_signal(signal.SIGINT)
+        interrupt(done)
         done.communicate(timeout=60)
     assert done.returncode == Exit.INTERRUPTED
 

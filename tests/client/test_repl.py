@@ -11,6 +11,7 @@ from pathlib import Path
 import pexpect
 import pytest
 from fake_daemon import FLEETCTL, FakeDaemon, Reply, answer, data, delta, final
+from interrupting import once_it_waits
 
 # Raw mode is on before bracketed paste is, and the prompt is painted once the cursor shows again.
 PROMPT = re.compile(r"\x1b\[\?2004h.*?\x1b\[\?25h", re.DOTALL)
@@ -79,6 +80,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(daemon: FakeDaemon, start: 
     child = start()
     child.send("tell\r")
     child.expect("Once upon a time")
+    once_it_waits(child.pid)
     child.send(CTRL_C)
     child.expect("stopped")
     child.expect(PROMPT)
@@ -98,6 +100,7 @@ def test_ctrl_c_before_the_first_token_forgets_the_question(daemon: FakeDaemon, 
     child.send("long one\r")
     child.expect("reading the prompt")
     child.expect("10 of 4,096 tokens")
+    once_it_waits(child.pid)
     child.send(CTRL_C)
     child.expect("stopped")
     child.expect(PROMPT)

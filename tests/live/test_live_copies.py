@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from interrupting import interrupt
 from live_daemon import FLEETCTL, REPO, SOON_S, LiveDaemon, until
 from live_fleet import WEIGHTS, LiveFleet, answer, body, give_model, senders, stop_in_the_middle
 
@@ -125,7 +125,7 @@ def test_ctrl_c_stops_a_copy_at_both_ends_and_pulling_again_finishes_it(fleet: L
     try:
         name = stop_in_the_middle(fleet, "alpha")
         sender = senders(fleet)[name]
-        running.send_signal(signal.SIGINT)
+        interrupt(running)
         running.communicate(timeout=SOON_S)
         assert running.returncode == 130
     finally:

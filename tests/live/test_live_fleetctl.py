@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pexpect  # type: ignore[import-untyped]
 import pytest
+from interrupting import interrupt
 from live_daemon import FLEETCTL, REPO, LiveDaemon, until
 
 pytestmark = pytest.mark.model
@@ -176,7 +176,7 @@ def test_ctrl_c_frees_the_slot(live: LiveDaemon) -> None:
     ) as process:
         assert process.stdout is not None
         process.stdout.read(5)
-        process.send_signal(signal.SIGINT)
+        interrupt(process)
         process.stdout.read()
     assert process.returncode == 130
     until(lambda: live.running == 0)

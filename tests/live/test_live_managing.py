@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from interrupting import interrupt
 from live_daemon import FLEETCTL, REPO, SOON_S, LiveDaemon, until
 from live_fleet import SMOL, LiveFleet, senders, stop_in_the_middle
 
@@ -107,7 +107,7 @@ def test_ctrl_c_ends_a_download_on_the_other_machine_and_the_same_command_finish
 ) -> None:
     with pulling(fleet) as running:
         sender = senders(fleet)["alpha"]
-        running.send_signal(signal.SIGINT)
+        interrupt(running)
         running.communicate(timeout=SOON_S)
         assert running.returncode == 130
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import pexpect  # type: ignore[import-untyped]
 import psutil
 import pytest
 from forked_programs import Programs
+from interrupting import interrupt
 from live_daemon import FLEETCTL, REPO, LiveDaemon, until
 from live_fleet import LiveFleet, Verb, stays, view
 
@@ -284,7 +284,7 @@ def test_whoever_is_declined_stays_out(strangers: LiveFleet, verb: Begin, spoken
 def test_ctrl_c_closes_the_window(strangers: LiveFleet, verb: Begin) -> None:
     pair = verb(strangers["alpha"], "pair", "--yes")
     code = pair.event("code")["code"]
-    pair.process.send_signal(signal.SIGINT)
+    interrupt(pair.process)
     assert pair.end()[0] == 130
     until(lambda: not view(strangers["alpha"])["pairing"])
     assert verb(strangers["beta"], "join", code, "--yes", "--host", host_of(strangers, "alpha")).end()[0] != 0
@@ -294,7 +294,7 @@ def test_ctrl_c_closes_the_window(strangers: LiveFleet, verb: Begin) -> None:
 def test_ctrl_c_ends_the_search(strangers: LiveFleet, verb: Begin) -> None:
     join = verb(strangers["beta"], "join", "42-babab-babab", "--yes")
     join.event("searching")
-    join.process.send_signal(signal.SIGINT)
+    interrupt(join.process)
     assert join.end()[0] == 130
 
 
@@ -307,7 +307,7 @@ def test_a_joiner_that_leaves_at_the_question_is_not_let_in(
     join.event("searching")
     join.event("meeting")
     pair.expect("Is it on the other screen")
-    join.process.send_signal(signal.SIGINT)
+    interrupt(join.process)
     assert join.end()[0] == 130
     # Its daemon has left as well.
     port = strangers.peer_address("alpha")[1]

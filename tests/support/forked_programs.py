@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import importlib
 import json
@@ -43,6 +44,8 @@ _ABOVE = 600
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _NUMBER_BYTES = 4
 _BE_SUBREAPER = 36
+#: A forked daemon writes where its threads are to its log, and goes on.
+SAY_WHERE = signal.SIGUSR2
 # What the libraries found in the server's environment, and what a worker says of its arithmetic comes from.
 _LIBRARIES = ("MKL_CBWR", "KMP_BLOCKTIME", *_THREADS)
 
@@ -386,6 +389,9 @@ def become(start: _Start) -> int:
     sys.argv = [module, *command[3:]]
     if module == "fleetd":
         _fork_server()
+        # Into its log: a daemon that dies of a signal, or hangs before its log begins, is heard of too.
+        faulthandler.enable(2)
+        faulthandler.register(SAY_WHERE, 2)
     elif module == WORKER:
         os.environ.update(_found)
     code: int | None = importlib.import_module(ENTRIES[module]).main()

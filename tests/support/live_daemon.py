@@ -140,8 +140,12 @@ class LiveDaemon:
                 if self.status()["ready"]:
                     return self
             time.sleep(0.02)
-        self.stop()
-        raise AssertionError(self.log.read_text())
+        ended = self.process.poll()
+        if ended is None and self._programs is not None:
+            self.process.send_signal(forked_programs.SAY_WHERE)
+        state = "alive" if ended is None else f"ended with {ended}"
+        code = self.stop()
+        raise AssertionError(f"not ready: {state}, stopped with {code}\n{self.log.read_text()}")
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()

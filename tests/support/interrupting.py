@@ -1,0 +1,31 @@
+"""Ctrl-C at a program that waits.
+
+Between the last look at signals and the system call that waits, Python misses one: a person, who comes later,
+presses the keys again, a test would wait for ever.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Protocol
+
+import psutil
+from live_daemon import until
+
+_LIMIT_S = 60.0
+
+
+class Interrupted(Protocol):
+    pid: int
+
+    def send_signal(self, number: int, /) -> None: ...
+
+
+def once_it_waits(pid: int) -> None:
+    """Returns when the process's main thread sleeps."""
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING, _LIMIT_S)
+
+
+def interrupt(process: Interrupted) -> None:
+    once_it_waits(process.pid)
+    process.send_signal(signal.SIGINT)
