@@ -9,6 +9,7 @@ import msgspec
 from fleetctl.client import Client
 from fleetctl.exits import DaemonFailed
 from fleetd.control.fleet_view import FleetView
+from fleetd.text.decoding import from_plain
 
 T = TypeVar("T")
 
@@ -20,7 +21,7 @@ def read(value: Any, kind: type[T]) -> T:
         DaemonFailed: it does not have that form, so the daemon is of another version.
     """
     try:
-        return msgspec.convert(value, kind)
+        return from_plain(value, kind)
     except msgspec.ValidationError as error:
         raise DaemonFailed(
             f"The daemon's answer is not what this fleetctl knows: {error}.",

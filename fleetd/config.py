@@ -29,6 +29,7 @@ from fleetd.control.setting_view import SettingView
 from fleetd.errors import ConfigError
 from fleetd.limits import ANSWER_TOKENS, GIB, KIB, MEMBERS_CONFIGURED, MIB
 from fleetd.models.model_names import ModelNames
+from fleetd.text.decoding import from_plain
 
 DEFAULT_PORT = 8114
 DEFAULT_PEER_PORT = 8115
@@ -631,7 +632,7 @@ def _convert(key: SettingKey, value: Any, where: str, *, strict: bool) -> Any:
     if key.kind == "bytes" and isinstance(value, str):
         value = _bytes(value)
     try:
-        return msgspec.convert(value, key.type, strict=strict)
+        return from_plain(value, key.type, strict=strict)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"`{key.name}` from {where} has a value that cannot be used ({value!r}): "

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from fleetctl.answer import Answer, Options, ask
 from fleetctl.client import Client
 from fleetctl.replies import fetch_fleet
@@ -26,6 +24,7 @@ from fleetd import __version__, limits
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.control.hardware_proof import HardwareProof, LinkProof, ProofStep, TogetherProof
 from fleetd.errors import FleetError
+from fleetd.text.decoding import from_plain
 
 # Twice what its steps give themselves: a driver that hangs must not hold the terminal for ever.
 LIMIT_S = 1200.0
@@ -51,7 +50,7 @@ def prove(home: Path, client: Client | None, model: str, begun: Begun) -> tuple[
         errors += with_peers(client, model, fields, begun)
     fields |= {"fleetd": __version__, "seconds": time.monotonic() - start}
     failed = {step.name for step in fields["steps"] if step.error}
-    return msgspec.convert(fields, HardwareProof), [e for e in errors if e.partition(":")[0] in failed]
+    return from_plain(fields, HardwareProof), [e for e in errors if e.partition(":")[0] in failed]
 
 
 def run(command: Sequence[str], stderr: Any, limit_s: float = LIMIT_S) -> Iterable[str]:
@@ -79,7 +78,7 @@ def collect(lines: Iterable[str], begun: Begun) -> dict[str, Any]:
             begun(open_step)
             continue
         open_step = ""
-        fields["steps"].append(msgspec.convert(told["step"], ProofStep))
+        fields["steps"].append(from_plain(told["step"], ProofStep))
         for name, value in told["found"].items():
             fields[name] = fields.get(name, []) + value if isinstance(value, list) else value
     if open_step:

@@ -21,6 +21,7 @@ from fleetd.cache.machine_key import MachineKey
 from fleetd.errors import SealBroken
 from fleetd.sealed.chunks import HEADER_BYTES, TAG_BYTES, Opener, Sealer
 from fleetd.text.bounded import UNREADABLE
+from fleetd.text.decoding import from_msgpack
 
 VERSION = 1
 _MAGIC = b"fleetd kv"
@@ -129,7 +130,7 @@ def unseal(
             raise BlockDamaged(f"a header of {size} bytes")
         text = memoryview(bytearray(size))
         plain.fill(text)
-        header = msgspec.msgpack.decode(text, type=BlockHeader)
+        header = from_msgpack(text, BlockHeader)
         for target in targets(header):
             plain.fill(target)
         plain.end()

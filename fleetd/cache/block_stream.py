@@ -19,6 +19,7 @@ from fleetd.cache.read_ahead import ReadBlock, blocks_in_order
 from fleetd.errors import PeerLost, PeerWrong
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 from fleetd.text.bounded import UNREADABLE
+from fleetd.text.decoding import from_msgpack
 
 _LENGTH = struct.Struct("<I")
 Targets = Callable[[int, BlockHeader], Sequence[memoryview]]
@@ -62,7 +63,7 @@ def receive(
         if receiver.receive_into(text) != size:
             raise PeerWrong("It sent half a block.")
         try:
-            header = msgspec.msgpack.decode(text, type=BlockHeader)
+            header = from_msgpack(text, BlockHeader)
             buffers = targets(number, header)
         except (*UNREADABLE, BlockDamaged) as error:
             raise PeerWrong("It sent a block of another model or of another place in the prompt.") from error

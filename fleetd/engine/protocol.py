@@ -40,6 +40,7 @@ from fleetd.engine.sampling.constraint import Constraint, ConstraintText
 from fleetd.engine.sampling.parameters import Sampling as Sampling
 from fleetd.plan.prefill.split import Split
 from fleetd.text.bounded import Count, Logprob, Natural, Seconds, Share, Text
+from fleetd.text.decoding import msgpack_decoder
 
 # ---- What to generate ------------------------------------------------------------------------------------
 
@@ -891,8 +892,8 @@ class MessageDecoder:
     in it is out of range."""
 
     def __init__(self, kind: Any, *, unfit: bool = False) -> None:
-        self._decode = msgspec.msgpack.Decoder(kind).decode
-        self._unfit = msgspec.msgpack.Decoder(Unfit).decode if unfit else None
+        self._decode = msgpack_decoder(kind).decode
+        self._unfit = msgpack_decoder(Unfit).decode if unfit else None
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:

@@ -65,6 +65,7 @@ from fleetd.engine.streams.channel import ChannelThread
 from fleetd.errors import EngineError, FleetError, ModelUnsupported
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.startup import collector, import_index
+from fleetd.text.decoding import from_json
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -354,7 +355,7 @@ def main() -> int:
     parser.add_argument("--settings", required=True)
     parser.add_argument("--progress-fd", type=int, default=-1)
     arguments = parser.parse_args()
-    settings = msgspec.json.decode(arguments.settings, type=WorkerSettings)
+    settings = from_json(arguments.settings, WorkerSettings)
     # The daemon decides when a worker ends; a Ctrl-C in the terminal reaches the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = DaemonSocket(arguments.fd)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from fleetd import limits
+from fleetd.text.decoding import from_json
 
 
 class DeviceFacts(msgspec.Struct, frozen=True):
@@ -37,7 +38,7 @@ def ask_mlx() -> DeviceFacts:
         timeout=limits.DEVICE_ASK_S,
         check=True,
     )
-    return msgspec.json.decode(done.stdout, type=DeviceFacts)
+    return from_json(done.stdout, DeviceFacts)
 
 
 def ask_card(uuid: str) -> tuple[int, int]:

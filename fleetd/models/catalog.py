@@ -17,6 +17,7 @@ import msgspec
 
 from fleetd.control.model_facts import ModelPurpose
 from fleetd.limits import GIB
+from fleetd.text.decoding import from_toml
 
 Role = Literal["chat", "coding", "compressor", "draft", "embedding", "rerank"]
 # Work for which models are compared: the catalog marks the candidates.
@@ -120,7 +121,7 @@ class Catalog(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse(document: bytes) -> Catalog:
     """The catalog in a TOML document. Raises msgspec.DecodeError for a key or a value that it cannot have."""
-    return msgspec.toml.decode(document, type=Catalog)
+    return from_toml(document, Catalog)
 
 
 @cache

@@ -17,6 +17,7 @@ import msgspec
 from fleetd import limits
 from fleetd.errors import DownloadFailed, from_code
 from fleetd.models.pull_lines import PullLine
+from fleetd.text.decoding import from_json
 
 Line = TypeVar("Line", bound=PullLine)
 
@@ -77,7 +78,7 @@ async def _next_line(process: Process, kind: type[Line], what: str) -> Line | No
     try:
         async with asyncio.timeout(limits.PULL_SILENCE_S):
             raw = await stdout.readline()
-        return msgspec.json.decode(raw, type=kind) if raw else None
+        return from_json(raw, kind) if raw else None
     except TimeoutError:
         raise DownloadFailed(
             f"{what} said nothing for {limits.PULL_SILENCE_S:.0f} s and was ended.", hint="Try again."

@@ -20,6 +20,7 @@ from fleetd.errors import ModelCorrupt
 from fleetd.models.folder import Source
 from fleetd.models.json_files import PULL_AGAIN
 from fleetd.models.opening import open_regular, read_regular
+from fleetd.text.decoding import from_json
 
 FILE_NAME = "fleetd-manifest.json"
 _CHUNK_BYTES = 4 * limits.MIB
@@ -167,6 +168,6 @@ def load(file: Path) -> Manifest | None:
     except OSError as error:
         raise ModelCorrupt(f"{file} cannot be read: {error.strerror}.", hint=PULL_AGAIN) from None
     try:
-        return msgspec.json.decode(raw, type=Manifest)
+        return from_json(raw, Manifest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ModelCorrupt(f"{file} is damaged: {error}.", hint=PULL_AGAIN) from None

@@ -11,6 +11,7 @@ from fleetd import limits
 from fleetd.errors import InvalidValue
 from fleetd.process.observe import get_logger
 from fleetd.storage import durable
+from fleetd.text.decoding import from_json
 
 log = get_logger("fleetd.models")
 
@@ -51,7 +52,7 @@ class PinnedModels:
     def _read(self) -> list[str]:
         data = durable.read(self._path, limits.PINNED_MODELS_BYTES) or b"[]"
         try:
-            return msgspec.json.decode(data, type=list[str])[: limits.PINNED_MODELS]
+            return from_json(data, list[str])[: limits.PINNED_MODELS]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             log.warning("pinned.unreadable", file=str(self._path), error=str(error))
             return []

@@ -24,6 +24,7 @@ from fleetd.control.model_facts import ModelPurpose
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models.json_files import read_json
 from fleetd.models.opening import read_regular
+from fleetd.text.decoding import from_json
 
 Pooling = Literal["cls", "mean", "last", "max"]
 
@@ -160,7 +161,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
     if not file.exists():
         return []
     try:
-        steps = msgspec.json.decode(read_regular(file, limits.MODEL_CONFIG_BYTES), type=list[dict[str, Any]])
+        steps = from_json(read_regular(file, limits.MODEL_CONFIG_BYTES), list[dict[str, Any]])
     except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
         raise ModelCorrupt(f"{file} cannot be read: {error}.") from None
     found = []

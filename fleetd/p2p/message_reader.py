@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from fleetd.errors import ProtocolError
 from fleetd.text.bounded import UNREADABLE
+from fleetd.text.decoding import msgpack_decoder
 
 
 def reader(kind: Any, what: str, most_bytes: int | None = None) -> Callable[[bytes], Any]:
@@ -16,7 +15,7 @@ def reader(kind: Any, what: str, most_bytes: int | None = None) -> Callable[[byt
 
     ``what`` names the message in errors. Without ``most_bytes`` only the session bounds its size.
     """
-    decode = msgspec.msgpack.Decoder(kind).decode
+    decode = msgpack_decoder(kind).decode
 
     def read(body: bytes) -> Any:
         if most_bytes is not None and len(body) > most_bytes:

@@ -18,11 +18,12 @@ from fleetd import limits
 from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.process.observe import get_logger
 from fleetd.storage.store import Store, StoreUnavailable
+from fleetd.text.decoding import msgpack_decoder
 
 log = get_logger("fleetd.traces")
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Trace).decode
+_decode = msgpack_decoder(Trace).decode
 
 
 class Traces:

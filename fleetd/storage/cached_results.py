@@ -17,6 +17,7 @@ import msgspec
 from fleetd import limits
 from fleetd.errors import FleetError
 from fleetd.storage import durable
+from fleetd.text.decoding import from_json
 
 T = TypeVar("T")
 
@@ -60,13 +61,13 @@ class CachedResult(Generic[T]):
             raw = durable.read(self._file, self._most_bytes)
             if raw is None or len(raw) > self._most_bytes:
                 return None
-            file = msgspec.json.decode(raw, type=_File)
+            file = from_json(raw, _File)
             if hashlib.sha256(file.kept).hexdigest() != file.sha256:
                 return None
-            kept = msgspec.json.decode(file.kept, type=_StoredResult)
+            kept = from_json(file.kept, _StoredResult)
             if bytes(kept.basis) != self._basis:
                 return None
-            return msgspec.json.decode(kept.found, type=self._kind)
+            return from_json(kept.found, self._kind)
         except (FleetError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 

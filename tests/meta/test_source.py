@@ -182,6 +182,25 @@ def test_files_of_models_are_opened_in_one_place() -> None:
 # ---- Bounds ----------------------------------------------------------------------------------------------
 
 
+def test_kinds_are_decoded_in_one_place() -> None:
+    """msgspec learns a kind without a lock (fleetd/text/decoding.py)."""
+    found = [
+        f"{path}:{node.lineno}"
+        for path, tree in modules()
+        if path != Path("fleetd/text/decoding.py")
+        for node in walked(tree)
+        if isinstance(node, ast.Call)
+        and (
+            re.fullmatch(r"(msgspec\.)?(convert|(json|msgpack|toml|yaml)\.Decoder)", dotted(node.func))
+            or (
+                re.fullmatch(r"(msgspec\.)?(json|msgpack|toml|yaml)\.decode", dotted(node.func))
+                and any(keyword.arg == "type" for keyword in node.keywords)
+            )
+        )
+    ]
+    assert found == []
+
+
 def test_protocols_are_few() -> None:
     """One with a single class behind it ends the search for a definition in a corridor of doors."""
     found = {

@@ -7,7 +7,8 @@ presses the keys again, a test would wait for ever.
 from __future__ import annotations
 
 import signal
-from typing import Protocol
+import subprocess
+from typing import Any
 
 import psutil
 from live_daemon import until
@@ -15,17 +16,11 @@ from live_daemon import until
 _LIMIT_S = 60.0
 
 
-class Interrupted(Protocol):
-    pid: int
-
-    def send_signal(self, number: int, /) -> None: ...
-
-
 def once_it_waits(pid: int) -> None:
     """Returns when the process's main thread sleeps."""
     until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING, _LIMIT_S)
 
 
-def interrupt(process: Interrupted) -> None:
+def interrupt(process: subprocess.Popen[Any]) -> None:
     once_it_waits(process.pid)
     process.send_signal(signal.SIGINT)

@@ -19,6 +19,7 @@ from aiohttp.http import HttpVersion11
 from fleetd import limits
 from fleetd.api.http.allowed_values import allowed_words
 from fleetd.errors import BadRequest, InvalidValue, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
+from fleetd.text.decoding import from_json
 
 T = TypeVar("T")
 
@@ -114,14 +115,14 @@ def parse(data: bytes, kind: type[T]) -> T:
 
 def _decoded(data: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return from_json(data, kind)
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError:
         whole = _ESCAPES.sub(_without_half, data)
         if whole == data:
             raise
-        return msgspec.json.decode(whole, type=kind)
+        return from_json(whole, kind)
 
 
 def _without_half(escape: re.Match[bytes]) -> bytes:

@@ -12,6 +12,7 @@ from fleetd.api.kept_answers import KeptAnswers
 from fleetd.api.responses.bodies import InputItem
 from fleetd.api.responses.objects import Response
 from fleetd.errors import ResponseNotFound
+from fleetd.text.decoding import from_plain
 
 
 class KeptResponse(msgspec.Struct, frozen=True):
@@ -52,7 +53,7 @@ def keep(
         response,
         () if previous is None else previous.conversation,
         tuple(item if item.id else replace(item, id=f"item_{own}_{i}") for i, item in enumerate(asked)),
-        tuple(msgspec.convert(msgspec.to_builtins(response.output), list[InputItem])),
+        tuple(from_plain(msgspec.to_builtins(response.output), list[InputItem])),
         asked_bytes + len(msgspec.json.encode(response)) + (0 if previous is None else previous.n_bytes),
     )
     # A client may send items of earlier answers again; they stay theirs.

@@ -17,6 +17,7 @@ from fleetd.api.generation import answer_form, conversation
 from fleetd.api.generation.conversation import Plain
 from fleetd.api.responses.bodies import GrammarInput, ResponseTool
 from fleetd.errors import InvalidValue
+from fleetd.text.decoding import from_json
 
 # The one argument of a custom tool.
 _INPUT = "input"
@@ -144,7 +145,7 @@ def free_text(arguments: str) -> str:
     if found.begun:
         return found.text
     try:
-        fields = msgspec.json.decode(arguments, type=dict[str, str])
+        fields = from_json(arguments, dict[str, str])
     except msgspec.MsgspecError:
         return arguments
     return fields.get(_INPUT, next(iter(fields.values()), "") if len(fields) <= 1 else arguments)

@@ -29,6 +29,7 @@ from fleetd.api.responses.bodies import (
 from fleetd.api.responses.tools import ToolTable, as_arguments, full_name
 from fleetd.engine.protocol import ChatPrompt, Generate
 from fleetd.errors import InvalidValue, UnsupportedParameter
+from fleetd.text.decoding import from_plain
 
 # The reasoning of an answer, for clients that send back nothing else of it.
 _CARRIED = "fleetd:"
@@ -257,7 +258,7 @@ class _Items:
 def _output(item: InputItem, where: str) -> str:
     """What a tool gave back; what is no text is left out, with a note to the model."""
     try:
-        content = msgspec.convert(item.output, str | list[InputPart] | None)
+        content = from_plain(item.output, str | list[InputPart] | None)
     except msgspec.ValidationError:
         raise InvalidValue(f"{where}.output has to be a text or parts.", param=where) from None
     return conversation.joined(_texts(content, f"{where}.output", returned=True))

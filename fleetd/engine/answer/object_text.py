@@ -18,6 +18,7 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.answer.text_feed import BLANKS, Reading, TextFeed, words
 from fleetd.text.bounded import is_deeper
+from fleetd.text.decoding import from_json
 
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
@@ -84,7 +85,7 @@ def strict_object(text: str) -> str:
     """A JSON object that every parser takes: the text itself, its repaired form, or an object that holds the
     text under "arguments"."""
     try:
-        value = msgspec.json.decode(text, type=dict[str, Any])
+        value = from_json(text, dict[str, Any])
         if not is_deeper(value, limits.ARGUMENTS_DEPTH + 1):
             return text
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -22,6 +22,7 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.errors import ProtocolError
 from fleetd.text.bounded import Rate, Seconds
+from fleetd.text.decoding import msgpack_decoder
 
 _Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -218,7 +219,7 @@ class KeptTold(msgspec.Struct, frozen=True, array_like=True):
 _T = TypeVar("_T", RunStage, StageRan, KeptTold)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (RunStage, StageRan, KeptTold)
+    kind: msgpack_decoder(kind) for kind in (RunStage, StageRan, KeptTold)
 }
 
 

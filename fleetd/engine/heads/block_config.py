@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from fleetd.text.decoding import from_plain
+
 _KINDS = ("full_attention", "sliding_attention")
 
 
@@ -70,9 +72,7 @@ class BlockConfig(msgspec.Struct, frozen=True, kw_only=True):
             given.setdefault("markov_rank", 256)
             given.setdefault("is_causal", False)
         try:
-            found = msgspec.convert(
-                {name: given[name] for name in cls.__struct_fields__ if name in given}, cls
-            )
+            found = from_plain({name: given[name] for name in cls.__struct_fields__ if name in given}, cls)
         except msgspec.ValidationError as error:
             raise ValueError(f"its config does not fit: {error}") from None
         found._check(given)

@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import msgspec
 
 from fleetd.engine.cpu.packed_layers import table_rows
 from fleetd.engine.heads.assistant import Assistant, AssistantConfig
@@ -21,6 +20,7 @@ from fleetd.models.drafter_kinds import drafter_kind
 from fleetd.models.folder import read_config
 from fleetd.models.verify import verify
 from fleetd.models.weights import weight_files
+from fleetd.text.decoding import from_plain
 
 # Copies of the model's embedding and head, which some publishers add; and what guesses how sure a guess is.
 _UNUSED = ("embed_tokens.", "lm_head.", "confidence_head.")
@@ -46,7 +46,7 @@ def read_drafter(folder: Path, model: Any) -> BlockDrafter | Assistant:
                 drafter: BlockDrafter | Assistant = _block_drafter(config, model)
                 weights = _as_block(_tensors(folder))
             case "assistant":
-                drafter = Assistant(model, msgspec.convert(config, AssistantConfig))
+                drafter = Assistant(model, from_plain(config, AssistantConfig))
                 weights = _as_assistant(_tensors(folder), drafter)
             case None:
                 raise ModelUnsupported(f"{folder.name} is no drafter for hidden states.")

@@ -15,6 +15,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from fleetd.text.bounded import Natural
+from fleetd.text.decoding import from_plain
 
 # Ranges that an engine can work with; they hold wherever a request is decoded, also one from another machine.
 Temperature = Annotated[float, Meta(ge=0, le=5)]
@@ -64,7 +65,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
             if isinstance(value, float) and value.is_integer():
                 value = int(value)
             try:
-                found[field.name] = msgspec.convert(value, field.type)
+                found[field.name] = from_plain(value, field.type)
             except msgspec.ValidationError:
                 continue
         return cls(**found)

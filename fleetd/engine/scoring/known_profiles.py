@@ -20,6 +20,7 @@ from fleetd import limits
 from fleetd.engine.protocol import Profile
 from fleetd.storage.cached_results import CachedResult
 from fleetd.text.bounded import Natural
+from fleetd.text.decoding import from_json
 
 SHIPPED = "shipped_profiles.json"
 # Goes up with whatever makes another profile of the same model.
@@ -121,5 +122,5 @@ def _versions() -> dict[str, str]:
 def _shipped() -> dict[str, Profile]:
     """Shipped profiles by digest; none if the search has changed since they were made."""
     raw = resources.files(__package__).joinpath(SHIPPED).read_bytes()
-    file = msgspec.json.decode(raw, type=ShippedProfiles)
+    file = from_json(raw, ShippedProfiles)
     return {each.digest: each.found.profile for each in file.profiles} if file.algorithm == ALGORITHM else {}

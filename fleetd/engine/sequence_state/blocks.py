@@ -26,6 +26,7 @@ from fleetd.engine.sequence_state.row_memory import RowBuffer
 from fleetd.engine.sequence_state.shapes import AnyShape, KvShape, QuantisedShape, RowShape, RunningShape
 from fleetd.engine.sequence_state.whole_states import rotated, running
 from fleetd.text.bounded import UNREADABLE
+from fleetd.text.decoding import from_msgpack
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
 # The longest way to write how far one window has rotated.
@@ -173,7 +174,7 @@ class ArrivingSnapshot:
 
     def _rings(self) -> list[RingState]:
         try:
-            rings = msgspec.msgpack.decode(self._buffers[0], type=list[RingState])
+            rings = from_msgpack(self._buffers[0], list[RingState])
         except UNREADABLE as error:
             raise BlockDamaged(str(error)) from error
         at, windows = 1, []

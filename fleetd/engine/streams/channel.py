@@ -17,6 +17,7 @@ from fleetd import limits
 from fleetd.engine.protocol import StreamTag
 from fleetd.errors import EngineDied, ProtocolError
 from fleetd.sealed import handoff
+from fleetd.text.decoding import msgpack_decoder
 
 
 class SocketSender:
@@ -55,7 +56,7 @@ def receive_sockets(channel: socket.socket, taken: Callable[[StreamTag, socket.s
     Raises:
         ProtocolError: what came is no stream.
     """
-    decode = msgspec.msgpack.Decoder(StreamTag).decode
+    decode = msgpack_decoder(StreamTag).decode
     while True:
         try:
             body, sock = handoff.receive(channel)

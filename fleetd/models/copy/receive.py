@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import blake3
-import msgspec
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, PeerLost, ProtocolError
@@ -29,6 +28,7 @@ from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.models.reporter import Reporter
 from fleetd.models.verify import check_configs
 from fleetd.sealed.stream import SealedReceiver
+from fleetd.text.decoding import from_msgpack
 
 Connect = Callable[[list[CopyNeed]], contextlib.AbstractContextManager[SealedReceiver]]
 
@@ -195,7 +195,7 @@ def main() -> int:
     options = parser.parse_args()
 
     def work(daemon: DaemonLines, reporter: Reporter) -> str:
-        offer = msgspec.msgpack.decode(daemon.message()[0], type=CopyOffer)
+        offer = from_msgpack(daemon.message()[0], CopyOffer)
         connect = connecting(daemon, reporter)
         receive(offer, options.digest, options.name, options.models_dir, connect, reporter)
         return str(options.name)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import blake3
-import msgspec
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, PeerLost, ProtocolError
@@ -28,6 +27,7 @@ from fleetd.models.reporter import Reporter
 from fleetd.models.safetensors_header import read_header
 from fleetd.models.verify import check_configs
 from fleetd.sealed.stream import SealedReceiver
+from fleetd.text.decoding import from_msgpack
 
 
 def receive_part(order: PartOrder, models_dir: Path, connect: Connect, report: Report) -> None:
@@ -110,7 +110,7 @@ def main() -> int:
     options = parser.parse_args()
 
     def work(daemon: DaemonLines, reporter: Reporter) -> str:
-        order = msgspec.msgpack.decode(daemon.message()[0], type=PartOrder)
+        order = from_msgpack(daemon.message()[0], PartOrder)
         receive_part(order, options.models_dir, connecting(daemon, reporter), reporter)
         return order.name
 

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelRefused
 from fleetd.models import layer_files, manifest, names, verify
@@ -22,6 +20,7 @@ from fleetd.models.copy.messages import CopyNeed, SendOrder
 from fleetd.models.layer_files import FileContent, is_layer_file
 from fleetd.models.pull_lines import PullProgress, Report
 from fleetd.sealed.stream import SealedSender
+from fleetd.text.decoding import from_msgpack
 
 
 def send(order: SendOrder, sender: SealedSender, report: Report) -> None:
@@ -77,7 +76,7 @@ def _find(folder: Path, need: CopyNeed, homes: list[Path]) -> FileContent:
 
 def _work(daemon: DaemonLines, report: Report) -> str:
     body, sock = daemon.stream()
-    order = msgspec.msgpack.decode(body, type=SendOrder)
+    order = from_msgpack(body, SendOrder)
     with sock:
         send(order, SealedSender(sock, order.key, "acceptor", steady=True), report)
     return Path(order.folder).name

@@ -21,9 +21,10 @@ from fleetd import limits
 from fleetd.errors import ConfigError
 from fleetd.p2p.membership import keys
 from fleetd.storage import durable
+from fleetd.text.decoding import json_decoder
 
 _NodeId = Annotated[str, Meta(min_length=keys.ID_CHARS, max_length=keys.ID_CHARS)]
-_decode = msgspec.json.Decoder(list[_NodeId]).decode
+_decode = json_decoder(list[_NodeId]).decode
 
 
 class PromptRules:

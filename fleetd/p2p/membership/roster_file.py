@@ -22,15 +22,16 @@ from fleetd import limits
 from fleetd.errors import FleetError, RosterRefused
 from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.storage import durable
+from fleetd.text.decoding import json_decoder, msgpack_decoder
 
 _MAGIC = b"fleetd roster 1\n"
 _HASH_BYTES = 32
-_decode = msgspec.msgpack.Decoder(list[RosterRecord]).decode
+_decode = msgpack_decoder(list[RosterRecord]).decode
 
 _Host = Annotated[str, Meta(max_length=limits.PEER_NAME_CHARS)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
 _Addresses = Annotated[list[tuple[_Host, _Port]], Meta(max_length=limits.ADDRESSES_PER_PEER)]
-_decode_addresses = msgspec.json.Decoder(
+_decode_addresses = json_decoder(
     Annotated[dict[str, _Addresses], Meta(max_length=limits.ROSTER_MEMBERS)]
 ).decode
 

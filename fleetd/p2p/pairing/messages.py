@@ -13,6 +13,7 @@ from fleetd.errors import PairingFailed
 from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.pairing.key_agreement import MAC_BYTES, SPAKE_BYTES, TAG_BYTES
 from fleetd.text.bounded import UNREADABLE
+from fleetd.text.decoding import msgpack_decoder
 
 # The oldest and the newest version of this exchange that this program supports.
 VERSIONS = (1, 1)
@@ -66,7 +67,7 @@ class Refuse(Struct, frozen=True, array_like=True, tag=7):
 
 
 Message = PairingHello | PakeShare | Confirm | Proof | Records | PairingFinished | Refuse
-_decode = msgspec.msgpack.Decoder(Message).decode
+_decode = msgpack_decoder(Message).decode
 encode = msgspec.msgpack.encode
 
 

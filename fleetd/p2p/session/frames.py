@@ -19,6 +19,7 @@ from msgspec import Meta, Struct, msgpack
 from fleetd import limits
 from fleetd.errors import ProtocolError
 from fleetd.text.bounded import UNREADABLE
+from fleetd.text.decoding import msgpack_decoder
 
 # The oldest and the newest version that this program supports.
 PROTOCOL_VERSIONS = (1, 1)
@@ -119,7 +120,7 @@ Frame = Hello | Ping | Pong | Open | DataFrame | End | CancelFrame | WindowFrame
 
 _LENGTH = struct.Struct(">I")
 _encode = msgpack.Encoder().encode
-_decode: Callable[[memoryview], Frame] = msgpack.Decoder(Frame).decode
+_decode: Callable[[memoryview], Frame] = msgpack_decoder(Frame).decode
 
 
 def encode(frame: Frame) -> bytes:
