@@ -477,7 +477,7 @@ class DaemonParts:
             finished=machine.metrics.served,
         )
         dialer = BulkDialer(node)
-        assists = AssistServer(dialer, machine.pool, context)
+        assists = AssistServer(dialer, machine.pool, context, label=self.origins.label)
         blocks = BlockServer(
             dialer,
             machine.disk_cache,

@@ -558,6 +558,8 @@ SHARE_LEFT_S = 60.0
 # Prompts that were shared in vain, of which nothing could be kept: a worker reads the last so many alone at
 # the next try, since that can be kept half way.
 SHARE_LOST_PROMPTS = 16
+# Of so many of other machines' prompts a helper may keep rows, and a machine notes so many of a model.
+SHARE_WARM_PROMPTS = 16
 # A helper that hears nothing for this long gives up what it helps with. Only a last resort: who it helps, or
 # a broken connection, says so much earlier.
 SHARE_IDLE_S = 60.0

@@ -38,7 +38,7 @@ from fleetd.control.model_facts import MeasuredSpeed, ModelShape
 from fleetd.control.prefill_trace import GroupStage, Speculated
 from fleetd.engine.sampling.constraint import Constraint, ConstraintText
 from fleetd.engine.sampling.parameters import Sampling as Sampling
-from fleetd.plan.prefill.split import Split
+from fleetd.plan.prefill.split import Split, WarmRows
 from fleetd.text.bounded import Count, Logprob, Natural, Seconds, Share, Text
 from fleetd.text.decoding import msgpack_decoder
 
@@ -133,6 +133,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     ``tells_blocks``: once the prompt is read, a KvStored says which blocks it fills.
     ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
     ``ignore_eos``: end tokens do not end the answer, and have no text.
+    ``warm``: rows that helpers have of earlier prompts; Accepted says which are of this one's cached prefix.
     ``min_tokens``: before the answer has so many, no end token is chosen and no stop string looked for.
     ``call_pieces``: tell the arguments of tool calls while they are written, if their format is known.
     """
@@ -145,6 +146,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     top_logprobs: Logprobs | None = None
     echo: bool = False
     shared: bool = False
+    warm: Annotated[list[WarmRows], Meta(max_length=limits.SHARE_WARM_PROMPTS)] = []
     keep: Keep | None = None
     # None: as the settings have it.
     speculate: Speculate | None = None
@@ -187,6 +189,7 @@ class PrefillWithHelpers(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tr
     where layers are split and its own part is not empty, "in" (hidden states from the last helper).
     ``predicted_s``: what the plan expects from here to the end of the prefill; helpers that are much later
     are given up. ``exact``: helpers' bytes must be this machine's own. ``origins``: the helpers' labels.
+    ``warm``: by helper, the rows of the cached prefix that it still has; none of them if it is empty.
     """
 
     id: str
@@ -194,6 +197,7 @@ class PrefillWithHelpers(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tr
     predicted_s: Seconds
     exact: bool = False
     origins: list[str] = []
+    warm: list[WarmRows | None] = []
 
 
 class PrefillAlone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -203,18 +207,22 @@ class PrefillAlone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     reason: str = ""
 
 
-class AssistPrefill(msgspec.Struct, frozen=True, tag=True):
+class AssistPrefill(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Do machine ``rank``'s part of a split; answered by Accepted once its memory is reserved, then by
     Assisted, or by Failed.
 
     Its streams are "home" (to the machine that answers) and between neighbours in the chain "in" and "out":
     where layers are split they carry hidden states (the last helper's "out" ends at the machine that answers,
     and is absent if that one's part is empty), where tokens are split the keys and values of all before.
+    ``home``: the label of the machine that answers, for which rows may be kept; none are if it is "".
+    ``warm``: rows that it has kept for that one, by what that one knows.
     """
 
     id: str
     split: Split
     rank: int
+    home: str = ""
+    warm: WarmRows | None = None
 
 
 class ServeStage(msgspec.Struct, frozen=True, tag=True):
@@ -472,6 +480,10 @@ class Accepted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     states: Natural = 0
     # As in Tokenized.
     tools_by_grammar: bool = False
+    # Which of Generate's ``warm`` are of this prompt's cached prefix.
+    warm: Annotated[list[Natural], Meta(max_length=limits.SHARE_WARM_PROMPTS)] = []
+    # Of an AssistPrefill: its ``warm`` rows are there.
+    is_warm: bool = False
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -508,13 +520,16 @@ class PrefillReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     code: Text = ""
     reason: Text = ""
     verified: Natural = 0
+    # By helper, ``WarmRows.prefix`` of what it has had in the end; empty if sharing did not end as planned.
+    prefixes: list[bytes] = []
 
 
 class Assisted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A part of another machine's prefill is computed and sent."""
+    """A part of another machine's prefill is computed and sent. ``kept``: its rows stay for a while."""
 
     id: str
     steps: list[StepTime]
+    kept: bool = False
 
 
 class DraftReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

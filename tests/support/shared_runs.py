@@ -24,6 +24,7 @@ from fleetd.engine.shared_prefill.fingerprint import any_chunks
 from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
+from fleetd.engine.shared_prefill.warm_store import WarmCaches
 from fleetd.errors import FleetError
 from fleetd.plan.prefill.split import Split
 
@@ -70,15 +71,20 @@ def staged(model: Any) -> tuple[Stage, KvLayout]:
     return _stages[id(model)][1:]
 
 
+def keep_prefix(model: Any, tokens: Sequence[int], cache: list[Any]) -> None:
+    """What ``prefix_of`` gives for these tokens from now on."""
+    store = PrefixCache(1 << 30)
+    store.store(list(tokens), cache)
+    _stores[id(model), tuple(tokens)] = model, store
+
+
 def prefix_of(model: Any, tokens: Sequence[int], cached: int) -> Any:
     """The first ``cached`` tokens' caches as the prefix cache gives them; None for none."""
     if not cached:
         return None
     key = id(model), tuple(tokens[:cached])
     if key not in _stores:
-        store = PrefixCache(1 << 30)
-        store.store(list(tokens[:cached]), prefilled(model, tokens[: cached + 1], 29).cache)
-        _stores[key] = model, store
+        keep_prefix(model, tokens[:cached], prefilled(model, tokens[: cached + 1], 29).cache)
     hit = _stores[key][1].fetch(list(tokens))
     assert hit.tokens == cached
     return hit.cache
@@ -101,12 +107,18 @@ class SharedRun:
     borders: Sequence[int] | None = None
     # Every helper has the weights of its own layers only.
     stages: bool = False
+    # Of a longer prompt than the split's, its first tokens.
+    begins: Sequence[int] | None = None
+    # By helper, what it has of an earlier turn.
+    warm: Sequence[WarmCaches | None] = ()
     # Of the tokens that are checked later; by itself the same ones in every run.
     draw: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
         split = self.split
-        self.tokens = list(prompt(split.tokens + 1))
+        # By helper, what it can keep for the next turn.
+        self.left: list[WarmCaches] = []
+        self.tokens = list(self.begins or prompt(split.tokens + 1))[: split.tokens + 1]
         self.streams = Streams(split.helpers, tampers=self.tampers)
         self.streams.events.fatal = self.fatal
         stage, layout = staged(self.model)
@@ -115,7 +127,13 @@ class SharedRun:
             layout,
             self.tokens,
             prefix_of(self.model, self.tokens, split.cached),
-            PrefillWithHelpers("a", split, self.predicted_s, self.exact),
+            PrefillWithHelpers(
+                "a",
+                split,
+                self.predicted_s,
+                self.exact,
+                warm=[one.rows if one is not None else None for one in self.warm],
+            ),
             self.streams.of(-1),
             any_chunks=any_chunks(stage, layout, self.device),
             draw=self.draw,
@@ -129,8 +147,9 @@ class SharedRun:
             own = self.split.layers_of(rank)
             stage = stage.part(own.start, own.stop)
             layout = KvLayout.of(stage)
-        assist = AssistPrefill("a", self.split, rank)
-        return HelperPrefill(stage, layout, assist, self.streams.of(rank), clock=self.clock)
+        warm = self.warm[rank] if self.warm else None
+        assist = AssistPrefill("a", self.split, rank, "home", warm.rows if warm is not None else None)
+        return HelperPrefill(stage, layout, assist, self.streams.of(rank), warm=warm, clock=self.clock)
 
     def turns(self, order: Callable[[int], Sequence[int]] | None = None) -> Iterator[None]:
         """One turn of everybody at a time, until the prompt is prefilled. Raises what home's step raises.
@@ -162,6 +181,7 @@ class SharedRun:
         for helper in self.helpers:
             while not helper.finished:
                 helper.step()
+            self.left.append(helper.warm)
             helper.close()
         self.home.close()
         return self.home
@@ -191,7 +211,7 @@ _known: dict[tuple[Any, ...], tuple[Any, list[Any], bytes]] = {}
 def local(run: SharedRun) -> tuple[list[Any], bytes]:
     """The caches of the prompt prefilled here alone, and the logits of its last token."""
     split = run.split
-    key = (id(run.model), split.cached, split.tokens, split.chunk, split.places)
+    key = (id(run.model), tuple(run.tokens), split.cached, split.chunk, split.places)
     if key not in _known:
         cache = run.local().cache
         logits = run.decoded([copy_on_write(layer) for layer in cache])

@@ -27,6 +27,7 @@ from fleetd.engine.protocol import (
     Cancel,
     DraftFor,
     Failed,
+    ForgetOrigins,
     FreeMemory,
     Heartbeat,
     Report,
@@ -61,6 +62,7 @@ class ComputeLoop(ABC):
             sharable=self.sharable,
             context_tokens=self.context_tokens,
             budget=self.budget,
+            spare_bytes=lambda: self._spare_bytes,
             streams=self.streams,
             emit=self.emit,
         )
@@ -138,6 +140,7 @@ class ComputeLoop(ABC):
         """A step of each kind of work."""
 
     def _turn_guests(self, chunk_tokens: int) -> None:
+        self._helpers.trim()
         for guests in self.guests:
             guests.turn(chunk_tokens)
 
@@ -154,11 +157,15 @@ class ComputeLoop(ABC):
                 self._free_memory(prompts)
             case TakenElsewhere(n_bytes):
                 self._lose(n_bytes)
+                self._helpers.trim()
+            case ForgetOrigins(labels):
+                self._helpers.warm.forget(labels)
             case _:
                 pass  # for workers that have the whole model
 
     def _free_memory(self, prompts: bool) -> None:
         """Give back what is kept for later only; a loop that keeps prompts overrides it."""
+        self._helpers.warm.trim(0)
         if prompts:
             for tier in self._stages.tiers:
                 tier.free_memory()
@@ -168,6 +175,11 @@ class ComputeLoop(ABC):
     def _lose(self, n_bytes: int) -> None:
         """Other workers hold so much of what this one was given."""
         self.budget.taken_elsewhere_bytes = n_bytes
+
+    @property
+    def _spare_bytes(self) -> int:
+        """Memory that nothing wants now, for rows of other machines' earlier prompts."""
+        return max(0, self.budget.budget_bytes - self.budget.taken_elsewhere_bytes - self.budget.used_bytes)
 
     def _cancel_guest(self, task_id: str) -> bool:
         """End a guest's task. False if there is none with this id."""

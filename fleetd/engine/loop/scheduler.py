@@ -262,6 +262,7 @@ class Scheduler(ComputeLoop):
                 self._idle_until_s = time.monotonic() + seconds
             case ForgetOrigins(labels):
                 self.prefix.forget(labels)
+                super()._take_item(item)
             case WriteNow():
                 if self.disk is not None:
                     self.disk.writer.write_now()
@@ -282,6 +283,10 @@ class Scheduler(ComputeLoop):
         self.prefix.max_bytes = max(0, self._prefix_bytes - n_bytes)
         self.prefix.trim(self.prefix.max_bytes)
         super()._lose(max(0, n_bytes - self._prefix_bytes))
+
+    @property
+    def _spare_bytes(self) -> int:
+        return max(0, self.prefix.max_bytes - self.prefix.nbytes)
 
     def _attach_drafts(self) -> None:
         """Give sequences the draft streams that came for them."""

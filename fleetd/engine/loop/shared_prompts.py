@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from fleetd import limits
 from fleetd.engine.failures import typed
@@ -31,6 +33,7 @@ from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
 from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import InvalidValue, PeerUnreachable
+from fleetd.plan.prefill.split import WarmRows, prefix_hashes
 
 
 @dataclass
@@ -77,6 +80,7 @@ class SharedPrompts:
                 states=states,
                 dense_reason=sequence.dense_reason,
                 tools_by_grammar=sequence.prepared.tools_by_grammar,
+                warm=_warm(sequence.prepared.request.warm, tokens[: hit.tokens]),
             )
         )
         return True
@@ -147,8 +151,9 @@ class SharedPrompts:
     def finish(self, sequence: ScheduledSequence, shared: SharedPrefill) -> None:
         """Report how sharing went, and close the streams."""
         steps = shared.steps
+        prefixes = shared.prefixes
         self.end(sequence)
-        self.emit(PrefillReport(sequence.id, steps))
+        self.emit(PrefillReport(sequence.id, steps, prefixes=prefixes))
 
     def lost(self, sequence: ScheduledSequence) -> None:
         """It ended half way, and nothing that was read of it with helpers could be kept."""
@@ -184,3 +189,11 @@ class SharedPrompts:
             self.give_up(sequence, error)
             return
         sequence.begin_with(shared, hit)
+
+
+def _warm(known: Sequence[WarmRows], cached: list[int]) -> list[int]:
+    """Which of ``known`` are of the first tokens of ``cached``."""
+    fitting = [rows for rows in known if rows.tokens <= len(cached)]
+    ends = sorted({rows.tokens for rows in fitting})
+    hashes = prefix_hashes(np.array(cached, "<i4").tobytes(), ends)
+    return [at for at, rows in enumerate(known) if hashes.get(rows.tokens) == rows.prefix]

@@ -3,7 +3,7 @@
 Pure. A sender takes its heads from here and a receiver refuses every other, so that neither has to trust the
 other for where a number belongs. With C chunks, L the helper's layers, [a, b) its tokens:
 
-    home → helper      TOKENS, then of [0, cached) per cache ROWS or STATE
+    home → helper      TOKENS, then per cache ROWS of [warm, cached), or STATE; it has the rows before warm
     layers: helper → home       per chunk, per cache with a row per token ROWS; then SNAPSHOTs, where some are
                                 due; at the end per other cache STATE; DONE
             helper → next       per chunk HIDDEN
@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from fleetd.engine.streams.frames import NO_PREFIX, Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
-from fleetd.plan.prefill.split import TOKEN_BYTES, Split, SplitKind, prefix_hashes
+from fleetd.plan.prefill.split import TOKEN_BYTES, Split, SplitKind, WarmRows, prefix_hashes
 
 # A cache that rotates makes room in steps of this many rows, as mlx-lm has it.
 _STEP = 256
@@ -77,12 +77,14 @@ def helper_streams(split: Split, rank: int) -> list[str]:
 # ---- The lists -------------------------------------------------------------------------------------------
 
 
-def to_helper(split: Split, rank: int, sizes: Sizes) -> Iterator[FrameHeader]:
-    """The frames from home to helper ``rank``."""
+def to_helper(split: Split, rank: int, sizes: Sizes, warm: WarmRows | None = None) -> Iterator[FrameHeader]:
+    """The frames from home to helper ``rank``, which has the rows ``warm`` already."""
     yield FrameHeader(Kind.TOKENS, 0, 0, split.tokens, (TOKEN_BYTES * split.tokens, 0))
     if split.cached:
         for layer in split.layers_of(rank):
-            yield from _kept(layer, 0, split.cached, sizes)
+            there = 0 if warm is None else warm.of(layer)
+            heads = _kept(layer, there, split.cached, sizes)
+            yield from (head for head in heads if head.count or not _is_rows(head))
 
 
 def to_home(split: Split, rank: int, sizes: Sizes) -> Iterator[FrameHeader]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from fleetd import limits
 from fleetd.engine.guests import Guests, GuestTask
@@ -11,6 +11,7 @@ from fleetd.engine.protocol import Accepted, Assisted, AssistPrefill
 from fleetd.engine.shared_prefill.frame_schedule import helper_streams
 from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.shared_prefill.warm_store import WarmCaches, WarmStore
 from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import InvalidValue, ModelUnsupported, Overloaded
 from fleetd.plan.prefill.split import checked
@@ -20,12 +21,19 @@ _Task = GuestTask[AssistPrefill, HelperPrefill]
 
 @dataclass(kw_only=True)
 class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
-    """``sharable``: the layers of the model that this worker has; None if the model cannot be cut."""
+    """``sharable``: the layers of the model that this worker has; None if the model cannot be cut.
+
+    ``spare_bytes``: memory that nothing else wants now, for rows of earlier prompts.
+    """
 
     failure = "This part of a prompt could not be computed"
 
     sharable: Sharable | None
     context_tokens: int
+    spare_bytes: Callable[[], int] = lambda: 0
+    warm: WarmStore = field(default_factory=WarmStore, init=False)
+    # What was found for parts that have not ended.
+    _warm_of: dict[str, WarmCaches] = field(default_factory=dict, init=False)
 
     def admit(self, command: AssistPrefill) -> tuple[_Task, Accepted]:
         split, rank = checked(command.split), command.rank
@@ -49,7 +57,17 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
         tokens = split.tokens_of(rank).stop
         held = min(stage.last, total) - stage.first
         self.budget.lend(command.id, self.budget.sizes.of(tokens) * len(layers) // held)
-        return _Task(command), Accepted(command.id, split.tokens, split.cached, split.chunk)
+        self.trim()
+        there = self.warm.find(command.home, command.warm)
+        if there is not None and there.rows.tokens <= split.cached:
+            self._warm_of[command.id] = there
+        is_warm = command.id in self._warm_of
+        return _Task(command), Accepted(command.id, split.tokens, split.cached, split.chunk, is_warm=is_warm)
+
+    def trim(self) -> None:
+        """Let go of rows of earlier prompts whose memory something else wants now."""
+        if self.warm:
+            self.warm.trim(self.spare_bytes())
 
     @property
     def _sharable(self) -> Sharable:
@@ -62,10 +80,22 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
 
     def begin_work(self, task: _Task, streams: HandedOverStreams) -> HelperPrefill:
         sharable = self._sharable
-        return HelperPrefill(sharable.stage, sharable.layout, task.command, streams.connect(task.id))
+        return HelperPrefill(
+            sharable.stage,
+            sharable.layout,
+            task.command,
+            streams.connect(task.id),
+            warm=self._warm_of.get(task.id),
+        )
 
     def advance(self, task: _Task, work: HelperPrefill, chunk_tokens: int) -> Assisted | None:
         """``chunk_tokens`` has no effect: the split says how the prompt is cut."""
         if not work.finished:
             work.step()
-        return Assisted(task.id, work.steps) if work.finished else None
+        if not work.finished:
+            return None
+        kept = self.warm.keep(work.warm, self.spare_bytes(), instead_of=self._warm_of.get(task.id))
+        return Assisted(task.id, work.steps, kept)
+
+    def on_end(self, task: _Task) -> None:
+        self._warm_of.pop(task.id, None)

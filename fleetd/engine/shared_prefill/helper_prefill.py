@@ -3,7 +3,8 @@
     home ── tokens, cached prefix ──► this helper ── keys and values ──► home
                    the one before ──►             ── hidden states, or rows so far ──► the one after
 
-Nothing of it stays here. The loop asks ``ready``, then ``step``, until it is ``finished``.
+Nothing of it stays here but what ``warm`` gives. The loop asks ``ready``, then ``step``, until it is
+``finished``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.helper_work import helper_work
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.step_times import HelperTimes
+from fleetd.engine.shared_prefill.warm_store import WarmCaches
 from fleetd.engine.streams.frames import HEAD_BYTES, Connect, FramePipe
 from fleetd.errors import FleetError, InvalidValue, PeerLost, from_code
-from fleetd.plan.prefill.split import checked
+from fleetd.plan.prefill.split import WarmRows, checked
 
 # What may be unsent of a stream whose other end leaves, having all that it needs: the last head and the end.
 _TAIL_BYTES = HEAD_BYTES + limits.KIB
@@ -33,6 +35,7 @@ class HelperPrefill:
 
     Args:
         stage: a model, or the part of one that has the layers; ``layout`` is ``KvLayout.of`` it.
+        warm: rows of an earlier prompt that are here, as ``assist.warm`` names them.
         connect: opens this assist's streams. Its pipes wake the scheduler, which then asks ``ready`` again.
         clock: monotonic seconds.
 
@@ -47,6 +50,7 @@ class HelperPrefill:
         assist: AssistPrefill,
         connect: Connect,
         *,
+        warm: WarmCaches | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         split, rank = checked(assist.split), assist.rank
@@ -55,7 +59,8 @@ class HelperPrefill:
                 f"Helper {rank} of {split} has no part in a model of {stage.prefilled} layers."
             )
         self._split, self._layout, self._clock = split, layout, clock
-        self._work = helper_work(stage, layout, split, rank)
+        self._home, self._warm = assist.home, warm
+        self._work = helper_work(stage, layout, split, rank, warm)
         self._times = HelperTimes(clock)
         self._hashes: dict[int, bytes] = {}
         self._error: FleetError | None = None
@@ -74,7 +79,8 @@ class HelperPrefill:
 
     def _open(self, connect: Connect, rank: int) -> None:
         split, layout, work = self._split, self._layout, self._work
-        streams = {"home": frame_schedule.to_helper(split, rank, layout)}
+        warm = None if self._warm is None else self._warm.rows
+        streams = {"home": frame_schedule.to_helper(split, rank, layout, warm)}
         if rank:
             streams["in"] = frame_schedule.to_next(split, rank - 1, layout)
         if split.has_next(rank):
@@ -193,6 +199,7 @@ class HelperPrefill:
             pipe.close()
         self._work.row_buffers.clear()
         self._work.caches.clear()
+        self._work.whole.clear()
 
     # ---- results ---------------------------------------------------------------------------------------
 
@@ -201,3 +208,10 @@ class HelperPrefill:
         """Where the time went until now, in seconds and bytes."""
         self._times.sent = sum(writer.sent for writer in self._writers.values())
         return self._times.steps()
+
+    @property
+    def warm(self) -> WarmCaches:
+        """What the next turn of this conversation can go on from, here. Only once it is ``finished``."""
+        layers, tokens = self._work.layers, self._work.tokens.stop
+        rows = WarmRows(tokens, layers.start, layers.stop, self._hashes[tokens])
+        return WarmCaches(self._home, rows, dict(self._work.whole))

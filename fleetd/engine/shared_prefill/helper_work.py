@@ -10,6 +10,7 @@ No streams, no clock: ``helper_prefill.HelperPrefill`` has them.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -28,9 +29,10 @@ from fleetd.engine.shared_prefill.frame_schedule import snapshot_parts
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.passes import LayerMajor
+from fleetd.engine.shared_prefill.warm_store import WarmCaches
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
-from fleetd.plan.prefill.split import Split, SplitKind
+from fleetd.plan.prefill.split import Split, SplitKind, prefix_hashes
 
 
 class _HelperWork:
@@ -41,8 +43,10 @@ class _HelperWork:
     how much is done.
     """
 
-    def __init__(self, stage: Stage, layout: KvLayout, split: Split, rank: int) -> None:
-        self.layout, self.split, self.rank = layout, split, rank
+    def __init__(
+        self, stage: Stage, layout: KvLayout, split: Split, rank: int, warm: WarmCaches | None = None
+    ) -> None:
+        self.layout, self.split, self.rank, self._warm = layout, split, rank, warm
         self.layers = split.layers_of(rank)
         self.stage = stage.part(self.layers.start, self.layers.stop)
         self.tokens = split.tokens_of(rank)
@@ -56,8 +60,12 @@ class _HelperWork:
             for layer, each in zip(self.layers, self.stage.empty, strict=True)
             for part, cache in enumerate(parts(each))
         }
+        # Caches with a row per token, once they hold all of this helper's tokens.
+        self.whole: dict[Place, Any] = {}
         # Caches whose cached prefix has not come yet.
         self.lacking = set(empty) if split.cached else set()
+        if warm is not None and warm.rows.tokens == split.cached:
+            self.lacking -= set(warm.caches)
         self.states = States(empty, layout, split)
 
     def allocate(self, *, arriving: bool) -> None:
@@ -66,7 +74,8 @@ class _HelperWork:
             self.caches[layer] = list(parts(made))
             for part, shape in enumerate(self.layout.parts(layer)):
                 if isinstance(shape, KvShape) and shape.in_rows:
-                    cache = preallocated(shape, self.tokens.stop)
+                    before = None if self._warm is None else self._warm.caches.get((layer, part))
+                    cache = preallocated(shape, self.tokens.stop, before)
                     self.caches[layer][part] = cache
                     if arriving or self.split.cached:
                         self.row_buffers[layer, part] = RowBuffer(cache)
@@ -74,6 +83,12 @@ class _HelperWork:
     def cache(self, layer: int) -> Any:
         """What a layer keeps, as its model takes it."""
         return assembled(self.stage.empty[layer - self.stage.first], self.caches[layer])
+
+    def hold(self, layer: int, caches: Sequence[Any]) -> None:
+        """Remember the rows of a layer that is computed and sent."""
+        for part, (cache, shape) in enumerate(zip(caches, self.layout.parts(layer), strict=True)):
+            if shape.in_rows:
+                self.whole[layer, part] = cache
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
         """The memory for an expected frame's payload. Called on a reader thread."""
@@ -88,6 +103,10 @@ class _HelperWork:
 
     def take_tokens(self, frame: Frame) -> mx.array:
         ids = np.frombuffer(frame.buffers[0], "<i4")
+        if self._warm is not None:
+            known = self._warm.rows
+            if prefix_hashes(bytes(frame.buffers[0]), [known.tokens])[known.tokens] != known.prefix:
+                raise ProtocolError("On home came other tokens than those whose rows are here.")
         if self.stage.first == 0:
             # An embedding does not check its indices.
             vocabulary = table_rows(self.stage.weights.embed_tokens)
@@ -110,8 +129,10 @@ class _HelperWork:
 class LayersOfHelper(_HelperWork):
     """Work of a helper that runs some layers on all new tokens."""
 
-    def __init__(self, stage: Stage, layout: KvLayout, split: Split, rank: int) -> None:
-        super().__init__(stage, layout, split, rank)
+    def __init__(
+        self, stage: Stage, layout: KvLayout, split: Split, rank: int, warm: WarmCaches | None = None
+    ) -> None:
+        super().__init__(stage, layout, split, rank, warm)
         self._chunks = deque(split.chunks_of(rank))
         self._n_chunks = len(self._chunks)
         self._hidden: deque[mx.array] = deque()
@@ -165,6 +186,8 @@ class LayersOfHelper(_HelperWork):
         if not self._chunks:
             for cache in self._kept(in_rows=False):
                 home.cache(cache)
+            for layer in self.layers:
+                self.hold(layer, self.caches[layer])
 
     def _kept(self, *, in_rows: bool) -> list[Any]:
         """The caches that have a row per token, or those that have not, in the order of their frames."""
@@ -179,8 +202,10 @@ class LayersOfHelper(_HelperWork):
 class TokensOfHelper(_HelperWork):
     """Work of a helper that runs all layers on some of the tokens."""
 
-    def __init__(self, stage: Stage, layout: KvLayout, split: Split, rank: int) -> None:
-        super().__init__(stage, layout, split, rank)
+    def __init__(
+        self, stage: Stage, layout: KvLayout, split: Split, rank: int, warm: WarmCaches | None = None
+    ) -> None:
+        super().__init__(stage, layout, split, rank, warm)
         self._major: LayerMajor | None = None
         # Frames of the tokens before this helper's, but for the cached ones.
         self._frames = 0
@@ -231,7 +256,9 @@ class TokensOfHelper(_HelperWork):
         self.send_snapshots(layer, tokens.stop, home)
         if ended:
             # Only the streams need them now, and free them as they go.
-            for cache in self.caches.pop(layer):
+            ended_caches = self.caches.pop(layer)
+            self.hold(layer, ended_caches)
+            for cache in ended_caches:
                 if following is not None:
                     following.cache(cache)
                 home.cache(cache)
@@ -243,6 +270,8 @@ _WORK: dict[SplitKind, type[LayersOfHelper | TokensOfHelper]] = {
 }
 
 
-def helper_work(stage: Stage, layout: KvLayout, split: Split, rank: int) -> LayersOfHelper | TokensOfHelper:
-    """The work of helper ``rank`` of ``split``."""
-    return _WORK[split.kind](stage, layout, split, rank)
+def helper_work(
+    stage: Stage, layout: KvLayout, split: Split, rank: int, warm: WarmCaches | None = None
+) -> LayersOfHelper | TokensOfHelper:
+    """The work of helper ``rank`` of ``split``. ``warm``: rows that are here already."""
+    return _WORK[split.kind](stage, layout, split, rank, warm)

@@ -78,6 +78,7 @@ class SharedPrefill:
         ids = np.array(tokens[:-1], "<i4")
         self.tokens = tokens
         self._predicted_s, self._split, self._clock = share.predicted_s, split, clock
+        self._warm = share.warm
         self._work = home_work(stage, layout, split, mx.array(ids)[None], prefix)
         self._hashes = frame_schedule.prefixes(split, ids.tobytes())
         self._error: FleetError | None = None
@@ -320,12 +321,12 @@ class SharedPrefill:
             incoming = Incoming(name, frame_schedule.to_home(split, rank, layout), layout, self._buffers)
             self._incoming[name] = incoming
             pipe = self._pipes[name] = connect(name, incoming.place)
-            out = FrameWriter(pipe, frame_schedule.to_helper(split, rank, layout), self._hashes)
+            warm = self._warm[rank] if self._warm else None
+            first, *cached = frame_schedule.to_helper(split, rank, layout, warm)
+            out = FrameWriter(pipe, [first, *cached], self._hashes)
             out.tokens(payload)
-            if prefix is not None and split.cached:
-                for layer in split.layers_of(rank):
-                    for part in parts(spread[layer]):
-                        out.cache(part)
+            for head in cached:
+                out.cache(parts(spread[head.layer])[head.part])
             self._times.to_send += out.sent
         if split.has_next(split.helpers - 1):
             heads = frame_schedule.to_next(split, split.helpers - 1, layout)
@@ -351,6 +352,12 @@ class SharedPrefill:
     def steps(self) -> list[StepTime]:
         """Where the time went until now, in seconds and bytes."""
         return self._times.steps()
+
+    @property
+    def prefixes(self) -> list[bytes]:
+        """By helper, the hash of the tokens whose rows it has had in the end, as WarmRows has it."""
+        ends = (self._split.tokens_of(rank).stop for rank in range(self._split.helpers))
+        return [self._hashes[end] for end in ends]
 
 
 def _check_fits(split: Split, tokens: int, layers: int, *, cached: bool) -> None:

@@ -27,7 +27,7 @@ from fleetd import limits
 from fleetd.control.model_facts import ModelShape
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import HelperSpec
-from fleetd.plan.prefill.split import TOKEN_BYTES, Split, SplitKind
+from fleetd.plan.prefill.split import TOKEN_BYTES, Split, SplitKind, WarmRows
 
 # Round trips before anything is computed: question and offer, Go, a connection, its first sealed frame.
 SETUP_ROUND_TRIPS = 4
@@ -62,6 +62,8 @@ class PrefillSize(msgspec.Struct, frozen=True):
     places: tuple[int, ...] = ()
     # At so many of the last ``places`` what the model keeps whole is sent too, besides at the end.
     states: int = 0
+    # By node id, rows of the cached tokens that helpers still have.
+    warm: tuple[tuple[str, WarmRows], ...] = ()
 
     @property
     def whole_bytes(self) -> int:
@@ -112,6 +114,8 @@ class Chain:
         self._whole_bytes, self._sent_places = prompt.whole_bytes, prompt.sent_places
         self._prompt_bytes = TOKEN_BYTES * prompt.tokens
         self._cached_bytes = prompt.shape.sizes.of(prompt.cached) if prompt.cached else 0
+        warm = dict(prompt.warm)
+        self._warm = [warm.get(helper.node_id) for helper in helpers]
         links = [helper.link for helper in helpers]
         self._between = [a.and_(b) for a, b in itertools.pairwise(links)]
         # All that helpers send to home or get from it passes home's one port.
@@ -127,7 +131,7 @@ class Chain:
         parts = [range(a, b) for a, b in itertools.pairwise(cuts)]
         *shares, home_share = [prompt.share(part) for part in parts]
         kept = [len(part) / prompt.shape.layers for part in parts[:-1]]
-        begun_s = self._agreed_s + self._prefix_s(kept)
+        begun_s = self._agreed_s + self._prefix_s(kept, parts[:-1])
         pipe = _PipeTimeline(*divmod(len(new), chunk))
         rows: list[tuple[int, _StageTimeline]] = []
         for i, (helper, share) in enumerate(zip(self._helpers, shares, strict=True)):
@@ -166,7 +170,7 @@ class Chain:
         prompt, layers = self._prompt, self._prompt.shape.layers
         one, last = prompt.share(range(1)), prompt.share(range(layers - 1, layers))
         *parts, home_part = [range(a, b) for a, b in itertools.pairwise(cuts)]
-        begun_s = self._agreed_s + self._prefix_s([1.0] * len(parts))
+        begun_s = self._agreed_s + self._prefix_s([1.0] * len(parts), [range(layers)] * len(parts))
         row_bytes, state_bytes = prompt.shape.sizes.token_bytes / layers, self._whole_bytes / layers
         home_s = self._home.total(1.0, home_part, chunk)
         port_s = self._port.seconds(
@@ -204,14 +208,29 @@ class Chain:
         times = 1 + sum(tokens.start < at < tokens.stop for at in self._sent_places)
         return self._whole_bytes * times + self._prompt.shape.sizes.state_bytes * (len(tokens) > chunk)
 
-    def _prefix_s(self, shares: Sequence[float]) -> float:
-        """Time to send the tokens, and the rows of cached tokens, to all helpers at once."""
-        sent = [self._prompt_bytes + self._cached_bytes * share for share in shares]
+    def _prefix_s(self, shares: Sequence[float], layers: Sequence[range]) -> float:
+        """Time to send the tokens, and the rows of cached tokens that they lack, to all helpers at once.
+
+        Args:
+            shares: of the cached rows that are each helper's; ``layers``: which layers these are of.
+        """
+        sent = [
+            self._prompt_bytes + self._cached_bytes * share - self._there_bytes(warm, its)
+            for share, warm, its in zip(shares, self._warm, layers, strict=True)
+        ]
         arrived_s = [
             helper.link.seconds(n_bytes) + helper.link.one_way_s
             for helper, n_bytes in zip(self._helpers, sent, strict=True)
         ]
         return max(*arrived_s, self._port.seconds(sum(sent)))
+
+    def _there_bytes(self, warm: WarmRows | None, layers: range) -> float:
+        """Bytes of cached rows of these layers that a helper still has."""
+        if warm is None:
+            return 0.0
+        shape = self._prompt.shape
+        rows = min(warm.tokens, self._prompt.cached) * warm.layers_among(layers)
+        return shape.sizes.token_bytes / shape.layers * rows
 
     def _computing(self, speed: PrefillSpeed, share: float, chunk: int, free_s: float) -> _StageTimeline:
         prompt, rest = self._prompt, len(self._new) % chunk

@@ -23,6 +23,25 @@ Part = tuple[int, int]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 # Of a token's id, an int32.
 TOKEN_BYTES = 4
+_HASH_BYTES = 8
+
+
+class WarmRows(msgspec.Struct, frozen=True):
+    """Keys and values that a helper still has of an earlier prompt of the same machine: of the first
+    ``tokens``, in layers [``first``, ``last``). ``prefix``: ``prefix_hashes`` of these tokens."""
+
+    tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    first: Annotated[int, Meta(ge=0, le=limits.LAYERS)]
+    last: Annotated[int, Meta(ge=1, le=limits.LAYERS)]
+    prefix: Annotated[bytes, Meta(min_length=_HASH_BYTES, max_length=_HASH_BYTES)]
+
+    def of(self, layer: int) -> int:
+        """Leading tokens whose rows of this layer are there."""
+        return self.tokens if self.first <= layer < self.last else 0
+
+    def layers_among(self, layers: range) -> int:
+        """How many of these layers it has rows of."""
+        return len(range(max(layers.start, self.first), min(layers.stop, self.last)))
 
 
 class Split(msgspec.Struct, frozen=True):
@@ -195,7 +214,7 @@ def checked(split: Split) -> Split:
 
 
 def prefix_hashes(tokens: bytes, ends: Sequence[int]) -> dict[int, bytes]:
-    """An 8-byte hash of the tokens before each of the ascending ``ends``.
+    """A hash, ``_HASH_BYTES`` long, of the tokens before each of the ascending ``ends``.
 
     Args:
         tokens: ``TOKEN_BYTES`` each, little endian. Rolling: the whole prompt is hashed once.
@@ -203,5 +222,5 @@ def prefix_hashes(tokens: bytes, ends: Sequence[int]) -> dict[int, bytes]:
     found, state, at = {}, hashlib.sha256(), 0
     for end in ends:
         state.update(tokens[at * TOKEN_BYTES : end * TOKEN_BYTES])
-        found[end], at = state.copy().digest()[:8], end
+        found[end], at = state.copy().digest()[:_HASH_BYTES], end
     return found

@@ -16,7 +16,7 @@ This module knows neither why these helpers were chosen nor what follows from a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,7 @@ from fleetd.engine.protocol import Arithmetic, StepTime, StreamTag
 from fleetd.errors import FleetError, Incompatible, InvalidValue, PeerLost, ProtocolError
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.plan.prefill.split import Split, checked
+from fleetd.plan.prefill.split import Split, WarmRows, checked
 from fleetd.requests.concurrency import gather_or_cancel
 from fleetd.requests.ports import FleetPort
 from fleetd.requests.prefill_sharing import messages
@@ -53,11 +53,15 @@ class SharingTerms(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class AgreedHelper:
-    """``failed``: why it is given up; ``steps``: what it did, once it is done."""
+    """``failed``: why it is given up; ``steps``: what it did, once it is done. ``expected``: rows that it may
+    still have; ``warm``: them, if it has; ``kept``: it keeps those of this prompt."""
 
     node_id: str
     name: str
     rank: int
+    expected: WarmRows | None = None
+    warm: WarmRows | None = None
+    kept: bool = False
     stream: PeerStream = field(init=False)
     offer: messages.AssistOffer = field(init=False)
     ready: bool = False
@@ -68,6 +72,7 @@ class AgreedHelper:
 class Agreement:
     """Args:
     helpers: node ids and names, in the order of the chain.
+    warm: by node id, rows of the cached prefix that a helper may still have.
     """
 
     def __init__(
@@ -76,12 +81,21 @@ class Agreement:
         engine: EngineProcess,
         terms: SharingTerms,
         helpers: Sequence[tuple[str, str]],
+        warm: Mapping[str, WarmRows] | None = None,
     ) -> None:
-        self.helpers = [AgreedHelper(node_id, name, rank) for rank, (node_id, name) in enumerate(helpers)]
+        self.helpers = [
+            AgreedHelper(node_id, name, rank, (warm or {}).get(node_id))
+            for rank, (node_id, name) in enumerate(helpers)
+        ]
         self._partners = partners
         self._engine = engine
         self._terms = terms
         self._opened: list[PeerStream] = []
+
+    @property
+    def split(self) -> Split:
+        """How the prompt is divided among them."""
+        return self._terms.split
 
     async def reach(self, within_s: float = limits.SHARE_SETUP_S) -> bool:
         """Once every stream is with the engine: whether the result will be exactly this machine's own.
@@ -115,7 +129,13 @@ class Agreement:
     async def _ask(self, helper: AgreedHelper) -> bool:
         terms = self._terms
         ask = messages.AssistQuestion(
-            terms.model, terms.digest, terms.split, helper.rank, terms.id, terms.arithmetic
+            terms.model,
+            terms.digest,
+            terms.split,
+            helper.rank,
+            terms.id,
+            terms.arithmetic,
+            helper.expected,
         )
         with _blaming(helper):
             helper.stream = self._partners.request(helper.node_id, messages.ASSIST, messages.encode(ask))
@@ -123,6 +143,7 @@ class Agreement:
             helper.offer = offer = messages.decode(await require_message(helper.stream), messages.AssistOffer)
             if (offer.input is None) != (helper.rank == 0):
                 raise ProtocolError(f"{helper.name} expects streams that this split does not have.")
+            helper.warm = helper.expected if offer.warm else None
             layers = terms.split.layers_of(helper.rank)
             return compare(terms.arithmetic, offer.arithmetic, layers, own_chunks=terms.own_chunks)
 
@@ -179,7 +200,8 @@ class Agreement:
         if helper.steps is not None:
             return
         with _blaming(helper):
-            helper.steps = messages.decode(await require_message(helper.stream), messages.AssistDone).steps
+            done = messages.decode(await require_message(helper.stream), messages.AssistDone)
+            helper.steps, helper.kept = done.steps, done.kept
 
 
 @contextmanager

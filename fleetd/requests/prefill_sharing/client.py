@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -39,6 +40,7 @@ from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.choice import plan_prefill
 from fleetd.plan.prefill.options import HelperSpec, Load, PlanChoice, PrefillOption
 from fleetd.plan.prefill.schedule import PrefillSize
+from fleetd.plan.prefill.split import WarmRows
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.process.observe import get_logger
 from fleetd.requests.concurrency import BackgroundTasks
@@ -50,6 +52,7 @@ from fleetd.requests.placement.planner_facts import PartOfSplit
 from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
+from fleetd.requests.prefill_sharing.warm_notes import WarmNotes
 from fleetd.requests.request import Request
 from fleetd.requests.row_origins import Labels, no_label
 from fleetd.requests.timeline import Span, told_spans
@@ -94,6 +97,7 @@ class PrefillSharing(PipelineStep):
         self.label = label
         self.members = members
         self.speeds = speeds or ModelSpeeds()
+        self.warm_notes = WarmNotes()
         self._runs: dict[Request, SharingRun] = {}
         self._warmed: dict[tuple[str, str], float] = {}
         self.background = BackgroundTasks()
@@ -117,7 +121,10 @@ class PrefillSharing(PipelineStep):
     def prepare(self, request: Request) -> None:
         folder = request.folder_here
         if folder is not None and self.possible(request.job, folder):
-            request.attempt.generate = msgspec.structs.replace(request.attempt.generate, shared=True)
+            own = self.held(folder.name)
+            request.attempt.generate = msgspec.structs.replace(
+                request.attempt.generate, shared=True, warm=self.warm_notes.rows(own.digest) if own else []
+            )
             self._runs[request] = SharingRun(self, folder, request)
 
     async def decide(self, request: Request, accepted: Accepted) -> None:
@@ -213,6 +220,7 @@ class SharingRun:
         self._agreement: Agreement | None = None
         self._parts: list[PartOfSplit] = []
         self._digest = ""
+        self._cold: Callable[[], PlanChoice] | None = None
         # The client has left: what becomes of the helpers is no fault of theirs.
         self._left = False
         # When the engine began to share it, and how long that took until all had arrived.
@@ -248,6 +256,10 @@ class SharingRun:
             places=accepted.places,
             states=accepted.states,
         )
+        told = self._request.attempt.generate.warm
+        matching = [told[at] for at in accepted.warm if at < len(told)]
+        warm = dict(self._sharing.warm_notes.of(own.digest, matching))
+        asked = msgspec.structs.replace(asked, warm=tuple(warm.items()))
         exact = self._request.attempt.generate.exact
         choice = self._sharing.choose(own, asked, exact=exact)
         self._request.decided(choice, accepted, self._sharing.monotonic())
@@ -261,7 +273,9 @@ class SharingRun:
         self._digest = own.digest
         self._parts = planner_facts.parts(choice.best, self._sharing.machines(own, exact=exact))
         chain = list(zip(choice.best.helpers, choice.best.names, strict=True))
-        self._agreement = Agreement(self._sharing.partners, engine, terms, chain)
+        self._agreement = Agreement(self._sharing.partners, engine, terms, chain, warm)
+        # What would be chosen if helpers no longer had what they kept.
+        self._cold = partial(self._sharing.choose, own, msgspec.structs.replace(asked, warm=()), exact=exact)
         within_s = min(limits.SHARE_SETUP_S, max(_SETUP_LEAST_S, _gain_s(choice)))
         self._task = asyncio.create_task(
             self._agree_and_watch(engine, self._agreement, choice.best, terms, within_s)
@@ -284,9 +298,15 @@ class SharingRun:
             exact = await agreed.reach(within_s)
             if self._request.attempt.generate.exact and not exact:
                 raise Incompatible("The helpers round in another order, and the answer is to be exact.")
+            self._check_warm(agreed, terms)
             origins = [await self._sharing.label(helper.node_id) for helper in agreed.helpers]
             self._began_s = self._sharing.monotonic()
-            engine.share(PrefillWithHelpers(terms.id, terms.split, _left_s(option), exact, origins))
+            warm = [helper.warm for helper in agreed.helpers]
+            engine.share(
+                PrefillWithHelpers(
+                    terms.id, terms.split, _left_s(option), exact, origins, warm if any(warm) else []
+                )
+            )
             self._outcome.agreed_exact, self._outcome.agreed_at_s = exact, self._began_s
             names = (*option.names, THIS_NAME)
             self._planned.set_result(Planned(_kind(option), names, self._request.exactness))
@@ -306,6 +326,27 @@ class SharingRun:
         finally:
             if not self._planned.done():
                 self._planned.set_result(self._alone_because())
+
+    def _check_warm(self, agreed: Agreement, terms: SharingTerms) -> None:
+        """Raises Incompatible if a helper has lost what it kept, and the plan does not pay without."""
+        lost = [helper for helper in agreed.helpers if helper.expected is not None and helper.warm is None]
+        for helper in lost:
+            if helper.expected is not None:
+                self._sharing.warm_notes.gone(terms.digest, helper.node_id, helper.expected)
+        if lost and self._cold is not None and self._cold().best.split != terms.split:
+            raise Incompatible(f"{lost[0].name} no longer has the rows of the turn before.")
+
+    def _note_warm(self, agreed: Agreement) -> None:
+        """Remember what the helpers keep of this prompt."""
+        report = self._outcome.report
+        if report is None or len(report.prefixes) != len(agreed.helpers):
+            return
+        split = agreed.split
+        for helper, prefix in zip(agreed.helpers, report.prefixes, strict=True):
+            if helper.kept:
+                layers = split.layers_of(helper.rank)
+                rows = WarmRows(split.tokens_of(helper.rank).stop, layers.start, layers.stop, prefix)
+                self._sharing.warm_notes.note(self._digest, helper.node_id, rows)
 
     def reported(self, report: PrefillReport) -> Planned | None:
         """The shared prefill has ended. The new plan if the engine goes on alone, else None."""
@@ -381,6 +422,7 @@ class SharingRun:
             steps = [*(helper.steps or () for helper in agreed.helpers), self._outcome.own_steps]
             self._sharing.learn(self._folder.name, self._digest, zip(self._parts, steps, strict=False))
             self._carried(agreed)
+            self._note_warm(agreed)
 
     def _told(self, agreed: Agreement) -> list[Span]:
         """What all machines did by their own accounts, by this machine's clock."""

@@ -22,7 +22,7 @@ from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime
 from fleetd.errors import ProtocolError
 from fleetd.p2p.link_prober import Invitation
-from fleetd.plan.prefill.split import Split
+from fleetd.plan.prefill.split import Split, WarmRows
 from fleetd.requests.remote import message_codec
 from fleetd.requests.remote.message_codec import Digest, ModelName, RequestId
 
@@ -36,7 +36,8 @@ _Node = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 
 
 class AssistQuestion(msgspec.Struct, frozen=True):
-    """``id``: of the request, as home has it. ``arithmetic``: home's."""
+    """``id``: of the request, as home has it. ``arithmetic``: home's. ``warm``: what the helper said it keeps
+    of an earlier prompt."""
 
     model: ModelName
     digest: Digest
@@ -44,15 +45,17 @@ class AssistQuestion(msgspec.Struct, frozen=True):
     rank: Annotated[int, Meta(ge=0, lt=limits.SHARE_MACHINES - 1)]
     id: RequestId
     arithmetic: Arithmetic
+    warm: WarmRows | None = None
 
 
 class AssistOffer(msgspec.Struct, frozen=True):
     """``arithmetic``: the helper's. ``home``: for the machine that answers; ``input``: for the helper before,
-    where there is one."""
+    where there is one. ``warm``: the rows that were asked for are there."""
 
     arithmetic: Arithmetic
     home: Invitation
     input: Invitation | None = None
+    warm: bool = False
 
 
 class AssistGo(msgspec.Struct, frozen=True):
@@ -63,9 +66,10 @@ class AssistGo(msgspec.Struct, frozen=True):
 
 
 class AssistDone(msgspec.Struct, frozen=True):
-    """Everything is computed and sent."""
+    """Everything is computed and sent. ``kept``: rows of its layers and tokens stay for a while."""
 
     steps: Annotated[list[StepTime], Meta(max_length=limits.SHARE_STEPS)] = []
+    kept: bool = False
 
 
 class WarmModel(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from fleetd.requests.prefill_sharing.agreement import checked_split, compare
 from fleetd.requests.remote.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.remote.message_codec import ALIVE
 from fleetd.requests.remote.peer_stream import own_id
+from fleetd.requests.row_origins import Labels, no_label
 
 log = get_logger("fleetd.assisting")
 
@@ -36,8 +37,11 @@ log = get_logger("fleetd.assisting")
 class AssistServer:
     """The handlers of ``messages.ASSIST`` and ``WARM``."""
 
-    def __init__(self, dialer: BulkDialer, pool: EnginePool, context: ServingContext) -> None:
+    def __init__(
+        self, dialer: BulkDialer, pool: EnginePool, context: ServingContext, *, label: Labels = no_label
+    ) -> None:
         self._dialer = dialer
+        self._label = label
         self._pool = pool
         self._context = context
         self._limit = ConcurrencyLimit(
@@ -51,9 +55,11 @@ class AssistServer:
         """Compute one part of a prompt. Raises FleetError: what the other side is told."""
         ask = messages.decode(body, messages.AssistQuestion)
         with self._limit.serving(peer, ask.id) as request:
-            await self._assist(ask, stream, request)
+            await self._assist(ask, await self._label(peer), stream, request)
 
-    async def _assist(self, ask: messages.AssistQuestion, stream: PeerStream, request: ServedRequest) -> None:
+    async def _assist(
+        self, ask: messages.AssistQuestion, label: str, stream: PeerStream, request: ServedRequest
+    ) -> None:
         folder = await self._context.model_by_digest(ask.model, ask.digest)
         split, rank = ask.split, ask.rank
         # The figures must make sense before an engine is asked for; they are checked against its own below.
@@ -70,18 +76,21 @@ class AssistServer:
             )
             compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True)
             job = own_id(ask.id)
-            async with aclosing(engine.assist(AssistPrefill(job, split, rank))) as events:
-                if not isinstance(await anext(events, None), Accepted):
+            command = AssistPrefill(job, split, rank, home=label, warm=ask.warm)
+            async with aclosing(engine.assist(command)) as events:
+                accepted = await anext(events, None)
+                if not isinstance(accepted, Accepted):
                     raise EngineDied(f"The engine for {folder.name} did not take the work.")
                 # An engine that ends before it has its streams must not leave others waiting for them.
                 await gather_or_cancel(
-                    self._meet(ask, job, engine, facts.arithmetic, stream), _finish(events, stream, request)
+                    self._meet(ask, accepted, engine, facts.arithmetic, stream),
+                    _finish(events, stream, request),
                 )
 
     async def _meet(
         self,
         ask: messages.AssistQuestion,
-        job: str,
+        accepted: Accepted,
         engine: EngineProcess,
         arithmetic: Arithmetic,
         stream: PeerStream,
@@ -90,9 +99,14 @@ class AssistServer:
         with ExitStack() as stack:
             home = stack.enter_context(self._dialer.expect())
             before = stack.enter_context(self._dialer.expect()) if ask.rank else None
-            offer = messages.AssistOffer(arithmetic, invitation(home), invitation(before) if before else None)
+            offer = messages.AssistOffer(
+                arithmetic,
+                invitation(home),
+                invitation(before) if before else None,
+                warm=accepted.is_warm,
+            )
             stream.send(messages.encode(offer))
-            await self._stream(job, engine, home, before, await _go(stream))
+            await self._stream(accepted.id, engine, home, before, await _go(stream))
 
     async def _stream(
         self, job: str, engine: EngineProcess, home: Expected, before: Expected | None, go: messages.AssistGo
@@ -177,7 +191,8 @@ async def _finish(events: AsyncGenerator[Event, None], stream: PeerStream, reque
             if event is None:
                 stream.send(ALIVE)
             elif isinstance(event, Assisted):
-                stream.send(messages.encode(messages.AssistDone(event.steps[: limits.SHARE_STEPS])))
+                done = messages.AssistDone(event.steps[: limits.SHARE_STEPS], event.kept)
+                stream.send(messages.encode(done))
                 request.done = True
                 return
     raise EngineDied("The engine ended its part without finishing it.")
