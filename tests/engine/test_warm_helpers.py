@@ -10,7 +10,9 @@ from shared_runs import SharedRun, keep_prefix, prefilled, prompt
 from tiny_architectures import tiny
 
 from fleetd import limits
+from fleetd.engine.measure.memory import KvBudget
 from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.shared_prefill.helper_guests import HelperGuests
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.warm_store import WarmCaches, WarmStore
 from fleetd.errors import ProtocolError
@@ -169,3 +171,20 @@ def test_layers_and_tokens_of_warm_rows() -> None:
         1,
         0,
     ]
+
+
+def test_rows_go_as_soon_as_something_else_wants_their_memory() -> None:
+    one, spare = caches(), [1 << 30]
+    guests = HelperGuests(
+        sharable=None,
+        context_tokens=1000,
+        budget=KvBudget.of(1 << 30, 1),
+        emit=lambda report: None,
+        spare_bytes=lambda: spare[0],
+    )
+    guests.warm.keep(one, spare[0])
+    guests.trim()
+    assert guests.warm.find("home", one.rows) is one
+    spare[0] = one.nbytes - 1
+    guests.trim()
+    assert len(guests.warm) == 0

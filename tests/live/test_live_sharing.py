@@ -19,6 +19,8 @@ from live_fleet import LiveFleet, StreamedAnswer, answer, body, heard
 from timelines import check_steps
 
 from fleetd import limits
+from fleetd.plan.prefill import step_names
+from fleetd.plan.prefill.split import TOKEN_BYTES
 
 pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.timeout(300)]
 
@@ -144,6 +146,48 @@ def test_a_hybrids_shared_prompt_is_not_read_again_where_its_end_is_edited(pair:
     assert read <= 100 + limits.CHECKPOINT_BLOCK_TOKENS
     _, cold = ask(pair[helper], edited, HYBRID, local_only=True)
     assert essence(again) == essence(cold)
+
+
+def layers_and_tokens(chosen: dict[str, Any], layers: int, tokens: int) -> tuple[range, int]:
+    """Of the first machine of a plan: its layers, and the tokens whose rows it has of them."""
+    _, first, _ = chosen["cuts"]
+    return (range(first), tokens) if chosen["kind"] != "tokens" else (range(layers), first)
+
+
+def test_a_helper_keeps_the_rows_of_the_turn_before(ready: LiveFleet) -> None:
+    """In the next turn only new rows cross, and the answer is one machine's own."""
+    for _ in range(TRIES):
+        said = [{"role": "user", "content": prompt(next(SEEDS), 400)}]
+        _, first = ask(ready["alpha"], "", messages=said)
+        home, trace = trace_of(ready, first["id"])
+        if trace["outcome"] != "shared":
+            continue
+        before = trace
+        (helper,) = {*NAMES} - {home}
+        reply = first["choices"][0]["message"]["content"]
+        said += [
+            {"role": "assistant", "content": reply},
+            {"role": "user", "content": prompt(next(SEEDS), 400)},
+        ]
+        _, second = ask(ready[home], "", messages=said)
+        again, trace = trace_of(ready, second["id"])
+        if (again, trace["outcome"]) == (home, "shared"):
+            break
+    else:
+        pytest.fail("no two turns were shared")
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    (engine,) = (one for one in ready[home].status()["engines"] if one["model"] == SMOL)
+    layers, token_bytes = engine["shape"]["layers"], engine["shape"]["sizes"]["token_bytes"]
+    computed = layers_and_tokens(before["chosen"], layers, first["usage"]["prompt_tokens"] - 1)
+    wanted = layers_and_tokens(trace["chosen"], layers, cached)
+    there = len(set(wanted[0]) & set(computed[0])) * computed[1]
+    assert there > 0
+    rows = token_bytes // layers * (len(wanted[0]) * cached - there)
+    sent = sum(step["n_bytes"] for step in trace["steps"] if step["name"] == step_names.PREFIX_SENT)
+    assert sent == rows + TOKEN_BYTES * (second["usage"]["prompt_tokens"] - 1), trace
+    _, alone = ask(ready[helper], "", messages=said, local_only=True)
+    assert alone["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert essence(second) == essence(alone)
 
 
 def test_a_plan_is_shown_before_it_is_needed(ready: LiveFleet) -> None:

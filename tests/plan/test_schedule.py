@@ -12,7 +12,7 @@ from fleetd.control.model_facts import ModelShape, StateSizes
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import HelperSpec
 from fleetd.plan.prefill.schedule import LAST_LAYER, SETUP_ROUND_TRIPS, SETUP_S, PrefillSize, timeline
-from fleetd.plan.prefill.split import Split, checked
+from fleetd.plan.prefill.split import Split, WarmRows, checked
 
 NO_LINK = LinkSpeed(1e18, 0.0)
 SHAPE = ModelShape(layers=32, sizes=StateSizes(131072), hidden_bytes=8192)
@@ -266,6 +266,21 @@ def test_a_cached_prefix_is_sent_first_and_only_for_the_layers_that_need_it() ->
     every = timeline(prompt, split(prompt, "tokens", (4096, 6144, 8192), 512), place, EVEN)
     assert every.prefix_s == pytest.approx(link.seconds(131072 * 4096), rel=1e-3)
     assert half.prefix_s == pytest.approx(every.prefix_s / 2, rel=1e-3)
+
+
+def test_rows_that_a_helper_still_has_are_not_sent_again() -> None:
+    link = LinkSpeed(1e8)
+    cold, place = replace(PROMPT, cached=4096), [machine(EVEN, link)]
+    there = WarmRows(3072, 0, 16, bytes(8))
+    warm = replace(cold, warm=((place[0].node_id, there), ("another machine", there)))
+    rows_s = link.seconds(131072 * 3072 / 2)
+    for kind, cuts in (("layers", (0, 16, 32)), ("layers", (0, 24, 32)), ("tokens", (4096, 6144, 8192))):
+        before, after = (timeline(each, split(each, kind, cuts, 512), place, EVEN) for each in (cold, warm))
+        assert after.prefix_s == pytest.approx(before.prefix_s - rows_s, rel=1e-3)
+        assert after.total_s < before.total_s
+    # Layers that it does not compute now are of no use.
+    few = timeline(warm, split(warm, "layers", (0, 8, 32), 512), place, EVEN)
+    assert few.prefix_s == pytest.approx(link.seconds(131072 * 1024 / 4), rel=1e-3)
 
 
 def test_a_round_trip_counts_when_agreeing_and_once_on_the_way() -> None:

@@ -104,6 +104,8 @@ class HomePool:
     ending: PrefillReport | str = "wait"
     waits: bool = True
     cached: int = 0
+    # All rows that the request names are of its prompt.
+    warm: bool = False
     exact: bool = True
     tokens: int = 4096
     text: str = "hello"
@@ -126,7 +128,8 @@ class HomePool:
             for stage in self.loading:
                 yield stage
             waits = self.waits and request.shared
-            yield Accepted(request.id, self.tokens, self.cached, 256, waits, self.exact)
+            warm = list(range(len(request.warm))) if self.warm else []
+            yield Accepted(request.id, self.tokens, self.cached, 256, waits, self.exact, warm=warm)
             if waits:
                 async for event in self._prefilled(request.id):
                     yield event

@@ -37,9 +37,13 @@ from fleetd.engine.protocol import (
 )
 from fleetd.errors import EngineDied, PeerLost
 from fleetd.models.memory_need import WORKING_BYTES
+from fleetd.p2p.membership.cards import ModelCard
 from fleetd.p2p.node import Node
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.prefill import step_names
+from fleetd.plan.prefill.options import PlanChoice
+from fleetd.plan.prefill.schedule import PrefillSize
+from fleetd.plan.prefill.split import WarmRows
 from fleetd.plan.route import RouteQuestion
 from fleetd.plan.scoring import Scorer, Segments, SmartPlan
 from fleetd.requests.job import LOCAL, Job, Planned
@@ -125,6 +129,54 @@ class Drafted(PipelineStep):
 
     def attempt_ended(self, request: Request) -> None:
         request.attempt.drafter = DrafterView("small", "studio")
+
+
+@pytest.mark.parametrize("still", [True, False])
+async def test_rows_that_a_helper_keeps_are_used_in_the_next_turn_and_forgotten_if_it_has_lost_them(
+    tmp_path: Path, *, still: bool
+) -> None:
+    prefix = b"8 bytes."
+    async with home_with(tmp_path, ending=replace(OK, prefixes=[prefix])) as home:
+        (helper,) = home.helpers
+        helper.engine.keeps, helper.engine.warm, home.pool.warm = True, still, True
+        await home.ask()
+        await home.trace()
+        assert (home.pool.requests[0].warm, helper.engine.assists[0].warm) == ([], None)
+        first = helper.engine.assists[0].split
+        layers, tokens = first.layers_of(0), first.tokens_of(0).stop
+        rows = WarmRows(tokens, layers.start, layers.stop, prefix)
+        home.pool.cached, home.pool.tokens = tokens + 20, tokens + 4000
+        await home.ask()
+        await home.trace(2)
+        assert home.pool.requests[1].warm == [rows]
+        assert helper.engine.assists[1].warm == rows
+        # A plan that pays without them as well goes on.
+        assert [share.warm for share in home.pool.fake.shares] == [[], [rows] if still else []]
+        assert (rows in home.sharing.warm_notes.rows(DIGEST)) == still
+
+
+async def test_a_plan_that_only_pays_with_rows_that_are_lost_is_given_up(tmp_path: Path) -> None:
+    async with home_with(tmp_path, ending=replace(OK, prefixes=[b"8 bytes."])) as home:
+        (helper,) = home.helpers
+        helper.engine.keeps, home.pool.warm = True, True
+        await home.ask()
+        await home.trace()
+        usual = home.sharing.choose
+
+        def choose(own: ModelCard, asked: PrefillSize, *, exact: bool) -> PlanChoice:
+            found = usual(own, asked, exact=exact)
+            if asked.warm:
+                return found
+            (alone,) = [option for option in found.rejected if option.kind == "local"]
+            return PlanChoice(alone, (found.best,))
+
+        home.sharing.choose = choose  # type: ignore[method-assign]
+        home.pool.cached, home.pool.tokens = 3000, 8000
+        (planned, *_) = await home.ask()
+        assert (planned.kind, len(home.pool.fake.shares)) == ("local", 1)
+        assert "no longer has the rows of the turn before" in planned.reason
+        # That is no fault: it is asked again for the next prompt.
+        assert not home.sharing.members.left_out(helper.node_id, "prefill", DIGEST)
 
 
 async def test_a_trace_names_who_drafted(tmp_path: Path) -> None:

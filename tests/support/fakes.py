@@ -193,6 +193,9 @@ class FakeEngine:
     facts: Ready | None = FACTS
     error: FleetError | None = None
     late: bool = False
+    # Rows of earlier prompts are there, and this one's stay.
+    warm: bool = False
+    keeps: bool = False
     steps: list[StepTime] = field(default_factory=lambda: list(STEPS))
     end: asyncio.Event = field(default_factory=asyncio.Event)
     assists: list[AssistPrefill] = field(default_factory=list)
@@ -212,10 +215,13 @@ class FakeEngine:
 
     async def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]:
         self.assists.append(assist)
-        async with aclosing(self._work(Accepted(assist.id, assist.split.tokens))) as events:
+        async with aclosing(self._work(self._accepted(assist))) as events:
             async for event in events:
                 yield event
-        yield Assisted(assist.id, self.steps)
+        yield Assisted(assist.id, self.steps, self.keeps)
+
+    def _accepted(self, assist: AssistPrefill) -> Accepted:
+        return Accepted(assist.id, assist.split.tokens, is_warm=self.warm and assist.warm is not None)
 
     async def follow(self, follow: DraftFor) -> AsyncGenerator[Event, None]:
         self.follows.append(follow)
