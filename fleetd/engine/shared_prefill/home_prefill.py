@@ -355,7 +355,7 @@ class SharedPrefill:
 
     @property
     def prefixes(self) -> list[bytes]:
-        """By helper, the hash of the tokens whose rows it has had in the end, as WarmRows has it."""
+        """The hash of the tokens whose rows each helper has had in the end, as WarmRows has it."""
         ends = (self._split.tokens_of(rank).stop for rank in range(self._split.helpers))
         return [self._hashes[end] for end in ends]
 

@@ -9,7 +9,7 @@ from fleetd.plan.prefill.split import WarmRows
 
 
 class WarmNotes:
-    """Of each model, by its digest: node ids of helpers with the rows they said they keep, newest last."""
+    """Node ids of helpers with the rows that they said they keep, newest last, of each model by its digest."""
 
     def __init__(self) -> None:
         self._notes: dict[str, deque[tuple[str, WarmRows]]] = {}
@@ -29,7 +29,7 @@ class WarmNotes:
         return [rows for _, rows in self._notes.get(digest, ())]
 
     def of(self, digest: str, matching: list[WarmRows]) -> tuple[tuple[str, WarmRows], ...]:
-        """By helper, the most that it has of what is ``matching``."""
+        """The most that each helper has of what is ``matching``."""
         best: dict[str, WarmRows] = {}
         for node_id, rows in self._notes.get(digest, ()):
             before = best.get(node_id)
