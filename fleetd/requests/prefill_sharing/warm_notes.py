@@ -9,7 +9,7 @@ from fleetd.plan.prefill.split import WarmRows
 
 
 class WarmNotes:
-    """Node ids of helpers with the rows that they said they keep, newest last, of each model by its digest."""
+    """Node ids of helpers with the rows that they said they keep, newest last, by the model's digest."""
 
     def __init__(self) -> None:
         self._notes: dict[str, deque[tuple[str, WarmRows]]] = {}
