@@ -34,7 +34,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.compression.packed import PackedScores
-from fleetd.control.model_facts import MeasuredSpeed, ModelShape
+from fleetd.control.model_facts import KvBits, MeasuredSpeed, ModelShape
 from fleetd.control.prefill_trace import GroupStage, Speculated
 from fleetd.engine.sampling.constraint import Constraint, ConstraintText
 from fleetd.engine.sampling.parameters import Sampling as Sampling
@@ -209,11 +209,13 @@ class AssistPrefill(msgspec.Struct, frozen=True, tag=True):
     Its streams are "home" (to the machine that answers) and between neighbours in the chain "in" and "out":
     where layers are split they carry hidden states (the last helper's "out" ends at the machine that answers,
     and is absent if that one's part is empty), where tokens are split the keys and values of all before.
+    ``kv_bits``: in how many bits the machine that answers holds keys and values; 0 is as computed.
     """
 
     id: str
     split: Split
     rank: int
+    kv_bits: KvBits = 0
 
 
 class ServeStage(msgspec.Struct, frozen=True, tag=True):

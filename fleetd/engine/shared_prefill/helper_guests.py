@@ -29,7 +29,8 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
 
     def admit(self, command: AssistPrefill) -> tuple[_Task, Accepted]:
         split, rank = checked(command.split), command.rank
-        stage = self._sharable.stage
+        sharable = self._sharable.with_kv_bits(command.kv_bits)
+        stage = sharable.stage
         total = stage.prefilled
         if split.layers != total or not 0 <= rank < split.helpers:
             raise InvalidValue(f"Part {rank} of {split.layers} layers is none of {total} layers here.")
@@ -47,8 +48,7 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
             raise Overloaded(f"This machine helps with {limits.ASSISTS} prompts already.")
         # All tokens that its layers attend to.
         tokens = split.tokens_of(rank).stop
-        held = min(stage.last, total) - stage.first
-        self.budget.lend(command.id, self.budget.sizes.of(tokens) * len(layers) // held)
+        self.budget.lend(command.id, sharable.layout.kept_bytes(layers, tokens))
         return _Task(command), Accepted(command.id, split.tokens, split.cached, split.chunk)
 
     @property
@@ -61,7 +61,7 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
         return helper_streams(command.split, command.rank)
 
     def begin_work(self, task: _Task, streams: HandedOverStreams) -> HelperPrefill:
-        sharable = self._sharable
+        sharable = self._sharable.with_kv_bits(task.command.kv_bits)
         return HelperPrefill(sharable.stage, sharable.layout, task.command, streams.connect(task.id))
 
     def advance(self, task: _Task, work: HelperPrefill, chunk_tokens: int) -> Assisted | None:

@@ -70,7 +70,8 @@ class AssistServer:
             )
             compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True)
             job = own_id(ask.id)
-            async with aclosing(engine.assist(AssistPrefill(job, split, rank))) as events:
+            part = AssistPrefill(job, split, rank, ask.kv_bits)
+            async with aclosing(engine.assist(part)) as events:
                 if not isinstance(await anext(events, None), Accepted):
                     raise EngineDied(f"The engine for {folder.name} did not take the work.")
                 # An engine that ends before it has its streams must not leave others waiting for them.
@@ -90,7 +91,9 @@ class AssistServer:
         with ExitStack() as stack:
             home = stack.enter_context(self._dialer.expect())
             before = stack.enter_context(self._dialer.expect()) if ask.rank else None
-            offer = messages.AssistOffer(arithmetic, invitation(home), invitation(before) if before else None)
+            offer = messages.AssistOffer(
+                arithmetic, invitation(home), invitation(before) if before else None, ask.kv_bits
+            )
             stream.send(messages.encode(offer))
             await self._stream(job, engine, home, before, await _go(stream))
 
