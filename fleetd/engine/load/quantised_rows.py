@@ -9,6 +9,7 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
+from fleetd.control.model_facts import KvBits
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.packed_caches import with_packings
 from fleetd.engine.sequence_state.packing import Packing
@@ -22,12 +23,12 @@ class HeldRows(msgspec.Struct, frozen=True):
     ``unpacking_bytes``: what a token takes besides while one layer attends to it.
     """
 
-    bits: int = 0
+    bits: KvBits = 0
     text: str = ""
     unpacking_bytes: int = 0
 
 
-def quantise_rows(model: Any, bits: int) -> HeldRows:
+def quantise_rows(model: Any, bits: KvBits) -> HeldRows:
     """Let all caches that mlx-lm makes for ``model`` hold rows in ``bits`` bits where they can.
 
     Windows, running states and rows whose width is no multiple of 32 stay as they are. One token is computed,

@@ -131,7 +131,7 @@ def _finite_packed(buffers: Sequence[memoryview], shape: PackedShape) -> bool:
     for buffer, width in zip(buffers, each, strict=True):
         words = np.frombuffer(buffer, np.uint32).reshape(-1, packing.words(width))
         ends = words[:, words.shape[1] - packing.end_words(width) :]
-        if not _finite(memoryview(np.ascontiguousarray(ends)).cast("B"), packing.numbers):
+        if not _finite(buffer_of(ends), packing.numbers):
             return False
     return True
 
