@@ -127,7 +127,7 @@ class ModelSettings(msgspec.Struct, frozen=True):
         return ModelNames(self.default, self.large, self.small)
 
     def kv_bits_of(self, model: str) -> KvBits:
-        """In how many bits the keys and values of ``model``, by its name here, are held; 0 is as computed."""
+        """Bits of each number of the keys and values of ``model``, by its name here; 0 is as computed."""
         return dict(_split_kv_bits(entry) for entry in self.kv_bits).get(model, 0)
 
 

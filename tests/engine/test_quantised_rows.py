@@ -20,12 +20,12 @@ from tiny_architectures import FAMILIES, VOCAB, tiny
 
 from fleetd.engine.layers.prefill import Prefiller
 from fleetd.engine.load.model_reading import warm_up
-from fleetd.engine.load.quantised_rows import HeldRows, quantise_rows
+from fleetd.engine.load.quantised_rows import RowPrecision, quantise_rows
 from fleetd.engine.prefixes.prefix_cache import PrefixCache
 from fleetd.engine.protocol import Speculate
 from fleetd.engine.sequence_state.packed_caches import PackedKVCache
-from fleetd.engine.sequence_state.packing import Packing
 from fleetd.engine.sequence_state.parts import all_parts
+from fleetd.engine.sequence_state.row_packing import RowPacking
 from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -37,7 +37,7 @@ QUICK = ["llama", "gemma3_text", "gpt_oss", "qwen3_5", "deepseek_v3", "gemma3n"]
 IN_BATCH = ["llama", "qwen3_5", "deepseek_v3"]
 
 
-def held(name: str, bits: int) -> tuple[Any, HeldRows]:
+def held(name: str, bits: int) -> tuple[Any, RowPrecision]:
     model = tiny(name)
     return model, quantise_rows(model, bits)
 
@@ -100,7 +100,7 @@ def test_the_price_of_tokens_is_what_caches_hold(name: str, bits: int) -> None:
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.53125), (4, 0.28125)])
 def test_a_row_of_16_bits_takes_its_share(bits: int, share: float) -> None:
-    packing = Packing.of(bits, 128, 128, mx.bfloat16)
+    packing = RowPacking.of(bits, 128, 128, mx.bfloat16)
     assert packing is not None
     assert 4 * packing.words(128) == share * 2 * 128
 
@@ -158,7 +158,7 @@ def test_what_cannot_be_quantised_stays_and_is_said() -> None:
     assert kinds.count("PackedKVCache") == kinds.count("RotatingKVCache") == 2
     assert found.text == "8 bits in 2 of 4 caches; windows, states and odd widths as computed"
     _, found = held("mamba2", 8)
-    assert found == HeldRows(text="as computed: none of its 4 caches can hold 8 bits")
+    assert found == RowPrecision(text="as computed: none of its 4 caches can hold 8 bits")
     model = tiny("llama", head_dim=40)
     assert not quantise_rows(model, 8).bits, "rows of 40 numbers are no whole groups"
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_quantised_stays_and_is_said() -> None:
     st.integers(0, 10**6),
 )
 def test_a_row_is_packed_alone(bits: int, width: int, dtype: mx.Dtype, rows: int, seed: int) -> None:
-    packing = Packing.of(bits, width, width, dtype)
+    packing = RowPacking.of(bits, width, width, dtype)
     assert packing is not None
     numbers = mx.random.normal((1, 2, rows, width), key=mx.random.key(seed)).astype(dtype)
     words = packing.pack(numbers)

@@ -22,7 +22,7 @@ from fleetd.engine.sequence_state import row_memory
 from fleetd.engine.sequence_state.array_bytes import as_bytes as bytes_view
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.packed_caches import PackedKVCache
-from fleetd.engine.sequence_state.packing import Packing
+from fleetd.engine.sequence_state.row_packing import RowPacking
 from fleetd.engine.sequence_state.shapes import PackedShape
 from fleetd.engine.shared_prefill import frame_payloads
 from fleetd.engine.shared_prefill.fingerprint import layer_hashes
@@ -79,7 +79,7 @@ def test_a_worker_computes_for_others_as_they_hold_rows() -> None:
 
 
 def test_a_scale_that_is_not_finite_is_found(on_cpu: None) -> None:
-    packing = Packing.of(8, 64, 32, mx.bfloat16)
+    packing = RowPacking.of(8, 64, 32, mx.bfloat16)
     assert packing is not None
     shape = PackedShape.of(2, packing)
     cache = row_memory.preallocated(shape, 10)

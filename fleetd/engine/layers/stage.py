@@ -32,8 +32,8 @@ from fleetd.engine.layers.layer_calls import (
 )
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.packed_caches import with_packings
-from fleetd.engine.sequence_state.packing import Packing
 from fleetd.engine.sequence_state.parts import all_parts, parts
+from fleetd.engine.sequence_state.row_packing import RowPacking
 from fleetd.errors import InvalidValue, ModelUnsupported
 
 # How mlx-lm's models call the list of the layers whose keys and values each layer reads.
@@ -217,7 +217,7 @@ class Stage(msgspec.Struct, frozen=True):
         """
         return copy.deepcopy(list(self.empty))
 
-    def with_packings(self, packings: Sequence[Sequence[Packing | None]]) -> Stage:
+    def with_packings(self, packings: Sequence[Sequence[RowPacking | None]]) -> Stage:
         """The same layers, whose caches hold rows as is said for the parts of each that has some; None is as
         they are computed."""
         left = iter(packings)

@@ -12,11 +12,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from fleetd.control.model_facts import KvBits
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.packed_caches import with_packings
-from fleetd.engine.sequence_state.packing import Packing
 from fleetd.engine.sequence_state.parts import all_parts, parts
+from fleetd.engine.sequence_state.row_packing import RowPacking
 
 
-class HeldRows(msgspec.Struct, frozen=True):
+class RowPrecision(msgspec.Struct, frozen=True):
     """How a model's keys and values are held.
 
     ``bits`` of a number; 0 if none are quantised. ``text``: a sentence for people, "" if nothing was asked.
@@ -28,7 +28,7 @@ class HeldRows(msgspec.Struct, frozen=True):
     unpacking_bytes: int = 0
 
 
-def quantise_rows(model: Any, bits: KvBits) -> HeldRows:
+def quantise_rows(model: Any, bits: KvBits) -> RowPrecision:
     """Let all caches that mlx-lm makes for ``model`` hold rows in ``bits`` bits where they can.
 
     Windows, running states and rows whose width is no multiple of 32 stay as they are. One token is computed,
@@ -40,7 +40,7 @@ def quantise_rows(model: Any, bits: KvBits) -> HeldRows:
     packed = [packing for layer in found for packing in layer if packing is not None]
     text = _text(bits, len(packed), len(all_parts(used)))
     if not packed:
-        return HeldRows(text=text)
+        return RowPrecision(text=text)
     empty = [with_packings(layer, each) for layer, each in zip(make_prompt_cache(model), found, strict=True)]
     # mlx-lm asks a model for its caches by this name.
     model.make_cache = lambda: copy.deepcopy(empty)
@@ -50,17 +50,17 @@ def quantise_rows(model: Any, bits: KvBits) -> HeldRows:
         for part, packing in zip(parts(layer), each, strict=True)
         if packing is not None
     )
-    return HeldRows(bits, text, unpacking)
+    return RowPrecision(bits, text, unpacking)
 
 
-def _packing(part: Any, bits: int) -> Packing | None:
+def _packing(part: Any, bits: int) -> RowPacking | None:
     if not kind_of(part).plain:
         return None
-    return Packing.of(bits, part.keys.shape[-1], part.values.shape[-1], part.keys.dtype)
+    return RowPacking.of(bits, part.keys.shape[-1], part.values.shape[-1], part.keys.dtype)
 
 
-def _unpacking_bytes(packing: Packing, part: Any) -> int:
-    """Of a token: its numbers, and its words once more, which are taken apart."""
+def _unpacking_bytes(packing: RowPacking, part: Any) -> int:
+    """Bytes that a token takes while it is unpacked: its numbers, and its words once more."""
     heads, widths = int(part.keys.shape[1]), (packing.key_width, packing.value_width)
     return heads * sum(int(packing.numbers.size) * width + 4 * packing.words(width) for width in widths)
 

@@ -1,4 +1,4 @@
-"""mlx-lm's caches of rows whose keys and values are held quantised (``packing``).
+"""mlx-lm's caches of rows whose keys and values are held quantised (``row_packing``).
 
 A row is quantised when it is computed, before any token attends to it, and attention is given numbers again:
 all rows of one layer at a time. So the models' own attention runs, and what an answer is does not depend on
@@ -13,17 +13,17 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
-from fleetd.engine.sequence_state.packing import Packing
+from fleetd.engine.sequence_state.row_packing import RowPacking
 
 
-class Packed:
+class PackedCache:
     """A part of a cache class of mlx-lm, before its own: ``keys`` and ``values`` are words."""
 
     # Not ``bits``: by that name mlx-lm's attention knows arrays of another form.
-    packing: Packing
+    packing: RowPacking
 
     @classmethod
-    def of(cls, words: Any, packing: Packing) -> Self:
+    def of(cls, words: Any, packing: RowPacking) -> Self:
         """A cache that takes over the arrays of one of words."""
         found = cls.__new__(cls)
         vars(found).update(vars(words))
@@ -48,10 +48,10 @@ class Packed:
         )
 
 
-class PackedKVCache(Packed, KVCache):  # type: ignore[misc]
+class PackedKVCache(PackedCache, KVCache):  # type: ignore[misc]
     """The rows of one sequence."""
 
-    def __init__(self, packing: Packing) -> None:
+    def __init__(self, packing: RowPacking) -> None:
         super().__init__()
         self.packing = packing
 
@@ -60,7 +60,7 @@ class PackedKVCache(Packed, KVCache):  # type: ignore[misc]
         return PackedBatchKVCache.of(BatchKVCache.merge(caches), caches[0].packing)
 
 
-class PackedBatchKVCache(Packed, BatchKVCache):  # type: ignore[misc]
+class PackedBatchKVCache(PackedCache, BatchKVCache):  # type: ignore[misc]
     """The rows of several sequences."""
 
     def extract(self, idx: int) -> PackedKVCache:
@@ -73,7 +73,7 @@ def emptied(cache: Any) -> KVCache:
     return KVCache() if packing is None else PackedKVCache(packing)
 
 
-def with_packings(empty: Any, packings: Sequence[Packing | None]) -> Any:
+def with_packings(empty: Any, packings: Sequence[RowPacking | None]) -> Any:
     """A layer's cache with nothing in it, whose parts hold plain rows as ``packings`` say: quantised, or as
     they are. Parts of other kinds stay. ``empty`` is not changed."""
     if isinstance(empty, CacheList):

@@ -11,7 +11,7 @@ import math
 import mlx.core as mx
 import msgspec
 
-from fleetd.engine.sequence_state.packing import Packing
+from fleetd.engine.sequence_state.row_packing import RowPacking
 
 
 class KvShape(msgspec.Struct, frozen=True):
@@ -50,10 +50,10 @@ class PackedShape(KvShape, frozen=True, kw_only=True):
     """Rows that are held quantised: widths and ``dtype`` are those of the words, ``packing`` says of which
     numbers they are."""
 
-    packing: Packing
+    packing: RowPacking
 
     @classmethod
-    def of(cls, heads: int, packing: Packing) -> PackedShape:
+    def of(cls, heads: int, packing: RowPacking) -> PackedShape:
         widths = packing.words(packing.key_width), packing.words(packing.value_width)
         return cls(heads, *widths, mx.uint32, packing=packing)
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state.kinds import kind_of
-from fleetd.engine.sequence_state.packing import Packing
 from fleetd.engine.sequence_state.parts import arrays, parts
+from fleetd.engine.sequence_state.row_packing import RowPacking
 from fleetd.engine.sequence_state.shapes import KvShape, PackedShape, PartShape, RunningShape
 
 
@@ -48,7 +48,7 @@ class KvLayout(msgspec.Struct, frozen=True):
         return replace(self, layers=tuple(tuple(_held(s, bits) for s in each) for each in self.layers))
 
     @property
-    def packings(self) -> list[list[Packing | None]]:
+    def packings(self) -> list[list[RowPacking | None]]:
         """How the rows of each part are held, for each layer that keeps something."""
         return [
             [s.packing if isinstance(s, PackedShape) else None for s in each] for each in self.layers if each
@@ -100,7 +100,7 @@ def _held(shape: PartShape, bits: int) -> PartShape:
         shape = KvShape(shape.heads, own.key_width, own.value_width, own.numbers)
     if not isinstance(shape, KvShape) or shape.window:
         return shape
-    packing = Packing.of(bits, shape.key_width, shape.value_width, shape.dtype)
+    packing = RowPacking.of(bits, shape.key_width, shape.value_width, shape.dtype)
     return shape if packing is None else PackedShape.of(shape.heads, packing)
 
 

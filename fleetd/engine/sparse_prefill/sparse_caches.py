@@ -22,9 +22,9 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, create_a
 
 from fleetd.engine.sequence_state.copies import beginning
 from fleetd.engine.sequence_state.kinds import Rows, register
-from fleetd.engine.sequence_state.packed_caches import Packed, PackedBatchKVCache, PackedKVCache
-from fleetd.engine.sequence_state.packing import Packing
+from fleetd.engine.sequence_state.packed_caches import PackedBatchKVCache, PackedCache, PackedKVCache
 from fleetd.engine.sequence_state.rings import ring
+from fleetd.engine.sequence_state.row_packing import RowPacking
 from fleetd.engine.sparse_prefill.rope import RopeOffset
 
 _Positions = npt.NDArray[np.int64]
@@ -43,7 +43,7 @@ class SparseKV(KVCache):  # type: ignore[misc]
     @classmethod
     def after(cls, dense: KVCache) -> SparseKV:
         """Takes over the rows of a dense prefix, which are held as there."""
-        cache = PackedSparseKV(dense.packing) if isinstance(dense, Packed) else cls()
+        cache = PackedSparseKV(dense.packing) if isinstance(dense, PackedCache) else cls()
         cache.keys, cache.values, cache.offset = dense.keys, dense.values, dense.offset
         return cache
 
@@ -68,10 +68,10 @@ class SparseKV(KVCache):  # type: ignore[misc]
         return batch
 
 
-class PackedSparseKV(Packed, SparseKV):
+class PackedSparseKV(PackedCache, SparseKV):
     """The same with rows that are held quantised."""
 
-    def __init__(self, packing: Packing) -> None:
+    def __init__(self, packing: RowPacking) -> None:
         super().__init__()
         self.packing = packing
 

@@ -261,7 +261,7 @@ class Placer:
         return alike and self._kv_bits(model, here) == self._kv_bits(model, member)
 
     def _kv_bits(self, model: WantedModel, member: Member) -> KvBits:
-        """In how many bits that machine holds the model's keys and values; 0 is as they are computed."""
+        """Bits of each number of the model's keys and values on that machine; 0 is as they are computed."""
         if member.here:
             facts = self._facts(model.name)
             return facts.shape.kv_bits if facts is not None else self._wanted_kv_bits(model.name)

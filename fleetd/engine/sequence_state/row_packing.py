@@ -19,7 +19,7 @@ _WORD = mx.uint32
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
-class Packing(msgspec.Struct, frozen=True):
+class RowPacking(msgspec.Struct, frozen=True):
     """How rows of ``key_width`` and ``value_width`` numbers of ``dtype`` ("bfloat16") are quantised."""
 
     bits: int
@@ -28,7 +28,7 @@ class Packing(msgspec.Struct, frozen=True):
     dtype: str
 
     @classmethod
-    def of(cls, bits: int, key_width: int, value_width: int, dtype: mx.Dtype) -> Packing | None:
+    def of(cls, bits: int, key_width: int, value_width: int, dtype: mx.Dtype) -> RowPacking | None:
         """None if such rows cannot be quantised: their widths are no multiples of a group."""
         name = str(dtype).removeprefix("mlx.core.")
         if not bits or name not in _DTYPES or key_width % _GROUPS[-1] or value_width % _GROUPS[-1]:
