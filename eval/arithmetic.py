@@ -1,7 +1,8 @@
-"""``python -m eval.arithmetic [--tasks N]``: what int8 changes in what a CPU says, against float32.
+"""``python -m eval.arithmetic [--tasks N] [--kv-bits 8|4]``: what int8 changes in what a CPU says, against
+float32; or what quantised keys and values change.
 
 Perplexity on texts that stay as they are, and the share of answers that the model finds in a whole prompt.
-Each arithmetic has a process of its own. Decision 60 quotes what it prints.
+Each way has a process of its own. Decisions 60 and 73 quote what it prints.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -24,7 +26,13 @@ from eval.statistics import Share
 from eval.tasks import task
 from fleetd.hardware.probe import cores
 
-ARITHMETICS = ("float32", "int8")
+# Name → the settings of a worker that computes so.
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {"cpu_arithmetic": "float32"},
+    "int8": {"cpu_arithmetic": "int8"},
+    "KV in 8 bits": {"cpu_arithmetic": "float32", "kv_bits": 8},
+    "KV in 4 bits": {"cpu_arithmetic": "float32", "kv_bits": 4},
+}
 KINDS = (("single", 1000), ("needles4", 1000), ("json", 1000), ("table", 1000))
 FIRST_SEED = 20_000
 # Tokens that the model sees at once, and of made-up prose.
@@ -34,17 +42,19 @@ WINDOW, PROSE = 1024, 4000
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.arithmetic", description=__doc__)
     parser.add_argument("--tasks", type=int, default=30, help="of each kind")
-    parser.add_argument("--perplexity", choices=ARITHMETICS, help="print one arithmetic's, as JSON")
+    parser.add_argument("--kv-bits", choices=("8", "4"), help="quantised keys and values, and not int8")
+    parser.add_argument("--perplexity", choices=WAYS, help="print one way's, as JSON")
     args = parser.parse_args()
     fetch_model()
     if args.perplexity:
         print(json.dumps(perplexities(args.perplexity)))
         return 0
-    for name, found in _perplexities().items():
-        before, after = (found[each] for each in ARITHMETICS)
+    ways = ("float32", f"KV in {args.kv_bits} bits" if args.kv_bits else "int8")
+    for name, found in _perplexities(ways).items():
+        before, after = (found[each] for each in ways)
         print(f"perplexity, {name}: {before:.3f} -> {after:.3f} ({100 * (after / before - 1):+.2f} %)")
     for kind, tokens in KINDS:
-        print(asyncio.run(_answers(kind, tokens, args.tasks)), flush=True)
+        print(asyncio.run(_answers(ways, kind, tokens, args.tasks)), flush=True)
     return 0
 
 
@@ -54,12 +64,12 @@ def texts() -> dict[str, str]:
     return {"a licence": (ROOT / "LICENSE").read_text(encoding="utf-8"), "made-up prose": "\n\n".join(made)}
 
 
-def perplexities(arithmetic: str) -> dict[str, float]:
+def perplexities(way: str) -> dict[str, float]:
     """Of each text, in windows that each begin anew; loads the model into this process."""
     from fleetd.engine.settings import WorkerSettings
     from fleetd.proof.local_worker import LocalWorker
 
-    settings: dict[str, Any] = {"cpu_arithmetic": arithmetic, "device": "cpu", "speculation": "off"}
+    settings = WAYS[way] | {"device": "cpu", "speculation": "off"}
     worker = LocalWorker(WorkerSettings(name=MODEL.name, path=str(MODEL), **settings))
     model, tokenizer = worker.loaded.model, worker.loaded.tokenizer
     return {name: math.exp(_loss(model, tokenizer.encode(text))) for name, text in texts().items()}
@@ -69,36 +79,36 @@ def _loss(model: Any, tokens: list[int]) -> float:
     """Mean negative log-likelihood of each token but the first of each window, in nats."""
     import mlx.core as mx
     import mlx.nn as nn
+    from mlx_lm.models.cache import make_prompt_cache
 
     total, count = 0.0, 0
     for at in range(0, len(tokens) - 1, WINDOW):
         window = mx.array([tokens[at : at + WINDOW]])
         if window.shape[1] < 2:
             break
-        lost = nn.losses.cross_entropy(model(window)[0, :-1], window[0, 1:], reduction="sum")
+        # With a cache: without one nothing is quantised.
+        logits = model(window, cache=make_prompt_cache(model))
+        lost = nn.losses.cross_entropy(logits[0, :-1], window[0, 1:], reduction="sum")
         total, count = total + float(lost.item()), count + window.shape[1] - 1
     return total / count
 
 
-def _perplexities() -> dict[str, dict[str, float]]:
-    """Name of a text → arithmetic → perplexity."""
+def _perplexities(ways: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Name of a text → way → perplexity."""
     found: dict[str, dict[str, float]] = {name: {} for name in texts()}
-    for arithmetic in ARITHMETICS:
-        command = [sys.executable, "-m", "eval.arithmetic", "--perplexity", arithmetic]
+    for way in ways:
+        command = [sys.executable, "-m", "eval.arithmetic", "--perplexity", way]
         said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
         for name, value in json.loads(said.splitlines()[-1]).items():
-            found[name][arithmetic] = value
+            found[name][way] = value
     return found
 
 
-async def _answers(kind: str, tokens: int, count: int) -> str:
-    """Shares of the right answers in both arithmetics, and how many texts are the same to the letter."""
+async def _answers(ways: Sequence[str], kind: str, tokens: int, count: int) -> str:
+    """Shares of the right answers in both ways, and how many texts are the same to the letter."""
     async with AsyncExitStack() as stack:
-        engines = [
-            await stack.enter_async_context(Engine(threads=cores(), cpu_arithmetic=each))
-            for each in ARITHMETICS
-        ]
-        right = [Share(0, 0) for _ in ARITHMETICS]
+        engines = [await stack.enter_async_context(Engine(threads=cores(), **WAYS[each])) for each in ways]
+        right = [Share(0, 0) for _ in ways]
         same = Share(0, 0)
         for number in range(count):
             one = task(kind, FIRST_SEED + number, tokens, (number + 0.5) / count, engines[0].count)
@@ -108,7 +118,8 @@ async def _answers(kind: str, tokens: int, count: int) -> str:
             for side, text in enumerate(said):
                 right[side] += Share(sum(one.says(text, answer) for answer in one.answers), len(one.answers))
             same += Share(int(said[0] == said[1]), 1)
-    return f"{kind}, {tokens} tokens: float32 {right[0]}; int8 {right[1]}; the same text: {same}"
+    both = "; ".join(f"{way} {share}" for way, share in zip(ways, right, strict=True))
+    return f"{kind}, {tokens} tokens: {both}; the same text: {same}"
 
 
 if __name__ == "__main__":

@@ -109,6 +109,7 @@ class Answer:
             "request": self.headers.get("x-fleet-request"),
             "plan": self.headers.get("x-fleet-plan"),
             "exactness": self.headers.get("x-fleet-exactness"),
+            "kv_bits": _whole_number(self.headers.get("x-fleet-kv-bits", "")),
             **({"smart_prefill": self.smart} if self.smart else {}),
         }
 
@@ -142,7 +143,13 @@ class Answer:
             parts.append(others)
         if (exactness := self.headers.get("x-fleet-exactness", "")) in ("equivalent", "lossy"):
             parts.append(exactness)
+        if kv_bits := self.headers.get("x-fleet-kv-bits", ""):
+            parts.append(f"KV {one_line(kv_bits)} bits")
         return parts
+
+
+def _whole_number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
 
 
 def _others(plan: str) -> str:

@@ -130,6 +130,7 @@ class MachineParts:
             load_s=lambda folder: self.load_times.seconds(folder.name, folder.weights_bytes),
             pinned=lambda: self.pinned.names,
             drafter=self._drafter,
+            kv_bits=config.models.kv_bits_of,
             ended=self._worker_ended,
         )
         self.metrics = Metrics(__version__, engines=self.pool.status, peers=peers)
@@ -307,6 +308,7 @@ class DaemonParts:
             machine=machine.prober.read,
             budget=machine.memory_budget,
             weight_rules=machine.weight_rules,
+            kv_bits=machine.pool.kv_bits,
             engines=machine.pool.status,
             counts=lambda: self.runner.counts,
             unread_tokens=lambda: self.runner.unread_tokens,
@@ -409,6 +411,7 @@ class DaemonParts:
             lambda model: self.machine.pool.facts(model),
             wake,
             needed_bytes=lambda folder: needed_bytes(folder, self.machine.weight_rules()),
+            kv_bits=self.machine.pool.kv_bits,
         )
 
     def _compression(self) -> CompressionService:

@@ -25,10 +25,11 @@ import msgspec
 from msgspec import Meta
 
 from fleetd.compression.policy import MIN_PROMPT_TOKENS, SmartPrefillPolicy
+from fleetd.control.model_facts import KvBits
 from fleetd.control.setting_view import SettingView
 from fleetd.errors import ConfigError
 from fleetd.limits import ANSWER_TOKENS, GIB, KIB, MEMBERS_CONFIGURED, MIB
-from fleetd.models.model_names import ModelNames
+from fleetd.models.model_names import ModelNames, untagged
 from fleetd.text.decoding import from_plain
 
 DEFAULT_PORT = 8114
@@ -114,9 +115,21 @@ class ModelSettings(msgspec.Struct, frozen=True):
         Meta(description='Hugging Face cache whose weights are used where they lie; "" is its usual place.'),
     ] = ""
 
+    kv_bits: Annotated[
+        list[str],
+        Meta(
+            description="Models whose keys and values are held quantised, each as NAME=8 or NAME=4 (bits): "
+            "a context takes about half or a third of its memory, and answers change a little."
+        ),
+    ] = []
+
     @property
     def names(self) -> ModelNames:
         return ModelNames(self.default, self.large, self.small)
+
+    def kv_bits_of(self, model: str) -> KvBits:
+        """Bits of each number of the keys and values of ``model``, by its name here; 0 is as computed."""
+        return dict(_split_kv_bits(entry) for entry in self.kv_bits).get(model, 0)
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -670,6 +683,15 @@ def _unknown(name: str, where: str, *vocabularies: list[str]) -> ConfigError:
     return ConfigError(f"Unknown setting `{name}` in {where}.", hint=hint, param=name)
 
 
+def _split_kv_bits(entry: str) -> tuple[str, KvBits]:
+    """Raises ValueError for anything but NAME=8, NAME=4, or NAME=16 for as they are computed."""
+    name, _, bits = entry.rpartition("=")
+    known: dict[str, KvBits] = {"16": 0, "8": 8, "4": 4}
+    if not name.strip() or bits.strip() not in known:
+        raise ValueError(entry)
+    return untagged(name.strip()), known[bits.strip()]
+
+
 def _split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -748,11 +770,25 @@ def _check_origins(config: Config) -> None:
             )
 
 
+def _check_kv_bits(config: Config) -> None:
+    for entry in config.models.kv_bits:
+        try:
+            _split_kv_bits(entry)
+        except ValueError:
+            raise ConfigError(
+                f"`models.kv_bits` from {config.origin('models.kv_bits')} holds {entry!r}, which is not "
+                "NAME=8 or NAME=4.",
+                hint="Write for example qwen3-8b=8; `fleetctl models` lists the names.",
+                param="models.kv_bits",
+            ) from None
+
+
 def _check(config: Config) -> None:
     """What concerns more than one value, and the one promise that no setting may break by accident."""
     _check_fleet(config)
     _check_ollama(config)
     _check_origins(config)
+    _check_kv_bits(config)
     where = config.origin("http.listen")
     try:
         loopback = _is_loopback(config.http.listen)

@@ -214,6 +214,8 @@ def _outcome(trace: Trace) -> str:
         said += f", from {count(trace.verified_tokens)} verified tokens on"
     if trace.exactness:
         said += f" · {one_line(trace.exactness)}"
+    if trace.kv_bits:
+        said += f" · KV {trace.kv_bits} bits"
     return f"{said} · {_why(trace)}" if trace.reason or trace.code else said
 
 

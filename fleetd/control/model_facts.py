@@ -21,6 +21,8 @@ Text = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 Layers = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
 # What a model gives: text, a vector of a text, or how well a text answers a query.
 ModelPurpose = Literal["chat", "embedding", "rerank"]
+# Bits of a number of keys and values that are held quantised; 0 if they are held as they are computed.
+KvBits = Literal[0, 4, 8]
 
 
 class StateSizes(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -104,6 +106,10 @@ class ModelShape(msgspec.Struct, frozen=True, omit_defaults=True):
     purpose: ModelPurpose = "chat"
     # Numbers in a vector of a text; 0 if its purpose is another.
     vector_width: Count = 0
+    # Bits of a number of the keys and values that are held; 0 if they are held as they are computed.
+    kv_bits: KvBits = 0
+    # The same for people, with what is left out; "" if nothing else was asked for.
+    kv_held: Text = ""
 
     @property
     def most_weights_bytes(self) -> int:

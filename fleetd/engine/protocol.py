@@ -34,7 +34,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.compression.packed import PackedScores
-from fleetd.control.model_facts import MeasuredSpeed, ModelShape
+from fleetd.control.model_facts import KvBits, MeasuredSpeed, ModelShape
 from fleetd.control.prefill_trace import GroupStage, Speculated
 from fleetd.engine.sampling.constraint import Constraint, ConstraintText
 from fleetd.engine.sampling.parameters import Sampling as Sampling
@@ -216,11 +216,13 @@ class AssistPrefill(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     and is absent if that one's part is empty), where tokens are split the keys and values of all before.
     ``home``: the label of the machine that answers, for which rows may be kept; none are if it is "".
     ``warm``: rows that it has kept for that one, by what that one knows.
+    ``kv_bits``: in how many bits the machine that answers holds keys and values; 0 is as computed.
     """
 
     id: str
     split: Split
     rank: int
+    kv_bits: KvBits = 0
     home: str = ""
     warm: WarmRows | None = None
 

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.control.model_facts import ModelPurpose
+from fleetd.control.model_facts import KvBits, ModelPurpose
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +78,8 @@ class WorkerSettings(WorkerOptions, frozen=True):
     part_of: str = ""
     # What the model gives.
     purpose: ModelPurpose = "chat"
+    # Bits in which keys and values of its sequences are held; 0 is as they are computed.
+    kv_bits: KvBits = 0
     # The other machines of a group, whose model this worker answers with: it has the layers before the first
     # of them, the embedding and the head. Rows of so many tokens have room with each of them.
     group: tuple[GroupMember, ...] = ()

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, MemoryBudget, RequestCounts
-from fleetd.control.model_facts import MeasuredSpeed, ModelShape, two_digits
+from fleetd.control.model_facts import KvBits, MeasuredSpeed, ModelShape, two_digits
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import FleetError
 from fleetd.limits import MIB
@@ -62,6 +62,8 @@ class Readings(msgspec.Struct, frozen=True):
     draining: Callable[[], bool]
     # What decides how that machine holds weights.
     weight_rules: Callable[[HardwareReading], WeightRules] = lambda machine: WeightRules(machine.accelerator)
+    # In how many bits a load would hold a model's keys and values, by its name.
+    kv_bits: Callable[[str], KvBits] = lambda name: 0
 
 
 class CardMaker:
@@ -269,7 +271,7 @@ class CardMaker:
     ) -> ModelCard:
         entry, files = find(folder.name), folder.shape
         need = weight_need(folder.path, folder.weights_bytes, folder.config, rules)
-        known = self._shapes.get(folder.name, files)
+        known = self._shapes.get(folder.name) or replace(files, kv_bits=self._now.kv_bits(folder.name))
         state = {"ready": "loaded", "loading": "loading"}.get(engine.state if engine else "", "installed")
         helping = part if part is not None and state == "installed" else None
         holder = engine if state == "loaded" else helping

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.model_facts import KvBits
 from fleetd.control.prefill_trace import Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
@@ -87,6 +88,8 @@ class Planned(msgspec.Struct, frozen=True):
     smart: SmartPrefillResult | None = None
     # Of a group, the layers at which its model is cut: machine i has those from cuts[i] to cuts[i + 1].
     cuts: tuple[int, ...] = ()
+    # In how many bits the machine that answers holds keys and values; 0 is as they are computed.
+    kv_bits: KvBits = 0
 
     def __str__(self) -> str:
         return f"{self.kind}; nodes={','.join(self.nodes)}"

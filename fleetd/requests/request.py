@@ -348,6 +348,9 @@ class Request:
         planned = planned or self.planned
         if planned is None:
             return
+        # Other machines compute for this one as it holds rows; over several, nothing is quantised.
+        kv_bits = 0 if planned.kind == "group" else self.placement.planned.kv_bits
+        planned = msgspec.structs.replace(planned, kv_bits=kv_bits)
         self.planned, self.expecting = planned, False
         self.shared = self.shared or planned.shared
         if self.smart is not None:

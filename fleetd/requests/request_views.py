@@ -94,6 +94,7 @@ def trace_of(request: Request) -> Trace:
         steps=_steps(request, plan),
         outcome=request.outcome,
         exactness=request.exactness,
+        kv_bits=request.planned.kv_bits if request.planned is not None else 0,
         prefill_s=prefill_s,
         ttft_s=ttft_s,
         code=code,

@@ -120,6 +120,20 @@ def test_environment_spells_booleans_and_lists(tmp_path: Path) -> None:
     assert loaded.http.allowed_hosts == ["a:1", "b:2"]
 
 
+def test_models_whose_keys_and_values_are_quantised(tmp_path: Path) -> None:
+    toml = '[models]\nkv_bits = ["qwen3-8b=8", "llama3.3:70b=4", "org/name = 16"]\n'
+    models = load(tmp_path, toml).models
+    names = ("qwen3-8b", "llama3.3-70b", "org/name", "other")
+    assert [models.kv_bits_of(name) for name in names] == [8, 4, 0, 0]
+    assert load(tmp_path, models__kv_bits="a=8,b=4").models.kv_bits_of("b") == 4
+
+
+@pytest.mark.parametrize("entry", ["qwen3-8b", "qwen3-8b=5", "=8", "qwen3-8b=", "8"])
+def test_bits_that_there_are_not_are_refused(tmp_path: Path, entry: str) -> None:
+    with pytest.raises(ConfigError, match="NAME=8 or NAME=4"):
+        load(tmp_path, models__kv_bits=entry)
+
+
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:8114", "[::1]:8114", "127.8.8.8:1"])
 def test_loopback_addresses_are_accepted(tmp_path: Path, listen: str) -> None:
     assert load(tmp_path, http__listen=listen).http.listen == listen

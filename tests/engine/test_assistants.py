@@ -21,6 +21,7 @@ from speculating import GREEDY, Run
 from fleetd.engine.heads.assistant import Assistant, AssistantConfig
 from fleetd.engine.heads.drafter_files import read_drafter
 from fleetd.engine.layers.stage import Stage
+from fleetd.engine.load.quantised_rows import quantise_rows
 from fleetd.engine.loop import decoding
 from fleetd.engine.protocol import Cancel, Sampling, Speculate
 from fleetd.engine.speculation.assistant_source import WorkerAssistant
@@ -121,6 +122,23 @@ def test_a_random_assistant_changes_no_byte(family: str, sampling: Sampling, tok
     report = run.finished("r").speculation
     assert report is not None
     assert report.sources["assistant"].drafted > report.accepted
+
+
+def test_an_assistant_reads_numbers_where_rows_are_quantised(tokenizer: Any) -> None:
+    model = tiny_architectures.tiny("gemma4_text")
+    assert quantise_rows(model, 8).bits == 8
+    plain = answered(model, tokenizer, None)
+    drafter = assistant_of(model)
+    run = answered(model, tokenizer, spec(model, drafter), speculate=ALONE)
+    assert run.said("r") == plain.said("r")
+    report = run.finished("r").speculation
+    assert report is not None
+    assert report.sources["assistant"].drafted
+    cache = make_prompt_cache(model)
+    model(mx.array([PROMPT]), cache=cache)
+    rows = drafter.rows(cache, len(PROMPT))
+    assert rows is not None
+    assert {array.dtype for pair in rows.values() for array in pair} == {mx.float32}
 
 
 def test_an_assistant_that_is_right_by_construction_is_always_right(tokenizer: Any) -> None:

@@ -114,6 +114,17 @@ def test_a_prefix_cache_is_bounded_by_what_is_left_and_leaves_room_for_new_promp
     assert (none.prefix, none.sequences) == (0, 0)
 
 
+def test_room_is_set_aside_for_the_numbers_of_one_layer() -> None:
+    """Rows of 80 bytes a token, of which one layer's are 20 more while they are unpacked."""
+    settings = WorkerSettings(name="m", path="/m")
+    room, sizes = MemoryBudget(usable_bytes=4 * GIB), StateSizes(80)
+    plain = MemoryShares.of(GIB, sizes, room, settings)
+    packed = MemoryShares.of(GIB, sizes, room, settings, unpacking_bytes=20)
+    assert packed.prefix == plain.prefix
+    tokens = sizes.fitting(packed.sequences)
+    assert plain.sequences - 200 < tokens * (80 + 20) <= plain.sequences
+
+
 def test_new_requests_wait_for_what_other_workers_hold_and_none_waits_alone() -> None:
     told: list[int] = []
     budget = KvBudget(100, StateSizes(1), told.append)

@@ -121,7 +121,7 @@ def caches(home: str = "home", seed: int = 0) -> WarmCaches:
     run = SharedRun(tiny("llama"), first)
     run.finish()
     (left,) = run.left
-    return WarmCaches(home, replace(left.rows, prefix=bytes([seed] * 8)), left.caches)
+    return WarmCaches(home, 0, replace(left.rows, prefix=bytes([seed] * 8)), left.caches)
 
 
 def test_rows_are_there_for_the_machine_whose_prompt_it_was_only() -> None:
@@ -129,6 +129,7 @@ def test_rows_are_there_for_the_machine_whose_prompt_it_was_only() -> None:
     assert store.keep(one, one.nbytes)
     assert store.find("home", one.rows) is one
     assert store.find("another", one.rows) is None
+    assert store.find("home", one.rows, 8) is None
     assert store.find("home", replace(one.rows, prefix=b"x" * 8)) is None
     assert store.find("home", replace(one.rows, last=one.rows.last - 1)) is None
     assert store.find("home", None) is None

@@ -130,6 +130,17 @@ async def test_the_header_says_exact_of_an_answer_with_the_bytes_that_this_machi
     assert seen[0] == Planned("remote", ("studio",), "exact")
 
 
+async def test_an_answer_with_rows_of_other_bits_is_labelled_and_is_no_exact_one(make: Make) -> None:
+    others = FakeOthers(machine("studio", faster=100, arithmetic="bits", kv_bits=8), studio=[WHOLE])
+    own = replace(OWN, models=[replace(MODEL, arithmetic="bits")])
+    runner = make(others, own=own, models=FakeModels(names=["big"]))
+    seen = await collect(runner.run(job()))
+    assert seen[0] == Planned("remote", ("studio",), "equivalent", kv_bits=8)
+    exact = replace(job(), request=replace(job().request, exact=True))
+    seen = await collect(runner.run(exact))
+    assert (seen[0].kind, seen[0].exactness, seen[0].kv_bits) == ("local", "exact", 0)
+
+
 @pytest.mark.parametrize("placement", [(), ("studio",)], ids=["left open", "named"])
 @pytest.mark.parametrize("theirs", ["bits", "other bits", ""])
 async def test_an_answer_that_must_be_exact_runs_only_where_the_bytes_are_the_same(

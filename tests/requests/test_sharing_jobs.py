@@ -497,6 +497,25 @@ async def test_an_engine_that_does_not_wait_is_left_alone(tmp_path: Path) -> Non
         assert (trace.outcome, trace.losers) == ("local", [])
 
 
+@pytest.mark.parametrize("older", [False, True])
+async def test_helpers_are_asked_for_rows_of_this_machines_bits_and_have_to_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: bool
+) -> None:
+    encode = messages.encode
+
+    def as_before(message: Any) -> bytes:
+        leaves_out = older and isinstance(message, messages.AssistOffer)
+        return encode(replace(message, kv_bits=0) if leaves_out else message)
+
+    monkeypatch.setattr(messages, "encode", as_before)
+    async with home_with(tmp_path) as home:
+        home.pool.fake.facts = replace(FACTS, shape=replace(FACTS.shape, kv_bits=8))
+        planned = (await home.ask())[0]
+        assert [part.kv_bits for part in home.helpers[0].engine.assists] == [8]
+        assert planned.shared != older
+        assert not older or "kv_bits is 0 there and 8 here" in planned.reason
+
+
 async def test_a_helper_that_refuses_costs_only_its_help(tmp_path: Path) -> None:
     async with home_with(tmp_path) as home:
         home.helpers[0].engine.facts = replace(FACTS, arithmetic=replace(ARITHMETIC, dtype="float16"))

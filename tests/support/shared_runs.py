@@ -148,7 +148,9 @@ class SharedRun:
             stage = stage.part(own.start, own.stop)
             layout = KvLayout.of(stage)
         warm = self.warm[rank] if self.warm else None
-        assist = AssistPrefill("a", self.split, rank, "home", warm.rows if warm is not None else None)
+        assist = AssistPrefill(
+            "a", self.split, rank, home="home", warm=warm.rows if warm is not None else None
+        )
         return HelperPrefill(stage, layout, assist, self.streams.of(rank), warm=warm, clock=self.clock)
 
     def turns(self, order: Callable[[int], Sequence[int]] | None = None) -> Iterator[None]:

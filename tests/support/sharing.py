@@ -174,7 +174,8 @@ class Sharing:
         """Every helper has reserved its memory."""
         for rank, (engine, told) in enumerate(zip(self.helpers, self.assists, strict=True)):
             ready = asyncio.Event()
-            assist = AssistPrefill(f"{self.request.id}.{rank}", split, rank)
+            kv_bits = self.home.facts.shape.kv_bits if self.home.facts is not None else 0
+            assist = AssistPrefill(f"{self.request.id}.{rank}", split, rank, kv_bits)
             self.tasks.append(asyncio.create_task(self._assist(told, engine, assist, ready)))
             await ready.wait()
 

@@ -144,6 +144,9 @@ class _Plans:
     def headers(self, work: GenerationRequest) -> Mapping[str, str]:
         found, exactness = list(self._latest.values()), self.exactness
         tools = {"X-Fleet-Tools": "grammar"} if self._tools_by_grammar else {}
+        # Choices on several machines may differ; the fewest bits say the most.
+        if kv_bits := min((planned.kv_bits for planned in found if planned.kv_bits), default=0):
+            tools["X-Fleet-KV-Bits"] = str(kv_bits)
         if exactness is None:
             undecided = {"X-Fleet-Request": work.id, "X-Fleet-Plan": "undecided; nodes="}
             # Parts of the prompt may yet be left out, so "exact" is not promised.

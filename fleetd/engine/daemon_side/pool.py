@@ -23,6 +23,7 @@ import structlog
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, Pressure
 from fleetd.control.model_change import Split
+from fleetd.control.model_facts import KvBits
 from fleetd.engine.cpu import address_space, openmp_file
 from fleetd.engine.daemon_side.group_front import GroupFront, GroupLife
 from fleetd.engine.daemon_side.loaded_model import LoadedModel
@@ -115,6 +116,8 @@ class EnginePool:
     ranks: Callable[[ModelFolder, Sequence[str]], GroupLife] | None = None
     # The folder of what drafts from a model's hidden states; None: what lies in its own folder, if anything.
     drafter: Callable[[ModelFolder], Awaitable[Path | None]] = no_drafter
+    # In how many bits a model's keys and values are held, by its name; 0 is as they are computed.
+    kv_bits: Callable[[str], KvBits] = lambda name: 0
     # Told the id of each worker's process once that has ended.
     ended: Callable[[int], None] = lambda pid: None
     _models: dict[str, LoadedModel] = field(default_factory=dict, init=False)
@@ -707,6 +710,8 @@ class EnginePool:
             purpose=folder.purpose,
             held_bytes=self.held_bytes,
             ring=wanted.ring,
+            # Layers for others hold rows as those who ask for them do.
+            kv_bits=self.kv_bits(wanted.name),
             **{name: getattr(self.options, name) for name in WorkerOptions.__struct_fields__},
         )
 

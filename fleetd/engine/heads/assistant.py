@@ -99,10 +99,12 @@ class Assistant(nn.Module):  # type: ignore[misc]
         stage, found = self._target.stage, {}
         each = stage.spread(cache)
         for kind, index in self._target.kinds.items():
-            rows = kind_of(each[index]).rows(each[index], 0, tokens)
-            if kind_of(each[index]).held(each[index]) != tokens or rows is None or len(rows) != 2:
+            own = kind_of(each[index])
+            rows = own.rows(each[index], 0, tokens)
+            if own.held(each[index]) != tokens or rows is None or len(rows) != 2:
                 return None
-            found[kind] = (rows[0], rows[1])
+            keys, values = own.numbers(each[index], rows)
+            found[kind] = (keys, values)
         return found
 
     def empty_rows(self, tokens: int) -> KindRows:

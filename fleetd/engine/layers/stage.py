@@ -31,7 +31,9 @@ from fleetd.engine.layers.layer_calls import (
     per_layer_inputs,
 )
 from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state.packed_caches import with_packings
 from fleetd.engine.sequence_state.parts import all_parts, parts
+from fleetd.engine.sequence_state.row_packing import RowPacking
 from fleetd.errors import InvalidValue, ModelUnsupported
 
 # How mlx-lm's models call the list of the layers whose keys and values each layer reads.
@@ -214,6 +216,18 @@ class Stage(msgspec.Struct, frozen=True):
         None for a layer that keeps nothing.
         """
         return copy.deepcopy(list(self.empty))
+
+    def with_packings(self, packings: Sequence[Sequence[RowPacking | None]]) -> Stage:
+        """The same layers, whose caches hold rows as is said for the parts of each that has some; None is as
+        they are computed."""
+        left = iter(packings)
+        empty = (None if cache is None else with_packings(cache, next(left)) for cache in self.empty)
+        return replace(self, empty=tuple(empty))
+
+    @property
+    def as_computed(self) -> Stage:
+        """The same layers, whose caches hold all rows as they are computed."""
+        return self.with_packings([[None] * len(parts(cache)) for cache in self.empty if cache is not None])
 
     def inputs(self, tokens: mx.array, start: int) -> PassInputs:
         """What of ``tokens`` (B, T), the first at position ``start``, enters layers besides hidden states."""

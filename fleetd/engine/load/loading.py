@@ -80,9 +80,15 @@ class MemoryShares(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, weights: int, sizes: StateSizes, room: MemoryBudget, settings: WorkerSettings
+        cls,
+        weights: int,
+        sizes: StateSizes,
+        room: MemoryBudget,
+        settings: WorkerSettings,
+        unpacking_bytes: int = 0,
     ) -> MemoryShares:
-        """``sizes``: of a sequence."""
+        """``sizes``: of a sequence. ``unpacking_bytes``: what each of its tokens takes besides, for a
+        while."""
         left = max(0, room.usable_bytes - weights - WORKING_BYTES)
         if settings.group:
             # Other machines have room for the rows of so many tokens.
@@ -90,7 +96,8 @@ class MemoryShares(msgspec.Struct, frozen=True):
         # However much the owner gives to old prompts, new ones get the part that old ones have otherwise.
         most = left - int(left * limits.PREFIX_SHARE)
         prefix = min(settings.prefix_cache_bytes, most) or int(left * limits.PREFIX_SHARE)
-        return cls(weights, prefix, left - prefix)
+        rows = max(1, sizes.token_bytes)
+        return cls(weights, prefix, (left - prefix) * rows // (rows + unpacking_bytes))
 
 
 class _FoundOut(msgspec.Struct, frozen=True):
@@ -167,7 +174,7 @@ def load(
     verdict = _verdict(read, settings, key.model, found.findings.measured.speed.decode_tok_s, report)
     head, head_text = _head(read, verdict)
     keep_weights(device, settings)
-    shares = MemoryShares.of(read.weights_bytes, read.sizes, room, settings)
+    shares = MemoryShares.of(read.weights_bytes, read.sizes, room, settings, read.held.unpacking_bytes)
     search = _profile_search(read, settings, key.model.digest)
     return Loaded(
         model=read.model,
@@ -190,9 +197,11 @@ def load(
 
 
 def _versions(read: ReadModel, settings: WorkerSettings) -> dict[str, str]:
-    """What computes. Divided layers have other products, and another speed, than whole ones."""
+    """What computes. Divided layers have other products, and another speed, than whole ones; and what
+    attends to quantised rows has other numbers than what attends to all of them."""
     ranks = {} if settings.ring is None else {"ranks": str(settings.ring.size)}
-    return versions(read.arithmetic) | ranks
+    kept = {"kv_bits": str(read.held.bits)} if read.held.bits else {}
+    return versions(read.arithmetic) | ranks | kept
 
 
 def _head(read: ReadModel, verdict: ExactnessVerdict) -> tuple[WorkerDrafter | None, str]:
@@ -261,6 +270,8 @@ def _ready(
         layers=len(read.model.layers),
         sizes=read.sizes,
         unshareable=found.unshareable,
+        kv_bits=read.held.bits,
+        kv_held=read.held.text,
     )
     if sharable is not None:
         shape = sharable.described(shape)

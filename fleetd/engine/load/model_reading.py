@@ -33,6 +33,7 @@ from fleetd.engine.heads.drafter_files import read_drafter
 from fleetd.engine.heads.head_files import read_head
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.load.group_members import GroupMembers
+from fleetd.engine.load.quantised_rows import RowPrecision, quantise_rows
 from fleetd.engine.load.rank_members import RankMembers
 from fleetd.engine.load.readable_folder import forbid_absent, readable
 from fleetd.engine.measure import device_memory
@@ -80,6 +81,7 @@ class ReadModel(msgspec.Struct, frozen=True):
     # None if there is none. ``headless`` says why one that there is cannot be used.
     head: HiddenDrafter | None = None
     headless: str = ""
+    held: RowPrecision = RowPrecision()
 
     @property
     def weights_bytes(self) -> int:
@@ -154,6 +156,7 @@ def read_model(
         report(Loading("connecting"))
         members.join(model)
     report(Loading("warming up"))
+    held = _held_rows(settings, model)
     sizes = warm_up(model)
     return ReadModel(
         model,
@@ -166,7 +169,19 @@ def read_model(
         context_tokens(config),
         head,
         headless,
+        held,
     )
+
+
+# A device that has no memory left raises RuntimeError.
+@over_files("The model cannot compute anything", RuntimeError)
+def _held_rows(settings: WorkerSettings, model: Any) -> RowPrecision:
+    """How keys and values are held, by the settings. Has an effect on all caches that are made for it."""
+    if not settings.kv_bits:
+        return RowPrecision()
+    if settings.group or settings.ring is not None:
+        return RowPrecision(text="as computed: the model is over several machines")
+    return quantise_rows(model, settings.kv_bits)
 
 
 class HeldWeights(msgspec.Struct, frozen=True):

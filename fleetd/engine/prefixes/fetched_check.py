@@ -59,9 +59,15 @@ class FetchedCheck:
         mx.eval(came)
         done = yield from self._compute(cache, at, stop, onward=onward)
         arrays = [array for part in theirs for array in kind_of(part).arrays(part)]
-        for array, sent in zip(arrays, came, strict=True):
-            self._compare(array[..., at:stop, :], sent)
-            array[..., at:stop, :] = sent
+        sent = iter(came)
+        for part in theirs:
+            kind, own = kind_of(part), kind_of(part).arrays(part)
+            mine = tuple(array[..., at:stop, :] for array in own)
+            came_there = tuple(next(sent) for _ in own)
+            for a, b in zip(kind.numbers(part, mine), kind.numbers(part, came_there), strict=True):
+                self._compare(a, b)
+            for array, rows in zip(own, came_there, strict=True):
+                array[..., at:stop, :] = rows
         mx.eval(arrays)
         return done
 
@@ -88,7 +94,7 @@ class FetchedCheck:
 
     def _finite(self, parts: Sequence[Any], first: int, last: int) -> Iterator[None]:
         for part in parts:
-            for array in kind_of(part).arrays(part):
+            for array in kind_of(part).floats(part):
                 if not all_finite(array, first, last):
                     raise _wrong()
             yield
@@ -96,8 +102,13 @@ class FetchedCheck:
     def _compare_rows(self, ours: list[Any], theirs: Sequence[Any], start: int, stop: int) -> None:
         mine = [part for part in all_parts(ours) if kind_of(part).has_rows(part)]
         for own, sent in zip(mine, theirs, strict=True):
-            for a, b in zip(kind_of(own).arrays(own), kind_of(sent).arrays(sent), strict=True):
-                self._compare(a[..., start:stop, :], b[..., start:stop, :])
+            kind = kind_of(own)
+            rows = [
+                kind.numbers(own, tuple(array[..., start:stop, :] for array in kind.arrays(part)))
+                for part in (own, sent)
+            ]
+            for a, b in zip(*rows, strict=True):
+                self._compare(a, b)
 
     def _compare(self, ours: mx.array, theirs: mx.array) -> None:
         # An index of the context has keys only.

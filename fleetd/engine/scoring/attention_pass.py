@@ -185,7 +185,8 @@ def _shown(stage: Stage, ropes: Mapping[int, PosRoPE]) -> tuple[dict[int, tuple[
     def look(layer: int, _: mx.array, after: mx.array) -> None:
         seen.setdefault(layer, []).append(after)
 
-    caches, tokens = stage.make_caches(), mx.array([[1, 1]])
+    # Of quantised keys it could not be seen which numbers they were.
+    caches, tokens = stage.as_computed.make_caches(), mx.array([[1, 1]])
     with watched(ropes.values(), look):
         stage.run(stage.embed(tokens), caches, stage.inputs(tokens, 0))
     found, keys_first = {}, set()

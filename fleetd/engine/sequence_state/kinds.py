@@ -2,12 +2,14 @@
 
     kind           mlx-lm's cache       back to an earlier token            to a machine or a disk
     PlainRows      KVCache              any                                 rows
+    PackedRows     PackedKVCache        any                                 rows
     QuantisedRows  QuantizedKVCache     any                                 rows
     JoinedRows     ConcatenateKVCache   any                                 no
     Window         RotatingKVCache      until it has moved, or a snapshot   whole
     Running        ArraysCache          a snapshot, or a mark               whole
     Several        CacheList            as its parts                        as its parts
-    BatchRows      BatchKVCache         of all sequences in step            no
+    BatchRows      BatchKVCache,        of all sequences in step            no
+                   PackedBatchKVCache
     StateKind      any other            a snapshot                          no
 
 Rows past a cache's end are never read, so taking tokens back is exact. A window that has moved has lost its
@@ -34,7 +36,14 @@ from mlx_lm.models.cache import (
 from fleetd.control.model_facts import StateSizes
 from fleetd.engine.sequence_state import rings
 from fleetd.engine.sequence_state.copies import beginning, copy_on_write
-from fleetd.engine.sequence_state.shapes import AnyShape, KvShape, QuantisedShape, RunningShape
+from fleetd.engine.sequence_state.packed_caches import PackedBatchKVCache, PackedKVCache
+from fleetd.engine.sequence_state.shapes import (
+    AnyShape,
+    KvShape,
+    PackedShape,
+    QuantisedShape,
+    RunningShape,
+)
 from fleetd.engine.sequence_state.write_index import write_index
 
 ANY = 1 << 30
@@ -44,7 +53,7 @@ class StateKind:
     """What can be done with one kind of cache. An unknown one is used at its last token only: no more is
     known of it. ``cache`` is one of its kind everywhere."""
 
-    # Rows of one sequence at full precision, and nothing else.
+    # Rows of one sequence, and nothing else.
     plain = False
     # A stage of a model can keep it, and hand it over.
     shared = False
@@ -97,7 +106,7 @@ class StateKind:
         cache.offset = tokens
 
     def fill(self, cache: Any, keys: mx.array, values: mx.array, tokens: int) -> None:
-        """Let it hold these rows, the first ``tokens`` of which count. Not of a window."""
+        """Let it hold these keys and values, the first ``tokens`` of which count. Not of a window."""
         cache.keys, cache.values = keys, values
         self.set_held(cache, tokens)
 
@@ -135,6 +144,15 @@ class StateKind:
     def rows(self, cache: Any, start: int, count: int) -> tuple[mx.array, ...] | None:
         """Keys and values of tokens [start, start + count), in all their arrays, if it has them."""
         return cache.keys[..., start : start + count, :], cache.values[..., start : start + count, :]
+
+    def numbers(self, cache: Any, rows: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+        """What of ``rows`` enters attention: they themselves, if they are not quantised."""
+        return rows
+
+    def floats(self, cache: Any) -> tuple[Any, ...]:
+        """Arrays (1, heads, rows, numbers), of a cache with rows, in which a number that is not finite
+        shows."""
+        return self.arrays(cache)
 
     def sizes(self, cache: Any) -> StateSizes:
         """What a cache of its kind takes for any number of tokens; this one holds a few."""
@@ -182,6 +200,27 @@ class PlainRows(Rows):
 
     def shape(self, cache: Any) -> KvShape:
         return KvShape(cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3], cache.keys.dtype)
+
+
+class PackedRows(PlainRows):
+    """``arrays`` and ``rows`` are words of quantised numbers; ``numbers`` makes numbers of them."""
+
+    def fill(self, cache: PackedKVCache, keys: mx.array, values: mx.array, tokens: int) -> None:
+        super().fill(cache, cache.packing.pack(keys), cache.packing.pack(values), tokens)
+
+    def numbers(self, cache: PackedKVCache, rows: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+        packing = cache.packing
+        widths = packing.key_width, packing.value_width
+        return tuple(packing.unpack(words, width) for words, width in zip(rows, widths, strict=True))
+
+    def floats(self, cache: PackedKVCache) -> tuple[mx.array, ...]:
+        packing = cache.packing
+        widths = packing.key_width, packing.value_width
+        each = zip(self.arrays(cache), widths, strict=True)
+        return tuple(packing.ends(words, width) for words, width in each)
+
+    def shape(self, cache: PackedKVCache) -> PackedShape:
+        return PackedShape.of(cache.keys.shape[1], cache.packing)
 
 
 class QuantisedRows(Rows):
@@ -340,12 +379,14 @@ class BatchRows(StateKind):
 
 _KINDS: dict[type, StateKind] = {
     KVCache: PlainRows(),
+    PackedKVCache: PackedRows(),
     QuantizedKVCache: QuantisedRows(),
     ConcatenateKVCache: JoinedRows(),
     RotatingKVCache: Window(),
     ArraysCache: Running(),
     CacheList: Several(),
     BatchKVCache: BatchRows(),
+    PackedBatchKVCache: BatchRows(),
 }
 _OTHER = StateKind()
 

@@ -51,7 +51,7 @@ def _can_follow(part: Any) -> bool:
 
 def _ones(part: Any, tokens: int) -> tuple[mx.array, mx.array]:
     keys, values = (
-        mx.ones((1, rows.shape[1], tokens, rows.shape[3]), rows.dtype) for rows in (part.keys, part.values)
+        mx.ones((1, rows.shape[1], tokens, rows.shape[3]), rows.dtype) for rows in part.keys_and_values()
     )
     return keys, values
 

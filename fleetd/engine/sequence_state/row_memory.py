@@ -17,7 +17,8 @@ from fleetd.engine.sequence_state.array_bytes import as_bytes, pieces
 from fleetd.engine.sequence_state.copies import cache_of, copy_on_write
 from fleetd.engine.sequence_state.growth import in_steps
 from fleetd.engine.sequence_state.kinds import kind_of
-from fleetd.engine.sequence_state.shapes import QuantisedShape, RowShape
+from fleetd.engine.sequence_state.packed_caches import PackedKVCache, emptied
+from fleetd.engine.sequence_state.shapes import PackedShape, QuantisedShape, RowShape
 
 
 def preallocated(shape: RowShape, tokens: int, prefix: Any = None) -> Any:
@@ -29,7 +30,7 @@ def preallocated(shape: RowShape, tokens: int, prefix: Any = None) -> Any:
         cache = QuantizedKVCache(shape.group_size, shape.bits)
         cache.keys, cache.values = tuple(arrays[:3]), tuple(arrays[3:])
     else:
-        cache = KVCache()
+        cache = PackedKVCache(shape.packing) if isinstance(shape, PackedShape) else KVCache()
         cache.keys, cache.values = arrays
     if prefix is not None and prefix.offset:
         cache.offset = prefix.offset
@@ -42,9 +43,9 @@ def preallocated(shape: RowShape, tokens: int, prefix: Any = None) -> Any:
 def begun(cache: Any, tokens: int) -> KVCache:
     """The first ``tokens`` rows of a cache, to be added to. Only these are copied then, not all the room."""
     if not tokens:
-        return KVCache()
+        return emptied(cache)
     keys, values = kind_of(cache).arrays(cache)
-    return cache_of(keys[..., :tokens, :], values[..., :tokens, :], tokens)
+    return cache_of(cache, keys[..., :tokens, :], values[..., :tokens, :], tokens)
 
 
 def truncated(cache: KVCache, tokens: int) -> KVCache:

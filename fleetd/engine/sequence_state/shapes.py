@@ -11,6 +11,8 @@ import math
 import mlx.core as mx
 import msgspec
 
+from fleetd.engine.sequence_state.row_packing import RowPacking
+
 
 class KvShape(msgspec.Struct, frozen=True):
     """Per token ``heads`` keys and values of these widths; ``window`` 0 keeps them all."""
@@ -42,6 +44,18 @@ class KvShape(msgspec.Struct, frozen=True):
     def dtypes(self, buffers: int) -> list[mx.Dtype]:
         """The dtypes of a frame's ``buffers``."""
         return [self.dtype] * buffers
+
+
+class PackedShape(KvShape, frozen=True, kw_only=True):
+    """Rows that are held quantised: widths and ``dtype`` are those of the words, ``packing`` says of which
+    numbers they are."""
+
+    packing: RowPacking
+
+    @classmethod
+    def of(cls, heads: int, packing: RowPacking) -> PackedShape:
+        widths = packing.words(packing.key_width), packing.words(packing.value_width)
+        return cls(heads, *widths, mx.uint32, packing=packing)
 
 
 class QuantisedShape(msgspec.Struct, frozen=True):

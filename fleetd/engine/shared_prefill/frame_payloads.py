@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +14,7 @@ from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, empty_
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.sequence_state.row_memory import RowBuffer
-from fleetd.engine.sequence_state.shapes import RunningShape
+from fleetd.engine.sequence_state.shapes import PackedShape, RunningShape
 from fleetd.engine.sequence_state.whole_states import rotated, running, state_buffers
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
@@ -112,12 +112,28 @@ def finite(frame: Frame, layout: KvLayout) -> bool:
     match frame.head.kind:
         case Kind.ROWS | Kind.STATE:
             shape = layout.parts(frame.head.layer)[frame.head.part]
+            if isinstance(shape, PackedShape):
+                return _finite_packed(frame.buffers, shape)
             dtypes = shape.dtypes(len(frame.buffers))
         case Kind.HIDDEN:
             dtypes = [layout.dtype] * len(frame.buffers)
         case _:
             return True
     return all(_finite(buffer, dtype) for buffer, dtype in zip(frame.buffers, dtypes, strict=True))
+
+
+def _finite_packed(buffers: Sequence[memoryview], shape: PackedShape) -> bool:
+    """The same of rows that are held quantised, by their scales and biases. ``buffers``: a head's rows each,
+    those of all heads' keys before those of their values."""
+    packing = shape.packing
+    widths = [packing.key_width, packing.value_width]
+    each = [width for width in widths if width for _ in range(shape.heads)]
+    for buffer, width in zip(buffers, each, strict=True):
+        words = np.frombuffer(buffer, np.uint32).reshape(-1, packing.words(width))
+        ends = words[:, words.shape[1] - packing.end_words(width) :]
+        if not _finite(buffer_of(ends), packing.numbers):
+            return False
+    return True
 
 
 def _finite(buffer: memoryview, dtype: mx.Dtype) -> bool:

@@ -37,7 +37,8 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
 
     def admit(self, command: AssistPrefill) -> tuple[_Task, Accepted]:
         split, rank = checked(command.split), command.rank
-        stage = self._sharable.stage
+        sharable = self._sharable.with_kv_bits(command.kv_bits)
+        stage = sharable.stage
         total = stage.prefilled
         if split.layers != total or not 0 <= rank < split.helpers:
             raise InvalidValue(f"Part {rank} of {split.layers} layers is none of {total} layers here.")
@@ -55,10 +56,9 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
             raise Overloaded(f"This machine helps with {limits.ASSISTS} prompts already.")
         # All tokens that its layers attend to.
         tokens = split.tokens_of(rank).stop
-        held = min(stage.last, total) - stage.first
-        self.budget.lend(command.id, self.budget.sizes.of(tokens) * len(layers) // held)
+        self.budget.lend(command.id, sharable.layout.kept_bytes(layers, tokens))
         self.trim()
-        there = self.warm.find(command.home, command.warm)
+        there = self.warm.find(command.home, command.warm, command.kv_bits)
         if there is not None and there.rows.tokens <= split.cached:
             self._warm_of[command.id] = there
         is_warm = command.id in self._warm_of
@@ -79,7 +79,7 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
         return helper_streams(command.split, command.rank)
 
     def begin_work(self, task: _Task, streams: HandedOverStreams) -> HelperPrefill:
-        sharable = self._sharable
+        sharable = self._sharable.with_kv_bits(task.command.kv_bits)
         return HelperPrefill(
             sharable.stage,
             sharable.layout,

@@ -59,7 +59,7 @@ class HelperPrefill:
                 f"Helper {rank} of {split} has no part in a model of {stage.prefilled} layers."
             )
         self._split, self._layout, self._clock = split, layout, clock
-        self._home, self._warm = assist.home, warm
+        self._assist, self._warm = assist, warm
         self._work = helper_work(stage, layout, split, rank, warm)
         self._times = HelperTimes(clock)
         self._hashes: dict[int, bytes] = {}
@@ -214,4 +214,4 @@ class HelperPrefill:
         """What the next turn of this conversation can go on from, here. Only once it is ``finished``."""
         layers, tokens = self._work.layers, self._work.tokens.stop
         rows = WarmRows(tokens, layers.start, layers.stop, self._hashes[tokens])
-        return WarmCaches(self._home, rows, dict(self._work.whole))
+        return WarmCaches(self._assist.home, self._assist.kv_bits, rows, dict(self._work.whole))

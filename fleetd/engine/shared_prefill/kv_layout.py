@@ -8,11 +8,13 @@ from typing import cast
 import mlx.core as mx
 import msgspec
 from mlx.utils import tree_flatten
+from msgspec.structs import replace
 
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import arrays, parts
-from fleetd.engine.sequence_state.shapes import KvShape, PartShape, RunningShape
+from fleetd.engine.sequence_state.row_packing import RowPacking
+from fleetd.engine.sequence_state.shapes import KvShape, PackedShape, PartShape, RunningShape
 
 
 class KvLayout(msgspec.Struct, frozen=True):
@@ -41,6 +43,27 @@ class KvLayout(msgspec.Struct, frozen=True):
         )
         return cls(stage.first, shapes, int(out.shape[-1]), out.dtype)
 
+    def with_kv_bits(self, bits: int) -> KvLayout:
+        """The same of caches whose rows are held in ``bits`` bits where they can be; 0 is as computed."""
+        return replace(self, layers=tuple(tuple(_held(s, bits) for s in each) for each in self.layers))
+
+    @property
+    def packings(self) -> list[list[RowPacking | None]]:
+        """How the rows of each part are held, for each layer that keeps something."""
+        return [
+            [s.packing if isinstance(s, PackedShape) else None for s in each] for each in self.layers if each
+        ]
+
+    def kept_bytes(self, layers: Iterable[int], tokens: int) -> int:
+        """Bytes of what these layers keep of ``tokens``."""
+        found = 0
+        for shape in (shape for index in layers for shape in self.parts(index)):
+            if isinstance(shape, RunningShape):
+                found += shape.nbytes
+            else:
+                found += sum(shape.sizes(min(tokens, shape.window) if shape.window else tokens))
+        return found
+
     def parts(self, layer: int) -> tuple[PartShape, ...]:
         """The shapes of what a layer keeps, by its number in the whole model."""
         return self.layers[layer - self.first]
@@ -68,6 +91,17 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     def hidden_bytes(self, tokens: int) -> int:
         return tokens * self.width * int(self.dtype.size)
+
+
+def _held(shape: PartShape, bits: int) -> PartShape:
+    """The shape of the same cache if its rows are held in ``bits`` bits, or as computed if they cannot be."""
+    if isinstance(shape, PackedShape):
+        own = shape.packing
+        shape = KvShape(shape.heads, own.key_width, own.value_width, own.numbers)
+    if not isinstance(shape, KvShape) or shape.window:
+        return shape
+    packing = RowPacking.of(bits, shape.key_width, shape.value_width, shape.dtype)
+    return shape if packing is None else PackedShape.of(shape.heads, packing)
 
 
 def _float_dtype(stage: Stage) -> mx.Dtype:

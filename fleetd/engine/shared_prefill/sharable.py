@@ -34,9 +34,19 @@ class Sharable(msgspec.Struct, frozen=True):
         layout = KvLayout.of(stage)
         states = _STATES if layout.keeps_states(range(stage.first, stage.prefilling.last)) else 0
         found = known or arithmetic(
-            stage, layout, device=device, accelerator=accelerator_name(device), versions=versions
+            # However a prompt's rows are held.
+            stage.as_computed,
+            layout,
+            device=device,
+            accelerator=accelerator_name(device),
+            versions=versions,
         )
         return cls(stage, layout, msgspec.structs.replace(found, states=states))
+
+    def with_kv_bits(self, bits: int) -> Sharable:
+        """The same layers, whose rows are held in ``bits`` bits where they can be; 0 is as computed."""
+        layout = self.layout.with_kv_bits(bits)
+        return msgspec.structs.replace(self, stage=self.stage.with_packings(layout.packings), layout=layout)
 
     @property
     def any_chunks(self) -> bool:

@@ -223,9 +223,11 @@ class SpotCheck:
         empty = parts(probe.parts[layer].empty[0])
         for cache, mine, sent in zip(empty, probe.rows[layer], theirs, strict=True):
             if mine is not None and sent is not None:
-                rows = kind_of(cache).attention
+                kind = kind_of(cache)
+                rows = kind.attention
                 names = ("keys", "values") if rows else ("running states",) * len(mine)
-                for name, ours, other in zip(names, mine, sent, strict=True):
+                pairs = zip(names, kind.numbers(cache, mine), kind.numbers(cache, sent), strict=True)
+                for name, ours, other in pairs:
                     self._check(ours, other, owner, f"{name} of layer {layer}")
                     if rows and probe.count > _FIRST:
                         # What was sent of earlier tokens shows in the first ones; later ones may forget it.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleetd import limits
+from fleetd.control.model_facts import KvBits
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.shared_prefill.frame_payloads import Place
 from fleetd.plan.prefill.split import WarmRows
@@ -19,9 +20,10 @@ from fleetd.plan.prefill.split import WarmRows
 @dataclass(frozen=True, slots=True, eq=False)
 class WarmCaches:
     """``rows``: what it is of; ``caches``: one of ``rows.tokens`` for each place that has a row per token.
-    ``home``: the label of the machine whose prompt it was."""
+    ``home``: the label of the machine whose prompt it was, which holds rows in ``kv_bits``."""
 
     home: str
+    kv_bits: KvBits
     rows: WarmRows
     caches: Mapping[Place, Any]
 
@@ -36,9 +38,10 @@ class WarmStore:
 
     _kept: list[WarmCaches] = field(default_factory=list)
 
-    def find(self, home: str, rows: WarmRows | None) -> WarmCaches | None:
+    def find(self, home: str, rows: WarmRows | None, kv_bits: KvBits = 0) -> WarmCaches | None:
         """What is kept under exactly these figures for this machine."""
-        found = next((one for one in self._kept if home and (one.home, one.rows) == (home, rows)), None)
+        asked = (home, kv_bits, rows)
+        found = next((one for one in self._kept if home and (one.home, one.kv_bits, one.rows) == asked), None)
         if found is not None:
             self._kept.remove(found)
             self._kept.append(found)

@@ -22,10 +22,13 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, create_a
 
 from fleetd.engine.sequence_state.copies import beginning
 from fleetd.engine.sequence_state.kinds import Rows, register
+from fleetd.engine.sequence_state.packed_caches import PackedBatchKVCache, PackedCache, PackedKVCache
 from fleetd.engine.sequence_state.rings import ring
+from fleetd.engine.sequence_state.row_packing import RowPacking
 from fleetd.engine.sparse_prefill.rope import RopeOffset
 
 _Positions = npt.NDArray[np.int64]
+_DENSE_ROWS = (KVCache, PackedKVCache)
 
 
 class SparseKV(KVCache):  # type: ignore[misc]
@@ -39,8 +42,8 @@ class SparseKV(KVCache):  # type: ignore[misc]
 
     @classmethod
     def after(cls, dense: KVCache) -> SparseKV:
-        """Takes over the rows of a dense prefix."""
-        cache = cls()
+        """Takes over the rows of a dense prefix, which are held as there."""
+        cache = PackedSparseKV(dense.packing) if isinstance(dense, PackedCache) else cls()
         cache.keys, cache.values, cache.offset = dense.keys, dense.values, dense.offset
         return cache
 
@@ -63,6 +66,18 @@ class SparseKV(KVCache):  # type: ignore[misc]
         batch = BatchKVCache.merge(caches)
         batch.offset = batch.offset + mx.array([getattr(cache, "ahead", 0) for cache in caches])
         return batch
+
+
+class PackedSparseKV(PackedCache, SparseKV):
+    """The same with rows that are held quantised."""
+
+    def __init__(self, packing: RowPacking) -> None:
+        super().__init__()
+        self.packing = packing
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> PackedBatchKVCache:
+        return PackedBatchKVCache.of(super().merge(caches), caches[0].packing)
 
 
 class SparseWindow:
@@ -147,13 +162,14 @@ class _SparseRows(Rows):
 
 
 register(SparseKV, _SparseRows())
+register(PackedSparseKV, _SparseRows())
 
 
 @singledispatch
 def sparse_cache(empty_or_prefix: Any) -> Any:
     """The sparse kind of a dense cache, which may hold a prefix. Raises TypeError for other kinds. Packages
     that define caches register theirs."""
-    if type(empty_or_prefix) is KVCache:
+    if type(empty_or_prefix) in _DENSE_ROWS:
         return SparseKV.after(empty_or_prefix)
     if type(empty_or_prefix) is RotatingKVCache and empty_or_prefix.keep == 0:
         return SparseWindow.after(empty_or_prefix)
@@ -174,4 +190,4 @@ def as_sparse(caches: Sequence[Any]) -> list[Any]:
 def rows(cache: Sequence[Any]) -> list[Any]:
     """``cache`` as a batch is to take it. A batch is made by the first row's ``merge``, and a dense row's
     would take a sparse one's slots for positions: every row comes as one that may be sparse."""
-    return [SparseKV.after(layer) if type(layer) is KVCache else layer for layer in cache]
+    return [SparseKV.after(layer) if type(layer) in _DENSE_ROWS else layer for layer in cache]

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fleetd import limits
-from fleetd.control.model_facts import MeasuredSpeed
+from fleetd.control.model_facts import KvBits, MeasuredSpeed
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Ready
 from fleetd.errors import FleetError, InvalidValue, NoMachine, from_code
@@ -123,6 +123,7 @@ class Placer:
         facts: what the engine of a model that is loaded here says of it.
         wake: returns once a sleeping machine is awake, or raises PeerUnreachable.
         needed_bytes: of memory, that a model which is installed here needs.
+        kv_bits: in how many bits a load here would hold a model's keys and values.
     """
 
     def __init__(
@@ -132,12 +133,14 @@ class Placer:
         facts: Callable[[str], Ready | None] = lambda model: None,
         wake: Callable[[str], Awaitable[None]] | None = None,
         needed_bytes: Callable[[ModelFolder], int] = lambda folder: folder.weights_bytes,
+        kv_bits: Callable[[str], KvBits] = lambda model: 0,
     ) -> None:
         self.request = request
         self.wake = wake
         self._members = members
         self._facts = facts
         self._needed_bytes = needed_bytes
+        self._wanted_kv_bits = kv_bits
 
     def choose(
         self,
@@ -156,7 +159,8 @@ class Placer:
             why: the failure there, or why the model is not here; raised if no machine is left.
         """
         reason = str(why) if why is not None and tried else ""
-        staying = Placement(THIS_NODE, Planned("local", LOCAL.nodes, LOCAL.exactness, reason))
+        alone = replace(LOCAL, reason=reason, kv_bits=self._kv_bits(model, self._members.here()))
+        staying = Placement(THIS_NODE, alone)
         possible = (model.here or model.can_pull) and THIS_NODE not in tried
         if job.placement:
             return self._named(job, model, staying if possible else None, tried=tried, why=why)
@@ -242,7 +246,7 @@ class Placer:
         exactness: Exactness = "exact" if self._computes_the_same(member, model) else "equivalent"
         return Placement(
             best.node_id,
-            Planned("remote", (best.name,), exactness, reason),
+            Planned("remote", (best.name,), exactness, reason, kv_bits=self._kv_bits(model, member)),
             best.digest,
             best.price.prefill_s,
             member.wake_s > 0,
@@ -252,7 +256,17 @@ class Placer:
         )
 
     def _computes_the_same(self, member: Member, model: WantedModel) -> bool:
-        return planner_facts.alike(self._members.here().card, member.card, model.name)
+        here = self._members.here()
+        alike = planner_facts.alike(here.card, member.card, model.name)
+        return alike and self._kv_bits(model, here) == self._kv_bits(model, member)
+
+    def _kv_bits(self, model: WantedModel, member: Member) -> KvBits:
+        """Bits of each number of the model's keys and values on that machine; 0 is as they are computed."""
+        if member.here:
+            facts = self._facts(model.name)
+            return facts.shape.kv_bits if facts is not None else self._wanted_kv_bits(model.name)
+        card = member.model(model.name)
+        return card.shape.kv_bits if card is not None else 0
 
     def _priced_alone(self, job: Job, model: WantedModel) -> dict[str, Any]:
         """What is planned for a request that this machine answers without others."""

@@ -80,7 +80,9 @@ def as_told(model: ModelCard, helping: Iterable[Member]) -> ModelCard:
     shapes = itertools.chain([model.shape], (card.shape for card in others if card is not None))
     if (shape := next(filter(_divisible, shapes), None)) is not None:
         # Each machine has an arithmetic of its own.
-        return replace(model, shape=replace(shape, cpu_arithmetic=model.shape.cpu_arithmetic))
+        own = model.shape
+        shape = replace(shape, cpu_arithmetic=own.cpu_arithmetic, kv_bits=own.kv_bits, kv_held=own.kv_held)
+        return replace(model, shape=shape)
     why = model.shape.unshareable or "No machine has said yet how this model can be divided."
     return replace(model, shape=replace(model.shape, layers=max(1, model.shape.layers), unshareable=why))
 

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from fleetd import limits
+from fleetd.control.model_facts import KvBits
 from fleetd.engine.daemon_side.supervisor import EngineProcess
 from fleetd.engine.protocol import Arithmetic, StepTime, StreamTag
 from fleetd.errors import FleetError, Incompatible, InvalidValue, PeerLost, ProtocolError
@@ -40,7 +41,8 @@ from fleetd.requests.remote.peer_stream import require_message, said_by
 class SharingTerms(msgspec.Struct, frozen=True):
     """What is agreed on. ``id``: of the request; ``arithmetic``: of the engine here.
 
-    ``own_chunks``: the prompt is cut into chunks as it would be here alone.
+    ``own_chunks``: the prompt is cut into chunks as it would be here alone. ``kv_bits``: in how many bits
+    keys and values are held here; 0 is as computed.
     """
 
     id: str
@@ -49,6 +51,7 @@ class SharingTerms(msgspec.Struct, frozen=True):
     split: Split
     arithmetic: Arithmetic
     own_chunks: bool
+    kv_bits: KvBits = 0
 
 
 @dataclass(slots=True)
@@ -135,6 +138,7 @@ class Agreement:
             helper.rank,
             terms.id,
             terms.arithmetic,
+            terms.kv_bits,
             helper.expected,
         )
         with _blaming(helper):
@@ -143,6 +147,7 @@ class Agreement:
             helper.offer = offer = messages.decode(await require_message(helper.stream), messages.AssistOffer)
             if (offer.input is None) != (helper.rank == 0):
                 raise ProtocolError(f"{helper.name} expects streams that this split does not have.")
+            _same("kv_bits", str(terms.kv_bits), str(offer.kv_bits))
             helper.warm = helper.expected if offer.warm else None
             layers = terms.split.layers_of(helper.rank)
             return compare(terms.arithmetic, offer.arithmetic, layers, own_chunks=terms.own_chunks)

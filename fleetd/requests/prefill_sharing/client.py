@@ -269,7 +269,9 @@ class SharingRun:
             self._sharing.chose(choice, own)
             return self._alone_because()
         own_chunks = split.chunk == accepted.chunk
-        terms = SharingTerms(accepted.id, name, own.digest, split, facts.arithmetic, own_chunks)
+        terms = SharingTerms(
+            accepted.id, name, own.digest, split, facts.arithmetic, own_chunks, facts.shape.kv_bits
+        )
         self._digest = own.digest
         self._parts = planner_facts.parts(choice.best, self._sharing.machines(own, exact=exact))
         chain = list(zip(choice.best.helpers, choice.best.names, strict=True))

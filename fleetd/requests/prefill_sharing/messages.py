@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.control.model_facts import KvBits
 from fleetd.engine.protocol import Arithmetic, StepTime
 from fleetd.errors import ProtocolError
 from fleetd.p2p.link_prober import Invitation
@@ -36,8 +37,9 @@ _Node = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 
 
 class AssistQuestion(msgspec.Struct, frozen=True):
-    """``id``: of the request, as home has it. ``arithmetic``: home's. ``warm``: what the helper said it keeps
-    of an earlier prompt."""
+    """``id``: of the request, as home has it. ``arithmetic``: home's. ``kv_bits``: in how many bits home
+    holds keys and values, and wants them; 0 is as computed. ``warm``: what the helper said it keeps of an
+    earlier prompt."""
 
     model: ModelName
     digest: Digest
@@ -45,16 +47,19 @@ class AssistQuestion(msgspec.Struct, frozen=True):
     rank: Annotated[int, Meta(ge=0, lt=limits.SHARE_MACHINES - 1)]
     id: RequestId
     arithmetic: Arithmetic
+    kv_bits: KvBits = 0
     warm: WarmRows | None = None
 
 
 class AssistOffer(msgspec.Struct, frozen=True):
     """``arithmetic``: the helper's. ``home``: for the machine that answers; ``input``: for the helper before,
-    where there is one. ``warm``: the rows that were asked for are there."""
+    where there is one. ``kv_bits``: those of the question, which older helpers leave out. ``warm``: the rows
+    that were asked for are there."""
 
     arithmetic: Arithmetic
     home: Invitation
     input: Invitation | None = None
+    kv_bits: KvBits = 0
     warm: bool = False
 
 
@@ -96,7 +101,7 @@ def decode(body: bytes, kind: type[_T]) -> _T:
     """Raises ProtocolError for anything that is not one honest message of this kind."""
     message: Any = _kinds.decode(body, kind)
     match message:
-        case AssistQuestion(model, _, _, _, _, arithmetic):
+        case AssistQuestion(model=model, arithmetic=arithmetic):
             message_codec.check_name(model)
             _check_arithmetic(arithmetic)
         case AssistOffer(arithmetic):

@@ -76,8 +76,8 @@ class AssistServer:
             )
             compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True)
             job = own_id(ask.id)
-            command = AssistPrefill(job, split, rank, home=label, warm=ask.warm)
-            async with aclosing(engine.assist(command)) as events:
+            part = AssistPrefill(job, split, rank, ask.kv_bits, label, ask.warm)
+            async with aclosing(engine.assist(part)) as events:
                 accepted = await anext(events, None)
                 if not isinstance(accepted, Accepted):
                     raise EngineDied(f"The engine for {folder.name} did not take the work.")
@@ -103,7 +103,8 @@ class AssistServer:
                 arithmetic,
                 invitation(home),
                 invitation(before) if before else None,
-                warm=accepted.is_warm,
+                ask.kv_bits,
+                accepted.is_warm,
             )
             stream.send(messages.encode(offer))
             await self._stream(accepted.id, engine, home, before, await _go(stream))
