@@ -13,7 +13,7 @@ import mlx.nn as nn
 import pytest
 import speculating
 import tiny_architectures
-from hidden_drafters import VOCAB, Even, silenced, simple, verdict_of
+from hidden_drafters import VOCAB, Even, LyingHead, right_head, simple, verdict_of
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
@@ -48,23 +48,6 @@ def tokenizer(chain_path: Path) -> Any:
 @pytest.fixture(scope="module")
 def model_of() -> Callable[[str], Any]:
     return functools.cache(tiny_architectures.tiny)
-
-
-def right_head(model: Any, draft_tokens: mx.array | None = None) -> MtpHead:
-    """A head of a ``simple`` model that gives what the model gives."""
-    head = MtpHead(model, draft_tokens)
-    silenced(head)
-    width = head.width
-    head.pre_fc_norm_embedding.weight = mx.ones(width)
-    head.fc.weight = mx.concatenate([mx.eye(width), mx.zeros((width, width))], axis=1)
-    return head
-
-
-class LyingHead(MtpHead):
-    """Guesses another token than the head does, every time."""
-
-    def likeliest(self, given: mx.array) -> mx.array:
-        return (super().likeliest(given) + 1) % VOCAB
 
 
 def spec(model: Any, head: MtpHead, **changes: Any) -> Any:

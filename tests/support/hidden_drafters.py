@@ -12,6 +12,7 @@ import numpy as np
 import tiny_architectures
 from mlx.utils import tree_flatten
 
+from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
 
 VOCAB = tiny_architectures.VOCAB
@@ -31,6 +32,23 @@ def simple(name: str) -> Any:
     model = tiny_architectures.tiny(name)
     silenced(model)
     return model
+
+
+def right_head(model: Any, draft_tokens: mx.array | None = None) -> MtpHead:
+    """A head of a ``simple`` model that gives what the model gives."""
+    head = MtpHead(model, draft_tokens)
+    silenced(head)
+    width = head.width
+    head.pre_fc_norm_embedding.weight = mx.ones(width)
+    head.fc.weight = mx.concatenate([mx.eye(width), mx.zeros((width, width))], axis=1)
+    return head
+
+
+class LyingHead(MtpHead):
+    """Guesses another token than the head does, every time."""
+
+    def likeliest(self, given: mx.array) -> mx.array:
+        return (super().likeliest(given) + 1) % VOCAB
 
 
 _VERDICTS: dict[int, Any] = {}

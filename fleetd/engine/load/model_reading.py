@@ -32,6 +32,7 @@ from fleetd.engine.heads.block_drafter import BlockDrafter
 from fleetd.engine.heads.drafter_files import read_drafter
 from fleetd.engine.heads.head_files import read_head
 from fleetd.engine.heads.mtp_head import MtpHead
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.group_members import GroupMembers
 from fleetd.engine.load.rank_members import RankMembers
 from fleetd.engine.load.readable_folder import forbid_absent, readable
@@ -242,6 +243,8 @@ def _read(
     ):
         reading = aside.submit(_tokenizer, place, config)
         model = lazy_model(place, config)
+        # A head is built as a layer of the whole model, wherever that layer is.
+        head, headless = _lazy_head(settings, place, model)
         if isinstance(members, RankMembers):
             model = members.divided(model)
         elif settings.group:
@@ -249,7 +252,6 @@ def _read(
         tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
         needed = weights.bytes_of(model, tied=tied)
         admit_weights(settings.name, needed, room)
-        head, headless = _lazy_head(settings, place, model)
         if head is not None:
             try:
                 more = weights.bytes_of(head, tied=False, drafts=True)
@@ -261,7 +263,7 @@ def _read(
         weights.hold(model)
         if head is not None:
             weights.hold(head, drafts=True)
-            head.attach(model)
+            head.attach(model.front if isinstance(model, GroupModel) else Stage.of(model))
         report(Loading("reading", on_disk, on_disk))
         report(Loading("reading the tokenizer"))
         return model, reading.result(), head, headless
@@ -271,17 +273,24 @@ def _lazy_head(settings: WorkerSettings, place: Path, model: Any) -> tuple[Hidde
     """What drafts from a model's hidden states, with none of its weights read yet, and why one that there is
     cannot be used."""
     why = ""
-    if settings.speculation == "off" or settings.group:
+    if settings.speculation == "off" or settings.ring is not None:
         return None, why
     if settings.drafter:
         try:
-            return read_drafter(Path(settings.drafter), model), why
+            return _over_machines(read_drafter(Path(settings.drafter), model), settings), why
         except (ModelCorrupt, ModelRefused, ModelUnsupported) as error:
             why = f"off: {error.message}"[: limits.CARD_TEXT_CHARS]
     try:
         return read_head(place, model), why
     except (ModelCorrupt, ModelUnsupported) as error:
         return None, why or f"off: {error.message}"[: limits.CARD_TEXT_CHARS]
+
+
+def _over_machines(drafter: BlockDrafter | Assistant, settings: WorkerSettings) -> BlockDrafter | Assistant:
+    """``drafter``, if what it reads can be had. Raises ModelUnsupported."""
+    if settings.group and isinstance(drafter, Assistant):
+        raise ModelUnsupported("It reads keys and values that are on another machine.")
+    return drafter
 
 
 @contextmanager

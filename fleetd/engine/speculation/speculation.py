@@ -163,7 +163,13 @@ class SequenceDrafts:
         if not proposals and not self.priced:
             return NO_DRAFT
         most = room()
-        draft = self.choose(proposals, most)
+        return self.with_priced(self.choose(proposals, most), tokens, most, cache)
+
+    def with_priced(
+        self, draft: Draft, tokens: Sequence[int], most: int, cache: Sequence[Any] | None = None
+    ) -> Draft:
+        """``draft``, or what a source that takes time drafts, if that is expected to bring more. ``most``,
+        ``cache``: as of ``next_draft``."""
         for source in list(self.priced):
             count = self.controller.wanted(source.name, source.price, draft, most)
             if count <= 0:
