@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -83,3 +84,10 @@ class Even:
 
     def masks(self, drafts: Sequence[int] = ()) -> list[Any]:
         return [np.arange(VOCAB) % 2 == 0] * (self.allowed(drafts) + 1)
+
+
+def write_head(folder: Path, head: MtpHead) -> Path:
+    """A head beside a model's weights; returns the model's folder."""
+    tensors = {f"mtp.{name}": array for name, array in tree_flatten(head.parameters())}
+    mx.save_safetensors(str(folder / "mtp.safetensors"), tensors, metadata={"format": "mlx"})
+    return folder
