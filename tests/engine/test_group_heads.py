@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 import speculating
 import tiny_architectures
+from block_drafters import right_drafter
 from group_machines import Group, group_of, lazy
 from hidden_drafters import LyingHead, right_head, simple, verdict_of
 from mlx_lm.models.cache import make_prompt_cache
@@ -19,14 +20,25 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from speculating import GREEDY, Run, Scripted
 
 from fleetd import limits
+from fleetd.control.model_facts import StateSizes
 from fleetd.engine.failures import MemberLost
+from fleetd.engine.groups.group_model import GroupModel
 from fleetd.engine.groups.messages import RunStage
 from fleetd.engine.groups.remote_stage import RemoteStage
+from fleetd.engine.groups.taps_price import TapsPrice
 from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.layers.hidden_states import Taps, noted_states
+from fleetd.engine.load import loading
+from fleetd.engine.load.model_reading import ReadModel
 from fleetd.engine.protocol import Cancel, Sampling, Speculate
+from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.speculation import hidden_source
+from fleetd.engine.speculation.block_source import WorkerBlocks
+from fleetd.engine.speculation.controller import NO_DRAFT, Controller
+from fleetd.engine.speculation.drafts_price import DraftPrice
+from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.mtp_source import WorkerHead
+from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.sources import Context
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -241,3 +253,103 @@ def test_layers_that_a_member_does_not_have_are_refused(taps: tuple[int, ...]) -
     flight = group.model.begin(mx.array([PROMPT[:8]]), group.model.make_cache(), taps=Taps(taps))
     with pytest.raises(MemberLost, match="Hidden states were asked for of a layer that is not here"):
         flight.logits()
+
+
+# ---- drafters that read several layers -------------------------------------------------------------------
+
+BLOCKS = Speculate(sources=["dflash"])
+
+
+def with_blocks(kind: str, taps_s: float, *cuts: int, mode: Any = "auto") -> tuple[Group, Any]:
+    """A model over machines, and the speculation with a right drafter of layers 0 and 2."""
+    model = simple("llama")
+    group, drafter = group_of(model, *cuts), right_drafter(model, kind)
+    drafter.attach(group.model.front)
+    worker = WorkerBlocks.measured(drafter)
+    worker.price, worker.taps_s = DraftPrice(1e-6, 1e-6), taps_s
+    # A step of a second, of which what a test machine takes is no part worth naming.
+    verdict = ExactnessVerdict(8, ANY, "exact: for the test", {1: 1.0, 8: 1.1})
+    return group, speculating.speculation(VOCAB, mode, verdict=verdict, head=worker)
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+@pytest.mark.parametrize("cuts", CUTS)
+def test_a_block_drafter_has_states_of_layers_on_other_machines(
+    kind: str, cuts: tuple[int, ...], tokenizer: Any, told: list[RunStage]
+) -> None:
+    group, spec = with_blocks(kind, 0.0, *cuts, mode="on")
+    run = Run(group.model, tokenizer, spec)
+    run.submit("r", PROMPT, max_tokens=30, top_logprobs=2, speculate=BLOCKS)
+    run.finish()
+    assert run.said("r") == plain("llama", tokenizer, seeded=False).said("r")
+    report = run.finished("r").speculation
+    assert report is not None
+    assert report.sources["dflash"].drafted == report.accepted > 20
+    assert report.sources["dflash"].known_tokens == len(PROMPT) - 1
+    # Layer 0 is on the machine that answers, and with one cut layer 2 is the first of the other's.
+    assert {tuple(block.taps) for block in told} <= {(), (2,)}
+    assert any(block.taps for block in told)
+
+
+@pytest.mark.parametrize(("taps_s", "asked"), [(0.01, True), (5.0, False)])
+def test_states_travel_if_drafts_from_them_are_expected_to_pay(
+    taps_s: float, tokenizer: Any, told: list[RunStage], *, asked: bool
+) -> None:
+    """Beside steps of a second."""
+    group, spec = with_blocks("dspark", taps_s, 1)
+    run = Run(group.model, tokenizer, spec)
+    run.submit("r", PROMPT, max_tokens=30, top_logprobs=2, speculate=BLOCKS)
+    run.finish()
+    assert run.said("r") == plain("llama", tokenizer, seeded=False).said("r")
+    blocks = [block for block in told if block.wanted]
+    assert any(block.taps for block in blocks) is asked
+    report = run.finished("r").speculation
+    assert (report is not None and report.accepted > 0) is asked
+
+
+def test_what_states_take_on_their_way_counts_as_lost() -> None:
+    controller = Controller(Costs({1: 1.0, 8: 1.1}), 7)
+    before = controller.saved_s
+    controller.tapped(0.2)
+    controller.verified(NO_DRAFT, [5], 1.2)
+    assert controller.saved_s == pytest.approx(before - 0.2)
+    assert controller.costs.step_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("way_s", "off"), [(0.001, False), (0.5, True)])
+def test_a_load_measures_what_states_take_and_says_if_that_is_too_much(
+    way_s: float, monkeypatch: pytest.MonkeyPatch, *, off: bool
+) -> None:
+    """Beside passes of a tenth of a second."""
+    model = simple("llama")
+    group, drafter = group_of(model, 1), right_drafter(model, "dspark")
+    now = [0.0]
+    begin = GroupModel.begin
+
+    def timed(own: GroupModel, *args: Any, **more: Any) -> Any:
+        now[0] += 0.1 + way_s * bool(more["taps"].layers)
+        return begin(own, *args, **more)
+
+    monkeypatch.setattr(GroupModel, "begin", timed)
+    price = TapsPrice.measured(group.model, (0, 2), lambda: now[0])
+    assert (price.far, price.nbytes) == (1, group.model.width * group.model.dtype.size)
+    assert (price.seconds, price.pass_s) == (pytest.approx(way_s), pytest.approx(0.1))
+    monkeypatch.setattr(TapsPrice, "measured", lambda model, layers: price)
+    verdict = ExactnessVerdict(8, ANY, "exact: for the test", {1: 0.1, 8: 0.11})
+    read = ReadModel(group.model, None, {}, "cpu", "", StateSizes(), VOCAB, 2048, drafter)
+    found, text = loading._head(read, verdict)
+    assert (found is None) is off
+    if off:
+        assert text.startswith("off: hidden states of 1 layers on other machines")
+        assert "500.0 ms of a pass of 100.0 ms" in text
+    else:
+        assert found is not None
+        assert found.taps_s == pytest.approx(way_s)
+        assert text.endswith("ms a pass on the way")
+    assert loading._head(read, verdict, always=True)[0] is not None
+
+
+@pytest.mark.parametrize("layers", [(0,), (0, 3), (3,)])
+def test_states_that_are_here_anyway_cost_nothing(layers: tuple[int, ...]) -> None:
+    group = group_of(simple("llama"), 1)
+    assert TapsPrice.measured(group.model, layers) == TapsPrice()

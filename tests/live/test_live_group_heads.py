@@ -1,4 +1,4 @@
-"""A model over two real daemons with an MTP head: the one that answers drafts with it, and no byte changes."""
+"""A model over two real daemons with an MTP head: one drafts with it, and no byte changes."""
 
 from __future__ import annotations
 

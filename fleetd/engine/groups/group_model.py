@@ -84,6 +84,11 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         """Machines that can each compute another block at the same time."""
         return 1 + len(self._members.stages)
 
+    def far(self, layers: Collection[int]) -> tuple[int, ...]:
+        """Those of ``layers`` whose hidden states have to travel for what drafts from them: they are other
+        machines', and not what comes out of the last layer."""
+        return tuple(each for each in layers if self._front.last <= each < self._front.total - 1)
+
     @property
     def stage_times(self) -> list[GroupStage]:
         """What plain steps took lately in the layers of each machine, in their order."""

@@ -618,7 +618,7 @@ class Decoding:
         self._sampler.expect(*([running.sampler for running in group] for group in groups))
         self._held.expect(*([running.matcher for running in group] for group in groups))
         drafted = [running.drafts for running in self.batch.values() if running.drafts is not None]
-        layers = {layer for drafts in drafted for layer in drafts.hidden_layers}
+        layers = {layer for drafts in drafted for layer in drafts.free_layers}
         with noted_states(self.model, layers) as states:
             _, responses = self._generator.next()
         if self._sampler.drew_all:

@@ -54,7 +54,8 @@ class WorkerBlocks(WorkerDrafter):
     def text(self) -> str:
         """What is said of it once it is loaded."""
         most = self.drafter.config.most
-        return f"{DFLASH}: {1000 * self.price.seconds(most):.1f} ms for {most} tokens"
+        taps = f", and {1000 * self.taps_s:.1f} ms a pass on the way" if self.taps_s else ""
+        return f"{DFLASH}: {1000 * self.price.seconds(most):.1f} ms for {most} tokens{taps}"
 
     def source(self) -> BlockSource | None:
         """The source of a new answer; None while the drafter is off."""
@@ -79,8 +80,9 @@ class BlockSource(HiddenSource):
 
     @property
     def price(self) -> DraftPrice:
-        """What drafts take, as far as is known now."""
-        return self.worker.price
+        """What drafts take, as far as is known now, with what they are made from."""
+        own = self.worker.price
+        return DraftPrice(own.once_s + self.taps_s, own.token_s)
 
     def note(self, hidden: HiddenRows) -> None:
         """These hidden states have been computed. They are given even if the source is not asked."""

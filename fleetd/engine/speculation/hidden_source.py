@@ -24,6 +24,8 @@ class WorkerDrafter(ABC):
     # First guesses that were held against the text, and how many were right.
     judged: int = field(init=False, default=0)
     right: int = field(init=False, default=0)
+    # Seconds that a pass takes longer if it notes what is drafted from; 0 unless other machines send it.
+    taps_s: float = field(init=False, default=0.0)
 
     @property
     @abstractmethod
@@ -57,6 +59,11 @@ class HiddenSource(ABC):
     known_tokens: int = field(init=False, default=0)
     # The first guess of the last draft, until the text goes on.
     guess: int | None = field(init=False, default=None)
+
+    @property
+    def taps_s(self) -> float:
+        """Seconds that a pass takes longer if it notes the hidden states."""
+        return self.worker.taps_s
 
     @property
     @abstractmethod

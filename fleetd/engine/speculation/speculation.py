@@ -123,8 +123,14 @@ class SequenceDrafts:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layers whose hidden states a pass has to note; none as a rule."""
-        return _layers_of([*self.sources, *self.priced])
+        """Layers whose hidden states the next pass has to note; none as a rule. If that takes time, only if
+        drafts from them are expected to pay, or are due to be tried."""
+        return _layers_of([*self.sources, *filter(self._taps_pay, self.priced)])
+
+    @property
+    def free_layers(self) -> tuple[int, ...]:
+        """Those of ``hidden_layers`` that take no time; in a batch nothing is drafted that would pay more."""
+        return _layers_of([*self.sources, *(source for source in self.priced if not source.taps_s)])
 
     def note(self, hidden: HiddenRows | None) -> None:
         """Hidden states of ``hidden_layers`` that have been computed; None if none were."""
@@ -205,6 +211,9 @@ class SequenceDrafts:
         left: int = 0,
     ) -> None:
         """Tell the controller what a pass gave (``Controller.verified``), and the sources its tokens."""
+        if self.hidden is not None:
+            noted = (source for source in self.priced if {*source.hidden_layers} <= {*self.hidden.states})
+            self.controller.tapped(sum(source.taps_s for source in noted))
         self.controller.verified(draft, emitted, seconds, saved_s, again=again, beside=beside, left=left)
         self._committed(emitted)
 
@@ -237,6 +246,11 @@ class SequenceDrafts:
                 for name, r in used.items()
             },
         )
+
+    def _taps_pay(self, source: HiddenSource) -> bool:
+        if not source.taps_s:
+            return True
+        return self.controller.wanted(source.name, source.price, NO_DRAFT, self.controller.most) > 0
 
     def _committed(self, tokens: Sequence[int]) -> None:
         for source in (*self.sources, *self.priced):
