@@ -108,7 +108,8 @@ class BlockSource(HiddenSource):
             # What is read of the prompt belongs to its prefill.
             mx.eval([kept.arrays for kept in self._cache])
             begun = time.perf_counter()
-            self.known_tokens = newest - self._noted[0][0]
+            known = sum(states.shape[0] for start, states in self._noted if start < newest)
+            self._begin(known, newest)
         count = min(context.width, drafter.config.most)
         found: list[int] = drafter.guesses(context.tokens[-1], newest, count, self._cache).tolist()  # type: ignore[assignment]
         self.spent_s = time.perf_counter() - begun

@@ -233,7 +233,7 @@ class SequenceDrafts:
         used = {name: r for name, r in c.records.items() if r.passes}
         if not used:
             return None
-        begun = {source.name: source.known_tokens for source in self.priced}
+        begun = {source.name: (source.known_tokens, source.wanted_tokens) for source in self.priced}
         return Speculated(
             width=c.most + 1,
             drafted=sum(r.drafted for r in used.values()),
@@ -242,7 +242,7 @@ class SequenceDrafts:
             tokens=c.tokens,
             saved_s=c.saved_s,
             sources={
-                name: SourceCounts(r.drafted, r.accepted, r.passes, begun.get(name, 0))
+                name: SourceCounts(r.drafted, r.accepted, r.passes, *begun.get(name, (0, 0)))
                 for name, r in used.items()
             },
         )
