@@ -473,6 +473,8 @@ ASSISTS = 2
 # keeps under numbers of their own, changes of that in one message, and the message.
 GROUP_STREAMS, GROUP_TOKENS, GROUP_HELD, GROUP_CHANGES = 64, 8192, 4096, 4096
 GROUP_MESSAGE_BYTES = 256 * KIB
+# Layers of a machine whose hidden states a block of tokens may ask for besides those that come out.
+GROUP_TAPS = 16
 # Blocks of a prompt that a group keeps on disks: 32 bytes each in a message. Members look between chunks of
 # other prompts what they have of it, and are waited for no longer than this.
 GROUP_KEPT_BLOCKS, GROUP_LOOKUP_S = 2048, 5.0

@@ -3,6 +3,7 @@
 plain       no speculation
 auto        as shipped
 prefill     no answer: what a prompt takes until its first token
+taps        no answer: what reading a prompt takes if hidden states of some layers are noted, or of none
 published   a remote n-gram drafter as it was published to lose (reference below): blocks of 4 padded with
             token 0, n-grams from 1 token on, two forward passes per round, always on
 played      as shipped, and a source that knows the answer and says each token wrongly with a given chance
@@ -26,6 +27,8 @@ from bench.harness.child import serve
 from bench.harness.loaded_model import load_as_worker
 from fleetd.engine.speculation.sources import Context
 
+# Tokens of a prompt that are read at once.
+CHUNK = 256
 # Of the published settings.
 BLOCK, PADDING, LONGEST_GRAM = 4, 0, 4
 
@@ -57,6 +60,8 @@ class _Runs:
                 return {"text": self._loaded.facts.draft_head}
             case "prefill":
                 return self._prefill(question["prompts"][0], question["sources"])
+            case "taps":
+                return self._taps(question["prompts"][0], question["layers"])
             case "idle":
                 return self._idle(question["tokens"], question["answer"])
             case mode:
@@ -143,7 +148,7 @@ class _Runs:
             model=self._loaded.model,
             tokenizer=self._loaded.tokenizer,
             context_tokens=8192,
-            chunks=FixedChunks(256, 64),
+            chunks=FixedChunks(CHUNK, 64),
             max_streams=4,
             budget=KvBudget.of(4 << 30, self._loaded.facts.shape.sizes.token_bytes),
             prefix=PrefixCache(0),
@@ -170,6 +175,21 @@ class _Runs:
         while not any(isinstance(event, Delta) for event in events):
             scheduler.turn()
         return {"first_s": time.perf_counter() - begun}
+
+    def _taps(self, tokens: list[int], layers: list[int]) -> dict[str, Any]:
+        """Seconds of a prefill; ``layers``, some of which may be counted from the last one, are noted."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        from fleetd.engine.layers.prefill import Prefiller
+
+        model, total = self._loaded.model, len(self._loaded.model.layers)
+        noted = tuple(layer % total for layer in layers)
+        prefiller = Prefiller(model, tokens, make_prompt_cache(model), hidden_layers=noted)
+        begun = time.perf_counter()
+        while prefiller.step(CHUNK):
+            pass
+        seconds = time.perf_counter() - begun
+        return {"seconds": seconds, "noted": sum(len(rows) for _, rows in prefiller.hidden)}
 
     def _priced(self, tokens: int) -> float:
         """Times plain, where each pass takes what the probe measured of its width: no clock, no noise of one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.figures import Figure, Measured, alternated, at_least, at_most, percentile
+from bench.figures import Figure, Measured, alternated, at_least, at_most, percentile, rotated
 from bench.harness import prompts
 from bench.harness.child import Child
 from bench.harness.daemon import MODEL
@@ -14,6 +14,9 @@ from bench.harness.samples import Samples
 
 QUICK_RUNS = 1
 TOKENS = 128
+PROMPT, PREFILLS = 2048, 4
+# Layers whose hidden states are noted: an MTP head's, and as many as block drafters read.
+TAPS = {"the last layer": [-1], "five layers": [1, 8, 15, 22, 28]}
 # As in the published loss.
 PUBLISHED_TOKENS = 48
 # So few tokens take three seconds, and a machine's pace varies by a tenth over three seconds.
@@ -39,6 +42,8 @@ def measure(runs: int) -> Measured:
             for n in range(PUBLISHED_TRIES if runs > QUICK_RUNS else 1):
                 look.published(run + n)
             look.idle(run)
+            for n in range(PREFILLS if runs > QUICK_RUNS else 1):
+                look.taps(run * PREFILLS + n)
         return Measured(look.figures(), _HOW)
 
 
@@ -92,6 +97,12 @@ class _Look:
             held_mb=(cost["held_bytes"] + block) / 1e6,
         )
 
+    def taps(self, run: int) -> None:
+        tokens = prompts.tokens(MODEL, run, PROMPT)
+        for name, layers in rotated(run, [("no layer", list[int]()), *TAPS.items()]):
+            said = self._child.ask(mode="taps", prompts=[tokens], layers=layers)
+            self._seen["taps", name].append(said["seconds"])
+
     def figures(self) -> list[Figure]:
         seen, figures = self._seen, []
         for name in REPETITIVE:
@@ -113,6 +124,16 @@ class _Look:
         return [
             *figures,
             Figure(looking, "%", seen["idle"], at_most(0.005)),
+            *(
+                Figure(
+                    f"Noting hidden states of {name}, share of a prompt of {PROMPT:,} tokens",
+                    "%",
+                    [ratio - 1 for ratio in seen.ratios(("taps", name), ("taps", "no layer"))],
+                    at_most(0.01),
+                    note="for drafters that read them; 0 where none does",
+                )
+                for name in TAPS
+            ),
             Figure(
                 "Memory of the verifier, 1024 tokens of context",
                 "MB",

@@ -13,7 +13,7 @@ from fleetctl.render.options_table import options_table
 from fleetctl.render.plan_words import division, helpers, local_s, miss, prompt
 from fleetctl.render.text import brief, clause, count, labelled, one_line, wrapped
 from fleetctl.render.trace_steps import seen_from_here, table
-from fleetd.control.prefill_trace import DrafterView, Trace
+from fleetd.control.prefill_trace import DrafterView, SourceCounts, Trace
 
 # Characters at the end of a request's id that identify it in a list.
 SHORT_ID_CHARS = 8
@@ -154,7 +154,7 @@ def _drafts(trace: Trace) -> Iterable[tuple[str, str]]:
     if told is not None:
         by_source = ", ".join(
             f"{_source(source, drafter)} {_share(found.accepted, found.drafted)} in {_passes(found.passes)}"
-            f"{_known(found.known_tokens)}"
+            f"{_known(found)}"
             for source, found in sorted(told.sources.items())
         )
         per_pass = f"{told.tokens / told.passes:.2f} tokens per pass" if told.passes else "no pass"
@@ -168,9 +168,12 @@ def _drafts(trace: Trace) -> Iterable[tuple[str, str]]:
     yield "drafts", one_line("; ".join(said))
 
 
-def _known(tokens: int) -> str:
+def _known(found: SourceCounts) -> str:
     """How much of the text a source that drafts from hidden states began with."""
-    return f" from {tokens:,} tokens' hidden states on" if tokens else ""
+    if not found.known_tokens:
+        return ""
+    more = f" of {found.wanted_tokens:,}" if found.wanted_tokens > found.known_tokens else ""
+    return f" from {found.known_tokens:,}{more} tokens' hidden states on"
 
 
 def _stages(trace: Trace) -> Iterable[tuple[str, str]]:

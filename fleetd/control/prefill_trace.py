@@ -28,6 +28,8 @@ class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
     # Of a source that drafts from hidden states: of how many tokens it knew them at its first draft. Those of
     # a prefix that was in memory, on the disk or on another machine are not known.
     known_tokens: Natural = 0
+    # Of how many it would have known them if all of the prompt had been computed on the machine.
+    wanted_tokens: Natural = 0
 
 
 class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):

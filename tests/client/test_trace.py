@@ -318,6 +318,19 @@ def test_what_drafts_did_is_told_source_by_source(saved_s: float, said: str) -> 
     assert "drafts" not in shown(SHARED)
 
 
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (SourceCounts(9, 9, 3, 256, 256), "from 256 tokens' hidden states on"),
+        (SourceCounts(9, 9, 3, 12, 256), "from 12 of 256 tokens' hidden states on"),
+        (SourceCounts(9, 9, 3), "9 of 9 (100 %) in 3 passes;"),
+    ],
+)
+def test_a_source_says_with_how_much_of_the_prompt_it_began(counts: SourceCounts, said: str) -> None:
+    told = Speculated(16, 9, 9, 10, 42, 0.5, {"mtp": counts})
+    assert said in shown({**SHARED, "speculation": msgspec.to_builtins(told)}, None)
+
+
 def test_the_machines_of_a_model_over_several_are_told_with_what_a_step_takes_there() -> None:
     stages = [
         GroupStage("", 0, 11, 0.024, 0.0, 40),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ import numpy as np
 import tiny_architectures
 from mlx.utils import tree_flatten
 
+from fleetd.engine.heads.mtp_head import MtpHead
 from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
 
 VOCAB = tiny_architectures.VOCAB
@@ -31,6 +33,23 @@ def simple(name: str) -> Any:
     model = tiny_architectures.tiny(name)
     silenced(model)
     return model
+
+
+def right_head(model: Any, draft_tokens: mx.array | None = None) -> MtpHead:
+    """A head of a ``simple`` model that gives what the model gives."""
+    head = MtpHead(model, draft_tokens)
+    silenced(head)
+    width = head.width
+    head.pre_fc_norm_embedding.weight = mx.ones(width)
+    head.fc.weight = mx.concatenate([mx.eye(width), mx.zeros((width, width))], axis=1)
+    return head
+
+
+class LyingHead(MtpHead):
+    """Guesses another token than the head does, every time."""
+
+    def likeliest(self, given: mx.array) -> mx.array:
+        return (super().likeliest(given) + 1) % VOCAB
 
 
 _VERDICTS: dict[int, Any] = {}
@@ -65,3 +84,10 @@ class Even:
 
     def masks(self, drafts: Sequence[int] = ()) -> list[Any]:
         return [np.arange(VOCAB) % 2 == 0] * (self.allowed(drafts) + 1)
+
+
+def write_head(folder: Path, head: MtpHead) -> Path:
+    """A head beside a model's weights; returns the model's folder."""
+    tensors = {f"mtp.{name}": array for name, array in tree_flatten(head.parameters())}
+    mx.save_safetensors(str(folder / "mtp.safetensors"), tensors, metadata={"format": "mlx"})
+    return folder

@@ -21,11 +21,15 @@ from fleetd.engine.groups.remote_stage import RemoteStage, StagePass
 @dataclass(slots=True, eq=False)
 class Flight:
     """One block. ``passes``: its way through each member's layers. ``finish``: hidden states behind the last
-    layer to logits, (B, T, D) -> (B, T, V)."""
+    layer to logits, (B, T, D) -> (B, T, V). ``own``: hidden states that were asked for of layers of this
+    machine, (B, rows, D) each. ``last``: the last layer, if its hidden states were asked for and come anyway;
+    -1 if not."""
 
     members: GroupStages
     passes: Sequence[StagePass]
     finish: Callable[[mx.array], mx.array]
+    own: dict[int, mx.array] = field(default_factory=dict)
+    last: int = -1
 
     def logits(self) -> mx.array:  # (B, T, V)
         """Wait for what comes out. Raises MemberLost."""
@@ -34,6 +38,17 @@ class Flight:
         if last.out is None:
             raise RuntimeError("a block that was dropped has no logits")
         return self.finish(last.out)
+
+    def states(self) -> dict[int, mx.array]:
+        """Wait for the hidden states that were asked for: by layer, (B, rows, D). None of a block that was
+        skipped. Raises MemberLost."""
+        self.members.wait(lambda: all(entered.done for entered in self.passes))
+        found = dict(self.own)
+        for entered in self.passes:
+            found |= entered.taps
+        if self.last >= 0 and (out := self.passes[-1].out) is not None:
+            found[self.last] = out
+        return found
 
     def drop(self) -> None:
         """Nothing more is wanted of it."""

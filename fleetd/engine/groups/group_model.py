@@ -9,7 +9,8 @@ that every machine computes a chunk of its own. Nor need a block of an answer be
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from fleetd.engine.groups.flight import Flight, GroupStages
 from fleetd.engine.groups.remote_rows import KeptThere, RemoteRows
 from fleetd.engine.groups.remote_stage import RemoteStage
 from fleetd.engine.groups.step_times import StepTimes
+from fleetd.engine.layers.hidden_states import NO_TAPS, Taps, noted_states
 from fleetd.engine.layers.layer_calls import PassInputs
 from fleetd.engine.layers.stage import Stage
 from fleetd.errors import ModelUnsupported
@@ -45,6 +47,8 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         self._empty = whole.empty
         self._members = GroupStages()
         self._times = StepTimes("", 0, first)
+        # What ``noting`` yields, while it does.
+        self._noting: tuple[Taps, dict[int, list[mx.array]]] = (NO_TAPS, {})
 
     @classmethod
     def front_of(cls, model: Any, first: int, *, on_cpu: bool) -> GroupModel:
@@ -79,6 +83,11 @@ class GroupModel(nn.Module):  # type: ignore[misc]
     def machines(self) -> int:
         """Machines that can each compute another block at the same time."""
         return 1 + len(self._members.stages)
+
+    def far(self, layers: Collection[int]) -> tuple[int, ...]:
+        """Those of ``layers`` whose hidden states have to travel for what drafts from them: they are other
+        machines', and not what comes out of the last layer."""
+        return tuple(each for each in layers if self._front.last <= each < self._front.total - 1)
 
     @property
     def stage_times(self) -> list[GroupStage]:
@@ -115,13 +124,32 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         return own + [member.rows() for member in self._members.stages]
 
     def __call__(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:  # (B, T) -> (B, T, V)
-        return self.begin(tokens, cache or self.make_cache()).logits()
+        taps, noted = self._noting
+        flight = self.begin(tokens, cache or self.make_cache(), taps=taps)
+        logits = flight.logits()
+        if taps.layers:
+            for layer, states in flight.states().items():
+                noted.setdefault(layer, []).append(states)
+        return logits
 
-    def begin(self, tokens: mx.array, cache: list[Any], *, wanted: bool = True, room: int = 0) -> Flight:
+    @contextmanager
+    def noting(self, layers: Collection[int]) -> Iterator[dict[int, list[mx.array]]]:
+        """``noted_states`` of this model: of layers of any machine. What comes out of the last one is here
+        anyway; others' states travel."""
+        noted: dict[int, list[mx.array]] = {}
+        self._noting = (Taps(tuple(layers)), noted)
+        try:
+            yield noted
+        finally:
+            self._noting = (NO_TAPS, {})
+
+    def begin(
+        self, tokens: mx.array, cache: list[Any], *, wanted: bool = True, room: int = 0, taps: Taps = NO_TAPS
+    ) -> Flight:
         """Run this machine's layers on a block (B, T) and send it on; others may follow before it comes back.
 
         ``wanted``: what comes out of the last layer is sent back. ``room``: so many tokens follow, with
-        these.
+        these. ``taps``: hidden states that ``Flight.states`` gives.
         """
         stages = self._members.stages
         self._members.pass_on()
@@ -130,19 +158,26 @@ class GroupModel(nn.Module):  # type: ignore[misc]
         start = _remote(rest[0]).tokens if tokens.shape[0] == 1 else 0
         inputs = self._front.inputs(tokens, start) if self.takes_tokens else PassInputs(start)
         begun = time.monotonic()
-        hidden = self._front.run(self._front.embed(tokens), self._front.spread(own), inputs)
+        here = [layer for layer in taps.layers if layer < self._front.last]
+        with noted_states(self._front.weights, here) as noted:
+            hidden = self._front.run(self._front.embed(tokens), self._front.spread(own), inputs)
+        states = {layer: each[0][:, -taps.rows :] for layer, each in noted.items() if each}
         # No wait for another machine may lie within what a device computes.
-        mx.eval(hidden)
+        mx.eval(hidden, states)
         if wanted:
             self._times.add(tokens.shape[1], time.monotonic() - begun)
+        last = self._front.total - 1 if wanted and self._front.total - 1 in taps.layers else -1
+        asked = Taps(tuple(layer for layer in taps.layers if layer != last), taps.rows)
         passes = [
-            member.enter(_remote(rows), tokens, wanted=wanted or member is not stages[-1], room=room)
+            member.enter(
+                _remote(rows), tokens, wanted=wanted or member is not stages[-1], room=room, taps=asked
+            )
             for member, rows in zip(stages, rest, strict=True)
         ]
         for entered, after in zip(passes, zip(stages[1:], passes[1:], strict=True), strict=False):
             entered.after = after
         stages[0].give(passes[0], hidden)
-        return Flight(self._members, passes, self._front.finish)
+        return Flight(self._members, passes, self._front.finish, states, last)
 
     @property
     def busy(self) -> bool:
@@ -158,14 +193,15 @@ class GroupModel(nn.Module):  # type: ignore[misc]
             flight.drop()
         self._members.tell()
 
-    def read(self, tokens: mx.array, cache: list[Any], room: int = 0) -> None:
-        """Have all layers keep what they keep of ``tokens``; nothing comes back. Nothing is waited for but
-        what was sent ``limits.GROUP_FRAMES`` before.
+    def read(self, tokens: mx.array, cache: list[Any], room: int = 0, taps: Taps = NO_TAPS) -> Flight:
+        """Have all layers keep what they keep of ``tokens``; nothing comes back but ``taps``. Nothing is
+        waited for but what was sent ``limits.GROUP_FRAMES`` before.
 
         ``room``: so many tokens follow, with these.
         """
-        self.begin(tokens, cache, wanted=False, room=room)
+        flight = self.begin(tokens, cache, wanted=False, room=room, taps=taps)
         self._wait_for_all_but(limits.GROUP_FRAMES)
+        return flight
 
     def settle(self) -> None:
         """Wait until every machine has computed what it was sent."""

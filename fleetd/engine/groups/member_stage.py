@@ -20,6 +20,7 @@ from fleetd.engine.groups import messages
 from fleetd.engine.groups.member_disk import PartDisk
 from fleetd.engine.groups.member_rows import MemberRows
 from fleetd.engine.groups.messages import Change, RunStage, StageRan, Trim
+from fleetd.engine.layers.hidden_states import noted_states
 from fleetd.engine.layers.layer_calls import PassInputs
 from fleetd.engine.layers.stage import Stage
 from fleetd.engine.protocol import STAGE
@@ -84,10 +85,10 @@ class MemberStage:
         # What is told later may name it, run or not.
         caches = self.rows.caches(command.held)
         begun = time.monotonic()
-        out = None if skipped else self._run(command, frame, caches)
+        out = [] if skipped else self._run(command, frame, caches)
         ran = StageRan(skipped, time.monotonic() - begun)
         done = memoryview(messages.encode(ran))
-        payload = [] if out is None else [buffer_of(as_bytes(out))]
+        payload = [buffer_of(as_bytes(states)) for states in out]
         sizes = done.nbytes, sum(part.nbytes for part in payload)
         head = FrameHeader(Kind.STAGED, count=command.tokens, sizes=sizes)
         self._pipe.send(head, done, *payload)
@@ -116,7 +117,8 @@ class MemberStage:
                     return False
         return False
 
-    def _run(self, command: RunStage, frame: Frame, caches: list[Any]) -> mx.array | None:
+    def _run(self, command: RunStage, frame: Frame, caches: list[Any]) -> list[mx.array]:
+        """The hidden states that are sent back, (B, T, D) each."""
         hidden = self._hidden(command, frame)
         ids = mx.array(command.ids).reshape(command.batch, -1) if command.ids else None
         inputs = PassInputs(command.start)
@@ -124,14 +126,25 @@ class MemberStage:
             inputs = self._stage.inputs(ids, command.start)
         if command.positions:
             self._place_tokens(command, caches)
-        with growth.at_once(caches, command.room or command.tokens):
+        own = [layer - self._stage.first for layer in command.taps]
+        with (
+            growth.at_once(caches, command.room or command.tokens),
+            noted_states(self._stage.weights, own) as noted,
+        ):
             out = self._stage.run(hidden, self._stage.spread(caches), inputs)
-        mx.eval(out, [cache.state for cache in caches])
+        taps = [self._tap(noted.get(index, []), command) for index in own]
+        mx.eval(out, taps, [cache.state for cache in caches])
         if not command.wanted:
             mx.clear_cache()
         if (kept := self.rows.nbytes) > self._most_bytes:
             raise OutOfMemory(f"A group keeps {kept} bytes here; {self._most_bytes} were promised.")
-        return out if command.wanted else None
+        return [out, *taps] if command.wanted else taps
+
+    def _tap(self, noted: list[mx.array], command: RunStage) -> mx.array:
+        """What a layer that is asked for gave, (B, rows, D). Raises ProtocolError."""
+        if not noted or noted[0].shape[-1] != self._stage.width:
+            raise ProtocolError("Hidden states were asked for of a layer that is not here, or has none.")
+        return noted[0][:, command.tokens - command.tapped :].astype(self._dtype)
 
     @staticmethod
     def _place_tokens(command: RunStage, caches: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
     answering ─► STAGE   a message, hidden states (B, T, D)      run the member's layers on them
     answering ◄─ STAGED  a message, hidden states or nothing     once that is done, in the same order
+                         (those that come out, then those that were asked for of single layers)
     answering ◄─ KEPT    a message                               what its disk has, whenever that is known
 
 Blocks of one sequence may follow each other before the first has come back. Positions number them: a Trim
@@ -182,6 +183,8 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     themselves, row by row, if the layers take them; else none. ``wanted``: what comes out is sent back.
     ``positions``: of the tokens of a prompt of which some are left out; else none.
     ``room``: for so many tokens more there shall be room in what is kept, made at once.
+    ``taps``: layers, of the whole model's, whose hidden states are sent back, for what drafts from them.
+    ``tap_rows``: those of the last so many tokens; 0 for all.
     """
 
     changes: Annotated[list[Change], Meta(max_length=limits.GROUP_CHANGES)]
@@ -193,6 +196,13 @@ class RunStage(msgspec.Struct, frozen=True, array_like=True):
     start: _Count = 0
     ids: Annotated[list[_Number], Meta(max_length=limits.GROUP_TOKENS)] = []
     positions: Annotated[list[_Count], Meta(max_length=limits.GROUP_TOKENS)] = []
+    taps: Annotated[list[_Count], Meta(max_length=limits.GROUP_TAPS)] = []
+    tap_rows: Annotated[int, Meta(ge=0, le=limits.GROUP_TOKENS)] = 0
+
+    @property
+    def tapped(self) -> int:
+        """Rows of each layer in ``taps`` that are sent back, for each sequence."""
+        return min(self.tap_rows or self.tokens, self.tokens)
 
 
 class StageRan(msgspec.Struct, frozen=True, array_like=True):

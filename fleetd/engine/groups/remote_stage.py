@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import mlx.core as mx
@@ -23,6 +23,7 @@ from fleetd.engine.groups.disk_there import DiskThere
 from fleetd.engine.groups.messages import Change, KeptTold, RunStage, StageRan
 from fleetd.engine.groups.remote_rows import CachesThere, KeptThere, RemoteRows
 from fleetd.engine.groups.step_times import StepTimes
+from fleetd.engine.layers.hidden_states import NO_TAPS, Taps
 from fleetd.engine.protocol import STAGE
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, of_bytes
 from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Kind
@@ -40,6 +41,8 @@ class StagePass:
     hidden: mx.array | None = None
     # What came out, (B, T, D), if it was wanted.
     out: mx.array | None = None
+    # Hidden states of the layers that were asked for, (B, rows, D) each.
+    taps: dict[int, mx.array] = field(default_factory=dict)
     # True once the member has answered.
     done: bool = False
     # When it was sent, by the monotonic clock; 0 if others were under way then.
@@ -84,6 +87,8 @@ class RemoteStage:
         self.times = StepTimes(name, first, last)
         self._caches = CachesThere(kept or KeptThere())
         self._width, self._dtype = width, dtype
+        # Bytes of one hidden state.
+        self._row = width * dtype.size
         # What has a place in the stream and was not sent, and what was sent and not answered.
         self._unsent: deque[StagePass] = deque()
         self._due: deque[StagePass] = deque()
@@ -96,16 +101,22 @@ class RemoteStage:
 
     # ---- what is sent ----------------------------------------------------------------------------------
 
-    def enter(self, rows: RemoteRows, tokens: mx.array, *, wanted: bool, room: int) -> StagePass:
+    def enter(
+        self, rows: RemoteRows, tokens: mx.array, *, wanted: bool, room: int, taps: Taps = NO_TAPS
+    ) -> StagePass:
         """A place for a block of ``tokens`` (B, T), with all changes of caches so far; ``give`` sends it.
 
         ``wanted``: what comes out of the layers is sent back. ``room``: as many tokens follow, with these.
+        ``taps``: hidden states that are sent back too, of those of the layers that are the member's.
         """
         batch, count = tokens.shape
         ids = np.array(tokens).reshape(-1).tolist() if self.takes_ids else []
         start = rows.tokens if batch == 1 else 0
         where = rows.next_positions()
-        command = RunStage(self._told(), rows.number, batch, count, wanted, room, start, ids, where)
+        own = [layer for layer in taps.layers if self.first <= layer < self.last]
+        command = RunStage(
+            self._told(), rows.number, batch, count, wanted, room, start, ids, where, own, taps.rows
+        )
         rows.grow(count)
         self._unsent.append(StagePass(command))
         return self._unsent[-1]
@@ -200,14 +211,23 @@ class RemoteStage:
         if entered.sent_s and entered.command.wanted and not ran.skipped:
             away_s = time.monotonic() - entered.sent_s
             self.times.add(entered.command.tokens, ran.seconds, away_s - ran.seconds)
-        if entered.dropped or not entered.command.wanted:
+        command = entered.command
+        # A chunk of a prompt that was given up may be skipped, and its taps with it.
+        if entered.dropped or (ran.skipped and not command.wanted):
             return
-        shape = entered.command.batch, entered.command.tokens, self._width
-        nbytes = shape[0] * shape[1] * shape[2] * self._dtype.size
-        if ran.skipped or frame.head.sizes[1] != nbytes:
-            raise MemberLost(ProtocolError(f"{self.name} sent no hidden states of {nbytes} bytes."))
-        data = np.frombuffer(frame.buffers[1], np.uint8).reshape(*shape[:2], -1)
-        entered.out = of_bytes(data, self._dtype)
+        rows = [command.tokens] * command.wanted + [command.tapped] * len(command.taps)
+        sizes = [command.batch * count * self._row for count in rows]
+        if ran.skipped or frame.head.sizes[1] != sum(sizes):
+            raise MemberLost(ProtocolError(f"{self.name} sent no hidden states of {sum(sizes)} bytes."))
+        found, begins = [], 0
+        for nbytes in sizes:
+            data = np.frombuffer(frame.buffers[1], np.uint8, nbytes, begins)
+            found.append(of_bytes(data.reshape(command.batch, -1, self._row), self._dtype))
+            begins += nbytes
+        entered.taps = dict(zip(command.taps, found[command.wanted :], strict=True))
+        if not command.wanted:
+            return
+        entered.out = found[0]
         if entered.after is not None:
             stage, then = entered.after
             stage.give(then, entered.out)
@@ -223,7 +243,7 @@ class RemoteStage:
     def _place(self, head: FrameHeader) -> list[memoryview]:
         first, second = head.sizes
         # The thread that reads may be ahead of what was taken, never of what was sent.
-        most = limits.GROUP_STREAMS * limits.GROUP_TOKENS * self._width * self._dtype.size
+        most = limits.GROUP_STREAMS * limits.GROUP_TOKENS * self._row
         due = Kind.STAGED, Kind.KEPT
         if head.kind not in due or first > limits.GROUP_MESSAGE_BYTES or second > most:
             raise ProtocolError(

@@ -76,12 +76,12 @@ class Assistant(nn.Module):  # type: ignore[misc]
         elif not config.tie_word_embeddings:
             self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
         self.config = config
-        self.attach(model)
+        self.attach(Stage.of(model))
         self._check(args)
 
-    def attach(self, model: Any) -> None:
-        """Use the embedding and the last norm of ``model``: again after its modules were replaced."""
-        stage = Stage.of(model)
+    def attach(self, stage: Stage) -> None:
+        """Use the embedding and the last norm of the whole model in ``stage``: again after its modules were
+        replaced."""
         kinds = {
             layer.layer_type: index
             for index, layer in enumerate(stage.weights.layers)

@@ -82,14 +82,14 @@ class BlockDrafter(nn.Module):  # type: ignore[misc]
         if config.markov_rank:
             self.markov_head = Markov(config)
         self.config = config
-        self.attach(model)
+        self.attach(Stage.of(model))
 
-    def attach(self, model: Any) -> None:
-        """Use the embedding and head of ``model``: again after its modules were replaced."""
-        stage = Stage.of(model)
-        if stage.architecture.between:
+    def attach(self, ends: Stage) -> None:
+        """Use the embedding and head of ``ends``, a stage of the model that has both of its ends: again after
+        its modules were replaced, or when layers went to other machines."""
+        if ends.architecture.between:
             raise ModelUnsupported("Its layers give more than one hidden state for each token.")
-        self._target = _BlockTarget(stage)
+        self._target = _BlockTarget(ends)
 
     def make_cache(self) -> list[BlockRows]:
         """Rows for each layer, none yet."""

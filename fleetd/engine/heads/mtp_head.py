@@ -63,16 +63,14 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         if draft_tokens is not None:
             _check_ids(draft_tokens, min(_output_head(stage).weight.shape[0], _table_rows(stage)))
             self.lm_head = _rows_of(_output_head(stage), draft_tokens)
-        self._index = index
-        self.attach(model)
-
-    def attach(self, model: Any) -> None:
-        """Use the embedding, last norm and head of ``model``: again after its modules were replaced."""
-        stage = Stage.of(model)
-        part = stage.part(self._index, self._index + 1)
         own = nn.Module()
         own.layers = self.layers
-        self._target = _Target(stage, replace(part, weights=own))
+        self._target = _Target(stage, replace(stage.part(index, index + 1), weights=own))
+
+    def attach(self, ends: Stage) -> None:
+        """Use the embedding, last norm and head of ``ends``, a stage of the model that has both of its ends:
+        again after its modules were replaced, or when the layers between went to other machines."""
+        self._target = replace(self._target, stage=ends)
 
     def make_cache(self) -> list[Any]:
         """An empty cache for its layer."""

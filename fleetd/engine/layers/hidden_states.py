@@ -12,8 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 
 _NOTED = "_noted_states"
+
+
+class Taps(msgspec.Struct, frozen=True):
+    """Hidden states of single layers that what drafts from them needs of a block: of ``layers``, from 0, for
+    the last ``rows`` tokens; 0 for all of them."""
+
+    layers: tuple[int, ...] = ()
+    rows: int = 0
+
+
+NO_TAPS = Taps()
 
 
 @contextmanager
@@ -21,11 +33,16 @@ def noted_states(model: Any, layers: Collection[int]) -> Iterator[dict[int, list
     """While the block runs, note what ``layers`` of ``model`` (indices from 0) return.
 
     Yields, by layer, a (B, T, D) for each call of the model, lazy. Missing are layers that the model does not
-    have, and what is not one state for each token. Without ``layers`` nothing is touched.
+    have, and what is not one state for each token. Without ``layers`` nothing is touched. A model of which
+    other machines have layers notes by itself (``GroupModel.noting``).
     """
     states: dict[int, list[mx.array]] = {}
     if not layers:
         yield states
+        return
+    if hasattr(model, "noting"):
+        with model.noting(layers) as found:
+            yield found
         return
     noting = [(index, layer) for index, layer in enumerate(model.layers) if index in layers]
     for index, layer in noting:

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from fleetd import limits
 from fleetd.engine.cpu.unread_logits import unread_logits
-from fleetd.engine.layers.hidden_states import noted_states
+from fleetd.engine.layers.hidden_states import Taps, noted_states
 from fleetd.engine.sequence_state import checkpoints, growth
 from fleetd.models.memory_need import WORKING_BYTES
 
@@ -52,6 +52,8 @@ class Prefiller:
     hidden_layers: tuple[int, ...] = ()
     hidden: list[tuple[int, dict[int, mx.array]]] = field(default_factory=list, init=False)
     states: dict[int, list[Any]] = field(default_factory=dict, init=False)
+    # Hidden states that are on their way, with their first token: by layer, (1, rows, D).
+    _coming: list[tuple[int, Callable[[], dict[int, mx.array]]]] = field(default_factory=list, init=False)
     _places: list[int] = field(default_factory=list, init=False)
     _begun: int = field(default=0, init=False)
 
@@ -90,17 +92,32 @@ class Prefiller:
         self.done += n
         if self._places and self.done == self._places[0]:
             self._save(self._places.pop(0))
+        if not self.remaining:
+            self._take_coming()
         give_back(done=not self.remaining)
         return n
 
     def _read_noting(self, chunk: mx.array) -> None:
         """``read`` a chunk that has some of the last tokens, and note their hidden states."""
+        first = max(0, len(self.tokens) - 1 - limits.SPEC_HIDDEN_ROWS - self.done)
+        if hasattr(self.model, "read"):
+            # Its last layers may be computing still: other chunks go on meanwhile.
+            taps = Taps(self.hidden_layers, chunk.shape[1] - first)
+            flight = self.model.read(chunk, self.cache, self.remaining, taps)
+            self._coming.append((self.done + first, flight.states))
+            return
         with noted_states(self.model, self.hidden_layers) as states, unread_logits(states_are_read=True):
             self.model(chunk, cache=self.cache)
-        first = max(0, len(self.tokens) - 1 - limits.SPEC_HIDDEN_ROWS - self.done)
-        rows = {layer: noted[0][0, first:] for layer, noted in states.items() if noted}
-        mx.eval(rows)
-        self.hidden.append((self.done + first, rows))
+        found = {layer: noted[0][0, first:] for layer, noted in states.items() if noted}
+        mx.eval(found)
+        self.hidden.append((self.done + first, found))
+
+    def _take_coming(self) -> None:
+        """Wait for the hidden states that other machines have: the answer's first token needs them anyway."""
+        self.hidden += [
+            (start, {layer: rows[0] for layer, rows in states().items()}) for start, states in self._coming
+        ]
+        self._coming = []
 
     def _save(self, place: int) -> None:
         self.states[place] = checkpoints.saved(self.cache)

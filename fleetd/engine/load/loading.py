@@ -23,6 +23,7 @@ from fleetd.engine.failures import over_files
 from fleetd.engine.grammar.grammars import Grammars
 from fleetd.engine.groups.group_model import GroupModel
 from fleetd.engine.groups.sparse_rows import sparse_of
+from fleetd.engine.groups.taps_price import TapsPrice
 from fleetd.engine.heads.assistant import Assistant
 from fleetd.engine.heads.block_drafter import BlockDrafter
 from fleetd.engine.heads.mtp_head import MtpHead
@@ -172,7 +173,7 @@ def load(
         cached.keep(msgspec.structs.replace(found.findings, measured=better))
 
     verdict = _verdict(read, settings, key.model, found.findings.measured.speed.decode_tok_s, report)
-    head, head_text = _head(read, verdict)
+    head, head_text = _head(read, verdict, always=settings.speculation == "on")
     keep_weights(device, settings)
     shares = MemoryShares.of(read.weights_bytes, read.sizes, room, settings, read.held.unpacking_bytes)
     search = _profile_search(read, settings, key.model.digest)
@@ -204,8 +205,11 @@ def _versions(read: ReadModel, settings: WorkerSettings) -> dict[str, str]:
     return versions(read.arithmetic) | ranks | kept
 
 
-def _head(read: ReadModel, verdict: ExactnessVerdict) -> tuple[WorkerDrafter | None, str]:
-    """What drafts from the model's hidden states, and what is said of it: "" if there is no head."""
+def _head(
+    read: ReadModel, verdict: ExactnessVerdict, *, always: bool = False
+) -> tuple[WorkerDrafter | None, str]:
+    """What drafts from the model's hidden states, and what is said of it: "" if there is no head. ``always``:
+    also if that does not pay."""
     if read.head is None:
         return None, read.headless
     if not verdict.exact:
@@ -214,6 +218,11 @@ def _head(read: ReadModel, verdict: ExactnessVerdict) -> tuple[WorkerDrafter | N
         found = _measured(read.head)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         return None, f"off: it cannot be computed ({error})"[: limits.CARD_TEXT_CHARS]
+    if isinstance(read.head, BlockDrafter) and isinstance(read.model, GroupModel):
+        taps = TapsPrice.measured(read.model, read.head.config.target_layer_ids)
+        if not always and not taps.worth(verdict, found.source()):
+            return None, f"off: {taps.text}"
+        found.taps_s = taps.seconds
     return found, f"{found.text}. {read.headless}".removesuffix(". ")
 
 

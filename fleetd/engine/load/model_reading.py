@@ -32,6 +32,7 @@ from fleetd.engine.heads.block_drafter import BlockDrafter
 from fleetd.engine.heads.drafter_files import read_drafter
 from fleetd.engine.heads.head_files import read_head
 from fleetd.engine.heads.mtp_head import MtpHead
+from fleetd.engine.layers.stage import Stage
 from fleetd.engine.load.group_members import GroupMembers
 from fleetd.engine.load.quantised_rows import RowPrecision, quantise_rows
 from fleetd.engine.load.rank_members import RankMembers
@@ -48,7 +49,9 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import ModelCorrupt, ModelRefused, ModelUnsupported, OutOfMemory
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
+from fleetd.models import digest as digests
 from fleetd.models.drafter_kinds import drafter_kind
+from fleetd.models.heads import check_target
 from fleetd.models.memory_need import (
     TOKEN_TABLES,
     WeightRules,
@@ -257,6 +260,8 @@ def _read(
     ):
         reading = aside.submit(_tokenizer, place, config)
         model = lazy_model(place, config)
+        # A head is built as a layer of the whole model, wherever that layer is.
+        head, headless = _lazy_head(settings, place, model)
         if isinstance(members, RankMembers):
             model = members.divided(model)
         elif settings.group:
@@ -264,7 +269,6 @@ def _read(
         tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
         needed = weights.bytes_of(model, tied=tied)
         admit_weights(settings.name, needed, room)
-        head, headless = _lazy_head(settings, place, model)
         if head is not None:
             try:
                 more = weights.bytes_of(head, tied=False, drafts=True)
@@ -276,7 +280,7 @@ def _read(
         weights.hold(model)
         if head is not None:
             weights.hold(head, drafts=True)
-            head.attach(model)
+            head.attach(model.front if isinstance(model, GroupModel) else Stage.of(model))
         report(Loading("reading", on_disk, on_disk))
         report(Loading("reading the tokenizer"))
         return model, reading.result(), head, headless
@@ -286,17 +290,26 @@ def _lazy_head(settings: WorkerSettings, place: Path, model: Any) -> tuple[Hidde
     """What drafts from a model's hidden states, with none of its weights read yet, and why one that there is
     cannot be used."""
     why = ""
-    if settings.speculation == "off" or settings.group:
+    if settings.speculation == "off" or settings.ring is not None:
         return None, why
     if settings.drafter:
         try:
-            return read_drafter(Path(settings.drafter), model), why
+            return _over_machines(read_drafter(Path(settings.drafter), model), settings), why
         except (ModelCorrupt, ModelRefused, ModelUnsupported) as error:
             why = f"off: {error.message}"[: limits.CARD_TEXT_CHARS]
+    record = Path(settings.record) if settings.record else None
     try:
+        check_target(place, digests.remembered_weights(Path(settings.path), record))
         return read_head(place, model), why
     except (ModelCorrupt, ModelUnsupported) as error:
         return None, why or f"off: {error.message}"[: limits.CARD_TEXT_CHARS]
+
+
+def _over_machines(drafter: HiddenDrafter, settings: WorkerSettings) -> HiddenDrafter:
+    """``drafter``, if what it reads can be had. Raises ModelUnsupported."""
+    if settings.group and isinstance(drafter, Assistant):
+        raise ModelUnsupported("It reads keys and values that are on another machine.")
+    return drafter
 
 
 @contextmanager

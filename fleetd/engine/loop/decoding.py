@@ -510,6 +510,8 @@ class Decoding:
         depth = max(1, self._machines // len(self.apart)) if ahead else 1
         if row.blocks >= depth:
             return
+        if running.drafts is not None:
+            row.hidden_layers = running.drafts.hidden_layers
         draft = self._draft_ahead(running, row, depth)
         if not row.blocks:
             running.beside = self._busy_with(row)
@@ -541,7 +543,11 @@ class Decoding:
             for name, tokens in drafts.proposals(running.tokens, depth).items()
             if len(tokens) > len(guessed) and tokens[: len(guessed)] == guessed
         }
-        return drafts.choose(fitting, max(0, room), depth, going=row.blocks > 0)
+        draft = drafts.choose(fitting, max(0, room), depth, going=row.blocks > 0)
+        if row.blocks or (draft.block and len(draft.tokens) >= draft.block):
+            # Hidden states of what is under way are not known, so nothing can be drafted behind it.
+            return draft
+        return drafts.with_priced(draft, running.tokens, max(0, room), row.cache)
 
     def _take(self, running: DecodingSequence, row: VerifyRow) -> _SequencePass:
         begun = time.monotonic()
@@ -612,7 +618,7 @@ class Decoding:
         self._sampler.expect(*([running.sampler for running in group] for group in groups))
         self._held.expect(*([running.matcher for running in group] for group in groups))
         drafted = [running.drafts for running in self.batch.values() if running.drafts is not None]
-        layers = {layer for drafts in drafted for layer in drafts.hidden_layers}
+        layers = {layer for drafts in drafted for layer in drafts.free_layers}
         with noted_states(self.model, layers) as states:
             _, responses = self._generator.next()
         if self._sampler.drew_all:

@@ -54,7 +54,8 @@ class WorkerBlocks(WorkerDrafter):
     def text(self) -> str:
         """What is said of it once it is loaded."""
         most = self.drafter.config.most
-        return f"{DFLASH}: {1000 * self.price.seconds(most):.1f} ms for {most} tokens"
+        taps = f", and {1000 * self.taps_s:.1f} ms a pass on the way" if self.taps_s else ""
+        return f"{DFLASH}: {1000 * self.price.seconds(most):.1f} ms for {most} tokens{taps}"
 
     def source(self) -> BlockSource | None:
         """The source of a new answer; None while the drafter is off."""
@@ -79,8 +80,9 @@ class BlockSource(HiddenSource):
 
     @property
     def price(self) -> DraftPrice:
-        """What drafts take, as far as is known now."""
-        return self.worker.price
+        """What drafts take, as far as is known now, with what they are made from."""
+        own = self.worker.price
+        return DraftPrice(own.once_s + self.taps_s, own.token_s)
 
     def note(self, hidden: HiddenRows) -> None:
         """These hidden states have been computed. They are given even if the source is not asked."""
@@ -106,7 +108,8 @@ class BlockSource(HiddenSource):
             # What is read of the prompt belongs to its prefill.
             mx.eval([kept.arrays for kept in self._cache])
             begun = time.perf_counter()
-            self.known_tokens = newest - self._noted[0][0]
+            known = sum(states.shape[0] for start, states in self._noted if start < newest)
+            self._begin(known, newest)
         count = min(context.width, drafter.config.most)
         found: list[int] = drafter.guesses(context.tokens[-1], newest, count, self._cache).tolist()  # type: ignore[assignment]
         self.spent_s = time.perf_counter() - begun

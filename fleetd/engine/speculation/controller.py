@@ -197,6 +197,10 @@ class Controller:
         self._asked[source] = self._seen
         self._drafting_s += seconds
 
+    def tapped(self, seconds: float) -> None:
+        """Note that the pass that is told next took ``seconds`` longer for what is drafted from."""
+        self._drafting_s += seconds
+
     def promise(self, draft: Draft, drafting_s: float = 0.0) -> Promise:
         """What the pass over ``draft`` is expected to bring. ``drafting_s``: what the draft itself takes."""
         acceptance = self._record(draft.source).acceptance if draft.tokens else 0.0

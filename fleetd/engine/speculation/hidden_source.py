@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from fleetd import limits
 from fleetd.engine.speculation.drafts_price import DraftPrice
 from fleetd.engine.speculation.sources import Context, HiddenRows
 
@@ -24,6 +25,8 @@ class WorkerDrafter(ABC):
     # First guesses that were held against the text, and how many were right.
     judged: int = field(init=False, default=0)
     right: int = field(init=False, default=0)
+    # Seconds that a pass takes longer if it notes what is drafted from; 0 unless other machines send it.
+    taps_s: float = field(init=False, default=0.0)
 
     @property
     @abstractmethod
@@ -55,8 +58,15 @@ class HiddenSource(ABC):
     spent_s: float = field(init=False, default=0.0)
     # Tokens that the first draft knew the hidden states of.
     known_tokens: int = field(init=False, default=0)
+    # Of how many it would have known them, had all of the text been computed here.
+    wanted_tokens: int = field(init=False, default=0)
     # The first guess of the last draft, until the text goes on.
     guess: int | None = field(init=False, default=None)
+
+    @property
+    def taps_s(self) -> float:
+        """Seconds that a pass takes longer if it notes the hidden states."""
+        return self.worker.taps_s
 
     @property
     @abstractmethod
@@ -76,6 +86,11 @@ class HiddenSource(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+    def _begin(self, known: int, text: int) -> None:
+        """The first draft is made, after ``text`` tokens, of ``known`` of which there are hidden states."""
+        self.wanted_tokens = min(text, limits.SPEC_HIDDEN_ROWS)
+        self.known_tokens = min(known, self.wanted_tokens)
 
     def committed(self, tokens: Sequence[int]) -> None:
         if self.guess is not None and tokens:

@@ -117,7 +117,8 @@ class MtpSource(HiddenSource):
         if states is None or places[-1] != newest:
             return []
         begins, begun = not self._rows, time.perf_counter()
-        self.known_tokens = self.known_tokens or len(places)
+        if not self.known_tokens:
+            self._begin(len(places), newest + 1)
         following = mx.array([[context.tokens[at + 1] for at in places]])
         early = len(places) - _FEW if len(places) > _FEW else 0
         if early:

@@ -123,8 +123,14 @@ class SequenceDrafts:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layers whose hidden states a pass has to note; none as a rule."""
-        return _layers_of([*self.sources, *self.priced])
+        """Layers whose hidden states the next pass has to note; none as a rule. If that takes time, only if
+        drafts from them are expected to pay, or are due to be tried."""
+        return _layers_of([*self.sources, *filter(self._taps_pay, self.priced)])
+
+    @property
+    def free_layers(self) -> tuple[int, ...]:
+        """Those of ``hidden_layers`` that take no time; in a batch nothing is drafted that would pay more."""
+        return _layers_of([*self.sources, *(source for source in self.priced if not source.taps_s)])
 
     def note(self, hidden: HiddenRows | None) -> None:
         """Hidden states of ``hidden_layers`` that have been computed; None if none were."""
@@ -163,7 +169,13 @@ class SequenceDrafts:
         if not proposals and not self.priced:
             return NO_DRAFT
         most = room()
-        draft = self.choose(proposals, most)
+        return self.with_priced(self.choose(proposals, most), tokens, most, cache)
+
+    def with_priced(
+        self, draft: Draft, tokens: Sequence[int], most: int, cache: Sequence[Any] | None = None
+    ) -> Draft:
+        """``draft``, or what a source that takes time drafts, if that is expected to bring more. ``most``,
+        ``cache``: as of ``next_draft``."""
         for source in list(self.priced):
             count = self.controller.wanted(source.name, source.price, draft, most)
             if count <= 0:
@@ -199,6 +211,9 @@ class SequenceDrafts:
         left: int = 0,
     ) -> None:
         """Tell the controller what a pass gave (``Controller.verified``), and the sources its tokens."""
+        if self.hidden is not None:
+            noted = (source for source in self.priced if {*source.hidden_layers} <= {*self.hidden.states})
+            self.controller.tapped(sum(source.taps_s for source in noted))
         self.controller.verified(draft, emitted, seconds, saved_s, again=again, beside=beside, left=left)
         self._committed(emitted)
 
@@ -218,7 +233,7 @@ class SequenceDrafts:
         used = {name: r for name, r in c.records.items() if r.passes}
         if not used:
             return None
-        begun = {source.name: source.known_tokens for source in self.priced}
+        begun = {source.name: (source.known_tokens, source.wanted_tokens) for source in self.priced}
         return Speculated(
             width=c.most + 1,
             drafted=sum(r.drafted for r in used.values()),
@@ -227,10 +242,15 @@ class SequenceDrafts:
             tokens=c.tokens,
             saved_s=c.saved_s,
             sources={
-                name: SourceCounts(r.drafted, r.accepted, r.passes, begun.get(name, 0))
+                name: SourceCounts(r.drafted, r.accepted, r.passes, *begun.get(name, (0, 0)))
                 for name, r in used.items()
             },
         )
+
+    def _taps_pay(self, source: HiddenSource) -> bool:
+        if not source.taps_s:
+            return True
+        return self.controller.wanted(source.name, source.price, NO_DRAFT, self.controller.most) > 0
 
     def _committed(self, tokens: Sequence[int]) -> None:
         for source in (*self.sources, *self.priced):

@@ -43,7 +43,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from fleetd.engine.cpu.unread_logits import unread_logits
 from fleetd.engine.grammar.matcher import AnswerMatcher, Mask
-from fleetd.engine.layers.hidden_states import noted_states
+from fleetd.engine.layers.hidden_states import NO_TAPS, Taps, noted_states
 from fleetd.engine.sampling.sampler import LogitsProcessor, Sampler, SeededSampler, masked
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.speculation.controller import Draft, leading
@@ -169,7 +169,8 @@ class VerifyRow:
         """Begin a block and do not wait for it: the due token, unless it was sent, and ``drafts``, which
         follow what was sent. They must fit in ``rollback.room(cache)``."""
         tokens = [*drafts] if self._blocks else [self.tokens[-1], *drafts]
-        flight = self.model.begin(mx.array([tokens]), self.cache)
+        layers = Taps(self.hidden_layers) if self.hidden_layers else NO_TAPS
+        flight = self.model.begin(mx.array([tokens]), self.cache, taps=layers)
         self._blocks.append(SentBlock(tokens, source, flight))
 
     def take(self) -> tuple[list[Chosen], Draft]:
@@ -189,7 +190,9 @@ class VerifyRow:
         self.dropped = False
         if leading(checked, found) < len(checked):
             self._undo(len(rows) - len(chosen))
-        self.hidden = None
+        # Its first token is the due one; as many are in the text as were chosen after it.
+        states = {layer: [noted] for layer, noted in block.flight.states().items()}
+        self.hidden = _rows_of(states, len(self.tokens) - 1, len(chosen))
         self._commit(found)
         source = block.source or (later.source if later else "")
         return chosen, Draft(source, tuple(checked))

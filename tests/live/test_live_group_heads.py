@@ -1,0 +1,118 @@
+"""A model over two real daemons with an MTP head: one drafts with it, and no byte changes."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import chain_model
+import pytest
+from forked_programs import Programs
+from hidden_drafters import right_head, write_head
+from live_daemon import LiveDaemon, until
+from live_fleet import LiveFleet
+from mlx_lm.utils import load_model
+
+from fleetd.engine.heads.mtp_head import MtpHead
+
+pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(300)]
+
+RIGHT, RANDOM = "right", "random"
+# What drafts bring depends on what else a machine does; whether they are right does not.
+SETTINGS = {"FLEETD_ENGINE_THREADS": "1", "FLEETD_SPECULATION_MODE": "on"}
+WITHIN_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def pair(
+    short_dir: Path, programs: Programs, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveFleet]:
+    """Both have a model whose head is right by construction, and one whose head is random."""
+    root = tmp_path_factory.mktemp("heads")
+    folders = []
+    for name, head_of in ((RIGHT, right_head), (RANDOM, MtpHead)):
+        folder = chain_model.build(root / name)
+        model, _ = load_model(folder)
+        folders.append(write_head(folder, head_of(model)))
+    models = dict.fromkeys(("alpha", "beta"), folders)
+    settings = dict.fromkeys(models, SETTINGS)
+    with LiveFleet(short_dir / "group-heads", models, settings=settings, programs=programs) as fleet:
+        fleet.until_usable()
+        for name in (RIGHT, RANDOM):
+            fleet.until_has("alpha", "beta", name)
+        yield fleet
+
+
+def ask(daemon: LiveDaemon, model: str, *where: str, **fields: Any) -> tuple[str, list[tuple[str, float]]]:
+    """The plan of an answer, and its tokens with their probabilities, to the bit."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "<count>"}],
+        "max_tokens": 80,
+        "temperature": 0,
+        "logprobs": True,
+        "placement": [*where],
+        **fields,
+    }
+    connection = http.client.HTTPConnection(*daemon.address, timeout=120)
+    headers = {"Authorization": f"Bearer {daemon.key}", "Content-Type": "application/json"}
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        with connection.getresponse() as response:
+            reply = json.loads(response.read())
+            assert response.status == 200, reply
+            plan = response.headers["X-Fleet-Plan"]
+    content = reply["choices"][0]["logprobs"]["content"]
+    return plan, [(each["token"], each["logprob"]) for each in content]
+
+
+def last_trace(daemon: LiveDaemon) -> dict[str, Any]:
+    traces = daemon.control("GET", "/fleet/v1/traces?last=1")["traces"]
+    return next(iter(traces), {})
+
+
+def head_of(daemon: LiveDaemon, model: str) -> str:
+    (found,) = [engine["draft_head"] for engine in daemon.status()["engines"] if engine["model"] == model]
+    return str(found)
+
+
+def drafted(daemon: LiveDaemon, model: str, **fields: Any) -> tuple[list[tuple[str, float]], dict[str, Any]]:
+    """An answer over both machines that only the head drafts for, and what the trace says of the head."""
+    before = last_trace(daemon).get("id")
+    plan, found = ask(daemon, model, "this", "beta", speculate={"sources": ["mtp"]}, **fields)
+    assert plan == "group; nodes=this,beta"
+    until(lambda: last_trace(daemon).get("id") != before, WITHIN_S)
+    speculation = last_trace(daemon)["speculation"]
+    return found, {} if speculation is None else speculation["sources"]["mtp"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+def test_a_right_head_drafts_over_two_machines_and_is_always_right(
+    pair: LiveFleet, fields: dict[str, Any]
+) -> None:
+    alpha = pair["alpha"]
+    found, counts = drafted(alpha, RIGHT, **fields)
+    assert head_of(alpha, RIGHT).startswith("mtp: ")
+    _, plain = ask(alpha, RIGHT, "this", "beta", speculate={"enabled": False}, **fields)
+    _, whole = ask(alpha, RIGHT, "this", speculate={"enabled": False}, **fields)
+    assert found == plain == whole
+    assert counts["drafted"] > 40
+    if not fields:
+        assert counts["accepted"] == counts["drafted"]
+        assert [token for token, _ in found[:3]] == [" 1", " 2", " 3"]
+
+
+def test_a_random_head_changes_nothing_and_is_switched_off(pair: LiveFleet) -> None:
+    alpha = pair["alpha"]
+    _, plain = ask(alpha, RANDOM, "this", "beta", speculate={"enabled": False})
+    for _ in range(2):
+        found, _ = drafted(alpha, RANDOM)
+        assert found == plain
+    until(lambda: head_of(alpha, RANDOM).startswith("off: "), WITHIN_S)
+    assert "drafts were right" in head_of(alpha, RANDOM)
+    found, counts = drafted(alpha, RANDOM)
+    assert (found, counts) == (plain, {})
