@@ -410,8 +410,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     draft_head: str = ""
     # Why a Keep is not followed here; "" if it is.
     sparse: str = "This worker answers nothing by itself."
-    # Tokens at a prompt's end that are computed whatever a Keep leaves out.
-    sparse_tail: int = 0
     # None if no other machine can help with this model.
     arithmetic: Arithmetic | None = None
     # At load; a Heartbeat tells how it goes on.

@@ -328,10 +328,13 @@ class SmartPrefill(PipelineStep):
 
     def _not_sparse(self, target: AnsweringModel) -> str:
         """Why the model that answers cannot leave tokens out; "" if it can."""
-        if target.choice.node_id != THIS_NODE:
-            return "it runs on another machine."
-        facts = self._facts(target)
-        return "it is not loaded." if facts is None else facts.sparse
+        if target.choice.node_id == THIS_NODE:
+            facts = self._facts(target)
+            return "it is not loaded." if facts is None else facts.sparse
+        card, _ = self._members.model_at(target.choice.node_id, target.name)
+        if card is None or not card.shape.layers:
+            return "the machine that answers has not loaded it yet."
+        return "" if card.shape.sparse_tail else "the machine that answers does not know sparse prefill."
 
     def _facts(self, target: AnsweringModel) -> Ready | None:
         engine = self._pool.engine(target.folder) if target.folder is not None else None
@@ -339,8 +342,11 @@ class SmartPrefill(PipelineStep):
 
     def _tail(self, target: AnsweringModel) -> int:
         """Tokens at a prompt's end that sparse prefill computes, whatever is to be kept."""
+        if target.choice.node_id != THIS_NODE:
+            card, _ = self._members.model_at(target.choice.node_id, target.name)
+            return 0 if card is None else card.shape.sparse_tail
         facts = self._facts(target)
-        return 0 if facts is None else facts.sparse_tail
+        return 0 if facts is None else facts.shape.sparse_tail
 
     def _computed(self, form: Form, target: AnsweringModel, tokens: int, ratio: float) -> float:
         """The share of a prompt that is prefilled if ``ratio`` of it is to be kept."""
@@ -391,14 +397,21 @@ class SmartPrefill(PipelineStep):
         return 0.0 if ways is None or ways.chosen is None else ways.chosen.first_token_s or 0.0
 
     def _ways(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> Ways | None:
-        """The ways to answer a prompt; one of which only ``kept`` tokens are computed is answered here."""
+        """The ways to answer a prompt. One of which only ``kept`` tokens are computed is answered by the
+        machine that was chosen: it alone was asked whether it can."""
         if self._placer is None:
             return None
+        at = target.choice.node_id
+        ask = RouteQuestion(target.name, tokens, ANSWER_TOKENS, admitted=target.admitted)
+        others = None
+        if kept:
+            others = [member for member in self._members.others("answer") if member.node_id == at]
+            ask = replace(ask, exclude=frozenset() if at == THIS_NODE else frozenset({THIS_NODE}))
         return self._placer.ways(
-            RouteQuestion(target.name, tokens, ANSWER_TOKENS, admitted=target.admitted),
+            ask,
             WantedModel(target.name, target.folder is not None, folder=target.folder),
-            lambda member: KnownTokens(cached if member.node_id == target.choice.node_id else 0),
-            others=() if kept else None,
+            lambda member: KnownTokens(cached if member.node_id == at else 0),
+            others=others,
             kept=kept,
         )
 
