@@ -32,6 +32,8 @@ def headers(results: Sequence[SmartPrefillResult]) -> Mapping[str, str]:
         }
         if used[0].nodes:
             found["X-SmartPrefill-Nodes"] = ",".join(quote(node, safe=" ") for node in used[0].nodes)
+        if used[0].scored == "without question":
+            found["X-SmartPrefill-Scored"] = used[0].scored
     if skipped:
         found["X-SmartPrefill-Skipped"] = line(skipped)
     return found

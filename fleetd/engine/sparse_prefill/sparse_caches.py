@@ -80,7 +80,7 @@ class ApartKV(SparseKV):
         made.keys, made.values, made.offset, made.ahead = cache.keys, cache.values, cache.offset, ahead
         return made
 
-    @property  # type: ignore[override]
+    @property
     def offset(self) -> RopeOffset:
         return RopeOffset(self._slots, self._slots + self.ahead)
 

@@ -439,6 +439,7 @@ def _note(shortening: Shortening, compression: CompressionJob, loaded: list[Span
         original_tokens=selection.original_tokens if selection else compression.tokens,
         compressed_tokens=selection.kept_tokens if selection else 0,
         scored_tokens=compression.scored_tokens,
+        scored=compression.scored,
     )
 
 
