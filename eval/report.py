@@ -122,9 +122,9 @@ in the text. *ratio* is the share of the tokens that may be kept."""
 _ROUNDED = """\
 ## What other arithmetic costs
 
-Answers to the whole prompt that are right, of those that are right if the model runs on one machine
-alone; *same* is the share of tasks whose answers are the same, token by token. What takes part is a
-stand-in for another machine: after each of its layers it rounds hidden states, keys and values to bfloat16. *routed*: it
+Answers to the whole prompt that are right, of those that are right if the model runs on one machine alone.
+*same* is the share of tasks whose answers are the same, token by token. What takes part is a stand-in for
+another machine: after each of its layers it rounds hidden states, keys and values to bfloat16. *routed*: it
 answers. *by layers*: it computes the first half of the layers of the prompt. *by tokens*: it computes the
 first half of the prompt. Such answers are labelled `equivalent`."""
 
