@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from forked_programs import Programs
+from live_daemon import LiveDaemon
 from live_fleet import LiveFleet
 from test_live_smart import SMOL, asked, haystack, post
 
@@ -58,3 +59,60 @@ def test_a_small_machine_scores_what_a_large_one_answers_sparsely(
         assert headers["x-smartprefill-skipped"].startswith("no_compressor: ")
         assert headers["x-fleet-exactness"] != "lossy"
         assert reply["timings"]["prompt_n"] > 0.9 * reply["usage"]["prompt_tokens"]
+
+
+WANTED = {"target_ratio": 0.15, "compressor_model": SMOL}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "open_door",
+        "description": "Opens a door.",
+        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}},
+    },
+}
+
+
+def test_the_next_turn_of_a_sparse_conversation_finds_the_first_one(
+    live: LiveDaemon, loaded_smol: str
+) -> None:
+    """And the answers of one request share its prefill."""
+    body = asked(smart_prefill=WANTED, n=2)
+    headers, first = post(live, "/v1/chat/completions", body)
+    assert first["smart_prefill"]["mode"] == "sparse", first["smart_prefill"]
+    kept = int(headers["x-smartprefill-compressed-tokens"])
+    # Of both answers together.
+    assert kept - 16 < first["timings"]["prompt_n"] < 1.2 * kept
+    assert len({choice["message"]["content"] for choice in first["choices"]}) == 1
+    answer = first["choices"][0]["message"]
+    body["messages"] += [answer, {"role": "user", "content": "Say it again, please."}]
+    _, second = post(live, "/v1/chat/completions", {**body, "n": 1})
+    assert second["smart_prefill"]["mode"] == "sparse"
+    assert second["smart_prefill"]["nodes"] == []
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0.9 * kept
+    assert second["timings"]["prompt_n"] < 100
+
+
+def test_tools_are_kept_whole_in_front_of_a_sparse_prompt(live: LiveDaemon, loaded_smol: str) -> None:
+    """What every request of an agent begins with is found in the cache, and read by the sparse one."""
+    body = asked(tools=[TOOL], tool_choice="none")
+    del body["messages"][1]
+    post(live, "/v1/chat/completions", body)
+    body = asked(tools=[TOOL], tool_choice="none", smart_prefill={**WANTED, "mode": "sparse"})
+    body["messages"][1]["content"] = haystack(116, 60)
+    headers, reply = post(live, "/v1/chat/completions", body)
+    assert reply["smart_prefill"]["mode"] == "sparse", reply["smart_prefill"]
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+    assert "48213" in reply["choices"][0]["message"]["content"]
+    assert headers["x-fleet-exactness"] == "lossy"
+
+
+def test_a_sparse_answer_is_drafted_for(live: LiveDaemon, loaded_smol: str) -> None:
+    """What it quotes stands in its prompt."""
+    body = asked(smart_prefill={**WANTED, "mode": "sparse"}, max_tokens=48)
+    body["messages"][-1]["content"] = (
+        "Which line gives the access code of the harbour office? Say that line word for word, twice."
+    )
+    _, reply = post(live, "/v1/chat/completions", body)
+    assert reply["smart_prefill"]["mode"] == "sparse", reply["smart_prefill"]
+    assert reply["timings"]["draft_n"] > 0

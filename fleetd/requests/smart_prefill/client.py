@@ -188,7 +188,10 @@ class SmartPrefill(PipelineStep):
                     if tokens < policy.min_prompt_tokens:
                         raise _short(tokens, policy)
             kept_tokens = int(compression.kept_share * tokens)
-            form = self._form(policy, smart_prompt.turns(found), target, tokens, kept_tokens)
+            turns = smart_prompt.turns(found)
+            # Keys of a prompt that was cut stay for one that goes on from it and leaves out the same.
+            begun = turns > 0 and not (compression.aged and compression.aged.sparse)
+            form = self._form(policy, target, tokens, kept_tokens, begun=begun)
             compression.policy = msgspec.structs.replace(policy, mode=form)
             compression.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
             if compression.selection is None:
@@ -197,7 +200,7 @@ class SmartPrefill(PipelineStep):
                         yield progress
         finally:
             _note(shortening, compression, loaded)
-        selection = self._check(job, compression, policy)
+        selection = self._check(job, compression, policy, form)
         make = smart_prompt.shortened if form == "text" else smart_prompt.sparse
         shortened = await asyncio.to_thread(make, job.request, found, selection)
         shortening.result = msgspec.structs.replace(
@@ -219,17 +222,20 @@ class SmartPrefill(PipelineStep):
                 if isinstance(event, Accepted):
                     compression.counted(event.prompt_tokens)
 
-    def _check(self, job: Job, compression: CompressionJob, policy: SmartPrefillPolicy) -> Selection:
+    def _check(
+        self, job: Job, compression: CompressionJob, policy: SmartPrefillPolicy, form: Form = ""
+    ) -> Selection:
         """The selection, if it leaves something out and keeps something. Raises SkipCompression.
 
-        A conversation is remembered by what was asked for, whichever form that became.
+        A conversation is remembered by what was asked for, and which ``form`` that became.
         """
         found, selection = compression.document, compression.selection
         if selection is None or smart_prompt.is_empty(found, selection):
             raise SkipCompression("empty", "Nothing would be left of the prompt.")
         if selection.original_tokens < policy.min_prompt_tokens:
             raise _short(selection.original_tokens, policy)
-        self._history.keep(smart_prompt.said(job.request), policy, selection, compression.compressor)
+        said, compressor = smart_prompt.said(job.request), compression.compressor
+        self._history.keep(said, policy, selection, compressor, sparse=form == "sparse")
         if selection.declined:
             raise SkipCompression("declined", selection.declined)
         if all(selection.whole(found, index) for index in range(len(found.blocks))):
@@ -289,7 +295,7 @@ class SmartPrefill(PipelineStep):
             if tokens < policy.min_prompt_tokens:
                 raise _short(tokens, policy)
             ratio = kept_share(policy, tokens)
-            form = self._form(policy, 0, target, tokens, int(ratio * tokens))
+            form = self._form(policy, target, tokens, int(ratio * tokens))
             ratio = self._computed(form, target, tokens, ratio)
             asked = self._asked(target, form, tokens, view.cached_tokens, ratio)
             plan = await self.compressing.options(CompressionPrice(asked, weights_bytes), policy)
@@ -305,9 +311,16 @@ class SmartPrefill(PipelineStep):
     # ---- how, and for what -------------------------------------------------------------------------------
 
     def _form(
-        self, policy: SmartPrefillPolicy, turns: int, target: AnsweringModel, tokens: int, kept_tokens: int
+        self,
+        policy: SmartPrefillPolicy,
+        target: AnsweringModel,
+        tokens: int,
+        kept_tokens: int,
+        *,
+        begun: bool = False,
     ) -> Form:
-        """``turns``: answers that the prompt holds; ``kept_tokens``: about how much stays of it.
+        """``begun``: the prompt goes on from an answer to one that was not sparse; ``kept_tokens``: about how
+        much stays of it.
 
         Raises SkipCompression.
         """
@@ -320,9 +333,9 @@ class SmartPrefill(PipelineStep):
             raise SkipCompression("no_form", f"{target.name} cannot prefill a part of a prompt: {why_not}")
         if policy.mode == "sparse":
             return "sparse"
-        # A conversation goes on: text is in the prefix cache when its next turn comes, sparse keys are not.
-        # And a sliding window may be more than all that is to be kept.
-        if why_not or turns or self._tail(target) > kept_tokens:
+        # A conversation goes on as it began, or it would find nothing of itself in the prefix cache. And a
+        # sliding window may be more than all that is to be kept.
+        if why_not or begun or self._tail(target) > kept_tokens:
             return "text"
         return "sparse"
 
