@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,12 +108,13 @@ def test_tools_are_kept_whole_in_front_of_a_sparse_prompt(live: LiveDaemon, load
     assert headers["x-fleet-exactness"] == "lossy"
 
 
-def test_a_sparse_answer_is_drafted_for(live: LiveDaemon, loaded_smol: str) -> None:
-    """What it quotes stands in its prompt."""
-    body = asked(smart_prefill={**WANTED, "mode": "sparse"}, max_tokens=48)
-    body["messages"][-1]["content"] = (
-        "Which line gives the access code of the harbour office? Say that line word for word, twice."
-    )
-    _, reply = post(live, "/v1/chat/completions", body)
+def test_a_sparse_answer_is_drafted_for(make_daemon: Callable[..., LiveDaemon]) -> None:
+    """It says its line twice: the second time it is foretold."""
+    with_drafts = make_daemon(FLEETD_SPECULATION_MODE="on")
+    with_drafts.control("POST", "/fleet/v1/models/load", {"model": SMOL})
+    wanted = {**WANTED, "mode": "sparse"}
+    body = asked(smart_prefill=wanted, max_tokens=64, ignore_eos=True)
+    _, reply = post(with_drafts, "/v1/chat/completions", body)
     assert reply["smart_prefill"]["mode"] == "sparse", reply["smart_prefill"]
+    assert "48213" in reply["choices"][0]["message"]["content"]
     assert reply["timings"]["draft_n"] > 0
