@@ -252,14 +252,14 @@ def test_positions_are_the_true_ones(bench: SparseBench) -> None:
 # ---- Drafts ----------------------------------------------------------------------------------------------
 
 
-class WithDrafts(SparseBench):
+class DraftedBench(SparseBench):
     def __init__(self, chain_path: Path, **options: Any) -> None:
         super().__init__(chain_path, speculation=speculation(VOCAB), **options)
 
 
 def test_a_sparse_answer_is_drafted_for_and_stays_what_it_was(chain_path: Path) -> None:
     """A random model soon repeats itself, which drafts from its own answer foretell."""
-    plain, drafted = SparseBench(chain_path), WithDrafts(chain_path)
+    plain, drafted = SparseBench(chain_path), DraftedBench(chain_path)
     for one in (plain, drafted):
         one.submit("a", LONG, KEPT, max_tokens=96)
         one.finish_all("a")
@@ -272,7 +272,7 @@ def test_a_sparse_answer_is_drafted_for_and_stays_what_it_was(chain_path: Path) 
 
 def test_drafted_sparse_and_dense_answers_come_together_and_part_again(chain_path: Path) -> None:
     """Whatever moves into the batch and out of it, positions stay ahead of slots."""
-    apart = WithDrafts(chain_path)
+    apart = DraftedBench(chain_path)
     said = {}
     for name, tokens, kept in (
         ("s", LONG, KEPT),
@@ -282,7 +282,7 @@ def test_drafted_sparse_and_dense_answers_come_together_and_part_again(chain_pat
         apart.submit(name, tokens, kept, max_tokens=72)
         apart.finish_all(name)
         said[name] = apart.said(name)
-    together = WithDrafts(chain_path)
+    together = DraftedBench(chain_path)
     together.submit("s", LONG, KEPT, max_tokens=72)
     together.turn(8)
     together.submit("d", prompt(120, 3), max_tokens=72)

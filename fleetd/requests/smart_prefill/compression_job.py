@@ -98,7 +98,7 @@ class CompressionJob:
 
     @property
     def scored(self) -> ScoredBy:
-        """By what the text was scored; "" if it was not."""
+        """What the text was scored by; "" if it was not."""
         if not self.names:
             return ""
         return "without question" if self.policy.without_question else "by question"
