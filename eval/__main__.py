@@ -1,6 +1,7 @@
-"""``python -m eval [--quick] [NAME...]``: measure quality, keep it, and write docs/quality.md.
+"""``python -m eval [--quick] [--shared] [NAME...]``: measure quality, keep it, and write docs/quality.md.
 
-Named steps are measured again, the others stay as they were.
+Named steps are measured again, the others stay as they were. ``--shared`` names one: every task once more
+with other arithmetic in its prefill.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from bench import staleness
 from bench.harness import host
 from bench.harness.child import ROOT
 from bench.harness.daemon import MODEL, fetch_model
-from eval import forms, kept_facts, long_texts, requests, tried_voices
+from eval import forms, kept_facts, long_texts, requests, rounded, tried_voices
 from eval.engine import Engine
-from eval.report import Results, page, pictures
+from eval.report import MeasuredAt, Results, page, pictures
 from eval.runs import Outcome, RequestRunner, gate, selection_recall
 from eval.statistics import Share
 from eval.tasks import Task, task
@@ -71,11 +72,19 @@ LAYERS = (2, 4, 6, 8, 10, 12, 14, 16, 20)
 
 # Lengths of long texts, and texts of each kind in a run without names: the longest ones take hours.
 LONG_TEXTS = {4000: 2, 16_000: 1, 32_000: 0, 64_000: 0, 128_000: 0}
+# The same of texts that nobody asks about.
+UNASKED_TEXTS = {4000: 1}
+# Tasks of each kind that are answered with other arithmetic, and their length.
+SHARED_TASKS, QUICK_SHARED_TASKS, SHARED_TOKENS = 8, 1, 1000
+# In a run without names.
+USUAL_SHARED_TASKS = 2
 
 
 STEPS = (
     "gate",
     *(f"facts-{tokens}" for tokens in LONG_TEXTS),
+    *(f"unasked-{tokens}" for tokens in UNASKED_TEXTS),
+    "shared",
     "verdict",
     "peaks",
     *(f"{kind}-{tokens}" for kind, tokens, *_ in PLAN),
@@ -88,10 +97,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m eval", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of: {', '.join(STEPS)}")
     parser.add_argument("--quick", action="store_true", help="a few seeds each; minutes, and no judgement")
+    parser.add_argument(
+        "--shared", action="store_true", help="the step of that name, and no other unnamed one"
+    )
     parser.add_argument("--share", type=float, default=1.0, help="run this share of the seeds")
     parser.add_argument("--render", action="store_true", help="only write the page from what is kept")
     parser.add_argument("--out", type=Path, default=PAGE.parent, help="where, instead of docs/")
     args = parser.parse_args()
+    if args.shared and "shared" not in args.names:
+        args.names.append("shared")
     if unknown := [name for name in args.names if name not in STEPS]:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(STEPS)}")
     file = args.out / KEPT.name
@@ -117,8 +131,12 @@ def _results(args: argparse.Namespace, earlier: Results | None) -> Results:
     command = " ".join(["python -m eval", *options])
     now = datetime.datetime.now(datetime.UTC).date().isoformat()
     results = earlier or Results([], now, [], MODEL.name, args.quick)
+    before = MeasuredAt(results.date, staleness.measured_at(results.machine))
+    results.measured = {known: results.measured.get(known, before) for known in results.commands}
     results.commands = [*(known for known in results.commands if known != command), command]
     results.date, results.machine = now, host.describe()
+    results.measured.pop(command, None)
+    results.measured[command] = MeasuredAt(now, staleness.measured_at(results.machine))
     return results
 
 
@@ -140,7 +158,9 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
         print("\n".join(requests.table(results.requests)))
         step()
     await _long_texts(results, names, step)
-    if all(name == "gate" or name.startswith("facts-") for name in names):
+    await _unasked(results, names, step)
+    await _shared(results, names, part, step)
+    if all(name in ("gate", "shared") or name.startswith(("facts-", "unasked-")) for name in names):
         return
     async with AsyncExitStack() as stack:
         # Decoding gains little from a second thread, and answers are many: a worker for each core.
@@ -198,6 +218,37 @@ async def _long_texts(results: Results, names: Sequence[str], step: Callable[[],
                 + "  ".join(f"{cell.ratio} {cell.share('scores')}" for cell in new)
             )
             step()
+
+
+async def _unasked(results: Results, names: Sequence[str], step: Callable[[], None]) -> None:
+    """Facts kept of texts that nobody asks about."""
+    for tokens, texts in UNASKED_TEXTS.items():
+        if results.quick or f"unasked-{tokens}" not in names:
+            continue
+        for kind in kept_facts.UNASKED_KINDS:
+            seeds = range(FIRST_SEED, FIRST_SEED + texts)
+            new = await asyncio.to_thread(kept_facts.of_unasked, MODEL, kind, tokens, seeds)
+            others = [cell for cell in results.unasked if (cell.kind, cell.tokens) != (kind, tokens)]
+            results.unasked = [*others, *new]
+            print(
+                f"{kind} {tokens} tokens, nobody asks: "
+                + "  ".join(f"{cell.ratio} {cell.share('surprise')}" for cell in new)
+            )
+            step()
+
+
+async def _shared(results: Results, names: Sequence[str], part: float, step: Callable[[], None]) -> None:
+    """Every kind of task once more with other arithmetic in it."""
+    if "shared" not in names:
+        return
+    usual = USUAL_SHARED_TASKS if len(names) == len(STEPS) else SHARED_TASKS
+    count = QUICK_SHARED_TASKS if results.quick else max(1, round(part * usual))
+    for kind in dict.fromkeys(kind for kind, *_ in PLAN):
+        seeds = range(FIRST_SEED, FIRST_SEED + count)
+        new = await asyncio.to_thread(rounded.of_kind, MODEL, kind, SHARED_TOKENS, seeds)
+        results.rounded = [old for old in results.rounded if old.kind != kind] + [new]
+        print(f"{kind}: " + "  ".join(f"{form} {new.kept(form)}" for form in rounded.FORMS))
+        step()
 
 
 async def _abilities(engine: Engine) -> tuple[bool, bool]:
@@ -265,8 +316,9 @@ def _write(results: Results, folder: Path) -> None:
             old.unlink()
     for name, svg in drawn.items():
         (folder / PICTURES.name / name).write_text(svg, encoding="utf-8")
-    age = staleness.since(ROOT, staleness.measured_at(results.machine), CODE)
-    (folder / PAGE.name).write_text(page(results, age), encoding="utf-8")
+    commits = {staleness.measured_at(results.machine), *(each.commit for each in results.measured.values())}
+    ages = {commit: staleness.since(ROOT, commit, CODE) for commit in commits}
+    (folder / PAGE.name).write_text(page(results, ages), encoding="utf-8")
 
 
 if __name__ == "__main__":

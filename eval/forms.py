@@ -27,6 +27,12 @@ def selected(document: Document, scores: TokenScores | None, ratio: float, mode:
     return select(document, scores, policy(ratio, mode))
 
 
+def unasked(document: Document, scores: TokenScores, ratio: float) -> Selection:
+    """Of a text that nobody asks about."""
+    asked = SmartPrefillPolicy(enabled=True, target_ratio=ratio, mode="text", without_question=True)
+    return select(document, scores, asked)
+
+
 def at_random(document: Document, ratio: float, seed: int) -> Selection:
     """What is always kept, and units in a random order until the budget is used."""
     pieces = _pieces(document)

@@ -6,7 +6,10 @@ computed once for all questions. Scores are those of the worker, which computes 
 
 from __future__ import annotations
 
+import math
+import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -22,7 +25,7 @@ from eval.statistics import Share
 from eval.tasks import Count
 from fleetd import limits
 from fleetd.compression.document import Document
-from fleetd.compression.token_scores import SegmentScores, TokenScores, merge
+from fleetd.compression.token_scores import POOL, SegmentScores, TokenScores, merge, pooled
 from fleetd.engine.protocol import Profile, Score
 
 if TYPE_CHECKING:  # needs MLX, which is set up first
@@ -30,6 +33,10 @@ if TYPE_CHECKING:  # needs MLX, which is set up first
 
 RATIOS = (0.3, 0.1, 0.05, 0.02)
 FORMS = ("scores", "BM25", "the end", "random")
+# Of texts that nobody asks about. Facts of other kinds are rows of records like all the others.
+UNASKED_KINDS = ("one needle", "one key of forty", "four values of a key", "variables passed on")
+UNASKED_RATIOS = (0.5, 0.3, 0.1)
+UNASKED_FORMS = ("surprise", "the last tokens ask", "rare words", "the end", "random")
 THIRDS = ("front", "middle", "back")
 _CHUNK_TOKENS = 512
 
@@ -87,6 +94,23 @@ class TextScorer:
         for index in range(len(laid[0].passes)):
             self._pass(index, laid, found)
         return [merge(each) for each in found]
+
+    def unasked(self, document: Document, passes: int) -> TokenScores:
+        """Of a text by itself, by the surprise of the model, as a worker scores it."""
+        from fleetd.engine.scoring.scoring_layout import lay_out
+        from fleetd.engine.scoring.surprise_pass import SurprisePass, surprise_scores
+
+        search = self._loaded.search
+        score = Score("eval", document.text, passes=passes, without_question=True)
+        layout = lay_out(score, search.tokenizer, self._loaded.facts.shape.context_tokens)
+        found = []
+        for each in layout.passes:
+            one = SurprisePass(search.model, each)
+            while not one.finished:
+                one.step(_CHUNK_TOKENS)
+            own = slice(each.first, each.first + each.count)
+            found.append(surprise_scores(layout.starts[own], layout.ends[own], one.surprise))
+        return merge(found)
 
     def _pass(self, index: int, laid: Sequence[Any], found: list[list[SegmentScores]]) -> None:
         from mlx_lm.models.cache import trim_prompt_cache
@@ -146,6 +170,56 @@ def measured(scorer: TextScorer, text: LongText, passes: int, into: dict[float, 
                     for fact in asked.facts:
                         third = THIRDS[min(2, 3 * text.text.find(fact) // max(1, len(text.text)))]
                         kept.add(third, Share(int(fact not in gone), 1))
+
+
+def measured_unasked(scorer: TextScorer, text: LongText, passes: int, into: dict[float, KeptFacts]) -> None:
+    """Add what is kept of a text that nobody asks about, all of whose facts may be asked for later."""
+    began_s = time.monotonic()
+    document = Document.of_text(text.text, asks=False)
+    surprise = scorer.unasked(document, passes)
+    seconds = time.monotonic() - began_s
+    # The text's own end as the question: what a scorer does that is told of none.
+    last = scorer.scores([document], passes)[0]
+    facts = sorted({fact for asked in text.asked for fact in asked.facts})
+    for index, (ratio, kept) in enumerate(into.items()):
+        kept.questions += 1
+        kept.seconds += seconds
+        chosen = {
+            "surprise": forms.unasked(document, surprise, ratio),
+            "the last tokens ask": forms.unasked(document, last, ratio),
+            "rare words": forms.unasked(document, rare_words(document.text, surprise), ratio),
+            "the end": forms.truncated(document, ratio),
+            "random": forms.at_random(document, ratio, index),
+        }
+        kept.kept_ratio += chosen["surprise"].ratio
+        for form, selection in chosen.items():
+            gone = lost(document, selection, facts)
+            kept.add(form, Share(len(facts) - len(gone), len(facts)))
+
+
+def rare_words(text: str, like: TokenScores) -> TokenScores:
+    """Scores of the tokens of ``like`` by how rare their words are in the text: no model reads it."""
+    import numpy as np
+
+    words = list(re.finditer(r"\w+", text))
+    counts = Counter(word.group().lower() for word in words)
+    total = sum(counts.values())
+    by_char = np.zeros(len(text) + 1, np.float32)
+    for word in words:
+        by_char[word.start() : word.end()] = math.log(total / counts[word.group().lower()])
+    # A token may begin with the blank before its word.
+    last = np.maximum(like.starts, like.ends - 1)
+    return TokenScores(like.starts, like.ends, pooled(by_char[last], POOL))
+
+
+def of_unasked(folder: Path, kind: str, tokens: int, seeds: Sequence[int]) -> list[KeptFacts]:
+    """What a scorer keeps of a text per seed without a question, at each ratio."""
+    scorer, count = _scorer(folder)
+    passes = max(1, tokens // limits.SMART_PASS_TOKENS)
+    found = {ratio: KeptFacts(kind, tokens, ratio, passes) for ratio in UNASKED_RATIOS}
+    for seed in seeds:
+        measured_unasked(scorer, long_text(kind, tokens, seed, count), passes, found)
+    return list(found.values())
 
 
 def of_kind(folder: Path, kind: str, tokens: int, seeds: Sequence[int]) -> list[KeptFacts]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from bench import staleness
-from eval import plots
-from eval.kept_facts import FORMS, RATIOS, THIRDS, KeptFacts
+from eval import plots, rounded
+from eval.kept_facts import FORMS, RATIOS, THIRDS, UNASKED_FORMS, UNASKED_RATIOS, KeptFacts
 from eval.requests import BEHIND, GATE, IN_FRONT, Declined, table
+from eval.rounded import RoundedAnswers
 from eval.runs import Outcome, compared, dense, form_names, kept, recall, unbroken
 from eval.statistics import Ratio, Share
 from eval.tried_voices import Told
@@ -63,9 +64,16 @@ _STANDS = {
 }
 
 
+class MeasuredAt(msgspec.Struct, frozen=True):
+    """When a command was run, and at which commit; "" if none was kept."""
+
+    date: str
+    commit: str
+
+
 class Results(msgspec.Struct):
     """Everything that was found. Pairs are (hits, of). ``commands``: of which a later one may have replaced
-    what an earlier one found; ``date`` and ``machine`` are the last one's."""
+    what an earlier one found; ``date`` and ``machine`` are the last one's, ``measured`` is each one's."""
 
     commands: list[str]
     date: str
@@ -84,6 +92,9 @@ class Results(msgspec.Struct):
     tried: dict[str, Told] = {}
     profile: str = ""
     facts: list[KeptFacts] = []
+    unasked: list[KeptFacts] = []
+    rounded: list[RoundedAnswers] = []
+    measured: dict[str, MeasuredAt] = {}
 
 
 # Kinds of long texts of which several facts must be kept at once.
@@ -98,6 +109,24 @@ documentation that Python ships. *ratio* is the share of the tokens that may be 
 each ratio stand, for a ratio of 0.1, its thirds by place in the text, and what others keep in the same room:
 *BM25* by the question's words alone, *the end* and *random*. Questions for which nothing was selected are
 left out: the whole text would be read. *passes*: in how many pieces the scorer read the text."""
+
+
+_UNASKED = """\
+## Without a question
+
+Facts that selection keeps, word for word, of texts that nobody asks about (`without_question`): all of the
+facts that may be asked for later count. *surprise* keeps what the model did not expect. *The last tokens
+ask* is the attention of the text's own end. *Rare words* looks at no model: only at how often a word stands
+in the text. *ratio* is the share of the tokens that may be kept."""
+
+_ROUNDED = """\
+## What other arithmetic costs
+
+Answers to the whole prompt that are right, of those that are right if the model runs on one machine alone.
+*same* is the share of tasks whose answers are the same, token by token. What takes part is a stand-in for
+another machine: after each of its layers it rounds hidden states, keys and values to bfloat16. *routed*: it
+answers. *by layers*: it computes the first half of the layers of the prompt. *by tokens*: it computes the
+first half of the prompt. Such answers are labelled `equivalent`."""
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -149,11 +178,11 @@ def bars(results: Results) -> list[Bar]:
     return found
 
 
-def page(results: Results, age: int | None) -> str:
-    """``age``: how many commits after the last one that was measured touched what is measured."""
+def page(results: Results, ages: Mapping[str, int | None]) -> str:
+    """``ages``: by commit, how many later ones touched what is measured."""
     parts = [
         _HEAD,
-        _age(results, age),
+        _age(results, ages),
         "\n".join(_summary(results)),
         "## By task\n\n" + "\n".join(_table(results)),
     ]
@@ -162,15 +191,21 @@ def page(results: Results, age: int | None) -> str:
         parts.append("## The scorer\n\n" + "\n".join(_scorer(results)))
     if results.facts:
         parts.append(_LONG + "\n\n" + "\n".join(_long(results.facts)))
+    if results.unasked:
+        parts.append(_UNASKED + "\n\n" + "\n".join(_unasked(results.unasked)))
+    if results.rounded:
+        parts.append(_ROUNDED + "\n\n" + "\n".join(_rounded(results.rounded)))
     parts.append("\n".join(_plots(results)))
     parts.append(_ALWAYS)
-    parts.append("## How\n\n" + "\n".join(_how(results)))
+    parts.append("## How\n\n" + "\n".join(_how(results, ages)))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-def _age(results: Results, age: int | None) -> str:
-    earlier = " What an earlier one of several commands found is older still." if results.commands[1:] else ""
-    return f"Measured on {results.date}. {staleness.said(age)}{earlier}"
+def _age(results: Results, ages: Mapping[str, int | None]) -> str:
+    commit = staleness.measured_at(results.machine)
+    at = f" at commit `{commit}`" if commit else ""
+    earlier = " What earlier commands found is older: [see how](#how)." if results.commands[1:] else ""
+    return f"Measured on {results.date}{at}. {staleness.said(ages.get(commit))}{earlier}"
 
 
 def pictures(results: Results) -> dict[str, str]:
@@ -294,7 +329,7 @@ def _plots(results: Results) -> Iterator[str]:
         yield f"![{name.removesuffix('.svg')}](quality/{name})\n"
 
 
-def _how(results: Results) -> Iterator[str]:
+def _how(results: Results, ages: Mapping[str, int | None]) -> Iterator[str]:
     yield (
         "Haystacks are sentences of six genres from templates, places, names and a seed; two genres and all "
         "seeds here were not used when weights were chosen. Each seed puts its fact at another depth. "
@@ -310,8 +345,18 @@ def _how(results: Results) -> Iterator[str]:
         yield "The worker did not take sparse prompts.\n"
     quick = " (a quick look, not a measurement)" if results.quick else ""
     minutes = f"{results.seconds / 60:.0f} minutes"
-    commands = ", ".join(f"`{command}`" for command in results.commands)
-    yield f"{commands}, {results.date}, {minutes}{quick}, {results.model}.  "
+    yield "| command | measured on | commit | later commits that touched what it measures |"
+    yield "|---|---|---|---|"
+    last = MeasuredAt(results.date, staleness.measured_at(results.machine))
+    for command in results.commands:
+        at = results.measured.get(command, last)
+        later = ages.get(at.commit)
+        yield (
+            f"| `{command}` | {at.date} | {f'`{at.commit}`' if at.commit else 'not kept'} "
+            f"| {'cannot be told' if later is None else later} |"
+        )
+    yield ""
+    yield f"All together {minutes}{quick}, {results.model}.  "
     yield "; ".join(results.machine) + "."
 
 
@@ -364,3 +409,35 @@ def _long(facts: Sequence[KeptFacts]) -> list[str]:
             ]
             rows.append(f"| {kind} | {tokens} | {tenth.passes} | {' | '.join([*at, *beside])} |")
     return rows
+
+
+def _unasked(facts: Sequence[KeptFacts]) -> Iterator[str]:
+    """A row for each kind and length, and one for all of them at each ratio."""
+    yield f"| kind | tokens | ratio | {' | '.join(UNASKED_FORMS)} |"
+    yield "|---" * (3 + len(UNASKED_FORMS)) + "|"
+    for cell in facts:
+        shares = " | ".join(str(cell.share(form)) for form in UNASKED_FORMS)
+        yield f"| {cell.kind} | {cell.tokens} | {cell.ratio:g} | {shares} |"
+    for ratio in UNASKED_RATIOS:
+        mine = [cell for cell in facts if cell.ratio == ratio]
+        sums = (sum((cell.share(form) for cell in mine), Share(0, 0)) for form in UNASKED_FORMS)
+        yield f"| all | | {ratio:g} | {' | '.join(map(str, sums))} |"
+
+
+def _rounded(found: Sequence[RoundedAnswers]) -> Iterator[str]:
+    """A row for each kind, and one for all."""
+    forms = rounded.FORMS
+    same = " | ".join(f"same, {form}" for form in forms)
+    yield f"| task | tokens | right alone | {' | '.join(forms)} | {same} |"
+    yield "|---" * (3 + 2 * len(forms)) + "|"
+    for each in found:
+        figures = " | ".join(
+            [*(str(each.kept(form)) for form in forms), *(f"{each.alike(form).value:.0%}" for form in forms)]
+        )
+        alone = Share(each.right.get("alone", 0), each.answers)
+        yield f"| {_NAMES[each.kind]} | {each.tokens} | {alone} | {figures} |"
+    alone = sum((Share(each.right.get("alone", 0), each.answers) for each in found), Share(0, 0))
+    kept_all = (sum((each.kept(form) for each in found), Share(0, 0)) for form in forms)
+    alike = (sum((each.alike(form) for each in found), Share(0, 0)) for form in forms)
+    figures = " | ".join([*map(str, kept_all), *(f"{share.value:.0%}" for share in alike)])
+    yield f"| all | | {alone} | {figures} |"

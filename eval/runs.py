@@ -25,7 +25,7 @@ from fleetd.engine.protocol import Keep
 Log = Callable[[str], None]
 
 # Multiples of it modulo 1 are spread evenly, however many there are (Weyl's sequence).
-_GOLDEN = 0.618034
+GOLDEN = 0.618034
 # Tasks of which one is also answered from what people do without a selection: no bar is about that.
 BASELINES_EVERY = 3
 
@@ -80,7 +80,7 @@ class RequestRunner:
 
         async def work(engine: Engine) -> None:
             for i, seed in left:
-                depth = (0.5 + i * _GOLDEN) % 1
+                depth = (0.5 + i * GOLDEN) % 1
                 one = task(kind, seed, tokens, depth, engine.count)
                 done[i] = await self.run(engine, one, ratios, baselines=i % BASELINES_EVERY == 0)
                 each([outcome for i in sorted(done) for outcome in done[i]])

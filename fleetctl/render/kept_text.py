@@ -41,15 +41,16 @@ def summary(found: Compression, *, asked: bool = True) -> str:
     ``asked``: a question came with the text.
     """
     usage = found.usage
-    if found.declined and not asked:
-        return f"no --question: all of it is kept ({count(usage.original_tokens)} tokens)"
     if found.declined:
-        return f"nothing was left out of {count(usage.original_tokens)} tokens: {one_line(found.declined)}"
+        hint = "" if asked else " (--without-question chooses by the text alone)"
+        why = f"{one_line(found.declined)}{hint}"
+        return f"nothing was left out of {count(usage.original_tokens)} tokens: {why}"
     share = 100 * usage.compressed_tokens / max(1, usage.original_tokens)
     where = listed([one_line(node) for node in found.nodes if node != "this"])
     return (
         f"{count(usage.original_tokens)} tokens to {count(usage.compressed_tokens)} ({share:.0f} %) · "
-        f"scored by {one_line(found.model)}{f' on {where}' if where else ''} "
+        f"scored {'without a question ' if found.scored == 'without question' else ''}"
+        f"by {one_line(found.model)}{f' on {where}' if where else ''} "
         f"in {duration(found.timings.score_ms / 1000)}"
     )
 

@@ -19,6 +19,7 @@ from fleetd.control.compression_reply import Compression
 @click.command("compress")
 @click.argument("file")
 @click.option("-q", "--question", metavar="TEXT", help="What the text is read for, if that is not in it.")
+@click.option("--without-question", is_flag=True, help="Choose by the text alone, whatever asks in it.")
 @click.option(
     "-r",
     "--ratio",
@@ -42,6 +43,7 @@ def command(
     session: CliSession,
     file: str,
     question: str | None,
+    without_question: bool,
     ratio: float | None,
     model: str | None,
     min_keep: int | None,
@@ -60,6 +62,7 @@ def command(
     body: dict[str, Any] = {
         "prompt": text,
         "question": question,
+        "without_question": without_question or None,
         "target_ratio": ratio,
         "compressor_model": model,
         "min_keep_tokens": min_keep,

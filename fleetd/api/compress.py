@@ -44,6 +44,13 @@ class CompressBody(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(description="What a `prompt` is read for, if it does not say so. Not a part of the answer."),
     ] = None
+    without_question: Annotated[
+        bool | None,
+        Meta(
+            description="True: choose by the text alone, whatever seems to ask in it. By default that is "
+            "done where nothing asks; false leaves such a text whole."
+        ),
+    ] = None
     compressor_model: Annotated[str, Meta(max_length=limits.MODEL_NAME_CHARS)] | None = None
     target_ratio: Ratio | None = None
     min_keep_tokens: Tokens | None = None
@@ -58,7 +65,7 @@ async def compress(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = decode(await http_body.read(request), CompressBody)
     found, messages = await asyncio.to_thread(_document, body)
-    policy = _policy(body, services.smart_defaults)
+    policy = _policy(body, services.smart_defaults, asks=bool(found.questions))
     if services.compressing is None or services.status().draining:
         raise Draining("The daemon is stopping and takes no new work.", hint="Retry in a moment.")
     answer_id = f"compress-{uuid.uuid4().hex}"
@@ -104,13 +111,24 @@ def _document(body: CompressBody) -> tuple[Document, list[dict[str, Any]] | None
         messages = [translate.message(message, i) for i, message in enumerate(body.messages)]
         return Document.of_messages(messages), messages
     if body.question is None:
-        return Document.of_text(body.prompt or ""), None
+        text = body.prompt or ""
+        found = Document.of_text(text)
+        # A short text is taken for a question as a whole: here it is what is to be compressed.
+        alone = body.without_question or (body.without_question is None and not found.material.strip())
+        return Document.of_text(text, asks=False) if alone else found, None
     texts = (body.prompt, body.question)
     asked: list[dict[str, Any]] = [{"role": "user", "content": text} for text in texts]
     return Document.of_messages(asked), None
 
 
-def _policy(body: CompressBody, defaults: SmartPrefillPolicy) -> SmartPrefillPolicy:
+def _policy(body: CompressBody, defaults: SmartPrefillPolicy, *, asks: bool) -> SmartPrefillPolicy:
+    """``asks``: something in the prompt does. What nobody asks about is compressed for later questions."""
+    if body.without_question and body.question is not None:
+        raise InvalidValue(
+            "A text with a question is not scored without one.",
+            hint="Leave out `question` or `without_question`.",
+            param="without_question",
+        )
     wanted = SmartPrefillBody(
         compressor_model=body.compressor_model,
         target_ratio=body.target_ratio,
@@ -118,6 +136,7 @@ def _policy(body: CompressBody, defaults: SmartPrefillPolicy) -> SmartPrefillPol
         max_keep_tokens=body.max_keep_tokens,
         preserve_boundaries=body.preserve_boundaries,
         min_prompt_tokens=0,
+        without_question=not asks if body.without_question is None else body.without_question,
         mode="text",
     )
     policy = resolve(wanted, defaults)
@@ -163,6 +182,7 @@ def _reply(
         messages=elide.messages(found, selection, messages) if messages is not None else UNSET,
         kept=kept[:1] if question else kept,
         declined=selection.declined,
+        scored=compression.scored,
         nodes=list(compression.names),
         usage=CompressUsage(selection.original_tokens, selection.text_tokens, compression.scored_tokens),
         timings=CompressTimings(round(compression.score_s * 1000, 3), round(compression.select_s * 1000, 3)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.compression.policy import SmartPrefillPolicy, wanted_ratio
 
 # Without a target: the smallest set of units with this share of the attention, within these shares of the
 # tokens. Above the higher one a long prompt is hardly worth shortening.
@@ -32,8 +32,8 @@ def budget(
         attention: how much each of them matters, at least 0; None if the text was not scored.
         at_least: the least share that the gate allows; the client's own bound on tokens still holds.
     """
-    if policy.target_ratio:
-        wanted = policy.target_ratio * tokens
+    if ratio := wanted_ratio(policy):
+        wanted = ratio * tokens
     elif attention is None:
         wanted = max(_UNSCORED * tokens, fixed_tokens + LEAST * tokens)
     else:

@@ -120,10 +120,11 @@ class Document:
         return document
 
     @classmethod
-    def of_text(cls, text: str) -> Document:
-        """The document of a /v1/completions prompt, whose question is at its head or at its end."""
+    def of_text(cls, text: str, *, asks: bool = True) -> Document:
+        """The document of a /v1/completions prompt, whose question is at its head or at its end; False for
+        ``asks``: it has none, whatever it looks like."""
         clean, marked = unmark(text)
-        return cls((Block(clean, marked=marked),), tuple(question_ranges(clean)))
+        return cls((Block(clean, marked=marked),), tuple(question_ranges(clean)) if asks else ())
 
     @property
     def question(self) -> str:

@@ -31,12 +31,16 @@ _WANTED_BACK = 1.5
 
 class Aged(dict[int, tuple[Range, ...]]):
     """Kept ranges of earlier blocks, by block index. ``compressor``: the model that scored them, "" if
-    none did. ``original_tokens`` and ``kept_tokens`` of these blocks, as they were counted then.
+    none did. ``original_tokens`` and ``kept_tokens`` of these blocks, as they were counted then. ``sparse``:
+    True if tokens were left out of prefill rather than text out of the prompt.
     """
 
-    def __init__(self, selection: Selection | None = None, compressor: str = "") -> None:
+    def __init__(
+        self, selection: Selection | None = None, compressor: str = "", *, sparse: bool = False
+    ) -> None:
         super().__init__(enumerate(selection.kept if selection is not None else ()))
         self.compressor = compressor
+        self.sparse = sparse
         self.original_tokens = selection.original_tokens if selection is not None else 0
         self.kept_tokens = selection.kept_tokens if selection is not None else 0
 
@@ -71,6 +75,8 @@ class History:
         policy: SmartPrefillPolicy,
         selection: Selection,
         compressor: str = "",
+        *,
+        sparse: bool = False,
     ) -> None:
         """Store a decision about all of ``messages``, including one to drop nothing."""
         weight = _weight(selection.kept)
@@ -78,7 +84,7 @@ class History:
             return
         key = _keys(messages, policy)[-1]
         self._weight -= _weight(self._known.pop(key, Aged()).values())
-        self._known[key] = Aged(selection, compressor)
+        self._known[key] = Aged(selection, compressor, sparse=sparse)
         self._weight += weight
         while len(self._known) > self._entries or self._weight > self._ranges:
             self._weight -= _weight(self._known.popitem(last=False)[1].values())

@@ -20,6 +20,9 @@ Name = Annotated[str, Meta(max_length=200)]
 # Below this, scoring a prompt costs about what it saves (reference: the anchors start at 1,000 to 8,192).
 MIN_PROMPT_TOKENS = 2000
 
+# Share of the tokens that is kept without a question, if none is named: nobody knows what will be asked.
+UNASKED_RATIO = 0.5
+
 
 class SmartPrefillBody(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The object form of ``smart_prefill``. None leaves a field to the machine's defaults."""
@@ -49,6 +52,13 @@ class SmartPrefillBody(msgspec.Struct, frozen=True, omit_defaults=True, forbid_u
             "paragraph. What it has between <context> tags (or <documents>, <sources>) always is."
         ),
     ] = None
+    without_question: Annotated[
+        bool | None,
+        Meta(
+            description="True: what is kept is chosen by the text alone, by what a reader would not expect. "
+            "Whatever asks is kept, and is not looked at otherwise."
+        ),
+    ] = None
     mode: Annotated[
         Mode | None,
         Meta(description="text rewrites the prompt; sparse keeps tokens at their places; auto chooses."),
@@ -59,8 +69,8 @@ class SmartPrefillPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     """How one prompt is to be shortened, or what a machine's defaults for that are.
 
     ``enabled`` matters for defaults only: whether prompts that do not ask are shortened too. ``target_ratio``
-    0 means by the scores' mass, ``compressor_model`` "" the smallest suitable model, ``max_keep_tokens`` 0 no
-    bound.
+    0 means by the scores' mass, or ``UNASKED_RATIO`` of a text that is scored without a question;
+    ``compressor_model`` "" the smallest suitable model, ``max_keep_tokens`` 0 no bound.
     """
 
     enabled: bool = False
@@ -72,6 +82,12 @@ class SmartPrefillPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     preserve_boundaries: bool = True
     mode: Mode = "auto"
     system_context: bool = False
+    without_question: bool = False
+
+
+def wanted_ratio(policy: SmartPrefillPolicy) -> float:
+    """The share of the tokens to keep; 0 if the scores decide. Surprise is spread over all of a text."""
+    return policy.target_ratio or (UNASKED_RATIO if policy.without_question else 0.0)
 
 
 def resolve(

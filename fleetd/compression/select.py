@@ -25,7 +25,7 @@ from fleetd.compression.filling import MARKER_TOKENS, KeptPieces, Piece, fill
 from fleetd.compression.gate import least_share
 from fleetd.compression.history import Aged
 from fleetd.compression.pins import pins
-from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.compression.policy import SmartPrefillPolicy, wanted_ratio
 from fleetd.compression.selection import Selection, by_block, everything, holes
 from fleetd.compression.text_units import MOST_CHARS, units
 from fleetd.compression.words import Range, estimate_tokens
@@ -118,11 +118,12 @@ def select(
     free = [piece for piece in pieces if piece.index not in kept.indexes and not piece.unit.is_frame]
     costs = [piece.tokens for piece in free]
     attention = None if scores is None else [_attention(piece, pieces, meter) for piece in free]
-    by_words = relevance(document.question, [_context(piece, pieces, document.text) for piece in free])
+    asked = "" if policy.without_question else document.question
+    by_words = relevance(asked, [_context(piece, pieces, document.text) for piece in free])
     if attention is None and by_words and max(by_words) <= 0:
         return decline("no word of the question stands in the text, and nothing was scored")
     bounded = _left(policy, old)
-    at_least = 0.0 if attention is None else least_share(attention, by_words)
+    at_least = 0.0 if attention is None or policy.without_question else least_share(attention, by_words)
     room = budget(bounded, tokens, kept.tokens, costs, attention, at_least)
     order = _order(free, attention, by_words, weights)
     fill(kept, order, room, least=bounded.min_keep_tokens, strict=policy.max_keep_tokens > 0)
@@ -143,7 +144,7 @@ def _pinned(
 
 def _always_whole(document: Document, policy: SmartPrefillPolicy, pinned: int, tokens: int) -> str:
     """Why everything is kept whatever the scores say, or ""."""
-    if not document.questions:
+    if not document.questions and not policy.without_question:
         return "nothing in the prompt asks for anything"
     if policy.target_ratio >= 1:
         return "all of it is to be kept"
@@ -242,7 +243,7 @@ def _unit_chars(policy: SmartPrefillPolicy, tokens: int) -> int:
 
 def _about(policy: SmartPrefillPolicy, tokens: int) -> float:
     """The budget in tokens as far as it is known before ranking."""
-    wanted = (policy.target_ratio or _USUAL_RATIO) * tokens
+    wanted = (wanted_ratio(policy) or _USUAL_RATIO) * tokens
     return min(wanted, policy.max_keep_tokens) if policy.max_keep_tokens else wanted
 
 

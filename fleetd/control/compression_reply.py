@@ -7,6 +7,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from fleetd.control.smart_prefill_result import ScoredBy
+
 
 class KeptSpan(msgspec.Struct, frozen=True):
     """What is kept of one message (of a prompt: index 0): character ranges [start, end) of its text.
@@ -35,7 +37,10 @@ class CompressTimings(msgspec.Struct, frozen=True):
 
 
 class Compression(msgspec.Struct, frozen=True, kw_only=True):
-    """``prompt`` or ``messages``, whichever was sent; whole where ``declined`` says why."""
+    """``prompt`` or ``messages``, whichever was sent; whole where ``declined`` says why.
+
+    ``scored``: by what the text was scored; "" if nothing was.
+    """
 
     id: str = ""
     object: Literal["compression"] = "compression"
@@ -45,6 +50,7 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | UnsetType = UNSET
     kept: list[KeptSpan] = []
     declined: str = ""
+    scored: ScoredBy = ""
     nodes: list[str] = []
     usage: CompressUsage = CompressUsage()
     timings: CompressTimings = CompressTimings()

@@ -100,6 +100,8 @@ class ModelShape(msgspec.Struct, frozen=True, omit_defaults=True):
     any_chunks: bool = False
     # Why no other machine can help with its prefill, as a sentence; "" if they can.
     unshareable: Text = ""
+    # Tokens at a prompt's end that sparse prefill computes whatever is left out; 0 if it can leave out none.
+    sparse_tail: Count = 0
     # How a CPU multiplies by its weights, "float32" or "int8", or before a load how it would; "" on a GPU.
     cpu_arithmetic: Text = ""
     # What it gives; its ``context_tokens`` are the longest text, or query and document together.

@@ -8,6 +8,8 @@ import msgspec
 
 # "" if the prompt is read whole.
 Form = Literal["", "text", "sparse"]
+# By what a text was scored: how much its question attends to each token, or how little each was expected.
+ScoredBy = Literal["", "by question", "without question"]
 
 
 class SmartPrefillResult(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -15,7 +17,7 @@ class SmartPrefillResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
     The compressor counts the tokens; of a sparse prompt the engine does, once it has them. ``nodes``: the
     machines that scored; "this" is the one asked. ``score_s``: seconds from the request to the selection.
-    ``scored_tokens``: what compressors read, with what is put around segments.
+    ``scored_tokens``: what compressors read, with what is put around segments. ``scored``: "" if nothing was.
     """
 
     form: Form = ""
@@ -27,6 +29,7 @@ class SmartPrefillResult(msgspec.Struct, frozen=True, omit_defaults=True):
     score_s: float = 0.0
     code: str = ""
     reason: str = ""
+    scored: ScoredBy = ""
 
     @property
     def used(self) -> bool:

@@ -421,8 +421,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     draft_head: str = ""
     # Why a Keep is not followed here; "" if it is.
     sparse: str = "This worker answers nothing by itself."
-    # Tokens at a prompt's end that are computed whatever a Keep leaves out.
-    sparse_tail: int = 0
     # None if no other machine can help with this model.
     arithmetic: Arithmetic | None = None
     # At load; a Heartbeat tells how it goes on.
@@ -764,6 +762,9 @@ class Score(Question[Scored], frozen=True, tag=True, omit_defaults=True):
     ``exit_layer``: layers that are run; 0 is the profile's. Without a ``profile`` the worker takes its own;
     while it has none (``ScoringState``), it refuses the text: no text waits for a search. ``passes``: in how
     many it is computed at least, each of ``limits.SMART_PASS_TOKENS`` or more; the context may want more.
+
+    ``without_question``: nothing asks, and all of the text is scored by how little the model expected each
+    token. The whole model is run; the scores are those of one head and one query.
     """
 
     answer = Scored
@@ -774,6 +775,7 @@ class Score(Question[Scored], frozen=True, tag=True, omit_defaults=True):
     exit_layer: Natural = 0
     profile: Profile | None = None
     passes: Natural = 1
+    without_question: bool = False
 
 
 # ---- Vectors of texts, and how well texts fit a query ----------------------------------------------------

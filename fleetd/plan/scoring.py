@@ -153,6 +153,13 @@ def exit_share(exit_layer: int, layers: int) -> float:
     return min(1.0, max(_LAST_LAYER, exit_layer - _LAST_LAYER) / layers) if layers else EXIT_SHARE
 
 
+def whole_share(weights_bytes: int, outside_bytes: int) -> float:
+    """What scores without a question take of a model's prefill, which computes no probabilities: those of
+    every token besides, by weights that belong to no layer. Where these are not known they are not priced."""
+    layers = weights_bytes - outside_bytes
+    return weights_bytes / layers if layers > 0 else 1.0
+
+
 def plan(asked: SmartPrefillQuestion, scorers: Iterable[Scorer]) -> SmartPlan:
     """The best way to score a prompt, and whether it beats a dense prefill.
 

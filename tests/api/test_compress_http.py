@@ -11,6 +11,7 @@ from fleetd.errors import EngineDied
 from fleetd.requests.smart_prefill.skip import SkipCompression
 
 TEXT = "".join(f"line {n}\n" for n in range(10))
+LONG = "\n\n".join(f"Line {n} of a text that asks for nothing at all." for n in range(100))
 
 
 async def asked(body: dict[str, Any], fake: FakeCompressing | None = None) -> tuple[int, Any, Any]:
@@ -64,11 +65,34 @@ async def test_a_question_is_read_with_the_prompt_and_is_no_part_of_the_answer()
         ({"prompt": ""}, "prompt"),
         ({"prompt": "a", "min_keep_tokens": 9, "max_keep_tokens": 3}, "smart_prefill"),
         ({"prompt": "a", "target_rato": 0.5}, "target_rato"),
+        ({"prompt": "a", "question": "b?", "without_question": True}, "without_question"),
     ],
 )
 async def test_what_makes_no_sense_is_refused_by_name(body: dict[str, Any], param: str) -> None:
     code, reply, _ = await asked(body)
     assert (code, reply["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "without"),
+    [
+        ({"prompt": TEXT}, True),
+        ({"prompt": TEXT, "without_question": False}, False),
+        ({"prompt": f"{LONG}\n\nWhich line is the last?"}, False),
+        ({"prompt": f"{LONG}\n\nWhich line is the last?", "without_question": True}, True),
+        ({"prompt": TEXT, "question": "Which line?"}, False),
+        ({"messages": [{"role": "user", "content": LONG}]}, True),
+        ({"messages": [{"role": "user", "content": LONG}, {"role": "user", "content": "Which?"}]}, False),
+    ],
+)
+async def test_what_nobody_asks_about_is_scored_without_a_question(
+    body: dict[str, Any], without: bool
+) -> None:
+    fake = FakeCompressing()
+    code, reply, _ = await asked(body, fake)
+    assert code == 200
+    assert fake.passages[0].policy.without_question is without
+    assert reply["scored"] == ("without question" if without else "by question")
 
 
 async def test_a_compressor_that_is_not_measured_yet_is_an_error_here() -> None:

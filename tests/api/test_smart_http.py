@@ -214,7 +214,7 @@ async def test_headers_that_cannot_wait_promise_nothing(monkeypatch: pytest.Monk
     _, headers, text = await asked(SmartRunner(USED, late=True), smart_prefill=True, stream=True)
     assert headers["X-Fleet-Exactness"] == "lossy"
     assert "X-SmartPrefill-Mode" not in headers
-    assert ": smart prefill text; compressor=smollm2-135m; tokens=200/1000\n" in text
+    assert ": smart prefill text; compressor=smollm2-135m; nodes=mini; tokens=200/1000\n" in text
     assert last_object(text, stream=True)["smart_prefill"]["mode"] == "text"
 
 

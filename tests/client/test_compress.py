@@ -29,6 +29,7 @@ REPLY: dict[str, Any] = {
     "prompt": "First line.\n[... 4 tokens omitted ...]\nThird line.\n",
     "kept": [{"index": 0, "spans": [[0, 12], [25, 37]]}],
     "declined": "",
+    "scored": "by question",
     "nodes": ["studio"],
     "usage": {"original_tokens": 1200, "compressed_tokens": 300, "total_tokens": 1300},
     "timings": {"score_ms": 1234.0, "select_ms": 2.0},
@@ -107,14 +108,22 @@ def test_nothing_left_out_is_said_with_the_reason() -> None:
     assert view.summary(found) == "nothing was left out of 900 tokens: it asks for a summary"
 
 
-def test_without_a_question_nothing_is_said_of_a_task(daemon: FakeDaemon, run: Run, file: Path) -> None:
+def test_a_text_that_seems_to_ask_and_stays_whole_names_the_way_out(
+    daemon: FakeDaemon, run: Run, file: Path
+) -> None:
     usage = {"original_tokens": 16, "compressed_tokens": 16, "total_tokens": 16}
     declined = {**REPLY, "declined": "the task is about the whole text (summarise)", "usage": usage}
     daemon.on("POST", "/v1/compress", Reply(declined))
     done = run("compress", str(file), home=daemon.home)
-    assert done.stderr == "no --question: all of it is kept (16 tokens)\n"
+    assert "(summarise) (--without-question chooses by the text alone)" in done.stderr
     asked = run("compress", str(file), "-q", "Sum it up.", home=daemon.home)
     assert "nothing was left out of 16 tokens: the task is about the whole text" in asked.stderr
+    assert "--without-question" not in asked.stderr
+    scored = {**REPLY, "scored": "without question"}
+    daemon.on("POST", "/v1/compress", Reply(scored))
+    done = run("compress", str(file), "--without-question", home=daemon.home)
+    assert daemon.seen[-1].body["without_question"] is True
+    assert "scored without a question by" in done.stderr
 
 
 @given(st.text(max_size=60), st.lists(st.tuples(st.integers(0, 80), st.integers(0, 80)), max_size=6))

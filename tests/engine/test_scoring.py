@@ -431,6 +431,35 @@ def test_scores_are_softmaxes_of_the_chosen_heads(bench: ScoringBench) -> None:
     np.testing.assert_allclose(found.logits, best, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_without_a_question_every_token_is_scored_by_its_surprise(
+    bench: ScoringBench, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    """Against the log-probabilities of plain passes, in nats."""
+    monkeypatch.setattr(limits, "SMART_PASS_TOKENS", 300)
+    text = "lorem ipsum dolor sit amet " * 30
+    request = Score("a", text, without_question=True, profile=PROFILE, passes=passes)
+    laid = lay_out(request, bench.tokenizer, bench.context)
+    assert len(laid.passes) == passes
+    bench.scoring.begin(laid)
+    assert bench.budget.used_bytes > 0
+    bench.run()
+    (scored,) = [event for event in bench.of("a") if isinstance(event, Scored)]
+    found = SegmentScores.unpack(scored.scores)
+    assert found.log_sums.shape == (1, 1)
+    assert found.starts.tolist() == list(range(len(text)))
+    expected: list[float] = []
+    for each in laid.passes:
+        logits = bench.model(mx.array([each.tokens]))[0]
+        nats = mx.logsumexp(logits, axis=-1)[:-1] - mx.take_along_axis(
+            logits[:-1], mx.array(each.tokens[1:])[:, None], axis=-1
+        ).squeeze(-1)
+        expected += [1e-4, *nats.tolist()][each.own : each.own + each.count]
+    assert np.exp(found.logits[:, 0]) == pytest.approx(np.array(expected), rel=1e-3)
+    assert float(np.exp(found.log_sums[0, 0])) == pytest.approx(sum(expected), rel=1e-3)
+    assert bench.budget.used_bytes == 0
+
+
 def test_texts_are_scored_between_running_states(tokenizer: Any, short_search: None) -> None:
     """In turns with another, in chunks of any size, and after a search for the heads."""
     scores = []

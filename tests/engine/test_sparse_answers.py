@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from speculating import speculation
 from tiny_architectures import tiny
 from turned_scheduler import TurnedScheduler
 
@@ -246,3 +247,70 @@ def test_positions_are_the_true_ones(bench: SparseBench) -> None:
     bench.finish_all("sparse", "short")
     mine, theirs = ([entry.logprob for entry in bench.said(name)[:1]] for name in ("sparse", "short"))
     assert not np.allclose(mine, theirs, rtol=1e-6)
+
+
+# ---- Drafts ----------------------------------------------------------------------------------------------
+
+
+class DraftedBench(SparseBench):
+    def __init__(self, chain_path: Path, **options: Any) -> None:
+        super().__init__(chain_path, speculation=speculation(VOCAB), **options)
+
+
+def test_a_sparse_answer_is_drafted_for_and_stays_what_it_was(chain_path: Path) -> None:
+    """A random model soon repeats itself, which drafts from its own answer foretell."""
+    plain, drafted = SparseBench(chain_path), DraftedBench(chain_path)
+    for one in (plain, drafted):
+        one.submit("a", LONG, KEPT, max_tokens=96)
+        one.finish_all("a")
+    assert drafted.said("a") == plain.said("a")
+    told = drafted.one("a", Finished).speculation
+    assert told is not None
+    assert told.accepted > 0
+    assert drafted.scheduler.budget.used_bytes == 0
+
+
+def test_drafted_sparse_and_dense_answers_come_together_and_part_again(chain_path: Path) -> None:
+    """Whatever moves into the batch and out of it, positions stay ahead of slots."""
+    apart = DraftedBench(chain_path)
+    said = {}
+    for name, tokens, kept in (
+        ("s", LONG, KEPT),
+        ("d", prompt(120, 3), None),
+        ("t", prompt(200, 4), [*range(90)]),
+    ):
+        apart.submit(name, tokens, kept, max_tokens=72)
+        apart.finish_all(name)
+        said[name] = apart.said(name)
+    together = DraftedBench(chain_path)
+    together.submit("s", LONG, KEPT, max_tokens=72)
+    together.turn(8)
+    together.submit("d", prompt(120, 3), max_tokens=72)
+    together.turn(5)
+    together.submit("t", prompt(200, 4), [*range(90)], max_tokens=72)
+    together.submit("gone", prompt(150, 8), [*range(50)], max_tokens=72)
+    together.turn(9)
+    together.scheduler.inbox.put(Cancel("gone"))
+    together.finish_all("s", "d", "t")
+    assert {name: together.said(name) for name in said} == said
+    assert together.scheduler.budget.used_bytes == 0
+
+
+def test_answers_to_one_sparse_prompt_share_its_prefill(bench: SparseBench) -> None:
+    """The choices of one request come at the same time: the second waits for what the first computes."""
+    for name in ("a", "b"):
+        bench.submit(name, LONG, KEPT)
+    bench.finish_all("a", "b")
+    assert bench.said("a") == bench.said("b")
+    cached = [bench.one(name, Finished).usage.cached_tokens for name in ("a", "b")]
+    assert cached == [0, len(KEPT) - 1]
+
+
+def test_a_sparse_prompt_goes_on_from_a_kept_dense_beginning_and_so_does_its_like(bench: SparseBench) -> None:
+    """As an agent's tools and system prompt are, which every request begins with."""
+    bench.submit("tools", LONG[:40])
+    bench.finish_all("tools")
+    for name in ("a", "b"):
+        bench.submit(name, LONG, KEPT)
+        bench.finish_all(name)
+    assert [bench.one(name, Finished).usage.cached_tokens for name in ("a", "b")] == [40, len(KEPT) - 1]

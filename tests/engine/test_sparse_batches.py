@@ -15,8 +15,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_architectures import FAMILIES, VOCAB, WINDOW, tiny
 
 from fleetd.engine.layers.prefill import Prefiller
+from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading, leading_cache
-from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, SparseWindow, rows, sparse_cache
+from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, SparseWindow, parted, rows, sparse_cache
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 
@@ -90,6 +91,44 @@ def test_an_answer_is_the_same_alone_and_among_dense_and_sparse_ones(name: str) 
             assert float(np.abs(mine - alone).max()) < 1e-4
         else:
             assert np.array_equal(mine, alone)
+
+
+def by_itself(model: Any, sparse: Sparse, asked: Asked, block: int) -> npt.NDArray[np.float32]:
+    """The log-probabilities of ``decoded``, on caches of its own: the last tokens ``block`` per pass, as
+    drafts that are right are verified, after a pass of which all but one token was taken back."""
+    (expected,) = decoded(model, sparse, [asked])
+    tokens, cache = computed(model, sparse, asked)
+    cache = parted(cache, len(tokens) - 1 - int(as_slots(cache)))
+    text = [tokens[-1], *(int(row.argmax()) for row in expected)]
+    if rollback.room(cache) >= 3:
+        model(mx.array([[text[0], 5, 6]]), cache=cache)
+        rollback.take_back(cache, 3)
+    found: list[npt.NDArray[np.float32]] = []
+    while len(found) < asked.steps:
+        coming = text[len(found) : min(len(found) + block, asked.steps)]
+        logits = model(mx.array([coming]), cache=cache)[0].astype(mx.float32)
+        found.extend(np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
+    return np.stack(found)
+
+
+def as_slots(cache: list[Any]) -> int:
+    """Tokens that are in a sparse cache."""
+    full = [layer.offset for layer in cache if isinstance(layer, SparseKV)]
+    return int(full[0]) if full else int(cache[0].offset)
+
+
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize(
+    "name", each((name for name, a in FAMILIES.items() if not a.whole and name != "gemma2"), every=3)
+)
+def test_an_answer_by_itself_is_the_same_as_in_a_batch(name: str, block: int) -> None:
+    """For a block the rounding of windows is that of other products."""
+    model = tiny(name)
+    sparse = Sparse.of(model)
+    asked = ASKED[1]
+    mine = by_itself(model, sparse, asked, block)
+    (expected,) = decoded(model, sparse, [asked])
+    assert float(np.abs(mine - expected).max()) < 1e-4
 
 
 def test_a_batch_that_begins_with_a_dense_row_keeps_the_positions_of_the_others() -> None:

@@ -33,4 +33,4 @@ async def test_a_worker_follows_a_keep_or_says_why_not(pool: EnginePool, chain: 
     assert "plain text" in accepted.dense_reason
     engine = pool.engine(chain)
     assert engine is not None
-    assert (engine.facts.sparse, engine.facts.sparse_tail) == ("", TAIL_TOKENS)
+    assert (engine.facts.sparse, engine.facts.shape.sparse_tail) == ("", TAIL_TOKENS)

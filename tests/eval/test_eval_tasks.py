@@ -10,10 +10,12 @@ import pytest
 from bench.harness.child import ROOT
 from eval import forms, plots, report
 from eval.__main__ import CODE
+from eval.kept_facts import UNASKED_FORMS, KeptFacts
 from eval.requests import BEHIND, GATE, IN_FRONT, Declined
+from eval.rounded import RoundedAnswers
 from eval.runs import Outcome, dense, gate, kept, lost, recall
 from eval.statistics import Share
-from eval.tasks import KINDS, task
+from eval.tasks import KINDS, Task, task
 from fleetd.compression.elide import messages
 from fleetd.compression.words import estimate_tokens
 
@@ -106,18 +108,32 @@ def test_every_path_that_the_figures_depend_on_is_there() -> None:
 @pytest.mark.parametrize(
     ("age", "said"),
     [
-        (0, "Measured on 2026-01-01. No later commit touched what it measures."),
-        (28, "Measured on 2026-01-01. **28 later commits touched what it measures.**"),
+        (0, "Measured on 2026-01-01 at commit `abcdef0`. No later commit touched what it measures."),
+        (28, "Measured on 2026-01-01 at commit `abcdef0`. **28 later commits touched what it measures.**"),
         (None, "its commit is not in this history."),
     ],
 )
 def test_the_page_says_how_old_its_figures_are(age: int | None, said: str) -> None:
-    results = report.Results(["python -m eval"], "2026-01-01", ["a machine"], "m", False)
-    head = report.page(results, age).partition("## By task")[0]
+    machine = ["a machine", "commit abcdef0"]
+    results = report.Results(["python -m eval"], "2026-01-01", machine, "m", False)
+    head = report.page(results, {"abcdef0": age}).partition("## By task")[0]
     assert said in head
-    assert "older still" not in head
-    results.commands = ["python -m eval", "python -m eval gate"]
-    assert "older still" in report.page(results, age)
+    assert "older" not in head.replace("later", "")
+
+
+def test_each_command_has_its_own_commit_and_age() -> None:
+    results = report.Results(
+        ["python -m eval gate", "python -m eval facts-4000"],
+        "2026-02-02",
+        ["commit bbbbbbb"],
+        "m",
+        False,
+        measured={"python -m eval gate": report.MeasuredAt("2026-01-01", "aaaaaaa")},
+    )
+    page = report.page(results, {"aaaaaaa": 40, "bbbbbbb": 0})
+    assert "What earlier commands found is older" in page
+    assert "| `python -m eval gate` | 2026-01-01 | `aaaaaaa` | 40 |" in page
+    assert "| `python -m eval facts-4000` | 2026-02-02 | `bbbbbbb` | 0 |" in page
 
 
 def test_the_page_says_what_falls_short() -> None:
@@ -134,7 +150,7 @@ def test_the_page_says_what_falls_short() -> None:
         outcomes=found,
         declined={"aggregate": (39, 40)},
     )
-    page = report.page(results, 0)
+    page = report.page(results, {})
     assert "| One needle, 1000 tokens, ratio 0.25, text | ≥ 97 % | 100.0 % (84 to 100, n=20) | pass |" in page
     assert (
         "| One needle, 1000 tokens, ratio 0.1, text | ≥ 90 % | 50.0 % (30 to 70, n=20) | **falls short** |"
@@ -143,7 +159,7 @@ def test_the_page_says_what_falls_short() -> None:
     assert "Declined: about the whole text | ≥ 95 % | 97.5 %" in page
     assert "`python -m eval`" in page
     results.quick = True
-    assert "falls short" not in report.page(results, 0)
+    assert "falls short" not in report.page(results, {})
 
 
 def test_several_needles_are_judged_by_the_whole_prompt_s_own_answers_too() -> None:
@@ -157,7 +173,7 @@ def test_several_needles_are_judged_by_the_whole_prompt_s_own_answers_too() -> N
     )
     assert strict.share.value == 0.5
     assert (loose.share.value, loose.least) == (1.0, 0.95)
-    assert "own answers | ≥ 95 % | 50.0 %" in report.page(results, 0)
+    assert "own answers | ≥ 95 % | 50.0 %" in report.page(results, {})
 
 
 def test_the_gate_is_judged_wherever_the_request_stands() -> None:
@@ -173,7 +189,7 @@ def test_the_gate_is_judged_wherever_the_request_stands() -> None:
     )
     found = [(bar.share.value, bar.share.value >= bar.least) for bar in report.bars(results)]
     assert found == [(0.975, True), (0.975, True), (0.975, True), (0.85, False), (0.75, False), (0.975, True)]
-    page = report.page(results, 0)
+    page = report.page(results, {})
     assert "in one message behind the text, a part: not declined | ≥ 95 % | 85.0 %" in page
     assert "in one message in front of the text, the whole text: declined | ≥ 95 % | 75.0 %" in page
 
@@ -185,3 +201,29 @@ def test_a_plot_is_small_and_holds_every_point() -> None:
     assert "A &lt;title&gt;" in svg
     assert len(svg) < 10_000
     assert plots.lines("t", "x", "y", {}) == ""
+
+
+def test_what_other_arithmetic_costs_is_counted_by_the_answers_that_are_right_alone() -> None:
+    one = Task("single", 1, 100, 0.5, text="a", answers=("blue", "red"))
+    found = RoundedAnswers("single", 100)
+    found.add(one, {"alone": ([1], "blue, red"), "routed": ([1], "blue, red"), "by layers": ([2], "red")})
+    found.add(one, {"alone": ([1], "blue"), "routed": ([2], "red"), "by layers": ([1], "blue")})
+    assert (found.tasks, found.answers, found.right["alone"]) == (2, 4, 3)
+    assert (found.kept("routed"), found.alike("routed")) == (Share(2, 3), Share(1, 2))
+    assert (found.kept("by layers"), found.alike("by layers")) == (Share(2, 3), Share(1, 2))
+    results = report.Results(["python -m eval"], "2026-01-01", [], "m", False, rounded=[found])
+    section = report.page(results, {}).partition("## What other arithmetic costs")[2].partition("\n## ")[0]
+    assert "| one needle | 100 | 75.0 %" in section
+    assert section.count("| all |") == 1
+
+
+def test_what_is_kept_without_a_question_is_shown_with_its_rivals() -> None:
+    cells = []
+    for kind, hits in (("one needle", 4), ("two hops", 8)):
+        cell = KeptFacts(kind, 4000, 0.3, 1)
+        for form in UNASKED_FORMS:
+            cell.add(form, Share(hits, 10))
+        cells.append(cell)
+    results = report.Results(["python -m eval"], "2026-01-01", [], "m", False, unasked=cells)
+    section = report.page(results, {}).partition("## Without a question")[2].partition("\n## ")[0]
+    assert "| all | | 0.3 | 60.0 %" in section

@@ -109,6 +109,19 @@ def test_a_text_is_compressed_for_its_own_sake(loaded: LiveDaemon) -> None:
     assert NEEDLE in done.stdout
 
 
+def test_a_corpus_is_compressed_once_for_questions_that_come_later(loaded: LiveDaemon) -> None:
+    """Without a question the model's own surprise decides, which a line unlike the others has."""
+    _, reply = post(loaded, "/v1/compress", {"prompt": haystack(40, 20), "target_ratio": 0.3})
+    assert (reply["scored"], reply["declined"]) == ("without question", "")
+    assert NEEDLE in reply["prompt"]
+    assert reply["usage"]["compressed_tokens"] < 0.6 * reply["usage"]["original_tokens"]
+    _, whole = post(loaded, "/v1/compress", {"prompt": haystack(40, 20), "without_question": False})
+    assert (whole["scored"], whole["prompt"]) == ("", haystack(40, 20))
+    done = loaded.fleetctl("compress", "-", "-r", "0.3", stdin=haystack(40, 20))
+    assert "scored without a question by" in done.stderr
+    assert NEEDLE in done.stdout
+
+
 def test_what_was_done_can_be_read_later(loaded: LiveDaemon) -> None:
     post(loaded, "/v1/chat/completions", asked(smart_prefill={"target_ratio": 0.15}))
 

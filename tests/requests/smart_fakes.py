@@ -204,7 +204,8 @@ class ScoringPool(FakePool):
             self.loaded.append(folder.name)
 
     def engine(self, folder: FakeFolder) -> FakeEngine | None:
-        facts = replace(self.facts, sparse=self.sparse, sparse_tail=self.tail, scoring=self.scoring)
+        shape = replace(self.facts.shape, sparse_tail=self.tail)
+        facts = replace(self.facts, sparse=self.sparse, shape=shape, scoring=self.scoring)
         return FakeEngine(facts) if folder.name in self.loaded else None
 
     def measure_when_idle(self, folder: FakeFolder) -> None:

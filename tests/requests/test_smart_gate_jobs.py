@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from smart_fakes import (
     QUESTION,
     SCORER,
@@ -197,3 +198,28 @@ async def test_where_there_was_no_room_it_is_not_tried_again_at_once(home: Any) 
     assert (await this.told(chat())).code == "out_of_memory"
     assert (await this.told(chat())).code == "no_compressor"
     assert len(this.pool.scores) == 1
+
+
+PASTED = haystack()
+
+
+async def test_a_chat_that_asks_nothing_stays_whole_unless_that_is_asked_for(home: Any) -> None:
+    this = home()
+    request = Generate("r1", ChatPrompt([{"role": "user", "content": PASTED}]))
+    assert (await this.told(request)).code == "declined"
+    assert not this.pool.scores
+    told = await this.told(request, replace(ASKED, without_question=True))
+    assert (told.form, told.scored) == ("text", "without question")
+    (score,) = this.pool.scores
+    assert (score.without_question, score.questions) == (True, [])
+    assert len(text_of(this.pool.asked[-1])) < 0.5 * len(PASTED)
+
+
+async def test_a_task_beside_a_text_that_is_scored_without_it_is_kept(home: Any) -> None:
+    this = home()
+    request = Generate("r1", ChatPrompt([{"role": "user", "content": f"{PASTED}\n\nSum it all up, please."}]))
+    assert (await this.told(request)).code == "declined"
+    told = await this.told(request, replace(ASKED, without_question=True))
+    assert told.scored == "without question"
+    assert text_of(this.pool.asked[-1]).endswith("Sum it all up, please.")
+    assert (await home().told(chat())).scored == "by question"

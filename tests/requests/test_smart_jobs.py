@@ -213,11 +213,25 @@ async def test_a_prompt_of_which_nothing_would_be_left_is_read_whole(
     assert this.pool.asked == [chat()]
 
 
-async def test_a_turn_after_a_sparse_one_is_text(home: Any) -> None:
+async def test_a_turn_after_a_sparse_one_leaves_out_the_same_tokens(home: Any) -> None:
+    """So it finds the keys of the first turn, and is not scored again."""
     this = home(sparse="", kept=20)
     assert (await this.told(chat())).form == "sparse"
     answered = [{"role": "assistant", "content": "4711"}, {"role": "user", "content": "Say the code again."}]
-    assert (await this.told(Generate("r2", ChatPrompt([*messages(), *answered])))).form == "text"
+    following = Generate("r2", ChatPrompt([*messages(), *answered]))
+    assert (await this.told(following)).form == "sparse"
+    first, second = (sent.keep.parts for sent in this.pool.asked)
+    assert second == first
+    assert len(this.pool.scores) == 1
+
+
+async def test_a_turn_after_one_as_text_is_text(home: Any) -> None:
+    this = home()
+    assert (await this.told(chat())).form == "text"
+    this.pool.sparse = ""
+    answered = [{"role": "assistant", "content": "4711"}, {"role": "user", "content": "Say the code again."}]
+    following = Generate("r2", ChatPrompt([*messages(), *answered]))
+    assert (await this.told(following)).form == "text"
     assert this.pool.asked[1].keep is None
     assert NEEDLE in text_of(this.pool.asked[1])
 

@@ -30,6 +30,10 @@ def headers(results: Sequence[SmartPrefillResult]) -> Mapping[str, str]:
             "X-SmartPrefill-Compressed-Tokens": str(sum(each.compressed_tokens for each in used)),
             "X-SmartPrefill-Mode": used[0].form,
         }
+        if used[0].nodes:
+            found["X-SmartPrefill-Nodes"] = ",".join(quote(node, safe=" ") for node in used[0].nodes)
+        if used[0].scored == "without question":
+            found["X-SmartPrefill-Scored"] = used[0].scored
     if skipped:
         found["X-SmartPrefill-Skipped"] = line(skipped)
     return found
@@ -39,8 +43,9 @@ def sentence(result: SmartPrefillResult) -> str:
     """The comment in a stream whose headers are already out."""
     if not result.used:
         return f"skipped: {result.skipped}"
+    nodes = f"nodes={','.join(quote(node, safe=' ') for node in result.nodes)}; " if result.nodes else ""
     return (
-        f"{result.form}; compressor={quote(result.compressor, safe='/')}; "
+        f"{result.form}; compressor={quote(result.compressor, safe='/')}; {nodes}"
         f"tokens={result.compressed_tokens}/{result.original_tokens}"
     )
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from fleetd.control.smart_prefill_result import ScoredBy
+
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
@@ -84,6 +86,10 @@ class SmartReport(Struct, frozen=True):
     original_tokens: Annotated[int, Meta(description="The compressor's tokens, summed over prompts.")]
     compressed_tokens: Annotated[int, Meta(description="The same, of what was kept.")]
     score_ms: float
+    scored: Annotated[
+        ScoredBy,
+        Meta(description='By what the prompt was scored; "" if nothing was.'),
+    ]
     skipped: Annotated[str, Meta(description="Why nothing was left out: a stable code, a colon, a sentence.")]
     settings: Annotated[
         dict[str, Any], Meta(description="What was asked for, with this machine's defaults filled in.")

@@ -66,6 +66,7 @@ def smart_report(reports: SmartPrefillReports) -> o.SmartReport | UnsetType:
             each.compressed_tokens if each.used else each.original_tokens for each in found
         ),
         score_ms=_ms(slowest.score_s),
+        scored=best.scored,
         skipped=next((each.skipped for each in found if not each.used), ""),
         settings=settings,
     )

@@ -281,6 +281,7 @@ def _ready(
         unshareable=found.unshareable,
         kv_bits=read.held.bits,
         kv_held=read.held.text,
+        sparse_tail=found.sparse.tail if found.sparse else 0,
     )
     if sharable is not None:
         shape = sharable.described(shape)
@@ -303,7 +304,6 @@ def _ready(
         speculation_context=verdict.context,
         draft_head=head_text,
         sparse=found.dense_reason,
-        sparse_tail=found.sparse.tail if found.sparse else 0,
         arithmetic=sharable.arithmetic if sharable is not None else _of_front(read),
         # It would have to see into layers of other machines.
         scoring=ScoringState("unable") if isinstance(read.model, _SEVERAL_HAVE_IT) else search.state,

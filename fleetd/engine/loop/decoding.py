@@ -53,7 +53,7 @@ from fleetd.engine.sampling.sampler import (
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sequence_state.kinds import all_plain
-from fleetd.engine.sparse_prefill.sparse_caches import rows
+from fleetd.engine.sparse_prefill.sparse_caches import can_part, parted, rows
 from fleetd.engine.speculation.controller import NO_DRAFT, Beside, Draft
 from fleetd.engine.speculation.rounds import Promise, Rounds
 from fleetd.engine.speculation.sources import DraftSource, HiddenRows
@@ -175,8 +175,9 @@ class Decoding:
             row = running.row
             require(row is not None and row.tokens is running.tokens, f"{running.sequence.id} has no row")
             if row is not None:
-                held = rollback.held(row.cache)
-                require(held in (row.held, None), "a row's cache has other tokens")
+                held, ahead = rollback.held(row.cache), running.sequence.ahead
+                # A window counts positions, whatever was left out.
+                require(held in (row.held - ahead, row.held, None), "a row's cache has other tokens")
         for running in self._all:
             sequence = running.sequence
             tokens = len(sequence.prepared.tokens) + sequence.generated
@@ -225,22 +226,25 @@ class Decoding:
         ``hidden``: what was noted of the prompt's end for its drafts.
         """
         request, matcher = sequence.prepared.request, sequence.prepared.matcher
-        # The slots of a sparse prompt are not its positions: only the batch can decode it.
-        drafts = self.speculation is not None and sequence.kept is None
+        sparse = sequence.kept is not None
+        alone = not sparse or can_part(cache)
         running = DecodingSequence(
             sequence,
             list(tokens),
             make_sampler(request.sampling, self.defaults),
             self._processors(request, len(tokens)),
             matcher,
-            self.speculation.new_drafts(request, matcher) if self.speculation and drafts else None,
+            # Hidden states of a prompt with gaps are none that a drafter was made for.
+            self.speculation.new_drafts(request, matcher, hidden=not sparse)
+            if self.speculation and alone
+            else None,
         )
         if running.drafts is not None:
             for source in self._sources.get(sequence.id, []):
                 running.drafts.add(source)
             for rows_of_chunk in hidden:
                 running.drafts.note(rows_of_chunk)
-        if not len(self) and sequence.kept is None:
+        if not len(self) and alone:
             self._begin_apart(running, copy_on_write(cache))
         else:
             self._insert(running, cache)
@@ -274,7 +278,7 @@ class Decoding:
         if running is None:
             return
         if running.row is not None:
-            tokens, cache = running.row.taken(sequence.held)
+            tokens, cache = running.row.taken(sequence.held + sequence.ahead)
         else:
             tokens, cache = self._out_of_batch(running)
         self._on_left(running, tokens, cache)
@@ -380,6 +384,8 @@ class Decoding:
 
     def _begin_apart(self, running: DecodingSequence, cache: list[Any]) -> None:
         """``cache`` is the sequence's own from now on."""
+        if running.sequence.kept is not None:
+            cache = parted(cache, running.sequence.ahead)
         running.row = VerifyRow(
             self.model,
             running.tokens,

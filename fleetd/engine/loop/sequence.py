@@ -164,6 +164,11 @@ class ScheduledSequence:
         return len(self.prepared.tokens) if self.kept is None else len(self.kept)
 
     @property
+    def ahead(self) -> int:
+        """Tokens of the prompt that take no KV: so much are positions ahead of slots."""
+        return len(self.prepared.tokens) - self.slots
+
+    @property
     def held(self) -> int:
         """Tokens of KV in use."""
         return self.slots + self.generated

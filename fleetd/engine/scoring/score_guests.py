@@ -20,7 +20,8 @@ from fleetd.engine.guests import Guests, GuestTask
 from fleetd.engine.protocol import Accepted, Prefill, Profile, Scored
 from fleetd.engine.scoring.attention_pass import AttentionPass, AttentionTap, logits_of
 from fleetd.engine.scoring.profile_search import ProfileSearch, check
-from fleetd.engine.scoring.scoring_layout import ScoringLayout
+from fleetd.engine.scoring.scoring_layout import LayoutPass, ScoringLayout
+from fleetd.engine.scoring.surprise_pass import STEP_TOKENS, SurprisePass, surprise_scores
 from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import parts
 from fleetd.errors import InvalidValue, Overloaded
@@ -37,7 +38,7 @@ class _ScoringWork:
     profile: Profile
     begun_s: float = 0.0
     computed: int = 0
-    running: AttentionPass | None = None
+    running: AttentionPass | SurprisePass | None = None
     scores: list[SegmentScores] = field(default_factory=list)
 
     def close(self) -> None:
@@ -71,6 +72,11 @@ class ScoreGuests(Guests[ScoringLayout, _ScoringWork]):
     def _bytes(self, tap: AttentionTap, layout: ScoringLayout, profile: Profile) -> int:
         """Memory of the longest pass (its keys, and its KV or later its logits) and of the scores."""
         longest = max(len(each.tokens) for each in layout.passes)
+        if layout.request.without_question:
+            # Log-probabilities of a step are there in the model's type, in f32, and once more in between.
+            vocabulary = len(self.search.tokenizer)
+            sequence = self.budget.sizes.of(longest)
+            return sequence + 3 * STEP_TOKENS * vocabulary * 4 + len(layout.starts) * TOKEN_BYTES
         # Running states have no part in it.
         per_layer = self.budget.sizes.row_bytes / max(1, sum(map(_in_rows, tap.stage.empty)))
         heads = len(profile.heads)
@@ -90,8 +96,7 @@ class ScoreGuests(Guests[ScoringLayout, _ScoringWork]):
         layout, tap = task.command, work.tap
         heads = _asked(profile, layout.request.exit_layer)
         if work.running is None:
-            kept = {layer: _key_heads(tap, layer, heads) for layer, _ in heads}
-            work.running = AttentionPass(tap, layout.passes[len(work.scores)], kept, profile.rotated)
+            work.running = self._pass(layout, layout.passes[len(work.scores)], heads, work)
         work.computed += work.running.step(chunk_tokens)
         self.emit(Prefill(task.id, min(work.computed, layout.tokens), layout.tokens))
         if not work.running.finished:
@@ -103,6 +108,14 @@ class ScoreGuests(Guests[ScoringLayout, _ScoringWork]):
         ended_s = time.monotonic()
         scores = join(work.scores).packed()
         return Scored(task.id, scores, profile, work.computed, ended_s - work.begun_s, ended_s)
+
+    def _pass(
+        self, layout: ScoringLayout, one: LayoutPass, heads: list[tuple[int, int]], work: _ScoringWork
+    ) -> AttentionPass | SurprisePass:
+        if layout.request.without_question:
+            return SurprisePass(self.search.model, one)
+        kept = {layer: _key_heads(work.tap, layer, heads) for layer, _ in heads}
+        return AttentionPass(work.tap, one, kept, work.profile.rotated)
 
 
 def _in_rows(empty: Any) -> bool:
@@ -125,10 +138,16 @@ def _key_heads(tap: AttentionTap, layer: int, heads: Iterable[tuple[int, int]]) 
 
 
 def _scores(
-    tap: AttentionTap, layout: ScoringLayout, scored: AttentionPass, heads: list[tuple[int, int]]
+    tap: AttentionTap,
+    layout: ScoringLayout,
+    scored: AttentionPass | SurprisePass,
+    heads: list[tuple[int, int]],
 ) -> SegmentScores:
     """The logits of a finished pass, head by head in the order of the profile."""
     work = scored.work
+    if isinstance(scored, SurprisePass):
+        own = slice(work.first, work.first + work.count)
+        return surprise_scores(layout.starts[own], layout.ends[own], scored.surprise)
     logits = np.empty((len(heads), work.asking, work.count), np.float32)
     for row, (layer, head) in zip(logits, heads, strict=True):
         queries, keys = tap.heads[layer]

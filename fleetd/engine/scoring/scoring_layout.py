@@ -73,11 +73,14 @@ def lay_out(request: Score, tokenizer: Any, context_tokens: int) -> ScoringLayou
     if any(not 0 <= a <= b <= chars for a, b in [*request.questions, (first, last)]):
         raise InvalidValue(f"A range lies outside a text of {chars} characters.", param="questions")
     ids, starts, ends = _tokenized(tokenizer, request.text)
-    asks = _asking(starts, ends, request.questions)
+    if request.without_question:
+        asks = np.zeros(len(starts), dtype=np.bool_)
+    else:
+        asks = _asking(starts, ends, request.questions)
     within = (starts >= first) & (starts < (last or chars + 1))
     own = np.flatnonzero(within & ~asks)
     question = ids[asks][-QUESTION_TOKENS:].tolist()
-    if not len(own) or not question:
+    if not len(own) or not (question or request.without_question):
         raise BadRequest(
             "There is no text besides the question, or no question, so nothing can be scored.",
             hint="Give the question apart from the text: `question`, or `fleetctl compress --question`.",
@@ -85,7 +88,7 @@ def lay_out(request: Score, tokenizer: Any, context_tokens: int) -> ScoringLayou
         )
     question = question[-max(1, context_tokens // 8) :]
     opening = _opening(tokenizer)
-    closing = _ids(tokenizer, _SEPARATOR) + question
+    closing = _ids(tokenizer, _SEPARATOR) + question if question else []
     head = np.flatnonzero(~asks)[: min(HEAD_TOKENS, context_tokens // 8)]
     room = context_tokens - len(opening) - len(closing) - len(head)
     if room < max(context_tokens * _OWN_SHARE, _OWN_TOKENS):

@@ -80,6 +80,36 @@ class PackedSparseKV(PackedCache, SparseKV):
         return PackedBatchKVCache.of(super().merge(caches), caches[0].packing)
 
 
+class ApartKV(SparseKV):
+    """A SparseKV of a sequence that is decoded by itself, maybe several tokens per pass: the tokens of each
+    pass follow those before without a gap, so ``offset`` tells their first position unasked."""
+
+    def __init__(self) -> None:
+        self._slots = 0
+        super().__init__()
+
+    @classmethod
+    def of(cls, cache: KVCache, ahead: int) -> ApartKV:
+        """Takes over the rows of a full attention's cache; positions are ``ahead`` of its slots."""
+        made = cls()
+        made.keys, made.values, made.offset, made.ahead = cache.keys, cache.values, cache.offset, ahead
+        return made
+
+    @property
+    def offset(self) -> RopeOffset:
+        return RopeOffset(self._slots, self._slots + self.ahead)
+
+    @offset.setter
+    def offset(self, slots: int) -> None:
+        self._slots = int(slots)
+
+    def together(self) -> SparseKV:
+        """The same rows as a batch takes them."""
+        cache = SparseKV.after(self)
+        cache.offset, cache.ahead = self._slots, self.ahead
+        return cache
+
+
 class SparseWindow:
     """A sliding window while a prompt is prefilled: the rows that the coming tokens can still see.
 
@@ -163,6 +193,7 @@ class _SparseRows(Rows):
 
 register(SparseKV, _SparseRows())
 register(PackedSparseKV, _SparseRows())
+register(ApartKV, _SparseRows())
 
 
 @singledispatch
@@ -190,4 +221,24 @@ def as_sparse(caches: Sequence[Any]) -> list[Any]:
 def rows(cache: Sequence[Any]) -> list[Any]:
     """``cache`` as a batch is to take it. A batch is made by the first row's ``merge``, and a dense row's
     would take a sparse one's slots for positions: every row comes as one that may be sparse."""
-    return [SparseKV.after(layer) if type(layer) in _DENSE_ROWS else layer for layer in cache]
+    return [_row(layer) for layer in cache]
+
+
+def _row(layer: Any) -> Any:
+    if isinstance(layer, ApartKV):
+        return layer.together()
+    return SparseKV.after(layer) if type(layer) in _DENSE_ROWS else layer
+
+
+def can_part(cache: Sequence[Any]) -> bool:
+    """True if a sparse prompt with these caches can be decoded by itself. Those of other packages cannot, nor
+    those whose rows are held quantised."""
+    return all(
+        isinstance(layer, KVCache | RotatingKVCache) and not isinstance(layer, PackedCache) for layer in cache
+    )
+
+
+def parted(cache: Sequence[Any], ahead: int) -> list[Any]:
+    """The caches of a sparse prompt that is decoded by itself, where positions are ``ahead`` of slots. A
+    window's is that of a dense prompt."""
+    return [ApartKV.of(layer, ahead) if isinstance(layer, KVCache) else layer for layer in cache]

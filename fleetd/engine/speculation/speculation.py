@@ -58,9 +58,11 @@ class WorkerSpeculation:
         """``model`` as all answers are to be decoded, drafted for or not."""
         return WideSteps(model, self.verdict.context) if self.verdict.rows > 1 else model
 
-    def new_drafts(self, request: Generate, matcher: AnswerMatcher | None = None) -> SequenceDrafts | None:
+    def new_drafts(
+        self, request: Generate, matcher: AnswerMatcher | None = None, *, hidden: bool = True
+    ) -> SequenceDrafts | None:
         """The drafts of a new answer, with the matcher of its grammar if it has one; None if nothing is to be
-        drafted for it."""
+        drafted for it. ``hidden``: False leaves out what drafts from the model's hidden states or rows."""
         wanted = request.speculate
         if not self._drafts(request):
             return None
@@ -78,7 +80,7 @@ class WorkerSpeculation:
             ),
             vocab_size=self.vocab_size,
             matcher=matcher,
-            priced=self._priced(request),
+            priced=self._priced(request) if hidden else [],
         )
 
     def hidden_layers(self, request: Generate) -> tuple[int, ...]:

@@ -64,6 +64,9 @@ class AnswerCheck:
                 first = self._prompt_tokens is None
                 _require(first or event.prompt_tokens == self._prompt_tokens, "counts the prompt anew")
                 _require(event.prompt_tokens <= self._most_prompt_tokens, "counts more than the prompt has")
+                if isinstance(event, Accepted):
+                    most = event.prompt_tokens if self._request.keep is not None else 0
+                    _require(event.kept <= most, "keeps what was not asked for")
                 self._prompt_tokens = event.prompt_tokens
                 self._idle()
             case Prefill():

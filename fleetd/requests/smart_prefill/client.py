@@ -188,7 +188,10 @@ class SmartPrefill(PipelineStep):
                     if tokens < policy.min_prompt_tokens:
                         raise _short(tokens, policy)
             kept_tokens = int(compression.kept_share * tokens)
-            form = self._form(policy, smart_prompt.turns(found), target, tokens, kept_tokens)
+            turns = smart_prompt.turns(found)
+            # Keys of a prompt that was cut stay for one that goes on from it and leaves out the same.
+            begun = turns > 0 and not (compression.aged and compression.aged.sparse)
+            form = self._form(policy, target, tokens, kept_tokens, begun=begun)
             compression.policy = msgspec.structs.replace(policy, mode=form)
             compression.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
             if compression.selection is None:
@@ -197,7 +200,7 @@ class SmartPrefill(PipelineStep):
                         yield progress
         finally:
             _note(shortening, compression, loaded)
-        selection = self._check(job, compression, policy)
+        selection = self._check(job, compression, policy, form)
         make = smart_prompt.shortened if form == "text" else smart_prompt.sparse
         shortened = await asyncio.to_thread(make, job.request, found, selection)
         shortening.result = msgspec.structs.replace(
@@ -219,17 +222,20 @@ class SmartPrefill(PipelineStep):
                 if isinstance(event, Accepted):
                     compression.counted(event.prompt_tokens)
 
-    def _check(self, job: Job, compression: CompressionJob, policy: SmartPrefillPolicy) -> Selection:
+    def _check(
+        self, job: Job, compression: CompressionJob, policy: SmartPrefillPolicy, form: Form = ""
+    ) -> Selection:
         """The selection, if it leaves something out and keeps something. Raises SkipCompression.
 
-        A conversation is remembered by what was asked for, whichever form that became.
+        A conversation is remembered by what was asked for, and which ``form`` that became.
         """
         found, selection = compression.document, compression.selection
         if selection is None or smart_prompt.is_empty(found, selection):
             raise SkipCompression("empty", "Nothing would be left of the prompt.")
         if selection.original_tokens < policy.min_prompt_tokens:
             raise _short(selection.original_tokens, policy)
-        self._history.keep(smart_prompt.said(job.request), policy, selection, compression.compressor)
+        said, compressor = smart_prompt.said(job.request), compression.compressor
+        self._history.keep(said, policy, selection, compressor, sparse=form == "sparse")
         if selection.declined:
             raise SkipCompression("declined", selection.declined)
         if all(selection.whole(found, index) for index in range(len(found.blocks))):
@@ -289,7 +295,7 @@ class SmartPrefill(PipelineStep):
             if tokens < policy.min_prompt_tokens:
                 raise _short(tokens, policy)
             ratio = kept_share(policy, tokens)
-            form = self._form(policy, 0, target, tokens, int(ratio * tokens))
+            form = self._form(policy, target, tokens, int(ratio * tokens))
             ratio = self._computed(form, target, tokens, ratio)
             asked = self._asked(target, form, tokens, view.cached_tokens, ratio)
             plan = await self.compressing.options(CompressionPrice(asked, weights_bytes), policy)
@@ -305,9 +311,16 @@ class SmartPrefill(PipelineStep):
     # ---- how, and for what -------------------------------------------------------------------------------
 
     def _form(
-        self, policy: SmartPrefillPolicy, turns: int, target: AnsweringModel, tokens: int, kept_tokens: int
+        self,
+        policy: SmartPrefillPolicy,
+        target: AnsweringModel,
+        tokens: int,
+        kept_tokens: int,
+        *,
+        begun: bool = False,
     ) -> Form:
-        """``turns``: answers that the prompt holds; ``kept_tokens``: about how much stays of it.
+        """``begun``: the prompt goes on from an answer to one that was not sparse; ``kept_tokens``: about how
+        much stays of it.
 
         Raises SkipCompression.
         """
@@ -320,18 +333,21 @@ class SmartPrefill(PipelineStep):
             raise SkipCompression("no_form", f"{target.name} cannot prefill a part of a prompt: {why_not}")
         if policy.mode == "sparse":
             return "sparse"
-        # A conversation goes on: text is in the prefix cache when its next turn comes, sparse keys are not.
-        # And a sliding window may be more than all that is to be kept.
-        if why_not or turns or self._tail(target) > kept_tokens:
+        # A conversation goes on as it began, or it would find nothing of itself in the prefix cache. And a
+        # sliding window may be more than all that is to be kept.
+        if why_not or begun or self._tail(target) > kept_tokens:
             return "text"
         return "sparse"
 
     def _not_sparse(self, target: AnsweringModel) -> str:
         """Why the model that answers cannot leave tokens out; "" if it can."""
-        if target.choice.node_id != THIS_NODE:
-            return "it runs on another machine."
-        facts = self._facts(target)
-        return "it is not loaded." if facts is None else facts.sparse
+        if target.choice.node_id == THIS_NODE:
+            facts = self._facts(target)
+            return "it is not loaded." if facts is None else facts.sparse
+        card, _ = self._members.model_at(target.choice.node_id, target.name)
+        if card is None or not card.shape.layers:
+            return "the machine that answers has not loaded it yet."
+        return "" if card.shape.sparse_tail else "the machine that answers does not know sparse prefill."
 
     def _facts(self, target: AnsweringModel) -> Ready | None:
         engine = self._pool.engine(target.folder) if target.folder is not None else None
@@ -339,8 +355,11 @@ class SmartPrefill(PipelineStep):
 
     def _tail(self, target: AnsweringModel) -> int:
         """Tokens at a prompt's end that sparse prefill computes, whatever is to be kept."""
+        if target.choice.node_id != THIS_NODE:
+            card, _ = self._members.model_at(target.choice.node_id, target.name)
+            return 0 if card is None else card.shape.sparse_tail
         facts = self._facts(target)
-        return 0 if facts is None else facts.sparse_tail
+        return 0 if facts is None else facts.shape.sparse_tail
 
     def _computed(self, form: Form, target: AnsweringModel, tokens: int, ratio: float) -> float:
         """The share of a prompt that is prefilled if ``ratio`` of it is to be kept."""
@@ -391,14 +410,21 @@ class SmartPrefill(PipelineStep):
         return 0.0 if ways is None or ways.chosen is None else ways.chosen.first_token_s or 0.0
 
     def _ways(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> Ways | None:
-        """The ways to answer a prompt; one of which only ``kept`` tokens are computed is answered here."""
+        """The ways to answer a prompt. One of which only ``kept`` tokens are computed is answered by the
+        machine that was chosen: it alone was asked whether it can."""
         if self._placer is None:
             return None
+        at = target.choice.node_id
+        ask = RouteQuestion(target.name, tokens, ANSWER_TOKENS, admitted=target.admitted)
+        others = None
+        if kept:
+            others = [member for member in self._members.others("answer") if member.node_id == at]
+            ask = replace(ask, exclude=frozenset() if at == THIS_NODE else frozenset({THIS_NODE}))
         return self._placer.ways(
-            RouteQuestion(target.name, tokens, ANSWER_TOKENS, admitted=target.admitted),
+            ask,
             WantedModel(target.name, target.folder is not None, folder=target.folder),
-            lambda member: KnownTokens(cached if member.node_id == target.choice.node_id else 0),
-            others=() if kept else None,
+            lambda member: KnownTokens(cached if member.node_id == at else 0),
+            others=others,
             kept=kept,
         )
 
@@ -426,6 +452,7 @@ def _note(shortening: Shortening, compression: CompressionJob, loaded: list[Span
         original_tokens=selection.original_tokens if selection else compression.tokens,
         compressed_tokens=selection.kept_tokens if selection else 0,
         scored_tokens=compression.scored_tokens,
+        scored=compression.scored,
     )
 
 

@@ -21,11 +21,12 @@ import msgspec
 
 from fleetd import limits
 from fleetd.compression.document import Document
-from fleetd.compression.gate import judge
+from fleetd.compression.gate import GateVerdict, judge
 from fleetd.compression.history import Aged, still_serves
-from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.compression.policy import SmartPrefillPolicy, wanted_ratio
 from fleetd.compression.select import forecast, select
 from fleetd.compression.selection import Selection, everything
+from fleetd.control.smart_prefill_result import ScoredBy
 from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
 from fleetd.plan import scoring as planner
@@ -96,6 +97,13 @@ class CompressionJob:
     lost: tuple[str, str] = ("", "")
 
     @property
+    def scored(self) -> ScoredBy:
+        """What the text was scored by; "" if it was not."""
+        if not self.names:
+            return ""
+        return "without question" if self.policy.without_question else "by question"
+
+    @property
     def kept_share(self) -> float:
         """About what share of the tokens is kept."""
         return kept_share(self.policy, self.tokens, self.pinned_tokens)
@@ -155,7 +163,8 @@ class CompressionService:
         compressor, able = await find()
         compression.compressor = compressor.name
         plan = self._plan(compression, asked, able)
-        key = smart_prompt.key(compression.document, compressor.key)
+        unasked = compression.policy.without_question
+        key = smart_prompt.key(compression.document, compressor.key, without_question=unasked)
         remembered = self._remember(key)
         async with remembered.lock:
             if remembered.failure is not None:
@@ -214,7 +223,9 @@ class CompressionService:
     ) -> AsyncGenerator[Loading, None]:
         """Within the deadline. Raises SkipCompression, FleetError."""
         found = compression.document
-        question = ScoringQuestion(compression.id, found.text, found.questions)
+        unasked = compression.policy.without_question
+        asks = () if unasked else found.questions
+        question = ScoringQuestion(compression.id, found.text, asks, without_question=unasked)
         work = ScoringJob(question, compressor, self.scorers.profile(compressor))
         await compression.bill.reserve(compressor.name, [part.scorer for part in plan.parts])
         within_s = limits.SMART_LATE * plan.score_s + limits.SMART_GRACE_S
@@ -260,7 +271,8 @@ def decide_unscored(compression: CompressionJob) -> None:
     found, policy = compression.document, compression.policy
     if compression.aged and not still_serves(found, compression.aged):
         compression.aged = Aged()
-    aged, verdict = compression.aged, judge(found)
+    aged = compression.aged
+    verdict = GateVerdict() if policy.without_question else judge(found)
     # What was decided stays decided, for the prefix cache, unless the new task plainly needs all of it.
     if verdict.plainly if aged else verdict.declined:
         compression.selection = everything(found, compression.tokens, verdict.declined)
@@ -277,7 +289,7 @@ def decide_unscored(compression: CompressionJob) -> None:
 
 def kept_share(policy: SmartPrefillPolicy, tokens: int, pinned_tokens: int = 0) -> float:
     """About what share of so many tokens is kept, ``pinned_tokens`` whatever the policy says."""
-    kept = max(tokens * (policy.target_ratio or USUAL_RATIO), policy.min_keep_tokens)
+    kept = max(tokens * (wanted_ratio(policy) or USUAL_RATIO), policy.min_keep_tokens)
     if policy.max_keep_tokens:
         kept = min(kept, policy.max_keep_tokens)
     return min(1.0, max(kept, pinned_tokens) / max(1, tokens))

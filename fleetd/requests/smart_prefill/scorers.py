@@ -112,7 +112,7 @@ class Scorers:
             raise SkipCompression("no_compressor", f"No machine {can} now.")
         here = next((holder for holder in holders if holder.member.here), None)
         model = (here or holders[0]).model
-        able = [self._scorer(holder) for holder in holders]
+        able = [self._scorer(holder, without_question=policy.without_question) for holder in holders]
         able.sort(key=lambda scorer: (scorer.seconds(planner.AROUND_TOKENS), scorer.node_id))
         return CompressorModel(model.name, model.digest, here.folder if here else None), able
 
@@ -255,7 +255,7 @@ class Scorers:
         left = engine.scoring.left if engine is not None else 0 if model.scoring == "ready" else SEARCH_TOKENS
         return ModelHolder(here, model, folder, left)
 
-    def _scorer(self, holder: ModelHolder) -> Scorer:
+    def _scorer(self, holder: ModelHolder, *, without_question: bool = False) -> Scorer:
         """Its price, corrected by what it took for other prompts."""
         member, model = holder.member, holder.model
         measured, weights_bytes = speed_of(model), model.shape.weights_bytes
@@ -263,11 +263,14 @@ class Scorers:
         speed = measured or modelled(member.chip(model.shape.cpu_arithmetic), typical)
         correction = self._members.correction(member.node_id, holder.key, speed, "score")
         profile = self._profiles.get(holder.key)
+        share = planner.exit_share(profile.exit_layer, profile.layers) if profile else planner.EXIT_SHARE
+        if without_question:
+            share = planner.whole_share(weights_bytes, model.shape.outside_bytes)
         return Scorer(
             member.node_id,
             member.name,
             speed.times(correction),
-            planner.exit_share(profile.exit_layer, profile.layers) if profile else planner.EXIT_SHARE,
+            share,
             link=member.link,
             tier=member.card.machine.tier,
             load_s=0.0 if model.state == "loaded" else chip_speeds.load_s(weights_bytes),

@@ -58,11 +58,15 @@ class CompressorModel(msgspec.Struct, frozen=True):
 
 
 class ScoringQuestion(msgspec.Struct, frozen=True):
-    """A text to score, and the ranges of characters in it that ask the question."""
+    """A text to score, and the ranges of characters in it that ask the question.
+
+    ``without_question``: nothing asks, and the scores are of the text alone.
+    """
 
     id: str
     text: str
     questions: Sequence[tuple[int, int]]
+    without_question: bool = False
 
     def own(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """The parts of this range that are to be scored: all but the questions."""
@@ -211,6 +215,7 @@ class SegmentScoring:
             segment=segment,
             passes=passes,
             profile=work.profile,
+            without_question=question.without_question,
         )
         began_s = self._monotonic()
         ran.unanswered += 1
@@ -289,12 +294,13 @@ def _unpacked(scored: Scored, question: ScoringQuestion, asked: Score) -> Segmen
         found = SegmentScores.unpack(scored.scores)
     except ValueError as error:
         raise ProtocolError(f"The scores do not fit the prompt: {error}.") from None
-    if asked.profile not in (None, scored.profile) or len(found.log_sums) != len(scored.profile.heads):
+    heads = 1 if question.without_question else len(scored.profile.heads)
+    if asked.profile not in (None, scored.profile) or len(found.log_sums) != heads:
         raise ProtocolError("The scores are those of other heads than were asked.")
     first, last = asked.segment[0], asked.segment[1] or len(question.text)
     chars = sum(len(word) for a, b in question.own(first, last) for word in question.text[a:b].split())
     # Without a marked question the last tokens are the question.
-    asking = 0 if question.questions else limits.SCORE_QUERIES
+    asking = 0 if question.questions or question.without_question else limits.SCORE_QUERIES
     count = len(found.starts)
     if not count <= scored.tokens <= (1 + _AROUND) * count + _AROUND_TOKENS:
         raise ProtocolError(f"Scores of {count} tokens came, for which {scored.tokens} were computed.")

@@ -92,7 +92,7 @@ def is_empty(found: Document, selection: Selection) -> bool:
     )
 
 
-def key(found: Document, compressor: str) -> bytes:
+def key(found: Document, compressor: str, *, without_question: bool = False) -> bytes:
     """Equal for prompts whose scores are equal."""
-    parts = (found.text, found.questions, compressor)
+    parts = (found.text, () if without_question else found.questions, compressor, without_question)
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).digest()
