@@ -13,6 +13,7 @@ from aiohttp import web
 
 from fleetd import limits
 from fleetd.api.http import token
+from fleetd.api.http.client_name import client_name
 from fleetd.api.http.context import SERVICES
 from fleetd.engine.protocol import Loading, TextKind
 from fleetd.errors import Draining, InvalidValue
@@ -44,7 +45,7 @@ def job(
 ) -> VectorJob:
     """The job of a request; what it does not say about exactness is as the settings have it."""
     exact = (exactness or request.app[SERVICES].exactness) == "exact"
-    return VectorJob(work_id, model, work, bool(local_only), exact)
+    return VectorJob(work_id, model, work, bool(local_only), exact, client_name(request))
 
 
 def run(request: web.Request, job: VectorJob) -> AsyncGenerator[Loading | TextsDone, None]:
