@@ -641,16 +641,12 @@ SMART_HISTORIES = 256
 SMART_HISTORY_RANGES = 100_000
 
 # ---- Vectors and reranking -------------------------------------------------------------------------------
-# Texts of one message to a worker. The daemon cuts a corpus into as many messages as it needs.
-VECTOR_TEXTS = 2048
 # Characters of one text: no model here reads more of any language, and a tokenizer takes a hundred times as
 # much memory.
 VECTOR_TEXT_CHARS = MIB
 # Tokens of one text, whatever the model's files say: an encoder cannot be stopped in the middle of a text,
 # and what it takes of memory while it reads has to stay within what every load leaves free.
 VECTOR_TEXT_TOKENS = 8192
-# Texts whose vectors are told at once, and are sorted by length among themselves.
-VECTOR_WINDOW = 256
 # Seconds that one pass may take, about, before a cancel, another request or a chat has its turn; and the
 # fewest and the most tokens of one, whatever a machine's pace.
 VECTOR_PASS_S = 0.1
@@ -672,6 +668,7 @@ VECTOR_HELD_CHARS = 256 * MIB
 VECTOR_URGENT_TEXTS = 16
 # What a machine is given at once: short enough that machines end together, and that little is lost with one.
 VECTOR_PART_S = 0.5
+# Texts of one part, so of one message to a worker and of one answer.
 VECTOR_PART_TEXTS = 256
 # Beside a chat, a machine gets parts of so little, and rests so many times as long as each has taken.
 VECTOR_CHAT_PART_S = 0.05

@@ -103,6 +103,30 @@ def test_two_machines_give_the_bytes_of_one(loaded: LiveFleet, alone: list[bytes
     assert found == alone
 
 
+def test_a_trace_and_the_metrics_tell_who_computed_what(loaded: LiveFleet) -> None:
+    alpha = loaded["alpha"]
+    _, headers = embedded(alpha)
+    told = json.loads(_fleetctl(alpha, "trace", headers["x-fleet-request"], "--json"))
+    machines = {each["name"]: each for each in told["texts"]["machines"]}
+    assert set(machines) == {"this", "beta"}
+    assert sum(each["texts"] for each in machines.values()) == told["texts"]["texts"] == len(TEXTS)
+    assert sum(each["tokens"] for each in machines.values()) == told["prompt_tokens"]
+    assert all(0 < each["computed_s"] <= told["took_s"] for each in machines.values())
+    computed = {step["machine"] for step in told["steps"] if step["name"] == "computed"}
+    assert computed == {told["machine"], "beta"}
+    page = _fleetctl(alpha, "trace", headers["x-fleet-request"])
+    assert "beta: " in page
+    assert "computed by several machines · exact" in page
+    assert headers["x-fleet-request"][-8:] in _fleetctl(alpha, "trace")
+    # Of all requests so far; others before this one were counted too.
+    counted = [
+        line
+        for line in alpha.control("GET", "/metrics").splitlines()
+        if line.startswith("fleetd_texts_total")
+    ]
+    assert float(counted[0].rpartition(" ")[2]) >= len(TEXTS)
+
+
 def test_a_machine_without_the_model_asks_those_that_have_it(loaded: LiveFleet, alone: list[bytes]) -> None:
     found, headers = embedded(loaded["gamma"])
     assert headers["x-fleet-plan"].startswith(("spread; nodes=alpha,beta", "spread; nodes=beta,alpha"))

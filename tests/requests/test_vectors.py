@@ -560,7 +560,7 @@ def lied(event: TextsEmbedded) -> list[TextsEmbedded]:
     """Answers that no honest machine gives."""
     nan = struct.pack("<f", math.nan) + event.vectors[4:]
     return [
-        replace(event, first=1),
+        replace(event, tokens=event.tokens[:1], vectors=event.vectors[: 4 * WIDTH]),
         replace(event, width=WIDTH + 1),
         replace(event, width=0),
         replace(event, vectors=event.vectors[:-1]),
@@ -583,11 +583,13 @@ def test_vectors_that_cannot_be_are_refused(lie: TextsEmbedded) -> None:
 def test_scores_are_those_of_the_documents() -> None:
     answer = PartAnswer(RerankTexts("v", "q", ["one", "two"]))
     with pytest.raises(ProtocolError):
-        answer.feed(TextsReranked("v", 0, [0.5], [3, 3]))
+        answer.feed(TextsReranked("v", [0.5], [3, 3]))
     with pytest.raises(ProtocolError):
         answer.feed(ONE)  # type: ignore[arg-type]
-    answer.feed(TextsReranked("v", 0, [0.5, 1.0], [3, 3]))
+    answer.feed(TextsReranked("v", [0.5, 1.0], [3, 3]))
     assert answer.whole
+    with pytest.raises(ProtocolError, match="twice"):
+        answer.feed(TextsReranked("v", [0.5, 1.0], [3, 3]))
 
 
 def test_floats_are_those_of_the_bytes() -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from typing import Annotated
 from urllib.parse import quote
 
 from aiohttp import web
+from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.http import token
@@ -21,6 +23,11 @@ from fleetd.requests.job import Exactness
 from fleetd.requests.vectors.job import TextsDone, VectorJob
 from fleetd.requests.vectors.messages import TextsRequest, texts_of
 from fleetd.requests.vectors.part_answer import Found
+
+#: What a model is told to do with texts.
+Instruction = Annotated[
+    str, Meta(max_length=limits.VECTOR_TEXT_CHARS, description="In place of the model's own words.")
+]
 
 #: What clients call the two kinds of texts, lower case: Cohere's, Voyage's, Jina's and NVIDIA's words.
 KINDS: Mapping[str, TextKind] = {
